@@ -1,0 +1,47 @@
+# `make demo` and `make test` need Python >= 3.10 with pip, and make. They keep what they install in .venv.
+
+PYTHON ?= python3
+RANKS  ?= 2
+OUT    ?= out
+
+# What pip is asked for when there is no usable torch. Which build comes, for CPU or for CUDA, is decided by the
+# package index that pip is configured with; options may be added:  make TORCH="torch==2.13.0 --index-url ..."
+TORCH  ?= torch==2.13.0
+
+BIN := .venv/bin
+HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
+HAS_VENV := import ensurepip, venv
+HAS_TORCH := import torch; v = torch.__version__.split("."); assert (2, 11) <= (int(v[0]), int(v[1])) < (2, 14)
+
+.PHONY: help demo test lint
+
+help:
+	@echo "make demo   train a small language model with AdamW and with 1-bit Adam on $(RANKS) ranks; results in $(OUT)/"
+	@echo "make test   ruff, mypy and all tests"
+	@echo "make lint   ruff and mypy only"
+	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)"
+
+demo: .venv/.demo
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
+		examples/train_lm.py --out $(OUT) --json $(OUT)/train_lm.json
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Each stamp is as new as the pyproject.toml that was installed.
+.venv/.%: pyproject.toml | .venv/.torch
+	$(BIN)/python -m pip install --editable '.[$*]'
+	@touch $@
+
+# A torch that $(PYTHON) can already import is shared with the environment instead of being installed again.
+.venv/.torch: pyproject.toml
+	@$(PYTHON) -c '$(HAS_PYTHON)' || { echo "fn needs Python >= 3.10, but $(PYTHON) is missing or older; try make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -c '$(HAS_VENV)' 2>/dev/null || \
+		{ echo "$(PYTHON) cannot make virtual environments; install its venv module (Debian, Ubuntu: python3-venv)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $$($(PYTHON) -c '$(HAS_TORCH)' 2>/dev/null && echo --system-site-packages) .venv
+	@$(BIN)/python -c '$(HAS_TORCH)' 2>/dev/null || $(BIN)/python -m pip install $(TORCH)
+	@touch $@

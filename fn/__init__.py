@@ -1,0 +1,68 @@
+"""Communication-efficient optimizers for PyTorch, as pure functions."""
+
+from fn import kernels
+from fn.adapters.donate import donate
+from fn.adapters.torch_optim import Optimizer
+from fn.base import Phase, Transform, UpdateFn, apply_updates, chain, lift, stateless
+from fn.collectives.axis import axis_index, axis_size, bind, rank_dims, simulate
+from fn.collectives.codec import Codec, identity, sign
+from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, reduce_scatter_mean
+from fn.collectives.feedback import Feedback, classic, off
+from fn.collectives.ledger import Ledger, ledger
+from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
+from fn.optimizers import adamw, onebit_adam
+from fn.schedules import freeze_after, freeze_when_stable
+from fn.transforms.average import average, compressed_average
+from fn.transforms.clip import clip_by_global_norm
+from fn.transforms.finite import skip_nonfinite
+from fn.transforms.mask import mask
+from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
+from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Codec",
+    "ErrorFeedbackState",
+    "Feedback",
+    "Ledger",
+    "Optimizer",
+    "Phase",
+    "Transform",
+    "UpdateFn",
+    "add_decayed_weights",
+    "adamw",
+    "all_gather",
+    "all_gather_shards",
+    "all_to_all",
+    "apply_updates",
+    "average",
+    "axis_index",
+    "axis_size",
+    "bind",
+    "chain",
+    "classic",
+    "clip_by_global_norm",
+    "compressed_average",
+    "donate",
+    "freeze_after",
+    "freeze_when_stable",
+    "identity",
+    "kernels",
+    "ledger",
+    "lift",
+    "mask",
+    "off",
+    "onebit_adam",
+    "pmean",
+    "psum",
+    "rank_dims",
+    "reduce_scatter_mean",
+    "scale_by_adam",
+    "scale_by_learning_rate",
+    "scale_by_onebit_adam",
+    "sign",
+    "simulate",
+    "skip_nonfinite",
+    "stateless",
+]

@@ -1,0 +1,1 @@
+"""The only modules that mutate: pure transforms behind stateful interfaces."""

@@ -1,0 +1,67 @@
+"""An optimizer's state as a flat {path: tensor}, which `torch.load(weights_only=True)` accepts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.schedules import FreezeWhenStable
+
+if TYPE_CHECKING:
+    from fn.adapters.torch_optim import Optimizer
+
+
+def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the steps, every group's learning rate and state, and a fed schedule's memory, by path."""
+    found = {"steps": torch.tensor(optimizer.steps)}
+    for i, (group, state) in enumerate(zip(optimizer.param_groups, optimizer.states, strict=True)):
+        found[f"groups.{i}.lr"] = torch.as_tensor(group["lr"]).detach()
+        if "initial_lr" in group:
+            found[f"groups.{i}.initial_lr"] = torch.as_tensor(group["initial_lr"]).detach()
+        named = zip(tree.paths(state), tree.leaves(state), strict=True)
+        found.update({f"groups.{i}.state.{path}": leaf for path, leaf in named})
+    schedule = optimizer.schedule
+    if isinstance(schedule, FreezeWhenStable):
+        found["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64)
+        found["schedule.frozen_at"] = torch.tensor(-1 if schedule.frozen_at is None else schedule.frozen_at)
+    return found
+
+
+def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Copy a `flat_state` into an optimizer's buffers.
+
+    Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype; nothing
+        is copied then.
+    """
+    own = flat_state(optimizer)
+    optional = {path for path in {*own, *saved} if path.endswith(".initial_lr")}
+    for path in sorted((set(own) ^ set(saved)) - optional):
+        raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}")
+    for path, mine in own.items():
+        theirs = saved.get(path, mine)
+        fits = path == "schedule.norms" or theirs.shape == mine.shape
+        if not fits or theirs.dtype != mine.dtype:
+            raise ValueError(
+                f"state_dict: {path!r} is {theirs.dtype} {tuple(theirs.shape)}, but this optimizer has {mine.dtype} "
+                f"{tuple(mine.shape)}; errors belong to the world size they were made for"
+            )
+    _copy(optimizer, saved)
+
+
+def _copy(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    optimizer.steps = int(saved["steps"])
+    with torch.no_grad():
+        for i, (group, state) in enumerate(zip(optimizer.param_groups, optimizer.states, strict=True)):
+            group["lr"] = torch.as_tensor(group["lr"]).fill_(float(saved[f"groups.{i}.lr"]))
+            if f"groups.{i}.initial_lr" in saved:
+                group["initial_lr"] = float(saved[f"groups.{i}.initial_lr"])
+            for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
+                leaf.copy_(saved[f"groups.{i}.state.{path}"])
+    if isinstance(optimizer.schedule, FreezeWhenStable):
+        optimizer.schedule.norms = saved["schedule.norms"].tolist()
+        frozen_at = int(saved["schedule.frozen_at"])
+        optimizer.schedule.frozen_at = None if frozen_at < 0 else frozen_at

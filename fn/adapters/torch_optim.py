@@ -1,0 +1,191 @@
+"""`fn.Optimizer`: any transform behind the interface of `torch.optim`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.adapters.donate import donate
+from fn.adapters.missing_gradients import Gradients
+from fn.adapters.state_dict import flat_state, restore_flat
+from fn.base import Phase, Transform, UpdateFn
+from fn.collectives.axis import current_binding
+from fn.schedules import FreezeWhenStable, Schedule
+from fn.transforms.finite import together
+
+Tree = Any
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Drive a transform as a `torch.optim.Optimizer`; gradients are each rank's own.
+
+        with fn.bind(mesh):
+            opt = fn.Optimizer(model.parameters(), partial(fn.onebit_adam, axis="data"),
+                               schedule=fn.freeze_after(1000), lr=1e-3)
+        loss.backward(); opt.step(); opt.zero_grad()
+
+    Args:
+        params: parameters, named parameters or param groups, as for torch. A group's own keys override the defaults.
+        make: (lr=tensor, **hyper-parameters) -> Transform, called once per param group.
+        schedule: step -> Phase, steps from 0. None: always warm-up, for optimizers that do not compress.
+        lr: the learning rate. In a group it becomes a 0-d tensor that torch's schedulers fill in place; a float
+            that is written into `group["lr"]` works too.
+        compile: run the update of each phase through `torch.compile`.
+        **defaults: further hyper-parameters for `make`.
+    Raises: what `make` and the transform's init raise: the axis is not bound, the ranks disagree.
+
+    The axes that are bound when the optimizer is built stay bound in its steps. Parameters, moments and errors keep
+    their buffers from step to step. A step with a NaN or Inf gradient on any rank is skipped on all; `skipped`
+    counts them. A parameter that has no gradient on any rank counts as gradient zero and is not moved; one that
+    has none on some ranks only is refused, on all ranks.
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        make: Callable[..., Transform],
+        *,
+        schedule: Schedule | None = None,
+        lr: float | Tensor = 1e-3,
+        compile: bool = False,
+        **defaults: Any,
+    ):
+        self.make = make
+        self.schedule: Schedule = schedule or (lambda step: Phase.WARMUP)
+        self.steps = 0
+        self.states: list[Tree] = []
+        """The transform's state of every param group: the live buffers."""
+        self._compile = compile
+        self._binding = current_binding()
+        self._transforms: list[Transform] = []
+        self._lrs: list[Tensor] = []
+        self._updates: dict[Phase, UpdateFn] = {}
+        self._gradients = Gradients()
+        super().__init__(params, {"lr": lr, **defaults})
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase of the next step."""
+        return Phase(self.schedule(self.steps))
+
+    @property
+    def skipped(self) -> int:
+        """Return how many steps were skipped because a gradient was not finite."""
+        return max((int(count) for count in self._skip_counts()), default=0)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group: its transform is made and its state starts at zero.
+
+        Raises: as the constructor; the optimizer is then as it was.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._start(group)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _start(self, group: dict[str, Any]) -> None:
+        params = group["params"]
+        tree.check_real(params, "params")
+        lr = torch.as_tensor(group["lr"], dtype=torch.float32).detach().clone()
+        hyper = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")}
+        with self._binding:
+            transform = self.make(lr=lr, **hyper)
+            state = transform.init([p.detach() for p in params])
+        group["lr"] = lr
+        self._lrs.append(lr)
+        self._transforms.append(transform)
+        self.states.append(state)
+        self._updates.clear()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Take one step from the gradients in `p.grad`.
+
+        Args: closure: recomputes the loss and the gradients, as for torch.
+        Returns: what the closure returned.
+        Raises: TypeError for sparse or complex gradients; ValueError for a phase that the transform does not have
+            or a parameter without a gradient on some ranks only. Parameters and state are then unchanged.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        phase = self.phase
+        self._follow_lrs()
+        with self._binding:
+            self._apply(self._advance(self._update(phase)))
+        self.steps += 1
+        if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
+            self.schedule.observe(self.steps - 1, self._second_moment_norm())
+        return loss
+
+    def _update(self, phase: Phase) -> UpdateFn:
+        if phase not in self._updates:
+            update = donate(together(self._transforms).update(phase))
+            self._updates[phase] = torch.compile(update, fullgraph=True) if self._compile else update
+        return self._updates[phase]
+
+    def _advance(self, update: UpdateFn) -> tuple[list[Tensor], ...]:
+        """Move the states; return the updates of the parameters."""
+        groups = [group["params"] for group in self.param_groups]
+        state, params = tuple(self.states), tuple([p.detach() for p in params] for params in groups)
+        before = self.skipped
+        updates, _ = update(self._gradients.collect(groups), state, params)
+        if self.skipped > before and self._settle(groups):
+            updates, _ = update(self._gradients.collect(groups), state, params)
+        return updates
+
+    def _settle(self, groups: list[list[Tensor]]) -> bool:
+        names = [g.get("param_names") or [str(i) for i in range(len(g["params"]))] for g in self.param_groups]
+        again = True
+        try:
+            again = self._gradients.settle(list(self._binding.axes), groups, names)
+        finally:
+            if again:  # the step was not skipped for its numbers, but to ask the other ranks
+                for count in self._skip_counts():
+                    count.sub_(1)
+        return again
+
+    def _apply(self, updates: tuple[list[Tensor], ...]) -> None:
+        for g, (group, moves) in enumerate(zip(self.param_groups, updates, strict=True)):
+            for i, (p, u) in enumerate(zip(group["params"], moves, strict=True)):
+                if (g, i) not in self._gradients.absent:
+                    p.add_(u) if u.dtype == p.dtype else p.copy_(p + u)
+
+    def _skip_counts(self) -> list[Tensor]:
+        return [count for state in self.states for count in tree.fields(state, "skipped")]
+
+    def _follow_lrs(self) -> None:
+        for group, lr in zip(self.param_groups, self._lrs, strict=True):
+            if group["lr"] is not lr:
+                lr.fill_(float(group["lr"]))
+                group["lr"] = lr
+
+    def _second_moment_norm(self) -> float:
+        moments = [nu for state in self.states for nu in tree.fields(state, "nu")]
+        if not moments:
+            raise ValueError("schedule: freeze_when_stable needs a transform whose state has a second moment `nu`")
+        return sum(float(leaf.abs().double().sum()) for nu in moments for leaf in tree.leaves(nu))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that continues the training, as a flat {path: tensor}.
+
+        It is this rank's own: the errors differ between ranks, so every rank saves and loads its own.
+        """
+        return flat_state(self)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, bit for bit.
+
+        Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype;
+            nothing is loaded then.
+        """
+        restore_flat(self, state_dict)

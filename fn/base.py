@@ -1,0 +1,138 @@
+"""The types that everything is made of: `Phase`, `Transform`, and how transforms compose.
+
+A `Transform` is a NamedTuple of pure functions. `init` makes a state from parameters; each of the three
+updates maps (updates, state, params) to (updates, state). They differ in how much the ranks say to each
+other: full precision in the warm-up, codes in the compressed phase, nothing in the local one.
+
+    >>> import torch, fn
+    >>> tx = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(0.1))
+    >>> params = {"w": torch.ones(2)}
+    >>> state = tx.init(params)
+    >>> updates, state = tx.update(fn.Phase.WARMUP)({"w": torch.tensor([1.0, -2.0])}, state, params)
+    >>> fn.apply_updates(params, updates)["w"]
+    tensor([0.9000, 1.1000])
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from fn import tree
+
+Tree = Any
+
+
+class Phase(enum.Enum):
+    """How much the ranks say to each other in a step. A host value, never a tensor condition."""
+
+    WARMUP = "warmup"
+    COMPRESSED = "compressed"
+    LOCAL = "local"
+
+
+class UpdateFn(Protocol):
+    """(updates, state, params) -> (updates, state), without side effects."""
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]: ...
+
+
+class Transform(NamedTuple):
+    """A pure state-transition: how a state starts, and how it moves in each phase.
+
+    init: params -> state. Params is any tree of tensors.
+    warmup_update, compressed_update, local_update: (updates, state, params) -> (updates, state). The state
+        has the same structure, shapes and dtypes in every phase. A phase that a transform does not have is
+        `missing(...)`.
+    """
+
+    init: Callable[[Tree], Tree]
+    warmup_update: UpdateFn
+    compressed_update: UpdateFn
+    local_update: UpdateFn
+
+    def update(self, phase: Phase) -> UpdateFn:
+        """Return the update of a phase.
+
+        Raises: ValueError if the transform does not have that phase, so that a schedule that does not fit
+            is refused before anything moves.
+        """
+        found: UpdateFn = getattr(self, f"{Phase(phase).value}_update")
+        if isinstance(found, _Missing):
+            has = [p.name for p in Phase if not isinstance(getattr(self, f"{p.value}_update"), _Missing)]
+            raise ValueError(f"phase: {phase} was asked for, but {found.owner} has only {', '.join(has)}")
+        return found
+
+
+class _Missing(NamedTuple):
+    phase: Phase
+    owner: str
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        raise ValueError(f"phase: {self.owner} has no {self.phase.name} phase")
+
+
+def missing(phase: Phase, owner: str) -> UpdateFn:
+    """Return the update of a phase that `owner` does not have: it raises ValueError when called."""
+    return _Missing(phase, owner)
+
+
+def has_phase(transform: Transform, phase: Phase) -> bool:
+    """Tell whether a transform has a phase."""
+    return not isinstance(getattr(transform, f"{phase.value}_update"), _Missing)
+
+
+def lift(init: Callable[[Tree], Tree], update: UpdateFn) -> Transform:
+    """Make a link that does not communicate: the same update in every phase."""
+    return Transform(init, update, update, update)
+
+
+def stateless(f: Callable[[Tree, Tree], Tree]) -> Transform:
+    """Make a link without state from `f(updates, params) -> updates`."""
+
+    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        return f(updates, params), state
+
+    return lift(lambda params: (), update)
+
+
+def chain(*links: Transform) -> Transform:
+    """Apply links one after the other; the state is the tuple of their states.
+
+    A phase that one link lacks, the chain lacks.
+    """
+
+    def init(params: Tree) -> Tree:
+        return tuple(link.init(params) for link in links)
+
+    def compose(phase: Phase) -> UpdateFn:
+        updates_of = [getattr(link, f"{phase.value}_update") for link in links]
+        for found in updates_of:
+            if isinstance(found, _Missing):
+                return found
+
+        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            after = []
+            for link, link_state in zip(updates_of, state, strict=True):
+                updates, link_state = link(updates, link_state, params)
+                after.append(link_state)
+            return updates, tuple(after)
+
+        return update
+
+    return Transform(init, *(compose(phase) for phase in Phase))
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """Return params + updates, leaf by leaf, in the dtype of the params.
+
+    The sum is taken in the wider of the two dtypes and rounded once.
+    """
+
+    def add(p: Tensor, u: Tensor) -> Tensor:
+        return (p + u).to(p.dtype)
+
+    return tree.map(add, params, updates)

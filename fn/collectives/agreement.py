@@ -1,0 +1,123 @@
+"""Do the ranks mean the same thing? A fingerprint of shapes, dtypes and hyper-parameters, compared at init.
+
+A mismatch that is found later is a hang or, with gloo, a wrong number. Digests travel first, texts only where the
+digests differ, to name the first rank and the field.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+import types
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.collectives.axis import SIMULATED, resolve
+from fn.collectives.primitives import all_gather
+
+Tree = Any
+
+_PLAIN = (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
+
+
+def check_agreement(axis: str, fields: Mapping[str, object], device: torch.device | str = "cpu") -> None:
+    """Compare fields over the ranks of an axis; every rank must call it.
+
+    Simulated ranks run the same call and always agree.
+
+    Args:
+        axis: the axis' name.
+        fields: name -> value; values are compared as text.
+        device: where the exchange takes place (NCCL needs the accelerator).
+    Raises: ValueError, on every rank, that names the first rank and field that differ from rank 0.
+    """
+    size, _, transport = resolve(axis)
+    if size == 1 or transport == SIMULATED:
+        return
+    mine = {name: str(value) for name, value in fields.items()}
+    text = json.dumps(mine, sort_keys=True).encode()
+    digest = hashlib.blake2b(text, digest_size=24).digest() + len(text).to_bytes(8, "little")
+    digests = _gather_bytes(digest, axis, device)
+    if all(d == digests[0] for d in digests):
+        return
+    longest = max(int.from_bytes(d[24:], "little") for d in digests)
+    texts = [json.loads(t.rstrip(b" ")) for t in _gather_bytes(text.ljust(longest), axis, device)]
+    _refuse(texts)
+
+
+def _gather_bytes(data: bytes, axis: str, device: torch.device | str) -> list[bytes]:
+    rows = all_gather(torch.tensor(list(data), dtype=torch.uint8, device=device), axis)
+    return [bytes(row) for row in rows.cpu().tolist()]
+
+
+def _refuse(texts: list[dict[str, str]]) -> None:
+    first = texts[0]
+    for rank, found in enumerate(texts):
+        for name in [*first, *sorted(set(found) - set(first))]:
+            theirs, ours = found.get(name, "nothing"), first.get(name, "nothing")
+            if theirs != ours:
+                raise ValueError(f"ranks disagree: {name} is {theirs} on rank {rank} and {ours} on rank 0")
+
+
+def describe_leaves(params: Tree) -> dict[str, str]:
+    """Return the path, shape and dtype of every leaf, for `check_agreement`."""
+    leaves = zip(tree.paths(params), tree.leaves(params), strict=True)
+    return {f"params[{path}]": f"{tuple(p.shape)} {p.dtype}" for path, p in leaves}
+
+
+def describe(value: Any) -> dict[str, str]:
+    """Return the hyper-parameters that a value holds, by name, looking into closures, tuples and partials.
+
+    Transforms, codecs and feedbacks are NamedTuples of closures, so their hyper-parameters are what these close
+    over: `describe(scale_by_adam())["scale_by_adam.b1"]` is "0.9".
+    """
+    found: dict[str, str] = {}
+    _describe(value, type(value).__name__, found, set())
+    return found
+
+
+def _describe(value: Any, name: str, found: dict[str, str], seen: set[int]) -> None:
+    if isinstance(value, Tensor):
+        _note(name, f"{value.item():.9g}" if value.numel() == 1 else f"{tuple(value.shape)} {value.dtype}", found)
+    elif isinstance(value, tuple | list):
+        names = getattr(value, "_fields", range(len(value)))
+        for key, item in zip(names, value, strict=True):
+            _describe(item, f"{name}.{key}", found, seen)
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            _describe(item, f"{name}.{key}", found, seen)
+    elif isinstance(value, partial):
+        _describe((value.func, value.args, value.keywords), name, found, seen)
+    elif callable(value):
+        _describe_function(value, name, found, seen)
+    elif isinstance(value, _PLAIN):
+        _note(name, repr(value), found)
+    else:
+        _note(name, type(value).__name__, found)  # its repr may hold an address, which differs between processes
+
+
+def _describe_function(f: Callable[..., Any], name: str, found: dict[str, str], seen: set[int]) -> None:
+    if id(f) in seen:
+        return
+    seen.add(id(f))
+    owner = getattr(f, "__qualname__", type(f).__name__)
+    _note(name, owner, found)
+    code, cells = getattr(f, "__code__", None), getattr(f, "__closure__", None) or ()
+    for variable, cell in zip(code.co_freevars if code else (), cells, strict=True):
+        if cell != types.CellType():  # an empty cell is a name that its function has not bound yet
+            _describe(cell.cell_contents, f"{owner.split('.')[0]}.{variable}", found, seen)
+
+
+def _note(name: str, value: str, found: dict[str, str]) -> None:
+    """Write a value down; where the name is taken by another one, number it."""
+    unique, number = name, 1
+    while found.get(unique, value) != value:
+        number += 1
+        unique = f"{name}#{number}"
+    found[unique] = value

@@ -1,0 +1,179 @@
+"""Axes by name: the same function runs on simulated ranks and on process groups.
+
+`simulate` maps a function over an axis of ranks inside one process, with `torch.func.vmap`; `bind` gives the
+axes of a `DeviceMesh` to the process groups behind them. With neither, an axis has size 1 in a process that
+belongs to no group; a process that does belong to one must say which axis is which.
+
+    >>> import torch, fn
+    >>> mean = fn.simulate(lambda x: fn.pmean(x, "data"), "data", 4, out_dims=None)
+    >>> mean(torch.arange(4.0))
+    tensor(1.5000)
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fn import tree
+
+SIMULATED = ""
+
+
+class Axis(NamedTuple):
+    """What a name stands for here: how many ranks, which of them this is, and how they are reached.
+
+    rank: 0-d int64; under `simulate` it is batched by that simulation's vmap level, which is how a collective
+        recognises its own level.
+    transport: the name of a process group, or `SIMULATED`.
+    """
+
+    size: int
+    rank: Tensor
+    transport: str
+
+
+class _Bound(threading.local):
+    def __init__(self) -> None:
+        self.axes: Mapping[str, Axis] = {}  # replaced, never mutated
+
+
+_bound = _Bound()
+
+
+class Binding:
+    """A context in which axis names have a meaning; entering it twice, or again later, is fine."""
+
+    def __init__(self, axes: Mapping[str, Axis]):
+        self.axes = axes
+        self._before: list[Mapping[str, Axis]] = []
+
+    def __enter__(self) -> Binding:
+        self._before.append(_bound.axes)
+        _bound.axes = {**_bound.axes, **self.axes}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _bound.axes = self._before.pop()
+
+
+def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup]) -> Binding:
+    """Give axis names to process groups, as a context.
+
+    Args:
+        mesh: a `DeviceMesh` with `mesh_dim_names`, or a mapping from names to process groups.
+    Returns: a context manager. `fn.Optimizer` keeps the binding it was built in.
+    Raises: ValueError if the mesh has no dimension names.
+
+    Differs: nothing is process-wide; the binding belongs to the thread that enters it.
+    """
+    if isinstance(mesh, DeviceMesh):
+        if mesh.mesh_dim_names is None:
+            raise ValueError("mesh: has no mesh_dim_names; pass mesh_dim_names=('data',) to init_device_mesh")
+        groups = {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+    elif isinstance(mesh, Mapping):
+        groups = dict(mesh)
+    else:
+        raise TypeError(f"mesh: is {type(mesh).__name__}; allowed are a DeviceMesh or a mapping of names to groups")
+    return Binding({name: _group_axis(group) for name, group in groups.items()})
+
+
+def _group_axis(group: dist.ProcessGroup) -> Axis:
+    return Axis(group.size(), torch.tensor(group.rank()), group.group_name)
+
+
+def current_binding() -> Binding:
+    """Return the binding that is in force, to be entered again later."""
+    return Binding(_bound.axes)
+
+
+def simulate(
+    f: Callable[..., Any], axis: str, size: int, *, in_dims: Any = 0, out_dims: Any = 0
+) -> Callable[..., Any]:
+    """Run f on `size` simulated ranks of an axis, in this process.
+
+    Args:
+        f: any function of trees of tensors; collectives over `axis` inside it exchange between the ranks.
+        axis, size: the axis' name and its number of ranks.
+        in_dims, out_dims: as for `torch.func.vmap`: where the ranks' dimension is in each argument and result.
+            None in `in_dims` hands every rank the same value. None in `out_dims` says that the result is the same
+            on every rank, and is checked: a result that depends on the rank is refused.
+    Returns: a function of the same arguments. Simulations of different axes may be nested.
+    Raises: ValueError if size < 1, or from the returned function if out_dims promises a replication that is
+        not there.
+    """
+    if size < 1:
+        raise ValueError(f"size: is {size}; allowed is at least 1")
+
+    def run(*args: Any) -> Any:
+        def on_rank(rank: Tensor, *local: Any) -> Any:
+            with Binding({axis: Axis(size, rank, SIMULATED)}):
+                return f(*local)
+
+        dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
+        result = torch.func.vmap(on_rank, in_dims=(0, *dims), out_dims=out_dims)(torch.arange(size), *args)
+        return tree.map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, result)
+
+    return run
+
+
+def resolve(axis: str) -> Axis:
+    """Return what a name stands for here.
+
+    Raises: ValueError if the name is not bound although other names are, or although this process belongs to a
+        group of several ranks: a silent local step would train W different models.
+    """
+    if axis in _bound.axes:
+        return _bound.axes[axis]
+    if _bound.axes:
+        raise ValueError(f"axis: {axis!r} is not bound; bound are {sorted(_bound.axes)}")
+    if _ranks_around() > 1:
+        raise ValueError(
+            f"axis: {axis!r} is not bound, but this is one of {_ranks_around()} processes; build and run the "
+            f"optimizer inside `with fn.bind(mesh)`, mesh = init_device_mesh(device, ({_ranks_around()},), "
+            f"mesh_dim_names=({axis!r},))"
+        )
+    return Axis(1, torch.tensor(0), SIMULATED)
+
+
+def _ranks_around() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def axis_size(axis: str) -> int:
+    """Return the number of ranks of an axis. Raises ValueError as `resolve` does."""
+    return resolve(axis).size
+
+
+def axis_index(axis: str) -> Tensor:
+    """Return this rank's index on an axis, 0-d int64. Raises ValueError as `resolve` does."""
+    return resolve(axis).rank
+
+
+def rank_dims(state: Any) -> Any:
+    """Return a tree like `state` with 0 at leaves that belong to one rank and None at replicated ones.
+
+    These are the in_dims and out_dims of a state under `simulate`. A state class says which of its fields
+    belong to one rank by a class attribute `rank_local`, as `ErrorFeedbackState` does.
+    """
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        local = getattr(state, "rank_local", ())
+        fields = zip(state._fields, state, strict=True)
+        return type(state)(*(tree.map(lambda _: 0, v) if k in local else rank_dims(v) for k, v in fields))
+    if isinstance(state, (tuple, list)):
+        return type(state)(rank_dims(v) for v in state)
+    if isinstance(state, dict):
+        return {k: rank_dims(v) for k, v in state.items()}
+    return None

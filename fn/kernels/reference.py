@@ -1,0 +1,138 @@
+"""The kernels in plain torch: the specification that every other row is held against.
+
+All kernels are row-wise: a row is one rank's, or one message's, and never looks at another row. That is what
+lets a batch of simulated ranks be folded into the rows. A row of n elements is divided into segments, each
+with a scale of its own; `runs` lists them as pairs (count, width), one after the other: [2, 1024, 1, 40] is
+two segments of 1024 elements and one of 40. `valid` says how many leading elements of each segment are real;
+what lies behind them is padding, which is never counted and always decodes to zero.
+
+Bits are little-endian, 1 means x >= 0 (also -0.0), the tail of the last byte is padded with 0 (minus one).
+
+Shapes: R rows, n elements of a row, S segments of a row, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NORM_BLOCK = 4096
+"""Squares are summed in float32 over blocks of this many elements, and in float64 over the blocks: a float32
+sum over 2**24 elements is off by 7e-4."""
+
+
+def runs_of(runs: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first segment, first element, count, width) of every run."""
+    segment = start = 0
+    for count, width in zip(runs[::2], runs[1::2], strict=True):
+        yield segment, start, count, width
+        segment += count
+        start += count * width
+
+
+def row_length(runs: Sequence[int]) -> int:
+    """Return n, the number of elements that the runs describe."""
+    return sum(c * w for c, w in zip(runs[::2], runs[1::2], strict=True))
+
+
+def scale_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of scales and errors: float64 for float64, float32 for all others."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def per_segment(x: Tensor, runs: Sequence[int], f: Callable[[Tensor, int, int], Tensor]) -> list[Tensor]:
+    """Apply f(part (R, count, width), first segment, end segment) to every run of x (R, n)."""
+    rows = x.shape[0]
+    parts = []
+    for segment, start, count, width in runs_of(runs):
+        part = x[:, start : start + count * width].reshape(rows, count, width)
+        parts.append(f(part, segment, segment + count))
+    return parts
+
+
+def pack_bits(x: Tensor) -> Tensor:
+    """Pack the signs of x (R, n) into (R, ceil(n / 8)) uint8."""
+    bits = F.pad((x >= 0).to(torch.uint8), (0, -x.shape[-1] % 8))
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
+    return (bits.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+
+
+def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """Return +1 and -1 in `dtype` for the first n bits of each row of bits (R, ceil(n / 8)) uint8: (R, n)."""
+    weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=bits.device)
+    ones = (bits.unsqueeze(-1) & weights).ne(0).flatten(-2)[..., :n]
+    return ones.to(dtype) * 2 - 1
+
+
+def padding_mask(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+    """Return (R, n) bool, true where an element of x (R, n) is real and not padding."""
+
+    def part(p: Tensor, first: int, end: int) -> Tensor:
+        inside = torch.arange(p.shape[-1], device=x.device) < valid[:, first:end, None]
+        return inside.expand(p.shape).flatten(1)
+
+    return torch.cat([*per_segment(x, runs, part), x.new_empty((x.shape[0], 0), dtype=torch.bool)], -1)
+
+
+def sum_of_squares(b: Tensor, runs: Sequence[int]) -> Tensor:
+    """Return the sum of squares of every segment of b (R, n): (R, S) float64.
+
+    A segment of up to NORM_BLOCK elements gives the exact square of `torch.linalg.vector_norm`.
+    """
+
+    def part(p: Tensor, first: int, end: int) -> Tensor:
+        width = p.shape[-1]
+        whole = width - width % NORM_BLOCK
+        blocks = p[..., :whole].unflatten(-1, (-1, NORM_BLOCK)) if whole else p.new_zeros((*p.shape[:-1], 0, 1))
+        heads = torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(-1)
+        return heads + torch.linalg.vector_norm(p[..., whole:], dim=-1).double().square()
+
+    sums = per_segment(b, runs, part)
+    return torch.cat([*sums, b.new_empty((b.shape[0], 0), dtype=torch.float64)], -1)
+
+
+def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return the sign bits of x (R, n), and the sum of squares of each segment.
+
+    Args: x (R, n) floating; valid (R, S) int64; runs.
+    Returns: bits (R, ceil(n / 8)) uint8 with padding as minus one; sums (R, S) float64.
+    """
+    real = padding_mask(x, valid, runs)
+    x = x.to(scale_dtype(x))
+    bits = torch.ops.fn.pack_bits(torch.where(real, x, -1.0))
+    return bits, sum_of_squares(torch.where(real, x, 0.0), runs)
+
+
+def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+    """Return scale * sign for every element, and zero in the padding.
+
+    Args: bits (R, ceil(n / 8)) uint8; scales (R, S) float32 or float64; valid (R, S) int64; runs.
+    Returns: (R, n) in the dtype of the scales.
+    """
+    signs = torch.ops.fn.unpack_bits(bits, row_length(runs), scales.dtype)
+    values = per_segment(signs, runs, lambda p, a, b: (p * scales[:, a:b, None]).flatten(1))
+    decoded = torch.cat([*values, signs.new_empty((signs.shape[0], 0))], -1)
+    return torch.where(padding_mask(decoded, valid, runs), decoded, 0.0)
+
+
+def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+    """Return the mean of W decoded messages, added in rank order, each scale divided by W first.
+
+    Args: bits (R, W, ceil(n / 8)) uint8; scales (R, W, S); valid (R, S) int64; runs.
+    Returns: (R, n) in the dtype of the scales.
+    """
+    ranks = bits.shape[1]
+    scales = scales * (1.0 / ranks)
+    total = sign_decode(bits[:, 0], scales[:, 0], valid, runs)
+    for r in range(1, ranks):
+        total = total + sign_decode(bits[:, r], scales[:, r], valid, runs)
+    return total
+
+
+def bytes_for(n: int) -> int:
+    """Return how many bytes n sign bits take."""
+    return math.ceil(n / 8)

@@ -1,0 +1,1 @@
+"""Links and combinators: pure state transitions that compose."""

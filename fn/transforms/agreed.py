@@ -1,0 +1,29 @@
+"""A combinator that compares the ranks' hyper-parameters at init."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fn import tree
+from fn.base import Transform
+from fn.collectives.agreement import check_agreement, describe, describe_leaves
+
+Tree = Any
+
+
+def agreed(inner: Transform, axis: str | None) -> Transform:
+    """Compare shapes, dtypes, hyper-parameters and codec over the ranks of an axis when a state is made.
+
+    Args: inner: the transform. axis: the axis' name, or None for no comparison.
+    Raises: ValueError from `init`, on every rank, that names the first rank and field that differ.
+    """
+    if axis is None:
+        return inner
+
+    def init(params: Tree) -> Tree:
+        leaves = tree.leaves(params)
+        device = leaves[0].device if leaves else "cpu"
+        check_agreement(axis, {**describe_leaves(params), **describe(inner)}, device)
+        return inner.init(params)
+
+    return inner._replace(init=init)

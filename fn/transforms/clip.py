@@ -1,0 +1,50 @@
+"""Clipping by the global norm."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Transform
+from fn.collectives.primitives import pmean
+
+Tree = Any
+
+
+def clip_by_global_norm(max_norm: float, axis: str | None = None) -> Transform:
+    """Scale the updates down to a global norm of at most max_norm.
+
+    Placed after `average`, the warm-up clips the averaged gradient. In the compressed and the local phase the
+    updates are each rank's own and the norm of their mean is not known. Without `axis` each rank clips its own;
+    with `axis` all ranks of a compressed phase scale by the same factor, from the root of the mean squared norm,
+    which is an upper bound of the norm of the mean; that costs one 4-byte all-reduce.
+
+    Args: max_norm: positive. axis: the axis' name, or None.
+    Raises: ValueError if max_norm is not positive.
+
+    Paper: Pascanu et al., On the difficulty of training recurrent neural networks (arXiv 1211.5063), algorithm 1.
+    """
+    if max_norm <= 0:
+        raise ValueError(f"max_norm: is {max_norm}; allowed is more than 0")
+
+    def own(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        return scale(updates, squared_norm(updates)), state
+
+    def shared(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        square = squared_norm(updates)
+        return scale(updates, pmean(square, axis) if axis is not None else square), state
+
+    def scale(updates: Tree, square: Tensor) -> Tree:
+        factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
+        return tree.map(lambda u: u * factor.to(u.dtype), updates)
+
+    return Transform(lambda params: (), own, shared, own)
+
+
+def squared_norm(updates: Tree) -> Tensor:
+    """Return the sum of squares over all leaves, 0-d, in float32 or wider."""
+    squares = [torch.linalg.vector_norm(u.float() if u.element_size() < 4 else u).square() for u in tree.leaves(updates)]
+    return torch.stack([s.to(squares[0].device) for s in squares]).sum() if squares else torch.zeros(())

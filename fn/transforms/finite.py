@@ -1,0 +1,115 @@
+"""Skip steps that are not finite, on all ranks together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Phase, Transform, UpdateFn, has_phase
+from fn.collectives.axis import rank_dims
+
+Tree = Any
+
+
+class SkipState(NamedTuple):
+    """inner: the state of the guarded transform. skipped: how many steps were skipped, 0-d int64."""
+
+    inner: Tree
+    skipped: Tensor
+
+
+def skip_nonfinite(inner: Transform) -> Transform:
+    """Leave params and state bitwise as they are in a step whose result is not finite, and count it.
+
+    A NaN or Inf on one rank reaches every rank, in the exact mean or in the scales of the codes, and so makes the
+    replicated results of all ranks non-finite: looking at these needs no message, and all ranks skip together. In a
+    skipped step the updates are -0.0, which added to any parameter gives that parameter.
+
+    Returns: a transform with the phases of `inner`.
+    """
+
+    def init(params: Tree) -> SkipState:
+        leaves = tree.leaves(params)
+        device = leaves[0].device if leaves else torch.device("cpu")
+        return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device))
+
+    def guard(phase: Phase) -> UpdateFn:
+        found: UpdateFn = getattr(inner, f"{phase.value}_update")
+        if not has_phase(inner, phase):
+            return found
+
+        def update(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
+            out, after = found(updates, state.inner, params)
+            ok = all_finite([*tree.leaves(out), *_changed_and_replicated(state.inner, after)])
+            return _keep_or_skip(ok, out, after, state)
+
+        return update
+
+    return Transform(init, *(guard(phase) for phase in Phase))
+
+
+def together(transforms: Sequence[Transform]) -> Transform:
+    """Apply one transform to each of several trees; a step that one of them skips, all skip.
+
+    Args: transforms: for the param groups of an optimizer. Those that skip are made by `skip_nonfinite`.
+    Returns: a transform of tuples, one entry per tree, with the phases that all of them have.
+    """
+
+    def init(params: tuple[Tree, ...]) -> tuple[Tree, ...]:
+        return tuple(t.init(p) for t, p in zip(transforms, params, strict=True))
+
+    def compose(phase: Phase) -> UpdateFn:
+        found: list[UpdateFn] = [getattr(t, f"{phase.value}_update") for t in transforms]
+        for t, f in zip(transforms, found, strict=True):
+            if not has_phase(t, phase):
+                return f
+
+        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            results = [f(*args) for f, args in zip(found, zip(updates, state, params, strict=True), strict=True)]
+            pairs = [(new, old) for (_, new), old in zip(results, state, strict=True) if isinstance(old, SkipState)]
+            if len(results) > 1 and pairs:
+                ok = torch.stack([new.skipped == old.skipped for new, old in pairs]).all()
+                results = [
+                    _keep_or_skip(ok, out, new.inner, old) if isinstance(old, SkipState) else (out, new)
+                    for (out, new), old in zip(results, state, strict=True)
+                ]
+            return tuple(out for out, _ in results), tuple(new for _, new in results)
+
+        return update
+
+    return Transform(init, *(compose(phase) for phase in Phase))
+
+
+def _keep_or_skip(ok: Tensor, updates: Tree, after: Tree, state: SkipState) -> tuple[Tree, SkipState]:
+    """Return updates and `after` where ok, and -0.0 and the inner state as it was elsewhere."""
+    skipped = state.skipped + (~ok).to(torch.int64)
+    if _is_known(ok) and ok:  # in eager mode on a CPU a branch costs nothing, a selection a pass over memory
+        return updates, SkipState(after, skipped)
+    updates = tree.map(lambda u: torch.where(ok, u, -0.0), updates)
+    kept = tree.map(lambda new, old: new if new is old else torch.where(ok, new, old), after, state.inner)
+    return updates, SkipState(kept, skipped)
+
+
+def _is_known(ok: Tensor) -> bool:
+    if torch.compiler.is_compiling() or type(ok) is not Tensor or ok.device.type != "cpu":
+        return False
+    return not torch._C._functorch.is_functorch_wrapped_tensor(ok)
+
+
+def _changed_and_replicated(before: Tree, after: Tree) -> list[Tensor]:
+    leaves = zip(tree.leaves(before), tree.leaves(after), tree.leaves(rank_dims(after)), strict=True)
+    return [new for old, new, dim in leaves if dim is None and new is not old and new.is_floating_point()]
+
+
+def all_finite(leaves: list[Tensor]) -> Tensor:
+    """Return whether all elements of all leaves are finite, 0-d bool."""
+    if not leaves:
+        return torch.tensor(True)
+    device = leaves[0].device
+    # The largest magnitude is NaN or Inf where any element is: one pass, and no temporary of the leaf's size.
+    peaks = [torch.linalg.vector_norm(x, float("inf")).double().to(device) for x in leaves if x.numel()]
+    return torch.isfinite(torch.stack(peaks)).all() if peaks else torch.tensor(True, device=device)

@@ -1,0 +1,78 @@
+"""How a tree becomes the vectors that travel.
+
+Every tensor is padded to W equal pieces and piece r of every tensor goes into row r, so each rank serves a part of
+each tensor, and scales and blocks of a codec never cross from one tensor into another.
+
+    tensor a (5)        tensor b (3)          W = 2, align = 4
+    a0 a1 a2 a3 a4      b0 b1 b2              row 0:  a0 a1 a2 a3 | b0 b1 b2 0
+                                              row 1:  a4  0  0  0 |  0  0  0 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fn import tree
+from fn.collectives.codec import Segments
+
+Tree = Any
+
+LAYOUTS = ("flat", "per_tensor")
+
+
+class Bucket(NamedTuple):
+    """Tensors that travel together: their places in the list of leaves, their shapes, their pieces in a row."""
+
+    places: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    segments: Segments
+
+
+def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) -> list[Bucket]:
+    """Group leaves into buckets: one per (dtype, device) for "flat", one per tensor for "per_tensor".
+
+    Raises: ValueError if the layout is not one of `LAYOUTS`.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: is {layout!r}; allowed are {LAYOUTS}")
+    groups: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        key = (leaf.dtype, leaf.device) if layout == "flat" else i
+        groups.setdefault(key, []).append(i)
+    return [_bucket(leaves, places, world_size, align) for places in groups.values()]
+
+
+def _bucket(leaves: Sequence[Tensor], places: list[int], world_size: int, align: int) -> Bucket:
+    lengths = [leaves[i].numel() for i in places]
+    widths = [-(-n // (world_size * align)) * align for n in lengths]
+    valid = [[min(max(n - r * w, 0), w) for n, w in zip(lengths, widths, strict=True)] for r in range(world_size)]
+    shapes = tuple(leaves[i].shape for i in places)
+    return Bucket(tuple(places), shapes, Segments(tuple(widths), torch.tensor(valid, dtype=torch.int64)))
+
+
+def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """Return the bucket's leaves as one vector (n,), n = W rows of `bucket.segments`, zeros in the padding."""
+    world_size = bucket.segments.valid.shape[0]
+    pieces = []
+    for i, width in zip(bucket.places, bucket.segments.widths, strict=True):
+        flat = leaves[i].reshape(-1)
+        pad = world_size * width - flat.shape[0]
+        pieces.append((F.pad(flat, (0, pad)) if pad else flat).view(world_size, width))
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).reshape(-1)
+
+
+def part(vector: Tensor, bucket: Bucket) -> list[Tensor]:
+    """Take a vector (n,) apart into tensors of the bucket's shapes, the padding left out."""
+    rows = vector.view(bucket.segments.valid.shape[0], -1)
+    pieces = rows.split(list(bucket.segments.widths), dim=1)
+    return [p.reshape(-1)[: shape.numel()].view(shape) for p, shape in zip(pieces, bucket.shapes, strict=True)]
+
+
+def restore(structure: Any, found: dict[int, Tensor]) -> Tree:
+    """Put leaves that were found bucket by bucket back into their tree."""
+    return tree.unflatten(structure, [found[i] for i in range(len(found))])

@@ -1,0 +1,175 @@
+"""Adam's moments, and 1-bit Adam's: the second moment frozen, the first averaged in codes.
+
+Moments are float32 for half-precision updates, and in the updates' dtype otherwise. Bias correction divides by the
+weight that an average has gathered, itself a moving average of ones: 1 - b**t, exact in float32 also for small t.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Phase, Transform, lift, missing
+
+Tree = Any
+
+
+class AdamState(NamedTuple):
+    """count: updates made, 0-d int64. mu, nu: moments, like the params. mu_weight, nu_weight: 1 - b**t, 0-d."""
+
+    count: Tensor
+    mu: Tree
+    nu: Tree
+    mu_weight: Tensor
+    nu_weight: Tensor
+
+
+class OnebitAdamState(NamedTuple):
+    """As `AdamState`; nu and nu_weight rest after the warm-up. sync: the state of the compressed mean."""
+
+    count: Tensor
+    mu: Tree
+    nu: Tree
+    mu_weight: Tensor
+    nu_weight: Tensor
+    sync: Tree
+
+
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
+    """Divide the averaged gradient by the root of the averaged square.
+
+        mu <- b1 mu + (1 - b1) g        nu <- b2 nu + (1 - b2) g^2
+        u = (mu / (1 - b1^t)) / (sqrt(nu / (1 - b2^t)) + eps)
+
+    Raises: ValueError if b1 or b2 is outside [0, 1) or eps is negative.
+
+    Paper: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1.
+    """
+    check_betas(b1, b2, eps)
+
+    def init(params: Tree) -> AdamState:
+        return AdamState(*start_moments(params))
+
+    def update(updates: Tree, state: AdamState, params: Tree, /) -> tuple[Tree, AdamState]:
+        tree.check_real(updates, "updates")
+        mu, nu = moving_average(state.mu, updates, b1), moving_average_of_squares(state.nu, updates, b2)
+        mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
+        after = AdamState(state.count + 1, mu, nu, mu_weight, nu_weight)
+        return adam_direction(mu, nu, eps, mu_weight, nu_weight), after
+
+    return lift(init, update)
+
+
+def scale_by_onebit_adam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    sync: Transform,
+    bias_correction: bool = False,
+    keep_zeros: bool = True,
+) -> Transform:
+    """Run Adam in the warm-up; then freeze the second moment and average the momentum in codes.
+
+        warm-up:     mu <- b1 mu + (1 - b1) g          nu <- b2 nu + (1 - b2) g^2
+        compressed:  mu <- C(b1 mu + (1 - b1) g_r)     nu stays
+        u = mu / (sqrt(nu) + eps)
+
+    In the warm-up g is the averaged gradient, in the compressed phase each rank's own: the compressed mean is
+    written back into the momentum.
+
+    Args:
+        b1, b2, eps: as for Adam.
+        sync: the transform that averages the momentum, such as `compressed_average(axis, sign())`.
+        bias_correction: divide mu by 1 - b1^t and nu by 1 - b2^T, T the last warm-up step.
+        keep_zeros: keep the momentum at zero where nu is zero, that is, where no gradient ever came: one bit cannot
+            say zero, and such an element would drift by +-scale / eps.
+    Raises: ValueError if b1 or b2 is outside [0, 1) or eps is negative.
+
+    Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
+    Differs: `bias_correction` and `keep_zeros` are not in the paper; DeepSpeed needs a hand-written mask.
+    """
+    check_betas(b1, b2, eps)
+
+    def init(params: Tree) -> OnebitAdamState:
+        moments = start_moments(params)
+        return OnebitAdamState(*moments, sync.init(moments[1]))
+
+    def direction(state: OnebitAdamState) -> Tree:
+        weights = (state.mu_weight, state.nu_weight) if bias_correction else (None, None)
+        return adam_direction(state.mu, state.nu, eps, *weights)
+
+    def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
+        tree.check_real(updates, "updates")
+        mu, sync_state = sync.warmup_update(moving_average(state.mu, updates, b1), state.sync, params)
+        nu = moving_average_of_squares(state.nu, updates, b2)
+        mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
+        state = OnebitAdamState(state.count + 1, mu, nu, mu_weight, nu_weight, sync_state)
+        return direction(state), state
+
+    def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
+        tree.check_real(updates, "updates")
+        mu, sync_state = sync.compressed_update(moving_average(state.mu, updates, b1), state.sync, params)
+        if keep_zeros:
+            mu = tree.map(lambda m, v: torch.where(v > 0, m, 0.0), mu, state.nu)
+        weight = b1 * state.mu_weight + (1 - b1)
+        state = state._replace(count=state.count + 1, mu=mu, mu_weight=weight, sync=sync_state)
+        return direction(state), state
+
+    return Transform(init, warmup, compressed, missing(Phase.LOCAL, "1-bit Adam"))
+
+
+def check_betas(b1: float, b2: float, eps: float) -> None:
+    """Refuse decay rates outside [0, 1) and a negative eps with a ValueError."""
+    for name, b in (("b1", b1), ("b2", b2)):
+        if not 0.0 <= b < 1.0:
+            raise ValueError(f"{name}: is {b}; allowed is [0, 1)")
+    if eps < 0.0:
+        raise ValueError(f"eps: is {eps}; allowed is at least 0")
+
+
+def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:
+    """Return count, mu, nu, mu_weight, nu_weight before the first update."""
+    tree.check_real(params, "params")
+    leaves = tree.leaves(params)
+    device = leaves[0].device if leaves else torch.device("cpu")
+    zero = [torch.zeros((), device=device) for _ in range(2)]
+    count = torch.zeros((), dtype=torch.int64, device=device)
+    return count, tree.map(zeros_like_moment, params), tree.map(zeros_like_moment, params), *zero
+
+
+def zeros_like_moment(p: Tensor) -> Tensor:
+    """Return zeros in the dtype that moments of p have: float32 for half precision, else p's own."""
+    dtype = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
+    return torch.zeros(p.shape, dtype=dtype, device=p.device)
+
+
+def moving_average(average: Tree, new: Tree, decay: float) -> Tree:
+    """Return decay * average + (1 - decay) * new, leaf by leaf, in the dtype of the average."""
+    return tree.map(lambda a, x: torch.lerp(x.to(a.dtype), a, decay), average, new)
+
+
+def moving_average_of_squares(average: Tree, new: Tree, decay: float) -> Tree:
+    """Return decay * average + (1 - decay) * new^2, leaf by leaf, in the dtype of the average."""
+
+    def square(a: Tensor, x: Tensor) -> Tensor:
+        x = x.to(a.dtype)
+        return torch.addcmul(a * decay, x, x, value=1 - decay)
+
+    return tree.map(square, average, new)
+
+
+def adam_direction(
+    mu: Tree, nu: Tree, eps: float, mu_weight: Tensor | None = None, nu_weight: Tensor | None = None
+) -> Tree:
+    """Return mu / (sqrt(nu) + eps), each moment divided by its weight first if that is given."""
+
+    def divide(m: Tensor, v: Tensor) -> Tensor:
+        m = m if mu_weight is None else m / mu_weight
+        v = v if nu_weight is None else v / nu_weight
+        return m / (v.sqrt() + eps)
+
+    return tree.map(divide, mu, nu)

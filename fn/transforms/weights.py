@@ -1,0 +1,49 @@
+"""Links that end a chain: decoupled weight decay, and the learning rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Transform, stateless
+
+Tree = Any
+
+
+def add_decayed_weights(weight_decay: float) -> Transform:
+    """Add weight_decay * p to the updates, before the learning rate: decoupled weight decay.
+
+    Raises: ValueError if weight_decay is negative.
+
+    Paper: Loshchilov and Hutter, Decoupled weight decay (arXiv 1711.05101), algorithm 2, line 12.
+    """
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay: is {weight_decay}; allowed is at least 0")
+
+    def add(updates: Tree, params: Tree) -> Tree:
+        if weight_decay == 0:
+            return updates
+        return tree.map(lambda u, p: u + weight_decay * p.to(u.dtype), updates, params)
+
+    return stateless(add)
+
+
+def scale_by_learning_rate(lr: float | Tensor) -> Transform:
+    """Multiply the updates by -lr, so that `apply_updates` descends.
+
+    Args: lr: a float, or a 0-d tensor, which a scheduler may fill in place between steps without a recompile.
+    Raises: ValueError if lr is negative or a tensor with more than one element.
+    """
+    if isinstance(lr, Tensor):
+        if lr.numel() != 1:
+            raise ValueError(f"lr: has shape {tuple(lr.shape)}; allowed are floats and 0-d tensors")
+    elif lr < 0:
+        raise ValueError(f"lr: is {lr}; allowed is at least 0")
+
+    def scale(updates: Tree, params: Tree) -> Tree:
+        return tree.map(lambda u: u * -lr, updates)
+
+    return stateless(scale)

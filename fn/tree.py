@@ -1,0 +1,83 @@
+"""Trees of tensors: the one facade over `torch.utils._pytree`.
+
+A tree is a tensor, or a list, tuple, dict or NamedTuple of trees. Nothing else in `fn` names the
+pytree module, so a change of it is a change of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Tree = Any
+
+
+def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
+    """Apply `f` to the corresponding leaves of one or several trees of the same structure.
+
+    Raises: ValueError where the structures differ.
+    """
+    return pytree.tree_map(f, tree, *rest)
+
+
+def leaves(tree: Tree) -> list[Any]:
+    """Return the leaves of a tree, depth first."""
+    return pytree.tree_leaves(tree)
+
+
+def flatten(tree: Tree) -> tuple[list[Any], Any]:
+    """Return the leaves and the structure that puts them back (`unflatten`)."""
+    return pytree.tree_flatten(tree)
+
+
+def unflatten(structure: Any, leaves: Sequence[Any]) -> Tree:
+    """Return the tree of this structure with these leaves."""
+    return pytree.tree_unflatten(list(leaves), structure)
+
+
+def paths(tree: Tree) -> list[str]:
+    """Return a readable path for every leaf, in the order of `leaves`: `inner.1.mu.0`."""
+    return [_spell(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
+
+
+def _spell(path: Sequence[Any]) -> str:
+    names = [str(getattr(k, "name", getattr(k, "key", getattr(k, "idx", k)))) for k in path]
+    return ".".join(names)
+
+
+def check_real(tree: Tree, argument: str) -> None:
+    """Refuse what no optimizer here can use: leaves that are not dense, real, floating tensors.
+
+    Raises: TypeError that names `argument` and the leaf's path.
+    """
+    for leaf, path in zip(leaves(tree), _lazy_paths(tree), strict=True):
+        if not isinstance(leaf, Tensor):
+            found = type(leaf).__name__
+        elif leaf.layout != torch.strided:
+            found = f"a tensor of layout {leaf.layout}"
+        elif not leaf.is_floating_point():
+            found = f"a tensor of dtype {leaf.dtype}"
+        else:
+            continue
+        raise TypeError(f"{argument}: leaf {path()!r} is {found}; allowed are dense real floating-point tensors")
+
+
+def _lazy_paths(tree: Tree) -> list[Callable[[], str]]:
+    count = len(leaves(tree))
+    return [lambda i=i: paths(tree)[i] or "the root" for i in range(count)]
+
+
+def fields(tree: Tree, name: str) -> list[Tree]:
+    """Return the values of every field of that name in the NamedTuples of a tree, outermost first."""
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        own = [getattr(tree, name)] if name in tree._fields else []
+        return own + [found for value in tree for found in fields(value, name)]
+    if isinstance(tree, tuple | list):
+        return [found for value in tree for found in fields(value, name)]
+    if isinstance(tree, dict):
+        return [found for value in tree.values() for found in fields(value, name)]
+    return []
