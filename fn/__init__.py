@@ -10,14 +10,16 @@ from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, red
 from fn.collectives.feedback import Feedback, classic, off
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
-from fn.optimizers import adamw, onebit_adam
-from fn.schedules import freeze_after, freeze_when_stable
+from fn.optimizers import adamw, lamb, onebit_adam, onebit_lamb, zero_one_adam
+from fn.schedules import freeze_after, freeze_when_stable, zero_one_schedule
 from fn.transforms.average import average, compressed_average
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.finite import skip_nonfinite
-from fn.transforms.mask import mask
+from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
+from fn.transforms.mask import apply_mask, mask, partition, unfrozen
 from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.zero_one import scale_by_zero_one_adam
 
 __version__ = "0.1.0"
 
@@ -30,11 +32,12 @@ __all__ = [
     "Phase",
     "Transform",
     "UpdateFn",
-    "add_decayed_weights",
     "adamw",
+    "add_decayed_weights",
     "all_gather",
     "all_gather_shards",
     "all_to_all",
+    "apply_mask",
     "apply_updates",
     "average",
     "axis_index",
@@ -49,11 +52,14 @@ __all__ = [
     "freeze_when_stable",
     "identity",
     "kernels",
+    "lamb",
     "ledger",
     "lift",
     "mask",
     "off",
     "onebit_adam",
+    "onebit_lamb",
+    "partition",
     "pmean",
     "psum",
     "rank_dims",
@@ -61,8 +67,14 @@ __all__ = [
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_onebit_adam",
+    "scale_by_onebit_lamb",
+    "scale_by_trust_ratio",
+    "scale_by_zero_one_adam",
     "sign",
     "simulate",
     "skip_nonfinite",
     "stateless",
+    "unfrozen",
+    "zero_one_adam",
+    "zero_one_schedule",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from fn.base import Transform, chain
@@ -9,8 +11,10 @@ from fn.collectives.codec import Codec, sign
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
 from fn.transforms.finite import skip_nonfinite
+from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.zero_one import WATCHED, scale_by_zero_one_adam
 
 
 def adamw(
@@ -72,3 +76,114 @@ def onebit_adam(
         scale_by_learning_rate(lr),
     )
     return agreed(skip_nonfinite(tx), axis)
+
+
+def lamb(
+    lr: float | Tensor = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.0,
+    *,
+    axis: str | None = None,
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.0,
+) -> Transform:
+    """LAMB over exactly averaged gradients: Adam's direction, each tensor scaled by its trust ratio.
+
+    Args: lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as for Adam. axis: over which the gradients are
+        averaged; None for none. max_coeff, min_coeff: bounds of the trust ratio.
+    Returns: a transform with a warm-up phase only.
+
+    Paper: You et al., LAMB (arXiv 1904.00962), algorithm 2, phi the identity within the bounds.
+    """
+    tx = chain(
+        always_average(axis),
+        scale_by_adam(b1, b2, eps),
+        add_decayed_weights(weight_decay),
+        scale_by_trust_ratio(min_coeff, max_coeff),
+        scale_by_learning_rate(lr),
+    )
+    return agreed(skip_nonfinite(tx), axis)
+
+
+def onebit_lamb(
+    lr: float | Tensor = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    axis: str,
+    codec: Codec | None = None,
+    layout: str = "fused",
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.01,
+    coeff_beta: float = 0.9,
+    factor_max: float = 4.0,
+    factor_min: float = 0.5,
+    factor_threshold: float = 0.1,
+    keep_zeros: bool = True,
+) -> Transform:
+    """1-bit LAMB: LAMB in the warm-up, then frozen trust ratios that a bounded factor corrects, and signs.
+
+    Args:
+        lr: a float or a 0-d tensor. axis: the ranks that train together.
+        codec: what the momentum travels as; None is `sign()`. layout: "fused" is one scale for the whole model, as in
+            the paper; "flat" keeps one per tensor, which the momentum scaling then does not change.
+        others: as for `scale_by_onebit_lamb`.
+    Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
+
+    Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
+    """
+    link = scale_by_onebit_lamb(
+        b1,
+        b2,
+        eps,
+        weight_decay,
+        sync=compressed_average(axis, codec or sign(), layout=layout),
+        max_coeff=max_coeff,
+        min_coeff=min_coeff,
+        coeff_beta=coeff_beta,
+        factor_max=factor_max,
+        factor_min=factor_min,
+        factor_threshold=factor_threshold,
+        keep_zeros=keep_zeros,
+    )
+    return agreed(skip_nonfinite(chain(average(axis), link, scale_by_learning_rate(lr))), axis)
+
+
+def zero_one_adam(
+    lr: float | Tensor = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    axis: str,
+    codec: Codec | None = None,
+    layout: str = "flat",
+    compress: Literal["steps", "gradients"] = "steps",
+    keep_zeros: bool = True,
+) -> Transform:
+    """0/1 Adam: variance steps, synchronising steps in codes, and local steps without any message.
+
+    Args:
+        lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
+        axis: the ranks that train together. codec: what travels; None is `sign()`. layout: as `compressed_average`.
+        compress, keep_zeros: as for `scale_by_zero_one_adam`.
+    Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule.
+
+    Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
+    """
+    link = scale_by_zero_one_adam(
+        lr,
+        b1,
+        b2,
+        eps,
+        weight_decay,
+        sync=compressed_average(axis, codec or sign(), layout=layout),
+        compress=compress,
+        keep_zeros=keep_zeros,
+    )
+    return agreed(skip_nonfinite(chain(average(axis), link), watch=WATCHED), axis)

@@ -21,6 +21,61 @@ def freeze_after(steps: int) -> Schedule:
     return lambda step: Phase.WARMUP if step < steps else Phase.COMPRESSED
 
 
+def zero_one_schedule(
+    var_freeze_step: int = 100_000,
+    var_update_scaler: int = 16,
+    local_step_scaler: int = 32_678,
+    local_step_clipper: int = 16,
+    *,
+    first: int = 1,
+) -> Schedule:
+    """Alternate variance steps, synchronising steps and local steps, ever less often.
+
+    Until var_freeze_step: a variance step (WARMUP) every k-th step, where k doubles after var_update_scaler of them;
+    the steps in between synchronise (COMPRESSED). From then on: a synchronising step every k-th step, where k doubles
+    after local_step_scaler steps up to local_step_clipper; the steps in between are LOCAL.
+
+    Args:
+        var_freeze_step: steps before the variance is frozen.
+        var_update_scaler, local_step_scaler: after how many the interval doubles.
+        local_step_clipper: the longest interval.
+        first: the number of the first step, of which multiples are taken; DeepSpeed's first update has number 2.
+    Raises: ValueError if an argument is out of range.
+
+    Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), section 6: the policies for T_v and T_u.
+    """
+    if var_freeze_step < 0:
+        raise ValueError(f"var_freeze_step: is {var_freeze_step}; allowed is at least 0")
+    for name, value in (
+        ("var_update_scaler", var_update_scaler),
+        ("local_step_scaler", local_step_scaler),
+        ("local_step_clipper", local_step_clipper),
+    ):
+        if value < 1:
+            raise ValueError(f"{name}: is {value}; allowed is at least 1")
+
+    def interval_at(step: int, frozen: bool) -> int:
+        """Return the interval in force in a step, counted from the start of its regime."""
+        if frozen:  # doubles with the number of steps
+            return int(min(local_step_clipper, 2 ** min((step - var_freeze_step) // local_step_scaler, 62)))
+        interval, updates = 1, 0  # doubles with the number of variance steps: replayed, a few numbers per doubling
+        number = first
+        while True:
+            nth = -(-number // interval) * interval + interval * (var_update_scaler - 1 - updates)
+            if nth >= step + first:
+                return interval
+            number, interval, updates = nth + 1, interval * 2, 0
+
+    def schedule(step: int) -> Phase:
+        frozen = step >= var_freeze_step
+        due = (step + first) % interval_at(step, frozen) == 0
+        if frozen:
+            return Phase.COMPRESSED if due else Phase.LOCAL
+        return Phase.WARMUP if due else Phase.COMPRESSED
+
+    return schedule
+
+
 class FreezeWhenStable:
     """Warm up until the second moment has become stable, then compress for good.
 

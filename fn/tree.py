@@ -39,6 +39,12 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Tree:
     return pytree.tree_unflatten(list(leaves), structure)
 
 
+def broadcast(prefix: Tree, structure: Any) -> list[Any] | None:
+    """Return a leaf of `prefix` for every leaf of the structure, of which it is a prefix; None if it is not."""
+    found: list[Any] | None = pytree._broadcast_to_and_flatten(prefix, structure)
+    return found
+
+
 def paths(tree: Tree) -> list[str]:
     """Return a readable path for every leaf, in the order of `leaves`: `inner.1.mu.0`."""
     return [_spell(path) for path, _ in pytree.tree_flatten_with_path(tree)[0]]
@@ -81,3 +87,16 @@ def fields(tree: Tree, name: str) -> list[Tree]:
     if isinstance(tree, dict):
         return [found for value in tree.values() for found in fields(value, name)]
     return []
+
+
+def replace(tree: Tree, kind: type, f: Callable[[Any], Any]) -> Tree:
+    """Return the tree with every NamedTuple of type `kind` replaced by f of it, outermost first."""
+    if isinstance(tree, kind):
+        return f(tree)
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(replace(value, kind, f) for value in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(replace(value, kind, f) for value in tree)
+    if isinstance(tree, dict):
+        return {key: replace(value, kind, f) for key, value in tree.items()}
+    return tree

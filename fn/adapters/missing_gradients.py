@@ -25,16 +25,17 @@ class Gradients:
         self.absent: frozenset[Place] = frozenset()
         self._now: frozenset[Place] = frozenset()
 
-    def collect(self, groups: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], ...]:
-        """Return a gradient per parameter, zeros where there is none; with a NaN if the absent ones changed.
+    def collect(self, groups: Sequence[Sequence[Tensor]], ask: bool = True) -> tuple[list[Tensor], ...]:
+        """Return a gradient per parameter, zeros where there is none; NaN to ask, if the absent ones changed.
 
+        Args: groups: the parameters of each param group. ask: False in a step in which nothing is sent.
         Raises: TypeError if a gradient is sparse or complex.
         """
         self._now = frozenset((g, i) for g, params in enumerate(groups) for i, p in enumerate(params) if p.grad is None)
         grads = tuple([torch.zeros_like(p) if p.grad is None else p.grad for p in params] for params in groups)
         for g, found in enumerate(grads):
             tree.check_real(found, f"gradients of param group {g}")
-        if self.absent != self._now:
+        if ask and self.absent != self._now:
             grads = tuple([torch.full_like(x, float("nan")) for x in found] for found in grads)
         return grads
 

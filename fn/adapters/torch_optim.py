@@ -121,7 +121,7 @@ class Optimizer(torch.optim.Optimizer):
         phase = self.phase
         self._follow_lrs()
         with self._binding:
-            self._apply(self._advance(self._update(phase)))
+            self._apply(self._advance(self._update(phase), ask=phase is not Phase.LOCAL))
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
             self.schedule.observe(self.steps - 1, self._second_moment_norm())
@@ -129,16 +129,20 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, phase: Phase) -> UpdateFn:
         if phase not in self._updates:
-            update = donate(together(self._transforms).update(phase))
+            update = donate(self._joined(phase).update(phase))
             self._updates[phase] = torch.compile(update, fullgraph=True) if self._compile else update
         return self._updates[phase]
 
-    def _advance(self, update: UpdateFn) -> tuple[list[Tensor], ...]:
+    def _joined(self, phase: Phase) -> Transform:
+        """Return the transform of all param groups, whose state is `tuple(self.states)`."""
+        return together(self._transforms)
+
+    def _advance(self, update: UpdateFn, ask: bool) -> tuple[list[Tensor], ...]:
         """Move the states; return the updates of the parameters."""
         groups = [group["params"] for group in self.param_groups]
         state, params = tuple(self.states), tuple([p.detach() for p in params] for params in groups)
         before = self.skipped
-        updates, _ = update(self._gradients.collect(groups), state, params)
+        updates, _ = update(self._gradients.collect(groups, ask), state, params)
         if self.skipped > before and self._settle(groups):
             updates, _ = update(self._gradients.collect(groups), state, params)
         return updates

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fn import tree
 
 SIMULATED = ""
+ALONE = "alone"
 
 
 class Axis(NamedTuple):
@@ -33,7 +34,7 @@ class Axis(NamedTuple):
 
     rank: 0-d int64; under `simulate` it is batched by that simulation's vmap level, which is how a collective
         recognises its own level.
-    transport: the name of a process group, or `SIMULATED`.
+    transport: the name of a process group, or `SIMULATED`, or `ALONE` for an unbound axis of size 1.
     """
 
     size: int
@@ -116,15 +117,45 @@ def simulate(
         raise ValueError(f"size: is {size}; allowed is at least 1")
 
     def run(*args: Any) -> Any:
-        def on_rank(rank: Tensor, *local: Any) -> Any:
+        kept: list[Any] = []
+
+        def on_rank(rank: Tensor, *local: Any) -> tuple[Any, ...]:
             with Binding({axis: Axis(size, rank, SIMULATED)}):
-                return f(*local)
+                leaves, structure = tree.flatten(f(*local))
+            dims = tree.broadcast(out_dims, structure)
+            if dims is None:
+                raise ValueError(f"out_dims: {out_dims} does not fit a result of the structure {structure}")
+            pairs = list(zip(leaves, dims, strict=True))
+            kept.extend((structure, dims, [_replicated(x, rank) if d is None else None for x, d in pairs]))
+            return tuple(x for x, d in pairs if d is not None)
 
         dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
-        result = torch.func.vmap(on_rank, in_dims=(0, *dims), out_dims=out_dims)(torch.arange(size), *args)
-        return tree.map(lambda x: x.contiguous() if isinstance(x, Tensor) else x, result)
+        mapped = iter(torch.func.vmap(on_rank, in_dims=(0, *dims))(torch.arange(size), *args))
+        structure, dims, same = kept
+        pairs = zip(dims, same, strict=True)
+        leaves = [x if d is None else next(mapped).movedim(0, d).contiguous() for d, x in pairs]
+        return tree.unflatten(structure, leaves)
 
     return run
+
+
+def _replicated(x: Any, rank: Tensor) -> Any:
+    return torch.ops.fn.replicated(x, rank) if isinstance(x, Tensor) else x
+
+
+def _vmap_replicated(info: Any, dims: Any, x: Tensor, rank: Tensor) -> tuple[Tensor, int | None]:
+    """Take x out of the level of its ranks. vmap's own check of out_dims=None would also refuse outer levels."""
+    if dims[1] is None:
+        return torch.ops.fn.replicated(x, rank), dims[0]
+    if dims[0] is not None:
+        raise ValueError("out_dims: is None for a result that depends on the rank")
+    return x, None
+
+
+_library = torch.library.Library("fn", "FRAGMENT")
+_library.define("replicated(Tensor x, Tensor rank) -> Tensor")
+_library.impl("replicated", lambda x, rank: x.contiguous(), "CompositeImplicitAutograd")
+torch.library.register_vmap("fn::replicated", _vmap_replicated, lib=_library)
 
 
 def resolve(axis: str) -> Axis:
@@ -143,7 +174,7 @@ def resolve(axis: str) -> Axis:
             f"optimizer inside `with fn.bind(mesh)`, mesh = init_device_mesh(device, ({_ranks_around()},), "
             f"mesh_dim_names=({axis!r},))"
         )
-    return Axis(1, torch.tensor(0), SIMULATED)
+    return Axis(1, torch.tensor(0), ALONE)
 
 
 def _ranks_around() -> int:
@@ -160,6 +191,14 @@ def axis_size(axis: str) -> int:
 def axis_index(axis: str) -> Tensor:
     """Return this rank's index on an axis, 0-d int64. Raises ValueError as `resolve` does."""
     return resolve(axis).rank
+
+
+def all_ranks() -> Tensor:
+    """Return a 0-d tensor that is batched at the levels of all simulated axes in force, and at no other."""
+    total = torch.tensor(0)
+    for bound in _bound.axes.values():
+        total = total + bound.rank
+    return total
 
 
 def rank_dims(state: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives import axis as axes
-from fn.collectives.ledger import record
+from fn.collectives.ledger import is_open, record
 
 Tree = Any
 
@@ -36,9 +36,9 @@ def all_to_all(x: Tree, axis: str) -> Tree:
     def exchange(leaf: Tensor) -> Tensor:
         if leaf.ndim == 0 or leaf.shape[0] != size:
             raise ValueError(f"x: has shape {tuple(leaf.shape)}; its first dimension must be {size}, the size of {axis!r}")
-        if size == 1 or leaf.numel() == 0:
+        if _stays(leaf, size, transport):
             return leaf
-        record(axis, "all_to_all", _bytes(leaf) * (size - 1) // size)
+        _count(leaf, axis, "all_to_all", size - 1, size)
         return torch.ops.fn.all_to_all(leaf.contiguous(), rank, size, transport)
 
     return tree.map(exchange, x)
@@ -54,9 +54,9 @@ def all_gather(x: Tree, axis: str) -> Tree:
     size, rank, transport = axes.resolve(axis)
 
     def gather(leaf: Tensor) -> Tensor:
-        if size == 1 or leaf.numel() == 0:
+        if _stays(leaf, size, transport):
             return leaf.unsqueeze(0).expand(size, *leaf.shape)
-        record(axis, "all_gather", _bytes(leaf) * (size - 1))
+        _count(leaf, axis, "all_gather", size - 1, 1)
         return torch.ops.fn.all_gather(leaf.contiguous(), rank, size, transport)
 
     return tree.map(gather, x)
@@ -67,9 +67,9 @@ def psum(x: Tree, axis: str) -> Tree:
     size, rank, transport = axes.resolve(axis)
 
     def add(leaf: Tensor) -> Tensor:
-        if size == 1 or leaf.numel() == 0:
+        if _stays(leaf, size, transport):
             return leaf
-        record(axis, "all_reduce", -(-_bytes(leaf) * 2 * (size - 1) // size))
+        _count(leaf, axis, "all_reduce", 2 * (size - 1), size)
         return torch.ops.fn.psum(leaf.contiguous(), rank, size, transport)
 
     return tree.map(add, x)
@@ -83,7 +83,8 @@ def pmean(x: Tree, axis: str) -> Tree:
     Raises: ValueError if the axis is not bound.
     """
     size = axes.axis_size(axis)
-    return tree.map(lambda leaf: leaf / size, psum(x, axis)) if size > 1 else x
+    total = psum(x, axis)
+    return tree.map(lambda leaf: leaf / size, total) if size > 1 else total
 
 
 def exchange(payload: Tree, axis: str) -> Tree:
@@ -123,8 +124,39 @@ def _as_message(payload: Tree) -> tuple[Tensor, Callable[[Tensor], Tree]]:
     return torch.cat(parts, dim=1), unpack
 
 
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+def _stays(x: Tensor, size: int, transport: str) -> bool:
+    """Tell whether there is nothing to exchange. Simulated ranks always exchange: their vmap level must end there."""
+    return transport != axes.SIMULATED and (size == 1 or x.numel() == 0)
+
+
+def _count(x: Tensor, axis: str, collective: str, times: int, per: int) -> None:
+    """Enter times / per of the bytes of x in the ledgers.
+
+    An op counts, so that a compiled graph counts in every run of it and does not look at the ledgers when it is
+    traced. It is said to mutate a tensor, so that no compiler removes it.
+    """
+    size = x.numel() * x.element_size() * times
+    if size and (torch.compiler.is_compiling() or is_open()):
+        torch.ops.fn.count(x, axes.all_ranks(), _tally, axis, collective, size, per)
+
+
+_tally = torch.zeros((), dtype=torch.int64)
+
+
+def _run_count(x: Tensor, ranks: Tensor, tally: Tensor, axis: str, collective: str, size: int, per: int) -> None:
+    record(axis, collective, -(-size // per))
+
+
+def _vmap_count(
+    info: Any, dims: Any, x: Tensor, ranks: Tensor, tally: Tensor, axis: str, collective: str, size: int, per: int
+) -> tuple[None, None]:
+    x = x if dims[0] is None else x.select(dims[0], 0)
+    if dims[1] is not None:  # a level of ranks: every one of them sends its own
+        ranks = ranks.select(dims[1], 0)
+    else:  # a batch that passes by is as many times the bytes
+        size *= info.batch_size
+    torch.ops.fn.count(x, ranks, tally, axis, collective, size, per)
+    return None, None
 
 
 def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
@@ -167,7 +199,7 @@ def _vmap_all_gather(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, t
 def _vmap_psum(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, transport: str) -> _Batched:
     x = _batched(x, dims[0], info.batch_size)
     if dims[1] is not None:
-        return x.sum(0), None
+        return x.sum(0, dtype=x.dtype), None
     return torch.ops.fn.psum(x.contiguous(), rank, size, transport), 0
 
 
@@ -180,3 +212,10 @@ def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched]
 _define("all_to_all", _run_all_to_all, _vmap_all_to_all)
 _define("all_gather", _run_all_gather, _vmap_all_gather)
 _define("psum", _run_psum, _vmap_psum)
+
+_library.define(
+    "count(Tensor x, Tensor ranks, Tensor(a!) tally, str axis, str collective, int size, int per) -> ()"
+)
+_library.impl("count", _run_count, "CompositeExplicitAutograd")
+torch.library.register_fake("fn::count", lambda *args: None, lib=_library)
+torch.library.register_vmap("fn::count", _vmap_count, lib=_library)

@@ -36,8 +36,10 @@ def average(axis: str | None) -> Transform:
         return ()
 
     def warmup(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        if axis is None or axis_size(axis) == 1:
+        if axis is None:
             return updates, state
+        if axis_size(axis) == 1:
+            return primitives.pmean(updates, axis), state
         leaves, structure = tree.flatten(updates)
         found: dict[int, Tensor] = {}
         for bucket in layouts.buckets(leaves, 1, 1, "flat"):
@@ -64,14 +66,15 @@ def compressed_average(
 
         shard = mean_r C(x_r + worker error_r),   y = C(shard + server error)
 
-    The warm-up and the local phase leave the updates and the errors alone.
+    The warm-up and the local phase leave the updates and the errors alone, and so does every phase on one rank.
 
     Args:
         axis: the axis' name.
         codec: what travels, in both halves.
         feedback: None is `classic()`.
         layout: "flat" exchanges one vector per (dtype, device), "per_tensor" one per tensor. Scales and blocks of
-            the codec belong to single tensors in both, so the layouts differ in messages, not in meaning.
+            the codec belong to single tensors in both, so these differ in messages, not in meaning. "fused" lays
+            the tensors end to end and treats them as one, with one scale for all where a scale is per tensor.
     Returns: a transform with an `ErrorFeedbackState`: for each vector a worker error (n,) and a server error (n / W,).
     Raises: ValueError if the layout is unknown; from the update, if the axis is not bound or has another size than
         at init.
@@ -99,6 +102,8 @@ def compressed_average(
         return ErrorFeedbackState(tuple(worker), tuple(server))
 
     def compressed(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        if axis_size(axis) == 1:
+            return primitives.pmean(updates, axis), state
         leaves, structure = tree.flatten(updates)
         found: dict[int, Tensor] = {}
         worker, server = [], []

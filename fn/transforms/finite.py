@@ -22,13 +22,20 @@ class SkipState(NamedTuple):
     skipped: Tensor
 
 
-def skip_nonfinite(inner: Transform) -> Transform:
+def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transform:
     """Leave params and state bitwise as they are in a step whose result is not finite, and count it.
 
     A NaN or Inf on one rank reaches every rank, in the exact mean or in the scales of the codes, and so makes the
     replicated results of all ranks non-finite: looking at these needs no message, and all ranks skip together. In a
     skipped step the updates are -0.0, which added to any parameter gives that parameter.
 
+    The local phase is not guarded: there no rank can know what another saw, so a transform that steps alone, such as
+    0/1 Adam, leaves non-finite steps out itself.
+
+    Args:
+        inner: the transform to guard.
+        watch: for a transform that leads each rank from params of its own to common ones: the fields of its state
+            that all ranks hold alike after an exchange. Only these are looked at then.
     Returns: a transform with the phases of `inner`.
     """
 
@@ -42,12 +49,19 @@ def skip_nonfinite(inner: Transform) -> Transform:
         if not has_phase(inner, phase):
             return found
 
+        def local(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
+            out, after = found(updates, state.inner, params)
+            return out, state._replace(inner=after)
+
         def update(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
             out, after = found(updates, state.inner, params)
-            ok = all_finite([*tree.leaves(out), *_changed_and_replicated(state.inner, after)])
+            if watch:
+                ok = all_finite([x for name in watch for x in tree.leaves(tree.fields(after, name))])
+            else:
+                ok = all_finite([*tree.leaves(out), *_changed_and_replicated(state.inner, after)])
             return _keep_or_skip(ok, out, after, state)
 
-        return update
+        return local if phase is Phase.LOCAL else update
 
     return Transform(init, *(guard(phase) for phase in Phase))
 

@@ -22,19 +22,26 @@ from fn.collectives.codec import Segments
 
 Tree = Any
 
-LAYOUTS = ("flat", "per_tensor")
+LAYOUTS = ("flat", "per_tensor", "fused")
 
 
 class Bucket(NamedTuple):
-    """Tensors that travel together: their places in the list of leaves, their shapes, their pieces in a row."""
+    """Tensors that travel together.
+
+    places: where they are in the list of leaves. shapes: theirs. segments: their pieces in a row.
+    fused: they are laid end to end as one tensor, which is the only segment.
+    """
 
     places: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
     segments: Segments
+    fused: bool = False
 
 
 def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) -> list[Bucket]:
-    """Group leaves into buckets: one per (dtype, device) for "flat", one per tensor for "per_tensor".
+    """Group leaves into buckets: one per tensor for "per_tensor", else one per (dtype, device).
+
+    "flat" keeps the tensors apart as in the picture above; "fused" lays them end to end, with one scale for all.
 
     Raises: ValueError if the layout is not one of `LAYOUTS`.
     """
@@ -42,25 +49,28 @@ def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) 
         raise ValueError(f"layout: is {layout!r}; allowed are {LAYOUTS}")
     groups: dict[Any, list[int]] = {}
     for i, leaf in enumerate(leaves):
-        key = (leaf.dtype, leaf.device) if layout == "flat" else i
+        key = i if layout == "per_tensor" else (leaf.dtype, leaf.device)
         groups.setdefault(key, []).append(i)
-    return [_bucket(leaves, places, world_size, align) for places in groups.values()]
+    return [_bucket(leaves, places, world_size, align, layout == "fused") for places in groups.values()]
 
 
-def _bucket(leaves: Sequence[Tensor], places: list[int], world_size: int, align: int) -> Bucket:
+def _bucket(leaves: Sequence[Tensor], places: list[int], world_size: int, align: int, fused: bool) -> Bucket:
     lengths = [leaves[i].numel() for i in places]
+    lengths = [sum(lengths)] if fused else lengths
     widths = [-(-n // (world_size * align)) * align for n in lengths]
     valid = [[min(max(n - r * w, 0), w) for n, w in zip(lengths, widths, strict=True)] for r in range(world_size)]
     shapes = tuple(leaves[i].shape for i in places)
-    return Bucket(tuple(places), shapes, Segments(tuple(widths), torch.tensor(valid, dtype=torch.int64)))
+    return Bucket(tuple(places), shapes, Segments(tuple(widths), torch.tensor(valid, dtype=torch.int64)), fused)
 
 
 def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     """Return the bucket's leaves as one vector (n,), n = W rows of `bucket.segments`, zeros in the padding."""
     world_size = bucket.segments.valid.shape[0]
+    tensors = [leaves[i].reshape(-1) for i in bucket.places]
+    if bucket.fused:
+        tensors = [torch.cat(tensors)]
     pieces = []
-    for i, width in zip(bucket.places, bucket.segments.widths, strict=True):
-        flat = leaves[i].reshape(-1)
+    for flat, width in zip(tensors, bucket.segments.widths, strict=True):
         pad = world_size * width - flat.shape[0]
         pieces.append((F.pad(flat, (0, pad)) if pad else flat).view(world_size, width))
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).reshape(-1)
@@ -68,6 +78,10 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
 
 def part(vector: Tensor, bucket: Bucket) -> list[Tensor]:
     """Take a vector (n,) apart into tensors of the bucket's shapes, the padding left out."""
+    if bucket.fused:
+        lengths = [shape.numel() for shape in bucket.shapes]
+        ends = vector[: sum(lengths)].split(lengths)
+        return [piece.view(shape) for piece, shape in zip(ends, bucket.shapes, strict=True)]
     rows = vector.view(bucket.segments.valid.shape[0], -1)
     pieces = rows.split(list(bucket.segments.widths), dim=1)
     return [p.reshape(-1)[: shape.numel()].view(shape) for p, shape in zip(pieces, bucket.shapes, strict=True)]

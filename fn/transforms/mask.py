@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from fn import tree
 from fn.base import Phase, Transform, UpdateFn, has_phase
@@ -53,3 +55,90 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
         return update
 
     return Transform(init, *(masked(phase) for phase in Phase))
+
+
+def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree], Tree]) -> Transform:
+    """Apply a different transform to the leaves of each label.
+
+    Args:
+        transforms: label -> transform; each sees the list of its leaves.
+        labels: a tree of labels like the params, or a function from params to such a tree.
+    Returns: a transform whose state is {label: state}, with the phases that all of them have.
+    Raises: ValueError if the labels have another structure than the params, or name no transform.
+
+    Example, norms and biases in full precision:
+
+        full = unfrozen(onebit_adam(axis="data"))
+        partition({"codes": onebit_adam(axis="data"), "full": full},
+                  lambda params: tree.map(lambda p: "full" if p.ndim < 2 else "codes", params))
+    """
+
+    def places(params: Tree) -> dict[str, list[int]]:
+        found = labels(params) if callable(labels) else labels
+        if tree.flatten(found)[1] != tree.flatten(params)[1]:
+            raise ValueError("labels: have another structure than the params")
+        flat = tree.leaves(found)
+        unknown = sorted({str(label) for label in flat} - set(transforms))
+        if unknown:
+            raise ValueError(f"labels: {unknown} name no transform; allowed are {sorted(transforms)}")
+        return {label: [i for i, own in enumerate(flat) if own == label] for label in transforms}
+
+    def pick(t: Tree, chosen: list[int]) -> list[Any]:
+        leaves = tree.leaves(t)
+        return [leaves[i] for i in chosen]
+
+    def init(params: Tree) -> dict[str, Tree]:
+        return {label: transforms[label].init(pick(params, chosen)) for label, chosen in places(params).items()}
+
+    def compose(phase: Phase) -> UpdateFn:
+        for transform in transforms.values():
+            if not has_phase(transform, phase):
+                return transform_update(transform, phase)
+
+        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            leaves, structure = tree.flatten(updates)
+            leaves, after = list(leaves), {}
+            for label, chosen in places(params).items():
+                f = transform_update(transforms[label], phase)
+                new, after[label] = f(pick(updates, chosen), state[label], pick(params, chosen))
+                for i, leaf in zip(chosen, new, strict=True):
+                    leaves[i] = leaf
+            return tree.unflatten(structure, leaves), after
+
+        return update
+
+    return Transform(init, *(compose(phase) for phase in Phase))
+
+
+def transform_update(transform: Transform, phase: Phase) -> UpdateFn:
+    """Return the update of a phase, also where the transform lacks it."""
+    found: UpdateFn = getattr(transform, f"{phase.value}_update")
+    return found
+
+
+def unfrozen(inner: Transform) -> Transform:
+    """Stay in the warm-up in every phase: full precision for what compression would harm, norms and biases."""
+    return inner._replace(compressed_update=inner.warmup_update, local_update=inner.warmup_update)
+
+
+def apply_mask(mask: Tree) -> Transform:
+    """Multiply the updates of compressed steps by a mask of numbers, leaf by leaf; other phases pass.
+
+    Behind a compressed mean it keeps elements at zero that never receive a gradient, which one bit cannot do.
+
+    Args: mask: one tensor for all leaves, or a tree like the updates, of tensors that broadcast to them; None at a
+        leaf leaves it as it is.
+    """
+
+    def multiply(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        def keep(u: Tensor, m: Tensor | None) -> Tensor:
+            return u if m is None else u * m.to(device=u.device, dtype=u.dtype)
+
+        if isinstance(mask, Tensor):
+            return tree.map(lambda u: keep(u, mask), updates), state
+        return tree.map(keep, updates, mask), state
+
+    def rest(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        return updates, state
+
+    return Transform(lambda params: (), rest, multiply, rest)

@@ -1,0 +1,283 @@
+"""LAMB's trust ratio, and 1-bit LAMB: the ratios frozen, the momentum of all layers on one scale in codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Phase, Transform, missing, stateless
+from fn.transforms.moments import (
+    adam_direction,
+    check_betas,
+    moving_average,
+    moving_average_of_squares,
+    start_moments,
+)
+
+Tree = Any
+
+
+class OnebitLambState(NamedTuple):
+    """State of `scale_by_onebit_lamb`; per-tensor numbers are 0-d float32.
+
+    count, mu, nu: as for Adam; nu rests after the warm-up. nu_fresh: the second moment that goes on, from gradients
+    reconstructed out of the momentum. coefficient: the moving trust ratio. factor: how far the ratio may have moved
+    since. scaling: what brings each tensor's momentum to the common scale. tail: extra elements that travel with the
+    momentum (see `tail`). sync: the state of the compressed mean.
+    """
+
+    count: Tensor
+    mu: Tree
+    nu: Tree
+    nu_fresh: Tree
+    coefficient: Tree
+    factor: Tree
+    scaling: Tree
+    tail: Tensor
+    sync: Tree
+
+
+def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Transform:
+    """Scale each tensor's update by clamp(||p|| / ||u||, min_coeff, max_coeff); by 1 where a norm is 0.
+
+    Raises: ValueError unless 0 <= min_coeff <= max_coeff.
+
+    Paper: You et al., LAMB (arXiv 1904.00962), algorithm 2.
+    """
+    _check_bounds(min_coeff, max_coeff)
+    return stateless(
+        lambda updates, params: tree.map(lambda u, p: u * trust_ratio(p, u, min_coeff, max_coeff), updates, params)
+    )
+
+
+class LambHyper(NamedTuple):
+    """Hyper-parameters of 1-bit LAMB for one tensor; see `scale_by_onebit_lamb`."""
+
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_coeff: float = 10.0
+    min_coeff: float = 0.01
+    coeff_beta: float = 0.9
+    factor_max: float = 4.0
+    factor_min: float = 0.5
+    factor_threshold: float = 0.1
+
+
+def scale_by_onebit_lamb(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    sync: Transform,
+    max_coeff: float = 10.0,
+    min_coeff: float = 0.01,
+    coeff_beta: float = 0.9,
+    factor_max: float = 4.0,
+    factor_min: float = 0.5,
+    factor_threshold: float = 0.1,
+    keep_zeros: bool = True,
+) -> Transform:
+    """Run LAMB in the warm-up; then freeze ratios and second moment, and average the momentum in codes.
+
+        warm-up:     u = mu / (sqrt(nu) + eps) + wd p,   c = clamp(||p|| / ||u||, min_coeff, max_coeff)
+                     coefficient <- coeff_beta coefficient + (1 - coeff_beta) c,   step c u
+        compressed:  mu <- C((b1 mu + (1 - b1) g_r) scaling) / scaling
+                     g' = (mu - b1 mu_last) / (1 - b1),   nu_fresh <- b2 nu_fresh + (1 - b2) g'^2
+                     factor = max (sqrt(nu) + eps) / (sqrt(nu_fresh) + eps), bounded,   step coefficient factor u
+
+    scaling brings the root mean square of every tensor's momentum to their common mean, so that one scale serves
+    the whole model; it is kept current in the warm-up, as nu_fresh and coefficient are.
+
+    Args:
+        weight_decay: inside the link, because the trust ratio sees it.
+        sync: the transform that averages the momentum; its updates are the pair (momentum, tail).
+        max_coeff, min_coeff: bounds of the trust ratio. coeff_beta: decay of its moving average.
+        factor_max, factor_min: bounds of the factor. factor_threshold: how far it may move in a step, relative to
+            the last one; it wins over the bounds.
+        keep_zeros: keep the momentum at zero where nu is zero.
+    Raises: ValueError if an argument is out of range.
+
+    Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
+    Differs: a tensor whose momentum is zero at the switch keeps scaling 1 (DeepSpeed divides by zero), one whose
+        ratio was never taken has coefficient 1 (there 0, so that it would never move again).
+    """
+    hyper = LambHyper(
+        b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
+    )
+    return onebit_lamb_by_tensor(lambda count: [hyper] * count, sync=sync, keep_zeros=keep_zeros)
+
+
+def onebit_lamb_by_tensor(
+    hypers: Callable[[int], list[LambHyper]],
+    *,
+    sync: Transform,
+    keep_zeros: bool = True,
+    copy_fresh: bool = True,
+    tail: int = 0,
+) -> Transform:
+    """Do as `scale_by_onebit_lamb`, with hyper-parameters that differ from tensor to tensor.
+
+    Args:
+        hypers: number of tensors -> their hyper-parameters, in the order of the leaves.
+        copy_fresh: start nu_fresh from nu. False: from zero, as DeepSpeed does with a freeze step below 2.
+        tail: elements that travel behind the momentum and return into the next message undecayed, which is what
+            DeepSpeed's padding does.
+    Raises: ValueError if a hyper-parameter is out of range.
+    """
+    for hyper in hypers(1):
+        check_hyper(hyper)
+
+    def init(params: Tree) -> OnebitLambState:
+        count, mu, nu, _, _ = start_moments(params)
+        fresh = tree.map(torch.zeros_like, nu)
+        zeros, ones, scaling = (tree.map(lambda m, v=v: _number(m, v), mu) for v in (0.0, 1.0, 1.0))
+        leaves = tree.leaves(mu)
+        rest = (leaves[0] if leaves else torch.zeros(())).new_zeros(tail)
+        return OnebitLambState(count, mu, nu, fresh, zeros, ones, scaling, rest, sync.init((mu, rest)))
+
+    def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
+        tree.check_real(updates, "updates")
+        rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
+        results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
+        out, mu, nu, coefficient = _columns(results, updates, 4)
+        state = state._replace(
+            count=state.count + 1,
+            mu=mu,
+            nu=nu,
+            nu_fresh=nu if copy_fresh else state.nu_fresh,
+            coefficient=coefficient,
+            scaling=common_scale(mu),
+        )
+        return out, state
+
+    def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
+        tree.check_real(updates, "updates")
+        leaves, structure = tree.flatten(updates)
+        each = hypers(len(leaves))
+        own = [
+            torch.lerp(g.to(m.dtype), m, h.b1) * s
+            for h, g, m, s in zip(each, leaves, tree.leaves(state.mu), tree.leaves(state.scaling), strict=True)
+        ]
+        averaged = tree.unflatten(structure, own), state.tail
+        (agreed, rest), sync_state = sync.compressed_update(averaged, state.sync, (params, state.tail))
+        mu = tree.map(lambda m, s: m / s, agreed, state.scaling)
+        if keep_zeros:
+            mu = tree.map(lambda m, v: torch.where(v > 0, m, 0.0), mu, state.nu)
+        rows = _rows(params, mu, state.mu, state.nu, state.nu_fresh, state.coefficient, state.factor)
+        out, fresh, factor = _columns([_step_tensor(h, *row) for h, row in zip(each, rows, strict=True)], updates, 3)
+        return out, state._replace(
+            count=state.count + 1, mu=mu, nu_fresh=fresh, factor=factor, tail=rest, sync=sync_state
+        )
+
+    return Transform(init, warmup, compressed, missing(Phase.LOCAL, "1-bit LAMB"))
+
+
+def _warm_tensor(
+    h: LambHyper, g: Tensor, p: Tensor, mu: Tensor, nu: Tensor, coefficient: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the update, mu, nu and the moving ratio of one tensor after a warm-up step."""
+    mu, nu = moving_average(mu, g, h.b1), moving_average_of_squares(nu, g, h.b2)
+    u = _decayed(adam_direction(mu, nu, h.eps), p, h)
+    ratio = trust_ratio(p, u, h.min_coeff, h.max_coeff)
+    moved = h.coeff_beta * coefficient + (1 - h.coeff_beta) * ratio
+    return u * ratio.to(u.dtype), mu, nu, torch.where(ratio == 1, coefficient, moved)
+
+
+def _step_tensor(
+    h: LambHyper,
+    p: Tensor,
+    mu: Tensor,
+    mu_last: Tensor,
+    nu: Tensor,
+    fresh: Tensor,
+    coefficient: Tensor,
+    factor: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the update, nu_fresh and the factor of one tensor after a compressed step."""
+    fresh = moving_average_of_squares(fresh, (mu - h.b1 * mu_last) / (1 - h.b1), h.b2)
+    q = adam_direction(mu, nu, h.eps)
+    u = _decayed(q, p, h)
+    factor = _bounded_factor(h, factor, nu, fresh, q, u)
+    return u * (torch.where(coefficient == 0, 1.0, coefficient) * factor).to(u.dtype), fresh, factor
+
+
+def _bounded_factor(h: LambHyper, last: Tensor, nu: Tensor, fresh: Tensor, q: Tensor, u: Tensor) -> Tensor:
+    if not nu.numel():
+        return last
+    f = ((nu.sqrt() + h.eps) / (fresh.sqrt() + h.eps)).max().to(last.dtype)
+    if h.weight_decay > 0:
+        share = (_norm(q) / _norm(u).clamp(min=torch.finfo(last.dtype).tiny)).clamp(max=1.0)
+        f = share * f + 1 - share
+    f = f.clamp(h.factor_min, h.factor_max)
+    return f.minimum(last * (1 + h.factor_threshold)).maximum(last * (1 - h.factor_threshold))
+
+
+def _decayed(u: Tensor, p: Tensor, h: LambHyper) -> Tensor:
+    return u + h.weight_decay * p.to(u.dtype) if h.weight_decay else u
+
+
+def _rows(*trees: Tree) -> list[tuple[Any, ...]]:
+    return list(zip(*(tree.leaves(t) for t in trees), strict=True))
+
+
+def _columns(rows: list[tuple[Tensor, ...]], like: Tree, width: int) -> list[Tree]:
+    structure = tree.flatten(like)[1]
+    return [tree.unflatten(structure, [row[i] for row in rows]) for i in range(width)]
+
+
+def check_hyper(h: LambHyper) -> None:
+    """Refuse hyper-parameters that are out of range with a ValueError."""
+    check_betas(h.b1, h.b2, h.eps)
+    _check_bounds(h.min_coeff, h.max_coeff)
+    if h.weight_decay < 0:
+        raise ValueError(f"weight_decay: is {h.weight_decay}; allowed is at least 0")
+    if not 0 <= h.coeff_beta < 1:
+        raise ValueError(f"coeff_beta: is {h.coeff_beta}; allowed is [0, 1)")
+    if not 0 < h.factor_min <= h.factor_max:
+        raise ValueError(f"factor_min, factor_max: are {h.factor_min}, {h.factor_max}; allowed is 0 < min <= max")
+    if h.factor_threshold < 0:
+        raise ValueError(f"factor_threshold: is {h.factor_threshold}; allowed is at least 0")
+
+
+def trust_ratio(p: Tensor, u: Tensor, low: float, high: float) -> Tensor:
+    """Return clamp(||p|| / ||u||, low, high), 0-d float32; 1 where a norm is 0."""
+    weight, update = _norm(p), _norm(u)
+    known = (weight > 0) & (update > 0)
+    return torch.where(known, (weight / torch.where(known, update, 1.0)).clamp(low, high), 1.0)
+
+
+def common_scale(mu: Tree) -> Tree:
+    """Return, per tensor, mean_j rms(mu_j) / rms(mu_i), 0-d float32; 1 for a tensor that is zero or empty."""
+    leaves, structure = tree.flatten(mu)
+    if not leaves:
+        return mu
+    rms = torch.stack([(_norm(m).double() / max(m.numel(), 1) ** 0.5).to(leaves[0].device) for m in leaves])
+    alive = rms > 0
+    mean = rms.sum() / alive.sum().clamp(min=1)
+    scaling = torch.where(alive, mean / torch.where(alive, rms, 1.0), 1.0)
+    parts = [s.to(device=m.device, dtype=_small(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]
+    return tree.unflatten(structure, parts)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x.to(_small(x)))
+
+
+def _small(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _number(like: Tensor, value: float) -> Tensor:
+    return torch.full((), value, dtype=_small(like), device=like.device)
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not 0 <= low <= high:
+        raise ValueError(f"min_coeff, max_coeff: are {low}, {high}; allowed is 0 <= min_coeff <= max_coeff")

@@ -1,0 +1,170 @@
+"""0/1 Adam: steps without any message between steps that agree in codes on where the ranks went."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Transform
+from fn.transforms.moments import (
+    adam_direction,
+    check_betas,
+    moving_average,
+    moving_average_of_squares,
+    start_moments,
+)
+
+Tree = Any
+
+
+class ZeroOneAdamState(NamedTuple):
+    """State of `scale_by_zero_one_adam`.
+
+    count, mu, nu: as for Adam; between synchronisations mu is a rank's own. anchor: the params that all ranks agreed
+    on last, in the dtype of the moments; it is reached from each rank's own params, so that a simulation cannot know
+    that it is the same everywhere. went: instead of the anchor, the sum of the steps since (see `anchored`). elapsed: the sum of learning rates since, 0-d. dropped: local steps that
+    this rank left out because its gradient was not finite, 0-d int64. peak: the largest magnitude in the last exchange,
+    0-d, NaN if it was not finite. sync: the state of the compressed mean.
+    """
+
+    count: Tensor
+    mu: Tree
+    nu: Tree
+    anchor: Tree
+    went: Tree
+    elapsed: Tensor
+    dropped: Tensor
+    peak: Tensor
+    sync: Tree
+
+    rank_local = frozenset({"mu", "anchor", "went", "dropped"})
+
+
+WATCHED = ("nu", "peak")
+"""What all ranks hold alike after an exchange, and what `skip_nonfinite` therefore looks at."""
+
+
+def scale_by_zero_one_adam(
+    lr: float | Tensor,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    sync: Transform,
+    compress: Literal["steps", "gradients"] = "steps",
+    decay_in_momentum: bool = False,
+    anchored: bool = True,
+    keep_zeros: bool = True,
+) -> Transform:
+    """Update the variance in some steps, agree on the parameters in some, and step alone in between.
+
+        variance step (warm-up phase): g is the mean;  nu, mu as Adam;  p <- p - lr mu / (sqrt(nu) + eps)
+        local step:                    mu <- b1 mu + (1 - b1) g_r;      p <- p - lr mu / (sqrt(nu) + eps)
+        synchronising step (compressed phase): a local step, then, with x the params agreed on last,
+            s = C((p - x) (sqrt(nu) + eps)),  mu <- -s / sum of lr,  p <- x + s / (sqrt(nu) + eps),  x <- p
+
+    The learning rate and the weight decay are inside the link, because what is agreed on is where the ranks went;
+    its updates are added to the parameters as they are.
+
+    Args:
+        lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
+        sync: the transform that averages the steps.
+        compress: what the compressed phase averages: "steps", as above, or "gradients", DeepSpeed's form before the
+            variance is frozen: mu <- b1 mu + (1 - b1) C(g_r), then a step.
+        decay_in_momentum: decay in local steps, as DeepSpeed does, so that the rebuilt momentum contains the decay.
+            False: the decay of all steps since the last synchronisation is applied to the agreed parameters there.
+        anchored: keep the params agreed on last, and return to them exactly. False: keep the sum of the steps since
+            and take it back, as DeepSpeed does; the ranks then drift apart by rounding.
+        keep_zeros: keep the momentum and the steps at zero where nu is zero.
+    Returns: a transform with all three phases. Between synchronisations params and mu differ between ranks.
+    Raises: ValueError if an argument is out of range.
+
+    Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1; T_v and T_u are `fn.zero_one_schedule`.
+    Differs: a variance step averages momentum and parameters exactly, too. The ranks return to the anchor instead of
+        taking their steps back, so they do not drift apart by rounding. A rank whose gradient is not finite in a
+        local step leaves that step out alone, and counts it: no message tells the others.
+    """
+    check_betas(b1, b2, eps)
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay: is {weight_decay}; allowed is at least 0")
+    if compress not in ("steps", "gradients"):
+        raise ValueError(f"compress: is {compress!r}; allowed are 'steps' and 'gradients'")
+
+    def init(params: Tree) -> ZeroOneAdamState:
+        count, mu, nu, elapsed, peak = start_moments(params)
+        anchor = tree.map(lambda p, m: p.detach().to(m.dtype, copy=True), params, mu) if anchored else ()
+        went = () if anchored else tree.map(torch.zeros_like, mu)
+        return ZeroOneAdamState(count, mu, nu, anchor, went, elapsed, torch.zeros_like(count), peak, sync.init(mu))
+
+    def zeros_kept(x: Tree, nu: Tree) -> Tree:
+        return tree.map(lambda a, v: torch.where(v > 0, a, 0.0), x, nu) if keep_zeros else x
+
+    def agreed_step(mu: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, ZeroOneAdamState]:
+        """Step from a momentum that all ranks share; the new parameters are the anchor."""
+        wide = tree.map(lambda p, m: p.to(m.dtype), params, mu)
+        direction = adam_direction(mu, state.nu, eps)
+        updates = tree.map(lambda u, p: -lr * (u + weight_decay * p), direction, wide)
+        anchor = tree.map(torch.add, wide, updates) if anchored else ()
+        return updates, state._replace(count=state.count + 1, mu=mu, anchor=anchor)
+
+    def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        tree.check_real(updates, "updates")
+        nu = moving_average_of_squares(state.nu, updates, b2)
+        return agreed_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
+
+    def compress_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        tree.check_real(updates, "updates")
+        wide = tree.map(lambda g, m: g.to(m.dtype), updates, state.mu)
+        mean, sync_state = sync.compressed_update(wide, state.sync, params)
+        mu = zeros_kept(moving_average(state.mu, mean, b1), state.nu)
+        return agreed_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params)
+
+    def step_alone(updates: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, Tree]:
+        tree.check_real(updates, "updates")
+        mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
+        moves = tree.map(lambda u: -lr * u, adam_direction(mu, state.nu, eps))
+        if decay_in_momentum and weight_decay > 0:
+            moves = tree.map(lambda u, p: u - lr * weight_decay * p.to(u.dtype), moves, params)
+        return moves, mu
+
+    def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        moves, mu = step_alone(updates, state, params)
+        ok = torch.stack([torch.isfinite(u).all() for u in tree.leaves(moves)]).all()
+        moves = tree.map(lambda u: torch.where(ok, u, -0.0), moves)
+        mu = tree.map(lambda new, old: torch.where(ok, new, old), mu, state.mu)
+        went = () if anchored else tree.map(torch.add, state.went, moves)
+        dropped = state.dropped + (~ok).to(torch.int64)
+        state = state._replace(mu=mu, went=went, elapsed=state.elapsed + lr, dropped=dropped)
+        return moves, state._replace(count=state.count + 1)
+
+    def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        moves, _ = step_alone(updates, state, params)
+        elapsed = state.elapsed + lr
+        here = tree.map(lambda p, u: p.to(u.dtype) + u, params, moves)
+        went = tree.map(torch.sub, here, state.anchor) if anchored else tree.map(torch.add, state.went, moves)
+        start = state.anchor if anchored else tree.map(torch.sub, here, went)
+        scaled = tree.map(lambda d, v: d * (v.sqrt() + eps), went, state.nu)
+        agreed, sync_state = sync.compressed_update(scaled, state.sync, params)
+        peak = largest(agreed)
+        agreed = zeros_kept(agreed, state.nu)
+        mu = tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0), agreed)
+        decay = 0.0 if decay_in_momentum else weight_decay
+        there = tree.map(lambda x, s, v: x - elapsed * decay * x + s / (v.sqrt() + eps), start, agreed, state.nu)
+        back = tree.map(lambda x, p: x - p.to(x.dtype), there, params)
+        kept = (there, ()) if anchored else ((), tree.map(torch.zeros_like, went))
+        zero = torch.zeros_like(state.elapsed)
+        state = state._replace(mu=mu, anchor=kept[0], went=kept[1], elapsed=zero, peak=peak, sync=sync_state)
+        return back, state._replace(count=state.count + 1)
+
+    return Transform(init, warmup, compress_gradients if compress == "gradients" else synchronise, local)
+
+
+def largest(updates: Tree) -> Tensor:
+    """Return the largest magnitude over all leaves, 0-d float32; NaN or Inf where an element is."""
+    leaves = [u for u in tree.leaves(updates) if u.numel()]
+    peaks = [torch.linalg.vector_norm(u, float("inf")).to(leaves[0].device, torch.float32) for u in leaves]
+    return torch.stack(peaks).max() if peaks else torch.zeros(())
