@@ -1,0 +1,206 @@
+"""Axes by name: what a name stands for in a simulation, on process groups, and with neither."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fn
+from fn import tree
+from fn.collectives.axis import current_binding
+
+
+def test_without_any_binding_an_axis_has_one_rank():
+    assert fn.axis_size("data") == 1
+    assert fn.axis_index("data") == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_simulate_gives_every_rank_its_index_and_the_size(size):
+    index = fn.simulate(lambda x: (fn.axis_index("data"), x * fn.axis_size("data")), "data", size)
+    ranks_, scaled = index(torch.ones(size))
+    assert ranks_.tolist() == list(range(size))
+    assert scaled.tolist() == [size] * size
+
+
+def test_simulate_hands_out_by_in_dims_and_collects_by_out_dims():
+    f = fn.simulate(
+        lambda same, mine: (same + mine, fn.psum(mine, "data")), "data", 3, in_dims=(None, 1), out_dims=(1, None)
+    )
+    mine = torch.arange(6.0).view(2, 3)
+    shifted, total = f(torch.tensor(10.0), mine)
+    assert torch.equal(shifted, mine + 10)
+    assert torch.equal(total, mine.sum(1))
+
+
+def test_out_dims_none_refuses_a_result_that_depends_on_the_rank():
+    with pytest.raises(ValueError, match="out_dim"):
+        fn.simulate(lambda x: x + 1, "data", 2, out_dims=None)(torch.ones(2))
+
+
+def test_out_dims_none_looks_at_its_own_axis_only():
+    """The same on all locals of a node, and different from node to node: replicated over one axis of two."""
+    x = torch.arange(6.0).view(2, 3)
+    over_locals = fn.simulate(lambda x: fn.pmean(x, "local"), "local", 3, out_dims=None)
+    assert torch.equal(fn.simulate(over_locals, "node", 2)(x), x.mean(1))
+    with pytest.raises(ValueError, match="out_dim"):
+        fn.simulate(over_locals, "node", 2, out_dims=None)(x)
+
+
+def test_out_dims_that_do_not_fit_the_result_are_refused_by_name():
+    with pytest.raises(ValueError, match="out_dims"):
+        fn.simulate(lambda x: x, "data", 2, out_dims=(0, 0))(torch.ones(2))
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_simulate_refuses_less_than_one_rank_by_name(size):
+    with pytest.raises(ValueError, match="size"):
+        fn.simulate(lambda x: x, "data", size)
+
+
+def test_an_unknown_axis_inside_a_simulation_is_refused_and_the_known_ones_named():
+    def f(x):
+        return fn.pmean(x, "dat")
+
+    with pytest.raises(ValueError, match=r"axis.*'dat'.*'data'"):
+        fn.simulate(f, "data", 2)(torch.ones(2))
+
+
+def test_a_failed_simulation_leaves_no_binding_behind():
+    def f(x):
+        raise RuntimeError("inside")
+
+    with pytest.raises(RuntimeError, match="inside"):
+        fn.simulate(f, "data", 2)(torch.ones(2))
+    assert fn.axis_size("data") == 1
+
+
+def test_nested_axes_are_told_apart():
+    """Node x local: each rank knows both of its indices, and each mean is over its own axis."""
+
+    def f(x):
+        return fn.axis_index("node"), fn.axis_index("local"), fn.pmean(x, "node"), fn.pmean(x, "local")
+
+    x = torch.arange(6.0).view(2, 3)
+    node, local, over_nodes, over_locals = fn.simulate(fn.simulate(f, "local", 3), "node", 2)(x)
+    assert node.tolist() == [[0] * 3, [1] * 3]
+    assert local.tolist() == [[0, 1, 2]] * 2
+    assert torch.equal(over_nodes, x.mean(0).expand(2, 3))
+    assert torch.equal(over_locals, x.mean(1, keepdim=True).expand(2, 3))
+
+
+def test_a_binding_belongs_to_the_thread_that_entered_it():
+    seen = []
+
+    def look():
+        seen.append(fn.axis_size("data"))
+
+    def f(x):
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+        return x
+
+    fn.simulate(f, "data", 3)(torch.ones(3))
+    assert seen == [1]
+
+
+def test_the_current_binding_can_be_entered_again_later():
+    kept = []
+    fn.simulate(lambda x: (kept.append(current_binding()), x)[1], "data", 3)(torch.ones(3))
+    assert fn.axis_size("data") == 1
+    with kept[0], kept[0]:
+        assert fn.axis_size("data") == 3
+    assert fn.axis_size("data") == 1
+
+
+def test_world_size_in_the_environment_without_a_group_is_an_error_not_a_local_step(monkeypatch):
+    with monkeypatch.context() as m:
+        m.setenv("WORLD_SIZE", "2")
+        for call in (
+            lambda: fn.axis_size("data"),
+            lambda: fn.axis_index("data"),
+            lambda: fn.pmean(torch.ones(1), "data"),
+        ):
+            with pytest.raises(ValueError, match=r"axis: 'data' is not bound.*fn\.bind"):
+                call()
+        m.setenv("WORLD_SIZE", "1")
+        assert fn.axis_size("data") == 1
+
+
+def test_bind_refuses_what_is_no_mesh_by_name():
+    with pytest.raises(TypeError, match=r"mesh.*str"):
+        fn.bind("data")
+
+
+def test_rank_dims_marks_errors_as_one_ranks_own_and_the_rest_as_replicated():
+    tx = fn.onebit_adam(axis="data")
+    state = tx.init({"w": torch.ones(3), "b": torch.ones(2)})
+    dims = fn.rank_dims(state)
+    found = dict(zip(tree.paths(dims), tree.leaves(dims), strict=True))
+    assert {path for path, dim in found.items() if dim == 0} == {
+        path for path in tree.paths(state) if "worker" in path or "server" in path
+    }
+    assert sorted(found) == sorted(tree.paths(state))
+
+
+def in_a_group_without_bind() -> str:
+    try:
+        fn.axis_size("data")
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def with_a_mesh() -> tuple:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    with fn.bind(mesh):
+        x = torch.tensor(float(dist.get_rank()))
+        sizes = fn.axis_size("node"), fn.axis_size("local"), int(fn.axis_index("node")), int(fn.axis_index("local"))
+        means = float(fn.pmean(x, "node")), float(fn.pmean(x, "local"))
+        try:
+            fn.axis_size("data")
+            unknown = "no error"
+        except ValueError as error:
+            unknown = str(error)
+    return sizes, means, unknown
+
+
+def with_a_mapping() -> tuple:
+    with fn.bind({"data": dist.group.WORLD}):
+        return fn.axis_size("data"), float(fn.pmean(torch.tensor(float(dist.get_rank())), "data"))
+
+
+def without_names() -> str:
+    try:
+        fn.bind(init_device_mesh("cpu", (2,)))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_in_a_group_an_unbound_axis_is_an_error_that_says_what_to_do():
+    for text in ranks.run(2, in_a_group_without_bind):
+        assert "axis: 'data' is not bound" in text
+        assert "fn.bind(mesh)" in text
+
+
+def test_bind_gives_both_axes_of_a_mesh_to_their_groups():
+    for rank, (sizes, means, unknown) in enumerate(ranks.run(4, with_a_mesh)):
+        node, local = divmod(rank, 2)
+        assert sizes == (2, 2, node, local)
+        assert means == (1.0 + local, 0.5 + 2 * node)
+        assert "'data' is not bound; bound are ['local', 'node']" in unknown
+
+
+def test_bind_takes_a_mapping_from_names_to_groups():
+    assert ranks.run(2, with_a_mapping) == [(2, 0.5)] * 2
+
+
+def test_bind_refuses_a_mesh_without_names_and_says_which_argument_is_missing():
+    assert all("mesh_dim_names" in text for text in ranks.run(2, without_names))

@@ -1,0 +1,230 @@
+"""The exact collectives: one meaning at every vmap level, in both worlds, eager and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fn
+from fn.collectives.primitives import exchange, gather
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.int32, torch.uint8]
+
+
+def world(f, size, **dims):
+    return fn.simulate(f, "data", size, **dims)
+
+
+def test_all_to_all_hands_row_r_to_rank_r():
+    x = torch.arange(3 * 3 * 2).view(3, 3, 2)  # x[sender, receiver]
+    assert torch.equal(world(lambda x: fn.all_to_all(x, "data"), 3)(x), x.transpose(0, 1))
+
+
+def test_all_gather_gives_everyone_the_rows_in_the_order_of_the_ranks():
+    x = torch.randn(3, 4, 2)
+    assert torch.equal(world(lambda x: fn.all_gather(x, "data"), 3, out_dims=None)(x), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_psum_and_the_exchanges_keep_the_dtype(dtype):
+    x = torch.arange(4).view(2, 2).to(dtype)
+    total = world(lambda x: fn.psum(x, "data"), 2, out_dims=None)(x)
+    assert total.dtype == dtype
+    assert torch.equal(total, (x[0] + x[1]))
+    assert world(lambda x: fn.all_to_all(x, "data"), 2)(x).dtype == dtype
+    assert world(lambda x: fn.all_gather(x, "data"), 2, out_dims=None)(x).dtype == dtype
+
+
+def test_pmean_is_the_mean_and_knows_itself_replicated():
+    x = torch.randn(5, 7, dtype=torch.float64)
+    assert torch.allclose(world(lambda x: fn.pmean(x, "data"), 5, out_dims=None)(x), x.mean(0), rtol=1e-14)
+
+
+def test_collectives_take_trees():
+    t = {"a": torch.randn(2, 3), "b": (torch.randn(2), torch.randn(2, 0))}
+    mean = world(lambda t: fn.pmean(t, "data"), 2, out_dims=None)(t)
+    assert torch.equal(mean["a"], t["a"].sum(0) / 2)
+    assert torch.equal(mean["b"][0], t["b"][0].sum(0) / 2)
+    assert mean["b"][1].shape == (0,)
+
+
+def test_a_replicated_operand_counts_once_per_rank():
+    """The value does not depend on the rank, and yet every rank contributes it."""
+    x = torch.tensor([1.0, 2.0])
+    run = lambda f: world(f, 4, in_dims=None, out_dims=None)(x)  # noqa: E731
+    assert torch.equal(run(lambda x: fn.psum(x, "data")), 4 * x)
+    assert torch.equal(run(lambda x: fn.pmean(x, "data")), x)
+    assert torch.equal(run(lambda x: fn.all_gather(x, "data")), x.expand(4, 2))
+    rows = torch.arange(4.0)  # everyone holds the same rows: rank r receives row r from each
+    received = world(lambda x: fn.all_to_all(x, "data"), 4, in_dims=None)(rows)
+    assert torch.equal(received, rows[:, None].expand(4, 4))
+
+
+@pytest.mark.parametrize("collective", [fn.psum, fn.pmean, fn.all_gather])
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_unrelated_vmap_inside_or_outside_passes_by(collective, inside, dim):
+    """Seeds outside of the ranks, samples inside: neither may be taken for the axis, also of equal size."""
+    x = torch.randn(3, 3, 3, dtype=torch.float64)  # (other, rank, n)
+
+    def f(x):
+        return collective(x, "data")
+
+    expected = torch.stack([world(f, 3, out_dims=None)(row) for row in x])
+    if inside:  # a rank holds (other, n), or (n, other)
+        mine = x.movedim(1, 0) if dim == 0 else x.permute(1, 2, 0)
+        found = world(torch.func.vmap(f, in_dims=dim), 3, out_dims=None)(mine)
+    else:
+        found = torch.func.vmap(world(f, 3, out_dims=None), in_dims=dim)(x.movedim(0, dim))
+    assert torch.allclose(found, expected, rtol=1e-14)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_all_to_all_lets_an_unrelated_vmap_pass_by(inside):
+    x = torch.randn(3, 3, 3, 2)  # (other, rank, receiver, n)
+
+    def f(x):
+        return fn.all_to_all(x, "data")
+
+    found = world(torch.func.vmap(f), 3, in_dims=1, out_dims=1)(x) if inside else torch.func.vmap(world(f, 3))(x)
+    assert torch.equal(found, x.transpose(1, 2))
+
+
+def test_per_sample_gradients_are_averaged_over_ranks_sample_by_sample():
+    w, data = torch.randn(4, dtype=torch.float64), torch.randn(3, 5, 4, dtype=torch.float64)  # (rank, sample, n)
+
+    def loss(w, x):
+        return (w @ x).square()
+
+    def on_rank(w, xs):
+        per_sample = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(w, xs)
+        return torch.func.vmap(lambda g: fn.pmean(g, "data"))(per_sample)
+
+    found = world(on_rank, 3, in_dims=(None, 0), out_dims=None)(w, data)
+    expected = torch.stack([2 * (w @ x) * x for x in data.view(-1, 4)]).view(3, 5, 4).mean(0)
+    assert torch.allclose(found, expected)
+
+
+@pytest.mark.parametrize("order", [("node", "local"), ("local", "node")])
+def test_nested_axes_of_equal_size_exchange_along_their_own(order):
+    x = torch.randn(2, 2, 2, 3)  # (first, second, row, n)
+
+    def f(x):
+        return fn.all_to_all(x, order[0]), fn.all_to_all(x, order[1]), fn.all_gather(x, order[1])
+
+    first, second, gathered = fn.simulate(fn.simulate(f, order[1], 2), order[0], 2)(x)
+    assert torch.equal(first, x.transpose(0, 2))
+    assert torch.equal(second, x.transpose(1, 2))
+    for a in range(2):
+        for b in range(2):
+            assert torch.equal(gathered[a, b], x[a])
+
+
+def test_a_mean_over_both_axes_is_the_mean_over_all_ranks():
+    x = torch.randn(2, 3, 5, dtype=torch.float64)
+
+    def f(x):
+        return fn.pmean(fn.pmean(x, "local"), "node")
+
+    found = fn.simulate(fn.simulate(f, "local", 3, out_dims=None), "node", 2, out_dims=None)(x)
+    assert torch.allclose(found, x.mean((0, 1)))
+
+
+@pytest.mark.parametrize("shape", [(3,), (), (1, 4)])
+def test_all_to_all_refuses_a_first_dimension_that_is_not_the_axis_size(shape):
+    with pytest.raises(ValueError, match=r"x: has shape.*2.*'data'"):
+        world(lambda x: fn.all_to_all(x, "data"), 2, in_dims=None)(torch.ones(shape))
+
+
+def test_one_rank_is_the_identity():
+    x = torch.randn(1, 5)
+    assert torch.equal(fn.all_to_all(x, "data"), x)
+    assert torch.equal(fn.pmean(x, "data"), x)
+    assert torch.equal(fn.all_gather(x, "data"), x[None])
+
+
+def test_non_contiguous_operands_travel_as_they_look():
+    x = torch.randn(2, 3, 2).transpose(1, 2)
+    assert torch.equal(world(lambda x: fn.all_to_all(x, "data"), 2)(x), x.transpose(0, 1))
+    assert torch.equal(world(lambda x: fn.all_gather(x.T, "data"), 2, out_dims=None)(x), x.transpose(1, 2))
+
+
+def payload() -> dict:
+    """Leaves of every width, each row another, so that a slip of a byte shows."""
+    torch.manual_seed(5)
+    return {
+        "bits": torch.randint(0, 256, (2, 2, 5), dtype=torch.uint8),
+        "half": torch.randn(2, 2, 3, 1).half(),
+        "scales": torch.randn(2, 2, 1, dtype=torch.float64),
+        "single": torch.randn(2, 2, 2),
+    }
+
+
+def test_a_payload_of_mixed_dtypes_comes_through_one_uint8_message_bit_for_bit():
+    sent = payload()
+    with fn.ledger() as book:
+        received = world(lambda t: exchange(t, "data"), 2)(sent)
+    assert book.messages == {("data", "all_to_all"): 1}
+    for name, leaf in sent.items():
+        assert received[name].dtype == leaf.dtype
+        assert torch.equal(received[name], leaf.transpose(0, 1))
+    shards = fn.tree.map(lambda leaf: leaf[:, :1], sent)
+    with fn.ledger() as book:
+        gathered = world(lambda t: gather(t, "data"), 2, out_dims=None)(shards)
+    assert book.messages == {("data", "all_gather"): 1}
+    assert all(torch.equal(gathered[name], leaf[:, 0]) for name, leaf in shards.items())
+
+
+def all_of_them(x: torch.Tensor):
+    rows = x.view(fn.axis_size("data"), -1)
+    return fn.all_to_all(rows, "data"), fn.all_gather(x, "data"), fn.pmean(x, "data"), fn.axis_index("data") + rows
+
+
+def test_simulated_collectives_compile_to_one_graph_and_agree_with_eager(graphs):
+    f = world(all_of_them, 2)
+    x = torch.randn(2, 6)
+    compiled = torch.compile(f, fullgraph=True, backend=graphs)
+    for a, b in zip(compiled(x), f(x), strict=True):
+        assert torch.equal(a, b)
+    compiled(torch.randn(2, 6))
+    assert graphs.count == 1
+
+
+def on_processes(compile: bool):
+    with fn.bind(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))):
+        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(dist.get_rank())).view(-1)
+        f = torch.compile(all_of_them, fullgraph=True, backend="aot_eager") if compile else all_of_them
+        return x, f(x), torch.func.vmap(lambda y: fn.pmean(y, "data"))(x.view(2, 4))
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_processes_exchange_what_the_simulation_exchanges(compile):
+    found = ranks.run(2, on_processes, compile)
+    simulated = world(all_of_them, 2)(torch.stack([x for x, _, _ in found]))
+    for rank, (_, (swapped, gathered, mean, index), passed_by) in enumerate(found):
+        assert torch.equal(swapped, simulated[0][rank])
+        assert torch.equal(gathered, simulated[1][rank])
+        assert torch.allclose(mean, simulated[2][rank], rtol=1e-6)
+        assert torch.equal(index, simulated[3][rank])
+        assert torch.allclose(passed_by.view(-1), mean, rtol=1e-6)
+
+
+def every_dtype() -> list:
+    with fn.bind({"data": dist.group.WORLD}):
+        x = torch.arange(4).view(2, 2) + 10 * dist.get_rank()
+        return [
+            (fn.psum(x.to(d), "data"), fn.all_to_all(x.to(d), "data"), fn.all_gather(x.to(d), "data")) for d in DTYPES
+        ]
+
+
+def test_processes_take_every_dtype_that_the_simulation_takes():
+    x = torch.stack([torch.arange(4).view(2, 2), torch.arange(4).view(2, 2) + 10])
+    for rank, found in enumerate(ranks.run(2, every_dtype)):
+        for dtype, (total, swapped, gathered) in zip(DTYPES, found, strict=True):
+            assert total.dtype == swapped.dtype == gathered.dtype == dtype
+            assert torch.equal(total, x.sum(0).to(dtype))
+            assert torch.equal(swapped, x.transpose(0, 1)[rank].to(dtype))
+            assert torch.equal(gathered, x.to(dtype))

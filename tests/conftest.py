@@ -1,0 +1,67 @@
+"""Strict surroundings: fixed seeds, one thread, warnings are errors, and no test leaves a binding behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+
+import hypothesis
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from fn.collectives import axis, ledger
+
+hypothesis.settings.register_profile(
+    "fn", deadline=None, max_examples=25, derandomize=True, database=None, print_blob=False
+)
+hypothesis.settings.load_profile("fn")
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("filterwarnings", "error")
+    # Raised inside torch's own compiler and profiler, which is not ours to mend.
+    config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:torch.*")
+    config.addinivalue_line("filterwarnings", "ignore::FutureWarning:torch.*")
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    torch.manual_seed(0)
+    np.random.seed(0)
+    random.seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """Every test starts and ends with no axis bound and no ledger open, outside of any group."""
+    assert "WORLD_SIZE" not in os.environ
+    yield
+    assert axis._bound.axes == {}
+    assert ledger._open.ledgers == ()
+    assert not torch.distributed.is_initialized()
+
+
+class Graphs:
+    """A compiler that runs graphs as they are and counts them: `torch.compile(f, backend=graphs)`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, example_inputs: list[torch.Tensor]):
+        self.count += 1
+        return graph.forward
+
+
+@pytest.fixture
+def graphs():
+    """A counting compiler in a fresh dynamo: closures of one factory share a code object and its cache."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield Graphs()
+    torch._dynamo.reset()
+    gc.collect()

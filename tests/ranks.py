@@ -1,0 +1,103 @@
+"""Real ranks: W processes in a gloo group, each running a function of this test suite.
+
+    run(2, f, x)       -> [f(x) on rank 0, f(x) on rank 1]; f is a module-level function and calls `bound()`
+    outcomes(2, f, x)  -> the same, but with `Raised` and `Died` for ranks that did not return
+
+Processes are forked from a server that has torch imported already. They meet through a file, on the loopback
+interface, so no port is chosen and nothing leaves the machine.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+GROUP_TIMEOUT = 30.0
+"""Seconds after which a collective that a peer never joins fails. No test waits for it on purpose."""
+
+
+class Raised(NamedTuple):
+    """A rank raised. kind: the exception's class name; text: its message; trace: where."""
+
+    kind: str
+    text: str
+    trace: str
+
+
+class Died(NamedTuple):
+    """A rank ended without an answer. code: its exit code, negative for a signal; None if it hung."""
+
+    code: int | None
+
+
+def run(world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Return f(*args) of every rank; an exception on any rank fails the test with that rank's trace."""
+    found = outcomes(world, f, *args, timeout=timeout)
+    for rank, outcome in enumerate(found):
+        if isinstance(outcome, Raised):
+            raise AssertionError(f"rank {rank} raised:\n{outcome.trace}")
+        if isinstance(outcome, Died):
+            raise AssertionError(f"rank {rank} of {world} gave no answer: exit code {outcome.code}")
+    return found
+
+
+def outcomes(world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Return what became of every rank: a value, `Raised`, or `Died`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fn"])
+    with tempfile.TemporaryDirectory() as folder:
+        ends, processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe(duplex=False)
+            job = pickle.dumps((f, args))
+            process = context.Process(target=_main, args=(rank, world, f"{folder}/store", job, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            ends.append(ours)
+            processes.append(process)
+        return _collect(ends, processes, time.monotonic() + timeout)
+
+
+def _collect(ends: list[Any], processes: list[Any], until: float) -> list[Any]:
+    found = []
+    for end, process in zip(ends, processes, strict=True):
+        try:
+            ready = end.poll(max(0.0, until - time.monotonic()))
+            found.append(pickle.loads(end.recv_bytes()) if ready else Died(None))
+        except EOFError:
+            process.join(10)
+            found.append(Died(process.exitcode))
+    for process in processes:
+        process.join(0.1 if any(isinstance(x, Died) for x in found) else 10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return found
+
+
+def _main(rank: int, world: int, store: str, job: bytes, end: Any) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    try:
+        f, args = pickle.loads(job)
+        limit = datetime.timedelta(seconds=GROUP_TIMEOUT)
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+        answer: Any = f(*args)
+        end.send_bytes(pickle.dumps(answer))
+        dist.barrier()  # nobody leaves while others still talk
+    except BaseException as error:
+        end.send_bytes(pickle.dumps(Raised(type(error).__name__, str(error), traceback.format_exc())))
+    finally:
+        end.close()
+        os._exit(0)  # destroying a group whose peers have failed can hang

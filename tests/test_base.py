@@ -1,0 +1,113 @@
+"""`Phase`, `Transform`, `chain` and `apply_updates`: how pure functions compose."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fn
+from fn import Phase, tree
+from fn.base import has_phase, missing
+
+ALL_PHASES = list(Phase)
+
+
+def count_and_add(amount: float) -> fn.Transform:
+    """Add an amount to the updates; the state counts the calls."""
+    return fn.lift(
+        lambda params: torch.zeros(()),
+        lambda updates, state, params: (tree.map(lambda u: u + amount, updates), state + 1),
+    )
+
+
+def only(phase: Phase) -> fn.Transform:
+    """Have one phase, in which updates are doubled."""
+
+    def double(updates, state, params):
+        return tree.map(lambda u: u * 2, updates), state
+
+    return fn.Transform(lambda params: (), *(double if p is phase else missing(p, "one phase only") for p in Phase))
+
+
+@pytest.mark.parametrize("phase", ALL_PHASES)
+def test_lift_gives_the_same_update_in_every_phase(phase):
+    tx = count_and_add(1.0)
+    updates, state = tx.update(phase)([torch.tensor(2.0)], tx.init([]), [])
+    assert updates[0] == 3.0
+    assert state == 1.0
+
+
+@pytest.mark.parametrize("phase", ALL_PHASES)
+def test_stateless_sees_updates_and_params_and_keeps_an_empty_state(phase):
+    tx = fn.stateless(lambda updates, params: tree.map(torch.sub, updates, params))
+    assert tx.init([torch.ones(2)]) == ()
+    updates, state = tx.update(phase)([torch.tensor(5.0)], (), [torch.tensor(2.0)])
+    assert updates[0] == 3.0
+    assert state == ()
+
+
+def test_chain_applies_links_in_order_and_keeps_their_states_apart():
+    tx = fn.chain(count_and_add(1.0), only(Phase.WARMUP), count_and_add(10.0))
+    state = tx.init([])
+    updates, state = tx.update(Phase.WARMUP)([torch.tensor(3.0)], state, [])
+    assert updates[0] == (3.0 + 1.0) * 2 + 10.0
+    assert state[0] == 1
+    assert state[1] == ()
+    assert state[2] == 1
+
+
+def test_the_empty_chain_is_the_identity():
+    tx = fn.chain()
+    u = [torch.tensor(3.0)]
+    assert tx.update(Phase.LOCAL)(u, tx.init([]), []) == (u, ())
+
+
+@pytest.mark.parametrize("phase", [Phase.COMPRESSED, Phase.LOCAL])
+def test_a_chain_lacks_the_phase_that_a_link_lacks(phase):
+    tx = fn.chain(count_and_add(1.0), fn.chain(only(Phase.WARMUP)))
+    assert has_phase(tx, Phase.WARMUP)
+    assert not has_phase(tx, phase)
+    with pytest.raises(ValueError, match=rf"phase.*{phase.name}.*one phase only.*WARMUP"):
+        tx.update(phase)
+
+
+def test_a_missing_update_that_is_called_directly_says_who_lacks_what():
+    with pytest.raises(ValueError, match="one phase only has no LOCAL phase"):
+        only(Phase.WARMUP).local_update([], (), [])
+
+
+def test_update_takes_a_phase_by_value_and_refuses_anything_else():
+    tx = count_and_add(1.0)
+    assert tx.update("warmup") is tx.warmup_update
+    with pytest.raises(ValueError, match="frozen"):
+        tx.update("frozen")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_apply_updates_keeps_the_dtype_of_the_params_and_rounds_once(dtype):
+    p = torch.linspace(-1, 1, 101).to(dtype)
+    u = torch.linspace(1e-3, 2e-3, 101)
+    (new,) = fn.apply_updates([p], [u])
+    assert new.dtype == dtype
+    assert torch.equal(
+        new, (p.double() + u.double()).to(dtype) if dtype == torch.float64 else (p.float() + u).to(dtype)
+    )
+
+
+def test_apply_updates_refuses_trees_of_different_structure():
+    with pytest.raises(ValueError, match=r"(?i)mismatch|expected"):
+        fn.apply_updates({"a": torch.ones(1)}, {"b": torch.ones(1)})
+
+
+def test_negative_zero_is_the_update_that_moves_nothing():
+    for value in (0.0, -0.0, 1.5, float("inf")):
+        p = torch.tensor(value)
+        (new,) = fn.apply_updates([p], [torch.tensor(-0.0)])
+        assert torch.equal(new, p)
+        assert torch.signbit(new) == torch.signbit(p)
+
+
+def test_every_public_name_exists_and_is_listed_once_in_order():
+    assert len(set(fn.__all__)) == len(fn.__all__)
+    assert [name for name in fn.__all__ if not hasattr(fn, name)] == []
+    assert sorted(fn.__all__) == list(fn.__all__)

@@ -1,0 +1,90 @@
+"""Schedules are host functions int -> Phase."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fn
+from fn import Phase
+
+
+@given(st.integers(0, 50), st.integers(0, 100))
+def test_freeze_after_warms_up_for_exactly_that_many_steps(steps, step):
+    assert fn.freeze_after(steps)(step) is (Phase.WARMUP if step < steps else Phase.COMPRESSED)
+
+
+def test_freeze_after_refuses_a_negative_number_by_name():
+    with pytest.raises(ValueError, match=r"steps.*-1"):
+        fn.freeze_after(-1)
+
+
+def fed(norms, **options) -> int | None:
+    """Return the first compressed step of a schedule that is fed these norms, or None."""
+    schedule = fn.freeze_when_stable(**options)
+    for step, norm in enumerate(norms):
+        if schedule(step) is Phase.COMPRESSED:
+            return step
+        schedule.observe(step, norm)
+    return len(norms) if schedule(len(norms)) is Phase.COMPRESSED else None
+
+
+def first_stable(norms, distance: int, threshold: float) -> int | None:
+    """Return the rule's answer, read off the whole sequence: stable means a ratio of at least the threshold."""
+    for t in range(distance, len(norms)):
+        low, high = sorted((norms[t], norms[t - distance]))
+        if high > 0 and low >= threshold * high:
+            return t + 1
+    return None
+
+
+@given(st.lists(st.floats(0.1, 10.0), max_size=40), st.sampled_from([0.0, 0.5, 0.75, 0.9]), st.floats(0.5, 1.0))
+def test_freeze_when_stable_compares_with_the_norm_one_over_one_minus_b2_steps_ago(norms, b2, threshold):
+    distance = max(1, round(1 / (1 - b2)))
+    expected = first_stable(norms, distance, threshold)
+    # A ratio that meets the threshold only in rounding may fall on either side.
+    for t in range(distance, len(norms)):
+        low, high = sorted((norms[t], norms[t - distance]))
+        if abs(low / high - threshold) < 1e-12:
+            return
+    assert fed(norms, b2=b2, threshold=threshold) == expected
+
+
+def test_the_papers_rule_freezes_once_the_second_moment_stands_still():
+    """v_t of a stationary gradient, b2 = 0.999: the ratio over 1000 steps reaches 0.96 where 1 - b2^t has."""
+    norms = [1 - 0.999 ** (t + 1) for t in range(5000)]
+    frozen = fed(norms)
+    assert norms[frozen - 1] / norms[frozen - 1001] >= 1  # the plain ratio would have been satisfied from the start
+    assert norms[frozen - 1001] / norms[frozen - 1] >= 0.96
+    assert norms[frozen - 1002] / norms[frozen - 2] < 0.96
+
+
+def test_a_growing_second_moment_is_not_stable():
+    assert fed([2.0**t for t in range(60)], b2=0.9) is None
+
+
+def test_a_vanished_second_moment_never_freezes():
+    assert fed([0.0] * 60, b2=0.9) is None
+
+
+def test_min_steps_delays_the_freeze_and_no_more():
+    norms = [1.0] * 50
+    assert fed(norms, b2=0.9) == 11
+    assert fed(norms, b2=0.9, min_steps=30) == 30
+
+
+def test_a_freeze_is_for_good():
+    schedule = fn.freeze_when_stable(b2=0.5)
+    for step, norm in enumerate([1.0, 1.0, 1.0, 100.0, 1e4, 1e6]):
+        schedule.observe(step, norm)
+    assert schedule.frozen_at == 3
+    assert [schedule(step) for step in (2, 3, 1000)] == [Phase.WARMUP, Phase.COMPRESSED, Phase.COMPRESSED]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("b2", 1.0), ("b2", -0.1), ("threshold", 0.0), ("threshold", 1.1), ("min_steps", -1)]
+)
+def test_freeze_when_stable_refuses_arguments_out_of_range_by_name(name, value):
+    with pytest.raises(ValueError, match=name):
+        fn.freeze_when_stable(**{name: value})
