@@ -110,4 +110,5 @@ def _record_lamb(state: Any, moments: list[Tensor], worker: Tensor, server: Tens
     for theirs, ours in {**columns, "last_factor": "factor"}.items():
         for i, leaf in enumerate(tree.leaves(tree.fields(state, ours)[0])):
             found[f"p{i}.{theirs}"] = leaf
+    found["lamb_coeffs"] = torch.stack([c.reshape(-1)[0] for c in tree.leaves(tree.fields(state, "ratio")[0])])
     return found

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the steps, every group's learning rate and state, and a fed schedule's memory, by path."""
     found = {"steps": torch.tensor(optimizer.steps)}
-    for i, (group, state) in enumerate(zip(optimizer.param_groups, optimizer.states, strict=True)):
+    for i, group in enumerate(optimizer.param_groups):
         found[f"groups.{i}.lr"] = torch.as_tensor(group["lr"]).detach()
         if "initial_lr" in group:
             found[f"groups.{i}.initial_lr"] = torch.as_tensor(group["initial_lr"]).detach()
-        named = zip(tree.paths(state), tree.leaves(state), strict=True)
-        found.update({f"groups.{i}.state.{path}": leaf for path, leaf in named})
+    named = zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), strict=True)
+    found.update({f"state.{path}": leaf for path, leaf in named})
     schedule = optimizer.schedule
     if isinstance(schedule, FreezeWhenStable):
         found["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64)
@@ -55,12 +55,12 @@ def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 def _copy(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     optimizer.steps = int(saved["steps"])
     with torch.no_grad():
-        for i, (group, state) in enumerate(zip(optimizer.param_groups, optimizer.states, strict=True)):
+        for i, group in enumerate(optimizer.param_groups):
             group["lr"] = torch.as_tensor(group["lr"]).fill_(float(saved[f"groups.{i}.lr"]))
             if f"groups.{i}.initial_lr" in saved:
                 group["initial_lr"] = float(saved[f"groups.{i}.initial_lr"])
-            for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
-                leaf.copy_(saved[f"groups.{i}.state.{path}"])
+        for path, leaf in zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), strict=True):
+            leaf.copy_(saved[f"state.{path}"])
     if isinstance(optimizer.schedule, FreezeWhenStable):
         optimizer.schedule.norms = saved["schedule.norms"].tolist()
         frozen_at = int(saved["schedule.frozen_at"])

@@ -58,8 +58,8 @@ class Optimizer(torch.optim.Optimizer):
         self.make = make
         self.schedule: Schedule = schedule or (lambda step: Phase.WARMUP)
         self.steps = 0
-        self.states: list[Tree] = []
-        """The transform's state of every param group: the live buffers."""
+        self.states: Tree = ()
+        """The transform's state, the live buffers: a tuple with an entry per param group."""
         self._compile = compile
         self._binding = current_binding()
         self._transforms: list[Transform] = []
@@ -86,23 +86,22 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            tree.check_real(group["params"], "params")
             self._start(group)
         except BaseException:
             self.param_groups.pop()
             raise
 
     def _start(self, group: dict[str, Any]) -> None:
-        params = group["params"]
-        tree.check_real(params, "params")
         lr = torch.as_tensor(group["lr"], dtype=torch.float32).detach().clone()
         hyper = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")}
         with self._binding:
             transform = self.make(lr=lr, **hyper)
-            state = transform.init([p.detach() for p in params])
+            state = transform.init([p.detach() for p in group["params"]])
         group["lr"] = lr
         self._lrs.append(lr)
         self._transforms.append(transform)
-        self.states.append(state)
+        self.states = (*self.states, state)
         self._updates.clear()
 
     @torch.no_grad()
@@ -134,13 +133,13 @@ class Optimizer(torch.optim.Optimizer):
         return self._updates[phase]
 
     def _joined(self, phase: Phase) -> Transform:
-        """Return the transform of all param groups, whose state is `tuple(self.states)`."""
+        """Return the transform of all param groups, whose state is `self.states`."""
         return together(self._transforms)
 
     def _advance(self, update: UpdateFn, ask: bool) -> tuple[list[Tensor], ...]:
         """Move the states; return the updates of the parameters."""
         groups = [group["params"] for group in self.param_groups]
-        state, params = tuple(self.states), tuple([p.detach() for p in params] for params in groups)
+        state, params = self.states, tuple([p.detach() for p in params] for params in groups)
         before = self.skipped
         updates, _ = update(self._gradients.collect(groups, ask), state, params)
         if self.skipped > before and self._settle(groups):
@@ -165,7 +164,7 @@ class Optimizer(torch.optim.Optimizer):
                     p.add_(u) if u.dtype == p.dtype else p.copy_(p + u)
 
     def _skip_counts(self) -> list[Tensor]:
-        return [count for state in self.states for count in tree.fields(state, "skipped")]
+        return tree.fields(self.states, "skipped")
 
     def _follow_lrs(self) -> None:
         for group, lr in zip(self.param_groups, self._lrs, strict=True):
@@ -174,7 +173,7 @@ class Optimizer(torch.optim.Optimizer):
                 group["lr"] = lr
 
     def _second_moment_norm(self) -> float:
-        moments = [nu for state in self.states for nu in tree.fields(state, "nu")]
+        moments = tree.fields(self.states, "nu")
         if not moments:
             raise ValueError("schedule: freeze_when_stable needs a transform whose state has a second moment `nu`")
         return sum(float(leaf.abs().double().sum()) for nu in moments for leaf in tree.leaves(nu))

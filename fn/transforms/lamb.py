@@ -26,7 +26,7 @@ class OnebitLambState(NamedTuple):
 
     count, mu, nu: as for Adam; nu rests after the warm-up. nu_fresh: the second moment that goes on, from gradients
     reconstructed out of the momentum. coefficient: the moving trust ratio. factor: how far the ratio may have moved
-    since. scaling: what brings each tensor's momentum to the common scale. tail: extra elements that travel with the
+    since. ratio: what the last update was scaled by. scaling: what brings each tensor's momentum to the common scale. tail: extra elements that travel with the
     momentum (see `tail`). sync: the state of the compressed mean.
     """
 
@@ -36,6 +36,7 @@ class OnebitLambState(NamedTuple):
     nu_fresh: Tree
     coefficient: Tree
     factor: Tree
+    ratio: Tree
     scaling: Tree
     tail: Tensor
     sync: Tree
@@ -137,22 +138,23 @@ def onebit_lamb_by_tensor(
     def init(params: Tree) -> OnebitLambState:
         count, mu, nu, _, _ = start_moments(params)
         fresh = tree.map(torch.zeros_like, nu)
-        zeros, ones, scaling = (tree.map(lambda m, v=v: _number(m, v), mu) for v in (0.0, 1.0, 1.0))
+        zeros, *ones = (tree.map(lambda m, v=v: _number(m, v), mu) for v in (0.0, 1.0, 1.0, 1.0))
         leaves = tree.leaves(mu)
         rest = (leaves[0] if leaves else torch.zeros(())).new_zeros(tail)
-        return OnebitLambState(count, mu, nu, fresh, zeros, ones, scaling, rest, sync.init((mu, rest)))
+        return OnebitLambState(count, mu, nu, fresh, zeros, *ones, rest, sync.init((mu, rest)))
 
     def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         tree.check_real(updates, "updates")
         rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
-        out, mu, nu, coefficient = _columns(results, updates, 4)
+        out, mu, nu, coefficient, ratio = _columns(results, updates, 5)
         state = state._replace(
             count=state.count + 1,
             mu=mu,
             nu=nu,
             nu_fresh=nu if copy_fresh else state.nu_fresh,
             coefficient=coefficient,
+            ratio=ratio,
             scaling=common_scale(mu),
         )
         return out, state
@@ -171,23 +173,23 @@ def onebit_lamb_by_tensor(
         if keep_zeros:
             mu = tree.map(lambda m, v: torch.where(v > 0, m, 0.0), mu, state.nu)
         rows = _rows(params, mu, state.mu, state.nu, state.nu_fresh, state.coefficient, state.factor)
-        out, fresh, factor = _columns([_step_tensor(h, *row) for h, row in zip(each, rows, strict=True)], updates, 3)
-        return out, state._replace(
-            count=state.count + 1, mu=mu, nu_fresh=fresh, factor=factor, tail=rest, sync=sync_state
-        )
+        results = [_step_tensor(h, *row) for h, row in zip(each, rows, strict=True)]
+        out, fresh, factor, ratio = _columns(results, updates, 4)
+        state = state._replace(mu=mu, nu_fresh=fresh, factor=factor, ratio=ratio, tail=rest, sync=sync_state)
+        return out, state._replace(count=state.count + 1)
 
     return Transform(init, warmup, compressed, missing(Phase.LOCAL, "1-bit LAMB"))
 
 
 def _warm_tensor(
     h: LambHyper, g: Tensor, p: Tensor, mu: Tensor, nu: Tensor, coefficient: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the update, mu, nu and the moving ratio of one tensor after a warm-up step."""
+) -> tuple[Tensor, ...]:
+    """Return the update, mu, nu, the moving ratio and the ratio of one tensor after a warm-up step."""
     mu, nu = moving_average(mu, g, h.b1), moving_average_of_squares(nu, g, h.b2)
     u = _decayed(adam_direction(mu, nu, h.eps), p, h)
     ratio = trust_ratio(p, u, h.min_coeff, h.max_coeff)
     moved = h.coeff_beta * coefficient + (1 - h.coeff_beta) * ratio
-    return u * ratio.to(u.dtype), mu, nu, torch.where(ratio == 1, coefficient, moved)
+    return u * ratio.to(u.dtype), mu, nu, torch.where(ratio == 1, coefficient, moved), ratio
 
 
 def _step_tensor(
@@ -199,13 +201,14 @@ def _step_tensor(
     fresh: Tensor,
     coefficient: Tensor,
     factor: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the update, nu_fresh and the factor of one tensor after a compressed step."""
+) -> tuple[Tensor, ...]:
+    """Return the update, nu_fresh, the factor and the ratio of one tensor after a compressed step."""
     fresh = moving_average_of_squares(fresh, (mu - h.b1 * mu_last) / (1 - h.b1), h.b2)
     q = adam_direction(mu, nu, h.eps)
     u = _decayed(q, p, h)
     factor = _bounded_factor(h, factor, nu, fresh, q, u)
-    return u * (torch.where(coefficient == 0, 1.0, coefficient) * factor).to(u.dtype), fresh, factor
+    ratio = torch.where(coefficient == 0, 1.0, coefficient) * factor
+    return u * ratio.to(u.dtype), fresh, factor, ratio
 
 
 def _bounded_factor(h: LambHyper, last: Tensor, nu: Tensor, fresh: Tensor, q: Tensor, u: Tensor) -> Tensor:

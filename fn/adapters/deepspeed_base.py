@@ -1,0 +1,188 @@
+"""What the drop-ins for DeepSpeed's optimizers share: one transform over all groups, the engine's switch, restarts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fn import tree
+from fn.adapters import deepspeed_numerics as numerics
+from fn.adapters.deepspeed_checkpoint import load_checkpoint
+from fn.adapters.donate import write_back
+from fn.adapters.torch_optim import Optimizer, Params
+from fn.base import Phase, Transform
+from fn.collectives.axis import Binding, axis_size, bind
+
+Tree = Any
+AXIS = "data"
+
+
+class DeepSpeedOptimizer(Optimizer):
+    """A drop-in for one of DeepSpeed's 1-bit optimizers; `numerics` says which.
+
+    The transform spans all param groups, because 1-bit LAMB's message does. Args are those of the drop-ins.
+    """
+
+    freeze_flag = "adam_freeze_key"
+    """DeepSpeed's name of the attribute that says whether the optimizer is frozen."""
+
+    def __init__(
+        self,
+        params: Params,
+        schedule: Callable[[int], Phase],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        process_group: dist.ProcessGroup | None,
+        deepspeed: Any,
+        initialising_call: bool,
+        **defaults: Any,
+    ):
+        self.engine: Any = None
+        self.initialize = not initialising_call
+        self._built = False
+        hyper = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, **defaults}
+        with _binding(process_group):
+            self._world = axis_size(AXIS)
+            super().__init__(params, self._numerics, schedule=schedule, lr=lr, **hyper)
+            self.states = self._joined(Phase.WARMUP).init(self._tensors())
+        self._built = True
+        if deepspeed is not None:
+            self.attach(deepspeed)
+
+    def _numerics(self, groups: Sequence[numerics.Group]) -> Transform:
+        """Return the transform over all param groups."""
+        raise NotImplementedError
+
+    def _start(self, group: dict[str, Any]) -> None:
+        lr = torch.as_tensor(group["lr"], dtype=torch.float32).detach().clone()
+        group["lr"] = lr
+        self._lrs.append(lr)
+        if self._built:  # the state so far stays; the new group's entry is added
+            with self._binding:
+                self.states = (*self.states, self._joined(Phase.WARMUP).init(self._tensors())[-1])
+        self._updates.clear()
+
+    def _joined(self, phase: Phase) -> Transform:
+        return self._numerics(self._groups())
+
+    def _tensors(self) -> tuple[list[Tensor], ...]:
+        return tuple([p.detach() for p in group["params"]] for group in self.param_groups)
+
+    def _groups(self) -> list[numerics.Group]:
+        return [_group(group, lr) for group, lr in zip(self.param_groups, self._lrs, strict=True)]
+
+    @property
+    def frozen(self) -> bool:
+        """Return whether the next step is past the freeze, as DeepSpeed's freeze flag says."""
+        return self.phase is not Phase.WARMUP
+
+    def __getattr__(self, name: str) -> Any:
+        if name == type(self).freeze_flag:
+            return self.frozen
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def step(self, closure: Callable[[], Any] | None = None, grads: Any = None) -> Any:
+        """Take a step from each rank's own gradients in `p.grad`.
+
+        Args: closure: as for torch. grads: stands in DeepSpeed's signature and must be None.
+        Raises: ValueError if grads are given; else as `fn.Optimizer.step`.
+        """
+        if grads is not None:
+            raise ValueError("grads: are given; allowed is None: put gradients into p.grad")
+        if self.initialize:
+            loss = super().step(closure)
+        else:
+            self.initialize = True
+            loss = self._initialising_call(closure)
+        self._switch_engine()
+        return loss
+
+    @torch.no_grad()
+    def _initialising_call(self, closure: Callable[[], Any] | None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._take_initial_moments()
+        return loss
+
+    def _take_initial_moments(self) -> None:
+        """Take what DeepSpeed takes from the initialising call: nothing, except in `non_freeze` groups."""
+
+    def attach(self, engine: Any) -> None:
+        """Let a DeepSpeed engine average gradients in the warm-up, and no longer once the phase changes.
+
+        While the engine averages, averaging again here changes nothing. Without `attach` the engine goes on averaging
+        in the compressed phase: right, but without the saving.
+        """
+        self.engine = engine
+        self._switch_engine()
+
+    def _switch_engine(self) -> None:
+        if self.engine is not None:
+            self.engine.enable_backward_allreduce = self.phase is Phase.WARMUP
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned and continue exactly, errors included. Raises as `fn.Optimizer`."""
+        super().load_state_dict(state_dict)
+        self.initialize = True
+        self._updates.clear()
+        self._switch_engine()
+
+    def reset_errors(self) -> None:
+        """Set worker and server errors to zero, as DeepSpeed's restart does."""
+        with torch.no_grad():
+            write_back(self.states, numerics.reset_errors(self.states))
+
+    def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer state dict that DeepSpeed's optimizer of this name saved.
+
+        Steps, moments and LAMB's coefficients continue; errors start at zero, as DeepSpeed restarts them.
+        Raises: ValueError if parameters are missing or have other shapes; nothing is loaded then.
+        """
+        load_checkpoint(self, checkpoint)
+        self.initialize = True
+        self._updates.clear()
+        self._switch_engine()
+
+
+def _group(group: Mapping[str, Any], lr: Tensor) -> numerics.Group:
+    mask = group.get("exp_avg_mask")
+    return numerics.Group(
+        lr,
+        *group["betas"],
+        group["eps"],
+        group["weight_decay"],
+        tuple(p.numel() for p in group["params"]),
+        None if mask is None else torch.as_tensor(mask).detach(),
+        bool(group.get("non_freeze", False)),
+        group.get("max_coeff", 10.0),
+        group.get("min_coeff", 0.01),
+    )
+
+
+def _binding(group: dist.ProcessGroup | None) -> Binding:
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return Binding({})
+    return bind({AXIS: group or dist.group.WORLD})
+
+
+def refuse_amsgrad(amsgrad: bool, name: str) -> None:
+    """Raise a RuntimeError if amsgrad is asked for, as DeepSpeed does."""
+    if amsgrad:
+        raise RuntimeError(f"amsgrad: is True; {name} does not support the AMSGrad variant")
+
+
+def warn_unused(**given: tuple[Any, Any]) -> None:
+    """Warn about arguments, each a pair (given, default), that differ from a default and had no effect there."""
+    for name, (value, default) in given.items():
+        if value != default:
+            warnings.warn(f"{name}: had no effect on DeepSpeed's numbers and has none here", stacklevel=4)
