@@ -7,7 +7,8 @@ from fn.base import Phase, Transform, UpdateFn, apply_updates, chain, lift, stat
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims, simulate
 from fn.collectives.codec import Codec, identity, sign
 from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, reduce_scatter_mean
-from fn.collectives.feedback import Feedback, classic, off
+from fn.collectives.feedback import Feedback, classic, damped, off
+from fn.collectives.int_codec import int4, int8
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
 from fn.optimizers import adamw, lamb, onebit_adam, onebit_lamb, zero_one_adam
@@ -47,10 +48,13 @@ __all__ = [
     "classic",
     "clip_by_global_norm",
     "compressed_average",
+    "damped",
     "donate",
     "freeze_after",
     "freeze_when_stable",
     "identity",
+    "int4",
+    "int8",
     "kernels",
     "lamb",
     "ledger",

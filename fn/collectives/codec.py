@@ -19,33 +19,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fn.collectives.feedback import Classic, LazyError
+from fn.collectives.segments import Segments, tile
+
 Tree = Any
 
+__all__ = ["Codec", "Fused", "Segments", "SignPayload", "identity", "mean_of_rows", "segmented", "sign"]
 
-class Segments(NamedTuple):
-    """How several tensors share one vector: every row holds a piece of each tensor.
 
-    widths: elements of each tensor in a row, padding included.
-    valid: (R, S) int64, how many of them are real in row r.
+class Fused(NamedTuple):
+    """A codec and a feedback in one kernel. What it computes is what the two compute one after the other.
+
+    init: x (R, n) -> the error in the form that is fastest; only shape, dtype and device of x matter.
+    accepts: (x (R, n), error) -> whether the kernels can take this error.
+    encode: (x (R, n), error) -> payload, next error.
+    settle: (error, R) -> the error as a plain vector (R * n,).
+    serve: (payload of W rows, error) -> payload of their mean, one row, and the next error. None: in two steps.
     """
 
-    widths: tuple[int, ...]
-    valid: Tensor
-
-    @property
-    def row_length(self) -> int:
-        """Return the number of elements of a row."""
-        return sum(self.widths)
-
-    def row(self, index: Tensor) -> Segments:
-        """Return the segments of one row, chosen by a 0-d index."""
-        return Segments(self.widths, self.valid.to(index.device).index_select(0, index.view(1)))
-
-    def mask(self, device: torch.device) -> Tensor:
-        """Return (R, n) bool, true at real elements."""
-        places = torch.cat([torch.arange(w) for w in self.widths]).to(device)
-        counts = self.valid.to(device).repeat_interleave(torch.tensor(self.widths, device=device), dim=1)
-        return places < counts
+    init: Callable[[Tensor], Tree]
+    accepts: Callable[[Tensor, Tree], bool]
+    encode: Callable[[Tensor, Tree], tuple[Tree, Tree]]
+    settle: Callable[[Tree, int], Tensor]
+    serve: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None
 
 
 class Codec(NamedTuple):
@@ -58,6 +54,7 @@ class Codec(NamedTuple):
     decode_mean: payload of W rows -> (n,), the mean of the decoded rows, added in the order of the rows.
     segmented: Segments -> the same codec for several tensors in a row, blocks and scales not crossing from one
         tensor into the next. None: `segmented` does it tensor by tensor.
+    fused: a feedback's `rule` -> encoding with that feedback in one kernel, or None where there is no such kernel.
     """
 
     encode: Callable[[Tensor], Tree]
@@ -66,6 +63,7 @@ class Codec(NamedTuple):
     bits: float
     decode_mean: Callable[[Tree], Tensor] | None = None
     segmented: Callable[[Segments], Codec] | None = None
+    fused: Callable[[Any], Fused | None] | None = None
 
 
 class SignPayload(NamedTuple):
@@ -95,8 +93,20 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
     return _sign(block, padding_counts, None)
 
 
+class _Place(NamedTuple):
+    """How R rows of n elements are given to the kernels: as K rows with runs; valid (K, S)."""
+
+    rows: int
+    valid: Tensor
+    runs: list[int]
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return x as the kernels' rows."""
+        return x.reshape(self.rows, -1)
+
+
 def _sign(block: int | None, padding_counts: bool, segments: Segments | None) -> Codec:
-    def place(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int]]:
+    def place(rows: int, n: int, device: torch.device, merge: bool = True) -> _Place:
         if segments is None:
             widths: tuple[int, ...] = (n,)
             valid = torch.full((rows, 1), n, device=device)
@@ -104,31 +114,37 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
             widths, valid = segments.widths, segments.valid.to(device).expand(rows, -1)
             if padding_counts:
                 valid = torch.tensor(widths, device=device).expand(rows, -1)
-        return (valid, [v for w in widths for v in (1, w)]) if block is None else tile(widths, valid, block)
+        if block is not None:
+            return _Place(rows, *tile(widths, valid, block))
+        if merge and len(widths) == 1:  # one tensor: its rows are one vector, and its norm is taken as of one vector
+            return _Place(1, valid.sum(0, keepdim=True), [1, rows * n])
+        return _Place(rows, valid, [v for w in widths for v in (1, w)])
+
+    def finish(rows: int, at: _Place, bits: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[SignPayload, Tensor]:
+        """Return the payload, and the scales (K, S) as the kernels take them."""
+        counts = at.valid
+        if block is None:  # a tensor's scale is the same in all rows
+            sums, counts = sums.sum(0, keepdim=True), counts.sum(0, keepdim=True)
+        scales = root_mean_square(sums, counts, dtype)
+        return SignPayload(scales.expand(rows, -1), bits.reshape(rows, -1)), scales.expand(at.rows, -1).contiguous()
 
     def encode(x: Tensor) -> SignPayload:
-        rows, n = x.shape
-        valid, runs = place(rows, n, x.device)
-        if block is not None:
-            bits, sums = torch.ops.fn.sign_encode(x, valid, runs)
-        elif len(runs) == 2:  # one tensor: its rows are one vector, and its norm is taken as of one vector
-            counts = valid.sum(0, keepdim=True)
-            bits, sums = torch.ops.fn.sign_encode(x.reshape(1, rows * n), counts, [1, rows * n])
-            bits, valid = bits.view(rows, -1), counts
-        else:
-            bits, sums = torch.ops.fn.sign_encode(x, valid, runs)
-            sums, valid = sums.sum(0, keepdim=True), valid.sum(0, keepdim=True)
-        scales = root_mean_square(sums, valid, torch.float64 if x.dtype == torch.float64 else torch.float32)
-        return SignPayload(scales.expand(rows, -1), bits)
+        at = place(*x.shape, x.device)
+        bits, sums = torch.ops.fn.sign_encode(at.of(x), at.valid, at.runs)
+        return finish(x.shape[0], at, bits, sums, torch.float64 if x.dtype == torch.float64 else torch.float32)[0]
 
     def decode(payload: SignPayload) -> Tensor:
-        valid, runs = place(payload.bits.shape[0], payload.bits.shape[1] * 8, payload.bits.device)
-        return torch.ops.fn.sign_decode(payload.bits, payload.scales.contiguous(), valid, runs)
+        at = place(payload.bits.shape[0], payload.bits.shape[1] * 8, payload.bits.device, merge=False)
+        return torch.ops.fn.sign_decode(payload.bits, payload.scales.contiguous(), at.valid, at.runs)
 
     def decode_mean(payload: SignPayload) -> Tensor:
-        valid, runs = place(1, payload.bits.shape[1] * 8, payload.bits.device)
-        mean = torch.ops.fn.sign_decode_mean(payload.bits[None], payload.scales.contiguous()[None], valid, runs)
+        at = place(1, payload.bits.shape[1] * 8, payload.bits.device)
+        scales = payload.scales.contiguous()
+        mean = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], at.valid, at.runs)
         return mean[0]
+
+    def fused(rule: Any) -> Fused | None:
+        return _sign_with_feedback(place, finish) if isinstance(rule, Classic) else None
 
     return Codec(
         encode,
@@ -137,24 +153,59 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         bits=1.0 if block is None else 1.0 + 32.0 / block,
         decode_mean=decode_mean,
         segmented=lambda s: _sign(block, padding_counts, s),
+        fused=fused,
     )
+
+
+def _sign_with_feedback(place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]]) -> Fused:
+    """Return sign and classic feedback in one: the error may be a vector, or lazy."""
+
+    def init(x: Tensor) -> LazyError:
+        at = place(*x.shape, x.device)
+        buffer = torch.zeros_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+        return LazyError(buffer.reshape(-1), buffer.new_zeros(at.valid.shape))
+
+    def accepts(x: Tensor, error: Tree) -> bool:
+        buffer = error.buffer if isinstance(error, LazyError) else error
+        return isinstance(buffer, Tensor) and buffer.dtype in (torch.float32, torch.float64)
+
+    def sent(error: Tree, at: _Place) -> tuple[Tensor, Tensor]:
+        if isinstance(error, LazyError):
+            return at.of(error.buffer), error.scale
+        return at.of(error), error.new_zeros(at.valid.shape)  # an error is a buffer that was sent with scale 0
+
+    def keep(error: Tree, b: Tensor, scales: Tensor, at: _Place) -> Tree:
+        if isinstance(error, LazyError):
+            return LazyError(b.reshape(-1), scales)
+        return torch.ops.fn.sign_residual(b, scales, at.valid, at.runs).reshape(-1)
+
+    def encode(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
+        at = place(*x.shape, x.device)
+        b, bits, sums = torch.ops.fn.sign_encode_feedback(at.of(x), *sent(error, at), at.valid, at.runs)
+        payload, scales = finish(x.shape[0], at, bits, sums, b.dtype)
+        return payload, keep(error, b, scales, at)
+
+    def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
+        at = place(1, received.bits.shape[1] * 8, received.bits.device)
+        scales = received.scales.contiguous()[None]
+        b, bits, sums = torch.ops.fn.sign_serve(received.bits[None], scales, *sent(error, at), at.valid, at.runs)
+        payload, scales = finish(1, at, bits, sums, b.dtype)
+        return payload, keep(error, b, scales, at)
+
+    def settle(error: Tree, rows: int) -> Tensor:
+        if not isinstance(error, LazyError):
+            plain: Tensor = error
+            return plain
+        at = place(rows, error.buffer.shape[0] // rows, error.buffer.device)
+        residual: Tensor = torch.ops.fn.sign_residual(*sent(error, at), at.valid, at.runs)
+        return residual.reshape(-1)
+
+    return Fused(init, accepts, encode, settle, serve)
 
 
 def root_mean_square(sums: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Return sqrt(sums / counts), rounded as norm / sqrt(count) in `dtype`; zero where the count is zero."""
     return sums.sqrt().to(dtype) / counts.clamp(min=1).double().sqrt().to(dtype)
-
-
-def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, list[int]]:
-    """Cut every segment into blocks, the last one shorter: return valid (R, blocks) and the runs."""
-    runs: list[int] = []
-    counts = []
-    for s, width in enumerate(widths):
-        whole, rest = divmod(width, block)
-        runs += [whole, block] * (whole > 0) + [1, rest] * (rest > 0)
-        starts = torch.arange(0, width, block, device=valid.device)
-        counts.append((valid[:, s : s + 1] - starts).clamp(0, block).minimum(width - starts))
-    return torch.cat([*counts, valid[:, :0]], 1), runs
 
 
 def identity(dtype: torch.dtype | None = None) -> Codec:
@@ -197,4 +248,4 @@ def segmented(codec: Codec, segments: Segments) -> Codec:
         x = torch.cat([codec.decode(part) for part in payload], dim=1)
         return torch.where(segments.mask(x.device), x, 0.0)
 
-    return codec._replace(encode=encode, decode=decode, decode_mean=None)
+    return codec._replace(encode=encode, decode=decode, decode_mean=None, fused=None)

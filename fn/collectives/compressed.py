@@ -1,5 +1,7 @@
 """The two compressed collectives that generate everything: `reduce_scatter_mean` and `all_gather_shards`.
 
+One after the other they are `compressed_all_reduce`.
+
     x (n,) on each rank
       | compensate with the worker error, encode W rows        } reduce_scatter_mean
       | all-to-all, one uint8 message                          }
@@ -21,8 +23,8 @@ from torch import Tensor
 from fn import tree
 from fn.collectives import primitives
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codec import Codec, Segments, mean_of_rows, segmented
-from fn.collectives.feedback import Feedback
+from fn.collectives.codec import Codec, Fused, Segments, mean_of_rows, segmented
+from fn.collectives.feedback import Feedback, Off
 
 Tree = Any
 
@@ -33,7 +35,10 @@ class ErrorFeedbackState(NamedTuple):
     worker: Tree
     server: Tree
 
-    rank_local = frozenset({"worker", "server"})
+    @property
+    def rank_local(self) -> frozenset[str]:
+        """Return the fields that belong to one rank."""
+        return frozenset({"worker", "server"})
 
 
 def reduce_scatter_mean(
@@ -43,7 +48,7 @@ def reduce_scatter_mean(
 
     Args:
         x: (n,) floating, n a multiple of W * codec.align.
-        error: what `feedback.init(x)` or the last call returned.
+        error: what `feedback.init(x)`, `initial_errors` or the last call returned.
         axis: the axis' name, of size W.
         segments: where several tensors lie side by side in the W rows of x. None: x is one tensor.
     Returns: the shard (n / W,) in the dtype of x, and the next error.
@@ -52,13 +57,9 @@ def reduce_scatter_mean(
     """
     size = axis_size(axis)
     _check(x, error, size * codec.align, "x")
-    rows = codec if segments is None else segmented(codec, segments)
-    compensated = feedback.compensate(x, error)
-    payload = rows.encode(compensated.view(size, -1))
-    error = feedback.residual(compensated, rows.decode(payload).view(-1), error)
+    payload, error = encode(_codec(codec, segments), feedback, x.view(size, -1), error)
     received = primitives.exchange(payload, axis)
-    mine = codec if segments is None else segmented(codec, segments.row(axis_index(axis)))
-    return mean_of_rows(mine, received).to(x.dtype), error
+    return mean_of_rows(_own_codec(codec, segments, axis), received).to(x.dtype), error
 
 
 def all_gather_shards(
@@ -68,29 +69,123 @@ def all_gather_shards(
 
     Args:
         shard: (n / W,) floating, its length a multiple of codec.align.
-        error: what `feedback.init(shard)` or the last call returned.
+        error: what `feedback.init(shard)`, `initial_errors` or the last call returned.
         axis, codec, feedback, segments: as for `reduce_scatter_mean`.
     Returns: the vector (n,) in the dtype of the shard, the same on every rank, and the next error.
     Raises: as `reduce_scatter_mean`.
     """
     _check(shard, error, codec.align, "shard")
-    mine = codec if segments is None else segmented(codec, segments.row(axis_index(axis)))
-    compensated = feedback.compensate(shard, error)
-    payload = mine.encode(compensated.view(1, -1))
-    error = feedback.residual(compensated, mine.decode(payload).view(-1), error)
+    payload, error = encode(_own_codec(codec, segments, axis), feedback, shard.view(1, -1), error)
     gathered = primitives.gather(payload, axis)
-    rows = codec if segments is None else segmented(codec, segments)
-    return rows.decode(gathered).reshape(-1).to(shard.dtype), error
+    return _codec(codec, segments).decode(gathered).reshape(-1).to(shard.dtype), error
+
+
+def compressed_all_reduce(
+    x: Tensor,
+    errors: tuple[Tree, Tree],
+    axis: str,
+    codec: Codec,
+    feedback: Feedback,
+    *,
+    segments: Segments | None = None,
+) -> tuple[Tensor, tuple[Tree, Tree]]:
+    """Average a vector over the ranks of an axis in codes: `reduce_scatter_mean`, then `all_gather_shards`.
+
+    Where the codec has a kernel for it, the server's part is one pass: decode, mean, feedback, encode. The numbers
+    are the same either way.
+
+    Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_mean`.
+    Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
+    Raises: as `reduce_scatter_mean`.
+    """
+    worker, server = errors
+    size = axis_size(axis)
+    mine = _own_codec(codec, segments, axis)
+    fused = _fused(mine, feedback)
+    shard = x[: x.shape[0] // size].view(1, -1)  # stands for a shard in shape and dtype
+    if fused is None or fused.serve is None or x.dtype not in _SCALE_DTYPES or not fused.accepts(shard, server):
+        shard, worker = reduce_scatter_mean(x, worker, axis, codec, feedback, segments=segments)
+        y, server = all_gather_shards(shard, server, axis, codec, feedback, segments=segments)
+        return y, (worker, server)
+    _check(x, worker, size * codec.align, "x")
+    _check(shard[0], server, codec.align, "shard")
+    payload, worker = encode(_codec(codec, segments), feedback, x.view(size, -1), worker)
+    payload, server = fused.serve(primitives.exchange(payload, axis), server)
+    gathered = primitives.gather(payload, axis)
+    return _codec(codec, segments).decode(gathered).reshape(-1).to(x.dtype), (worker, server)
+
+
+def initial_errors(
+    x: Tensor, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+) -> tuple[Tree, Tree]:
+    """Return the errors with which a worker and a server start, for vectors like x (n,).
+
+    They have the form in which the codec's kernels are fastest where the feedback leaves that open: `classic` with
+    lazy=True, and `damped` with the codec's own block.
+    """
+    size = axis_size(axis)
+    shard = x[: x.shape[0] // size]
+
+    def initial(codec: Codec, x: Tensor, rows: int) -> Tree:
+        fused = _fused(codec, feedback)
+        free = fused is not None and getattr(feedback.rule, "lazy", True)
+        return fused.init(x.view(rows, -1)) if fused is not None and free else feedback.init(x)
+
+    return initial(_codec(codec, segments), x, size), initial(_own_codec(codec, segments, axis), shard, 1)
+
+
+def settle_errors(
+    errors: tuple[Tree, Tree], axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a worker's and a server's error as the plain vectors (n,) and (n / W,) that they stand for."""
+    halves = (_codec(codec, segments), axis_size(axis)), (_own_codec(codec, segments, axis), 1)
+    found = [(_fused(half, feedback), rows) for half, rows in halves]
+    worker, server = (
+        fused.settle(error, rows) if fused else error for error, (fused, rows) in zip(errors, found, strict=True)
+    )
+    return worker, server
+
+
+def encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree) -> tuple[Tree, Tree]:
+    """Compensate x (R, n) with an error and encode it; return the payload and the next error.
+
+    The algebra below is what a kernel of the codec for this feedback must compute.
+    """
+    fused = _fused(codec, feedback)
+    if fused is not None and fused.accepts(x, error):
+        return fused.encode(x, error)
+    compensated = feedback.compensate(x.reshape(-1), error)
+    payload = codec.encode(compensated.view_as(x))
+    if isinstance(feedback.rule, Off):  # nothing is kept, so nothing needs decoding
+        return payload, ()
+    return payload, feedback.residual(compensated, codec.decode(payload).reshape(-1), error)
+
+
+_SCALE_DTYPES = (torch.float32, torch.float64)  # a shard in another dtype is rounded between the halves
+
+
+def _fused(codec: Codec, feedback: Feedback) -> Fused | None:
+    return codec.fused(feedback.rule) if codec.fused is not None and feedback.rule is not None else None
+
+
+def _codec(codec: Codec, segments: Segments | None) -> Codec:
+    return codec if segments is None else segmented(codec, segments)
+
+
+def _own_codec(codec: Codec, segments: Segments | None, axis: str) -> Codec:
+    return codec if segments is None else segmented(codec, segments.row(axis_index(axis)))
 
 
 def _check(x: Tensor, error: Tree, align: int, argument: str) -> None:
     if not x.is_floating_point():
         raise TypeError(f"{argument}: has dtype {x.dtype}; allowed are floating dtypes")
     if x.ndim != 1 or x.shape[0] % align:
-        raise ValueError(f"{argument}: has shape {tuple(x.shape)}; allowed is one dimension, a multiple of {align} long")
-    for leaf in tree.leaves(error):
-        if isinstance(leaf, Tensor) and leaf.ndim == 1 and leaf.shape != x.shape:
-            raise ValueError(
-                f"error: has shape {tuple(leaf.shape)}, but {argument} has {tuple(x.shape)}; a state belongs to the "
-                f"world size and the parameters that it was made for"
-            )
+        raise ValueError(
+            f"{argument}: has shape {tuple(x.shape)}; allowed is one dimension, a multiple of {align} long"
+        )
+    first = next((leaf for leaf in tree.leaves(error) if isinstance(leaf, Tensor)), None)
+    if first is not None and first.shape != x.shape:
+        raise ValueError(
+            f"error: has shape {tuple(first.shape)}, but {argument} has {tuple(x.shape)}; a state belongs to the "
+            f"world size and the parameters that it was made for"
+        )

@@ -1,6 +1,7 @@
 """Error feedback: what was not delivered is kept and sent later.
 
-A feedback is three pure functions over an explicit error. `classic` keeps the whole difference, `off` none.
+A feedback is three pure functions over an explicit error. `classic` keeps the whole difference, `damped` a moving
+average of it in 8 bits, `off` none.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fn.collectives.segments import tile
+
 Tree = Any
 
 
@@ -20,18 +23,62 @@ class Feedback(NamedTuple):
     init: x (n,) -> error, for vectors like x.
     compensate: (x, error) -> (n,), what is encoded.
     residual: (compensated, decoded, error) -> the next error.
+    rule: what these three do, as data, for codecs that have a kernel for it. None: not told.
     """
 
     init: Callable[[Tensor], Tree]
     compensate: Callable[[Tensor, Tree], Tensor]
     residual: Callable[[Tensor, Tensor, Tree], Tree]
+    rule: Any = None
 
 
-def classic() -> Feedback:
+class Classic(NamedTuple):
+    """The rule of `classic`. lazy: whether the codec may choose the form of the error."""
+
+    lazy: bool
+
+
+class Damped(NamedTuple):
+    """The rule of `damped`, its arguments."""
+
+    beta: float
+    every: int
+    block: int
+
+
+class Off(NamedTuple):
+    """The rule of `off`."""
+
+
+class LazyError(NamedTuple):
+    """An error that is formed when it is needed: buffer - scale * sgn(buffer). The sum is the same, memory is saved.
+
+    buffer: (n,), what was encoded last. scale: the scales it was sent with, in the shape that the codec's kernels use.
+    """
+
+    buffer: Tensor
+    scale: Tensor
+
+
+class DampedError(NamedTuple):
+    """An error kept in 8 bits.
+
+    codes: (n,) int8. scales: (n / block,), or (R, S) where a codec's blocks are the error's. age: 0-d int64, steps.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    age: Tensor
+
+
+def classic(*, lazy: bool = False) -> Feedback:
     """Keep the whole difference: c = x + e, send C(c), e <- c - C(c).
 
     The sum of all that was delivered plus the last error is the sum of all that was to be sent. Errors are float64
     for float64 vectors and float32 for all others.
+
+    Args: lazy: let `initial_errors` choose the form in which the codec's kernels are fastest (`LazyError` for signs).
+        The numbers are the same; False keeps errors as vectors that can be looked at.
 
     Paper: Seide et al., 1-bit SGD (Interspeech 2014); Karimireddy et al., Error feedback fixes SignSGD (ICML 2019),
         algorithm 1.
@@ -40,9 +87,73 @@ def classic() -> Feedback:
     def init(x: Tensor) -> Tensor:
         return torch.zeros_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
 
-    return Feedback(init, lambda x, error: x + error, lambda compensated, decoded, error: compensated - decoded)
+    def compensate(x: Tensor, error: Tree) -> Tensor:
+        if isinstance(error, LazyError):
+            raise TypeError("error: is lazy, but this codec has no kernel for it; make the state with the codec in use")
+        return x + error
+
+    return Feedback(init, compensate, lambda compensated, decoded, error: compensated - decoded, Classic(lazy))
+
+
+def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedback:
+    """Keep a moving average of the difference in 8 bits, and forget it every so often.
+
+        h = x + e,   send C(h),   e <- Q_8(beta e + (1 - beta) (h - C(h)))
+
+    In steps 0, `every`, 2 `every`, ... e counts as zero. h and the average are rounded to the dtype of x.
+
+    Args:
+        beta: weight of the old error, 0 <= beta < 1.
+        every: steps between resets.
+        block: elements that share a scale of the stored error.
+    Raises: ValueError if an argument is out of range.
+
+    Paper: Xie et al., LoCo (arXiv 2407.04480), algorithm 1.
+    Differs: beta weights the old error, as in DeepSpeed; the scale of the stored error is taken from each block's
+        maximum, not given. DeepSpeed resets one parameter at a time by a shared counter, here each error has its own.
+    """
+    if not 0 <= beta < 1:
+        raise ValueError(f"beta: is {beta}; allowed is 0 <= beta < 1")
+    for name, value in (("every", every), ("block", block)):
+        if value < 1:
+            raise ValueError(f"{name}: is {value}; allowed is at least 1")
+
+    def place(n: int, device: torch.device) -> tuple[Tensor, list[int]]:
+        return tile((n,), torch.full((1, 1), n, device=device), block)
+
+    def init(x: Tensor) -> DampedError:
+        age = torch.zeros((), dtype=torch.int64, device=x.device)
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        scales = torch.ones(-(-x.shape[0] // block), dtype=dtype, device=x.device)
+        return DampedError(torch.zeros_like(x, dtype=torch.int8), scales, age)
+
+    def remembered(error: DampedError) -> Tensor:
+        if error.scales.ndim != 1:
+            raise TypeError("error: is laid out for another codec; make the state with the codec in use")
+        scales = since_reset(error, every)[None]
+        at = place(error.codes.shape[0], error.codes.device)
+        e: Tensor = torch.ops.fn.dequantize(error.codes[None], scales, *at, 8)
+        return e[0]
+
+    def compensate(x: Tensor, error: DampedError) -> Tensor:
+        return x + remembered(error).to(x.dtype)
+
+    def residual(compensated: Tensor, decoded: Tensor, error: DampedError) -> DampedError:
+        wide = decoded.dtype
+        lost = compensated.to(wide) - decoded.to(compensated.dtype).to(wide)
+        kept = beta * remembered(error).to(compensated.dtype).to(wide) + (1.0 - beta) * lost
+        at = place(kept.shape[0], kept.device)
+        codes, scales = torch.ops.fn.quantize(kept.to(compensated.dtype)[None], *at, 8)
+        return DampedError(codes[0], scales[0], error.age + 1)
+
+    return Feedback(init, compensate, residual, Damped(beta, every, block))
+
+
+def since_reset(error: DampedError, every: int) -> Tensor:
+    """Return the scales with which the error counts in this step: zeros in a step of reset."""
+    return torch.where(error.age % every == 0, 0.0, error.scales)
 
 
 def off() -> Feedback:
     """Forget what was not delivered. The error is the empty tree."""
-    return Feedback(lambda x: (), lambda x, error: x, lambda compensated, decoded, error: ())
+    return Feedback(lambda x: (), lambda x, error: x, lambda compensated, decoded, error: (), Off())

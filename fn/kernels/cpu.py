@@ -6,6 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fn.kernels.table import Accelerator
+
 
 def pack_bits(x: Tensor) -> Tensor:
     """Pack the signs of x (R, n), see `reference.pack_bits`."""
@@ -19,4 +21,6 @@ def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(ones).to(dtype).mul_(2).sub_(1)
 
 
-KERNELS = {"pack_bits": pack_bits, "unpack_bits": unpack_bits}
+def row(device_type: str) -> Accelerator:
+    """Return the row."""
+    return Accelerator(device_type, {"pack_bits": pack_bits, "unpack_bits": unpack_bits}, provider="numpy")

@@ -79,7 +79,7 @@ def padding_mask(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
 
 
 def sum_of_squares(b: Tensor, runs: Sequence[int]) -> Tensor:
-    """Return the sum of squares of every segment of b (R, n): (R, S) float64.
+    """Return the sum of squares of every segment of b (R, n): (R, S) float64, added block after block.
 
     A segment of up to NORM_BLOCK elements gives the exact square of `torch.linalg.vector_norm`.
     """
@@ -88,11 +88,22 @@ def sum_of_squares(b: Tensor, runs: Sequence[int]) -> Tensor:
         width = p.shape[-1]
         whole = width - width % NORM_BLOCK
         blocks = p[..., :whole].unflatten(-1, (-1, NORM_BLOCK)) if whole else p.new_zeros((*p.shape[:-1], 0, 1))
-        heads = torch.linalg.vector_norm(blocks, dim=-1).double().square().sum(-1)
-        return heads + torch.linalg.vector_norm(p[..., whole:], dim=-1).double().square()
+        heads = torch.linalg.vector_norm(blocks, dim=-1).double().square()
+        tail = torch.linalg.vector_norm(p[..., whole:], dim=-1, keepdim=True).double().square()
+        return torch.cat([heads, tail], -1).cumsum(-1)[..., -1]
 
     sums = per_segment(b, runs, part)
     return torch.cat([*sums, b.new_empty((b.shape[0], 0), dtype=torch.float64)], -1)
+
+
+def spread(values: Tensor, runs: Sequence[int]) -> Tensor:
+    """Repeat the value of every segment, values (R, S), over its elements: (R, n)."""
+    rows = values.shape[0]
+    parts = [
+        values[:, first : first + count, None].expand(rows, count, width).reshape(rows, count * width)
+        for first, _, count, width in runs_of(runs)
+    ]
+    return torch.cat([*parts, values[:, :0]], -1)
 
 
 def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -107,15 +118,48 @@ def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> tuple[Tensor, 
     return bits, sum_of_squares(torch.where(real, x, 0.0), runs)
 
 
+def sign_encode_feedback(
+    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Add what was not delivered to x (R, n), and encode: b = x + (buffer - sent * sgn(buffer)).
+
+    Args: x (R, n) floating; buffer (R, n) the last b, sent (R, S) the scales it was sent with, both float32 or
+        float64 (an error itself is a buffer that was sent with scale 0); valid (R, S) int64; runs.
+    Returns: b (R, n); bits and sums of b as `sign_encode`.
+    """
+    b = x + sign_residual(buffer, sent, valid, runs)
+    return (b, *sign_encode(b, valid, runs))
+
+
+def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+    """Return b - scale * sgn(b), and b itself in the padding.
+
+    Args: b (R, n); scales (R, S) of the same dtype, float32 or float64; valid (R, S) int64; runs.
+    Returns: (R, n).
+    """
+    scale = spread(scales, runs)
+    delivered = torch.where(b >= 0, scale, -scale)
+    return torch.where(padding_mask(b, valid, runs), b - delivered, b)
+
+
+def sign_serve(
+    bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do all that a server does: the mean of W messages, feedback, encode.
+
+    Args: bits (R, W, ceil(n / 8)), scales (R, W, S) as `sign_decode_mean`; the rest as `sign_encode_feedback`.
+    Returns: as `sign_encode_feedback`.
+    """
+    return sign_encode_feedback(sign_decode_mean(bits, scales, valid, runs), buffer, sent, valid, runs)
+
+
 def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
     """Return scale * sign for every element, and zero in the padding.
 
     Args: bits (R, ceil(n / 8)) uint8; scales (R, S) float32 or float64; valid (R, S) int64; runs.
     Returns: (R, n) in the dtype of the scales.
     """
-    signs = torch.ops.fn.unpack_bits(bits, row_length(runs), scales.dtype)
-    values = per_segment(signs, runs, lambda p, a, b: (p * scales[:, a:b, None]).flatten(1))
-    decoded = torch.cat([*values, signs.new_empty((signs.shape[0], 0))], -1)
+    decoded = torch.ops.fn.unpack_bits(bits, row_length(runs), scales.dtype) * spread(scales, runs)
     return torch.where(padding_mask(decoded, valid, runs), decoded, 0.0)
 
 

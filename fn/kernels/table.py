@@ -1,33 +1,41 @@
-"""The accelerator table: one `torch.library` op per kernel, one row of implementations per device.
+"""The accelerator table: which function runs which kernel on which device.
 
-Every op has a schema, a fake, a vmap rule, and a reference in plain torch that runs wherever a device's row has
-no cell of its own. `register` fills cells in. A row with only `pack_bits` and `unpack_bits` is complete, because
-the other references are written in terms of these two.
+    device x op -> the first of: a registered row, an entry point's row, a row of this package, the reference
+
+A row with only `pack_bits` and `unpack_bits` is complete, because the references of all other ops are written in
+terms of these two. Every further cell only makes a device faster. A cell is believed when it gives the known answer
+(`acceptance`), on its first use, never because something could be imported. A cell may return NotImplemented for
+arguments that it does not handle; then the next one is asked.
+
+    >>> import fn
+    >>> fn.kernels.register(fn.kernels.Accelerator("npu", {"pack_bits": pack, "unpack_bits": unpack}))  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
+import threading
+import warnings
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from fn.kernels import cpu, reference
+from fn.kernels.schemas import SCHEMAS
 
 Kernel = Callable[..., Any]
 
-SCHEMAS: Mapping[str, str] = MappingProxyType(
-    {
-        "pack_bits": "(Tensor x) -> Tensor",
-        "unpack_bits": "(Tensor bits, int n, ScalarType dtype) -> Tensor",
-        "sign_encode": "(Tensor x, Tensor valid, int[] runs) -> (Tensor, Tensor)",
-        "sign_decode": "(Tensor bits, Tensor scales, Tensor valid, int[] runs) -> Tensor",
-        "sign_decode_mean": "(Tensor bits, Tensor scales, Tensor valid, int[] runs) -> Tensor",
-    }
-)
-"""Every kernel by name, with its schema."""
+GROUP = "fn.accelerators"
+"""The entry-point group; an entry point is named after its device type and is a row, or a function returning one."""
+
+BUILT_IN: Mapping[str, tuple[str, ...]] = {
+    "cpu": ("fn.kernels.numba", "fn.kernels.cpu"),
+    "cuda": ("fn.kernels.triton", "fn.kernels.cupy"),
+    "xpu": ("fn.kernels.triton", "fn.kernels.xpu"),
+    "npu": ("fn.kernels.npu",),
+}
+"""The rows of this package by device type, the fastest first. Each module has a function `row(device_type)`."""
 
 
 class Accelerator(NamedTuple):
@@ -35,62 +43,142 @@ class Accelerator(NamedTuple):
 
     device_type: torch's name of the device type ("cpu", "cuda", "npu", ...).
     kernels: kernel name -> function with the signature and the meaning of the reference of that name.
+    communication_backend: the backend of its process groups. None: torch's default for the device.
+    compressed_transport: the backend that carries its codes. None: the communication backend.
+    provider: what the table calls the row. "": the package that its kernels come from.
     """
 
     device_type: str
     kernels: Mapping[str, Kernel]
+    communication_backend: str | None = None
+    compressed_transport: str | None = None
+    provider: str = ""
+
+    @property
+    def name(self) -> str:
+        """Return the provider, or the top-level package of the kernels."""
+        modules = [getattr(k, "__module__", None) or "unknown" for k in self.kernels.values()]
+        return self.provider or (modules[0].split(".")[0] if modules else "nothing")
 
 
-_cells: dict[tuple[str, str], Kernel] = {}
+class Cell(NamedTuple):
+    """One kernel of one row: who brings it, and the function."""
+
+    provider: str
+    kernel: Kernel
+
+
+_lock = threading.RLock()
+_registered: dict[str, list[Accelerator]] = {}  # device type -> rows, the newest first
+_loaded: dict[str, list[Accelerator]] = {}  # rows of entry points and of this package
+_refused: dict[tuple[str, str, str], str] = {}  # (device type, provider, op or "") -> reason
+_accepted: dict[tuple[str, str], tuple[Cell, ...]] = {}
 
 
 def register(row: Accelerator) -> None:
-    """Fill a device's cells in; cells that the row does not bring stay as they are.
+    """Put a row in front of the table; ops that it does not bring stay with the rows behind it.
 
-    Raises: ValueError if a kernel's name is not in the table.
+    Raises: TypeError if row is not an Accelerator; ValueError if a kernel's name is not in the table.
     """
+    check_row(row)
+    with _lock:
+        _registered.setdefault(row.device_type, []).insert(0, row)
+        _forget(row.device_type)
+
+
+def unregister(row: Accelerator) -> None:
+    """Take a registered row out again. Raises: ValueError if it is not there."""
+    with _lock:
+        _registered.get(row.device_type, []).remove(row)
+        _forget(row.device_type)
+
+
+def check_row(row: Accelerator) -> None:
+    """Refuse what is not a row. Raises: as `register`."""
+    if not isinstance(row, Accelerator):
+        raise TypeError(f"row: is {type(row).__name__}; allowed is fn.kernels.Accelerator")
     unknown = sorted(set(row.kernels) - set(SCHEMAS))
     if unknown:
         raise ValueError(f"kernels: {unknown} are not in the table; allowed are {sorted(SCHEMAS)}")
-    for name, kernel in row.kernels.items():
-        _cells[name, row.device_type] = kernel
 
 
-def _define(library: torch.library.Library, name: str, schema: str) -> None:
-    plain: Kernel = getattr(reference, name)
-
-    def run(*args: Any) -> Any:
-        return _cells.get((name, args[0].device.type), plain)(*args)
-
-    def fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
-        return _fold_batch_into_rows(getattr(torch.ops.fn, name), info.batch_size, in_dims, args)
-
-    library.define(name + schema)
-    library.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"fn::{name}", plain, lib=library)
-    torch.library.register_vmap(f"fn::{name}", fold, lib=library)
+def _forget(device_type: str) -> None:
+    for key in [key for key in _accepted if key[1] == device_type]:
+        del _accepted[key]
 
 
-def _fold_batch_into_rows(
-    op: Kernel, batch: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
-) -> tuple[Any, Any]:
-    """Run a row-wise op over a batch by making the batch part of the rows."""
-
-    def fold(x: Any, dim: int | None) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        x = x.unsqueeze(0).expand(batch, *x.shape) if dim is None else x.movedim(dim, 0)
-        return x.flatten(0, 1)
-
-    folded = [fold(x, dim) for x, dim in zip(args, in_dims, strict=True)]
-    out = op(*folded)
-    rows = folded[0].shape[0] // batch
-    if isinstance(out, Tensor):
-        return out.unflatten(0, (batch, rows)), 0
-    return tuple(o.unflatten(0, (batch, rows)) for o in out), (0,) * len(out)
+def rows(device_type: str) -> list[Accelerator]:
+    """Return all rows of a device, in the order in which they are asked."""
+    with _lock:
+        if device_type not in _loaded:
+            _loaded[device_type] = []  # a row whose loading uses a kernel finds the reference
+            _loaded[device_type] = [*_plugged_in(device_type), *_built_in(device_type)]
+            _forget(device_type)
+        return [*_registered.get(device_type, []), *_loaded[device_type]]
 
 
-_library = torch.library.Library("fn", "FRAGMENT")
-for _name, _schema in SCHEMAS.items():
-    _define(_library, _name, _schema)
-register(Accelerator("cpu", cpu.KERNELS))
+def _plugged_in(device_type: str) -> list[Accelerator]:
+    found = []
+    for point in entry_points(group=GROUP, name=device_type):
+        try:
+            found.append(_row_of(point))
+        except Exception as error:
+            _refuse(device_type, point.value, "", error)
+    return found
+
+
+def _row_of(point: EntryPoint) -> Accelerator:
+    row = point.load()
+    row = row() if callable(row) and not isinstance(row, Accelerator) else row
+    check_row(row)
+    if row.device_type != point.name:
+        raise ValueError(f"device_type: is {row.device_type!r}, but the entry point is named {point.name!r}")
+    return row if row.provider else row._replace(provider=point.value.partition(":")[0])
+
+
+def _built_in(device_type: str) -> list[Accelerator]:
+    found = []
+    for module in BUILT_IN.get(device_type, ()):
+        try:
+            found.append(import_module(module).row(device_type))
+        except ImportError as error:  # an extra that is not installed is no fault
+            _refused[device_type, module.rpartition(".")[2], ""] = str(error)
+        except Exception as error:
+            _refuse(device_type, module.rpartition(".")[2], "", error)
+    return found
+
+
+def _refuse(device_type: str, provider: str, op: str, error: object) -> None:
+    reason = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else str(error)
+    _refused[device_type, provider, op] = reason
+    what = f"kernel {op!r} of {provider!r}" if op else f"the row of {provider!r}"
+    warnings.warn(f"{what} for {device_type!r} is not used ({reason}); what comes next in the table runs", stacklevel=2)
+
+
+def cells(op: str, device_type: str) -> tuple[Cell, ...]:
+    """Return the accepted kernels of an op on a device, in the order in which they are asked."""
+    found = _accepted.get((op, device_type))
+    return found if found is not None else _accept(op, device_type)
+
+
+def _accept(op: str, device_type: str) -> tuple[Cell, ...]:
+    from fn.kernels import acceptance  # it uses the ops, which use the table
+
+    with _lock:
+        found = []
+        _accepted[op, device_type] = ()  # the reference, for what runs meanwhile
+        for row in rows(device_type):
+            if op not in row.kernels:
+                continue
+            reason = acceptance.complaint(op, row.kernels[op], torch.device(device_type))
+            if reason is None:
+                found.append(Cell(row.name, row.kernels[op]))
+            else:
+                _refuse(device_type, row.name, op, reason)
+        _accepted[op, device_type] = tuple(found)
+        return _accepted[op, device_type]
+
+
+def refusals() -> dict[tuple[str, str, str], str]:
+    """Return why rows and cells are not used: (device type, provider, op or "") -> reason."""
+    return dict(_refused)

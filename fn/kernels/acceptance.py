@@ -1,0 +1,124 @@
+"""Known answers: a kernel of the table is believed when it gives them, never because it could be imported.
+
+Small fixed inputs for every op, with two rows, several segments, a segment with padding, tails that are no multiple
+of anything, and the documented vector for the bits. The answers are those of the reference, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RUNS = (2, 64, 1, 4104, 1, 22)
+"""Runs of the examples: two short segments, one longer than a block of norms, one with a tail."""
+
+KNOWN_SIGNS = (5.0, 4.0, 3.0, 2.0, 0.0, -1.0, -2.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0)
+KNOWN_BITS = (159, 15)
+"""torch_npu's documented vector for its sign packing."""
+
+_WIDTHS = (64, 64, 4104, 22)
+
+
+def examples(op: str) -> list[tuple[Any, ...]]:
+    """Return lists of arguments for an op, on the CPU."""
+    return [*_EXAMPLES[op]()]
+
+
+def _wave(*shape: int, seed: float = 1.0) -> Tensor:
+    """Return numbers of both signs and many magnitudes, none of them zero; no random state is touched."""
+    count = torch.Size(shape).numel()
+    x = torch.sin(torch.arange(1.0, count + 1, dtype=torch.float64) * (0.7 + seed)) * 3
+    return (x * torch.linspace(0.2, 2.0, count, dtype=torch.float64)).float().view(shape)
+
+
+def _bytes(*shape: int, seed: int = 1) -> Tensor:
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count) * (37 + 2 * seed) + seed) % 251).to(torch.uint8).view(shape)
+
+
+def _valid() -> Tensor:
+    return torch.tensor([_WIDTHS, (64, 40, 4099, 0)])
+
+
+def _bits(op: str) -> Callable[[], list[tuple[Any, ...]]]:
+    known = torch.tensor([KNOWN_SIGNS, KNOWN_SIGNS])
+    if op == "pack_bits":
+        return lambda: [(known,), (_wave(2, 77),)]
+    return lambda: [(_bytes(2, 3), 19, torch.float32)]
+
+
+_N = sum(_WIDTHS)
+_S = len(_WIDTHS)
+_BITS = (_N + 7) // 8
+
+_EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
+    "pack_bits": _bits("pack_bits"),
+    "unpack_bits": _bits("unpack_bits"),
+    "sign_encode": lambda: [(_wave(2, _N), _valid(), [*RUNS])],
+    "sign_encode_feedback": lambda: [
+        (_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*RUNS]),
+    ],
+    "sign_residual": lambda: [(_wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])],
+    "sign_serve": lambda: [
+        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])
+    ],
+    "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*RUNS])],
+    "sign_decode_mean": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), [*RUNS])],
+    "quantize": lambda: [(_wave(2, _N), _valid(), [*RUNS], w) for w in (4, 8)],
+    "quantize_feedback": lambda: [
+        (_wave(2, _N), _bytes(2, _N).view(torch.int8), _wave(2, _S).abs() / 99, 0.8, _valid(), [*RUNS], w)
+        for w in (4, 8)
+    ],
+    "dequantize": lambda: [(_codes(w, 2), _wave(2, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
+    "dequantize_mean": lambda: [(_codes(w, 2, 3), _wave(2, 3, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
+}
+
+
+def _codes(width: int, *rows: int) -> Tensor:
+    return _bytes(*rows, _N // 2) if width == 4 else _bytes(*rows, _N).view(torch.int8)
+
+
+def complaint(op: str, kernel: Callable[..., Any], device: torch.device) -> str | None:
+    """Return why a kernel's answers are not the known ones, or None if they are."""
+    from fn.kernels.ops import REFERENCES  # it imports the table, which asks for acceptance
+
+    try:
+        with torch.no_grad():
+            for args in examples(op):
+                found = kernel(*(a.to(device) if isinstance(a, Tensor) else a for a in args))
+                if found is NotImplemented:
+                    return "it answers NotImplemented to the example"
+                reason = difference(found, REFERENCES[op](*args))
+                if reason is not None:
+                    return reason
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if op == "pack_bits" and tuple(kernel(torch.tensor([KNOWN_SIGNS], device=device))[0].tolist()) != KNOWN_BITS:
+        return f"the signs of {KNOWN_SIGNS} are not {KNOWN_BITS}"
+    return None
+
+
+def difference(found: Any, expected: Any, rtol: float = 1e-6) -> str | None:
+    """Return how a result differs from the expected one, or None: integers exactly, floats up to rounding."""
+    found, expected = _as_tuple(found), _as_tuple(expected)
+    if len(found) != len(expected):
+        return f"{len(found)} results instead of {len(expected)}"
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+            return f"result {i} is {_kind(a)} instead of {_kind(b)}"
+        a = a.detach().cpu()
+        same = torch.equal(a, b) or torch.allclose(a.double(), b.double(), rtol, 0.0, equal_nan=True)
+        if not (torch.equal(a, b) if not b.is_floating_point() else same):
+            return f"result {i} differs from the reference in {int((a != b).sum())} of {b.numel()} places"
+    return None
+
+
+def _as_tuple(x: Any) -> Sequence[Any]:
+    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def _kind(x: Any) -> str:
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

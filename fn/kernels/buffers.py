@@ -1,0 +1,84 @@
+"""Large CPU buffers that are used again instead of being returned to the system.
+
+A fresh large tensor costs a page fault for every 4 KiB, which takes longer than the arithmetic of a kernel. `empty`
+leases memory to a tensor; when the tensor's storage dies, the memory comes back and serves the next lease of the same
+size. The tensors are ordinary: they can be kept, shared, pickled and sent.
+
+The pool holds at most what was in use at the same time: a block is made only when no free one of its size is left.
+`clear` gives the free ones back to the system.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SMALLEST = 1 << 20
+"""Bytes below which `empty` is `torch.empty`."""
+
+ALIGNMENT = 64
+FORGET_AFTER = 256
+"""Leases after which free blocks of a size that nobody asked for are given back."""
+
+Block = np.ndarray  # uint8; owns the memory
+
+_free: dict[int, deque[Block]] = {}  # bytes -> free blocks; deques, because a finalizer may run inside any line here
+_asked: dict[int, int] = {}  # bytes -> number of the last lease
+_leases = 0
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised CPU tensor whose memory is leased from the pool.
+
+    Args: shape, dtype: as for `torch.empty`.
+    Returns: a contiguous tensor, 64-byte aligned if it is at least `SMALLEST` bytes large.
+    """
+    count = math.prod(shape)
+    size = count * dtype.itemsize
+    if size < SMALLEST:
+        return torch.empty(tuple(shape), dtype=dtype)
+    block = _take(size)
+    offset = -block.ctypes.data % ALIGNMENT
+    lease = (ctypes.c_char * size).from_buffer(block, offset)
+    weakref.finalize(lease, _give_back, size, block).atexit = False
+    return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
+
+
+def _take(size: int) -> Block:
+    global _leases
+    _leases += 1
+    _asked[size] = _leases
+    try:
+        return _free.setdefault(size, deque()).pop()
+    except IndexError:
+        _forget()
+        return np.empty(size + ALIGNMENT, dtype=np.uint8)
+
+
+def _give_back(size: int, block: Block) -> None:
+    _free.setdefault(size, deque()).append(block)
+
+
+def _forget() -> None:
+    for size in list(_free):
+        if _leases - _asked.get(size, 0) > FORGET_AFTER:
+            _asked.pop(size, None)
+            _free.pop(size, None)
+
+
+def free_bytes() -> int:
+    """Return the bytes of all free blocks."""
+    return sum(size * len(blocks) for size, blocks in list(_free.items()))
+
+
+def clear() -> None:
+    """Give all free blocks back to the system; leased ones follow when they return and are not asked for again."""
+    _free.clear()
+    _asked.clear()

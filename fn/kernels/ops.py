@@ -1,0 +1,121 @@
+"""The kernels as `torch.library` ops in the namespace `fn`: schema, checks, fake, vmap rule, dispatch to the table.
+
+Each op looks up the table's cell for the device of its first argument and runs the reference where there is none.
+The fake is the reference itself, run on fake tensors. Under vmap the batch becomes part of the rows, which no kernel
+mixes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn.kernels import reference, reference_int, table
+from fn.kernels.schemas import SCHEMAS
+
+Kernel = Callable[..., Any]
+
+REFERENCES: dict[str, Kernel] = {
+    name: getattr(reference, name, None) or getattr(reference_int, name) for name in SCHEMAS
+}
+"""What every kernel means, by name."""
+
+_ARGUMENTS = {name: [a.split()[-1] for a in schema[1:].split(")")[0].split(", ")] for name, schema in SCHEMAS.items()}
+_FLOATING = ("x", "b", "buffer", "sent", "scales", "error_scales")
+_INTEGERS = {
+    "bits": (torch.uint8,),
+    "valid": (torch.int64,),
+    "error": (torch.int8,),
+    "codes": (torch.uint8, torch.int8),
+}
+
+
+def check(name: str, args: Sequence[Any]) -> None:
+    """Refuse arguments that no kernel can mean.
+
+    Raises: TypeError or ValueError that names the argument: a dtype that is not allowed, another device than that of
+        the first argument, a length that is not the one which `runs` describes.
+    """
+    named = dict(zip(_ARGUMENTS[name], args, strict=True))
+    device = args[0].device
+    for key, value in named.items():
+        if isinstance(value, Tensor):
+            _check_dtype(key, value)
+            if value.device != device:
+                raise ValueError(f"{key}: is on {value.device}, but {_ARGUMENTS[name][0]} is on {device}")
+    if named.get("width", 8) not in (4, 8):
+        raise ValueError(f"width: is {named['width']}; allowed are 4 and 8")
+    if "runs" in named:
+        _check_lengths(named)
+
+
+def _check_dtype(key: str, value: Tensor) -> None:
+    if key in _FLOATING and not value.is_floating_point():
+        raise TypeError(f"{key}: has dtype {value.dtype}; allowed are floating dtypes")
+    if key in _INTEGERS and value.dtype not in _INTEGERS[key]:
+        raise TypeError(f"{key}: has dtype {value.dtype}; allowed is {' or '.join(map(str, _INTEGERS[key]))}")
+
+
+def _check_lengths(named: dict[str, Any]) -> None:
+    runs, width = named["runs"], named.get("width", 8)
+    n, segments = reference.row_length(runs), sum(runs[::2])
+    if width == 4 and n % 2:
+        raise ValueError(f"runs: describe {n} elements; codes of 4 bits need an even number")
+    lengths = {"x": n, "b": n, "buffer": n, "error": n, "bits": reference.bytes_for(n), "codes": n * width // 8}
+    lengths |= dict.fromkeys(("scales", "sent", "error_scales", "valid"), segments)
+    for key, value in named.items():
+        if key in lengths and (value.ndim < 2 or value.shape[-1] != lengths[key]):
+            raise ValueError(
+                f"{key}: has shape {tuple(value.shape)}; its last dimension must be {lengths[key]} for the runs given"
+            )
+
+
+def _define(library: torch.library.Library, name: str, schema: str) -> None:
+    plain = REFERENCES[name]
+
+    def run(*args: Any) -> Any:
+        check(name, args)
+        for cell in table.cells(name, args[0].device.type):
+            found = cell.kernel(*args)
+            if found is not NotImplemented:
+                return found
+        return plain(*args)
+
+    def fake(*args: Any) -> Any:
+        check(name, args)
+        return plain(*args)
+
+    def fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        return _fold_batch_into_rows(getattr(torch.ops.fn, name), info.batch_size, in_dims, args)
+
+    library.define(name + schema)
+    library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"fn::{name}", fake, lib=library)
+    torch.library.register_vmap(f"fn::{name}", fold, lib=library)
+
+
+def _fold_batch_into_rows(
+    op: Kernel, batch: int, in_dims: tuple[int | None, ...], args: tuple[Any, ...]
+) -> tuple[Any, Any]:
+    """Run a row-wise op over a batch by making the batch part of the rows."""
+
+    def fold(x: Any, dim: int | None) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        x = x.unsqueeze(0).expand(batch, *x.shape) if dim is None else x.movedim(dim, 0)
+        return x.flatten(0, 1)
+
+    folded = [fold(x, dim) for x, dim in zip(args, in_dims, strict=True)]
+    out = op(*folded)
+    rows = folded[0].shape[0] // batch
+    if isinstance(out, Tensor):
+        return out.unflatten(0, (batch, rows)), 0
+    return tuple(o.unflatten(0, (batch, rows)) for o in out), (0,) * len(out)
+
+
+_library = torch.library.Library("fn", "FRAGMENT")
+for _name, _schema in SCHEMAS.items():
+    _define(_library, _name, _schema)

@@ -1,0 +1,88 @@
+"""How a row is cut into places for the compiled CPU loops, and how threads share them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fn.kernels.reference import NORM_BLOCK, runs_of
+
+THREADED = 1 << 22
+"""Elements from which several threads share a kernel, if torch may use several."""
+
+PAST_CACHE = 1 << 22
+"""Elements from which results are written past the cache, where they would not stay anyway."""
+
+
+class Places(NamedTuple):
+    """The places of one row.
+
+    table: (places, 4) int64: first element, length, segment, offset in the segment.
+    n: elements of a row. segments: how many it has.
+    aligned: every place starts at a multiple of 8. whole: and every length is one.
+    even: every place starts at an even element and has an even length.
+    """
+
+    table: np.ndarray
+    n: int
+    segments: int
+    aligned: bool
+    whole: bool
+    even: bool
+
+
+def places(runs: Sequence[int], block: int = NORM_BLOCK) -> Places:
+    """Return the places of a row, each at most `block` elements long."""
+    return _places(tuple(runs), block)
+
+
+@lru_cache(maxsize=64)
+def _places(runs: tuple[int, ...], block: int) -> Places:
+    parts, n, segments = [np.zeros((0, 4), dtype=np.int64)], 0, 0
+    for segment, start, count, width in runs_of(runs):
+        offsets = np.arange(0, width, block, dtype=np.int64)
+        s = np.repeat(np.arange(count, dtype=np.int64), len(offsets))
+        offset = np.tile(offsets, count)
+        parts.append(np.stack([start + s * width + offset, np.minimum(block, width - offset), segment + s, offset], 1))
+        n, segments = start + count * width, segment + count
+    table = np.ascontiguousarray(np.concatenate(parts))
+    aligned, whole, even = (not (table[:, columns] % k).any() for columns, k in ((0, 8), ([0, 1], 8), ([0, 1], 2)))
+    return Places(table, n, segments, aligned, whole, even)
+
+
+def run(kernel: Callable[..., Any], at: Places, valid: Tensor, *args: Any, scratch: int = 0) -> None:
+    """Run a compiled loop over all places of all rows, on several threads where it pays.
+
+    Args: valid (R, S) int64, contiguous. scratch: bytes of memory that each thread gets, its address being the last
+        argument of the kernel.
+    """
+    rows, blocks = valid.shape[0], len(at.table)
+    elements, total = rows * at.n, rows * blocks
+    if not total:
+        return
+    common = (blocks, at.table.ctypes.data, at.segments, valid.data_ptr(), at.n, elements >= PAST_CACHE)
+
+    def work(low: int, high: int) -> None:
+        memory = np.empty(scratch + 64, dtype=np.uint8)
+        extra = (memory.ctypes.data + -memory.ctypes.data % 64,) if scratch else ()
+        kernel(low, high, *common, *args, *extra)
+
+    threads = min(torch.get_num_threads(), os.cpu_count() or 1) if elements >= THREADED else 1
+    threads = min(threads, total)
+    cuts = [total * t // threads for t in range(threads + 1)]
+    others = [_pool(os.getpid()).submit(work, cuts[t], cuts[t + 1]) for t in range(1, threads)]
+    work(cuts[0], cuts[1])
+    for other in others:
+        other.result()
+
+
+@lru_cache(maxsize=1)
+def _pool(process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="fn")

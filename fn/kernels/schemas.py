@@ -1,0 +1,30 @@
+"""The names and schemas of all kernels; `reference` and `reference_int` say what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+_PLACE = "Tensor valid, int[] runs"
+
+SCHEMAS: Mapping[str, str] = MappingProxyType(
+    {
+        "pack_bits": "(Tensor x) -> Tensor",
+        "unpack_bits": "(Tensor bits, int n, ScalarType dtype) -> Tensor",
+        "sign_encode": f"(Tensor x, {_PLACE}) -> (Tensor, Tensor)",
+        "sign_encode_feedback": f"(Tensor x, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
+        "sign_residual": f"(Tensor b, Tensor scales, {_PLACE}) -> Tensor",
+        "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
+        "sign_decode": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
+        "sign_decode_mean": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
+        "quantize": f"(Tensor x, {_PLACE}, int width) -> (Tensor, Tensor)",
+        "quantize_feedback": f"(Tensor x, Tensor error, Tensor error_scales, float beta, {_PLACE}, int width) -> "
+        "(Tensor, Tensor, Tensor, Tensor)",
+        "dequantize": f"(Tensor codes, Tensor scales, {_PLACE}, int width) -> Tensor",
+        "dequantize_mean": f"(Tensor codes, Tensor scales, {_PLACE}, int width) -> Tensor",
+    }
+)
+"""Every kernel by name, with its schema."""
+
+MINIMAL = ("pack_bits", "unpack_bits")
+"""What a row must bring to be of use."""

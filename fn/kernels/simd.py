@@ -1,0 +1,210 @@
+"""Vectors of LANES float32 as values inside Numba functions, addressed by raw pointers.
+
+Numba vectorises loops when it pleases; packing bits, summing squares in a fixed order, and stores that bypass the
+cache do not please it. With vectors as values each of these is one line, the same on every processor: LLVM splits
+vectors that the hardware does not have.
+
+Imported only by the Numba kernels: `import fn` does not import Numba.
+
+    load(address, i)            elements i .. i + LANES of the float32 array at an address
+    store(address, i, v)        write them; `stream` does it past the cache, for 32-byte aligned places
+    get, put                    one element
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core.datamodel import models, register_default
+from numba.extending import intrinsic
+
+LANES = 8
+
+_F32 = ir.FloatType()
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_FLOATS = ir.VectorType(_F32, LANES)
+_INTS = ir.VectorType(_I32, LANES)
+_BOOLS = ir.VectorType(ir.IntType(1), LANES)
+
+
+class Vector(types.Type):  # type: ignore[misc]
+    """The Numba type of LANES float32, int32 or booleans."""
+
+    def __init__(self, element: str) -> None:
+        self.element = element
+        super().__init__(name=f"Vector({element}, {LANES})")
+
+
+@register_default(Vector)
+class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Vector) -> None:
+        super().__init__(manager, kind, {"f": _FLOATS, "i": _INTS, "b": _BOOLS}[kind.element])
+
+
+floats, ints, bools = Vector("f"), Vector("i"), Vector("b")
+
+
+def _define(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Make an intrinsic of a function (builder, *values) -> value; numbers are converted to `arguments`."""
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            found = emit(builder, *values)
+            return context.get_dummy_value() if result is types.none else found
+
+        names = ", ".join(f"a{i}" for i in range(len(arguments)))
+        scope: dict[str, Any] = {"typed": lambda: (result(*arguments), generate)}
+        exec(f"def {emit.__name__}(typingcontext, {names}):\n    return typed()", scope)  # intrinsics need an arity
+        made = scope[emit.__name__]
+        made.__doc__, made.__module__ = emit.__doc__, __name__
+        return intrinsic(made)
+
+    return decorate
+
+
+def _place(builder: Any, address: Any, i: Any, kind: Any, shift: int) -> Any:
+    """Return a pointer to `kind`, 2**shift bytes times i after the address."""
+    offset = builder.shl(i, _I64(shift)) if shift >= 0 else builder.ashr(i, _I64(-shift))
+    return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+
+
+def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
+    single = builder.insert_element(ir.Constant(kind, ir.Undefined), scalar, _I32(0))
+    return builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
+
+
+_i64, _f32 = types.int64, types.float32
+
+
+@_define(floats, _i64, _i64)
+def load(builder: Any, address: Any, i: Any) -> Any:
+    """Return elements i .. i + LANES."""
+    return builder.load(_place(builder, address, i, _FLOATS, 2), align=4)
+
+
+@_define(types.none, _i64, _i64, floats)
+def store(builder: Any, address: Any, i: Any, v: Any) -> None:
+    """Write elements i .. i + LANES."""
+    builder.store(v, _place(builder, address, i, _FLOATS, 2), align=4)
+
+
+@_define(types.none, _i64, _i64, floats)
+def stream(builder: Any, address: Any, i: Any, v: Any) -> None:
+    """Write elements i .. i + LANES past the cache: memory is not read first. The place must be 32-byte aligned."""
+    written = builder.store(v, _place(builder, address, i, _FLOATS, 2), align=4 * LANES)
+    written.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
+
+
+@_define(_f32, _i64, _i64)
+def get(builder: Any, address: Any, i: Any) -> Any:
+    """Return element i."""
+    return builder.load(_place(builder, address, i, _F32, 2), align=4)
+
+
+@_define(types.none, _i64, _i64, _f32)
+def put(builder: Any, address: Any, i: Any, value: Any) -> None:
+    """Write element i."""
+    builder.store(value, _place(builder, address, i, _F32, 2), align=4)
+
+
+@_define(floats, _f32)
+def splat(builder: Any, value: Any) -> Any:
+    """Return a vector of one value."""
+    return _splat(builder, value, _FLOATS)
+
+
+@_define(floats, floats, floats)
+def add(builder: Any, a: Any, b: Any) -> Any:
+    """Return a + b."""
+    return builder.fadd(a, b)
+
+
+@_define(floats, floats, floats)
+def sub(builder: Any, a: Any, b: Any) -> Any:
+    """Return a - b."""
+    return builder.fsub(a, b)
+
+
+@_define(floats, floats, floats)
+def mul(builder: Any, a: Any, b: Any) -> Any:
+    """Return a * b."""
+    return builder.fmul(a, b)
+
+
+@_define(_f32, _f32, _f32, _f32)
+def fused_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return a * b + c of single numbers, rounded once."""
+    return builder.fma(a, b, c)
+
+
+@_define(bools, floats)
+def positive(builder: Any, v: Any) -> Any:
+    """Return v >= 0, which is false for NaN."""
+    return builder.fcmp_ordered(">=", v, ir.Constant(_FLOATS, [0.0] * LANES))
+
+
+@_define(bools, _i64)
+def below(builder: Any, limit: Any) -> Any:
+    """Return lane < limit."""
+    lanes = ir.Constant(ir.VectorType(_I64, LANES), list(range(LANES)))
+    return builder.icmp_signed("<", lanes, _splat(builder, limit, ir.VectorType(_I64, LANES)))
+
+
+@_define(bools, bools, bools)
+def both(builder: Any, a: Any, b: Any) -> Any:
+    """Return a and b."""
+    return builder.and_(a, b)
+
+
+@_define(floats, bools, floats, floats)
+def select(builder: Any, mask: Any, a: Any, b: Any) -> Any:
+    """Return a where the mask is true, else b."""
+    return builder.select(mask, a, b)
+
+
+@_define(bools, _i64, _i64)
+def load_bits(builder: Any, address: Any, i: Any) -> Any:
+    """Return bits i .. i + LANES, i a multiple of LANES."""
+    return builder.bitcast(builder.load(_place(builder, address, i, _I8, -3), align=1), _BOOLS)
+
+
+@_define(types.none, _i64, _i64, bools)
+def store_bits(builder: Any, address: Any, i: Any, mask: Any) -> None:
+    """Write bits i .. i + LANES, i a multiple of LANES."""
+    builder.store(builder.bitcast(mask, _I8), _place(builder, address, i, _I8, -3), align=1)
+
+
+@_define(_f32, floats)
+def lane_sum(builder: Any, v: Any) -> Any:
+    """Return the sum of the lanes, added in their order."""
+    total = builder.extract_element(v, _I32(0))
+    for lane in range(1, LANES):
+        total = builder.fadd(total, builder.extract_element(v, _I32(lane)))
+    return total
+
+
+@_define(_i64, _i64, _i64)
+def get_byte(builder: Any, address: Any, i: Any) -> Any:
+    """Return byte i, 0 to 255."""
+    return builder.zext(builder.load(_place(builder, address, i, _I8, 0), align=1), _I64)
+
+
+@_define(types.none, _i64, _i64, _i64)
+def put_byte(builder: Any, address: Any, i: Any, value: Any) -> None:
+    """Write byte i."""
+    builder.store(builder.trunc(value, _I8), _place(builder, address, i, _I8, 0), align=1)
+
+
+@_define(types.none, _i64, _i64, types.float64)
+def put_double(builder: Any, address: Any, i: Any, value: Any) -> None:
+    """Write element i of a float64 array."""
+    builder.store(value, _place(builder, address, i, ir.DoubleType(), 3), align=8)
+
+
+@_define(_i64, _i64, _i64)
+def get_int(builder: Any, address: Any, i: Any) -> Any:
+    """Return element i of an int64 array."""
+    return builder.load(_place(builder, address, i, _I64, 3), align=8)
