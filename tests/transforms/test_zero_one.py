@@ -1,0 +1,156 @@
+"""0/1 Adam against the paper, how little its ranks drift, and where it differs from DeepSpeed."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fn
+from fn import tree
+from oracle_family import ZeroOneAdam
+
+SHAPES = [(7, 5), (13,), (1,), (0,)]
+KINDS = {fn.Phase.WARMUP: "variance", fn.Phase.COMPRESSED: "sync", fn.Phase.LOCAL: "local"}
+
+
+def gradients(world: int, step: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return [torch.randn((world, *shape), generator=generator, dtype=dtype) for shape in SHAPES]
+
+
+def begin(tx: fn.Transform, world: int, dtype: torch.dtype = torch.float64) -> tuple[Any, Any, Any]:
+    """Return params (W, ...), state and its rank dims."""
+    generator = torch.Generator().manual_seed(3)
+    params = [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
+    dims = fn.rank_dims(tx.init(params))
+    state = fn.simulate(tx.init, "data", world, in_dims=None, out_dims=dims)(params)
+    return [p.expand(world, *p.shape).contiguous() for p in params], state, dims
+
+
+def runs(tx: fn.Transform, dims: Any, world: int) -> dict[fn.Phase, Any]:
+    def advance(phase: fn.Phase, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(phase)(grads, state, params)
+        return fn.apply_updates(params, updates), state
+
+    return {
+        phase: fn.simulate(partial(advance, phase), "data", world, in_dims=(0, dims, 0), out_dims=(0, dims))
+        for phase in fn.Phase
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_zero_one_adam_is_the_papers(world: int, weight_decay: float) -> None:
+    hyper = {"lr": 0.02, "b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": weight_decay}
+    tx = fn.zero_one_adam(axis="data", **hyper)
+    schedule = fn.zero_one_schedule(8, 2, 4, 4)
+    params, state, dims = begin(tx, world)
+    oracle = ZeroOneAdam([p[0].numpy().ravel() for p in params], world, **hyper)
+    steps, seen = runs(tx, dims, world), set()
+    for step in range(30):
+        phase, grads = schedule(step), gradients(world, step)
+        params, state = steps[phase](params, state, grads)
+        oracle.step([[g[r].numpy().ravel() for g in grads] for r in range(world)], KINDS[phase])
+        seen.add(phase)
+        for i, ours in enumerate(params):
+            for r in range(world):
+                np.testing.assert_allclose(ours[r].numpy().ravel(), oracle.params[r][i], rtol=0, atol=1e-9)
+    assert seen == set(fn.Phase)
+
+
+def spread(params: list[torch.Tensor]) -> float:
+    return max(float((p - p[:1]).abs().max()) for p in params if p.numel())
+
+
+@pytest.mark.parametrize("anchored", [True, False])
+def test_ranks_agree_after_2000_steps_because_they_return_to_an_anchor(anchored: bool) -> None:
+    world, lr = 4, 1e-3
+    sync = fn.compressed_average("data", fn.sign())
+    link = fn.scale_by_zero_one_adam(lr, sync=sync, anchored=anchored)
+    tx = fn.chain(fn.average("data"), link)
+    schedule = fn.zero_one_schedule(20, 4, 50, 4)
+    params, state, dims = begin(tx, world, torch.float32)
+    steps = runs(tx, dims, world)
+    last = 0.0
+    for step in range(2001):
+        params, state = steps[schedule(step)](params, state, gradients(world, step % 50, torch.float32))
+        if schedule(step) is not fn.Phase.LOCAL:
+            last = spread(params)
+    if anchored:
+        assert last <= 1e-7, f"the ranks are {last} apart"
+    else:
+        assert last > 1e-7, "taking steps back no longer drifts: `Differs` is out of date"
+
+
+def test_decay_stays_out_of_the_momentum_unless_asked_for() -> None:
+    """With gradients of zero the momentum rebuilt at a synchronisation is zero, and DeepSpeed's is the decay."""
+    momenta = {}
+    for inside in (False, True):
+        sync = fn.compressed_average("data", fn.sign())
+        tx = fn.scale_by_zero_one_adam(0.1, weight_decay=0.5, sync=sync, decay_in_momentum=inside)
+        params = [torch.ones(8)]
+        state = tx.init(params)
+        _, state = tx.warmup_update([torch.ones(8)], state, params)
+        state = state._replace(mu=[torch.zeros(8)], anchor=params)
+        updates, state = tx.local_update([torch.zeros(8)], state, params)
+        params = fn.apply_updates(params, updates)
+        updates, state = tx.compressed_update([torch.zeros(8)], state, params)
+        momenta[inside] = state.mu[0]
+        assert torch.all(fn.apply_updates(params, updates)[0] < 1.0), "the weights did not decay"
+    assert momenta[False].abs().max() < 1e-6 < momenta[True].abs().max()
+
+
+def test_a_rank_leaves_out_a_local_step_that_is_not_finite_and_stays_with_the_others() -> None:
+    world = 2
+    tx = fn.zero_one_adam(lr=0.01, axis="data")
+    params, state, dims = begin(tx, world, torch.float32)
+    steps = runs(tx, dims, world)
+    params, state = steps[fn.Phase.WARMUP](params, state, gradients(world, 0, torch.float32))
+    grads = gradients(world, 1, torch.float32)
+    grads[0][1, 0, 0] = float("nan")
+    before = [p.clone() for p in params]
+    params, state = steps[fn.Phase.LOCAL](params, state, grads)
+    assert torch.equal(params[0][1], before[0][1]) and not torch.equal(params[0][0], before[0][0])
+    assert tree.fields(state, "dropped")[0].tolist() == [0, 1]
+    params, state = steps[fn.Phase.COMPRESSED](params, state, gradients(world, 2, torch.float32))
+    assert spread(params) <= 1e-7 and all(torch.isfinite(p).all() for p in params)
+
+
+@pytest.mark.parametrize("phase", [fn.Phase.WARMUP, fn.Phase.COMPRESSED])
+def test_a_step_with_a_message_that_is_not_finite_is_skipped_by_all(phase: fn.Phase) -> None:
+    world = 2
+    tx = fn.zero_one_adam(lr=0.01, axis="data")
+    params, state, dims = begin(tx, world, torch.float32)
+    steps = runs(tx, dims, world)
+    params, state = steps[fn.Phase.WARMUP](params, state, gradients(world, 0, torch.float32))
+    grads = gradients(world, 1, torch.float32)
+    grads[1][1, 0] = float("inf")
+    after, state_after = steps[phase](params, state, grads)
+    assert all(torch.equal(a, b) for a, b in zip(after, params, strict=True))
+    assert int(state_after.skipped) == 1
+    for a, b in zip(tree.leaves(state_after.inner), tree.leaves(state.inner), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_gradients_are_compressed_before_the_freeze_when_asked_for() -> None:
+    world = 2
+    results = {}
+    for compress in ("steps", "gradients"):
+        tx = fn.zero_one_adam(lr=0.01, axis="data", compress=compress)
+        params, state, dims = begin(tx, world, torch.float32)
+        steps = runs(tx, dims, world)
+        params, state = steps[fn.Phase.WARMUP](params, state, gradients(world, 0, torch.float32))
+        params, state = steps[fn.Phase.COMPRESSED](params, state, gradients(world, 1, torch.float32))
+        results[compress] = params
+        assert spread(params) <= 1e-7
+    assert not torch.equal(results["steps"][0], results["gradients"][0])
+
+
+@pytest.mark.parametrize(("argument", "value"), [("compress", "nothing"), ("weight_decay", -1.0), ("b2", 1.0)])
+def test_an_argument_out_of_range_is_named(argument: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=argument):
+        fn.zero_one_adam(axis="data", **{argument: value})
