@@ -117,6 +117,7 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
     for name, value in (("every", every), ("block", block)):
         if value < 1:
             raise ValueError(f"{name}: is {value}; allowed is at least 1")
+    beta = float(torch.tensor(beta, dtype=torch.float32))  # 1 - beta is taken of what the kernels see
 
     def place(n: int, device: torch.device) -> tuple[Tensor, list[int]]:
         return tile((n,), torch.full((1, 1), n, device=device), block)

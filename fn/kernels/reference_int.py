@@ -33,7 +33,8 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> tuple
     """
     x = torch.where(padding_mask(x, valid, runs), x.to(scale_dtype(x)), 0.0)
     peaks = per_segment(x, runs, lambda p, a, b: p.abs().amax(-1) if p.numel() else p.new_zeros(p.shape[:2]))
-    scale = 2.0 ** (width - 1) / torch.cat([*peaks, x[:, :0]], -1)
+    peak = torch.cat([*peaks, x[:, :0]], -1)
+    scale = torch.full_like(peak, 2.0 ** (width - 1)) / peak  # number / tensor would round twice
     scale = torch.where(scale == float("inf"), 1.0, scale)
     code = (x * spread(scale, runs)).round().clamp(-(2 ** (width - 1)), 2 ** (width - 1) - 1)
     code = code.nan_to_num(0.0).to(torch.int8)

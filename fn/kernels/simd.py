@@ -18,6 +18,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.core.datamodel import models, register_default
 from numba.extending import intrinsic
 
@@ -208,3 +209,90 @@ def put_double(builder: Any, address: Any, i: Any, value: Any) -> None:
 def get_int(builder: Any, address: Any, i: Any) -> Any:
     """Return element i of an int64 array."""
     return builder.load(_place(builder, address, i, _I64, 3), align=8)
+
+
+@_define(ints, floats)
+def magnitude(builder: Any, v: Any) -> Any:
+    """Return the bits of |v| as integers: these are ordered like the numbers, with NaN above Inf."""
+    return builder.and_(builder.bitcast(v, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
+
+
+@_define(ints)
+def no_magnitude(builder: Any) -> Any:
+    """Return a vector of zeros."""
+    return ir.Constant(_INTS, [0] * LANES)
+
+
+@_define(ints, ints, ints)
+def larger(builder: Any, a: Any, b: Any) -> Any:
+    """Return the larger of two integers, lane by lane."""
+    return builder.select(builder.icmp_signed(">", a, b), a, b)
+
+
+@_define(_f32, ints)
+def largest(builder: Any, v: Any) -> Any:
+    """Return the largest lane of magnitudes as the number whose bits it is."""
+    found = builder.extract_element(v, _I32(0))
+    for lane in range(1, LANES):
+        other = builder.extract_element(v, _I32(lane))
+        found = builder.select(builder.icmp_signed(">", other, found), other, found)
+    return builder.bitcast(found, _F32)
+
+
+@_define(ints, floats, _f32)
+def code(builder: Any, v: Any, limit: Any) -> Any:
+    """Return v rounded half to even and clamped to -limit .. limit - 1; 0 for NaN."""
+    kind = ir.FunctionType(_FLOATS, [_FLOATS])
+    rint = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{LANES}f32")
+    one = ir.Constant(_F32, 1.0)
+    low, high = (_splat(builder, x, _FLOATS) for x in (builder.fneg(limit), builder.fsub(limit, one)))
+    rounded = builder.call(rint, [v])
+    rounded = builder.select(builder.fcmp_ordered("<", rounded, low), low, rounded)
+    rounded = builder.select(builder.fcmp_ordered(">", rounded, high), high, rounded)
+    number = builder.fcmp_ordered("ord", rounded, rounded)
+    return builder.fptosi(builder.select(number, rounded, ir.Constant(_FLOATS, [0.0] * LANES)), _INTS)
+
+
+@_define(floats, ints)
+def number(builder: Any, v: Any) -> Any:
+    """Return integers as floats."""
+    return builder.sitofp(v, _FLOATS)
+
+
+@_define(ints, _i64, _i64)
+def load_bytes(builder: Any, address: Any, i: Any) -> Any:
+    """Return int8 elements i .. i + LANES."""
+    kind = ir.VectorType(_I8, LANES)
+    return builder.sext(builder.load(_place(builder, address, i, kind, 0), align=1), _INTS)
+
+
+@_define(types.none, _i64, _i64, ints)
+def store_bytes(builder: Any, address: Any, i: Any, v: Any) -> None:
+    """Write int8 elements i .. i + LANES."""
+    kind = ir.VectorType(_I8, LANES)
+    builder.store(builder.trunc(v, kind), _place(builder, address, i, kind, 0), align=1)
+
+
+def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+@_define(ints, _i64, _i64)
+def load_nibbles(builder: Any, address: Any, i: Any) -> Any:
+    """Return 4-bit elements i .. i + LANES, i even; the even element is in the high half of its byte."""
+    half = ir.VectorType(_I8, LANES // 2)
+    high = builder.load(_place(builder, address, i, half, -1), align=1)
+    low = builder.shl(high, ir.Constant(half, [4] * (LANES // 2)))
+    mixed = _shuffle(builder, high, low, [k // 2 + LANES // 2 * (k % 2) for k in range(LANES)])
+    shifted = builder.ashr(mixed, ir.Constant(ir.VectorType(_I8, LANES), [4] * LANES))
+    return builder.sext(shifted, _INTS)
+
+
+@_define(types.none, _i64, _i64, ints)
+def store_nibbles(builder: Any, address: Any, i: Any, v: Any) -> None:
+    """Write 4-bit elements i .. i + LANES, i even."""
+    half, wide = ir.VectorType(_I8, LANES // 2), ir.VectorType(_I32, LANES // 2)
+    even, odd = (_shuffle(builder, v, v, list(range(k, LANES, 2))) for k in (0, 1))
+    low = builder.and_(odd, ir.Constant(wide, [15] * (LANES // 2)))
+    both = builder.or_(builder.shl(even, ir.Constant(wide, [4] * (LANES // 2))), low)
+    builder.store(builder.trunc(both, half), _place(builder, address, i, half, -1), align=1)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fn.kernels import places, reference
+from fn.kernels import places, reference, reference_int
 
 numba = pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 from fn.kernels import numba as fused  # noqa: E402
+from fn.kernels import numba_blocks as blocks  # noqa: E402
 
 RUNS = [
     [1, 8], [1, 1], [1, 7], [1, 9], [1, 4096], [1, 4097], [1, 12296], [3, 8, 1, 40, 2, 4104, 1, 13], [5, 64, 1, 24],
     [1, 0], [0, 8], [1, 8, 1, 0, 1, 8],
 ]  # fmt: skip
+
+SPECIAL = [0.0, -0.0, 1e-45, 1e-39, 3e38, float("inf"), -float("inf"), float("nan")]
 
 
 def same(found, expected):
@@ -57,7 +60,41 @@ def test_sign_messages_equal_the_reference(runs, ranks):
     same(fused.sign_serve(*args), reference.sign_serve(*args))
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, 1e-39, float("inf"), -float("inf"), float("nan")])
+@pytest.mark.parametrize("runs", RUNS, ids=str)
+@pytest.mark.parametrize("width", [4, 8])
+def test_integer_cells_equal_the_reference(runs, width):
+    n = reference.row_length(runs)
+    if width == 4 and any(w % 2 for w in runs[1::2]):
+        assert blocks.quantize(torch.zeros(1, n), torch.zeros(1, sum(runs[::2])).long(), runs, 4) is NotImplemented
+        return
+    for seed in range(3):
+        x, valid, segments, g = inputs(runs, 3, seed)
+        same(blocks.quantize(x, valid, runs, width), reference_int.quantize(x, valid, runs, width))
+        error = torch.randint(-128, 128, x.shape, generator=g, dtype=torch.int8)
+        scales = torch.rand((3, segments), generator=g) * (x.abs().max(1, keepdim=True).values if n else 1) / 100
+        args = (x, error, scales, 0.8, valid, runs, width)
+        same(blocks.quantize_feedback(*args), reference_int.quantize_feedback(*args))
+        codes = torch.randint(-128, 128, (3, 2, n * width // 8), generator=g, dtype=torch.int8)
+        codes = codes.view(torch.uint8) if width == 4 else codes
+        args = (codes, torch.rand((3, 2, segments), generator=g), valid, runs, width)
+        same([blocks.dequantize_mean(*args)], [reference_int.dequantize_mean(*args)])
+        args = (codes[:, 1], args[1][:, 1], *args[2:])
+        same([blocks.dequantize(*args)], [reference_int.dequantize(*args)])
+
+
+@pytest.mark.parametrize("value", SPECIAL)
+@pytest.mark.parametrize("width", [4, 8])
+def test_special_values_in_integers(value, width):
+    x = torch.randn(2, 40)
+    x[0, [0, 9, 33, 38]] = value
+    x[1] = value
+    valid, runs = torch.tensor([[8, 31], [8, 32]]), [1, 8, 1, 32]
+    same(blocks.quantize(x, valid, runs, width), reference_int.quantize(x, valid, runs, width))
+    args = (x, torch.ones(2, 40, dtype=torch.int8), torch.ones(2, 2), 0.5, valid, runs, width)
+    same(blocks.quantize_feedback(*args), reference_int.quantize_feedback(*args))
+
+
+@pytest.mark.parametrize("value", SPECIAL)
 def test_special_values(value):
     x = torch.randn(1, 40)
     x[0, [0, 9, 33, 39]] = value

@@ -1,0 +1,213 @@
+"""The loops of the integer kernels on a CPU, compiled by Numba; `numba_blocks` calls them.
+
+As in `numba_sign` they see addresses and places, but here a place is a whole segment, because it has one scale. All
+elements behind the valid ones count as zero.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from fn.kernels.numba_sign import ZERO, compiled, write
+from fn.kernels.simd import (
+    LANES,
+    add,
+    below,
+    code,
+    get,
+    get_byte,
+    get_int,
+    larger,
+    largest,
+    load,
+    load_bytes,
+    load_nibbles,
+    magnitude,
+    mul,
+    no_magnitude,
+    number,
+    put,
+    put_byte,
+    select,
+    splat,
+    store,
+    store_bytes,
+    store_nibbles,
+    sub,
+)
+
+ONE = np.float32(1)
+
+
+@compiled
+def load_codes(codes, i, width):  # type: ignore[no-untyped-def]
+    """Return codes i .. i + LANES as floats."""
+    return number(load_nibbles(codes, i)) if width == 4 else number(load_bytes(codes, i))
+
+
+@compiled
+def store_codes(codes, i, v, width):  # type: ignore[no-untyped-def]
+    """Write codes i .. i + LANES."""
+    if width == 4:
+        store_nibbles(codes, i, v)
+    else:
+        store_bytes(codes, i, v)
+
+
+@compiled
+def get_code(codes, i, width):  # type: ignore[no-untyped-def]
+    """Return code i as a float."""
+    if width == 8:
+        return np.float32(np.int8(get_byte(codes, i)))
+    nibble = (get_byte(codes, i // 2) >> (4 - 4 * (i % 2))) & 15
+    return np.float32((nibble ^ 8) - 8)
+
+
+@compiled
+def put_code(codes, i, value, width):  # type: ignore[no-untyped-def]
+    """Round, clamp and write code i; the even element of a pair comes first."""
+    limit = np.float32(8) if width == 4 else np.float32(128)
+    rounded = np.rint(value)
+    rounded = min(max(rounded, -limit), limit - ONE) if rounded == rounded else ZERO
+    whole = np.int64(rounded)
+    if width == 8:
+        put_byte(codes, i, whole & 255)
+    elif i % 2 == 0:
+        put_byte(codes, i // 2, (whole & 15) << 4)
+    else:
+        put_byte(codes, i // 2, get_byte(codes, i // 2) | (whole & 15))
+
+
+@compiled
+def raise_peak(peak, value):  # type: ignore[no-untyped-def]
+    """Return the larger of a peak and |value|, NaN if one of them is."""
+    size = abs(value)
+    return size if size > peak or size != size else peak
+
+
+@compiled
+def scale_of(peak, width):  # type: ignore[no-untyped-def]
+    """Return what elements are multiplied by before they are rounded: 1 where that would overflow."""
+    scale = (np.float32(8) if width == 4 else np.float32(128)) / peak
+    return ONE if scale == np.float32(np.inf) else scale
+
+
+@compiled
+def quantize_place(x, codes, first, length, valid, width, peak):  # type: ignore[no-untyped-def]
+    """Write the codes of a place whose largest magnitude is `peak`; return the factor that decodes them."""
+    scale = scale_of(peak, width)
+    factor, zero, limit = splat(scale), splat(ZERO), np.float32(8) if width == 4 else np.float32(128)
+    whole = length - length % LANES
+    for i in range(first, first + whole, LANES):
+        v = select(below(first + valid - i), load(x, i), zero)
+        store_codes(codes, i, code(mul(v, factor), limit), width)
+    for i in range(first + whole, first + length):
+        put_code(codes, i, get(x, i) * scale if i < first + valid else ZERO, width)
+    return ONE / scale
+
+
+@compiled
+def peak_place(x, first, length, valid):  # type: ignore[no-untyped-def]
+    """Return the largest magnitude of a place."""
+    zero, sizes = splat(ZERO), no_magnitude()
+    whole = length - length % LANES
+    for i in range(first, first + whole, LANES):
+        sizes = larger(sizes, magnitude(select(below(first + valid - i), load(x, i), zero)))
+    peak = largest(sizes)
+    for i in range(first + whole, first + length):
+        peak = raise_peak(peak, get(x, i) if i < first + valid else ZERO)
+    return peak
+
+
+@compiled
+def compensate_place(x, error, scale, h, first, length, valid):  # type: ignore[no-untyped-def]
+    """Write h = x + error, zero behind the valid elements; return its largest magnitude."""
+    zero, sizes, factor = splat(ZERO), no_magnitude(), splat(scale)
+    whole = length - length % LANES
+    for i in range(first, first + whole, LANES):
+        v = add(load(x, i), mul(load_codes(error, i, 8), factor))
+        v = select(below(first + valid - i), v, zero)
+        sizes = larger(sizes, magnitude(v))
+        store(h, i, v)
+    peak = largest(sizes)
+    for i in range(first + whole, first + length):
+        value = get(x, i) + get_code(error, i, 8) * scale if i < first + valid else ZERO
+        peak = raise_peak(peak, value)
+        put(h, i, value)
+    return peak
+
+
+@compiled
+def damp_place(h, codes, sent, error, scale, beta, first, length, valid, width):  # type: ignore[no-untyped-def]
+    """Replace h by beta error + (1 - beta) (h - decoded); return its largest magnitude."""
+    zero, sizes, factor, back = splat(ZERO), no_magnitude(), splat(scale), splat(sent)
+    keep, take = splat(np.float32(beta)), splat(np.float32(1.0 - beta))
+    whole = length - length % LANES
+    for i in range(first, first + whole, LANES):
+        lost = sub(load(h, i), mul(load_codes(codes, i, width), back))
+        v = add(mul(keep, mul(load_codes(error, i, 8), factor)), mul(take, lost))
+        v = select(below(first + valid - i), v, zero)
+        sizes = larger(sizes, magnitude(v))
+        store(h, i, v)
+    peak = largest(sizes)
+    for i in range(first + whole, first + length):
+        lost_one = get(h, i) - get_code(codes, i, width) * sent
+        value = np.float32(beta) * (get_code(error, i, 8) * scale) + np.float32(1.0 - beta) * lost_one
+        value = value if i < first + valid else ZERO
+        peak = raise_peak(peak, value)
+        put(h, i, value)
+    return peak
+
+
+@compiled
+def quantize(low, high, places, table, segments, valid, n, past_cache, x, codes, scales, width):  # type: ignore[no-untyped-def]
+    """Write the codes of x (R, n), and the factors (R, S) that decode them."""
+    for k in range(low, high):
+        r, place = k // places, table + 32 * (k % places)
+        first, length, here = get_int(place, 0), get_int(place, 1), r * segments + get_int(place, 2)
+        real, row, out = get_int(valid, here), x + 4 * r * n, codes + r * (n * width // 8)
+        peak = peak_place(row, first, length, real)
+        put(scales, here, quantize_place(row, out, first, length, real, width, peak))
+
+
+@compiled
+def quantize_feedback(  # type: ignore[no-untyped-def]
+    low, high, places, table, segments, valid, n, past_cache,
+    x, error, error_scales, beta, codes, scales, kept, kept_scales, width, scratch,
+):  # fmt: skip
+    """Quantise x + error, and keep the moving average of what was lost in 8 bits; h lives in `scratch`."""
+    for k in range(low, high):
+        r, place = k // places, table + 32 * (k % places)
+        first, length, here = get_int(place, 0), get_int(place, 1), r * segments + get_int(place, 2)
+        real, old, out, h = get_int(valid, here), error + r * n, codes + r * (n * width // 8), scratch - 4 * first
+        scale = get(error_scales, here)
+        peak = compensate_place(x + 4 * r * n, old, scale, h, first, length, real)
+        sent = quantize_place(h, out, first, length, real, width, peak)
+        put(scales, here, sent)
+        peak = damp_place(h, out, sent, old, scale, beta, first, length, real, width)
+        put(kept_scales, here, quantize_place(h, kept + r * n, first, length, real, 8, peak))
+
+
+@compiled
+def dequantize(  # type: ignore[no-untyped-def]
+    low, high, places, table, segments, valid, n, past_cache, codes, row_stride, stride, ranks, scales, width, out
+):
+    """Write the mean over the ranks of code * scale; codes (R, W, .), scales (R, W, S)."""
+    share, zero = np.float32(1.0 / ranks), splat(ZERO)
+    for k in range(low, high):
+        r, place = k // places, table + 32 * (k % places)
+        first, length, s = get_int(place, 0), get_int(place, 1), get_int(place, 2)
+        real, theirs, to = get_int(valid, r * segments + s), codes + r * row_stride, out + 4 * r * n
+        factors = scales + 4 * (r * ranks * segments + s)
+        whole = length - length % LANES
+        streams = past_cache and (to + 4 * first) % 32 == 0
+        for i in range(first, first + whole, LANES):
+            total = mul(load_codes(theirs, i, width), splat(get(factors, 0)))
+            for w in range(1, ranks):
+                total = add(total, mul(load_codes(theirs + w * stride, i, width), splat(get(factors, w * segments))))
+            write(to, i, select(below(first + real - i), mul(total, splat(share)), zero), streams)
+        for i in range(first + whole, first + length):
+            value = get_code(theirs, i, width) * get(factors, 0)
+            for w in range(1, ranks):
+                value += get_code(theirs + w * stride, i, width) * get(factors, w * segments)
+            put(to, i, value * share if i < first + real else ZERO)
