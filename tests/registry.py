@@ -1,0 +1,71 @@
+"""Every named optimizer, and what may be asked of it. `test_contract.py` holds each of them to the same contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import pytest
+
+import fn
+from fn import Phase
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
+class Named(NamedTuple):
+    """A named optimizer.
+
+    make: (lr=..., axis=..., **hyper-parameters) -> Transform.
+    phases: those it has.
+    schedule: one that visits all of them within 30 steps.
+    lr: a learning rate at which it trains the problems of the contract.
+    replicated: params stay the same on all ranks, and provably so. False: they differ between synchronisations.
+    adamw: phase -> the hyper-parameters under which it is torch's AdamW on one rank.
+    """
+
+    name: str
+    make: Callable[..., fn.Transform]
+    phases: tuple[Phase, ...]
+    schedule: Callable[[int], Phase]
+    lr: float = 0.02
+    replicated: bool = True
+    adamw: Mapping[Phase, Mapping[str, Any]] = NOTHING
+
+
+OPTIMIZERS = (
+    Named("adamw", fn.adamw, (Phase.WARMUP,), lambda step: Phase.WARMUP, adamw={Phase.WARMUP: NOTHING}),
+    Named(
+        "onebit_adam",
+        fn.onebit_adam,
+        (Phase.WARMUP, Phase.COMPRESSED),
+        fn.freeze_after(20),
+        adamw={Phase.WARMUP: {"bias_correction": True}},
+    ),
+    Named("lamb", fn.lamb, (Phase.WARMUP,), lambda step: Phase.WARMUP),
+    Named("onebit_lamb", fn.onebit_lamb, (Phase.WARMUP, Phase.COMPRESSED), fn.freeze_after(20)),
+    Named(
+        "zero_one_adam",
+        fn.zero_one_adam,
+        (Phase.WARMUP, Phase.COMPRESSED, Phase.LOCAL),
+        fn.zero_one_schedule(20, 4, 8, 4),
+        replicated=False,
+    ),
+)
+
+NAMES = [optimizer.name for optimizer in OPTIMIZERS]
+
+each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+
+_CASES = [(optimizer, phase) for optimizer in OPTIMIZERS for phase in optimizer.phases]
+
+each_phase = pytest.mark.parametrize(
+    ("optimizer", "phase"), _CASES, ids=[f"{optimizer.name}-{phase.value}" for optimizer, phase in _CASES]
+)
+
+_LACKING = [(optimizer, phase) for optimizer in OPTIMIZERS for phase in Phase if phase not in optimizer.phases]
+
+each_missing_phase = pytest.mark.parametrize(
+    ("optimizer", "phase"), _LACKING, ids=[f"{optimizer.name}-{phase.value}" for optimizer, phase in _LACKING]
+)

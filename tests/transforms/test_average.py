@@ -1,0 +1,215 @@
+"""`average` and `compressed_average`: trees in, the same trees out, on every rank the same."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fn
+from fn import Phase, tree
+
+SHAPES = {"matrix": (5, 7), "vector": (9,), "scalar": (), "empty": (0, 3), "cube": (2, 3, 4)}
+PHASES = [Phase.WARMUP, Phase.COMPRESSED, Phase.LOCAL]
+
+
+def updates(world: int, dtype=torch.float64, shapes=SHAPES):
+    return {name: torch.randn(world, *shape, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}
+
+
+def run(tx, phase, world, u, state=None, out=None):
+    """Return the updates, which must be the same on every rank, and the state of all ranks."""
+    if state is None:
+        state = fn.simulate(tx.init, "data", world)(u)
+    return fn.simulate(lambda u, s: tx.update(phase)(u, s, u), "data", world, out_dims=(out, 0))(u, state)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+def test_average_is_the_mean_in_the_warm_up_and_the_identity_afterwards(world):
+    u = updates(world)
+    found, state = run(fn.average("data"), Phase.WARMUP, world, u)
+    assert state == ()
+    for name, leaf in u.items():
+        torch.testing.assert_close(found[name], leaf.mean(0), rtol=1e-13, atol=1e-15)
+    for phase in (Phase.COMPRESSED, Phase.LOCAL):
+        found, _ = run(fn.average("data"), phase, world, u, out=0)
+        assert all(torch.equal(found[name], leaf) for name, leaf in u.items())
+
+
+def test_average_without_an_axis_averages_nothing():
+    u = updates(1)
+    found, _ = fn.average(None).warmup_update(u, (), u)
+    assert all(found[name] is leaf for name, leaf in u.items())
+
+
+def test_average_sends_one_message_per_dtype():
+    u = {"a": torch.ones(2, 3), "b": torch.ones(2, 4), "c": torch.ones(2, 5).double()}
+    with fn.ledger() as book:
+        found, _ = run(fn.average("data"), Phase.WARMUP, 2, u)
+    assert book.messages == {("data", "all_reduce"): 2}
+    assert book.total == 7 * 4 + 5 * 8
+    assert tree.map(lambda x: x.dtype, found) == {"a": torch.float32, "b": torch.float32, "c": torch.float64}
+
+
+@pytest.mark.parametrize("layout", ["flat", "per_tensor"])
+@pytest.mark.parametrize("block", [None, 8, 24])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
+def test_the_mean_in_codes_agrees_with_the_papers_loop_over_ragged_tensors(world, block, layout):
+    tx = fn.compressed_average("data", fn.sign(block=block), layout=layout)
+    loops = {name: oracle.CompressedMean(math.prod(shape), world, block) for name, shape in SHAPES.items()}
+    state = None
+    for _ in range(6):
+        u = updates(world)
+        found, state = run(tx, Phase.COMPRESSED, world, u, state)
+        for name, leaf in u.items():
+            expected = loops[name](list(leaf.reshape(world, -1).numpy())).reshape(SHAPES[name])
+            np.testing.assert_allclose(found[name], expected, rtol=0, atol=1e-11)
+
+
+@given(
+    st.integers(2, 5),
+    st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    st.sampled_from([None, 8, 16]),
+    st.integers(0, 2**31),
+)
+def test_padding_never_dilutes_a_scale_and_never_keeps_an_error(world, lengths, block, seed):
+    """Whatever the lengths, all that was to be sent is delivered or kept by real elements; padding holds zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    tx = fn.compressed_average("data", fn.sign(block=block), layout="per_tensor")
+    state = None
+    sent = [torch.zeros(n, dtype=torch.float64) for n in lengths]
+    delivered = [torch.zeros(n, dtype=torch.float64) for n in lengths]
+    for _ in range(3):
+        u = [torch.randn(world, n, generator=generator, dtype=torch.float64) for n in lengths]
+        found, state = run(tx, Phase.COMPRESSED, world, u, state)
+        for i, leaf in enumerate(u):
+            sent[i] += leaf.mean(0)
+            delivered[i] += found[i]
+    for i, n in enumerate(lengths):
+        worker, server = state.worker[i], state.server[i].flatten()
+        assert not worker[:, n:].any()
+        assert not server[n:].any()
+        kept = worker[:, :n].mean(0) + server[:n]
+        torch.testing.assert_close(delivered[i] + kept, sent[i], rtol=0, atol=1e-11)
+
+
+def test_a_ragged_tensor_of_one_magnitude_is_sent_without_any_loss():
+    """+-1 has the scale 1 exactly; a scale that counted padding would be smaller and leave an error."""
+    u = {"a": torch.ones(2, 13), "b": -torch.ones(2, 3)}
+    found, state = run(fn.compressed_average("data", fn.sign()), Phase.COMPRESSED, 2, u)
+    assert all(torch.equal(found[name], leaf[0]) for name, leaf in u.items())
+    assert all(not leaf.any() for leaf in tree.leaves(state))
+
+
+def test_scales_and_blocks_do_not_cross_from_one_tensor_into_the_next():
+    u = {"big": 1e6 * torch.ones(2, 5), "small": 1e-6 * torch.ones(2, 5)}
+    for codec in (fn.sign(), fn.sign(block=8), fn.sign(block=1024)):
+        found, _ = run(fn.compressed_average("data", codec), Phase.COMPRESSED, 2, u)
+        torch.testing.assert_close(found["small"], u["small"][0])
+        torch.testing.assert_close(found["big"], u["big"][0])
+
+
+@pytest.mark.parametrize("codec", [fn.sign(), fn.sign(block=16), fn.identity()], ids=["sign", "blocks", "identity"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_layouts_differ_in_messages_and_not_in_meaning(codec, dtype):
+    flat = fn.compressed_average("data", codec)
+    apart = fn.compressed_average("data", codec, layout="per_tensor")
+    states = [None, None]
+    shapes = {name: shape for name, shape in SHAPES.items() if name != "empty"}
+    for _ in range(4):
+        u = updates(3, dtype, shapes)
+        books = [fn.ledger(), fn.ledger()]
+        results = []
+        for i, tx in enumerate((flat, apart)):
+            with books[i]:
+                found, states[i] = run(tx, Phase.COMPRESSED, 3, u, states[i])
+            results.append(found)
+        rounding = 1e-5 if dtype == torch.float32 else 1e-13
+        for a, b in zip(*map(tree.leaves, results), strict=True):
+            torch.testing.assert_close(a, b, rtol=rounding, atol=rounding)
+        assert books[0].total == books[1].total
+        assert set(books[0].messages.values()) == {1}
+        assert set(books[1].messages.values()) == {len(shapes)}
+
+
+@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.LOCAL])
+def test_outside_of_the_compressed_phase_updates_and_errors_rest(phase):
+    u = updates(2)
+    tx = fn.compressed_average("data", fn.sign())
+    _, state = run(tx, Phase.COMPRESSED, 2, u)
+    with fn.ledger() as book:
+        found, after = run(tx, phase, 2, u, state, out=0)
+    assert all(torch.equal(found[name], leaf) for name, leaf in u.items())
+    assert all(map(torch.equal, tree.leaves(state), tree.leaves(after)))
+    assert book.total == 0
+
+
+def test_on_one_rank_nothing_is_quantised():
+    u = updates(1)
+    found, _ = run(fn.compressed_average("data", fn.sign()), Phase.COMPRESSED, 1, u)
+    assert all(torch.equal(found[name], leaf[0]) for name, leaf in u.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
+def test_every_floating_dtype_comes_back_as_it_went(dtype, phase):
+    u = updates(2, dtype)
+    tx = fn.average("data") if phase is Phase.WARMUP else fn.compressed_average("data", fn.sign())
+    found, _ = run(tx, phase, 2, u)
+    for name, leaf in u.items():
+        assert found[name].dtype == dtype
+        assert found[name].shape == leaf.shape[1:]
+        assert torch.isfinite(found[name]).all()
+
+
+def test_tensors_of_several_dtypes_travel_by_dtype_and_come_back_in_place():
+    u = {"a": torch.full((2, 3), 2.0), "b": torch.full((2, 5), -3.0).double(), "c": torch.full((2, 4), 5.0).bfloat16()}
+    with fn.ledger() as book:
+        found, state = run(fn.compressed_average("data", fn.sign()), Phase.COMPRESSED, 2, u)
+    assert book.messages == {("data", "all_to_all"): 3, ("data", "all_gather"): 3}
+    assert len(state.worker) == len(state.server) == 3
+    for name, leaf in u.items():
+        torch.testing.assert_close(found[name], leaf[0])
+
+
+def test_non_contiguous_leaves_travel_as_they_look():
+    u = {"a": torch.randn(2, 7, 5).transpose(1, 2), "b": torch.randn(2, 20)[:, ::2]}
+    packed = tree.map(lambda x: x.contiguous(), u)
+    tx = fn.compressed_average("data", fn.sign())
+    a, _ = run(tx, Phase.COMPRESSED, 2, u)
+    b, _ = run(tx, Phase.COMPRESSED, 2, packed)
+    assert all(torch.equal(a[name], b[name]) for name in u)
+
+
+def test_a_tree_of_nothing_but_empty_tensors_passes():
+    u = {"a": torch.zeros(2, 0), "b": torch.zeros(2, 3, 0)}
+    for tx, phase in ((fn.average("data"), Phase.WARMUP), (fn.compressed_average("data", fn.sign()), Phase.COMPRESSED)):
+        found, _ = run(tx, phase, 2, u)
+        assert tree.map(lambda x: tuple(x.shape), found) == {"a": (0,), "b": (3, 0)}
+        found, _ = run(tx, phase, 2, {})
+        assert found == {}
+
+
+def test_an_unknown_layout_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"layout: is 'tree'.*flat.*per_tensor"):
+        fn.compressed_average("data", fn.sign(), layout="tree")
+
+
+def test_a_state_of_another_world_size_is_refused_not_reinterpreted():
+    u = updates(2)
+    tx = fn.compressed_average("data", fn.sign())
+    _, state = run(tx, Phase.COMPRESSED, 2, u)
+    bigger = tree.map(lambda e: torch.cat([e, e]), state)
+    with pytest.raises(ValueError, match=r"error: has shape.*world size"):
+        run(tx, Phase.COMPRESSED, 4, updates(4), bigger)
+
+
+@pytest.mark.parametrize("leaf", [torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.complex64)])
+def test_params_that_are_no_real_numbers_are_refused_at_init_by_name(leaf):
+    with pytest.raises(TypeError, match=r"params: leaf 'w'"):
+        fn.compressed_average("data", fn.sign()).init({"w": leaf})
