@@ -17,13 +17,15 @@ def donate(update: UpdateFn) -> UpdateFn:
 
     The returned function has the same signature and results, but the state that it returns *is* the state that it
     was given, with new contents: buffers keep their addresses from step to step. Under `torch.compile` the copies
-    fuse into the update and nothing is allocated.
+    fuse into the update and nothing is allocated. An update that is a leaf of the old state is copied aside first.
 
     Raises: ValueError if the update changes the state's structure, a shape or a dtype; the state is then unchanged.
     """
 
     def donated(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         updates, after = update(updates, state, params)
+        olds = tree.leaves(state)
+        updates = tree.map(lambda u: u.clone() if any(u is o for o in olds) else u, updates)
         write_back(state, after)
         return updates, state
 

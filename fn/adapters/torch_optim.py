@@ -15,7 +15,7 @@ from fn.adapters.state_dict import flat_state, restore_flat
 from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.axis import current_binding
 from fn.schedules import FreezeWhenStable, Schedule
-from fn.transforms.finite import together
+from fn.transforms.finite import skip_nonfinite, together
 
 Tree = Any
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -67,6 +67,8 @@ class Optimizer(torch.optim.Optimizer):
         self._updates: dict[Phase, UpdateFn] = {}
         self._gradients = Gradients()
         super().__init__(params, {"lr": lr, **defaults})
+        if isinstance(self.schedule, FreezeWhenStable):
+            self._second_moment_norm()
 
     @property
     def phase(self) -> Phase:
@@ -93,11 +95,17 @@ class Optimizer(torch.optim.Optimizer):
             raise
 
     def _start(self, group: dict[str, Any]) -> None:
-        lr = torch.as_tensor(group["lr"], dtype=torch.float32).detach().clone()
+        wide = torch.float64 if any(p.dtype == torch.float64 for p in group["params"]) else torch.float32
+        lr = torch.as_tensor(group["lr"], dtype=wide).detach().clone()
+        if lr.ndim or not lr >= 0:
+            raise ValueError(f"lr: is {group['lr']}; allowed are numbers and 0-d tensors of at least 0")
         hyper = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")}
         with self._binding:
             transform = self.make(lr=lr, **hyper)
             state = transform.init([p.detach() for p in group["params"]])
+            if not tree.fields(state, "skipped"):  # a chain of the caller's own: guarded like the named ones
+                transform = skip_nonfinite(transform)
+                state = transform.init([p.detach() for p in group["params"]])
         group["lr"] = lr
         self._lrs.append(lr)
         self._transforms.append(transform)
@@ -183,7 +191,13 @@ class Optimizer(torch.optim.Optimizer):
 
         It is this rank's own: the errors differ between ranks, so every rank saves and loads its own.
         """
-        return flat_state(self)
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        found: dict[str, Any] = flat_state(self)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, bit for bit.
@@ -191,4 +205,9 @@ class Optimizer(torch.optim.Optimizer):
         Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype;
             nothing is loaded then.
         """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(state_dict))
+            state_dict = state_dict if changed is None else changed
         restore_flat(self, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)

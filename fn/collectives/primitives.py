@@ -117,7 +117,8 @@ def _as_message(payload: Tree) -> tuple[Tensor, Callable[[Tensor], Tree]]:
         found: list[Any] = [None] * len(leaves)
         for i, part in zip(order, message.split(widths, dim=1), strict=True):
             if dtypes[i] != torch.uint8:
-                part = part.clone(memory_format=torch.contiguous_format).view(dtypes[i])
+                part = part.clone(memory_format=torch.contiguous_format)
+                part = part.view(dtypes[i]) if part.numel() else part.to(dtypes[i])  # no bytes have no stride to view
             found[i] = part.reshape(part.shape[0], *shapes[i])
         return tree.unflatten(structure, found)
 

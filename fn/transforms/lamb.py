@@ -13,6 +13,7 @@ from fn.base import Phase, Transform, missing, stateless
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
+    keep_unseen_at_zero,
     moving_average,
     moving_average_of_squares,
     start_moments,
@@ -171,7 +172,7 @@ def onebit_lamb_by_tensor(
         (agreed, rest), sync_state = sync.compressed_update(averaged, state.sync, (params, state.tail))
         mu = tree.map(lambda m, s: m / s, agreed, state.scaling)
         if keep_zeros:
-            mu = tree.map(lambda m, v: torch.where(v > 0, m, 0.0), mu, state.nu)
+            mu = keep_unseen_at_zero(mu, state.nu)
         rows = _rows(params, mu, state.mu, state.nu, state.nu_fresh, state.coefficient, state.factor)
         results = [_step_tensor(h, *row) for h, row in zip(each, rows, strict=True)]
         out, fresh, factor, ratio = _columns(results, updates, 4)

@@ -114,7 +114,7 @@ def scale_by_onebit_adam(
         tree.check_real(updates, "updates")
         mu, sync_state = sync.compressed_update(moving_average(state.mu, updates, b1), state.sync, params)
         if keep_zeros:
-            mu = tree.map(lambda m, v: torch.where(v > 0, m, 0.0), mu, state.nu)
+            mu = keep_unseen_at_zero(mu, state.nu)
         weight = b1 * state.mu_weight + (1 - b1)
         state = state._replace(count=state.count + 1, mu=mu, mu_weight=weight, sync=sync_state)
         return direction(state), state
@@ -136,7 +136,8 @@ def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:
     tree.check_real(params, "params")
     leaves = tree.leaves(params)
     device = leaves[0].device if leaves else torch.device("cpu")
-    zero = [torch.zeros((), device=device) for _ in range(2)]
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in leaves) else torch.float32
+    zero = [torch.zeros((), dtype=wide, device=device) for _ in range(2)]
     count = torch.zeros((), dtype=torch.int64, device=device)
     return count, tree.map(zeros_like_moment, params), tree.map(zeros_like_moment, params), *zero
 
@@ -145,6 +146,11 @@ def zeros_like_moment(p: Tensor) -> Tensor:
     """Return zeros in the dtype that moments of p have: float32 for half precision, else p's own."""
     dtype = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
     return torch.zeros(p.shape, dtype=dtype, device=p.device)
+
+
+def keep_unseen_at_zero(x: Tree, nu: Tree) -> Tree:
+    """Return x, zero where nu is zero; but NaN where it is not finite there, so that the step is still skipped."""
+    return tree.map(lambda a, v: torch.where(v > 0, a, a - a), x, nu)
 
 
 def moving_average(average: Tree, new: Tree, decay: float) -> Tree:

@@ -38,7 +38,7 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     Raises: ValueError if lr is negative or a tensor with more than one element.
     """
     if isinstance(lr, Tensor):
-        if lr.numel() != 1:
+        if lr.ndim:
             raise ValueError(f"lr: has shape {tuple(lr.shape)}; allowed are floats and 0-d tensors")
     elif lr < 0:
         raise ValueError(f"lr: is {lr}; allowed is at least 0")

@@ -95,7 +95,8 @@ def scale_by_zero_one_adam(
         raise ValueError(f"compress: is {compress!r}; allowed are 'steps' and 'gradients'")
 
     def init(params: Tree) -> ZeroOneAdamState:
-        count, mu, nu, elapsed, peak = start_moments(params)
+        count, mu, nu, elapsed, _ = start_moments(params)
+        peak = torch.zeros((), device=count.device)
         anchor = tree.map(lambda p, m: p.detach().to(m.dtype, copy=True), params, mu) if anchored else ()
         went = () if anchored else tree.map(torch.zeros_like, mu)
         return ZeroOneAdamState(count, mu, nu, anchor, went, elapsed, torch.zeros_like(count), peak, sync.init(mu))
@@ -166,5 +167,5 @@ def scale_by_zero_one_adam(
 def largest(updates: Tree) -> Tensor:
     """Return the largest magnitude over all leaves, 0-d float32; NaN or Inf where an element is."""
     leaves = [u for u in tree.leaves(updates) if u.numel()]
-    peaks = [torch.linalg.vector_norm(u, float("inf")).to(leaves[0].device, torch.float32) for u in leaves]
-    return torch.stack(peaks).max() if peaks else torch.zeros(())
+    ends = [end.abs().to(leaves[0].device, torch.float32) for u in leaves for end in torch.aminmax(u)]
+    return torch.stack(ends).max() if ends else torch.zeros(())
