@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fn import tree
+from fn.collectives.mpi import Communicator, is_communicator, register_communicator
 
 SIMULATED = ""
 ALONE = "alone"
@@ -34,7 +35,8 @@ class Axis(NamedTuple):
 
     rank: 0-d int64; under `simulate` it is batched by that simulation's vmap level, which is how a collective
         recognises its own level.
-    transport: the name of a process group, or `SIMULATED`, or `ALONE` for an unbound axis of size 1.
+    transport: the name of a process group or a registered transport, or `SIMULATED`, or `ALONE` for an unbound axis
+        of size 1.
     """
 
     size: int
@@ -68,13 +70,14 @@ class Binding:
         _bound.axes = self._before.pop()
 
 
-def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup]) -> Binding:
+def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator]) -> Binding:
     """Give axis names to process groups, as a context.
 
     Args:
-        mesh: a `DeviceMesh` with `mesh_dim_names`, or a mapping from names to process groups.
+        mesh: a `DeviceMesh` with `mesh_dim_names`, or a mapping from names to process groups of torch.distributed or
+            communicators of mpi4py: `{"data": MPI.COMM_WORLD}`.
     Returns: a context manager. `fn.Optimizer` keeps the binding it was built in.
-    Raises: ValueError if the mesh has no dimension names.
+    Raises: ValueError if the mesh has no dimension names or a communicator is null; TypeError for anything else.
 
     Differs: nothing is process-wide; the binding belongs to the thread that enters it.
     """
@@ -86,11 +89,18 @@ def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup]) -> Binding:
         groups = dict(mesh)
     else:
         raise TypeError(f"mesh: is {type(mesh).__name__}; allowed are a DeviceMesh or a mapping of names to groups")
-    return Binding({name: _group_axis(group) for name, group in groups.items()})
+    return Binding({name: _group_axis(name, group) for name, group in groups.items()})
 
 
-def _group_axis(group: dist.ProcessGroup) -> Axis:
-    return Axis(group.size(), torch.tensor(group.rank()), group.group_name)
+def _group_axis(name: str, group: Any) -> Axis:
+    if isinstance(group, dist.ProcessGroup):
+        return Axis(group.size(), torch.tensor(group.rank()), group.group_name)
+    if is_communicator(group):
+        transport = register_communicator(group)
+        return Axis(group.Get_size(), torch.tensor(group.Get_rank()), transport)
+    raise TypeError(
+        f"mesh: {name!r} is {type(group).__name__}; allowed are process groups and communicators of mpi4py"
+    )
 
 
 def current_binding() -> Binding:
@@ -172,15 +182,19 @@ def resolve(axis: str) -> Axis:
         raise ValueError(
             f"axis: {axis!r} is not bound, but this is one of {_ranks_around()} processes; build and run the "
             f"optimizer inside `with fn.bind(mesh)`, mesh = init_device_mesh(device, ({_ranks_around()},), "
-            f"mesh_dim_names=({axis!r},))"
+            f"mesh_dim_names=({axis!r},)), or over MPI mesh = {{{axis!r}: MPI.COMM_WORLD}}"
         )
     return Axis(1, torch.tensor(0), ALONE)
+
+
+WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+"""Where launchers say how many processes there are: torchrun, MPICH and its relatives, Open MPI, MVAPICH."""
 
 
 def _ranks_around() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return max(int(os.environ.get(name) or 1) for name in WORLD_SIZES)
 
 
 def axis_size(axis: str) -> int:
@@ -205,7 +219,7 @@ def rank_dims(state: Any) -> Any:
     """Return a tree like `state` with 0 at leaves that belong to one rank and None at replicated ones.
 
     These are the in_dims and out_dims of a state under `simulate`. A state class says which of its fields
-    belong to one rank by a class attribute `rank_local`, as `ErrorFeedbackState` does.
+    belong to one rank by a property `rank_local`, as `ErrorFeedbackState` does.
     """
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         local = getattr(state, "rank_local", ())

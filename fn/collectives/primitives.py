@@ -2,8 +2,8 @@
 
 Each is an op `fn::name(x, rank, size, transport)`. The rank is a tensor operand: the vmap level that batches it is the
 axis itself, where the exchange is a transposition; any other vmap level is passed by. Below all levels the op
-decomposes into torch's functional collectives, so `torch.compile` sees them. This is the only module that names
-those: they are private and their names move.
+decomposes into torch's functional collectives, so `torch.compile` sees them, or is carried by a registered transport.
+This is the only module that names the functional collectives: they are private and their names move.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives.ledger import is_open, record
+from fn.collectives.transports import carry, registered
 
 Tree = Any
 
@@ -205,8 +206,11 @@ def _vmap_psum(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, transpo
 
 
 def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched]) -> None:
+    def run_or_carry(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
+        return carry(x, size, name, transport) if transport in registered else run(x, rank, size, transport)
+
     _library.define(f"{name}(Tensor x, Tensor rank, int size, str transport) -> Tensor")
-    _library.impl(name, run, "CompositeImplicitAutograd")
+    _library.impl(name, run_or_carry, "CompositeImplicitAutograd")
     torch.library.register_vmap(f"fn::{name}", rule, lib=_library)
 
 
