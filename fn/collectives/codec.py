@@ -129,18 +129,19 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         return SignPayload(scales.expand(rows, -1), bits.reshape(rows, -1)), scales.expand(at.rows, -1).contiguous()
 
     def encode(x: Tensor) -> SignPayload:
-        at = place(*x.shape, x.device)
+        at = place(x.shape[0], x.shape[1], x.device)
         bits, sums = torch.ops.fn.sign_encode(at.of(x), at.valid, at.runs)
         return finish(x.shape[0], at, bits, sums, torch.float64 if x.dtype == torch.float64 else torch.float32)[0]
 
     def decode(payload: SignPayload) -> Tensor:
         at = place(payload.bits.shape[0], payload.bits.shape[1] * 8, payload.bits.device, merge=False)
-        return torch.ops.fn.sign_decode(payload.bits, payload.scales.contiguous(), at.valid, at.runs)
+        decoded: Tensor = torch.ops.fn.sign_decode(payload.bits, payload.scales.contiguous(), at.valid, at.runs)
+        return decoded
 
     def decode_mean(payload: SignPayload) -> Tensor:
         at = place(1, payload.bits.shape[1] * 8, payload.bits.device)
         scales = payload.scales.contiguous()
-        mean = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], at.valid, at.runs)
+        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], at.valid, at.runs)
         return mean[0]
 
     def fused(rule: Any) -> Fused | None:

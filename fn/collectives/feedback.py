@@ -90,7 +90,8 @@ def classic(*, lazy: bool = False) -> Feedback:
     def compensate(x: Tensor, error: Tree) -> Tensor:
         if isinstance(error, LazyError):
             raise TypeError("error: is lazy, but this codec has no kernel for it; make the state with the codec in use")
-        return x + error
+        compensated: Tensor = x + error
+        return compensated
 
     return Feedback(init, compensate, lambda compensated, decoded, error: compensated - decoded, Classic(lazy))
 

@@ -61,7 +61,7 @@ def _int(width: int, block: int, segments: Segments | None) -> Codec:
         return tile(segments.widths, segments.valid.to(device).expand(rows, -1), block)
 
     def encode(x: Tensor) -> IntPayload:
-        codes, scales = torch.ops.fn.quantize(x, *place(*x.shape, x.device), width)
+        codes, scales = torch.ops.fn.quantize(x, *place(x.shape[0], x.shape[1], x.device), width)
         return IntPayload(scales, codes)
 
     def decode(payload: IntPayload) -> Tensor:

@@ -103,7 +103,7 @@ def complaint(op: str, kernel: Callable[..., Any], device: torch.device) -> str 
 
 def difference(found: Any, expected: Any, rtol: float = 1e-6) -> str | None:
     """Return how a result differs from the expected one, or None: integers exactly, floats up to rounding."""
-    found, expected = _as_tuple(found), _as_tuple(expected)
+    found, expected = as_tuple(found), as_tuple(expected)
     if len(found) != len(expected):
         return f"{len(found)} results instead of {len(expected)}"
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
@@ -116,7 +116,8 @@ def difference(found: Any, expected: Any, rtol: float = 1e-6) -> str | None:
     return None
 
 
-def _as_tuple(x: Any) -> Sequence[Any]:
+def as_tuple(x: Any) -> Sequence[Any]:
+    """Return a result as a tuple of results."""
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 

@@ -46,7 +46,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)
     block = _take(size)
     offset = -block.ctypes.data % ALIGNMENT
-    lease = (ctypes.c_char * size).from_buffer(block, offset)
+    lease = (ctypes.c_char * size).from_buffer(block.data, offset)
     weakref.finalize(lease, _give_back, size, block).atexit = False
     return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
 

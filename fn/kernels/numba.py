@@ -16,7 +16,7 @@ from torch import Tensor
 from fn.kernels import numba_blocks, reference
 from fn.kernels import numba_sign as loops
 from fn.kernels.buffers import empty
-from fn.kernels.places import Places, places, run
+from fn.kernels.places import Places, add_up, places, run
 from fn.kernels.reference import NORM_BLOCK
 from fn.kernels.table import Accelerator
 
@@ -36,17 +36,6 @@ def _norms_agree(width: int) -> bool:
     return torch.equal(sums, reference.sum_of_squares(x, [1, width]))
 
 
-def _sums(squares: Tensor, at: Places, runs: Sequence[int], rows: int) -> Tensor:
-    """Add the squared norms (R, places) of each segment's places, in order: (R, S)."""
-    sums, first = [squares[:, :0]], 0
-    for _, _, count, width in reference.runs_of(runs):
-        blocks = -(-width // NORM_BLOCK)
-        part = squares[:, first : first + count * blocks].view(rows, count, blocks)
-        sums.append(part.cumsum(-1)[..., -1] if blocks > 1 else part.sum(-1))
-        first += count * blocks
-    return torch.cat(sums, -1) if len(sums) > 2 else sums[-1]
-
-
 def _encode(
     x: Tensor, buffer: Tensor | None, sent: Tensor | None, valid: Tensor, at: Places
 ) -> tuple[Tensor | None, Tensor, Tensor]:
@@ -63,7 +52,7 @@ def _finish(
     b: Tensor, bits: Tensor, squares: Tensor, at: Places, valid: Tensor, runs: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     if _norms_agree(64 if at.whole else 63):
-        return bits, _sums(squares, at, runs, b.shape[0])
+        return bits, add_up(squares, runs)
     return bits, reference.sum_of_squares(torch.where(reference.padding_mask(b, valid, runs), b, 0.0), runs)
 
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """The loops of the integer kernels on a CPU, compiled by Numba; `numba_blocks` calls them.
 
 As in `numba_sign` they see addresses and places, but here a place is a whole segment, because it has one scale. All
@@ -40,13 +41,13 @@ ONE = np.float32(1)
 
 
 @compiled
-def load_codes(codes, i, width):  # type: ignore[no-untyped-def]
+def load_codes(codes, i, width):
     """Return codes i .. i + LANES as floats."""
     return number(load_nibbles(codes, i)) if width == 4 else number(load_bytes(codes, i))
 
 
 @compiled
-def store_codes(codes, i, v, width):  # type: ignore[no-untyped-def]
+def store_codes(codes, i, v, width):
     """Write codes i .. i + LANES."""
     if width == 4:
         store_nibbles(codes, i, v)
@@ -55,7 +56,7 @@ def store_codes(codes, i, v, width):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def get_code(codes, i, width):  # type: ignore[no-untyped-def]
+def get_code(codes, i, width):
     """Return code i as a float."""
     if width == 8:
         return np.float32(np.int8(get_byte(codes, i)))
@@ -64,7 +65,7 @@ def get_code(codes, i, width):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def put_code(codes, i, value, width):  # type: ignore[no-untyped-def]
+def put_code(codes, i, value, width):
     """Round, clamp and write code i; the even element of a pair comes first."""
     limit = np.float32(8) if width == 4 else np.float32(128)
     rounded = np.rint(value)
@@ -79,21 +80,21 @@ def put_code(codes, i, value, width):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def raise_peak(peak, value):  # type: ignore[no-untyped-def]
+def raise_peak(peak, value):
     """Return the larger of a peak and |value|, NaN if one of them is."""
     size = abs(value)
     return size if size > peak or size != size else peak
 
 
 @compiled
-def scale_of(peak, width):  # type: ignore[no-untyped-def]
+def scale_of(peak, width):
     """Return what elements are multiplied by before they are rounded: 1 where that would overflow."""
     scale = (np.float32(8) if width == 4 else np.float32(128)) / peak
     return ONE if scale == np.float32(np.inf) else scale
 
 
 @compiled
-def quantize_place(x, codes, first, length, valid, width, peak):  # type: ignore[no-untyped-def]
+def quantize_place(x, codes, first, length, valid, width, peak):
     """Write the codes of a place whose largest magnitude is `peak`; return the factor that decodes them."""
     scale = scale_of(peak, width)
     factor, zero, limit = splat(scale), splat(ZERO), np.float32(8) if width == 4 else np.float32(128)
@@ -107,7 +108,7 @@ def quantize_place(x, codes, first, length, valid, width, peak):  # type: ignore
 
 
 @compiled
-def peak_place(x, first, length, valid):  # type: ignore[no-untyped-def]
+def peak_place(x, first, length, valid):
     """Return the largest magnitude of a place."""
     zero, sizes = splat(ZERO), no_magnitude()
     whole = length - length % LANES
@@ -120,7 +121,7 @@ def peak_place(x, first, length, valid):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def compensate_place(x, error, scale, h, first, length, valid):  # type: ignore[no-untyped-def]
+def compensate_place(x, error, scale, h, first, length, valid):
     """Write h = x + error, zero behind the valid elements; return its largest magnitude."""
     zero, sizes, factor = splat(ZERO), no_magnitude(), splat(scale)
     whole = length - length % LANES
@@ -138,7 +139,7 @@ def compensate_place(x, error, scale, h, first, length, valid):  # type: ignore[
 
 
 @compiled
-def damp_place(h, codes, sent, error, scale, beta, first, length, valid, width):  # type: ignore[no-untyped-def]
+def damp_place(h, codes, sent, error, scale, beta, first, length, valid, width):
     """Replace h by beta error + (1 - beta) (h - decoded); return its largest magnitude."""
     zero, sizes, factor, back = splat(ZERO), no_magnitude(), splat(scale), splat(sent)
     keep, take = splat(np.float32(beta)), splat(np.float32(1.0 - beta))
@@ -160,7 +161,7 @@ def damp_place(h, codes, sent, error, scale, beta, first, length, valid, width):
 
 
 @compiled
-def quantize(low, high, places, table, segments, valid, n, past_cache, x, codes, scales, width):  # type: ignore[no-untyped-def]
+def quantize(low, high, places, table, segments, valid, n, past_cache, x, codes, scales, width):
     """Write the codes of x (R, n), and the factors (R, S) that decode them."""
     for k in range(low, high):
         r, place = k // places, table + 32 * (k % places)
@@ -171,7 +172,7 @@ def quantize(low, high, places, table, segments, valid, n, past_cache, x, codes,
 
 
 @compiled
-def quantize_feedback(  # type: ignore[no-untyped-def]
+def quantize_feedback(
     low, high, places, table, segments, valid, n, past_cache,
     x, error, error_scales, beta, codes, scales, kept, kept_scales, width, scratch,
 ):  # fmt: skip
@@ -189,7 +190,7 @@ def quantize_feedback(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def dequantize(  # type: ignore[no-untyped-def]
+def dequantize(
     low, high, places, table, segments, valid, n, past_cache, codes, row_stride, stride, ranks, scales, width, out
 ):
     """Write the mean over the ranks of code * scale; codes (R, W, .), scales (R, W, S)."""

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """The loops of the sign kernels on a CPU, compiled by Numba; `numba` calls them.
 
 They see addresses, not arrays. A row is a list of places: blocks of at most 4096 elements that do not cross segments,
@@ -43,7 +44,7 @@ ZERO = np.float32(0)
 
 
 @compiled
-def write(address, i, v, past_cache):  # type: ignore[no-untyped-def]
+def write(address, i, v, past_cache):
     """Store a vector, past the cache if so wanted."""
     if past_cache:
         stream(address, i, v)
@@ -52,7 +53,7 @@ def write(address, i, v, past_cache):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def encode_place(x, buffer, out, bits, sent, first, length, valid, past_cache):  # type: ignore[no-untyped-def]
+def encode_place(x, buffer, out, bits, sent, first, length, valid, past_cache):
     """Write b = x + (buffer - sent sgn buffer), unless out is 0, and its bits; return the square of the norm of b.
 
     The squares are added in LANES lanes, these in order, then the tail, of which torch's compiler takes the first
@@ -96,7 +97,7 @@ def encode_place(x, buffer, out, bits, sent, first, length, valid, past_cache): 
 
 
 @compiled
-def mean_place(bits, stride, ranks, scales, segments, out, first, length, valid, past_cache):  # type: ignore[no-untyped-def]
+def mean_place(bits, stride, ranks, scales, segments, out, first, length, valid, past_cache):
     """Write the sum over the ranks of scale * sign; rank r's bits lie r * stride bytes behind."""
     zero = splat(ZERO)
     whole = length - length % LANES
@@ -119,7 +120,7 @@ def mean_place(bits, stride, ranks, scales, segments, out, first, length, valid,
 
 
 @compiled
-def residual_place(b, out, sent, first, length, valid, past_cache):  # type: ignore[no-untyped-def]
+def residual_place(b, out, sent, first, length, valid, past_cache):
     """Write b - sent sgn b, and b behind the valid elements."""
     zero, up, down = splat(ZERO), splat(sent), splat(-sent)
     whole = length - length % LANES
@@ -134,9 +135,7 @@ def residual_place(b, out, sent, first, length, valid, past_cache):  # type: ign
 
 
 @compiled
-def encode(  # type: ignore[no-untyped-def]
-    low, high, places, table, segments, valid, n, past_cache, x, buffer, sent, out, bits, squares
-):
+def encode(low, high, places, table, segments, valid, n, past_cache, x, buffer, sent, out, bits, squares):
     """Encode x (R, n), with feedback if buffer is not 0; squares (R, places) float64 receives the squared norms."""
     for k in range(low, high):
         r, place = k // places, table + 32 * (k % places)
@@ -159,7 +158,7 @@ def encode(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def serve(  # type: ignore[no-untyped-def]
+def serve(
     low, high, places, table, segments, valid, n, past_cache,
     received, row_stride, stride, ranks, scales, buffer, sent, out, bits, squares, scratch,
 ):  # fmt: skip
@@ -181,9 +180,7 @@ def serve(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def decode(  # type: ignore[no-untyped-def]
-    low, high, places, table, segments, valid, n, past_cache, bits, row_stride, stride, ranks, scales, out
-):
+def decode(low, high, places, table, segments, valid, n, past_cache, bits, row_stride, stride, ranks, scales, out):
     """Write the sum over the ranks of scale * sign; bits (R, W, .), scales (R, W, S)."""
     for k in range(low, high):
         r, place = k // places, table + 32 * (k % places)
@@ -194,7 +191,7 @@ def decode(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def residual(low, high, places, table, segments, valid, n, past_cache, b, scales, out):  # type: ignore[no-untyped-def]
+def residual(low, high, places, table, segments, valid, n, past_cache, b, scales, out):
     """Write b - scale sgn b for b (R, n)."""
     for k in range(low, high):
         r, place = k // places, table + 32 * (k % places)

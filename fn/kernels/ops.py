@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import reference, reference_int, table
+from fn.kernels import reference, reference_int
 from fn.kernels.schemas import SCHEMAS
+from fn.kernels.table import cells
 
 Kernel = Callable[..., Any]
 
@@ -78,7 +79,7 @@ def _define(library: torch.library.Library, name: str, schema: str) -> None:
 
     def run(*args: Any) -> Any:
         check(name, args)
-        for cell in table.cells(name, args[0].device.type):
+        for cell in cells(name, args[0].device.type):
             found = cell.kernel(*args)
             if found is not NotImplemented:
                 return found

@@ -57,6 +57,17 @@ def _places(runs: tuple[int, ...], block: int) -> Places:
     return Places(table, n, segments, aligned, whole, even)
 
 
+def add_up(squares: Tensor, runs: Sequence[int], block: int = NORM_BLOCK) -> Tensor:
+    """Add the squared norms of places (R, places) up to those of segments, in the order of the places: (R, S)."""
+    rows, sums, first = squares.shape[0], [squares[:, :0]], 0
+    for _, _, count, width in runs_of(runs):
+        each = -(-width // block)
+        part = squares[:, first : first + count * each].view(rows, count, each)
+        sums.append(part.cumsum(-1)[..., -1] if each > 1 else part.sum(-1))
+        first += count * each
+    return torch.cat(sums, -1) if len(sums) > 2 else sums[-1]
+
+
 def run(kernel: Callable[..., Any], at: Places, valid: Tensor, *args: Any, scratch: int = 0) -> None:
     """Run a compiled loop over all places of all rows, on several threads where it pays.
 

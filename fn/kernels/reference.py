@@ -58,7 +58,8 @@ def pack_bits(x: Tensor) -> Tensor:
     """Pack the signs of x (R, n) into (R, ceil(n / 8)) uint8."""
     bits = F.pad((x >= 0).to(torch.uint8), (0, -x.shape[-1] % 8))
     weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], dtype=torch.uint8, device=x.device)
-    return (bits.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    packed: Tensor = (bits.unflatten(-1, (-1, 8)) * weights).sum(-1, dtype=torch.uint8)
+    return packed
 
 
 def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:

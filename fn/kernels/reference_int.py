@@ -43,7 +43,8 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> tuple
 
 def _pack_pairs(code: Tensor) -> Tensor:
     pairs = code.unflatten(-1, (-1, 2)).to(torch.int32)
-    return ((pairs[..., 0] & 15) << 4 | (pairs[..., 1] & 15)).to(torch.uint8)
+    packed: Tensor = ((pairs[..., 0] & 15) << 4 | (pairs[..., 1] & 15)).to(torch.uint8)
+    return packed
 
 
 def _unpack_pairs(codes: Tensor) -> Tensor:

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-call"
 """Vectors of LANES float32 as values inside Numba functions, addressed by raw pointers.
 
 Numba vectorises loops when it pleases; packing bits, summing squares in a fixed order, and stores that bypass the
@@ -19,7 +20,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.datamodel import models, register_default
+from numba.core.datamodel import models
+from numba.core.datamodel.registry import register_default
 from numba.extending import intrinsic
 
 LANES = 8
@@ -31,7 +33,7 @@ _INTS = ir.VectorType(_I32, LANES)
 _BOOLS = ir.VectorType(ir.IntType(1), LANES)
 
 
-class Vector(types.Type):  # type: ignore[misc]
+class Vector(types.Type):
     """The Numba type of LANES float32, int32 or booleans."""
 
     def __init__(self, element: str) -> None:
@@ -40,7 +42,7 @@ class Vector(types.Type):  # type: ignore[misc]
 
 
 @register_default(Vector)
-class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
+class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Vector) -> None:
         super().__init__(manager, kind, {"f": _FLOATS, "i": _INTS, "b": _BOOLS}[kind.element])
 

@@ -128,8 +128,8 @@ def _plugged_in(device_type: str) -> list[Accelerator]:
 
 
 def _row_of(point: EntryPoint) -> Accelerator:
-    row = point.load()
-    row = row() if callable(row) and not isinstance(row, Accelerator) else row
+    found: Any = point.load()
+    row: Accelerator = found if isinstance(found, Accelerator) else found()
     check_row(row)
     if row.device_type != point.name:
         raise ValueError(f"device_type: is {row.device_type!r}, but the entry point is named {point.name!r}")
@@ -177,6 +177,11 @@ def _accept(op: str, device_type: str) -> tuple[Cell, ...]:
                 _refuse(device_type, row.name, op, reason)
         _accepted[op, device_type] = tuple(found)
         return _accepted[op, device_type]
+
+
+def registered_devices() -> list[str]:
+    """Return the device types that somebody registered a row for, or has an entry point for."""
+    return sorted({*(d for d, found in _registered.items() if found), *(p.name for p in entry_points(group=GROUP))})
 
 
 def refusals() -> dict[tuple[str, str, str], str]:

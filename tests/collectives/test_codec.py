@@ -147,7 +147,7 @@ def test_bad_arguments_are_named(make, argument):
 
 def test_a_lazy_error_is_refused_by_a_codec_without_a_kernel_for_it():
     error = LazyError(torch.zeros(8), torch.zeros(1, 1))
-    with pytest.raises(TypeError, match="^error: is lazy"):
+    with pytest.raises(TypeError, match=r"^error: is lazy"):
         encode(fn.int8(), fn.classic(), torch.zeros(1, 8), error)
 
 

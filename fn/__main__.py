@@ -1,0 +1,69 @@
+"""`python -m fn`: what is here, what is missing, and who computes what on which device."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+import fn
+from fn.kernels import devices, show
+
+OPTIONAL = {
+    "numba": ("fused kernels on the CPU", "pip install 'fn-optim[cpu]'"),
+    "triton": ("fused kernels on CUDA, ROCm and XPU", "pip install triton"),
+    "cupy-cuda12x": ("kernels on CUDA 12", "pip install 'fn-optim[cuda12]'"),
+    "cupy-cuda13x": ("kernels on CUDA 13", "pip install 'fn-optim[cuda13]'"),
+    "intel-extension-for-pytorch": (
+        "XPU with torch 2.8 only; newer ones have torch.xpu",
+        "pip install 'fn-optim[xpu]'",
+    ),
+    "torch_npu": ("sign packing on Ascend NPUs", "see the vendor's instructions"),
+    "mpi4py": ("ranks started by MPI", "pip install 'fn-optim[mpi]'"),
+}
+"""Distributions that fn uses where they are installed: what for, and how to get them."""
+
+TRITON_WHEELS = ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-xpu")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run a subcommand; without one, print what is here."""
+    parser = argparse.ArgumentParser(prog="python -m fn", description=fn.__doc__)
+    commands = parser.add_subparsers(dest="command")
+    commands.add_parser("table", help="the versions found and the accelerator table (this is the default)")
+    parser.parse_args(arguments)
+    print("\n".join([*_versions(), "", *_backends(), "", repr(show.table()), "", *_missing()]))
+
+
+def _installed(name: str) -> str | None:
+    for wheel in TRITON_WHEELS if name == "triton" else (name,):
+        try:
+            return version(wheel)
+        except PackageNotFoundError:
+            pass
+    return None
+
+
+def _versions() -> list[str]:
+    found = {"fn": fn.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    found |= {name: _installed(name) or "" for name in ("numpy", *OPTIONAL)}
+    return [f"{name:28} {text}" for name, text in found.items() if text]
+
+
+def _missing() -> list[str]:
+    lines = [f"  {name:28} {what}: {how}" for name, (what, how) in OPTIONAL.items() if not _installed(name)]
+    return ["not installed:", *lines] if lines else []
+
+
+def _backends() -> list[str]:
+    lines = [f"accelerator                  {devices.device_name()}"]
+    for device in show.devices():
+        lines.append(f"{device + ' backend':28} {devices.communication_backend(device)}")
+        lines.append(f"{device + ' transport of codes':28} {devices.compressed_transport(device)}")
+    return lines
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""The conformance kit: whether a row computes what the reference computes.
+
+    >>> import fn
+    >>> fn.kernels.conformance(row)  # doctest: +SKIP
+    conforming: npu, 114 checks of 2 kernels
+
+In a test suite the plugin `fn.kernels.pytest_plugin` makes a test of every kernel of a row:
+
+    pytest -p fn.kernels.pytest_plugin --fn-row my_package.kernels:row
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn.kernels import acceptance
+from fn.kernels.ops import REFERENCES
+from fn.kernels.reference import bytes_for
+from fn.kernels.table import Accelerator, check_row, register, unregister
+
+SIZES = (0, 1, 7, 8, 9, 1023, 2**20 + 3)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_SPECIAL = (0.0, -0.0, 1e-45, -1e-40, float("inf"), -float("inf"), float("nan"))
+
+
+class Report(NamedTuple):
+    """The outcome: the device type, how many checks of how many kernels, and what differed."""
+
+    device_type: str
+    checks: int
+    kernels: int
+    faults: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return not self.faults
+
+    def __repr__(self) -> str:
+        word = "conforming" if self else "NOT conforming"
+        return "\n".join([f"{word}: {self.device_type}, {self.checks} checks of {self.kernels} kernels", *self.faults])
+
+
+def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Sequence[int] = SIZES) -> Report:
+    """Compare every kernel of a row with the reference, and the ops around it with torch's rules for ops.
+
+    Args:
+        row: the row; it need not be registered, and its device must be here.
+        ops: kernels to look at. None: all that the row brings.
+        sizes: lengths of rows.
+    Returns: a report, true if nothing differed. Integers must be equal, floats to 1e-5 (float64: 1e-12).
+    Raises: TypeError or ValueError if row is not a row of this table.
+    """
+    check_row(row)
+    device, faults, checks = torch.device(row.device_type), [], 0
+    names = [op for op in REFERENCES if op in row.kernels and (ops is None or op in ops)]
+    for op in names:
+        for what, run in _checks(op, row, device, sizes):
+            checks += 1
+            try:
+                fault = run()
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}"
+            if fault is not None:
+                faults.append(f"  {op}, {what}: {fault}")
+    return Report(row.device_type, checks, len(names), tuple(faults))
+
+
+Check = tuple[str, Callable[[], str | None]]
+
+
+def _checks(op: str, row: Accelerator, device: torch.device, sizes: Sequence[int]) -> Iterator[Check]:
+    kernel = row.kernels[op]
+    yield "known answer", lambda: acceptance.complaint(op, kernel, device)
+    widths = (4, 8) if "quantize" in op else (8,)
+    for n, dtype, strided, width in itertools.product(sizes, DTYPES, (False, True), widths):
+        if not (strided and n >= 2**20):
+            case = partial(arguments, op, n, dtype, width=width, strided=strided)
+            what = f"n={n} {dtype} width={width}{' strided' * strided}"
+            yield what, partial(_compare, op, kernel, case, device)
+    for width in widths:
+        case = partial(arguments, op, 1023, torch.float32, width=width, special=True)
+        yield f"special values width={width}", partial(_compare, op, kernel, case, device)
+    yield "opcheck", lambda: _in_table(row, lambda: _opcheck(op, device))
+    yield "vmap", lambda: _in_table(row, lambda: _vmap(op, device))
+    yield "fullgraph", lambda: _in_table(row, lambda: _fullgraph(op, device))
+
+
+def _compare(op: str, kernel: Callable[..., Any], case: Callable[[], Any], device: torch.device) -> str | None:
+    args = case()
+    found = kernel(*_to(args, device))
+    if found is NotImplemented:  # the table asks the next row
+        return None
+    wide = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
+    return acceptance.difference(found, REFERENCES[op](*args), 1e-12 if wide else 1e-5)
+
+
+def _to(args: Sequence[Any], device: torch.device) -> list[Any]:
+    return [a.to(device) if isinstance(a, Tensor) else a for a in args]
+
+
+def _in_table(row: Accelerator, check: Callable[[], str | None]) -> str | None:
+    register(row)
+    try:
+        return check()
+    finally:
+        unregister(row)
+
+
+def _op(op: str) -> Any:
+    return getattr(torch.ops.fn, op)
+
+
+def _opcheck(op: str, device: torch.device) -> str | None:
+    for args in acceptance.examples(op):
+        torch.library.opcheck(_op(op).default, tuple(_to(args, device)))
+    return None
+
+
+def _vmap(op: str, device: torch.device) -> str | None:
+    args = _to(acceptance.examples(op)[0], device)
+    dims = tuple(0 if isinstance(a, Tensor) else None for a in args)
+    pair = [torch.stack([a, a.flip(0)]) if isinstance(a, Tensor) else a for a in args]
+    found = torch.func.vmap(_op(op), in_dims=dims)(*pair)
+    flipped = [a.flip(0) if isinstance(a, Tensor) else a for a in args]
+    for i, expected in enumerate((_op(op)(*args), _op(op)(*flipped))):
+        expected = [e.cpu() for e in acceptance.as_tuple(expected)]
+        reason = acceptance.difference([f[i] for f in acceptance.as_tuple(found)], expected)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _fullgraph(op: str, device: torch.device) -> str | None:
+    args = _to(acceptance.examples(op)[0], device)
+    torch._dynamo.reset()
+    # "aot_eager" traces as Inductor does, and compiles nothing
+    compiled = torch.compile(lambda *a: _op(op)(*a), fullgraph=True, backend="aot_eager")
+    expected = tuple(e.cpu() for e in acceptance.as_tuple(_op(op)(*args)))
+    return acceptance.difference(acceptance.as_tuple(compiled(*args)), expected)
+
+
+def arguments(
+    op: str, n: int, dtype: torch.dtype, *, width: int = 8, strided: bool = False, special: bool = False
+) -> tuple[Any, ...]:
+    """Return arguments for a kernel on the CPU: two rows of n elements, n made even for codes of 4 bits."""
+    n -= n % 2 if width == 4 else 0
+    g = torch.Generator().manual_seed(n + 1)
+    runs = [1, n] if n < 1000 else [2, 96, 1, 8, 1, n - 200]
+    segments = sum(runs[::2])
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    widths = torch.tensor([w for c, w in zip(runs[::2], runs[1::2], strict=True) for _ in range(c)])
+    valid = torch.stack([widths, (widths * 7) // 8])
+
+    def numbers(kind: torch.dtype, *shape: int) -> Tensor:
+        x = torch.randn((*shape, 2) if strided else shape, generator=g, dtype=torch.float64)
+        x = (x[..., 0] if strided else x).to(kind)
+        if special:
+            x[..., : len(_SPECIAL)] = torch.tensor(_SPECIAL, dtype=torch.float64).to(kind)
+        return x
+
+    def integers(kind: torch.dtype, *shape: int) -> Tensor:
+        return torch.randint(0, 256, shape, generator=g).to(torch.uint8).view(kind)
+
+    def scales(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=g, dtype=torch.float64).to(wide)
+
+    place = (valid, runs)
+    coded = integers(torch.uint8, 2, 3, n // 2) if width == 4 else integers(torch.int8, 2, 3, n)
+    found: dict[str, Callable[[], tuple[Any, ...]]] = {
+        "pack_bits": lambda: (numbers(dtype, 2, n),),
+        "unpack_bits": lambda: (integers(torch.uint8, 2, bytes_for(n)), n, dtype),
+        "sign_encode": lambda: (numbers(dtype, 2, n), *place),
+        "sign_encode_feedback": lambda: (numbers(dtype, 2, n), numbers(wide, 2, n), scales(2, segments), *place),
+        "sign_residual": lambda: (numbers(wide, 2, n), scales(2, segments), *place),
+        "sign_serve": lambda: (
+            integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), numbers(wide, 2, n),
+            scales(2, segments), *place,
+        ),
+        "sign_decode": lambda: (integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *place),
+        "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), *place),
+        "quantize": lambda: (numbers(dtype, 2, n), *place, width),
+        "quantize_feedback": lambda: (
+            numbers(dtype, 2, n), integers(torch.int8, 2, n), scales(2, segments) / 99, 0.75, *place, width,
+        ),
+        "dequantize": lambda: (coded[:, 0], scales(2, segments), *place, width),
+        "dequantize_mean": lambda: (coded, scales(2, 3, segments), *place, width),
+    }  # fmt: skip
+    return found[op]()

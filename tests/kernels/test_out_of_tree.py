@@ -1,0 +1,99 @@
+"""A device in a package of its own: found by its entry point, tested by the kit, harmless when it is broken."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TOY = Path(__file__).parent / "toy_device"
+ROOT = Path(__file__).parents[2]
+
+
+def install(folder: Path, module: str, target: str, device: str = "cpu") -> None:
+    """Write what an installer writes next to a module."""
+    info = folder / f"{module}-0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {module}\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text(f"[fn.accelerators]\n{device} = {module}:{target}\n")
+
+
+def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(folder)])}
+    return subprocess.run(
+        [sys.executable, *arguments], env=env, capture_output=True, text=True, check=False, cwd=folder
+    )
+
+
+@pytest.fixture
+def toy(tmp_path):
+    (tmp_path / "fn_toy_device.py").write_text((TOY / "fn_toy_device.py").read_text())
+    install(tmp_path, "fn_toy_device", "row")
+    return tmp_path
+
+
+def test_an_installed_row_is_used(toy):
+    code = """
+import sys, torch, fn
+assert "fn_toy_device" not in sys.modules, "import fn loads no plug-in"
+x = torch.randn(4, 2, 48)
+mean = fn.simulate(lambda x: fn.reduce_scatter_mean(x, torch.zeros(96), "data", fn.sign(block=8), fn.classic())[0],
+                   "data", 4)(x.flatten(1))
+import fn_toy_device
+fn_toy_device.calls.clear()
+assert torch.ops.fn.pack_bits(torch.tensor([[1.0, -1.0]])).tolist() == [[1]]
+assert fn_toy_device.calls == ["pack"]
+assert fn.kernels.table().providers["cpu"]["unpack_bits"] == "fn_toy_device"
+assert fn.kernels.conformance(fn_toy_device.row(), sizes=(0, 1, 7, 8, 9, 1023)), "conforms"
+"""
+    found = python(toy, "-W", "error", "-c", code)
+    assert found.returncode == 0, found.stderr
+
+
+@pytest.mark.parametrize(("text", "target", "reason"), [
+    ("import no_such_vendor_library", "row", "ModuleNotFoundError: No module named 'no_such_vendor_library'"),
+    ("def row(): raise AttributeError('version mismatch')", "row", "AttributeError: version mismatch"),
+    ("row = 3", "row", "not callable"),
+    ("from fn.kernels import Accelerator\nrow = Accelerator('xpu', {})", "row", "device_type: is 'xpu'"),
+    ("from fn.kernels import Accelerator\nrow = Accelerator('cpu', {'pack_bits': lambda x: x})", "row", "result 0 is"),
+], ids=["missing", "raises", "no row", "other device", "wrong answer"])  # fmt: skip
+def test_a_broken_row_warns_and_the_next_one_runs(tmp_path, text, target, reason):
+    (tmp_path / "fn_broken.py").write_text(text)
+    install(tmp_path, "fn_broken", target)
+    code = "import fn, torch; assert torch.ops.fn.pack_bits(torch.tensor([[1.0, -1.0, 1.0]])).tolist() == [[5]]"
+    found = python(tmp_path, "-c", code)
+    assert found.returncode == 0, found.stderr
+    assert reason in found.stderr
+    assert "is not used" in found.stderr
+
+
+def test_a_row_of_another_device_is_not_loaded(tmp_path):
+    (tmp_path / "fn_broken.py").write_text("import no_such_vendor_library")
+    install(tmp_path, "fn_broken", "row", "npu")
+    code = "import fn, torch; torch.ops.fn.pack_bits(torch.ones(1, 8))"
+    found = python(tmp_path, "-W", "error", "-c", code)
+    assert found.returncode == 0, found.stderr
+
+
+def test_the_plugin_makes_a_test_of_every_kernel(toy):
+    (toy / "conftest.py").write_text("")
+    found = python(toy, "-m", "pytest", "-p", "fn.kernels.pytest_plugin", "--fn-row", "fn_toy_device:row", "-q", "-rA",
+                   "--fn-size", "9", "--fn-size", "64")  # fmt: skip
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "fn_toy_device:row[pack_bits]" in found.stdout
+    assert "2 passed" in found.stdout
+
+
+def test_the_plugin_shows_what_differs(tmp_path):
+    (tmp_path / "fn_wrong.py").write_text(
+        "from fn.kernels import Accelerator, ops\n"
+        "row = Accelerator('cpu', {'pack_bits': lambda x: ops.REFERENCES['pack_bits'](-x)})"
+    )
+    found = python(tmp_path, "-m", "pytest", "-p", "fn.kernels.pytest_plugin", "--fn-row", "fn_wrong:row", "--fn-size",
+                   "9")  # fmt: skip
+    assert found.returncode == 1
+    assert "NOT conforming" in found.stdout
+    assert "pack_bits, known answer" in found.stdout

@@ -1,0 +1,98 @@
+"""Rows of devices that are not here: they import nothing by themselves, and fail where the table expects it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from importlib import metadata
+
+import pytest
+import torch
+
+from fn import kernels
+from fn.kernels import acceptance, npu, reference, xpu
+
+OPTIONAL = ("numba", "triton", "cupy", "torch_npu", "intel_extension_for_pytorch")
+
+
+def test_importing_fn_imports_no_optional_package():
+    code = "import sys, torch; before = set(sys.modules); import fn; print(*(set(sys.modules) - before))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert not set(OPTIONAL) & set(found.stdout.split())
+
+
+def test_the_numpy_row_conforms():
+    from fn.kernels import cpu
+
+    assert kernels.conformance(cpu.row("cpu"))
+
+
+@pytest.mark.slow
+def test_the_numba_row_conforms():
+    pytest.importorskip("numba", reason="the extra `cpu` is not installed")
+    from fn.kernels import numba
+
+    assert kernels.conformance(numba.row("cpu"))
+
+
+def test_the_reference_conforms_to_itself():
+    row = kernels.Accelerator("cpu", kernels.ops.REFERENCES)
+    assert kernels.conformance(row, sizes=(0, 9))
+
+
+def test_conformance_sees_a_kernel_that_is_wrong_in_the_tail():
+    def wrong(x):
+        packed = reference.pack_bits(x)
+        return packed | 128 if x.shape[1] == 7 else packed
+
+    report = kernels.conformance(kernels.Accelerator("cpu", {"pack_bits": wrong}), sizes=(7, 8))
+    assert not report
+    assert "n=7" in repr(report)
+    assert "n=8" not in repr(report)
+
+
+def test_the_sign_kernels_of_torch_npu_are_called_as_documented(monkeypatch):
+    library = types.ModuleType("torch_npu")
+
+    def pack(x, size):
+        assert x.dtype == torch.float32
+        assert x.shape[0] % 8 == 0
+        return reference.pack_bits(x.view(1, -1)).view(size, -1)
+
+    def unpack(bits, size, dtype):
+        return reference.unpack_bits(bits.view(1, -1), bits.numel() * 8, dtype).view(size, -1)
+
+    monkeypatch.setattr(library, "npu_sign_bits_pack", pack, raising=False)
+    monkeypatch.setattr(library, "npu_sign_bits_unpack", unpack, raising=False)
+    monkeypatch.setitem(sys.modules, "torch_npu", library)
+    row = npu.row("npu")
+    for op in row.kernels:
+        assert acceptance.complaint(op, row.kernels[op], torch.device("cpu")) is None
+    assert kernels.conformance(row._replace(device_type="cpu"), sizes=(0, 1, 9, 1023))
+    assert row.communication_backend == "hccl"
+
+
+@pytest.mark.parametrize(("built_for", "matches"), [("2.8.10+xpu", False), (None, False), ("same", True)])
+def test_the_intel_extension_is_imported_only_beside_its_own_torch(monkeypatch, built_for, matches):
+    def version(name):
+        assert name == "intel-extension-for-pytorch"
+        if built_for is None:
+            raise metadata.PackageNotFoundError(name)
+        return torch.__version__ if built_for == "same" else built_for
+
+    imported = []
+    monkeypatch.setattr(xpu, "version", version)
+    monkeypatch.setattr(xpu, "import_module", imported.append)
+    row = xpu.row("xpu")
+    assert bool(imported) == matches
+    assert row.communication_backend == ("ccl" if matches else "xccl")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_cupy_row_conforms_on_the_gpu():
+    pytest.importorskip("cupy", reason="CuPy is not installed")
+    from fn.kernels import cupy
+
+    assert kernels.conformance(cupy.row("cuda"))

@@ -1,0 +1,173 @@
+"""The accelerator table: who is asked, who is believed, and what is said when nobody is."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pytest
+import torch
+
+import fn
+from fn import kernels
+from fn.kernels import cpu, reference, show
+
+table = sys.modules["fn.kernels.table"]
+ROW = kernels.Accelerator("cpu", {"pack_bits": cpu.pack_bits}, provider="mine")
+
+
+@pytest.fixture
+def registered():
+    rows = []
+
+    def register(row):
+        kernels.register(row)
+        rows.append(row)
+
+    yield register
+    for row in rows:
+        kernels.unregister(row)
+
+
+def provider(op, device="cpu"):
+    return [cell.provider for cell in table.cells(op, device)]
+
+
+def test_a_registered_row_comes_first_and_leaves_the_other_ops_alone(registered):
+    before = provider("unpack_bits")
+    registered(ROW)
+    assert provider("pack_bits")[0] == "mine"
+    assert provider("unpack_bits") == before
+    assert kernels.table().providers["cpu"]["pack_bits"] == "mine"
+
+
+def test_two_functions_make_a_whole_device(registered):
+    calls = []
+
+    def pack(x):
+        calls.append("pack")
+        return reference.pack_bits(x)
+
+    def unpack(bits, n, dtype):
+        calls.append("unpack")
+        return reference.unpack_bits(bits, n, dtype)
+
+    registered(kernels.Accelerator("cpu", {"pack_bits": pack, "unpack_bits": unpack}))
+    x, valid, runs = torch.randn(2, 20), torch.tensor([[20], [13]]), [1, 20]
+    bits, sums = reference.sign_encode(x, valid, runs)
+    decoded = reference.sign_decode(bits, sums.float(), valid, runs)
+    assert set(calls) == {"pack", "unpack"}
+    torch.testing.assert_close(
+        decoded, torch.where(x >= 0, sums.float(), -sums.float()) * reference.padding_mask(x, valid, runs)
+    )
+
+
+@pytest.mark.parametrize("wrong", [
+    lambda x: cpu.pack_bits(x) ^ 1, lambda x: cpu.pack_bits(x)[:, :-1], lambda x: 1 / 0, lambda x: None,
+    lambda x: torch.from_numpy(__import__("numpy").packbits((x >= 0).numpy(), axis=-1)),
+], ids=["bit", "shape", "raises", "nothing", "big-endian"])  # fmt: skip
+def test_a_kernel_is_believed_only_with_the_known_answer(registered, wrong):
+    registered(kernels.Accelerator("cpu", {"pack_bits": wrong}, provider="wrong"))
+    with pytest.warns(UserWarning, match="'pack_bits' of 'wrong' for 'cpu' is not used"):
+        assert "wrong" not in provider("pack_bits")
+    assert torch.ops.fn.pack_bits(torch.tensor([[1.0, -1.0, 1.0]])).tolist() == [[5]]
+    assert any("wrong pack_bits is not used" in note for note in kernels.table().notes)
+
+
+def test_a_kernel_may_decline(registered):
+    def picky(x):
+        return cpu.pack_bits(x) if x.dtype == torch.float32 else NotImplemented
+
+    registered(kernels.Accelerator("cpu", {"pack_bits": picky}, provider="picky"))
+    assert provider("pack_bits")[0] == "picky"
+    assert torch.ops.fn.pack_bits(torch.ones(1, 9, dtype=torch.float64)).tolist() == [[255, 1]]
+
+
+def test_a_row_that_is_none_is_refused():
+    with pytest.raises(ValueError, match=r"^kernels: .*fly.* not in the table"):
+        kernels.register(kernels.Accelerator("cpu", {"fly": cpu.pack_bits}))
+    with pytest.raises(TypeError, match=r"^row: is dict"):
+        kernels.register({"pack_bits": cpu.pack_bits})
+
+
+@pytest.mark.parametrize(("op", "args", "error", "argument"), [
+    ("sign_encode", (torch.ones(1, 8, dtype=torch.int32), torch.tensor([[8]]), [1, 8]), TypeError, "x"),
+    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8]]), [1, 16]), ValueError, "x"),
+    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8.0]]), [1, 8]), TypeError, "valid"),
+    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8, 8]]), [1, 8]), ValueError, "valid"),
+    ("sign_encode", (torch.ones(1, 8), torch.tensor([[8]], device="meta"), [1, 8]), ValueError, "valid"),
+    ("sign_decode", (torch.ones(1, 1), torch.ones(1, 1), torch.tensor([[8]]), [1, 8]), TypeError, "bits"),
+    ("sign_residual", (torch.ones(1, 8), torch.ones(1, 2), torch.tensor([[8]]), [1, 8]), ValueError, "scales"),
+    ("quantize", (torch.ones(1, 8), torch.tensor([[8]]), [1, 8], 5), ValueError, "width"),
+    ("quantize", (torch.ones(1, 7), torch.tensor([[7]]), [1, 7], 4), ValueError, "runs"),
+    ("dequantize", (torch.ones(1, 8, dtype=torch.uint8), torch.ones(1, 1), torch.tensor([[8]]), [1, 8], 4),
+     ValueError, "codes"),
+])  # fmt: skip
+def test_bad_input_raises_with_the_arguments_name(op, args, error, argument):
+    with pytest.raises(error, match=rf"^{argument}: "):
+        getattr(torch.ops.fn, op)(*args)
+
+
+def test_the_table_is_text_and_html():
+    found = kernels.table()
+    assert "sign_encode_feedback" in repr(found)
+    assert "<td>sign_encode_feedback</td>" in found._repr_html_()
+    assert set(found.providers["cpu"]) == set(table.SCHEMAS)
+
+
+def test_a_device_without_a_row_runs_the_reference(monkeypatch):
+    monkeypatch.setattr(show, "devices", lambda: ["mps"])
+    assert set(kernels.table().providers["mps"].values()) == {"reference"}
+
+
+def test_loading_a_missing_extra_says_nothing_and_breaks_nothing(monkeypatch):
+    monkeypatch.setattr(table, "_loaded", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for device in ("cuda", "xpu", "npu"):
+            table.rows(device)
+
+
+def test_the_accelerator_can_be_chosen():
+    here = kernels.get_accelerator()
+    try:
+        kernels.set_accelerator("meta")
+        assert kernels.device_name() == "meta:0"
+        assert kernels.device_name(3) == "meta:3"
+        assert kernels.on_accelerator(torch.ones(1, device="meta"))
+        assert not kernels.on_accelerator(torch.ones(1))
+        assert not kernels.on_accelerator([1])
+    finally:
+        kernels.set_accelerator(None)
+    assert kernels.get_accelerator() == here
+
+
+def test_pinning_is_safe_without_an_accelerator():
+    x = torch.ones(3)
+    assert torch.equal(kernels.pin_memory(x), x)
+    if torch.accelerator.current_accelerator() is None:
+        assert kernels.pin_memory(x) is x
+
+
+def test_a_backend_and_a_transport_are_two_things(registered):
+    assert kernels.communication_backend("cpu") == "gloo"
+    assert kernels.compressed_transport("cpu") == "gloo"
+    registered(kernels.Accelerator("toy", {}, communication_backend="toyccl", compressed_transport="gloo"))
+    assert kernels.communication_backend("toy") == "toyccl"
+    assert kernels.compressed_transport("toy") == "gloo"
+    try:
+        kernels.set_communication_backend("toy", "mpi")
+        assert kernels.communication_backend("toy") == "mpi"
+    finally:
+        kernels.set_communication_backend("toy", None)
+    assert kernels.communication_backend("nothing-known") == "gloo"
+
+
+def test_the_command_line_prints_the_table(capsys):
+    from fn.__main__ import main
+
+    main([])
+    out = capsys.readouterr().out
+    assert f"torch                        {torch.__version__}" in out
+    assert "sign_encode" in out
+    assert fn.__version__ in out
