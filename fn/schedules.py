@@ -86,7 +86,7 @@ class FreezeWhenStable:
     `schedule.observe(step, float(norm))` itself.
 
         >>> schedule = FreezeWhenStable(b2=0.5)            # D = 2
-        >>> for step, norm in enumerate([1.0, 8.0, 9.0, 8.5]):
+        >>> for step, norm in enumerate([1.0, 8.0, 9.0, 8.2]):
         ...     schedule.observe(step, norm)
         >>> schedule(3), schedule(4)
         (<Phase.WARMUP: 'warmup'>, <Phase.COMPRESSED: 'compressed'>)
@@ -98,6 +98,8 @@ class FreezeWhenStable:
     Raises: ValueError if an argument is out of range.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), section 7.1, the rule for T_w.
+    Differs: the smaller norm is divided by the larger. v starts at zero and grows, so that the plain ratio is above 1
+        from the first comparison on.
     """
 
     def __init__(self, b2: float = 0.999, threshold: float = 0.96, min_steps: int = 0):

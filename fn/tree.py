@@ -60,7 +60,7 @@ def check_real(tree: Tree, argument: str) -> None:
 
     Raises: TypeError that names `argument` and the leaf's path.
     """
-    for leaf, path in zip(leaves(tree), _lazy_paths(tree), strict=True):
+    for place, leaf in enumerate(leaves(tree)):
         if not isinstance(leaf, Tensor):
             found = type(leaf).__name__
         elif leaf.layout != torch.strided:
@@ -69,12 +69,8 @@ def check_real(tree: Tree, argument: str) -> None:
             found = f"a tensor of dtype {leaf.dtype}"
         else:
             continue
-        raise TypeError(f"{argument}: leaf {path()!r} is {found}; allowed are dense real floating-point tensors")
-
-
-def _lazy_paths(tree: Tree) -> list[Callable[[], str]]:
-    count = len(leaves(tree))
-    return [lambda i=i: paths(tree)[i] or "the root" for i in range(count)]
+        path = paths(tree)[place] or "the root"
+        raise TypeError(f"{argument}: leaf {path!r} is {found}; allowed are dense real floating-point tensors")
 
 
 def fields(tree: Tree, name: str) -> list[Tree]:

@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from fn import tree
 from fn.adapters import deepspeed_numerics as numerics
-from fn.adapters.deepspeed_base import AXIS, DeepSpeedOptimizer, refuse_amsgrad, warn_unused
+from fn.adapters.deepspeed_base import AXIS, DeepSpeedOptimizer, Group, refuse_amsgrad, warn_unused
 from fn.adapters.donate import write_back
 from fn.adapters.torch_optim import Params
 from fn.base import Phase, Transform
@@ -36,7 +34,7 @@ class OnebitAdam(DeepSpeedOptimizer):
         bias_correction, eps_inside_sqrt, max_grad_norm, cuda_aware, comm_backend_name: accepted; they had no effect
             on the numbers there and have none here.
         amsgrad: must be False.
-        process_group: None is the default group.
+        process_group: a group of torch.distributed or a communicator of mpi4py. None is the default group.
         initialising_call: make the first `step` DeepSpeed's initialising call, which drops a batch.
     Raises: RuntimeError for amsgrad, as there.
 
@@ -60,7 +58,7 @@ class OnebitAdam(DeepSpeedOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group | None = None,
         initialising_call: bool = False,
     ):
         refuse_amsgrad(amsgrad, "1-bit Adam")
@@ -123,7 +121,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         cuda_aware: bool = False,
         comm_backend_name: str = "nccl",
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group | None = None,
         initialising_call: bool = False,
     ):
         refuse_amsgrad(amsgrad, "0/1 Adam")
@@ -201,7 +199,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         *,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Group | None = None,
         initialising_call: bool = False,
     ):
         refuse_amsgrad(amsgrad, "1-bit LAMB")

@@ -17,8 +17,10 @@ from fn.adapters.donate import write_back
 from fn.adapters.torch_optim import Optimizer, Params
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding, axis_size, bind
+from fn.collectives.mpi import Communicator
 
 Tree = Any
+Group = dist.ProcessGroup | Communicator
 AXIS = "data"
 
 
@@ -40,7 +42,7 @@ class DeepSpeedOptimizer(Optimizer):
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
-        process_group: dist.ProcessGroup | None,
+        process_group: Group | None,
         deepspeed: Any,
         initialising_call: bool,
         **defaults: Any,
@@ -122,7 +124,12 @@ class DeepSpeedOptimizer(Optimizer):
 
         While the engine averages, averaging again here changes nothing. Without `attach` the engine goes on averaging
         in the compressed phase: right, but without the saving.
+
+        Raises: ValueError if the engine runs ZeRO, which hands an optimizer shards instead of parameters.
         """
+        stage = getattr(engine, "zero_optimization_stage", int)()
+        if stage:
+            raise ValueError(f"engine: has ZeRO stage {stage}; allowed is 0, as for DeepSpeed's 1-bit optimizers")
         self.engine = engine
         self._switch_engine()
 
@@ -155,10 +162,11 @@ class DeepSpeedOptimizer(Optimizer):
 
 
 def _group(group: Mapping[str, Any], lr: Tensor) -> numerics.Group:
-    mask = group.get("exp_avg_mask")
+    mask, (b1, b2) = group.get("exp_avg_mask"), group["betas"]
     return numerics.Group(
         lr,
-        *group["betas"],
+        b1,
+        b2,
         group["eps"],
         group["weight_decay"],
         tuple(p.numel() for p in group["params"]),
@@ -169,10 +177,10 @@ def _group(group: Mapping[str, Any], lr: Tensor) -> numerics.Group:
     )
 
 
-def _binding(group: dist.ProcessGroup | None) -> Binding:
-    if group is None and not (dist.is_available() and dist.is_initialized()):
-        return Binding({})
-    return bind({AXIS: group or dist.group.WORLD})
+def _binding(group: Group | None) -> Binding:
+    if group is None:
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    return Binding({}) if group is None else bind({AXIS: group})
 
 
 def refuse_amsgrad(amsgrad: bool, name: str) -> None:

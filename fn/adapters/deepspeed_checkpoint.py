@@ -44,7 +44,7 @@ def load_checkpoint(optimizer: DeepSpeedOptimizer, checkpoint: Mapping[str, Any]
         if tree.fields(state, ours) and all(theirs in row for row in rows):
             state = _with_field(state, ours, iter([row[theirs] for row in rows]))
     steps = int(rows[0]["step"]) if rows else 0
-    state = _with_counts(state, steps - 1)
+    state = _with_steps(state, steps - 1)
     with torch.no_grad():
         write_back(optimizer.states, state)
         for lr, group in zip(optimizer._lrs, checkpoint["param_groups"], strict=True):
@@ -61,8 +61,8 @@ def _with_field(state: Any, name: str, values: Any) -> Any:
     return _map_fields(state, name, lambda value: tree.map(convert, value))
 
 
-def _with_counts(state: Any, count: int) -> Any:
-    return _map_fields(state, "count", lambda value: torch.full_like(value, max(count, 0)))
+def _with_steps(state: Any, steps: int) -> Any:
+    return _map_fields(state, "step", lambda value: torch.full_like(value, max(steps, 0)))
 
 
 def _map_fields(state: Any, name: str, f: Callable[[Any], Any]) -> Any:

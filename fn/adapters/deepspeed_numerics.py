@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -160,10 +161,9 @@ def initialise(state: Tree, groups: Sequence[Group], gradients: Sequence[Sequenc
         mu, nu = moving_average(value.mu, grads, g.b1), moving_average_of_squares(value.nu, grads, g.b2)
         return value._replace(mu=mu, nu=nu)
 
-    rows = zip(state, groups, gradients, strict=True)
     return tuple(
-        tree.replace(s, OnebitAdamState, lambda v, g=g, x=x: moments(v, g, list(x))) if g.non_freeze else s
-        for s, g, x in rows
+        tree.replace(s, OnebitAdamState, partial(moments, g=g, grads=list(x))) if g.non_freeze else s
+        for s, g, x in zip(state, groups, gradients, strict=True)
     )
 
 

@@ -43,6 +43,8 @@ def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}")
     for path, mine in own.items():
         theirs = saved.get(path, mine)
+        if not isinstance(theirs, Tensor):
+            raise ValueError(f"state_dict: {path!r} is {type(theirs).__name__}, not a tensor")
         fits = path == "schedule.norms" or theirs.shape == mine.shape
         if not fits or theirs.dtype != mine.dtype:
             raise ValueError(

@@ -13,6 +13,7 @@ from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.base import Phase, Transform, UpdateFn
+from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import current_binding
 from fn.schedules import FreezeWhenStable, Schedule
 from fn.transforms.finite import skip_nonfinite, together
@@ -66,9 +67,20 @@ class Optimizer(torch.optim.Optimizer):
         self._lrs: list[Tensor] = []
         self._updates: dict[Phase, UpdateFn] = {}
         self._gradients = Gradients()
+        params = list(params)
+        self._check_ranks(params)
         super().__init__(params, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):
             self._second_moment_norm()
+
+    def _check_ranks(self, params: list[Any]) -> None:
+        """Compare what the transforms do not know: ranks with other phases or groups would wait for one another."""
+        groups = len(params) if params and isinstance(params[0], dict) else 1
+        leaves = [p for p in tree.leaves(params) if isinstance(p, Tensor)]
+        device = leaves[0].device if leaves else "cpu"
+        for axis in self._binding.axes:
+            with self._binding:
+                check_agreement(axis, {"number of param groups": groups, **describe(self.schedule)}, device)
 
     @property
     def phase(self) -> Phase:

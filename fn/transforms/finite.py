@@ -124,6 +124,6 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
     if not leaves:
         return torch.tensor(True)
     device = leaves[0].device
-    # The largest magnitude is NaN or Inf where any element is: one pass, and no temporary of the leaf's size.
-    peaks = [torch.linalg.vector_norm(x, float("inf")).double().to(device) for x in leaves if x.numel()]
-    return torch.isfinite(torch.stack(peaks)).all() if peaks else torch.tensor(True, device=device)
+    # Smallest and largest are NaN or Inf where any element is: one pass, and no temporary of the leaf's size.
+    ends = [end.double().to(device) for x in leaves if x.numel() for end in torch.aminmax(x)]
+    return torch.isfinite(torch.stack(ends)).all() if ends else torch.tensor(True, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,13 +26,13 @@ Tree = Any
 class OnebitLambState(NamedTuple):
     """State of `scale_by_onebit_lamb`; per-tensor numbers are 0-d float32.
 
-    count, mu, nu: as for Adam; nu rests after the warm-up. nu_fresh: the second moment that goes on, from gradients
+    step, mu, nu: as for Adam; nu rests after the warm-up. nu_fresh: the second moment that goes on, from gradients
     reconstructed out of the momentum. coefficient: the moving trust ratio. factor: how far the ratio may have moved
     since. ratio: what the last update was scaled by. scaling: what brings each tensor's momentum to the common scale. tail: extra elements that travel with the
     momentum (see `tail`). sync: the state of the compressed mean.
     """
 
-    count: Tensor
+    step: Tensor
     mu: Tree
     nu: Tree
     nu_fresh: Tree
@@ -137,12 +138,12 @@ def onebit_lamb_by_tensor(
         check_hyper(hyper)
 
     def init(params: Tree) -> OnebitLambState:
-        count, mu, nu, _, _ = start_moments(params)
+        step, mu, nu, _, _ = start_moments(params)
         fresh = tree.map(torch.zeros_like, nu)
-        zeros, *ones = (tree.map(lambda m, v=v: _number(m, v), mu) for v in (0.0, 1.0, 1.0, 1.0))
+        zero, factor, ratio, scaling = (tree.map(partial(_number, value=v), mu) for v in (0.0, 1.0, 1.0, 1.0))
         leaves = tree.leaves(mu)
         rest = (leaves[0] if leaves else torch.zeros(())).new_zeros(tail)
-        return OnebitLambState(count, mu, nu, fresh, zeros, *ones, rest, sync.init((mu, rest)))
+        return OnebitLambState(step, mu, nu, fresh, zero, factor, ratio, scaling, rest, sync.init((mu, rest)))
 
     def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         tree.check_real(updates, "updates")
@@ -150,7 +151,7 @@ def onebit_lamb_by_tensor(
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
         out, mu, nu, coefficient, ratio = _columns(results, updates, 5)
         state = state._replace(
-            count=state.count + 1,
+            step=state.step + 1,
             mu=mu,
             nu=nu,
             nu_fresh=nu if copy_fresh else state.nu_fresh,
@@ -177,7 +178,7 @@ def onebit_lamb_by_tensor(
         results = [_step_tensor(h, *row) for h, row in zip(each, rows, strict=True)]
         out, fresh, factor, ratio = _columns(results, updates, 4)
         state = state._replace(mu=mu, nu_fresh=fresh, factor=factor, ratio=ratio, tail=rest, sync=sync_state)
-        return out, state._replace(count=state.count + 1)
+        return out, state._replace(step=state.step + 1)
 
     return Transform(init, warmup, compressed, missing(Phase.LOCAL, "1-bit LAMB"))
 
@@ -271,7 +272,8 @@ def common_scale(mu: Tree) -> Tree:
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x.to(_small(x)))
+    norm: Tensor = torch.linalg.vector_norm(x.to(_small(x)))
+    return norm
 
 
 def _small(x: Tensor) -> torch.dtype:

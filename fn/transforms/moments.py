@@ -18,9 +18,9 @@ Tree = Any
 
 
 class AdamState(NamedTuple):
-    """count: updates made, 0-d int64. mu, nu: moments, like the params. mu_weight, nu_weight: 1 - b**t, 0-d."""
+    """step: updates made, 0-d int64. mu, nu: moments, like the params. mu_weight, nu_weight: 1 - b**t, 0-d."""
 
-    count: Tensor
+    step: Tensor
     mu: Tree
     nu: Tree
     mu_weight: Tensor
@@ -30,7 +30,7 @@ class AdamState(NamedTuple):
 class OnebitAdamState(NamedTuple):
     """As `AdamState`; nu and nu_weight rest after the warm-up. sync: the state of the compressed mean."""
 
-    count: Tensor
+    step: Tensor
     mu: Tree
     nu: Tree
     mu_weight: Tensor
@@ -57,7 +57,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         tree.check_real(updates, "updates")
         mu, nu = moving_average(state.mu, updates, b1), moving_average_of_squares(state.nu, updates, b2)
         mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
-        after = AdamState(state.count + 1, mu, nu, mu_weight, nu_weight)
+        after = AdamState(state.step + 1, mu, nu, mu_weight, nu_weight)
         return adam_direction(mu, nu, eps, mu_weight, nu_weight), after
 
     return lift(init, update)
@@ -107,7 +107,7 @@ def scale_by_onebit_adam(
         mu, sync_state = sync.warmup_update(moving_average(state.mu, updates, b1), state.sync, params)
         nu = moving_average_of_squares(state.nu, updates, b2)
         mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
-        state = OnebitAdamState(state.count + 1, mu, nu, mu_weight, nu_weight, sync_state)
+        state = OnebitAdamState(state.step + 1, mu, nu, mu_weight, nu_weight, sync_state)
         return direction(state), state
 
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
@@ -116,7 +116,7 @@ def scale_by_onebit_adam(
         if keep_zeros:
             mu = keep_unseen_at_zero(mu, state.nu)
         weight = b1 * state.mu_weight + (1 - b1)
-        state = state._replace(count=state.count + 1, mu=mu, mu_weight=weight, sync=sync_state)
+        state = state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=sync_state)
         return direction(state), state
 
     return Transform(init, warmup, compressed, missing(Phase.LOCAL, "1-bit Adam"))
@@ -132,14 +132,14 @@ def check_betas(b1: float, b2: float, eps: float) -> None:
 
 
 def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:
-    """Return count, mu, nu, mu_weight, nu_weight before the first update."""
+    """Return step, mu, nu, mu_weight, nu_weight before the first update."""
     tree.check_real(params, "params")
     leaves = tree.leaves(params)
     device = leaves[0].device if leaves else torch.device("cpu")
     wide = torch.float64 if any(p.dtype == torch.float64 for p in leaves) else torch.float32
     zero = [torch.zeros((), dtype=wide, device=device) for _ in range(2)]
-    count = torch.zeros((), dtype=torch.int64, device=device)
-    return count, tree.map(zeros_like_moment, params), tree.map(zeros_like_moment, params), *zero
+    step = torch.zeros((), dtype=torch.int64, device=device)
+    return step, tree.map(zeros_like_moment, params), tree.map(zeros_like_moment, params), *zero
 
 
 def zeros_like_moment(p: Tensor) -> Tensor:

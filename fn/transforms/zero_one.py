@@ -23,14 +23,14 @@ Tree = Any
 class ZeroOneAdamState(NamedTuple):
     """State of `scale_by_zero_one_adam`.
 
-    count, mu, nu: as for Adam; between synchronisations mu is a rank's own. anchor: the params that all ranks agreed
+    step, mu, nu: as for Adam; between synchronisations mu is a rank's own. anchor: the params that all ranks agreed
     on last, in the dtype of the moments; it is reached from each rank's own params, so that a simulation cannot know
     that it is the same everywhere. went: instead of the anchor, the sum of the steps since (see `anchored`). elapsed: the sum of learning rates since, 0-d. dropped: local steps that
     this rank left out because its gradient was not finite, 0-d int64. peak: the largest magnitude in the last exchange,
     0-d, NaN if it was not finite. sync: the state of the compressed mean.
     """
 
-    count: Tensor
+    step: Tensor
     mu: Tree
     nu: Tree
     anchor: Tree
@@ -40,7 +40,10 @@ class ZeroOneAdamState(NamedTuple):
     peak: Tensor
     sync: Tree
 
-    rank_local = frozenset({"mu", "anchor", "went", "dropped"})
+    @property
+    def rank_local(self) -> frozenset[str]:
+        """Return the fields that are one rank's own."""
+        return frozenset({"mu", "anchor", "went", "dropped"})
 
 
 WATCHED = ("nu", "peak")
@@ -95,11 +98,11 @@ def scale_by_zero_one_adam(
         raise ValueError(f"compress: is {compress!r}; allowed are 'steps' and 'gradients'")
 
     def init(params: Tree) -> ZeroOneAdamState:
-        count, mu, nu, elapsed, _ = start_moments(params)
-        peak = torch.zeros((), device=count.device)
+        step, mu, nu, elapsed, _ = start_moments(params)
+        peak = torch.zeros((), device=step.device)
         anchor = tree.map(lambda p, m: p.detach().to(m.dtype, copy=True), params, mu) if anchored else ()
         went = () if anchored else tree.map(torch.zeros_like, mu)
-        return ZeroOneAdamState(count, mu, nu, anchor, went, elapsed, torch.zeros_like(count), peak, sync.init(mu))
+        return ZeroOneAdamState(step, mu, nu, anchor, went, elapsed, torch.zeros_like(step), peak, sync.init(mu))
 
     def zeros_kept(x: Tree, nu: Tree) -> Tree:
         return tree.map(lambda a, v: torch.where(v > 0, a, 0.0), x, nu) if keep_zeros else x
@@ -110,7 +113,7 @@ def scale_by_zero_one_adam(
         direction = adam_direction(mu, state.nu, eps)
         updates = tree.map(lambda u, p: -lr * (u + weight_decay * p), direction, wide)
         anchor = tree.map(torch.add, wide, updates) if anchored else ()
-        return updates, state._replace(count=state.count + 1, mu=mu, anchor=anchor)
+        return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor)
 
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         tree.check_real(updates, "updates")
@@ -140,7 +143,7 @@ def scale_by_zero_one_adam(
         went = () if anchored else tree.map(torch.add, state.went, moves)
         dropped = state.dropped + (~ok).to(torch.int64)
         state = state._replace(mu=mu, went=went, elapsed=state.elapsed + lr, dropped=dropped)
-        return moves, state._replace(count=state.count + 1)
+        return moves, state._replace(step=state.step + 1)
 
     def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         moves, _ = step_alone(updates, state, params)
@@ -159,7 +162,7 @@ def scale_by_zero_one_adam(
         kept = (there, ()) if anchored else ((), tree.map(torch.zeros_like, went))
         zero = torch.zeros_like(state.elapsed)
         state = state._replace(mu=mu, anchor=kept[0], went=kept[1], elapsed=zero, peak=peak, sync=sync_state)
-        return back, state._replace(count=state.count + 1)
+        return back, state._replace(step=state.step + 1)
 
     return Transform(init, warmup, compress_gradients if compress == "gradients" else synchronise, local)
 

@@ -32,11 +32,11 @@ def step(tx, phase, world):
 
 
 def bitwise_equal(a, b) -> bool:
-    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(map_bytes(a), map_bytes(b), strict=True))
+    return all(map(torch.equal, map_bytes(a), map_bytes(b)))
 
 
 def map_bytes(t):
-    return [leaf.reshape(-1) for leaf in tree.leaves(t)]
+    return [leaf.flatten().contiguous().view(torch.uint8) for leaf in tree.leaves(t)]
 
 
 @pytest.mark.parametrize("bad", BAD)

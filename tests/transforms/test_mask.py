@@ -34,7 +34,7 @@ def test_the_state_is_that_of_the_chosen_leaves():
     found, after = tx.update(Phase.WARMUP)(u, state, PARAMS)
     alone, _ = fn.scale_by_adam().warmup_update([u["w"]], fn.scale_by_adam().init([PARAMS["w"]]), [PARAMS["w"]])
     assert torch.equal(found["w"], alone[0])
-    assert after.count == 1
+    assert after.step == 1
 
 
 def test_nothing_chosen_and_everything_chosen():

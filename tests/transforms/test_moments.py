@@ -95,7 +95,7 @@ def test_the_frozen_second_moment_stays_bitwise_and_its_weight_with_it():
         frozen, later = (tree.leaves(tree.fields(s, name)) for s in (states[1], states[-1]))
         assert all(map(torch.equal, frozen, later))
         assert not all(map(torch.equal, tree.leaves(tree.fields(states[0], name)), frozen))
-    assert tree.fields(states[-1], "count")[0] == 5
+    assert tree.fields(states[-1], "step")[0] == 5
 
 
 def test_rows_without_any_gradient_stay_exactly_zero_and_do_without_the_mask_drift():

@@ -1,0 +1,528 @@
+"""`fn.Optimizer` is a `torch.optim.Optimizer`: everything around torch's optimizers works with it."""
+
+from __future__ import annotations
+
+import io
+from functools import partial
+
+import pytest
+import torch
+
+import fn
+from fn import Phase, tree
+
+SHAPES = [(4, 3), (5,), ()]
+onebit = partial(fn.onebit_adam, axis="data")
+
+
+def parameters(dtype=torch.float32) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def set_gradients(params, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def bits(t) -> list[torch.Tensor]:
+    return [leaf.detach().flatten().clone().view(torch.uint8) for leaf in tree.leaves(t)]
+
+
+def same_bits(a, b) -> bool:
+    return len(tree.leaves(a)) == len(tree.leaves(b)) and all(map(torch.equal, bits(a), bits(b)))
+
+
+def steps(opt, params, count: int, first: int = 0) -> None:
+    for t in range(first, first + count):
+        set_gradients(params, t)
+        opt.step()
+
+
+def twins(**options) -> tuple:
+    """Return ours and torch's AdamW over equal parameters."""
+    ours, theirs = parameters(), parameters()
+    reference = torch.optim.AdamW(theirs, weight_decay=0.1, foreach=False, **options)
+    return ours, fn.Optimizer(ours, fn.adamw, weight_decay=0.1, **options), theirs, reference
+
+
+def assert_close(a, b) -> None:
+    for x, y in zip(a, b, strict=True):
+        torch.testing.assert_close(x.detach(), y.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_it_is_a_torch_optimizer_and_steps_like_torchs_adamw():
+    ours, opt, theirs, reference = twins(lr=0.03)
+    assert isinstance(opt, torch.optim.Optimizer)
+    for t in range(10):
+        for params, o in ((ours, opt), (theirs, reference)):
+            set_gradients(params, t)
+            o.step()
+    assert_close(ours, theirs)
+    assert opt.steps == 10
+
+
+# Param groups.
+
+
+def test_each_group_has_its_own_hyperparameters_and_learning_rate():
+    ours, theirs = parameters(), parameters()
+
+    def split(p, b1, eps):
+        return [{"params": p[:1], "lr": 0.1, **b1}, {"params": p[1:], "weight_decay": 0.5, **eps}]
+
+    opt = fn.Optimizer(split(ours, {"b1": 0.5}, {"eps": 1e-3}), fn.adamw, lr=0.01, weight_decay=0.0)
+    reference = torch.optim.AdamW(
+        split(theirs, {"betas": (0.5, 0.999)}, {"eps": 1e-3}), lr=0.01, weight_decay=0.0, foreach=False
+    )
+    for t in range(5):
+        for params, o in ((ours, opt), (theirs, reference)):
+            set_gradients(params, t)
+            o.step()
+    assert_close(ours, theirs)
+
+
+def test_make_is_called_once_per_group_with_its_hyperparameters():
+    seen = []
+
+    def make(lr, **hyper):
+        seen.append((float(lr), hyper))
+        return fn.adamw(lr, **hyper)
+
+    p = parameters()
+    fn.Optimizer([{"params": p[:1], "b1": 0.5}, {"params": p[1:], "lr": 0.25}], make, lr=0.5, eps=1e-4)
+    assert seen == [(0.5, {"eps": 1e-4, "b1": 0.5}), (0.25, {"eps": 1e-4})]
+
+
+def test_a_group_can_be_added_later_and_starts_from_zero():
+    ours, opt, theirs, reference = twins(lr=0.03)
+    more, same = parameters(), parameters()
+    for t in range(6):
+        if t == 3:
+            opt.add_param_group({"params": more, "lr": 0.2})
+            reference.add_param_group({"params": same, "lr": 0.2})
+        for params, o in ((ours + more, opt), (theirs + same, reference)):
+            set_gradients(params, t)
+            o.step()
+    assert_close(ours + more, theirs + same)
+
+
+@pytest.mark.parametrize(
+    "group", [{"momentum": 0.9}, {"b1": 2.0}, {"lr": -1.0}, {"params": [torch.ones(2, dtype=torch.cfloat)]}]
+)
+def test_a_group_that_is_refused_leaves_the_optimizer_as_it_was(group):
+    p = parameters()
+    opt = fn.Optimizer(p, fn.adamw, lr=0.1)
+    steps(opt, p, 2)
+    before, groups = bits(opt.states), len(opt.param_groups)
+    with pytest.raises((TypeError, ValueError), match=r"momentum|b1|lr|params"):
+        opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], **group})
+    assert len(opt.param_groups) == groups
+    assert all(map(torch.equal, bits(opt.states), before))
+    steps(opt, p, 1)
+
+
+def test_named_parameters_are_accepted():
+    model = torch.nn.Linear(3, 2)
+    opt = fn.Optimizer(model.named_parameters(), fn.adamw, lr=0.1)
+    assert opt.param_groups[0]["param_names"] == ["weight", "bias"]
+    model(torch.ones(1, 3)).sum().backward()
+    before = bits(list(model.parameters()))
+    opt.step()
+    assert not any(map(torch.equal, bits(list(model.parameters())), before))
+
+
+def test_a_generator_of_parameters_is_accepted():
+    model = torch.nn.Linear(3, 2)
+    opt = fn.Optimizer(model.parameters(), fn.adamw)
+    assert len(opt.param_groups[0]["params"]) == 2
+
+
+# Learning rates.
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: 1 / (1 + t)),
+    "StepLR": lambda o: torch.optim.lr_scheduler.StepLR(o, 2, 0.5),
+    "CosineAnnealingLR": lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 8),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.2, total_steps=12, cycle_momentum=False),
+    "warm-up, then cosine": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.LinearLR(o, 0.1, total_iters=3), torch.optim.lr_scheduler.CosineAnnealingLR(o, 9)],
+        [3],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", sorted(SCHEDULERS))
+def test_torchs_schedulers_drive_the_learning_rate(name):
+    ours, opt, theirs, reference = twins(lr=0.1)
+    schedulers = [SCHEDULERS[name](o) for o in (opt, reference)]
+    buffer = opt.param_groups[0]["lr"]
+    rates = set()
+    for t in range(10):
+        for params, o, scheduler in ((ours, opt, schedulers[0]), (theirs, reference, schedulers[1])):
+            set_gradients(params, t)
+            o.step()
+            scheduler.step()
+        rates.add(float(opt.param_groups[0]["lr"]))
+        assert float(opt.param_groups[0]["lr"]) == pytest.approx(float(reference.param_groups[0]["lr"]), rel=1e-6)
+    assert len(rates) > 3
+    assert opt.param_groups[0]["lr"] is buffer
+    assert_close(ours, theirs)
+
+
+def test_reduce_on_plateau_drives_the_learning_rate():
+    p = parameters()
+    opt = fn.Optimizer(p, fn.adamw, lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, factor=0.5, patience=0)
+    for _ in range(3):
+        steps(opt, p, 1)
+        scheduler.step(1.0)
+    assert float(opt.param_groups[0]["lr"]) == 0.125
+
+
+@pytest.mark.parametrize("value", [0.5, torch.tensor(0.5)])
+def test_a_number_that_is_written_into_the_group_takes_effect_in_the_next_step(value):
+    ours, opt, theirs, reference = twins(lr=0.1)
+    for t in range(4):
+        if t == 2:
+            opt.param_groups[0]["lr"] = value
+            reference.param_groups[0]["lr"] = 0.5
+        for params, o in ((ours, opt), (theirs, reference)):
+            set_gradients(params, t)
+            o.step()
+    assert_close(ours, theirs)
+    assert float(opt.param_groups[0]["lr"]) == 0.5
+
+
+@pytest.mark.parametrize("lr", [-0.1, float("nan"), torch.ones(2)])
+def test_a_learning_rate_that_is_none_is_refused_by_name(lr):
+    with pytest.raises((ValueError, RuntimeError), match="lr"):
+        fn.Optimizer(parameters(), fn.adamw, lr=lr)
+
+
+# What surrounds a step.
+
+
+def test_a_closure_is_run_once_with_gradients_enabled_and_its_loss_returned():
+    p = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
+    opt = fn.Optimizer([p], fn.adamw, lr=0.1, weight_decay=0.0)
+    calls = []
+
+    def closure():
+        opt.zero_grad()
+        loss = (p**2).sum()
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    assert opt.step(closure) is calls[0]
+    assert len(calls) == 1
+    torch.testing.assert_close(p.detach(), torch.tensor([0.9, -1.9]))
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_zero_grad(to_none):
+    p = parameters()
+    opt = fn.Optimizer(p, fn.adamw)
+    set_gradients(p, 0)
+    opt.zero_grad(set_to_none=to_none)
+    assert all(x.grad is None if to_none else not x.grad.any() for x in p)
+
+
+def test_hooks_around_steps_and_state_dicts_run_and_can_be_removed():
+    p = parameters()
+    opt = fn.Optimizer(p, fn.adamw)
+    seen = []
+    handles = [
+        opt.register_step_pre_hook(lambda o, args, kwargs: seen.append("before")),
+        opt.register_step_post_hook(lambda o, args, kwargs: seen.append("after")),
+        opt.register_state_dict_pre_hook(lambda o: seen.append("saving")),
+        opt.register_state_dict_post_hook(lambda o, found: {**found, "mine": torch.tensor(1)}),
+        opt.register_load_state_dict_pre_hook(lambda o, d: {k: v for k, v in d.items() if k != "mine"}),
+        opt.register_load_state_dict_post_hook(lambda o: seen.append("loaded")),
+    ]
+    steps(opt, p, 1)
+    saved = opt.state_dict()
+    assert saved["mine"] == 1
+    opt.load_state_dict(saved)
+    assert seen == ["before", "after", "saving", "loaded"]
+    for handle in handles:
+        handle.remove()
+    steps(opt, p, 1)
+    assert "mine" not in opt.state_dict()
+    assert len(seen) == 4
+
+
+def test_parameters_state_and_learning_rate_keep_their_buffers():
+    p = parameters()
+    opt = fn.Optimizer(p, onebit, schedule=fn.freeze_after(2), lr=0.1)
+    live = [*p, *tree.leaves(opt.states), opt.param_groups[0]["lr"]]
+    before = [x.data_ptr() for x in live]
+    states = opt.states
+    steps(opt, p, 5)
+    opt.load_state_dict({k: v.clone() for k, v in opt.state_dict().items()})
+    steps(opt, p, 1)
+    assert [x.data_ptr() for x in live] == before
+    assert all(a is b for a, b in zip(tree.leaves(states), tree.leaves(opt.states), strict=True))
+
+
+def test_the_schedule_decides_the_phase_of_each_step():
+    asked = []
+
+    def schedule(step):
+        asked.append(step)
+        return Phase.WARMUP if step < 2 else Phase.COMPRESSED
+
+    p = parameters()
+    opt = fn.Optimizer(p, onebit, schedule=schedule, lr=0.1)
+    phases = []
+    for t in range(4):
+        phases.append(opt.phase)
+        steps(opt, p, 1, t)
+    assert phases == [Phase.WARMUP] * 2 + [Phase.COMPRESSED] * 2
+    assert set(asked) == {0, 1, 2, 3}
+    nu_weight = tree.fields(opt.states, "nu_weight")[0]
+    assert nu_weight == pytest.approx(1 - 0.999**2, rel=1e-4)
+
+
+def test_freeze_when_stable_is_fed_by_the_second_moment():
+    p = [torch.nn.Parameter(torch.ones(3))]
+    schedule = fn.freeze_when_stable(b2=0.5, threshold=0.9)
+    opt = fn.Optimizer(p, partial(onebit, b2=0.5), schedule=schedule, lr=0.01)
+    phases = []
+    for _ in range(10):
+        phases.append(opt.phase)
+        p[0].grad = torch.ones(3)
+        opt.step()
+    # ||nu|| = 3 (1 - 2^-t): the first t with (1 - 2^-(t-2)) / (1 - 2^-t) >= 0.9 is 5
+    assert phases == [Phase.WARMUP] * 5 + [Phase.COMPRESSED] * 5
+
+
+def test_freeze_when_stable_refuses_a_transform_without_a_second_moment_at_construction():
+    with pytest.raises(ValueError, match=r"schedule.*nu"):
+        fn.Optimizer(parameters(), fn.scale_by_learning_rate, schedule=fn.freeze_when_stable())
+
+
+# Gradients that are missing, bad, or of a kind that is refused.
+
+
+def test_a_parameter_without_a_gradient_is_not_moved_and_the_others_are():
+    p = parameters()
+    opt = fn.Optimizer(p, fn.adamw, lr=0.1, weight_decay=0.1)
+    set_gradients(p, 0)
+    p[1].grad = None
+    before = p[0].detach().clone(), p[1].detach().clone()
+    opt.step()
+    assert not torch.equal(p[0], before[0])
+    assert torch.equal(p[1], before[1])
+    assert (opt.skipped, opt.steps) == (0, 1)
+    assert tree.fields(opt.states, "step")[0] == 1
+    steps(opt, p, 1, 1)
+    assert not torch.equal(p[1], before[1])
+    assert opt.skipped == 0
+
+
+def test_no_gradients_at_all_move_nothing():
+    p = parameters()
+    opt = fn.Optimizer(p, fn.adamw, lr=0.1, weight_decay=0.1)
+    before = bits(p)
+    opt.step()
+    assert all(map(torch.equal, bits(p), before))
+
+
+@pytest.mark.parametrize("make", [lambda lr: fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr)), fn.adamw])
+def test_any_chain_survives_missing_and_bad_gradients(make):
+    """Also one that its author did not guard: the adapter promises it for every transform."""
+    p = parameters()
+    opt = fn.Optimizer(p, make, lr=0.1)
+    set_gradients(p, 0)
+    p[2].grad = None
+    opt.step()
+    assert all(torch.isfinite(x).all() for x in p)
+    before = bits((p, tree.fields(opt.states, "inner")))
+    set_gradients(p, 1)
+    p[0].grad[0, 0] = float("nan")
+    opt.step()
+    assert all(map(torch.equal, bits((p, tree.fields(opt.states, "inner"))), before))
+    assert opt.skipped == 1
+
+
+def test_a_skipped_step_is_skipped_by_all_groups():
+    p = parameters()
+    opt = fn.Optimizer([{"params": p[:1]}, {"params": p[1:]}], fn.adamw, lr=0.1)
+    set_gradients(p, 0)
+    p[0].grad[0, 0] = float("inf")
+    before = bits(p)
+    opt.step()
+    assert all(map(torch.equal, bits(p), before))
+    assert (opt.skipped, opt.steps) == (1, 1)
+
+
+def test_a_sparse_gradient_is_refused_by_name_and_nothing_moves():
+    table = torch.nn.Embedding(5, 3, sparse=True)
+    opt = fn.Optimizer(table.parameters(), fn.adamw)
+    table(torch.tensor([1])).sum().backward()
+    before = bits((list(table.parameters()), opt.states))
+    with pytest.raises(TypeError, match=r"gradients of param group 0: leaf '0'.*sparse"):
+        opt.step()
+    assert all(map(torch.equal, bits((list(table.parameters()), opt.states)), before))
+    assert opt.steps == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_parameters_that_are_no_real_numbers_are_refused_by_name(dtype):
+    p = torch.ones(3, dtype=dtype)
+    with pytest.raises(TypeError, match=rf"params: leaf '0'.*{str(dtype).split('.')[1]}"):
+        fn.Optimizer([p], fn.adamw)
+
+
+# Saving and loading.
+
+
+def roundtrip(state: dict) -> dict:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def grouped(params, **options):
+    groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.05}]
+    return fn.Optimizer(groups, onebit, schedule=fn.freeze_after(3), lr=0.1, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("until", [0, 2, 3, 5])
+def test_a_fresh_optimizer_continues_bit_for_bit_with_its_scheduler(until, dtype):
+    p = parameters(dtype)
+    opt = grouped(p)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, 10)
+
+    def run(opt, scheduler, p, first, count):
+        for t in range(first, first + count):
+            steps(opt, p, 1, t)
+            scheduler.step()
+
+    run(opt, scheduler, p, 0, until)
+    saved = roundtrip({"optimizer": opt.state_dict(), "scheduler": scheduler.state_dict()})
+    q = [torch.nn.Parameter(x.detach().clone()) for x in p]
+    again = grouped(q)
+    scheduler_again = torch.optim.lr_scheduler.CosineAnnealingLR(again, 10)
+    again.load_state_dict(saved["optimizer"])
+    scheduler_again.load_state_dict(saved["scheduler"])
+    assert again.steps == until
+    assert same_bits(again.states, opt.states)
+    for o, s, own in ((opt, scheduler, p), (again, scheduler_again, q)):
+        run(o, s, own, until, 5)
+    assert same_bits(q, p)
+    assert same_bits(again.states, opt.states)
+
+
+def test_the_state_dict_is_flat_and_names_every_leaf():
+    p = parameters()
+    opt = grouped(p)
+    steps(opt, p, 4)
+    saved = opt.state_dict()
+    assert all(isinstance(value, torch.Tensor) for value in saved.values())
+    assert any(path.endswith("nu.0") for path in saved)
+    assert any("sync.worker" in path for path in saved)
+    assert len([path for path in saved if path.startswith("state.")]) == len(tree.leaves(opt.states))
+
+
+def test_errors_and_moments_are_not_cast_to_the_parameters_dtype():
+    p = parameters(torch.bfloat16)
+    opt = grouped(p)
+    steps(opt, p, 5)
+    q = [torch.nn.Parameter(x.detach().clone()) for x in p]
+    again = grouped(q)
+    again.load_state_dict(roundtrip(opt.state_dict()))
+    assert {x.dtype for x in tree.leaves(tree.fields(again.states, "mu"))} == {torch.float32}
+    assert same_bits(again.states, opt.states)
+
+
+def test_a_fed_schedule_continues_too():
+    def fresh(p):
+        schedule = fn.freeze_when_stable(b2=0.8)
+        return fn.Optimizer(p, partial(onebit, b2=0.8), schedule=schedule, lr=0.1)
+
+    p = parameters()
+    opt = fresh(p)
+    steps(opt, p, 4)
+    q = [torch.nn.Parameter(x.detach().clone()) for x in p]
+    again = fresh(q)
+    again.load_state_dict(roundtrip(opt.state_dict()))
+    for t in range(4, 30):
+        assert again.phase is opt.phase
+        steps(opt, p, 1, t)
+        steps(again, q, 1, t)
+    assert opt.schedule.frozen_at is not None
+    assert again.schedule.frozen_at == opt.schedule.frozen_at
+    assert same_bits(q, p)
+
+
+def without_one(d):
+    return {k: v for k, v in d.items() if not k.endswith("nu.0")}
+
+
+def reshaped(d):
+    return {k: v.new_zeros(7) if k.endswith("nu.0") else v for k, v in d.items()}
+
+
+def recast(d):
+    return {k: v.double() if k.endswith("nu.0") else v for k, v in d.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (without_one, r"nu\.0' is missing"),
+        (lambda d: {**d, "groups.7.lr": torch.tensor(1.0)}, r"'groups\.7\.lr' is unexpected"),
+        (reshaped, r"nu\.0' is torch\.float32 \(7,\)"),
+        (recast, r"nu\.0' is torch\.float64"),
+        (lambda d: {"state": {}, "param_groups": []}, "missing|unexpected"),
+        (lambda d: {}, "missing"),
+        (lambda d: {**d, "steps": 5}, "steps"),
+    ],
+    ids=["missing", "unexpected", "shape", "dtype", "torch's own", "empty", "no tensor"],
+)
+def test_a_state_dict_that_does_not_fit_is_refused_by_path_and_nothing_is_loaded(change, text):
+    p = parameters()
+    opt = grouped(p)
+    steps(opt, p, 4)
+    before, rates = bits(opt.states), [float(g["lr"]) for g in opt.param_groups]
+    saved = {k: torch.ones_like(v) for k, v in opt.state_dict().items()}
+    with pytest.raises((ValueError, TypeError), match=rf"state_dict: .*({text})"):
+        opt.load_state_dict(change(saved))
+    assert all(map(torch.equal, bits(opt.states), before))
+    assert [float(g["lr"]) for g in opt.param_groups] == rates
+    assert opt.steps == 4
+
+
+# Compiled.
+
+
+def test_compiled_steps_agree_with_eager_ones_and_keep_their_buffers(graphs):
+    p, q = parameters(), parameters()
+    eager = fn.Optimizer(p, onebit, schedule=fn.freeze_after(2), lr=0.1)
+    fast = fn.Optimizer(q, onebit, schedule=fn.freeze_after(2), lr=0.1, compile=True)
+    pointers = [x.data_ptr() for x in tree.leaves(fast.states)]
+    for t in range(4):
+        steps(eager, p, 1, t)
+        steps(fast, q, 1, t)
+    assert_close(p, q)
+    assert [x.data_ptr() for x in tree.leaves(fast.states)] == pointers
+
+
+def test_each_phase_is_compiled_once_whatever_the_step_and_the_learning_rate(graphs, monkeypatch):
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
+    p = parameters()
+    opt = fn.Optimizer(p, onebit, schedule=fn.freeze_after(4), lr=0.1, compile=True)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda t: 0.9**t)
+    counts = []
+    for t in range(8):
+        steps(opt, p, 1, t)
+        scheduler.step()
+        counts.append(graphs.count)
+    assert counts == [1] * 4 + [2] * 4
