@@ -13,12 +13,13 @@ HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 HAS_VENV := import ensurepip, venv
 HAS_TORCH := import torch; v = torch.__version__.split("."); assert (2, 11) <= (int(v[0]), int(v[1])) < (2, 14)
 
-.PHONY: help demo test lint
+.PHONY: help demo test lint deepspeed-test
 
 help:
 	@echo "make demo   train a small language model with AdamW and with 1-bit Adam on $(RANKS) ranks; results in $(OUT)/"
 	@echo "make test   ruff, mypy and all tests"
 	@echo "make lint   ruff and mypy only"
+	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
 	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)"
 
 demo: .venv/.demo
@@ -31,6 +32,19 @@ test: lint
 lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# Downloads a second torch; DeepSpeed compiles a small extension at its first start, for which it needs a C++ compiler.
+deepspeed-test: .venv-deepspeed/.done
+	.venv-deepspeed/bin/python -c 'import torch; from importlib.metadata import version; \
+		print("DeepSpeed", version("deepspeed"), "torch", torch.__version__)'
+	DS_ACCELERATOR=cpu PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" \
+		.venv-deepspeed/bin/python -m pytest -m deepspeed tests/integration
+
+.venv-deepspeed/.done: pyproject.toml
+	test -x .venv-deepspeed/bin/python || $(PYTHON) -m venv .venv-deepspeed
+	.venv-deepspeed/bin/python -m pip install $(TORCH)
+	DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install deepspeed hypothesis pytest --editable .
+	@touch $@
 
 # Each stamp is as new as the pyproject.toml that was installed.
 .venv/.%: pyproject.toml | .venv/.torch

@@ -17,7 +17,7 @@ from fn.adapters import deepspeed_numerics as numerics
 from fn.adapters.deepspeed_base import AXIS, DeepSpeedOptimizer, Group, refuse_amsgrad, warn_unused
 from fn.adapters.donate import write_back
 from fn.adapters.torch_optim import Params
-from fn.base import Phase, Transform
+from fn.base import Transform
 from fn.collectives.primitives import pmean
 from fn.schedules import freeze_after, zero_one_schedule
 

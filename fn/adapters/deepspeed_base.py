@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fn import tree
 from fn.adapters import deepspeed_numerics as numerics
 from fn.adapters.deepspeed_checkpoint import load_checkpoint
 from fn.adapters.donate import write_back
