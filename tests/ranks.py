@@ -54,7 +54,7 @@ def run(world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0) -
 def outcomes(world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """Return what became of every rank: a value, `Raised`, or `Died`."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "fn"])
+    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "torch.func", "numba", "fn"])
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(world):

@@ -1,0 +1,51 @@
+"""`donate` changes where results are, never what they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fn
+from fn import Phase, tree
+
+
+def test_state_buffers_stay_and_results_are_those_of_the_pure_update():
+    tx = fn.onebit_adam(axis="data")
+    p = [torch.randn(5), torch.randn(2, 3)]
+    pure, donated = tx.init(p), tx.init(p)
+    pointers = [x.data_ptr() for x in tree.leaves(donated)]
+    for phase in (Phase.WARMUP, Phase.COMPRESSED, Phase.COMPRESSED):
+        g = [torch.randn_like(x) for x in p]
+        u, pure = tx.update(phase)(g, pure, p)
+        v, after = fn.donate(tx.update(phase))(g, donated, p)
+        assert after is donated
+        assert all(map(torch.equal, u, v))
+        assert all(map(torch.equal, tree.leaves(pure), tree.leaves(donated)))
+    assert [x.data_ptr() for x in tree.leaves(donated)] == pointers
+
+
+def test_leaves_that_change_places_do_not_overwrite_each_other():
+    a, b = torch.tensor(1.0), torch.tensor(2.0)
+    state = (a, b)
+    fn.donate(lambda u, s, p: (u, (s[1], s[0])))([], state, [])
+    assert (float(a), float(b)) == (2.0, 1.0)
+
+
+def test_an_update_that_is_the_old_state_survives_the_new_one():
+    """A link that delays by one step returns its old state."""
+    state = [torch.zeros(2)]
+    (u,), _ = fn.donate(lambda u, s, p: (s, u))([torch.ones(2)], state, [])
+    assert torch.equal(u, torch.zeros(2))
+    assert torch.equal(state[0], torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "after",
+    [(torch.ones(2), torch.ones(1)), (torch.ones(2),), (torch.ones(2), torch.ones((), dtype=torch.float64))],
+    ids=["shape", "structure", "dtype"],
+)
+def test_an_update_that_changes_the_form_of_the_state_is_refused_and_writes_nothing(after):
+    state = (torch.zeros(2), torch.zeros(()))
+    with pytest.raises(ValueError, match="update: changed"):
+        fn.donate(lambda u, s, p: (u, after))([], state, [])
+    assert not any(x.any() for x in state)

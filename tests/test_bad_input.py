@@ -1,0 +1,155 @@
+"""What is wrong is refused by name, before anything moves. Ranks that disagree are in `test_ranks`."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from registry import each_optimizer, each_phase
+
+import fn
+from fn import Phase, tree
+from fn.collectives.agreement import check_agreement, describe
+
+
+@each_optimizer
+def test_an_axis_that_is_not_bound_is_refused_at_construction_by_name(optimizer):
+    """Inside of a simulation of another axis, where a silent local step would train every rank alone."""
+    tx = optimizer.make(lr=0.1, axis="dta")
+    with pytest.raises(ValueError, match=r"axis: 'dta' is not bound; bound are \['data'\]"):
+        fn.simulate(lambda p: tx.init([p]), "data", 2)(torch.ones(2, 3))
+
+
+@each_optimizer
+def test_several_processes_without_a_group_are_refused_at_construction(optimizer, monkeypatch):
+    p = torch.nn.Parameter(torch.ones(3))
+    with monkeypatch.context() as m:
+        m.setenv("WORLD_SIZE", "4")
+        with pytest.raises(ValueError, match=r"axis: 'data' is not bound, but this is one of 4 processes.*fn\.bind"):
+            fn.Optimizer([p], partial(optimizer.make, axis="data"), lr=0.1)
+        with pytest.raises(ValueError, match="axis: 'data' is not bound"):
+            optimizer.make(lr=0.1, axis="data").init([p.detach()])
+
+
+@each_phase
+def test_several_processes_without_a_group_are_refused_in_a_step_too(optimizer, phase, monkeypatch):
+    """A state from one process, carried into a group that is not bound. A local step asks nobody."""
+    tx = optimizer.make(lr=0.1, axis="data")
+    p = [torch.ones(3)]
+    state = tx.init(p)
+    if phase is Phase.LOCAL:
+        return
+    with monkeypatch.context() as m:
+        m.setenv("WORLD_SIZE", "2")
+        with pytest.raises(ValueError, match="axis: 'data' is not bound"):
+            tx.update(phase)(p, state, p)
+
+
+@each_phase
+@pytest.mark.parametrize(
+    ("bad", "found"),
+    [
+        (torch.ones(3, dtype=torch.complex64), "complex64"),
+        (torch.ones(3, dtype=torch.int32), "int32"),
+        (torch.ones(3).to_sparse(), "sparse"),
+    ],
+    ids=["complex", "integer", "sparse"],
+)
+def test_gradients_of_a_kind_that_no_optimizer_can_use_are_refused_by_leaf_in_every_phase(optimizer, phase, bad, found):
+    tx = optimizer.make(lr=0.1, axis="data")
+    p = {"a": torch.ones(3), "b": torch.ones(3)}
+    state = tx.init(p)
+    before = [x.clone() for x in tree.leaves(state)]
+    with pytest.raises(TypeError, match=rf"updates: leaf 'b' is .*{found}.*allowed are"):
+        tx.update(phase)({"a": torch.ones(3), "b": bad}, state, p)
+    assert all(map(torch.equal, tree.leaves(state), before))
+
+
+@each_optimizer
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+def test_params_of_such_a_kind_are_refused_at_init(optimizer, dtype):
+    with pytest.raises(TypeError, match=r"params: leaf 'b'"):
+        optimizer.make(lr=0.1, axis="data").init({"a": torch.ones(3), "b": torch.ones(3, dtype=dtype)})
+
+
+@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
+def test_gradients_of_another_structure_than_the_state_are_refused(phase):
+    tx = fn.onebit_adam(axis="data")
+    p = {"a": torch.ones(3), "b": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"(?i)mismatch|expected"):
+        tx.update(phase)({"a": torch.ones(3)}, tx.init(p), p)
+
+
+@pytest.mark.parametrize("block", [0, -8, 12])
+def test_a_block_that_does_not_fill_bytes_is_refused_by_name(block):
+    with pytest.raises(ValueError, match=f"block: is {block}"):
+        fn.sign(block=block)
+
+
+def test_a_codec_of_integers_is_refused_by_name():
+    with pytest.raises(TypeError, match=r"dtype: is torch\.int8"):
+        fn.identity(torch.int8)
+
+
+@each_optimizer
+def test_a_hyperparameter_that_it_does_not_have_is_refused_by_name(optimizer):
+    with pytest.raises(TypeError, match="momentum"):
+        fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(optimizer.make, axis="data"), momentum=0.9)
+
+
+def test_a_schedule_that_returns_no_phase_is_refused_and_nothing_moves():
+    p = torch.nn.Parameter(torch.ones(2))
+    opt = fn.Optimizer([p], fn.adamw, schedule=lambda step: "frozen")
+    p.grad = torch.ones(2)
+    with pytest.raises(ValueError, match="frozen"):
+        opt.step()
+    assert torch.equal(p, torch.ones(2))
+    assert opt.steps == 0
+
+
+def test_an_optimizer_without_parameters_is_refused():
+    with pytest.raises(ValueError, match="empty"):
+        fn.Optimizer([], fn.adamw)
+
+
+def test_descriptions_tell_hyperparameters_codecs_and_schedules_apart():
+    """Two things that would act differently must not have one fingerprint."""
+    things = [
+        fn.onebit_adam(axis="data"),
+        fn.onebit_adam(axis="node"),
+        fn.onebit_adam(axis="data", b1=0.8),
+        fn.onebit_adam(axis="data", eps=1e-7),
+        fn.onebit_adam(axis="data", lr=torch.tensor(0.5)),
+        fn.onebit_adam(axis="data", weight_decay=0.1),
+        fn.onebit_adam(axis="data", codec=fn.sign(block=64)),
+        fn.onebit_adam(axis="data", codec=fn.sign(padding_counts=True)),
+        fn.onebit_adam(axis="data", codec=fn.identity()),
+        fn.onebit_adam(axis="data", codec=fn.identity(torch.bfloat16)),
+        fn.onebit_adam(axis="data", layout="per_tensor"),
+        fn.onebit_adam(axis="data", bias_correction=True),
+        fn.onebit_adam(axis="data", keep_zeros=False),
+        fn.compressed_average("data", fn.sign(), fn.off()),
+        fn.compressed_average("data", fn.sign(), fn.classic()),
+        fn.clip_by_global_norm(1.0),
+        fn.clip_by_global_norm(2.0),
+        fn.freeze_after(10),
+        fn.freeze_after(11),
+        fn.freeze_when_stable(b2=0.9),
+        fn.freeze_when_stable(b2=0.99),
+        fn.freeze_when_stable(b2=0.9, threshold=0.5),
+        fn.freeze_when_stable(b2=0.9, min_steps=3),
+        partial(fn.adamw, b1=0.5),
+        partial(fn.adamw, b1=0.6),
+    ]
+    found = [tuple(sorted(describe(thing).items())) for thing in things]
+    assert len(set(found)) == len(found)
+    again = [describe(fn.onebit_adam(axis="data")) for _ in range(2)]
+    assert again[0] == again[1]
+    assert not any("0x" in value for value in again[0].values())
+
+
+def test_simulated_ranks_agree_without_a_message():
+    with fn.ledger() as book:
+        fn.simulate(lambda x: (check_agreement("data", {"a": 1}), x)[1], "data", 2)(torch.ones(2))
+    assert book.total == 0

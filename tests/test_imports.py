@@ -1,0 +1,168 @@
+"""The house stands in one direction: no module imports from a floor above its own, and no import is a cycle."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fn
+
+ROOT = Path(fn.__file__).parent
+FLOORS = {
+    "fn.tree": 0,
+    "fn.base": 1,
+    "fn.schedules": 1,
+    "fn.kernels": 2,
+    "fn.collectives": 3,
+    "fn.transforms": 4,
+    "fn.optimizers": 5,
+    "fn.adapters": 6,
+    "fn.planner": 6,
+    "fn.__main__": 7,
+    "fn": 7,
+}
+OPTIONAL = (
+    "numba",
+    "triton",
+    "cupy",
+    "mpi4py",
+    "matplotlib",
+    "tqdm",
+    "deepspeed",
+    "torch_npu",
+    "intel_extension_for_pytorch",
+)
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of fn by its dotted name."""
+    found = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = ("fn", *path.relative_to(ROOT).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def floor(module: str) -> int:
+    """Return the floor of a module, that of its package if it has none of its own."""
+    name = module
+    while name not in FLOORS or (name == "fn" and module != "fn"):
+        assert "." in name, f"{module} is on no floor: add it to FLOORS, and to the map of the house"
+        name = name.rpartition(".")[0]
+    return FLOORS[name]
+
+
+def type_checking_only(tree: ast.Module) -> set[ast.AST]:
+    """Return the nodes below `if TYPE_CHECKING:`, which never run."""
+    guarded = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    ]
+    return {inner for node in guarded for statement in node.body for inner in ast.walk(statement)}
+
+
+def imports(path: Path, package: str) -> list[tuple[str, bool]]:
+    """Return the modules that a file imports, and whether it does so as it is imported itself."""
+    tree = ast.parse(path.read_text())
+    skipped = type_checking_only(tree)
+    inner = {
+        node
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        for node in ast.walk(function)
+    }
+    found: list[tuple[str, bool]] = []
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            found += [(alias.name, node not in inner) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                found.append((full if full in MODULES else str(node.module), node not in inner))
+    return found
+
+
+EDGES = {
+    module: [(name, top) for name, top in imports(path, module) if name == "fn" or name.startswith("fn.")]
+    for module, path in MODULES.items()
+}
+
+
+def test_the_walk_sees_the_house():
+    """If it saw nothing, it would pass."""
+    assert len(MODULES) > 20
+    assert ("fn.tree", True) in EDGES["fn.base"]
+    assert ("fn.kernels", True) in EDGES["fn"]
+    assert sum(map(len, EDGES.values())) > 50
+    assert floor("fn.collectives.axis") == 3
+    assert floor("fn.schedules") == floor("fn.base")
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_imports_point_down(module):
+    for name, _ in EDGES[module]:
+        assert floor(name) <= floor(module), f"{module} imports {name} from above"
+        assert name != "fn" or module in ("fn", "fn.__main__"), f"{module} imports the package that imports it"
+
+
+def test_there_is_no_cycle():
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path, module])
+        if module not in done:
+            for name, top in EDGES[module]:
+                if top and name != module:
+                    visit(name, (*path, module))
+            done.add(module)
+
+    for module in MODULES:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_optional_packages_are_imported_by_nobody_at_the_top(module):
+    """Kernels may have a module of their own for one; then nothing imports that module at the top, see below."""
+    tops = {name.partition(".")[0] for name, top in imports(MODULES[module], module) if top}
+    assert not tops & set(OPTIONAL) or module.startswith(("fn.kernels.", "fn.adapters."))
+
+
+def test_import_fn_imports_no_optional_package():
+    code = f"""
+import sys
+import torch.distributed.device_mesh, torch.library  # which may bring some of them along
+before = set(sys.modules)
+import fn
+print([name for name in {OPTIONAL!r} if name in set(sys.modules) - before])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "[]"
+
+
+def test_every_module_says_what_it_is_for():
+    silent = [module for module, path in MODULES.items() if not ast.get_docstring(ast.parse(path.read_text()))]
+    assert silent == []
+
+
+def test_no_module_is_longer_than_350_lines():
+    long = {module: n for module, path in MODULES.items() if (n := len(path.read_text().splitlines())) > 350}
+    assert long == {}
+
+
+def test_only_the_facade_names_the_pytree_module_and_only_primitives_the_functional_collectives():
+    for module, path in MODULES.items():
+        text = path.read_text()
+        assert ("torch.utils import _pytree" in text) == (module == "fn.tree")
+        assert ("_c10d_functional" in text) == (module == "fn.collectives.primitives")

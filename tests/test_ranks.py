@@ -1,0 +1,398 @@
+"""The same code on real processes: gloo groups of 2 and 4 give what the simulation gives, and fail together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from registry import OPTIMIZERS, each_optimizer
+from torch.distributed.device_mesh import init_device_mesh
+
+import fn
+from fn import Phase, tree
+
+SHAPES = [(6, 5), (7,), (), (0,), (3, 2, 2)]
+STEPS = 8
+SCHEDULE = fn.freeze_after(3)
+BY_NAME = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
+
+
+def bound():
+    return fn.bind(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",)))
+
+
+def start(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def gradient(step: int, rank: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def schedule_of(name: str):
+    """Visit every phase within `STEPS` steps."""
+    phases = BY_NAME[name].phases
+    return lambda step: phases[min(step // 3, len(phases) - 1)] if len(phases) < 3 else phases[step % 3]
+
+
+def bits(t: Any) -> list[torch.Tensor]:
+    return [leaf.detach().flatten().contiguous().view(torch.uint8) for leaf in tree.leaves(t)]
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return len(tree.leaves(a)) == len(tree.leaves(b)) and all(map(torch.equal, bits(a), bits(b)))
+
+
+# The compressed path alone: bit for bit.
+
+
+def codes(name: str, layout: str, dtype: torch.dtype) -> list:
+    codec = {"sign": fn.sign, "blocks": partial(fn.sign, 16), "bf16": partial(fn.identity, torch.bfloat16)}[name]()
+    tx = fn.compressed_average("data", codec, layout=layout)
+    found = []
+    with bound():
+        params = start(dtype)
+        state = tx.init(params)
+        for t in range(4):
+            u, state = tx.compressed_update(gradient(t, dist.get_rank(), dtype), state, params)
+            found.append((u, state))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("codec", ["sign", "blocks", "bf16"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), [("flat", torch.float32), ("per_tensor", torch.float32), ("flat", torch.bfloat16)]
+)
+def test_the_compressed_mean_is_bitwise_what_the_simulation_gives(world, codec, layout, dtype):
+    outcomes = ranks.run(world, codes, codec, layout, dtype)
+    make = {"sign": fn.sign(), "blocks": fn.sign(16), "bf16": fn.identity(torch.bfloat16)}[codec]
+    tx = fn.compressed_average("data", make, layout=layout)
+    params = start(dtype)
+    state = fn.simulate(tx.init, "data", world, in_dims=None)(params)
+    for t in range(4):
+        g = [torch.stack(each) for each in zip(*(gradient(t, r, dtype) for r in range(world)), strict=True)]
+        update = fn.simulate(lambda g, s: tx.compressed_update(g, s, params), "data", world, out_dims=([None] * 5, 0))
+        u, state = update(g, state)
+        for r in range(world):
+            theirs, their_state = outcomes[r][t]
+            assert same_bits(theirs, u)
+            assert same_bits(their_state, tree.map(lambda x: x[r], state))  # noqa: B023
+
+
+def means() -> list:
+    tx = fn.average("data")
+    with bound():
+        return [tx.warmup_update(gradient(t, dist.get_rank()), tx.init(start()), start())[0] for t in range(3)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_exact_mean_is_the_simulations_to_rounding_and_bitwise_the_same_on_all_ranks(world):
+    outcomes = ranks.run(world, means)
+    for t in range(3):
+        expected = [sum(each) / world for each in zip(*(gradient(t, r) for r in range(world)), strict=True)]
+        for found in outcomes:
+            assert same_bits(found[t], outcomes[0][t])
+            for a, b in zip(found[t], expected, strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+# Whole optimizers, as pure functions and behind torch.optim.
+
+
+def pure(name: str, dtype: torch.dtype) -> tuple:
+    optimizer, schedule = BY_NAME[name], schedule_of(name)
+    tx = optimizer.make(lr=optimizer.lr, axis="data")
+    with bound():
+        params = start(dtype)
+        state = tx.init(params)
+        for t in range(STEPS):
+            u, state = tx.update(schedule(t))(gradient(t, dist.get_rank(), dtype), state, params)
+            params = fn.apply_updates(params, u)
+    return params, state
+
+
+def through_the_adapter(name: str, dtype: torch.dtype, groups: int = 1, compile: bool = False) -> tuple:
+    optimizer = BY_NAME[name]
+    params = [torch.nn.Parameter(p) for p in start(dtype)]
+    split = [params] if groups == 1 else [params[:2], params[2:]]
+    with bound():
+        make = partial(optimizer.make, axis="data")
+        opt = fn.Optimizer(
+            [{"params": p} for p in split], make, schedule=schedule_of(name), lr=optimizer.lr, compile=compile
+        )
+    for t in range(STEPS):  # outside of the binding: the optimizer keeps the one it was built in
+        for p, g in zip(params, gradient(t, dist.get_rank(), dtype), strict=True):
+            p.grad = g
+        opt.step()
+    return [p.detach() for p in params], opt.states, opt.skipped
+
+
+def simulated(name: str, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Return the params of all ranks (W, ...)."""
+    optimizer, schedule = BY_NAME[name], schedule_of(name)
+    tx = optimizer.make(lr=optimizer.lr, axis="data")
+    params = [p.expand(world, *p.shape).clone() for p in start(dtype)]
+    state = fn.simulate(tx.init, "data", world)(params)
+    for t in range(STEPS):
+        g = [torch.stack(each) for each in zip(*(gradient(t, r, dtype) for r in range(world)), strict=True)]
+
+        def step(g, s, p, phase=schedule(t)):  # noqa: B008
+            u, s = tx.update(phase)(g, s, p)
+            return fn.apply_updates(p, u), s
+
+        params, state = fn.simulate(step, "data", world)(g, state, params)
+    return params
+
+
+@pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
+@each_optimizer
+def test_an_optimizer_trains_what_the_simulation_trains(optimizer, world, dtype):
+    """Exact averaging rounds in another order, so the whole is compared to rounding; the phases in codes are above."""
+    outcomes = ranks.run(world, pure, optimizer.name, dtype)
+    expected = simulated(optimizer.name, world, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
+    for r, (params, _) in enumerate(outcomes):
+        for a, b in zip(params, expected, strict=True):
+            torch.testing.assert_close(a, b[r], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@each_optimizer
+def test_behind_torch_optim_it_is_the_pure_function_bit_for_bit(optimizer, dtype):
+    if dtype == torch.float32:
+        through_pure = ranks.run(2, pure, optimizer.name, dtype)
+    adapted = ranks.run(2, through_the_adapter, optimizer.name, dtype)
+    for r, (params, states, skipped) in enumerate(adapted):
+        assert skipped == 0
+        if optimizer.replicated:
+            assert same_bits(params, adapted[0][0])
+        if dtype == torch.float32:
+            assert same_bits(params, through_pure[r][0])
+            assert same_bits(states[0], through_pure[r][1])
+
+
+@each_optimizer
+def test_two_param_groups_train_what_one_trains(optimizer):
+    """On one scale per tensor the groups only change the messages; 1-bit LAMB has one scale per group."""
+    name = optimizer.name
+    two = ranks.run(2, through_the_adapter, name, torch.float32, 2)
+    if optimizer.replicated:
+        assert same_bits(two[0][0], two[1][0])
+    if name != "onebit_lamb":
+        one = ranks.run(2, through_the_adapter, name, torch.float32, 1)
+        for a, b in zip(one[0][0], two[0][0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def compiled(name: str) -> tuple:
+    eager = through_the_adapter(name, torch.float32)
+    real = torch.compile
+    torch.compile = partial(real, backend="aot_eager")
+    try:
+        return eager[0], through_the_adapter(name, torch.float32, compile=True)[0]
+    finally:
+        torch.compile = real
+
+
+def test_compiled_steps_agree_with_eager_ones_on_processes():
+    for eager, fast in ranks.run(2, compiled, "onebit_adam"):
+        for a, b in zip(eager, fast, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+# Bad numbers and missing gradients.
+
+
+def one_bad_number(name: str, phase: Phase, culprit: int, groups: int) -> tuple:
+    optimizer = BY_NAME[name]
+    params = [torch.nn.Parameter(p) for p in start()]
+    split = [params] if groups == 1 else [params[:2], params[2:]]
+    asked = [Phase.WARMUP, Phase.WARMUP, phase, phase, phase]
+    with bound():
+        opt = fn.Optimizer(
+            [{"params": p} for p in split], partial(optimizer.make, axis="data"), schedule=asked.__getitem__, lr=0.01
+        )
+    history = []
+    for t in range(len(asked)):
+        for p, g in zip(params, gradient(t, dist.get_rank()), strict=True):
+            p.grad = g
+        if t == 3 and dist.get_rank() == culprit:
+            params[1].grad[2] = float("nan")
+        opt.step()
+        inner = [state.inner for state in opt.states]
+        history.append(([b.clone() for b in bits(params)], [b.clone() for b in bits(inner)], opt.skipped))
+    return history
+
+
+SKIPPING = [(o, phase) for o in OPTIMIZERS for phase in o.phases if phase is not Phase.LOCAL]
+
+
+@pytest.mark.parametrize(("optimizer", "phase"), SKIPPING, ids=[f"{o.name}-{phase.value}" for o, phase in SKIPPING])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_nan_on_one_rank_skips_the_step_on_all_and_leaves_every_bit(optimizer, phase, groups):
+    for history in ranks.run(2, one_bad_number, optimizer.name, phase, 1, groups):
+        (p2, s2, skipped2), (p3, s3, skipped3), (p4, _, skipped4) = history[2:]
+        assert (skipped2, skipped3, skipped4) == (0, 1, 1)
+        assert all(map(torch.equal, p2, p3))
+        assert all(map(torch.equal, s2, s3))
+        assert not all(map(torch.equal, p3, p4))
+
+
+def missing_gradients(absent: dict[int, list[int]], phase: Phase) -> tuple:
+    names = ["first", "second", "third", "empty", "last"]
+    params = [torch.nn.Parameter(p) for p in start()]
+    asked = [Phase.WARMUP, phase, phase]
+    with bound():
+        make = partial(fn.onebit_adam, axis="data")
+        opt = fn.Optimizer(list(zip(names, params, strict=True)), make, schedule=asked.__getitem__, lr=0.01)
+    errors, before = [], None
+    for t in range(3):
+        for p, g in zip(params, gradient(t, dist.get_rank()), strict=True):
+            p.grad = g
+        for i in absent.get(dist.get_rank(), []) if t == 1 else []:
+            params[i].grad = None
+        before = [b.clone() for b in bits((params, opt.states))] if t == 1 else before
+        moved = params[0].detach().clone(), params[4].detach().clone()
+        try:
+            opt.step()
+        except ValueError as error:
+            errors.append((t, str(error), all(map(torch.equal, bits((params, opt.states)), before))))
+        if t == 1:
+            still = torch.equal(moved[0], params[0]), torch.equal(moved[1], params[4])
+    return errors, still, opt.skipped, opt.steps
+
+
+@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_gradient_that_is_absent_on_one_rank_only_is_refused_on_all_and_named(phase, culprit):
+    for errors, still, skipped, steps in ranks.run(2, missing_gradients, {culprit: [1, 4]}, phase):
+        ((step, text, unchanged),) = errors  # the step after it, with all gradients there, is fine
+        assert step == 1
+        assert "second" in text
+        assert "rank 1" in text
+        assert "absent" in text
+        assert unchanged
+        assert still == (True, True)
+        assert (skipped, steps) == (0, 2)
+
+
+@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
+def test_a_gradient_that_is_absent_on_all_ranks_leaves_its_parameter_and_moves_the_others(phase):
+    for errors, still, skipped, steps in ranks.run(2, missing_gradients, {0: [4], 1: [4]}, phase):
+        assert errors == []
+        assert still == (False, True)
+        assert (skipped, steps) == (0, 3)
+
+
+# Ranks that do not mean the same thing.
+
+
+def disagree(field: str) -> str:
+    second = dist.get_rank() == 1
+    shapes = [(4, 3), (6,)] if field == "shape" and second else [(4, 3), (5,)]
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    if field == "dtype" and second:
+        params[1] = torch.nn.Parameter(torch.ones(5, dtype=torch.bfloat16))
+    if field == "count" and second:
+        params.append(torch.nn.Parameter(torch.ones(2)))
+    changes: dict[str, dict[str, Any]] = {
+        "b1": {"b1": 0.8},
+        "eps": {"eps": 1e-6},
+        "weight_decay": {"weight_decay": 0.1},
+        "codec": {"codec": fn.sign(block=64)},
+        "layout": {"layout": "per_tensor"},
+        "keep_zeros": {"keep_zeros": False},
+    }
+    hyper = changes.get(field, {}) if second else {}
+    lr = 0.5 if field == "lr" and second else 0.25
+    schedule = fn.freeze_after(20 if field == "schedule" and second else 10)
+    groups = [{"params": params}]
+    if field == "groups" and second:
+        groups.append({"params": [torch.nn.Parameter(torch.ones(2))]})
+    optimizer = fn.onebit_lamb if field == "optimizer" and second else fn.onebit_adam
+    with bound():
+        try:
+            fn.Optimizer(groups, partial(optimizer, axis="data", **hyper), schedule=schedule, lr=lr)
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+NAMED = {
+    "shape": "params[1]",
+    "dtype": "params[1]",
+    "count": "params[2]",
+    "b1": "b1",
+    "eps": "eps",
+    "weight_decay": "weight_decay",
+    "lr": "lr",
+    "codec": "block",
+    "layout": "layout",
+    "keep_zeros": "keep_zeros",
+    "optimizer": "onebit_lamb",
+    "schedule": "steps is 20 on rank 1 and 10 on rank 0",
+    "groups": "param groups is 2 on rank 1 and 1 on rank 0",
+}
+
+
+@pytest.mark.parametrize("field", sorted(NAMED))
+def test_ranks_that_disagree_at_construction_are_refused_on_all_with_rank_and_field(field):
+    for outcome in ranks.outcomes(2, disagree, field, timeout=60):
+        assert isinstance(outcome, str), outcome
+        assert "ranks disagree" in outcome
+        assert "rank 1" in outcome
+        assert NAMED[field] in outcome
+
+
+def disagree_in_pure_functions() -> str:
+    tx = fn.chain(fn.average("data"), fn.compressed_average("data", fn.sign(8 * (1 + dist.get_rank()))))
+    with bound():
+        try:
+            tx.init([torch.ones(3)])
+        except ValueError as error:
+            return str(error)
+    return "no error"
+
+
+def test_the_fourth_rank_is_named_and_pure_functions_are_checked_too():
+    for text in ranks.run(4, disagree_in_pure_functions):
+        assert "ranks disagree" in text
+        assert "block is 16 on rank 1 and 8 on rank 0" in text
+
+
+# A rank that dies.
+
+
+def killed() -> float:
+    params = [torch.nn.Parameter(p) for p in start()]
+    with bound():
+        opt = fn.Optimizer(params, partial(fn.onebit_adam, axis="data"), schedule=SCHEDULE, lr=0.01)
+    for t in range(STEPS):
+        for p, g in zip(params, gradient(t, dist.get_rank()), strict=True):
+            p.grad = g
+        if t == 5 and dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            opt.step()
+        except RuntimeError:
+            return time.monotonic() - began
+    return -1.0
+
+
+def test_when_a_rank_is_killed_the_others_get_an_error_and_do_not_wait_for_the_timeout():
+    outcomes = ranks.outcomes(3, killed, timeout=60)
+    assert outcomes[1] == ranks.Died(-signal.SIGKILL)
+    for waited in (outcomes[0], outcomes[2]):
+        assert isinstance(waited, float), waited
+        assert 0 <= waited < ranks.GROUP_TIMEOUT / 2
