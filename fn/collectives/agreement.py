@@ -41,8 +41,8 @@ def check_agreement(axis: str, fields: Mapping[str, object], device: torch.devic
     if size == 1 or transport == SIMULATED:
         return
     mine = {name: str(value) for name, value in fields.items()}
-    text = json.dumps(mine, sort_keys=True).encode()
-    digest = hashlib.blake2b(text, digest_size=24).digest() + len(text).to_bytes(8, "little")
+    text = json.dumps(mine).encode()  # in the order of the fields, so that the first that differs is the first named
+    digest = hashlib.blake2b(json.dumps(mine, sort_keys=True).encode(), digest_size=24).digest() + len(text).to_bytes(8, "little")
     digests = _gather_bytes(digest, axis, device)
     if all(d == digests[0] for d in digests):
         return
@@ -112,6 +112,9 @@ def _describe_function(f: Callable[..., Any], name: str, found: dict[str, str], 
     for variable, cell in zip(code.co_freevars if code else (), cells, strict=True):
         if cell != types.CellType():  # an empty cell is a name that its function has not bound yet
             _describe(cell.cell_contents, f"{owner.split('.')[0]}.{variable}", found, seen)
+    if not isinstance(f, type | types.FunctionType | types.BuiltinFunctionType):  # an object that can be called
+        for key, item in getattr(f, "__dict__", {}).items():
+            _describe(item, f"{owner.split('.')[0]}.{key}", found, seen)
 
 
 def _note(name: str, value: str, found: dict[str, str]) -> None:
