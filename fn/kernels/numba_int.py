@@ -1,4 +1,4 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator"
 """The loops of the integer kernels on a CPU, compiled by Numba; `numba_blocks` calls them.
 
 As in `numba_sign` they see addresses and places, but here a place is a whole segment, because it has one scale. All
@@ -67,10 +67,7 @@ def get_code(codes, i, width):
 @compiled
 def put_code(codes, i, value, width):
     """Round, clamp and write code i; the even element of a pair comes first."""
-    limit = np.float32(8) if width == 4 else np.float32(128)
-    rounded = np.rint(value)
-    rounded = min(max(rounded, -limit), limit - ONE) if rounded == rounded else ZERO
-    whole = np.int64(rounded)
+    whole = min(np.int64(np.rint(value)), (8 if width == 4 else 128) - 1)
     if width == 8:
         put_byte(codes, i, whole & 255)
     elif i % 2 == 0:
@@ -94,14 +91,28 @@ def scale_of(peak, width):
 
 
 @compiled
+def zero_place(codes, first, length, width):
+    """Write zeros: the codes of a place that is not finite, whose factor says so."""
+    for i in range(first * width // 8, ((first + length) * width + 7) // 8):
+        put_byte(codes, i, 0)
+
+
+@compiled
 def quantize_place(x, codes, first, length, valid, width, peak):
     """Write the codes of a place whose largest magnitude is `peak`; return the factor that decodes them."""
     scale = scale_of(peak, width)
-    factor, zero, limit = splat(scale), splat(ZERO), np.float32(8) if width == 4 else np.float32(128)
+    if not np.isfinite(peak):
+        zero_place(codes, first, length, width)
+        return ONE / scale
+    factor, zero, limit = splat(scale), splat(ZERO), 8 if width == 4 else 128
     whole = length - length % LANES
-    for i in range(first, first + whole, LANES):
-        v = select(below(first + valid - i), load(x, i), zero)
-        store_codes(codes, i, code(mul(v, factor), limit), width)
+    if valid >= length:
+        for i in range(first, first + whole, LANES):
+            store_codes(codes, i, code(mul(load(x, i), factor), limit), width)
+    else:
+        for i in range(first, first + whole, LANES):
+            v = select(below(first + valid - i), load(x, i), zero)
+            store_codes(codes, i, code(mul(v, factor), limit), width)
     for i in range(first + whole, first + length):
         put_code(codes, i, get(x, i) * scale if i < first + valid else ZERO, width)
     return ONE / scale
@@ -112,8 +123,12 @@ def peak_place(x, first, length, valid):
     """Return the largest magnitude of a place."""
     zero, sizes = splat(ZERO), no_magnitude()
     whole = length - length % LANES
-    for i in range(first, first + whole, LANES):
-        sizes = larger(sizes, magnitude(select(below(first + valid - i), load(x, i), zero)))
+    if valid >= length:
+        for i in range(first, first + whole, LANES):
+            sizes = larger(sizes, magnitude(load(x, i)))
+    else:
+        for i in range(first, first + whole, LANES):
+            sizes = larger(sizes, magnitude(select(below(first + valid - i), load(x, i), zero)))
     peak = largest(sizes)
     for i in range(first + whole, first + length):
         peak = raise_peak(peak, get(x, i) if i < first + valid else ZERO)
@@ -124,10 +139,11 @@ def peak_place(x, first, length, valid):
 def compensate_place(x, error, scale, h, first, length, valid):
     """Write h = x + error, zero behind the valid elements; return its largest magnitude."""
     zero, sizes, factor = splat(ZERO), no_magnitude(), splat(scale)
-    whole = length - length % LANES
+    whole, full = length - length % LANES, valid >= length
     for i in range(first, first + whole, LANES):
         v = add(load(x, i), mul(load_codes(error, i, 8), factor))
-        v = select(below(first + valid - i), v, zero)
+        if not full:
+            v = select(below(first + valid - i), v, zero)
         sizes = larger(sizes, magnitude(v))
         store(h, i, v)
     peak = largest(sizes)
@@ -139,25 +155,37 @@ def compensate_place(x, error, scale, h, first, length, valid):
 
 
 @compiled
-def damp_place(h, codes, sent, error, scale, beta, first, length, valid, width):
-    """Replace h by beta error + (1 - beta) (h - decoded); return its largest magnitude."""
-    zero, sizes, factor, back = splat(ZERO), no_magnitude(), splat(scale), splat(sent)
-    keep, take = splat(np.float32(beta)), splat(np.float32(1.0 - beta))
-    whole = length - length % LANES
+def damp_place(h, codes, peak, error, scale, beta, first, length, valid, width):
+    """Write the codes of h, and replace h by beta error + (1 - beta) (h - decoded).
+
+    Args: peak: the largest magnitude of h. Returns: the factor that decodes, and the largest magnitude of the new h.
+    """
+    up = scale_of(peak, width)
+    sent = ONE / up
+    zero, sizes, factor, back, limit = splat(ZERO), no_magnitude(), splat(scale), splat(sent), 8 if width == 4 else 128
+    keep, take, raised = splat(np.float32(beta)), splat(np.float32(1.0 - beta)), splat(up)
+    whole, full, finite = length - length % LANES, valid >= length, np.isfinite(peak)
+    if not finite:
+        zero_place(codes, first, length, width)
+        return sent, np.float32(np.nan)
     for i in range(first, first + whole, LANES):
-        lost = sub(load(h, i), mul(load_codes(codes, i, width), back))
-        v = add(mul(keep, mul(load_codes(error, i, 8), factor)), mul(take, lost))
-        v = select(below(first + valid - i), v, zero)
+        v = load(h, i)
+        q = code(mul(v, raised), limit)
+        store_codes(codes, i, q, width)
+        v = add(mul(keep, mul(load_codes(error, i, 8), factor)), mul(take, sub(v, mul(number(q), back))))
+        if not full:
+            v = select(below(first + valid - i), v, zero)
         sizes = larger(sizes, magnitude(v))
         store(h, i, v)
     peak = largest(sizes)
     for i in range(first + whole, first + length):
-        lost_one = get(h, i) - get_code(codes, i, width) * sent
-        value = np.float32(beta) * (get_code(error, i, 8) * scale) + np.float32(1.0 - beta) * lost_one
+        put_code(codes, i, get(h, i) * up, width)
+        lost = get(h, i) - get_code(codes, i, width) * sent
+        value = np.float32(beta) * (get_code(error, i, 8) * scale) + np.float32(1.0 - beta) * lost
         value = value if i < first + valid else ZERO
         peak = raise_peak(peak, value)
         put(h, i, value)
-    return peak
+    return sent, peak
 
 
 @compiled
@@ -183,9 +211,8 @@ def quantize_feedback(
         real, old, out, h = get_int(valid, here), error + r * n, codes + r * (n * width // 8), scratch - 4 * first
         scale = get(error_scales, here)
         peak = compensate_place(x + 4 * r * n, old, scale, h, first, length, real)
-        sent = quantize_place(h, out, first, length, real, width, peak)
+        sent, peak = damp_place(h, out, peak, old, scale, beta, first, length, real, width)
         put(scales, here, sent)
-        peak = damp_place(h, out, sent, old, scale, beta, first, length, real, width)
         put(kept_scales, here, quantize_place(h, kept + r * n, first, length, real, 8, peak))
 
 
@@ -200,13 +227,19 @@ def dequantize(
         first, length, s = get_int(place, 0), get_int(place, 1), get_int(place, 2)
         real, theirs, to = get_int(valid, r * segments + s), codes + r * row_stride, out + 4 * r * n
         factors = scales + 4 * (r * ranks * segments + s)
-        whole = length - length % LANES
-        streams = past_cache and (to + 4 * first) % 32 == 0
-        for i in range(first, first + whole, LANES):
-            total = mul(load_codes(theirs, i, width), splat(get(factors, 0)))
-            for w in range(1, ranks):
-                total = add(total, mul(load_codes(theirs + w * stride, i, width), splat(get(factors, w * segments))))
-            write(to, i, select(below(first + real - i), mul(total, splat(share)), zero), streams)
+        whole, full = length - length % LANES, real >= length
+        streams = past_cache and (to + 4 * first) % 32 == 0 and ranks == 1
+        for w in range(ranks):
+            factor = splat(get(factors, w * segments))
+            for i in range(first, first + whole, LANES):
+                v = mul(load_codes(theirs + w * stride, i, width), factor)
+                if w > 0:
+                    v = add(load(to, i), v)
+                if ranks > 1 and w == ranks - 1:
+                    v = mul(v, splat(share))
+                if not full:
+                    v = select(below(first + real - i), v, zero)
+                write(to, i, v, streams)
         for i in range(first + whole, first + length):
             value = get_code(theirs, i, width) * get(factors, 0)
             for w in range(1, ranks):

@@ -101,14 +101,17 @@ def mean_place(bits, stride, ranks, scales, segments, out, first, length, valid,
     """Write the sum over the ranks of scale * sign; rank r's bits lie r * stride bytes behind."""
     zero = splat(ZERO)
     whole = length - length % LANES
-    past_cache = past_cache and (out + 4 * first) % 32 == 0
-    for i in range(first, first + whole, LANES):
-        scale = get(scales, 0)
-        total = select(load_bits(bits, i), splat(scale), splat(-scale))
-        for r in range(1, ranks):
-            scale = get(scales, r * segments)
-            total = add(total, select(load_bits(bits + r * stride, i), splat(scale), splat(-scale)))
-        write(out, i, select(below(first + valid - i), total, zero), past_cache)
+    past_cache = past_cache and (out + 4 * first) % 32 == 0 and ranks == 1
+    for r in range(ranks):
+        scale, theirs = get(scales, r * segments), bits + r * stride
+        up, down = splat(scale), splat(-scale)
+        for i in range(first, first + whole, LANES):
+            v = select(load_bits(theirs, i), up, down)
+            if r > 0:
+                v = add(load(out, i), v)
+            if valid < length:
+                v = select(below(first + valid - i), v, zero)
+            write(out, i, v, past_cache)
     for i in range(first + whole, first + length):
         value = ZERO
         if i < first + valid:

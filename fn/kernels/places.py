@@ -85,8 +85,8 @@ def run(kernel: Callable[..., Any], at: Places, valid: Tensor, *args: Any, scrat
         extra = (memory.ctypes.data + -memory.ctypes.data % 64,) if scratch else ()
         kernel(low, high, *common, *args, *extra)
 
-    threads = min(torch.get_num_threads(), os.cpu_count() or 1) if elements >= THREADED else 1
-    threads = min(threads, total)
+    threads = torch.get_num_threads() if elements >= THREADED else 1
+    threads = min(threads, os.cpu_count() or 1, total) if threads > 1 else 1
     cuts = [total * t // threads for t in range(threads + 1)]
     others = [_pool(os.getpid()).submit(work, cuts[t], cuts[t + 1]) for t in range(1, threads)]
     work(cuts[0], cuts[1])

@@ -19,7 +19,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.core.datamodel import models
 from numba.core.datamodel.registry import register_default
 from numba.extending import intrinsic
@@ -152,8 +151,10 @@ def positive(builder: Any, v: Any) -> Any:
 @_define(bools, _i64)
 def below(builder: Any, limit: Any) -> Any:
     """Return lane < limit."""
-    lanes = ir.Constant(ir.VectorType(_I64, LANES), list(range(LANES)))
-    return builder.icmp_signed("<", lanes, _splat(builder, limit, ir.VectorType(_I64, LANES)))
+    few = builder.select(builder.icmp_signed("<", limit, _I64(LANES)), limit, _I64(LANES))  # so that 32 bits hold it
+    few = builder.select(builder.icmp_signed(">", few, _I64(0)), few, _I64(0))
+    lanes = ir.Constant(_INTS, list(range(LANES)))
+    return builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(few, _I32), _INTS))
 
 
 @_define(bools, bools, bools)
@@ -241,18 +242,14 @@ def largest(builder: Any, v: Any) -> Any:
     return builder.bitcast(found, _F32)
 
 
-@_define(ints, floats, _f32)
+@_define(ints, floats, _i64)
 def code(builder: Any, v: Any, limit: Any) -> Any:
-    """Return v rounded half to even and clamped to -limit .. limit - 1; 0 for NaN."""
-    kind = ir.FunctionType(_FLOATS, [_FLOATS])
-    rint = cgutils.get_or_insert_function(builder.module, kind, f"llvm.rint.v{LANES}f32")
-    one = ir.Constant(_F32, 1.0)
-    low, high = (_splat(builder, x, _FLOATS) for x in (builder.fneg(limit), builder.fsub(limit, one)))
-    rounded = builder.call(rint, [v])
-    rounded = builder.select(builder.fcmp_ordered("<", rounded, low), low, rounded)
-    rounded = builder.select(builder.fcmp_ordered(">", rounded, high), high, rounded)
-    number = builder.fcmp_ordered("ord", rounded, rounded)
-    return builder.fptosi(builder.select(number, rounded, ir.Constant(_FLOATS, [0.0] * LANES)), _INTS)
+    """Return v rounded half to even, at most limit - 1. |v| must be at most `limit`, up to rounding."""
+    magic = 1.5 * 2**23  # the floats around it are the integers, so adding it rounds
+    bits = builder.bitcast(builder.fadd(v, ir.Constant(_FLOATS, [magic] * LANES)), _INTS)
+    rounded = builder.sub(bits, ir.Constant(_INTS, [0x4B400000] * LANES))
+    high = _splat(builder, builder.sub(builder.trunc(limit, _I32), _I32(1)), _INTS)
+    return builder.select(builder.icmp_signed("<", rounded, high), rounded, high)
 
 
 @_define(floats, ints)
@@ -293,8 +290,9 @@ def load_nibbles(builder: Any, address: Any, i: Any) -> Any:
 @_define(types.none, _i64, _i64, ints)
 def store_nibbles(builder: Any, address: Any, i: Any, v: Any) -> None:
     """Write 4-bit elements i .. i + LANES, i even."""
-    half, wide = ir.VectorType(_I8, LANES // 2), ir.VectorType(_I32, LANES // 2)
-    even, odd = (_shuffle(builder, v, v, list(range(k, LANES, 2))) for k in (0, 1))
-    low = builder.and_(odd, ir.Constant(wide, [15] * (LANES // 2)))
-    both = builder.or_(builder.shl(even, ir.Constant(wide, [4] * (LANES // 2))), low)
+    half, pair = ir.VectorType(_I8, LANES // 2), ir.VectorType(ir.IntType(16), LANES // 2)
+    pairs = builder.bitcast(builder.trunc(v, ir.VectorType(_I8, LANES)), pair)
+    constant = {k: ir.Constant(pair, [k] * (LANES // 2)) for k in (4, 8, 15, 240)}
+    high = builder.and_(builder.shl(pairs, constant[4]), constant[240])  # a pair holds its even element below
+    both = builder.or_(high, builder.and_(builder.lshr(pairs, constant[8]), constant[15]))
     builder.store(builder.trunc(both, half), _place(builder, address, i, half, -1), align=1)

@@ -1,0 +1,137 @@
+"""The whole compressed all-reduce on real gloo ranks, against DeepSpeed's sequence and the plain fp32 all-reduce.
+
+    python benchmarks/allreduce.py [--n 16777216] [--rounds 15] [--ranks 2] [--json FILE]
+
+Every rank has one thread; all contenders are interleaved in one run, with a barrier before each. The time is that of
+the slowest rank. Once with the default malloc and once with one that keeps its pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import textbook
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from measure import interleaved, machine, with_both_mallocs, write
+from torch import Tensor
+
+import fn
+from fn.collectives.compressed import compressed_all_reduce, initial_errors
+
+
+def as_deepspeed(x: Tensor, worker: Tensor, server: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Average in four collectives, as DeepSpeed's compressed backends do."""
+    size = dist.get_world_size()
+    bits, scale, worker = textbook.encode(x, worker)
+    received = torch.empty_like(bits)
+    dist.all_to_all_single(received, bits)
+    scales = [torch.empty(1) for _ in range(size)]
+    dist.all_gather(scales, scale.view(1))
+    bits, scale, server = textbook.serve(received.view(size, -1), torch.cat(scales), server)
+    messages = [torch.empty_like(bits) for _ in range(size)]
+    dist.all_gather(messages, bits)
+    dist.all_gather(scales, scale.view(1))
+    return textbook.decode(torch.stack(messages), torch.cat(scales)), worker, server
+
+
+def contenders(n: int) -> dict[str, Callable[[], Any]]:
+    """Return what is timed, by name; errors go from call to call."""
+    x = torch.randn(n)
+    total = x.clone()
+    state: dict[str, Any] = {"deepspeed": (torch.zeros(n), torch.zeros(n // dist.get_world_size()))}
+
+    def deepspeed() -> None:
+        _, *state["deepspeed"] = as_deepspeed(x, *state["deepspeed"])
+
+    def ours(codec: fn.Codec, feedback: fn.Feedback) -> Callable[[], None]:
+        name = f"{id(codec)} {id(feedback)}"
+        state[name] = initial_errors(x, "data", codec, feedback)
+
+        def run() -> None:
+            _, state[name] = compressed_all_reduce(x, state[name], "data", codec, feedback)
+
+        return run
+
+    return {
+        "DeepSpeed-like": deepspeed,
+        "fp32 all-reduce": lambda: dist.all_reduce(total),
+        "fn, sign, lazy error": ours(fn.sign(), fn.classic(lazy=True)),
+        "fn, sign, plain error": ours(fn.sign(), fn.classic()),
+        "fn, int4, damped error": ours(fn.int4(), fn.damped()),
+    }
+
+
+def rank(index: int, options: argparse.Namespace, folder: str) -> None:
+    """Measure on one rank, and write the medians."""
+    torch.set_num_threads(1)
+    torch.manual_seed(index)
+    store = dist.FileStore(f"{folder}/store", options.ranks)
+    dist.init_process_group("gloo", store=store, rank=index, world_size=options.ranks)
+    with fn.bind({"data": dist.group.WORLD}), fn.ledger() as sent:
+        found = contenders(options.n)
+        one = {name: _bytes(run, sent) for name, run in found.items()}
+        passed, spent = interleaved(found, options.rounds, dist.barrier)
+    result = {"seconds": passed, "processor seconds": spent, "bytes": one}
+    Path(f"{folder}/{index}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def _bytes(run: Callable[[], Any], sent: fn.Ledger) -> int:
+    before = sent.total
+    run()
+    return sent.total - before
+
+
+def child(options: argparse.Namespace) -> dict[str, Any]:
+    """Run the ranks and return the medians of the slowest."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(rank, (options, folder), options.ranks)
+        found = [json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(options.ranks)]
+    clocks = ("seconds", "processor seconds")
+    slowest = {clock: {name: max(f[clock][name] for f in found) for name in found[0][clock]} for clock in clocks}
+    return {**slowest, "bytes": found[0]["bytes"]}
+
+
+def lines(found: dict[str, Any], clock: str) -> list[str]:
+    """Return the table of one clock, as Markdown."""
+    out = [
+        f"| all-reduce, {clock} | ms | x DeepSpeed-like | x fp32 | ms, pages kept | x DeepSpeed-like | x fp32 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in found["default"][clock]:
+        row = [name]
+        for times in (found["default"][clock], found["keeps pages"][clock]):
+            ratios = (times[peer] / times[name] for peer in ("DeepSpeed-like", "fp32 all-reduce"))
+            row += [f"{times[name] * 1e3:.1f}", *(f"{ratio:.1f}" for ratio in ratios)]
+        out.append(f"| {' | '.join(row)} |")
+    return [*out, ""]
+
+
+def main() -> None:
+    """Measure, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--n", type=int, default=1 << 24)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--json")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(options)))
+        return
+    found = with_both_mallocs(__file__, [f"--n={options.n}", f"--rounds={options.rounds}", f"--ranks={options.ranks}"])
+    result = {"machine": machine(), "n": options.n, "ranks": options.ranks, "malloc": found}
+    tables = [line for clock in ("seconds", "processor seconds") for line in lines(found, clock)]
+    print("\n".join([str(result["machine"]), "", *tables]))
+    write(options.json, result)
+
+
+if __name__ == "__main__":
+    main()

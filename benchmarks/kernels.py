@@ -1,0 +1,177 @@
+"""Every kernel of the CPU against the textbook sequence, np.packbits, Inductor and the copy bandwidth.
+
+    python benchmarks/kernels.py [--n 16777216] [--rounds 15] [--threads 1] [--json FILE]
+
+Everything is interleaved in one process, once with the default malloc and once with one that keeps its pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import textbook
+import torch
+from measure import interleaved, machine, with_both_mallocs, write
+from torch import Tensor
+
+import fn
+from fn.kernels import show
+
+BLOCK = 256
+BETA = 0.8
+RANKS = 2
+
+# per kernel: the textbook's name, and the bytes that must move for every element of x
+CELLS = {
+    "encode with feedback, lazy": ("textbook encode", 12.125),
+    "encode with feedback, plain": ("textbook encode", 12.125),
+    "server half, W = 2, lazy": ("textbook serve", (RANKS / 8 + 8 + 1 / 8) / RANKS),
+    "decode": ("textbook decode", 4.125),
+    "int4 with 8-bit errors": ("textbook int4", 4 + 1 + 0.5 + 1 + 12 / BLOCK),
+    "int8 encode": ("textbook int8", 5 + 4 / BLOCK),
+    "int8 decode": ("textbook int8 decode", 5 + 4 / BLOCK),
+    "Inductor encode": ("textbook encode", 12.125),
+    "np.packbits alone": ("textbook encode", 5.125),
+}
+
+
+def inductor_encode(x: Tensor, buffer: Tensor, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `sign_encode_feedback` does, written for a compiler."""
+    b = x + (buffer - torch.where(buffer >= 0, sent, -sent))
+    shifts = torch.arange(8, dtype=torch.int32)
+    bits = ((b >= 0).view(-1, 8).to(torch.int32) << shifts).sum(1).to(torch.uint8)
+    return b, bits, (b * b).sum()
+
+
+class Lazy:
+    """A state that goes from call to call, as in training: the last buffer and scale."""
+
+    def __init__(self, run: Callable[..., Any], *state: Tensor) -> None:
+        self.run, self.state = run, state
+
+    def __call__(self) -> None:
+        self.state = self.run(*self.state)
+
+
+def contenders(n: int, compiler: bool) -> dict[str, Callable[[], Any]]:
+    """Return what is timed, by name."""
+    ops, shard = torch.ops.fn, n // RANKS
+    x, error, out = torch.randn(n), torch.randn(n), torch.empty(n).zero_()
+    valid, part = torch.tensor([[n]]), torch.tensor([[shard]])
+    bits = torch.randint(0, 256, (RANKS, shard // 8), dtype=torch.uint8)
+    scales = torch.rand(RANKS)
+    blocks, runs = torch.full((1, n // BLOCK), BLOCK), [n // BLOCK, BLOCK]
+    codes, factors = ops.quantize(x[None], blocks, runs, 8)
+    row = x[None]
+
+    def encode(buffer: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
+        b, _, sums = ops.sign_encode_feedback(row, buffer, sent, valid, [1, n])
+        return b, (sums / n).sqrt().float()
+
+    def encode_plain(e: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+        b, _, sums = ops.sign_encode_feedback(row, e, zero, valid, [1, n])
+        return ops.sign_residual(b, (sums / n).sqrt().float(), valid, [1, n]), zero
+
+    def serve(buffer: Tensor, sent: Tensor) -> tuple[Tensor, Tensor]:
+        b, _, sums = ops.sign_serve(bits[None], scales[None, :, None], buffer, sent, part, [1, shard])
+        return b, (sums / shard).sqrt().float()
+
+    def int4(e: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        return ops.quantize_feedback(row, e, s, BETA, blocks, runs, 4)[2:]
+
+    one = torch.ones(1, 1)
+    found: dict[str, Callable[[], Any]] = {
+        "copy": lambda: out.copy_(x),
+        "textbook encode": Lazy(lambda e: textbook.encode(x, e)[2:], error),
+        "encode with feedback, lazy": Lazy(encode, error[None], one),
+        "encode with feedback, plain": Lazy(encode_plain, error[None], one * 0),
+        "textbook serve": Lazy(lambda e: textbook.serve(bits, scales, e)[2:], error[:shard]),
+        "server half, W = 2, lazy": Lazy(serve, error[None, :shard], one),
+        "textbook decode": lambda: textbook.decode(bits, scales),
+        "decode": lambda: ops.sign_decode(bits, scales[:, None], part.expand(RANKS, 1), [1, shard]),
+        "textbook int4": Lazy(lambda e, s: textbook.int4_with_8bit_error(x, e, s, BETA, BLOCK)[2:],
+                              codes.view(-1, BLOCK), factors.view(-1, 1)),
+        "int4 with 8-bit errors": Lazy(int4, codes, factors),
+        "textbook int8": lambda: textbook.quantize(x, 8, BLOCK),
+        "int8 encode": lambda: ops.quantize(row, blocks, runs, 8),
+        "textbook int8 decode": lambda: textbook.dequantize(codes.view(-1, BLOCK), factors.view(-1, 1)),
+        "int8 decode": lambda: ops.dequantize(codes, factors, blocks, runs, 8),
+        "np.packbits alone": lambda: np.packbits((x >= 0).numpy(), bitorder="little"),
+    }  # fmt: skip
+    if compiler:
+        compiled = torch.compile(inductor_encode)
+        found["Inductor encode"] = Lazy(lambda b, s: (compiled(x, b, s)[0], s), error, torch.tensor(1.0))
+    return found
+
+
+def first_use() -> dict[str, float]:
+    """Return seconds of the first call of each op: compiled, or read from the cache."""
+    import importlib
+
+    start = time.perf_counter()
+    importlib.import_module("numba")
+    found = {"import numba": time.perf_counter() - start}
+    for op in fn.kernels.ops.REFERENCES:
+        start = time.perf_counter()
+        show.cells(op, "cpu")
+        found[op] = time.perf_counter() - start
+    return found
+
+
+def child(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure in this process."""
+    torch.set_num_threads(options.threads)
+    first = first_use()
+    before = torch.get_num_threads()
+    passed, spent = interleaved(contenders(options.n, not options.no_inductor), options.rounds)
+    assert torch.get_num_threads() == before
+    return {"first use": first, "seconds": passed, "processor seconds": spent}
+
+
+def lines(n: int, found: dict[str, Any], clock: str) -> list[str]:
+    """Return the table of one clock, as Markdown."""
+    out = [
+        f"| kernel, {clock} | ms | textbook, ms | ratio | textbook, pages kept | ratio | of the copy bandwidth |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    default, kept = found["default"][clock], found["keeps pages"][clock]
+    bandwidth = 8 * n / default["copy"]
+    for name, (book, size) in CELLS.items():
+        if name in default:
+            t, k = default[name], kept[name]
+            cells = [f"{t * 1e3:.2f}", f"{default[book] * 1e3:.0f}", f"{default[book] / t:.1f}x"]
+            cells += [f"{kept[book] * 1e3:.0f}", f"{kept[book] / k:.1f}x", f"{size * n / t / bandwidth:.0%}"]
+            out.append(f"| {' | '.join([name, *cells])} |")
+    return [*out, "", f"copy: {default['copy'] * 1e3:.2f} ms, {bandwidth / 1e9:.1f} GB/s", ""]
+
+
+def main() -> None:
+    """Measure, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--n", type=int, default=1 << 24)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-inductor", action="store_true", help="leave out what needs a C++ compiler")
+    parser.add_argument("--json")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(options)))
+        return
+    arguments = [f"--n={options.n}", f"--rounds={options.rounds}", f"--threads={options.threads}"]
+    found = with_both_mallocs(__file__, arguments + ["--no-inductor"] * options.no_inductor)
+    result = {"machine": machine(), "n": options.n, "threads": options.threads, "malloc": found}
+    tables = [line for clock in ("seconds", "processor seconds") for line in lines(options.n, found, clock)]
+    print("\n".join([str(result["machine"]), "", *tables]))
+    for name, seconds in found["default"]["first use"].items():
+        print(f"first use of {name}: {seconds:.3f} s")
+    write(options.json, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""What the benchmarks share: interleaved timing, medians, the machine, JSON, and a malloc that keeps its pages."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62), "MALLOC_TOP_PAD_": str(1 << 26)}
+"""glibc: large blocks come from the heap, and the heap is never given back."""
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], Any]], rounds: int, before: Callable[[], Any] = lambda: None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Time each contender once a round, after two rounds that are not counted.
+
+    Returns: medians in seconds, of the time that passed and of this process' processor time. Where other work shares
+    the cores, only the second says what a contender costs.
+    """
+    clocks = (time.perf_counter, time.process_time)
+    times: list[dict[str, list[float]]] = [{name: [] for name in contenders} for _ in clocks]
+    for k in range(rounds + 2):
+        for name, run in contenders.items():
+            before()
+            starts = [clock() for clock in clocks]
+            run()
+            for found, clock, start in zip(times, clocks, starts, strict=True):
+                found[name] += [clock() - start] * (k >= 2)
+    passed, spent = ({name: statistics.median(t) for name, t in found.items()} for found in times)
+    return passed, spent
+
+
+def machine() -> dict[str, Any]:
+    """Return what a figure depends on."""
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        lines = dict(line.split(":", 1) for line in info.read_text().split("\n\n")[0].splitlines() if ":" in line)
+        found = {k.strip(): v.strip() for k, v in lines.items()}
+        cpu = f"{found.get('model name', cpu)} (family {found.get('cpu family')}, model {found.get('model')})"
+    return {
+        "cpu": cpu,
+        "cores": os.cpu_count(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def with_both_mallocs(script: str, arguments: list[str]) -> dict[str, Any]:
+    """Run a script with --child under the default malloc and under one that keeps its pages; return what it prints."""
+    found = {}
+    for name, env in {"default": {}, "keeps pages": KEEP_PAGES}.items():
+        command = [sys.executable, script, "--child", *arguments]
+        done = subprocess.run(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=True)
+        found[name] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def write(path: str | None, result: Any) -> None:
+    """Write a result as JSON, if a path is given."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")

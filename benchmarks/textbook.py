@@ -1,0 +1,73 @@
+"""The sequences of eager operations that one writes first, as DeepSpeed's compressed backends do: the yardstick."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def signs(x: Tensor) -> Tensor:
+    """Return +1 where x >= 0 and -1 elsewhere."""
+    return x.sign().add_(1).bool().float().add_(-0.5).mul_(2.0)
+
+
+def pack(x: Tensor) -> Tensor:
+    """Return the sign bits."""
+    return torch.from_numpy(np.packbits(x.sign().add_(1).bool().numpy(), bitorder="little"))
+
+
+def unpack(bits: Tensor) -> Tensor:
+    """Return +1 and -1."""
+    return torch.from_numpy(np.unpackbits(bits.numpy(), bitorder="little")).float().add_(-0.5).mul_(2.0)
+
+
+def encode(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compensate, take the scale, keep the error, pack."""
+    c = x + error
+    scale = torch.linalg.vector_norm(c) / math.sqrt(c.numel())
+    error = c - scale * signs(c)
+    return pack(c), scale, error
+
+
+def serve(bits: Tensor, scales: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Unpack W messages, average them, and encode the mean with feedback."""
+    rows = torch.stack([unpack(b) for b in bits])
+    return encode(rows.mul_(scales[:, None] / len(bits)).sum(0), error)
+
+
+def decode(bits: Tensor, scales: Tensor) -> Tensor:
+    """Unpack messages, each times its scale."""
+    return torch.cat([unpack(b) * s for b, s in zip(bits, scales, strict=True)])
+
+
+def quantize(x: Tensor, width: int, block: int) -> tuple[Tensor, Tensor]:
+    """Return integer codes and what decodes them."""
+    groups = x.view(-1, block)
+    scale = 2.0 ** (width - 1) / groups.abs().amax(1, keepdim=True)
+    codes = (groups * scale).round().clamp(-(2 ** (width - 1)), 2 ** (width - 1) - 1).to(torch.int8)
+    return codes, 1.0 / scale
+
+
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
+    """Return numbers of integer codes."""
+    return (codes.float() * scale).view(-1)
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Return two codes a byte."""
+    pairs = codes.view(-1, 2).to(torch.uint8)
+    return ((pairs[:, 0] & 15) << 4) | (pairs[:, 1] & 15)
+
+
+def int4_with_8bit_error(
+    x: Tensor, error: Tensor, error_scale: Tensor, beta: float, block: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Compensate, quantise to 4 bits, and keep a moving average of the error in 8."""
+    e = dequantize(error, error_scale)
+    h = x + e
+    codes, scale = quantize(h, 4, block)
+    kept = beta * e + (1 - beta) * (h - dequantize(codes, scale))
+    return (pack_nibbles(codes), scale, *quantize(kept, 8, block))
