@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,6 +54,17 @@ def same_bits(a: Any, b: Any) -> bool:
     return len(tree.leaves(a)) == len(tree.leaves(b)) and all(map(torch.equal, bits(a), bits(b)))
 
 
+def on_all(*, f: Callable[..., Any], cases: list[tuple]) -> dict[tuple, Any]:
+    """Run f(*case) for every case, one after the other in the same processes."""
+    return {case: f(*case) for case in cases}
+
+
+@functools.cache
+def answers(world: int, f: Callable[..., Any], cases: tuple[tuple, ...]) -> list[dict[tuple, Any]]:
+    """Return {case: f(*case)} of every rank; processes are started once for all tests of f."""
+    return ranks.run(world, partial(on_all, f=f, cases=list(cases)))
+
+
 # The compressed path alone: bit for bit.
 
 
@@ -68,13 +81,14 @@ def codes(name: str, layout: str, dtype: torch.dtype) -> list:
     return found
 
 
+LAYOUTS = [("flat", torch.float32), ("per_tensor", torch.float32), ("flat", torch.bfloat16)]
+CODES = tuple((codec, *layout) for codec in ("sign", "blocks", "bf16") for layout in LAYOUTS)
+
+
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("codec", ["sign", "blocks", "bf16"])
-@pytest.mark.parametrize(
-    ("layout", "dtype"), [("flat", torch.float32), ("per_tensor", torch.float32), ("flat", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("codec", "layout", "dtype"), CODES)
 def test_the_compressed_mean_is_bitwise_what_the_simulation_gives(world, codec, layout, dtype):
-    outcomes = ranks.run(world, codes, codec, layout, dtype)
+    outcomes = [found[codec, layout, dtype] for found in answers(world, codes, CODES)]
     make = {"sign": fn.sign(), "blocks": fn.sign(16), "bf16": fn.identity(torch.bfloat16)}[codec]
     tx = fn.compressed_average("data", make, layout=layout)
     params = start(dtype)
@@ -154,11 +168,15 @@ def simulated(name: str, world: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return params
 
 
+PURE = tuple((name, dtype) for name in BY_NAME for dtype in (torch.float32, torch.bfloat16))
+ADAPTED = (*((*case, 1) for case in PURE), *((name, torch.float32, 2) for name in BY_NAME))
+
+
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
 @each_optimizer
 def test_an_optimizer_trains_what_the_simulation_trains(optimizer, world, dtype):
     """Exact averaging rounds in another order, so the whole is compared to rounding; the phases in codes are above."""
-    outcomes = ranks.run(world, pure, optimizer.name, dtype)
+    outcomes = [found[optimizer.name, dtype] for found in answers(world, pure, PURE)]
     expected = simulated(optimizer.name, world, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     for r, (params, _) in enumerate(outcomes):
@@ -169,28 +187,25 @@ def test_an_optimizer_trains_what_the_simulation_trains(optimizer, world, dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_optimizer
 def test_behind_torch_optim_it_is_the_pure_function_bit_for_bit(optimizer, dtype):
-    if dtype == torch.float32:
-        through_pure = ranks.run(2, pure, optimizer.name, dtype)
-    adapted = ranks.run(2, through_the_adapter, optimizer.name, dtype)
+    through_pure = [found[optimizer.name, dtype] for found in answers(2, pure, PURE)]
+    adapted = [found[optimizer.name, dtype, 1] for found in answers(2, through_the_adapter, ADAPTED)]
     for r, (params, states, skipped) in enumerate(adapted):
         assert skipped == 0
         if optimizer.replicated:
             assert same_bits(params, adapted[0][0])
-        if dtype == torch.float32:
-            assert same_bits(params, through_pure[r][0])
-            assert same_bits(states[0], through_pure[r][1])
+        assert same_bits(params, through_pure[r][0])
+        assert same_bits(states[0], through_pure[r][1])
 
 
 @each_optimizer
 def test_two_param_groups_train_what_one_trains(optimizer):
     """On one scale per tensor the groups only change the messages; 1-bit LAMB has one scale per group."""
-    name = optimizer.name
-    two = ranks.run(2, through_the_adapter, name, torch.float32, 2)
+    found = answers(2, through_the_adapter, ADAPTED)
+    two = [rank[optimizer.name, torch.float32, 2][0] for rank in found]
     if optimizer.replicated:
-        assert same_bits(two[0][0], two[1][0])
-    if name != "onebit_lamb":
-        one = ranks.run(2, through_the_adapter, name, torch.float32, 1)
-        for a, b in zip(one[0][0], two[0][0], strict=True):
+        assert same_bits(two[0], two[1])
+    if optimizer.name != "onebit_lamb":
+        for a, b in zip(found[0][optimizer.name, torch.float32, 1][0], two[0], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -235,12 +250,15 @@ def one_bad_number(name: str, phase: Phase, culprit: int, groups: int) -> tuple:
 
 
 SKIPPING = [(o, phase) for o in OPTIMIZERS for phase in o.phases if phase is not Phase.LOCAL]
+BAD = tuple((o.name, phase, culprit, groups) for o, phase in SKIPPING for culprit in (0, 1) for groups in (1, 2))
 
 
 @pytest.mark.parametrize(("optimizer", "phase"), SKIPPING, ids=[f"{o.name}-{phase.value}" for o, phase in SKIPPING])
 @pytest.mark.parametrize("groups", [1, 2])
-def test_nan_on_one_rank_skips_the_step_on_all_and_leaves_every_bit(optimizer, phase, groups):
-    for history in ranks.run(2, one_bad_number, optimizer.name, phase, 1, groups):
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_nan_on_one_rank_skips_the_step_on_all_and_leaves_every_bit(optimizer, phase, culprit, groups):
+    for found in answers(2, one_bad_number, BAD):
+        history = found[optimizer.name, phase, culprit, groups]
         (p2, s2, skipped2), (p3, s3, skipped3), (p4, _, skipped4) = history[2:]
         assert (skipped2, skipped3, skipped4) == (0, 1, 1)
         assert all(map(torch.equal, p2, p3))
@@ -248,7 +266,8 @@ def test_nan_on_one_rank_skips_the_step_on_all_and_leaves_every_bit(optimizer, p
         assert not all(map(torch.equal, p3, p4))
 
 
-def missing_gradients(absent: dict[int, list[int]], phase: Phase) -> tuple:
+def missing_gradients(absent: tuple[tuple[int, ...], ...], phase: Phase) -> tuple:
+    """Take three steps; in the second, rank r has no gradient for the parameters absent[r]."""
     names = ["first", "second", "third", "empty", "last"]
     params = [torch.nn.Parameter(p) for p in start()]
     asked = [Phase.WARMUP, phase, phase]
@@ -259,7 +278,7 @@ def missing_gradients(absent: dict[int, list[int]], phase: Phase) -> tuple:
     for t in range(3):
         for p, g in zip(params, gradient(t, dist.get_rank()), strict=True):
             p.grad = g
-        for i in absent.get(dist.get_rank(), []) if t == 1 else []:
+        for i in absent[dist.get_rank()] if t == 1 else []:
             params[i].grad = None
         before = [b.clone() for b in bits((params, opt.states))] if t == 1 else before
         moved = params[0].detach().clone(), params[4].detach().clone()
@@ -272,10 +291,15 @@ def missing_gradients(absent: dict[int, list[int]], phase: Phase) -> tuple:
     return errors, still, opt.skipped, opt.steps
 
 
+ONE_RANK, ALL_RANKS = [((1, 4), ()), ((), (1, 4))], ((4,), (4,))
+MISSING = tuple((absent, p) for absent in (*ONE_RANK, ALL_RANKS) for p in (Phase.WARMUP, Phase.COMPRESSED))
+
+
 @pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
-@pytest.mark.parametrize("culprit", [0, 1])
-def test_a_gradient_that_is_absent_on_one_rank_only_is_refused_on_all_and_named(phase, culprit):
-    for errors, still, skipped, steps in ranks.run(2, missing_gradients, {culprit: [1, 4]}, phase):
+@pytest.mark.parametrize("absent", ONE_RANK)
+def test_a_gradient_that_is_absent_on_one_rank_only_is_refused_on_all_and_named(phase, absent):
+    for found in answers(2, missing_gradients, MISSING):
+        errors, still, skipped, steps = found[absent, phase]
         ((step, text, unchanged),) = errors  # the step after it, with all gradients there, is fine
         assert step == 1
         assert "second" in text
@@ -288,7 +312,8 @@ def test_a_gradient_that_is_absent_on_one_rank_only_is_refused_on_all_and_named(
 
 @pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
 def test_a_gradient_that_is_absent_on_all_ranks_leaves_its_parameter_and_moves_the_others(phase):
-    for errors, still, skipped, steps in ranks.run(2, missing_gradients, {0: [4], 1: [4]}, phase):
+    for found in answers(2, missing_gradients, MISSING):
+        errors, still, skipped, steps = found[ALL_RANKS, phase]
         assert errors == []
         assert still == (False, True)
         assert (skipped, steps) == (0, 3)
@@ -347,11 +372,10 @@ NAMED = {
 
 @pytest.mark.parametrize("field", sorted(NAMED))
 def test_ranks_that_disagree_at_construction_are_refused_on_all_with_rank_and_field(field):
-    for outcome in ranks.outcomes(2, disagree, field, timeout=60):
-        assert isinstance(outcome, str), outcome
-        assert "ranks disagree" in outcome
-        assert "rank 1" in outcome
-        assert NAMED[field] in outcome
+    for found in answers(2, disagree, tuple((name,) for name in NAMED)):
+        assert "ranks disagree" in found[(field,)]
+        assert "rank 1" in found[(field,)]
+        assert NAMED[field] in found[(field,)]
 
 
 def disagree_in_pure_functions() -> str:
