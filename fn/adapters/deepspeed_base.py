@@ -134,7 +134,9 @@ class DeepSpeedOptimizer(Optimizer):
 
     def _switch_engine(self) -> None:
         if self.engine is not None:
-            self.engine.enable_backward_allreduce = self.phase is Phase.WARMUP
+            switch = "enable_backward_allreduce"
+            pipeline = hasattr(self.engine, f"pipeline_{switch}")  # this engine has the other one off for good
+            setattr(self.engine, f"pipeline_{switch}" if pipeline else switch, self.phase is Phase.WARMUP)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned and continue exactly, errors included. Raises as `fn.Optimizer`."""
@@ -149,10 +151,14 @@ class DeepSpeedOptimizer(Optimizer):
             write_back(self.states, numerics.reset_errors(self.states))
 
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer state dict that DeepSpeed's optimizer of this name saved.
+        """Load what DeepSpeed's optimizer of this name saved.
 
-        Steps, moments and LAMB's coefficients continue; errors start at zero, as DeepSpeed restarts them.
-        Raises: ValueError if parameters are missing or have other shapes; nothing is loaded then.
+        Steps, moments, LAMB's coefficients and 0/1 Adam's local steps continue; errors start at zero, as DeepSpeed
+        restarts them.
+
+        Args: checkpoint: its state dict, or a checkpoint of the engine with it; groups that DeepSpeed's fp16 wrapper
+            flattened are split.
+        Raises: ValueError if groups or parameters are missing or have other shapes; nothing is loaded then.
         """
         load_checkpoint(self, checkpoint)
         self.initialize = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -30,26 +31,54 @@ NAMES = {
 def load_checkpoint(optimizer: DeepSpeedOptimizer, checkpoint: Mapping[str, Any]) -> None:
     """Copy steps, moments, coefficients and learning rates of {"state": ..., "param_groups": ...}; zero the errors.
 
-    Raises: ValueError that names the parameter that is missing or of another shape; nothing is loaded then.
+    Raises: ValueError that names what is missing or of another shape; nothing is loaded then.
     """
-    rows = [checkpoint["state"].get(i) for group in checkpoint["param_groups"] for i in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    if len(rows) != len(params) or any(row is None for row in rows):
-        raise ValueError(f"checkpoint: holds the state of {len(rows)} parameters; this optimizer has {len(params)}")
-    for i, (row, p) in enumerate(zip(rows, params, strict=True)):
-        if row["exp_avg"].shape != p.shape:
-            raise ValueError(f"checkpoint: parameter {i} is {tuple(row['exp_avg'].shape)}, here {tuple(p.shape)}")
+    for wrapper in ("optimizer", "optimizer_state_dict"):
+        checkpoint = checkpoint.get(wrapper, checkpoint)
+    by_group = _rows(optimizer, checkpoint)
+    rows = [row for group in by_group for row in group]
     state = numerics.reset_errors(optimizer.states)
     for theirs, ours in NAMES.items():
         if tree.fields(state, ours) and all(theirs in row for row in rows):
             state = _with_field(state, ours, iter([row[theirs] for row in rows]))
-    steps = int(rows[0]["step"]) if rows else 0
-    state = _with_steps(state, steps - 1)
+    state = _with_field(state, "elapsed", iter([group[0].get("lrs", 0.0) if group else 0.0 for group in by_group]))
+    steps = max(int(rows[0]["step"]) - 1, 0) if rows else 0  # theirs counts the initialising call
+    state = _with_field(state, "step", itertools.repeat(steps))
     with torch.no_grad():
         write_back(optimizer.states, state)
-        for lr, group in zip(optimizer._lrs, checkpoint["param_groups"], strict=True):
-            lr.fill_(float(group["lr"]))
-    optimizer.steps = max(steps - 1, 0)
+        for lr, saved in zip(optimizer._lrs, checkpoint["param_groups"], strict=True):
+            lr.fill_(float(saved["lr"]))
+    optimizer.steps = steps
+
+
+def _rows(optimizer: DeepSpeedOptimizer, checkpoint: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
+    """Return what is saved for every parameter, a list per group; raise as `load_checkpoint` does."""
+    groups, saved = optimizer.param_groups, checkpoint["param_groups"]
+    if len(groups) != len(saved):
+        raise ValueError(f"checkpoint: has {len(saved)} param groups; this optimizer has {len(groups)}")
+    found: list[list[Mapping[str, Any]]] = []
+    for g, (group, theirs) in enumerate(zip(groups, saved, strict=True)):
+        rows: list[Mapping[str, Any]] = [checkpoint["state"].get(i, {}) for i in theirs["params"]]
+        if len(rows) == 1 < len(group["params"]):
+            rows = _split(rows[0], group["params"])
+        shapes = [tuple(row["exp_avg"].shape) if "exp_avg" in row else None for row in rows]
+        expected = [tuple(p.shape) for p in group["params"]]
+        if shapes != expected:
+            raise ValueError(f"checkpoint: the momentum of param group {g} has shapes {shapes}; allowed are {expected}")
+        found.append(rows)
+    return found
+
+
+def _split(row: Mapping[str, Any], params: list[Tensor]) -> list[Mapping[str, Any]]:
+    """Split the state of a group that was flattened into one tensor; what belongs to it as a whole goes to each."""
+    sizes = [p.numel() for p in params]
+    parts: list[dict[str, Any]] = [{} for _ in params]
+    for name, value in row.items():
+        flat = isinstance(value, Tensor) and value.shape == (sum(sizes),)
+        values = value.split(sizes) if flat else [value] * len(params)
+        for part, p, piece in zip(parts, params, values, strict=True):
+            part[name] = piece.view(p.shape) if flat else piece
+    return list(parts)
 
 
 def _with_field(state: Any, name: str, values: Any) -> Any:
@@ -59,10 +88,6 @@ def _with_field(state: Any, name: str, values: Any) -> Any:
         return torch.as_tensor(next(values)).to(leaf).reshape(leaf.shape)
 
     return _map_fields(state, name, lambda value: tree.map(convert, value))
-
-
-def _with_steps(state: Any, steps: int) -> Any:
-    return _map_fields(state, "step", lambda value: torch.full_like(value, max(steps, 0)))
 
 
 def _map_fields(state: Any, name: str, f: Callable[[Any], Any]) -> Any:
