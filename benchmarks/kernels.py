@@ -55,6 +55,7 @@ class Lazy:
         self.run, self.state = run, state
 
     def __call__(self) -> None:
+        """Take one step."""
         self.state = self.run(*self.state)
 
 
