@@ -67,6 +67,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*RUNS])],
     "sign_decode_mean": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), [*RUNS])],
+    "direction": lambda: [(_wave(2, _N), (_wave(2, _N, seed=2) - 1).clamp(min=0), 1e-8)],
     "quantize": lambda: [(_wave(2, _N), _valid(), [*RUNS], w) for w in (4, 8)],
     "quantize_feedback": lambda: [
         (_wave(2, _N), _bytes(2, _N).view(torch.int8), _wave(2, _S).abs() / 99, 0.8, _valid(), [*RUNS], w)

@@ -183,6 +183,7 @@ def arguments(
         ),
         "sign_decode": lambda: (integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *place),
         "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), *place),
+        "direction": lambda: (numbers(wide, 2, n), numbers(wide, 2, n).clamp(min=0), 1e-8),
         "quantize": lambda: (numbers(dtype, 2, n), *place, width),
         "quantize_feedback": lambda: (
             numbers(dtype, 2, n), integers(torch.int8, 2, n), scales(2, segments) / 99, 0.75, *place, width,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import numba_blocks, reference
+from fn.kernels import numba_blocks, numba_direction, reference
 from fn.kernels import numba_sign as loops
 from fn.kernels.buffers import empty
 from fn.kernels.places import Places, add_up, places, run
@@ -136,4 +136,4 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 def row(device_type: str) -> Accelerator:
     """Return the row."""
     found = (sign_encode, sign_encode_feedback, sign_residual, sign_serve, sign_decode, sign_decode_mean)
-    return Accelerator(device_type, {f.__name__: f for f in found} | numba_blocks.KERNELS, provider="numba")
+    return Accelerator(device_type, {f.__name__: f for f in found} | numba_blocks.KERNELS | numba_direction.KERNELS, provider="numba")

@@ -25,7 +25,7 @@ REFERENCES: dict[str, Kernel] = {
 """What every kernel means, by name."""
 
 _ARGUMENTS = {name: [a.split()[-1] for a in schema[1:].split(")")[0].split(", ")] for name, schema in SCHEMAS.items()}
-_FLOATING = ("x", "b", "buffer", "sent", "scales", "error_scales")
+_FLOATING = ("x", "b", "nu", "buffer", "sent", "scales", "error_scales")
 _INTEGERS = {
     "bits": (torch.uint8,),
     "valid": (torch.int64,),

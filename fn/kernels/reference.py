@@ -181,3 +181,13 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 def bytes_for(n: int) -> int:
     """Return how many bytes n sign bits take."""
     return math.ceil(n / 8)
+
+
+def direction(x: Tensor, nu: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return a momentum, zero where its second moment is zero, and the direction that Adam takes from it.
+
+    Args: x (R, n) the momentum; nu (R, n) the second moment, of the same dtype; eps.
+    Returns: kept (R, n) and kept / (sqrt(nu) + eps) (R, n). Where nu is zero and x is not finite, kept is NaN.
+    """
+    kept = torch.where(nu > 0, x, x - x)
+    return kept, kept / (nu.sqrt() + eps)

@@ -17,6 +17,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
         "sign_decode": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
         "sign_decode_mean": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
+        "direction": "(Tensor x, Tensor nu, float eps) -> (Tensor, Tensor)",
         "quantize": f"(Tensor x, {_PLACE}, int width) -> (Tensor, Tensor)",
         "quantize_feedback": f"(Tensor x, Tensor error, Tensor error_scales, float beta, {_PLACE}, int width) -> "
         "(Tensor, Tensor, Tensor, Tensor)",

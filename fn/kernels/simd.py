@@ -136,6 +136,25 @@ def mul(builder: Any, a: Any, b: Any) -> Any:
     return builder.fmul(a, b)
 
 
+@_define(floats, floats, floats)
+def divide(builder: Any, a: Any, b: Any) -> Any:
+    """Return a / b."""
+    return builder.fdiv(a, b)
+
+
+@_define(floats, floats)
+def square_root(builder: Any, v: Any) -> Any:
+    """Return the square roots."""
+    kind = ir.FunctionType(_FLOATS, [_FLOATS])
+    return builder.call(builder.module.declare_intrinsic(f"llvm.sqrt.v{LANES}f32", (), kind), [v])
+
+
+@_define(bools, floats)
+def above_zero(builder: Any, v: Any) -> Any:
+    """Return v > 0, which is false for NaN."""
+    return builder.fcmp_ordered(">", v, ir.Constant(_FLOATS, [0.0] * LANES))
+
+
 @_define(_f32, _f32, _f32, _f32)
 def fused_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c of single numbers, rounded once."""

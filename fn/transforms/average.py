@@ -13,7 +13,7 @@ from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves
 from fn.collectives.axis import axis_size
 from fn.collectives.codec import Codec
-from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, reduce_scatter_mean
+from fn.collectives.compressed import ErrorFeedbackState, compressed_all_reduce, initial_errors
 from fn.collectives.feedback import Feedback, classic
 from fn.transforms import layout as layouts
 
@@ -95,10 +95,11 @@ def compressed_average(
         leaves = [leaf.detach() for leaf in tree.leaves(params)]
         worker, server = [], []
         for bucket in arrange(leaves):
-            like = leaves[bucket.places[0]].new_zeros
-            rows, width = bucket.segments.valid.shape[0], bucket.segments.row_length
-            worker.append(feedback.init(like(rows * width)))
-            server.append(feedback.init(like(width)))
+            segments = bucket.segments
+            like = leaves[bucket.places[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
+            e, d = initial_errors(like, axis, codec, feedback, segments=segments)
+            worker.append(e)
+            server.append(d)
         return ErrorFeedbackState(tuple(worker), tuple(server))
 
     def compressed(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -109,8 +110,7 @@ def compressed_average(
         worker, server = [], []
         for bucket, e, d in zip(arrange(leaves), state.worker, state.server, strict=True):
             x, segments = layouts.join(leaves, bucket), bucket.segments
-            shard, e = reduce_scatter_mean(x, e, axis, codec, feedback, segments=segments)
-            y, d = all_gather_shards(shard, d, axis, codec, feedback, segments=segments)
+            y, (e, d) = compressed_all_reduce(x, (e, d), axis, codec, feedback, segments=segments)
             found.update(zip(bucket.places, layouts.part(y, bucket), strict=True))
             worker.append(e)
             server.append(d)

@@ -11,6 +11,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Phase, Transform, UpdateFn, has_phase
 from fn.collectives.axis import rank_dims
+from fn.kernels.eager import is_eager
 
 Tree = Any
 
@@ -101,17 +102,11 @@ def together(transforms: Sequence[Transform]) -> Transform:
 def _keep_or_skip(ok: Tensor, updates: Tree, after: Tree, state: SkipState) -> tuple[Tree, SkipState]:
     """Return updates and `after` where ok, and -0.0 and the inner state as it was elsewhere."""
     skipped = state.skipped + (~ok).to(torch.int64)
-    if _is_known(ok) and ok:  # in eager mode on a CPU a branch costs nothing, a selection a pass over memory
+    if ok.device.type == "cpu" and is_eager(ok) and ok:  # in eager mode on a CPU a branch costs nothing, a selection a pass over memory
         return updates, SkipState(after, skipped)
     updates = tree.map(lambda u: torch.where(ok, u, -0.0), updates)
     kept = tree.map(lambda new, old: new if new is old else torch.where(ok, new, old), after, state.inner)
     return updates, SkipState(kept, skipped)
-
-
-def _is_known(ok: Tensor) -> bool:
-    if torch.compiler.is_compiling() or type(ok) is not Tensor or ok.device.type != "cpu":
-        return False
-    return not torch._C._functorch.is_functorch_wrapped_tensor(ok)
 
 
 def _changed_and_replicated(before: Tree, after: Tree) -> list[Tensor]:

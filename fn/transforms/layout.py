@@ -19,6 +19,8 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.codec import Segments
+from fn.kernels import buffers
+from fn.kernels.eager import is_eager
 
 Tree = Any
 
@@ -73,7 +75,12 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     for flat, width in zip(tensors, bucket.segments.widths, strict=True):
         pad = world_size * width - flat.shape[0]
         pieces.append((F.pad(flat, (0, pad)) if pad else flat).view(world_size, width))
-    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).reshape(-1)
+    if len(pieces) == 1:
+        return pieces[0].reshape(-1)
+    if pieces[0].device.type == "cpu" and is_eager(*pieces):
+        row = (world_size, bucket.segments.row_length)
+        return torch.cat(pieces, dim=1, out=buffers.empty(row, pieces[0].dtype)).view(-1)
+    return torch.cat(pieces, dim=1).reshape(-1)
 
 
 def part(vector: Tensor, bucket: Bucket) -> list[Tensor]:

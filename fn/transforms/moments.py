@@ -13,6 +13,8 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Phase, Transform, lift, missing
+from fn.kernels import reference
+from fn.kernels.eager import is_eager
 
 Tree = Any
 
@@ -113,10 +115,13 @@ def scale_by_onebit_adam(
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
         tree.check_real(updates, "updates")
         mu, sync_state = sync.compressed_update(moving_average(state.mu, updates, b1), state.sync, params)
-        if keep_zeros:
-            mu = keep_unseen_at_zero(mu, state.nu)
         weight = b1 * state.mu_weight + (1 - b1)
         state = state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=sync_state)
+        if keep_zeros and not bias_correction:
+            mu, out = kept_direction(mu, state.nu, eps)
+            return out, state._replace(mu=mu)
+        if keep_zeros:
+            state = state._replace(mu=keep_unseen_at_zero(mu, state.nu))
         return direction(state), state
 
     return Transform(init, warmup, compressed, missing(Phase.LOCAL, "1-bit Adam"))
@@ -151,6 +156,20 @@ def zeros_like_moment(p: Tensor) -> Tensor:
 def keep_unseen_at_zero(x: Tree, nu: Tree) -> Tree:
     """Return x, zero where nu is zero; but NaN where it is not finite there, so that the step is still skipped."""
     return tree.map(lambda a, v: torch.where(v > 0, a, a - a), x, nu)
+
+
+def kept_direction(mu: Tree, nu: Tree, eps: float) -> tuple[Tree, Tree]:
+    """Return `keep_unseen_at_zero(mu, nu)` and the `adam_direction` of it, in one pass where the device has one."""
+    leaves, structure = tree.flatten(mu)
+    pairs = [_kept_direction(m, v, eps) for m, v in zip(leaves, tree.leaves(nu), strict=True)]
+    return tree.unflatten(structure, [m for m, _ in pairs]), tree.unflatten(structure, [u for _, u in pairs])
+
+
+def _kept_direction(m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not is_eager(m, v):
+        return reference.direction(m, v, eps)
+    kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps)
+    return kept.view(m.shape), out.view(m.shape)
 
 
 def moving_average(average: Tree, new: Tree, decay: float) -> Tree:
