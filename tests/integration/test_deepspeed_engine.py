@@ -173,6 +173,7 @@ def test_without_attach_the_engine_goes_on_averaging(attached: list[Trace], name
 CONFIGS = {
     "bf16": {"bf16": {"enabled": True}},
     "gradient accumulation": {"gradient_accumulation_steps": 2},
+    "clipping": {"gradient_clipping": 0.5},
     "scheduler": {
         "scheduler": {
             "type": "WarmupLR",
