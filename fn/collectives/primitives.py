@@ -36,11 +36,13 @@ def all_to_all(x: Tree, axis: str) -> Tree:
 
     def exchange(leaf: Tensor) -> Tensor:
         if leaf.ndim == 0 or leaf.shape[0] != size:
-            raise ValueError(f"x: has shape {tuple(leaf.shape)}; its first dimension must be {size}, the size of {axis!r}")
+            shape = tuple(leaf.shape)
+            raise ValueError(f"x: has shape {shape}; its first dimension must be {size}, the size of {axis!r}")
         if _stays(leaf, size, transport):
             return leaf
         _count(leaf, axis, "all_to_all", size - 1, size)
-        return torch.ops.fn.all_to_all(leaf.contiguous(), rank, size, transport)
+        found: Tensor = torch.ops.fn.all_to_all(leaf.contiguous(), rank, size, transport)
+        return found
 
     return tree.map(exchange, x)
 
@@ -58,7 +60,8 @@ def all_gather(x: Tree, axis: str) -> Tree:
         if _stays(leaf, size, transport):
             return leaf.unsqueeze(0).expand(size, *leaf.shape)
         _count(leaf, axis, "all_gather", size - 1, 1)
-        return torch.ops.fn.all_gather(leaf.contiguous(), rank, size, transport)
+        found: Tensor = torch.ops.fn.all_gather(leaf.contiguous(), rank, size, transport)
+        return found
 
     return tree.map(gather, x)
 
@@ -71,7 +74,8 @@ def psum(x: Tree, axis: str) -> Tree:
         if _stays(leaf, size, transport):
             return leaf
         _count(leaf, axis, "all_reduce", 2 * (size - 1), size)
-        return torch.ops.fn.psum(leaf.contiguous(), rank, size, transport)
+        found: Tensor = torch.ops.fn.psum(leaf.contiguous(), rank, size, transport)
+        return found
 
     return tree.map(add, x)
 
