@@ -136,4 +136,5 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 def row(device_type: str) -> Accelerator:
     """Return the row."""
     found = (sign_encode, sign_encode_feedback, sign_residual, sign_serve, sign_decode, sign_decode_mean)
-    return Accelerator(device_type, {f.__name__: f for f in found} | numba_blocks.KERNELS | numba_direction.KERNELS, provider="numba")
+    kernels = {f.__name__: f for f in found} | numba_blocks.KERNELS | numba_direction.KERNELS
+    return Accelerator(device_type, kernels, provider="numba")
