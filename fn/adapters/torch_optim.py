@@ -16,7 +16,7 @@ from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import current_binding
 from fn.schedules import FreezeWhenStable, Schedule
-from fn.transforms.finite import skip_nonfinite, together
+from fn.transforms.finite import SkipState, skip_nonfinite, together
 
 Tree = Any
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -67,9 +67,9 @@ class Optimizer(torch.optim.Optimizer):
         self._lrs: list[Tensor] = []
         self._updates: dict[Phase, UpdateFn] = {}
         self._gradients = Gradients()
-        params = list(params)
-        self._check_ranks(params)
-        super().__init__(params, {"lr": lr, **defaults})
+        listed: list[Any] = list(params)
+        self._check_ranks(listed)
+        super().__init__(listed, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):
             self._second_moment_norm()
 
@@ -115,7 +115,7 @@ class Optimizer(torch.optim.Optimizer):
         with self._binding:
             transform = self.make(lr=lr, **hyper)
             state = transform.init([p.detach() for p in group["params"]])
-            if not tree.fields(state, "skipped"):  # a chain of the caller's own: guarded like the named ones
+            if not isinstance(state, SkipState):  # a chain of the caller's own: guarded like the named ones
                 transform = skip_nonfinite(transform)
                 state = transform.init([p.detach() for p in group["params"]])
         group["lr"] = lr
@@ -125,7 +125,7 @@ class Optimizer(torch.optim.Optimizer):
         self._updates.clear()
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step from the gradients in `p.grad`.
 
         Args: closure: recomputes the loss and the gradients, as for torch.
@@ -160,21 +160,22 @@ class Optimizer(torch.optim.Optimizer):
         """Move the states; return the updates of the parameters."""
         groups = [group["params"] for group in self.param_groups]
         state, params = self.states, tuple([p.detach() for p in params] for params in groups)
-        before = self.skipped
+        before = [int(count) for count in self._skip_counts()]
         updates, _ = update(self._gradients.collect(groups, ask), state, params)
-        if self.skipped > before and self._settle(groups):
+        if self.skipped > max(before, default=0) and self._settle(groups, before):
             updates, _ = update(self._gradients.collect(groups), state, params)
-        return updates
+        moves: tuple[list[Tensor], ...] = updates
+        return moves
 
-    def _settle(self, groups: list[list[Tensor]]) -> bool:
+    def _settle(self, groups: list[list[Tensor]], before: list[int]) -> bool:
         names = [g.get("param_names") or [str(i) for i in range(len(g["params"]))] for g in self.param_groups]
         again = True
         try:
             again = self._gradients.settle(list(self._binding.axes), groups, names)
         finally:
             if again:  # the step was not skipped for its numbers, but to ask the other ranks
-                for count in self._skip_counts():
-                    count.sub_(1)
+                for count, own in zip(self._skip_counts(), before, strict=True):
+                    count.fill_(own)
         return again
 
     def _apply(self, updates: tuple[list[Tensor], ...]) -> None:

@@ -60,6 +60,8 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
                 ok = all_finite([x for name in watch for x in tree.leaves(tree.fields(after, name))])
             else:
                 ok = all_finite([*tree.leaves(out), *_changed_and_replicated(state.inner, after)])
+            for new, old in zip(tree.fields(after, "skipped"), tree.fields(state.inner, "skipped"), strict=True):
+                ok = ok & (new == old)  # what a guard inside skips, all of it skips
             return _keep_or_skip(ok, out, after, state)
 
         return local if phase is Phase.LOCAL else update

@@ -360,6 +360,25 @@ def test_a_skipped_step_is_skipped_by_all_groups():
     assert (opt.skipped, opt.steps) == (1, 1)
 
 
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_guard_inside_of_a_callers_chain_stops_all_groups_too(missing):
+    p = parameters()
+    make = lambda lr: fn.chain(fn.clip_by_global_norm(1.0), onebit(lr))  # noqa: E731
+    opt = fn.Optimizer([{"params": p[:1]}, {"params": p[1:]}], make, lr=0.1)
+    steps(opt, p, 1)
+    set_gradients(p, 1)
+    if missing:  # the adapter asks the other ranks by a bad number, and steps again
+        p[0].grad = None
+    else:
+        p[0].grad[0, 0] = float("nan")
+    before = bits(p)
+    opt.step()
+    moved = [not torch.equal(a, b) for a, b in zip(bits(p), before, strict=True)]
+    assert moved == ([False, True, True] if missing else [False] * 3)
+    assert opt.skipped == (0 if missing else 1)
+    assert all(count in (0, opt.skipped) for count in tree.fields(opt.states, "skipped"))
+
+
 def test_a_sparse_gradient_is_refused_by_name_and_nothing_moves():
     table = torch.nn.Embedding(5, 3, sparse=True)
     opt = fn.Optimizer(table.parameters(), fn.adamw)

@@ -117,6 +117,16 @@ def test_a_finite_update_with_a_state_that_is_not_is_a_bad_step():
     assert state.inner == 0
 
 
+def test_a_guard_around_a_guard_skips_what_the_inner_one_skips():
+    inner = fn.skip_nonfinite(fn.scale_by_adam())
+    tx = fn.skip_nonfinite(fn.chain(fn.scale_by_adam(), inner))
+    p = [torch.ones(3)]
+    state = tx.init(p)
+    _, after = tx.warmup_update([torch.tensor([1.0, float("nan"), 1.0])], state, p)
+    assert bitwise_equal(after.inner, state.inner)
+    assert after.skipped == 1
+
+
 @pytest.mark.parametrize("phase", list(Phase))
 def test_it_has_the_phases_of_the_inner_transform(phase):
     assert has_phase(guarded(), phase) == (phase is not Phase.LOCAL)
