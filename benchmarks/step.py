@@ -40,8 +40,8 @@ def fill_gradients(params: list[torch.nn.Parameter], rank: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator)
 
 
-def onebit_adam(params: list[torch.nn.Parameter], compile: bool) -> Step:
-    make = partial(fn.onebit_adam, axis="data")
+def onebit_adam(params: list[torch.nn.Parameter], compile: bool, lazy: bool = False) -> Step:
+    make = partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy))
     return fn.Optimizer(params, make, schedule=fn.freeze_after(2), lr=1e-4, compile=compile).step
 
 
@@ -114,6 +114,7 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> 
     with fn.bind(mesh):
         for name, make in {
             "1-bit Adam (fn)": partial(onebit_adam, compile=False),
+            "1-bit Adam (fn), lazy error": partial(onebit_adam, compile=False, lazy=True),
             "all-reduce + torch.optim.Adam": exact_adam,
             "textbook 1-bit Adam": textbook_onebit_adam,
             **({"1-bit Adam (fn, compiled)": partial(onebit_adam, compile=True)} if arguments.compile else {}),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fn.base import Transform, chain
 from fn.collectives.codec import Codec, sign
+from fn.collectives.feedback import Feedback
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
 from fn.transforms.finite import skip_nonfinite
@@ -52,6 +53,7 @@ def onebit_adam(
     *,
     axis: str,
     codec: Codec | None = None,
+    feedback: Feedback | None = None,
     layout: str = "flat",
     bias_correction: bool = False,
     keep_zeros: bool = True,
@@ -62,13 +64,15 @@ def onebit_adam(
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
         axis: the ranks that train together.
         codec: what the momentum travels as; None is `sign()`, one bit per element and one scale per tensor.
+        feedback: what becomes of what was not delivered; None is `classic()`, and `classic(lazy=True)` the same in
+            fewer passes over memory.
         layout, bias_correction, keep_zeros: as for `compressed_average` and `scale_by_onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
     Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made.
     """
-    sync = compressed_average(axis, codec or sign(), layout=layout)
+    sync = compressed_average(axis, codec or sign(), feedback, layout=layout)
     tx = chain(
         average(axis),
         scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros),
@@ -116,6 +120,7 @@ def onebit_lamb(
     *,
     axis: str,
     codec: Codec | None = None,
+    feedback: Feedback | None = None,
     layout: str = "fused",
     max_coeff: float = 10.0,
     min_coeff: float = 0.01,
@@ -129,7 +134,7 @@ def onebit_lamb(
 
     Args:
         lr: a float or a 0-d tensor. axis: the ranks that train together.
-        codec: what the momentum travels as; None is `sign()`. layout: "fused" is one scale for the whole model, as in
+        codec, feedback: as for `onebit_adam`. layout: "fused" is one scale for the whole model, as in
             the paper; "flat" keeps one per tensor, which the momentum scaling then does not change.
         others: as for `scale_by_onebit_lamb`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
@@ -141,7 +146,7 @@ def onebit_lamb(
         b2,
         eps,
         weight_decay,
-        sync=compressed_average(axis, codec or sign(), layout=layout),
+        sync=compressed_average(axis, codec or sign(), feedback, layout=layout),
         max_coeff=max_coeff,
         min_coeff=min_coeff,
         coeff_beta=coeff_beta,
@@ -162,6 +167,7 @@ def zero_one_adam(
     *,
     axis: str,
     codec: Codec | None = None,
+    feedback: Feedback | None = None,
     layout: str = "flat",
     compress: Literal["steps", "gradients"] = "steps",
     keep_zeros: bool = True,
@@ -170,7 +176,8 @@ def zero_one_adam(
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
-        axis: the ranks that train together. codec: what travels; None is `sign()`. layout: as `compressed_average`.
+        axis: the ranks that train together. codec, feedback: as for `onebit_adam`. layout: as for
+            `compressed_average`.
         compress, keep_zeros: as for `scale_by_zero_one_adam`.
     Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule.
 
@@ -182,7 +189,7 @@ def zero_one_adam(
         b2,
         eps,
         weight_decay,
-        sync=compressed_average(axis, codec or sign(), layout=layout),
+        sync=compressed_average(axis, codec or sign(), feedback, layout=layout),
         compress=compress,
         keep_zeros=keep_zeros,
     )

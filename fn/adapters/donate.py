@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fn import tree
@@ -42,7 +43,8 @@ def write_back(old: Tree, new: Tree) -> None:
     news, found = tree.flatten(new)
     if structure != found:
         raise ValueError(f"update: changed the structure of the state from {structure} to {found}")
-    pairs = [(o, _own(o, n, olds)) for o, n in zip(olds, news, strict=True) if n is not o]
+    moved = _identities(olds)
+    pairs = [(o, n.clone() if _is_one_of(n, olds, moved) else n) for o, n in zip(olds, news, strict=True) if n is not o]
     for o, n in pairs:
         if o.shape != n.shape or o.dtype != n.dtype:
             raise ValueError(f"update: changed a leaf from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}")
@@ -50,5 +52,10 @@ def write_back(old: Tree, new: Tree) -> None:
         o.copy_(n)
 
 
-def _own(old: Tensor, new: Tensor, olds: list[Tensor]) -> Tensor:
-    return new.clone() if any(new is o for o in olds if o is not old) else new
+def _identities(leaves: list[Tensor]) -> frozenset[int]:
+    """Return the ids of the leaves; nothing while a compiler traces, for which an id is no constant."""
+    return frozenset() if torch.compiler.is_compiling() else frozenset(map(id, leaves))
+
+
+def _is_one_of(leaf: Tensor, leaves: list[Tensor], identities: frozenset[int]) -> bool:
+    return id(leaf) in identities if identities else any(leaf is other for other in leaves)

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SMALLEST = 1 << 20
+SMALLEST = 1 << 18
 """Bytes below which `empty` is `torch.empty`."""
 
 ALIGNMENT = 64

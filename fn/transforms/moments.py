@@ -14,7 +14,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Phase, Transform, lift, missing
 from fn.kernels import reference
-from fn.kernels.eager import is_eager
+from fn.kernels.eager import is_eager, pooled
 
 Tree = Any
 
@@ -174,7 +174,7 @@ def _kept_direction(m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 def moving_average(average: Tree, new: Tree, decay: float) -> Tree:
     """Return decay * average + (1 - decay) * new, leaf by leaf, in the dtype of the average."""
-    return tree.map(lambda a, x: torch.lerp(x.to(a.dtype), a, decay), average, new)
+    return tree.map(lambda a, x: torch.lerp(x.to(a.dtype), a, decay, **pooled(a, x)), average, new)
 
 
 def moving_average_of_squares(average: Tree, new: Tree, decay: float) -> Tree:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Transform, stateless
+from fn.kernels.eager import pooled
 
 Tree = Any
 
@@ -43,7 +44,9 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     elif lr < 0:
         raise ValueError(f"lr: is {lr}; allowed is at least 0")
 
+    tensors = (lr,) if isinstance(lr, Tensor) else ()
+
     def scale(updates: Tree, params: Tree) -> Tree:
-        return tree.map(lambda u: u * -lr, updates)
+        return tree.map(lambda u: torch.mul(u, -lr, **pooled(u, *tensors)), updates)
 
     return stateless(scale)
