@@ -30,22 +30,26 @@ Step = Callable[[], None]
 
 
 def make_parameters(count: int, total: int) -> list[torch.nn.Parameter]:
+    """Return parameters of equal size, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     return [torch.nn.Parameter(torch.randn(total // count, generator=generator)) for _ in range(count)]
 
 
 def fill_gradients(params: list[torch.nn.Parameter], rank: int) -> None:
+    """Give every parameter a gradient of the rank's own."""
     generator = torch.Generator().manual_seed(1 + rank)
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator)
 
 
 def onebit_adam(params: list[torch.nn.Parameter], compile: bool, lazy: bool = False) -> Step:
+    """Return our step; its compressed phase starts at the third."""
     make = partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy))
     return fn.Optimizer(params, make, schedule=fn.freeze_after(2), lr=1e-4, compile=compile).step
 
 
 def exact_adam(params: list[torch.nn.Parameter]) -> Step:
+    """Return a flat fp32 all-reduce and torch's Adam."""
     optimizer = torch.optim.Adam(params, lr=1e-4)
 
     def step() -> None:
@@ -78,6 +82,7 @@ def textbook_onebit_adam(params: list[torch.nn.Parameter]) -> Step:
 
 
 def textbook_all_reduce(x: torch.Tensor, worker: torch.Tensor, server: torch.Tensor) -> torch.Tensor:
+    """Average one tensor in codes, as DeepSpeed's backend does."""
     world, n = dist.get_world_size(), worker.numel()
     buffer = torch.cat([x.view(-1), torch.zeros(n - x.numel())]) + worker
     scale = buffer.norm() / np.sqrt(n)
@@ -98,14 +103,17 @@ def textbook_all_reduce(x: torch.Tensor, worker: torch.Tensor, server: torch.Ten
 
 
 def pack(x: torch.Tensor) -> torch.Tensor:
+    """Pack signs with NumPy."""
     return torch.from_numpy(np.packbits(x.sign().add(1).bool().numpy()))
 
 
 def unpack(bits: torch.Tensor) -> torch.Tensor:
+    """Unpack signs with NumPy."""
     return torch.from_numpy(np.unpackbits(bits.numpy())).float().mul(2).sub(1)
 
 
 def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
+    """Time all contenders in turns, on one rank."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
@@ -131,11 +139,13 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> 
             if turn >= 4:  # two warm-up steps, and two for the first use of the compressed phase
                 times[name].append(time.perf_counter() - start)
     if rank == 0:
-        results.update({name: {"median_ms": 1e3 * statistics.median(t), "min_ms": 1e3 * min(t)} for name, t in times.items()})
+        for name, t in times.items():
+            results[name] = {"median_ms": 1e3 * statistics.median(t), "min_ms": 1e3 * min(t)}
     dist.destroy_process_group()
 
 
 def main() -> None:
+    """Run, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=10_000_000)
     parser.add_argument("--tensors", type=int, default=100)
@@ -149,7 +159,7 @@ def main() -> None:
         mp.spawn(work, (arguments, f"{folder}/store", results), arguments.ranks)
         rows = dict(results)
     ours = rows["1-bit Adam (fn)"]["median_ms"]
-    print(f"{arguments.parameters:,} parameters in {arguments.tensors} tensors, {arguments.ranks} ranks, one thread each")
+    print(f"{arguments.parameters:,} parameters in {arguments.tensors} tensors, {arguments.ranks} ranks, a thread each")
     for name, row in rows.items():
         print(f"{name:32s} {row['median_ms']:8.1f} ms   {row['median_ms'] / ours:6.2f}x")
     if arguments.json:

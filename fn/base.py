@@ -37,7 +37,9 @@ class Phase(enum.Enum):
 class UpdateFn(Protocol):
     """(updates, state, params) -> (updates, state), without side effects."""
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]: ...
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the next updates and the next state."""
+        ...
 
 
 class Transform(NamedTuple):

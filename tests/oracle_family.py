@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-
 from oracle import CompressedMean, Vector, mean
 
 LAMB_DEFAULTS = {
@@ -60,10 +59,10 @@ class OnebitLamb:
             rms = [norm(m) / np.sqrt(max(m.size, 1)) for m in self.mu]
             alive = [r for r in rms if r > 0]
             self.scaling = [np.mean(alive) / r if r > 0 else 1.0 for r in rms]
-        candidates = [
-            np.concatenate([(self.b1 * m + (1 - self.b1) * g) * s for m, g, s in zip(self.mu, rank, self.scaling)])
-            for rank in gradients
-        ]
+        candidates = []
+        for rank in gradients:
+            own = zip(self.mu, rank, self.scaling, strict=True)
+            candidates.append(np.concatenate([(self.b1 * m + (1 - self.b1) * g) * s for m, g, s in own]))
         agreed = np.split(self.mean(candidates), np.cumsum([p.size for p in self.params])[:-1])
         for i, p in enumerate(self.params):
             last, v = self.mu[i], self.nu[i]

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from golden_cases import Case, assert_close, load_cases, names, record
 
 import fn
 from fn import tree
 from fn.adapters import deepspeed_numerics as numerics
-from golden_cases import Case, assert_close, load_cases, names, record
 
 CASES = load_cases("onebit_adam", "onebit_lamb", "zero_one_adam")
 

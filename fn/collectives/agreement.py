@@ -42,7 +42,8 @@ def check_agreement(axis: str, fields: Mapping[str, object], device: torch.devic
         return
     mine = {name: str(value) for name, value in fields.items()}
     text = json.dumps(mine).encode()  # in the order of the fields, so that the first that differs is the first named
-    digest = hashlib.blake2b(json.dumps(mine, sort_keys=True).encode(), digest_size=24).digest() + len(text).to_bytes(8, "little")
+    digest = hashlib.blake2b(json.dumps(mine, sort_keys=True).encode(), digest_size=24).digest()
+    digest += len(text).to_bytes(8, "little")
     digests = _gather_bytes(digest, axis, device)
     if all(d == digests[0] for d in digests):
         return

@@ -104,7 +104,7 @@ def together(transforms: Sequence[Transform]) -> Transform:
 def _keep_or_skip(ok: Tensor, updates: Tree, after: Tree, state: SkipState) -> tuple[Tree, SkipState]:
     """Return updates and `after` where ok, and -0.0 and the inner state as it was elsewhere."""
     skipped = state.skipped + (~ok).to(torch.int64)
-    if ok.device.type == "cpu" and is_eager(ok) and ok:  # in eager mode on a CPU a branch costs nothing, a selection a pass over memory
+    if ok.device.type == "cpu" and is_eager(ok) and ok:  # here a branch costs nothing, a selection a pass over memory
         return updates, SkipState(after, skipped)
     updates = tree.map(lambda u: torch.where(ok, u, -0.0), updates)
     kept = tree.map(lambda new, old: new if new is old else torch.where(ok, new, old), after, state.inner)

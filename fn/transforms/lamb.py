@@ -26,10 +26,13 @@ Tree = Any
 class OnebitLambState(NamedTuple):
     """State of `scale_by_onebit_lamb`; per-tensor numbers are 0-d float32.
 
-    step, mu, nu: as for Adam; nu rests after the warm-up. nu_fresh: the second moment that goes on, from gradients
-    reconstructed out of the momentum. coefficient: the moving trust ratio. factor: how far the ratio may have moved
-    since. ratio: what the last update was scaled by. scaling: what brings each tensor's momentum to the common scale. tail: extra elements that travel with the
-    momentum (see `tail`). sync: the state of the compressed mean.
+    step, mu, nu: as for Adam; nu rests after the warm-up.
+    nu_fresh: the second moment that goes on, from gradients reconstructed out of the momentum.
+    coefficient: the moving trust ratio. factor: how far the ratio may have moved since.
+    ratio: what the last update was scaled by.
+    scaling: what brings each tensor's momentum to the common scale.
+    tail: extra elements that travel with the momentum (see `onebit_lamb_by_tensor`).
+    sync: the state of the compressed mean.
     """
 
     step: Tensor

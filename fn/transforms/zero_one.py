@@ -23,11 +23,14 @@ Tree = Any
 class ZeroOneAdamState(NamedTuple):
     """State of `scale_by_zero_one_adam`.
 
-    step, mu, nu: as for Adam; between synchronisations mu is a rank's own. anchor: the params that all ranks agreed
-    on last, in the dtype of the moments; it is reached from each rank's own params, so that a simulation cannot know
-    that it is the same everywhere. went: instead of the anchor, the sum of the steps since (see `anchored`). elapsed: the sum of learning rates since, 0-d. dropped: local steps that
-    this rank left out because its gradient was not finite, 0-d int64. peak: the largest magnitude in the last exchange,
-    0-d, NaN if it was not finite. sync: the state of the compressed mean.
+    step, mu, nu: as for Adam; between synchronisations mu is a rank's own.
+    anchor: the params that all ranks agreed on last, in the dtype of the moments. It is reached from each rank's own
+        params, so that a simulation cannot know that it is the same everywhere.
+    went: instead of the anchor, the sum of the steps since (see `anchored`).
+    elapsed: the sum of learning rates since, 0-d.
+    dropped: local steps that this rank left out because its gradient was not finite, 0-d int64.
+    peak: the largest magnitude in the last exchange, 0-d, NaN if it was not finite.
+    sync: the state of the compressed mean.
     """
 
     step: Tensor

@@ -1,4 +1,4 @@
-"""Momentum to direction: the fused pass is the plain formula up to the last bit of a square root, and only ever sees plain tensors."""
+"""Momentum to direction: the fused pass is the plain formula, and only ever sees plain tensors."""
 
 from __future__ import annotations
 

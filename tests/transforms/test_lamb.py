@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from oracle_family import OnebitLamb
 
 import fn
 from fn import tree
 from fn.adapters import deepspeed_numerics as numerics
-from oracle_family import OnebitLamb
 
 SHAPES = [(7, 5), (13,), (1,), (0,)]
 
@@ -86,7 +86,8 @@ def test_a_momentum_that_is_zero_at_the_switch_is_no_division_by_zero() -> None:
     params, state = advance(tx, fn.Phase.WARMUP, params, state, [torch.randn(6), torch.zeros(3)])
     for _ in range(3):
         params, state = advance(tx, fn.Phase.COMPRESSED, params, state, [torch.randn(6), torch.zeros(3)])
-    assert torch.equal(params[1], torch.ones(3)) and torch.isfinite(params[0]).all()
+    assert torch.equal(params[1], torch.ones(3))
+    assert torch.isfinite(params[0]).all()
     assert [float(s) for s in tree.fields(state, "scaling")[0]][1] == 1.0
 
 
@@ -117,8 +118,11 @@ def test_deepspeeds_padding_counts_and_returns_while_ours_does_not() -> None:
             _, state = run(tree_of(params), state, tree_of([torch.randn(2, 5)]))
         tails.append(tree.fields(state, "tail")[0])
         errors.append(tree.fields(state, "worker")[0][0][:, 5:])
-    assert tails[0].numel() == 11 and tails[0].abs().max() > 0 and tails[1].numel() == 0
-    assert errors[0].abs().max() > 0 and errors[1].abs().max() == 0
+    assert tails[0].numel() == 11
+    assert tails[0].abs().max() > 0
+    assert tails[1].numel() == 0
+    assert errors[0].abs().max() > 0
+    assert errors[1].abs().max() == 0
 
 
 @pytest.mark.parametrize(
