@@ -72,6 +72,15 @@ def norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],))
 
 
+def rotate(x: Tensor) -> Tensor:
+    """Turn pairs of channels of x (B, H, T, D) by an angle that grows with the position, each pair at its own pace."""
+    first, second = x.chunk(2, dim=-1)  # (B, H, T, D/2)
+    pace = 1000.0 ** -torch.linspace(0, 1, first.shape[-1])
+    angle = torch.arange(x.shape[-2])[:, None] * pace  # (T, D/2)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
+
+
 class Block(nn.Module):
     """Causal self-attention and a feed-forward layer, each added to the residual stream."""
 
@@ -86,31 +95,30 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """(B, T, C) -> (B, T, C)."""
         q, k, v = self.qkv(norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (B, H, T, C/H)
-        seen = F.scaled_dot_product_attention(norm(q), norm(k), v, is_causal=True)
+        seen = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
         x = x + self.mix(seen.transpose(1, 2).flatten(2))
         return x + self.down(F.relu(self.up(norm(x))).square())
 
 
 class Transformer(nn.Module):
-    """A decoder over bytes, with learned positions."""
+    """A decoder over bytes, with rotary positions; every block starts as the identity."""
 
-    def __init__(self, layers: int, width: int, heads: int, context: int) -> None:
+    def __init__(self, layers: int, width: int, heads: int) -> None:
         super().__init__()
         self.byte = nn.Embedding(BYTES, width)
-        self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.head = nn.Linear(width, BYTES, bias=False)
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
-        for block in self.blocks:
-            nn.init.zeros_(block.mix.weight)
-            nn.init.zeros_(block.down.weight)
+        nn.init.normal_(self.byte.weight, std=0.3)
         nn.init.zeros_(self.head.weight)
+        for block in self.blocks:
+            for layer in (block.qkv, block.up):
+                nn.init.normal_(layer.weight, std=width**-0.5)
+            for layer in (block.mix, block.down):
+                nn.init.zeros_(layer.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Bytes (B, T) -> logits (B, T, L)."""
-        h = self.byte(x) + self.position.weight[: x.shape[1]]  # (B, T, C)
-        return self.head(norm(self.blocks(norm(h))))
+        return self.head(norm(self.blocks(self.byte(x))))
 
 
 def loss_of(model: Transformer, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -122,11 +130,20 @@ def loss_of(model: Transformer, batch: tuple[Tensor, Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------------ the optimizers
 
 
+LAMB_LR = 3.0
+
+
 class Recipe(NamedTuple):
-    """What `fn.Optimizer` is built from: `make` takes the hyper-parameters, `schedule` the freeze step."""
+    """What `fn.Optimizer` is built from, and what it is compared with.
+
+    make takes the hyper-parameters, schedule the freeze step. exact: the optimizer that sends everything.
+    lr: a factor on the learning rate; LAMB's is relative to the size of the weights.
+    """
 
     make: Callable[..., fn.Transform]
     schedule: Callable[[int], Callable[[int], fn.Phase]]
+    exact: str
+    lr: float = 1.0
 
 
 def never_freeze(freeze_step: int) -> Callable[[int], fn.Phase]:
@@ -134,9 +151,17 @@ def never_freeze(freeze_step: int) -> Callable[[int], fn.Phase]:
     return lambda step: fn.Phase.WARMUP
 
 
+def rarely_agree(freeze_step: int) -> Callable[[int], fn.Phase]:
+    """Return 0/1 Adam's schedule: ever fewer variance steps until the freeze, then one agreement in four steps."""
+    return fn.zero_one_schedule(freeze_step, var_update_scaler=16, local_step_scaler=50, local_step_clipper=4)
+
+
 RECIPES = {
-    "adamw": Recipe(fn.adamw, never_freeze),
-    "onebit_adam": Recipe(fn.onebit_adam, fn.freeze_after),
+    "adamw": Recipe(fn.adamw, never_freeze, "adamw"),
+    "onebit_adam": Recipe(partial(fn.onebit_adam, bias_correction=True), fn.freeze_after, "adamw"),
+    "zero_one_adam": Recipe(fn.zero_one_adam, rarely_agree, "adamw"),
+    "lamb": Recipe(fn.lamb, never_freeze, "lamb", lr=LAMB_LR),
+    "onebit_lamb": Recipe(fn.onebit_lamb, fn.freeze_after, "lamb", lr=LAMB_LR),
 }
 
 
@@ -145,7 +170,7 @@ def make_optimizer(model: Transformer, name: str, args: argparse.Namespace, mesh
     recipe = RECIPES[name]
     make = partial(recipe.make, axis="data", b1=args.b1, b2=args.b2, eps=args.eps, weight_decay=args.weight_decay)
     with fn.bind(mesh):
-        return fn.Optimizer(model.parameters(), make, schedule=recipe.schedule(args.freeze_step), lr=args.lr)
+        return fn.Optimizer(model.parameters(), make, schedule=recipe.schedule(args.freeze_step), lr=recipe.lr * args.lr)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -177,12 +202,12 @@ class Run(NamedTuple):
     def bytes_per_step(self, phase: str) -> float | None:
         """Return the mean bytes per rank and step in a phase, None if the run never was in it.
 
-        An optimizer that never compresses has no compressed phase: it sends full precision in every step.
+        An optimizer that never compresses sends full precision where others compress, too.
         """
-        if set(self.phases) == {"warmup"} and RECIPES[self.optimizer].schedule is never_freeze:
+        if RECIPES[self.optimizer].schedule is never_freeze:
             phase = "warmup"
         sent = [s for s, p in zip(self.sent, self.phases, strict=True) if p == phase]
-        return statistics.fmean(sent) if sent else None
+        return statistics.mean(sent) if sent else None
 
     def summary(self) -> dict[str, object]:
         """Return what `--json` writes of this run."""
@@ -197,8 +222,9 @@ class Run(NamedTuple):
 
 def mean_over_ranks(x: Tensor) -> float:
     """Return the mean of a scalar over all ranks. It is for the log: the ledger does not see it."""
-    dist.all_reduce(x)
-    return x.item() / dist.get_world_size()
+    total = x.clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -213,7 +239,7 @@ def train(name: str, args: argparse.Namespace, mesh: DeviceMesh, text: Tensor, h
     """Train a fresh model with one optimizer."""
     rank = dist.get_rank()
     torch.manual_seed(args.seed)
-    model = Transformer(args.layers, args.width, args.heads, args.context)
+    model = Transformer(args.layers, args.width, args.heads)
     opt = make_optimizer(model, name, args, mesh)
     lr = LambdaLR(opt, partial(learning_rate_factor, steps=args.steps))
     draw = torch.Generator().manual_seed(args.seed * dist.get_world_size() + rank)
@@ -273,19 +299,21 @@ def table(runs: list[Run]) -> str:
 
 
 def claims(runs: list[Run]) -> list[str]:
-    """Compare every other optimizer with AdamW, if that was run too."""
-    base = next((run for run in runs if run.optimizer == "adamw"), None)
+    """Compare every optimizer with its exact counterpart, if that was run too."""
+    by_name = {run.optimizer: run for run in runs}
     lines = []
     for run in runs:
+        base = by_name.get(RECIPES[run.optimizer].exact)
         if base is None or run is base:
             continue
-        ratio = run.val_loss / base.val_loss
-        lines.append(f"{run.optimizer}: validation loss {ratio:.4f}x adamw's ({100 * (ratio - 1):+.2f} %)")
+        name, ratio = base.optimizer, run.val_loss / base.val_loss
+        lines.append(f"{run.optimizer}: validation loss {ratio:.4f}x {name}'s ({100 * (ratio - 1):+.2f} %)")
         full, compressed = base.bytes_per_step("warmup"), run.bytes_per_step("compressed")
         if full and compressed:
-            lines.append(f"{run.optimizer}: {full / compressed:.1f}x fewer bytes than adamw in the compressed phase")
+            lines.append(f"{run.optimizer}: {full / compressed:.1f}x fewer bytes than {name} in the compressed phase")
         if sum(run.sent):
-            lines.append(f"{run.optimizer}: {sum(base.sent) / sum(run.sent):.1f}x fewer bytes in the whole run")
+            fewer = sum(base.sent) / sum(run.sent)
+            lines.append(f"{run.optimizer}: {fewer:.1f}x fewer bytes than {name} in the whole run")
     return lines
 
 
@@ -297,17 +325,27 @@ def draw_picture(runs: list[Run], path: Path, freeze_step: int) -> None:
     import matplotlib.pyplot as plt
 
     figure, (over_steps, over_bytes) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
-    for colour, run in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], runs, strict=False):
+    for place, run in enumerate(runs):
         steps = list(range(1, len(run.sent) + 1))
         total = torch.tensor(run.sent).cumsum(0).tolist()
         measured = sorted(run.validation)
         for axes, x in ((over_steps, steps), (over_bytes, total)):
-            axes.plot(x, run.losses, color=colour, alpha=0.25, linewidth=0.8)
-            axes.plot([x[s - 1] for s in measured], [run.validation[s] for s in measured], "o-", color=colour,
-                      markersize=3, label=run.optimizer)  # fmt: skip
-    over_steps.axvline(freeze_step, color="grey", linestyle=":", label="freeze step")
-    over_steps.set(xlabel="step", ylabel="loss (nats per byte)", title="validation (dots) and training loss")
-    over_bytes.set(xlabel="bytes sent by one rank", xscale="log", title="the same over what was sent")
+            axes.plot(x, run.losses, color=f"C{place}", alpha=0.25, linewidth=0.8)
+            axes.plot(
+                [x[step - 1] for step in measured],
+                [run.validation[step] for step in measured],
+                marker="o",
+                markersize=3,
+                color=f"C{place}",
+                linewidth=max(1.5, 5 - 3 * place),  # curves that coincide can be seen one inside the other
+                label=run.optimizer,
+            )
+    if any("compressed" in run.phases for run in runs):
+        over_steps.axvline(freeze_step, color="grey", linestyle=":", label="freeze step")
+    over_steps.set(xlabel="step", ylabel="loss (nats per byte)", title="validation (bold) and training loss (faint)")
+    over_bytes.set(xlabel="bytes sent by one rank", title="the same over what was sent")
+    if any(sum(run.sent) for run in runs):  # a single rank sends nothing
+        over_bytes.set_xscale("log")
     over_steps.legend()
     for axes in (over_steps, over_bytes):
         axes.grid(alpha=0.3)
@@ -326,14 +364,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--layers", type=int, default=4, help="transformer blocks")
     add("--width", type=int, default=96, help="size of the residual stream")
     add("--heads", type=int, default=4, help="attention heads")
-    add("--context", type=int, default=128, help="bytes of a sequence")
+    add("--context", type=int, default=64, help="bytes of a sequence")
     add("--batch", type=int, default=8, help="sequences of a rank's batch")
-    add("--steps", type=int, default=600, help="optimizer steps of each run")
-    add("--freeze-step", type=int, default=120, help="steps in full precision before compression starts")
+    add("--steps", type=int, default=1000, help="optimizer steps of each run")
+    add("--freeze-step", type=int, default=200, help="steps in full precision before compression starts")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--b1", type=float, default=0.9, help="decay of the momentum")
-    add("--b2", type=float, default=0.95, help="decay of the second moment")
-    add("--eps", type=float, default=1e-8, help="added to the root of the second moment")
+    add("--b2", type=float, default=0.98, help="decay of the second moment")
+    add("--eps", type=float, default=1e-5, help="added to the root of the second moment")
     add("--weight-decay", type=float, default=0.1, help="decoupled weight decay")
     add("--seed", type=int, default=0, help="of the parameters and of the batches")
     add("--optimizers", default="adamw,onebit_adam", help=f"names with commas, of {', '.join(RECIPES)}")
@@ -344,10 +382,12 @@ def parse_arguments() -> argparse.Namespace:
     for flag in ("layers", "width", "heads", "context", "batch", "steps", "freeze_step"):
         if getattr(args, flag) < 1:
             parser.error(f"--{flag.replace('_', '-')} is {getattr(args, flag)}, but must be at least 1")
+    if args.lr <= 0:
+        parser.error(f"--lr is {args.lr}, but must be above 0")
     if args.freeze_step > args.steps:
         parser.error(f"--freeze-step {args.freeze_step} is behind the last step, --steps {args.steps}")
-    if args.width % args.heads:
-        parser.error(f"--heads {args.heads} does not divide --width {args.width}")
+    if args.width % (2 * args.heads):
+        parser.error(f"--width {args.width} must be a multiple of 2 * --heads, {2 * args.heads}")
     unknown = [name for name in args.optimizers if name not in RECIPES]
     if unknown or len(set(args.optimizers)) < len(args.optimizers):
         parser.error(f"--optimizers must name some of {', '.join(RECIPES)}, each once; got {','.join(args.optimizers)}")
@@ -365,10 +405,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     if dist.get_rank() == 0:
-        model = Transformer(args.layers, args.width, args.heads, args.context)
+        model = Transformer(args.layers, args.width, args.heads)
         parameters = sum(p.numel() for p in model.parameters())
-        print(f"{parameters:,} parameters, {len(text):,} bytes to train on, {len(held_out):,} held out, "
-              f"{dist.get_world_size()} ranks", flush=True)  # fmt: skip
+        size = f"{len(text):,} bytes to train on, {len(held_out):,} held out"
+        print(f"{parameters:,} parameters, {size}, {dist.get_world_size()} ranks", flush=True)
     runs = [train(name, args, mesh, text, held_out) for name in args.optimizers]
     if dist.get_rank() == 0:
         args.out.mkdir(parents=True, exist_ok=True)
