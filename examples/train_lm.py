@@ -130,7 +130,7 @@ def loss_of(model: Transformer, batch: tuple[Tensor, Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------------ the optimizers
 
 
-LAMB_LR = 3.0
+LAMB_LR = 10.0
 
 
 class Recipe(NamedTuple):
@@ -152,8 +152,8 @@ def never_freeze(freeze_step: int) -> Callable[[int], fn.Phase]:
 
 
 def rarely_agree(freeze_step: int) -> Callable[[int], fn.Phase]:
-    """Return 0/1 Adam's schedule: ever fewer variance steps until the freeze, then one agreement in four steps."""
-    return fn.zero_one_schedule(freeze_step, var_update_scaler=16, local_step_scaler=50, local_step_clipper=4)
+    """Return 0/1 Adam's schedule: ever fewer variance steps until the freeze, then one agreement in two steps."""
+    return fn.zero_one_schedule(freeze_step, var_update_scaler=64, local_step_scaler=200, local_step_clipper=2)
 
 
 RECIPES = {
@@ -170,7 +170,8 @@ def make_optimizer(model: Transformer, name: str, args: argparse.Namespace, mesh
     recipe = RECIPES[name]
     make = partial(recipe.make, axis="data", b1=args.b1, b2=args.b2, eps=args.eps, weight_decay=args.weight_decay)
     with fn.bind(mesh):
-        return fn.Optimizer(model.parameters(), make, schedule=recipe.schedule(args.freeze_step), lr=recipe.lr * args.lr)
+        schedule = recipe.schedule(args.freeze_step)
+        return fn.Optimizer(model.parameters(), make, schedule=schedule, lr=recipe.lr * args.lr)
 
 
 def learning_rate_factor(step: int, steps: int) -> float:

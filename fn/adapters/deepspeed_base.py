@@ -66,10 +66,14 @@ class DeepSpeedOptimizer(Optimizer):
         lr = torch.as_tensor(group["lr"], dtype=torch.float32).detach().clone()
         group["lr"] = lr
         self._lrs.append(lr)
+        self._hypers.append({k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")})
         if self._built:  # the state so far stays; the new group's entry is added
             with self._binding:
                 self.states = (*self.states, self._joined(Phase.WARMUP).init(self._tensors())[-1])
         self._updates.clear()
+
+    def _remake(self, index: int) -> None:
+        """Do nothing: the transform is made from the groups when an update is."""
 
     def _joined(self, phase: Phase) -> Transform:
         return self._numerics(self._groups())

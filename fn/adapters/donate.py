@@ -26,7 +26,8 @@ def donate(update: UpdateFn) -> UpdateFn:
     def donated(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         updates, after = update(updates, state, params)
         olds = tree.leaves(state)
-        updates = tree.map(lambda u: u.clone() if any(u is o for o in olds) else u, updates)
+        moved = _identities(olds)
+        updates = tree.map(lambda u: u.clone() if _is_one_of(u, olds, moved) else u, updates)
         write_back(state, after)
         return updates, state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -35,7 +36,8 @@ class Optimizer(torch.optim.Optimizer):
         make: (lr=tensor, **hyper-parameters) -> Transform, called once per param group.
         schedule: step -> Phase, steps from 0. None: always warm-up, for optimizers that do not compress.
         lr: the learning rate. In a group it becomes a 0-d tensor that torch's schedulers fill in place; a float
-            that is written into `group["lr"]` works too.
+            that is written into `group["lr"]` works too, and so do other hyper-parameters of a group, for which the
+            transform is made again.
         compile: run the update of each phase through `torch.compile`.
         **defaults: further hyper-parameters for `make`.
     Raises: what `make` and the transform's init raise: the axis is not bound, the ranks disagree.
@@ -65,6 +67,8 @@ class Optimizer(torch.optim.Optimizer):
         self._binding = current_binding()
         self._transforms: list[Transform] = []
         self._lrs: list[Tensor] = []
+        self._guarded: list[bool] = []
+        self._hypers: list[dict[str, Any]] = []
         self._updates: dict[Phase, UpdateFn] = {}
         self._gradients = Gradients()
         listed: list[Any] = list(params)
@@ -72,20 +76,33 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(listed, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):
             self._second_moment_norm()
+        if self.schedule(0) in (Phase.COMPRESSED, Phase.LOCAL) and tree.fields(self.states, "nu"):
+            text = "schedule: has no warm-up; the first step is one, for there is no second moment yet"
+            warnings.warn(text, stacklevel=2)
 
     def _check_ranks(self, params: list[Any]) -> None:
         """Compare what the transforms do not know: ranks with other phases or groups would wait for one another."""
         groups = len(params) if params and isinstance(params[0], dict) else 1
         leaves = [p for p in tree.leaves(params) if isinstance(p, Tensor)]
         device = leaves[0].device if leaves else "cpu"
-        for axis in self._binding.axes:
+        for axis in self._axes():
             with self._binding:
                 check_agreement(axis, {"number of param groups": groups, **describe(self.schedule)}, device)
 
+    def _axes(self) -> list[str]:
+        """Return the bound axes that `make` names; all of them if it names none that can be seen."""
+        named = set(describe(self.make).values())
+        return [axis for axis in self._binding.axes if repr(axis) in named] or list(self._binding.axes)
+
     @property
     def phase(self) -> Phase:
-        """Return the phase of the next step."""
-        return Phase(self.schedule(self.steps))
+        """Return the phase of the next step.
+
+        The first step of a transform with a second moment is a warm-up step, whatever the schedule says.
+        """
+        phase = Phase(self.schedule(self.steps))
+        first = self.steps == 0 and bool(tree.fields(self.states, "nu"))
+        return Phase.WARMUP if first else phase
 
     @property
     def skipped(self) -> int:
@@ -111,18 +128,27 @@ class Optimizer(torch.optim.Optimizer):
         lr = torch.as_tensor(group["lr"], dtype=wide).detach().clone()
         if lr.ndim or not lr >= 0:
             raise ValueError(f"lr: is {group['lr']}; allowed are numbers and 0-d tensors of at least 0")
-        hyper = {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")}
+        params = [p.detach() for p in group["params"]]
         with self._binding:
-            transform = self.make(lr=lr, **hyper)
-            state = transform.init([p.detach() for p in group["params"]])
-            if not isinstance(state, SkipState):  # a chain of the caller's own: guarded like the named ones
+            transform = self.make(lr=lr, **_hyper(group))
+            state = transform.init(params)
+            guarded = isinstance(state, SkipState)
+            if not guarded:  # a chain of the caller's own: guarded like the named ones
                 transform = skip_nonfinite(transform)
-                state = transform.init([p.detach() for p in group["params"]])
+                state = transform.init(params)
         group["lr"] = lr
         self._lrs.append(lr)
+        self._guarded.append(guarded)
+        self._hypers.append(_hyper(group))
         self._transforms.append(transform)
         self.states = (*self.states, state)
         self._updates.clear()
+
+    def _remake(self, index: int) -> None:
+        """Make a group's transform again from hyper-parameters that were written into the group; its state stays."""
+        with self._binding:
+            transform = self.make(lr=self._lrs[index], **self._hypers[index])
+        self._transforms[index] = transform if self._guarded[index] else skip_nonfinite(transform)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -138,7 +164,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         phase = self.phase
-        self._follow_lrs()
+        self._follow_groups()
         with self._binding:
             self._apply(self._advance(self._update(phase), ask=phase is not Phase.LOCAL))
         self.steps += 1
@@ -171,7 +197,7 @@ class Optimizer(torch.optim.Optimizer):
         names = [g.get("param_names") or [str(i) for i in range(len(g["params"]))] for g in self.param_groups]
         again = True
         try:
-            again = self._gradients.settle(list(self._binding.axes), groups, names)
+            again = self._gradients.settle(self._axes(), groups, names)
         finally:
             if again:  # the step was not skipped for its numbers, but to ask the other ranks
                 for count, own in zip(self._skip_counts(), before, strict=True):
@@ -187,11 +213,17 @@ class Optimizer(torch.optim.Optimizer):
     def _skip_counts(self) -> list[Tensor]:
         return tree.fields(self.states, "skipped")
 
-    def _follow_lrs(self) -> None:
-        for group, lr in zip(self.param_groups, self._lrs, strict=True):
+    def _follow_groups(self) -> None:
+        """Take over what was written into the param groups since the last step."""
+        for i, (group, lr) in enumerate(zip(self.param_groups, self._lrs, strict=True)):
             if group["lr"] is not lr:
                 lr.fill_(float(group["lr"]))
                 group["lr"] = lr
+            hyper = {k: group[k] for k in self._hypers[i]}  # schedulers add keys of their own
+            if not _same(hyper, self._hypers[i]):
+                self._hypers[i] = hyper
+                self._remake(i)
+                self._updates.clear()
 
     def _second_moment_norm(self) -> float:
         moments = tree.fields(self.states, "nu")
@@ -224,3 +256,14 @@ class Optimizer(torch.optim.Optimizer):
         restore_flat(self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")}
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    def equal(x: Any, y: Any) -> bool:
+        return x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and bool(x == y))
+
+    return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)

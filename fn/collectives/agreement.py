@@ -66,6 +66,11 @@ def _refuse(texts: list[dict[str, str]]) -> None:
                 raise ValueError(f"ranks disagree: {name} is {theirs} on rank {rank} and {ours} on rank 0")
 
 
+def device_of(params: Tree) -> torch.device:
+    """Return the device of the first leaf, where `check_agreement` can exchange; the CPU without leaves."""
+    return next((p.device for p in tree.leaves(params)), torch.device("cpu"))
+
+
 def describe_leaves(params: Tree) -> dict[str, str]:
     """Return the path, shape and dtype of every leaf, for `check_agreement`."""
     leaves = zip(tree.paths(params), tree.leaves(params), strict=True)

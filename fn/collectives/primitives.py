@@ -88,8 +88,12 @@ def pmean(x: Tree, axis: str) -> Tree:
     Raises: ValueError if the axis is not bound.
     """
     size = axes.axis_size(axis)
-    total = psum(x, axis)
-    return tree.map(lambda leaf: leaf / size, total) if size > 1 else total
+    if size == 1:
+        return psum(x, axis)
+    # Sums of half precision numbers overflow where their mean does not.
+    parts = tree.map(lambda leaf: leaf / size if leaf.element_size() < 4 else leaf, x)
+    total = psum(parts, axis)
+    return tree.map(lambda leaf: leaf if leaf.element_size() < 4 else leaf / size, total)
 
 
 def exchange(payload: Tree, axis: str) -> Tree:

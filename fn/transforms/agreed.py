@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from fn import tree
 from fn.base import Transform
-from fn.collectives.agreement import check_agreement, describe, describe_leaves
+from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 
 Tree = Any
 
@@ -21,9 +20,7 @@ def agreed(inner: Transform, axis: str | None) -> Transform:
         return inner
 
     def init(params: Tree) -> Tree:
-        leaves = tree.leaves(params)
-        device = leaves[0].device if leaves else "cpu"
-        check_agreement(axis, {**describe_leaves(params), **describe(inner)}, device)
+        check_agreement(axis, {**describe_leaves(params), **describe(inner)}, device_of(params))
         return inner.init(params)
 
     return inner._replace(init=init)

@@ -9,7 +9,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Phase, Transform, missing
 from fn.collectives import primitives
-from fn.collectives.agreement import check_agreement, describe, describe_leaves
+from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import axis_size
 from fn.collectives.codec import Codec
 from fn.collectives.compressed import ErrorFeedbackState, compressed_all_reduce, initial_errors
@@ -31,7 +31,7 @@ def average(axis: str | None) -> Transform:
 
     def init(params: Tree) -> Tree:
         if axis is not None:
-            check_agreement(axis, {"average": axis, **describe_leaves(params)})
+            check_agreement(axis, {"average": axis, **describe_leaves(params)}, device_of(params))
         return ()
 
     def warmup(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -90,7 +90,8 @@ def compressed_average(
 
     def init(params: Tree) -> ErrorFeedbackState:
         tree.check_real(params, "params")
-        check_agreement(axis, {**describe((codec, feedback)), **describe_leaves(params), "layout": layout})
+        fields = {**describe((codec, feedback)), **describe_leaves(params), "layout": layout}
+        check_agreement(axis, fields, device_of(params))
         leaves = [leaf.detach() for leaf in tree.leaves(params)]
         worker, server = [], []
         for bucket in arrange(leaves):

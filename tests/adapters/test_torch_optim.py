@@ -545,3 +545,31 @@ def test_each_phase_is_compiled_once_whatever_the_step_and_the_learning_rate(gra
         scheduler.step()
         counts.append(graphs.count)
     assert counts == [1] * 4 + [2] * 4
+
+
+def test_a_hyper_parameter_written_into_a_group_takes_effect() -> None:
+    p, q = (torch.ones(3, requires_grad=True) for _ in range(2))
+    ours = fn.Optimizer([p], fn.adamw, lr=0.1, weight_decay=0.0)
+    theirs = torch.optim.AdamW([q], lr=0.1, weight_decay=0.0)
+    for step in range(4):
+        if step == 2:
+            for opt in (ours, theirs):
+                opt.param_groups[0]["weight_decay"] = 0.5
+        p.grad, q.grad = torch.full((3,), 0.3), torch.full((3,), 0.3)
+        ours.step()
+        theirs.step()
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("make", [fn.onebit_adam, fn.onebit_lamb, fn.zero_one_adam])
+def test_a_schedule_without_a_warm_up_gets_one_step_of_it_and_a_warning(make) -> None:
+    """Without a second moment there is nothing to divide by: DeepSpeed divides by eps, a mask would move nothing."""
+    p = torch.ones(3, requires_grad=True)
+    with pytest.warns(UserWarning, match="schedule: has no warm-up"):
+        opt = fn.Optimizer([p], partial(make, axis="data"), schedule=fn.freeze_after(0), lr=0.1)
+    before = p.detach().clone()
+    for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.COMPRESSED):
+        assert opt.phase is phase
+        p.grad = p.detach().clone()
+        opt.step()
+    assert 0 < float((p.detach() - before).abs().max()) < 10.0

@@ -68,16 +68,14 @@ def test_lamb_scales_adams_direction_by_the_trust_ratio() -> None:
         torch.testing.assert_close(u, -d * ratio, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("freeze", [0, 1])
-def test_a_freeze_at_the_first_or_second_step_moves_every_tensor(freeze: int) -> None:
+def test_one_warm_up_step_is_enough_to_move_every_tensor() -> None:
     tx, params = fn.onebit_lamb(lr=0.1, axis="data"), [torch.randn(6), torch.randn(3)]
     state = tx.init(params)
     for step in range(4):
-        grads = [torch.randn(6), torch.randn(3)]
         before = params
-        params, state = advance(tx, fn.freeze_after(freeze)(step), params, state, grads)
+        params, state = advance(tx, fn.freeze_after(1)(step), params, state, [torch.randn(6), torch.randn(3)])
         assert all(torch.isfinite(p).all() for p in params)
-        assert freeze == 0 or all(not torch.equal(p, q) for p, q in zip(params, before, strict=True))
+        assert all(not torch.equal(p, q) for p, q in zip(params, before, strict=True))
 
 
 def test_a_momentum_that_is_zero_at_the_switch_is_no_division_by_zero() -> None:
