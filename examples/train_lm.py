@@ -130,20 +130,18 @@ def loss_of(model: Transformer, batch: tuple[Tensor, Tensor]) -> Tensor:
 # ------------------------------------------------------------------------------------------------ the optimizers
 
 
-LAMB_LR = 10.0
-
-
 class Recipe(NamedTuple):
     """What `fn.Optimizer` is built from, and what it is compared with.
 
     make takes the hyper-parameters, schedule the freeze step. exact: the optimizer that sends everything.
-    lr: a factor on the learning rate; LAMB's is relative to the size of the weights.
+    lr, eps: factors on the flags' values; LAMB's learning rate is relative to the size of the weights.
     """
 
     make: Callable[..., fn.Transform]
     schedule: Callable[[int], Callable[[int], fn.Phase]]
     exact: str
     lr: float = 1.0
+    eps: float = 1.0
 
 
 def never_freeze(freeze_step: int) -> Callable[[int], fn.Phase]:
@@ -160,15 +158,16 @@ RECIPES = {
     "adamw": Recipe(fn.adamw, never_freeze, "adamw"),
     "onebit_adam": Recipe(partial(fn.onebit_adam, bias_correction=True), fn.freeze_after, "adamw"),
     "zero_one_adam": Recipe(fn.zero_one_adam, rarely_agree, "adamw"),
-    "lamb": Recipe(fn.lamb, never_freeze, "lamb", lr=LAMB_LR),
-    "onebit_lamb": Recipe(fn.onebit_lamb, fn.freeze_after, "lamb", lr=LAMB_LR),
+    "lamb": Recipe(fn.lamb, never_freeze, "lamb", lr=10.0, eps=100.0),
+    "onebit_lamb": Recipe(partial(fn.onebit_lamb, factor_max=1.0), fn.freeze_after, "lamb", lr=10.0, eps=100.0),
 }
 
 
 def make_optimizer(model: Transformer, name: str, args: argparse.Namespace, mesh: DeviceMesh) -> fn.Optimizer:
     """Return the optimizer of that name over the model's parameters, bound to the axis "data"."""
     recipe = RECIPES[name]
-    make = partial(recipe.make, axis="data", b1=args.b1, b2=args.b2, eps=args.eps, weight_decay=args.weight_decay)
+    eps = recipe.eps * args.eps
+    make = partial(recipe.make, axis="data", b1=args.b1, b2=args.b2, eps=eps, weight_decay=args.weight_decay)
     with fn.bind(mesh):
         schedule = recipe.schedule(args.freeze_step)
         return fn.Optimizer(model.parameters(), make, schedule=schedule, lr=recipe.lr * args.lr)
