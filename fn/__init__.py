@@ -11,7 +11,7 @@ from fn.collectives.feedback import Feedback, classic, damped, off
 from fn.collectives.int_codec import int4, int8
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
-from fn.optimizers import adamw, lamb, onebit_adam, onebit_lamb, zero_one_adam
+from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, zero_one_adam
 from fn.schedules import freeze_after, freeze_when_stable, zero_one_schedule
 from fn.transforms.average import average, compressed_average
 from fn.transforms.clip import clip_by_global_norm
@@ -19,6 +19,7 @@ from fn.transforms.finite import skip_nonfinite
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.mask import apply_mask, mask, partition, unfrozen
 from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
+from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.zero_one import scale_by_zero_one_adam
 
@@ -31,6 +32,7 @@ __all__ = [
     "Ledger",
     "Optimizer",
     "Phase",
+    "ShardedState",
     "Transform",
     "UpdateFn",
     "adamw",
@@ -59,6 +61,7 @@ __all__ = [
     "lamb",
     "ledger",
     "lift",
+    "loco_adamw",
     "mask",
     "off",
     "onebit_adam",
@@ -74,6 +77,7 @@ __all__ = [
     "scale_by_onebit_lamb",
     "scale_by_trust_ratio",
     "scale_by_zero_one_adam",
+    "sharded",
     "sign",
     "simulate",
     "skip_nonfinite",

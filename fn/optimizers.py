@@ -8,12 +8,14 @@ from torch import Tensor
 
 from fn.base import Transform, chain
 from fn.collectives.codec import Codec, sign
-from fn.collectives.feedback import Feedback
+from fn.collectives.feedback import Feedback, damped
+from fn.collectives.int_codec import int4
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
 from fn.transforms.finite import skip_nonfinite
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
+from fn.transforms.sharded import sharded
 from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.zero_one import WATCHED, scale_by_zero_one_adam
 
@@ -194,3 +196,36 @@ def zero_one_adam(
         keep_zeros=keep_zeros,
     )
     return agreed(skip_nonfinite(chain(average(axis), link), watch=WATCHED), axis)
+
+
+def loco_adamw(
+    lr: float | Tensor = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    *,
+    axis: str,
+    codec: Codec | None = None,
+    feedback: Feedback | None = None,
+    gather: Codec | None = None,
+    master: bool | None = None,
+    layout: str = "flat",
+) -> Transform:
+    """LoCo: AdamW on shards, whose gradients travel in 4 bits with a damped error feedback.
+
+    Args:
+        lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as for `adamw`.
+        axis: the ranks that train together, among which moments and master params are divided.
+        codec: what gradients travel as; None is `int4()`. feedback: None is `damped()`, the error in 8 bits.
+        gather, master, layout: as for `sharded`.
+    Returns: a transform with a warm-up, which is exact, and a compressed phase; `freeze_after(n)` is its schedule, and
+        n may be small: nothing is frozen, only the gradients change over to codes.
+
+    Paper: Xie et al., LoCo (arXiv 2407.04480), algorithm 1 with Adam as the optimizer.
+    Differs: see `damped` and `int4`; the scale is each block's maximum, not given.
+    """
+    inner = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
+    feedback = damped() if feedback is None else feedback
+    tx = sharded(inner, axis, codec or int4(), feedback, gather=gather, master=master, layout=layout)
+    return agreed(skip_nonfinite(tx), axis)

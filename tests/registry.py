@@ -52,6 +52,13 @@ OPTIMIZERS = (
         fn.zero_one_schedule(20, 4, 8, 4),
         replicated=False,
     ),
+    Named(
+        "loco_adamw",
+        fn.loco_adamw,
+        (Phase.WARMUP, Phase.COMPRESSED),
+        fn.freeze_after(2),
+        adamw={Phase.WARMUP: NOTHING, Phase.COMPRESSED: NOTHING},
+    ),
 )
 
 NAMES = [optimizer.name for optimizer in OPTIMIZERS]

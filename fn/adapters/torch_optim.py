@@ -15,7 +15,7 @@ from fn.adapters.missing_gradients import Gradients
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.agreement import check_agreement, describe
-from fn.collectives.axis import current_binding
+from fn.collectives.axis import current_binding, rank_dims
 from fn.schedules import FreezeWhenStable, Schedule
 from fn.transforms.finite import SkipState, skip_nonfinite, together
 
@@ -229,6 +229,8 @@ class Optimizer(torch.optim.Optimizer):
         moments = tree.fields(self.states, "nu")
         if not moments:
             raise ValueError("schedule: freeze_when_stable needs a transform whose state has a second moment `nu`")
+        if any(dim == 0 for dims in tree.fields(rank_dims(self.states), "nu") for dim in tree.leaves(dims)):
+            raise ValueError("schedule: freeze_when_stable needs a second moment that all ranks hold; this is sharded")
         return sum(float(leaf.abs().double().sum()) for nu in moments for leaf in tree.leaves(nu))
 
     def state_dict(self) -> dict[str, Any]:

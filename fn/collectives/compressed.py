@@ -55,11 +55,20 @@ def reduce_scatter_mean(
     Raises: ValueError if n is misaligned, the error does not fit x, or the axis is not bound; TypeError if x is
         not floating.
     """
+    shard, error = reduce_scatter_wide(x, error, axis, codec, feedback, segments=segments)
+    return shard.to(x.dtype), error
+
+
+def reduce_scatter_wide(
+    x: Tensor, error: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+) -> tuple[Tensor, Tree]:
+    """Do what `reduce_scatter_mean` does, and return the shard of half precision vectors in float32, unrounded."""
     size = axis_size(axis)
     _check(x, error, size * codec.align, "x")
     payload, error = encode(_codec(codec, segments), feedback, x.view(size, -1), error)
     received = primitives.exchange(payload, axis)
-    return mean_of_rows(_own_codec(codec, segments, axis), received).to(x.dtype), error
+    shard = mean_of_rows(_own_codec(codec, segments, axis), received)
+    return (shard.float() if shard.element_size() < 4 else shard), error
 
 
 def all_gather_shards(

@@ -61,7 +61,7 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
             else:
                 ok = all_finite([*tree.leaves(out), *_changed_and_replicated(state.inner, after)])
             for new, old in zip(tree.fields(after, "skipped"), tree.fields(state.inner, "skipped"), strict=True):
-                ok = ok & (new == old)  # what a guard inside skips, all of it skips
+                ok = ok if new is old else ok & (new == old)  # what a guard inside skips, all of it skips
             return _keep_or_skip(ok, out, after, state)
 
         return local if phase is Phase.LOCAL else update

@@ -1,0 +1,77 @@
+"""One rank's shard of a tree: taken without joining the rest, and its troubles shown to the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fn import tree
+from fn.kernels.eager import is_eager
+from fn.transforms.finite import all_finite
+from fn.transforms.layout import Bucket, join
+
+Tree = Any
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a shard is updated: float32 for half precision, else the params' own."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
+    """Return row `index` of the joined bucket, (n / W,); where tensors hold numbers, without joining the other rows.
+
+    Args: leaves, bucket: as for `layout.join`. index: 0-d int64.
+    Returns: a vector that may share memory with a leaf.
+    """
+    tensors = [leaves[i].reshape(-1) for i in bucket.places]
+    if not is_eager(index, *tensors):
+        rows = join(leaves, bucket).view(bucket.segments.valid.shape[0], -1)
+        return rows.index_select(0, index.to(rows.device).view(1)).view(-1)
+    row, starts = int(index), [0] * len(tensors)
+    widths = list(bucket.segments.widths)
+    if bucket.fused:  # the tensors lie end to end, so each begins where the one before it ends
+        widths = widths * len(tensors)
+        starts = [sum(t.shape[0] for t in tensors[:i]) for i in range(len(tensors))]
+    pieces = [_piece(t, row * w - s, w) for t, w, s in zip(tensors, widths, starts, strict=True)]
+    missing = bucket.segments.row_length - sum(p.shape[0] for p in pieces)
+    if bucket.fused:
+        return _end_to_end([*pieces, *([tensors[0].new_zeros(missing)] if missing else [])])
+    if missing:
+        pieces = [F.pad(p, (0, w - p.shape[0])) for p, w in zip(pieces, widths, strict=True)]
+    return _end_to_end(pieces)
+
+
+def _piece(tensor: Tensor, start: int, width: int) -> Tensor:
+    """Return the elements of a vector in [start, start + width), of which some may lie outside."""
+    return tensor[max(start, 0) : max(start + width, 0)]
+
+
+def _end_to_end(pieces: list[Tensor]) -> Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+
+def shown(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:
+    """Make what one rank alone knows visible in its moves: NaN where its state is not finite or a guard skipped.
+
+    The moves are gathered, so all ranks see it and skip together. Skip counts inside are left as they were: what
+    skips is the whole, and it counts.
+
+    Args: moves: of this rank's shard. before, after: the inner states of this step.
+    Returns: the moves, and the state after.
+    """
+    olds, (news, structure) = tree.leaves(before), tree.flatten(after)
+    changed = [new for new, old in zip(news, olds, strict=True) if new is not old and new.is_floating_point()]
+    ok = all_finite(changed)
+    counts = {id(count) for count in tree.fields(before, "skipped")}
+    for new, old in zip(news, olds, strict=True):
+        if id(old) in counts:
+            ok = ok & (new == old)
+    kept = [old if id(old) in counts else new for new, old in zip(news, olds, strict=True)]
+    if is_eager(ok) and ok.device.type == "cpu" and ok:
+        return moves, tree.unflatten(structure, kept)
+    return tree.map(lambda m: torch.where(ok, m, float("nan")), moves), tree.unflatten(structure, kept)

@@ -1,0 +1,230 @@
+"""ZeRO as a combinator: the layout changes no number, codes follow the papers' loops, and ranks skip together."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import oracle_loco
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fn
+from fn import Phase, tree
+from fn.transforms.layout import LAYOUTS, buckets, join
+from fn.transforms.shards import take
+
+SHAPES = {"matrix": (6, 5), "vector": (7,), "scalar": (), "empty": (0,), "odd": (3, 1, 3)}
+
+
+def adam(lr=0.03):
+    return fn.chain(fn.scale_by_adam(), fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(lr))
+
+
+def start(dtype=torch.float32):
+    return {name: torch.randn(shape).to(dtype) for name, shape in SHAPES.items()}
+
+
+def gradients(world, params):
+    return {name: torch.randn(world, *p.shape).to(p.dtype) for name, p in params.items()}
+
+
+class World:
+    """A transform on simulated ranks whose params stay the same on all of them, which simulate proves."""
+
+    def __init__(self, tx, params, world):
+        self.tx, self.params, self.world = tx, params, world
+        self.dims = fn.rank_dims(tx.init(params))
+        self.state = fn.simulate(tx.init, "data", world, in_dims=None, out_dims=self.dims)(params)
+
+    def step(self, phase, g):
+        def on_rank(g, s, p):
+            u, s = self.tx.update(phase)(g, s, p)
+            return fn.apply_updates(p, u), s
+
+        dims = {"in_dims": (0, self.dims, None), "out_dims": (None, self.dims)}
+        self.params, self.state = fn.simulate(on_rank, "data", self.world, **dims)(g, self.state, self.params)
+        return self.params
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
+def test_sharded_adamw_is_adamw(layout, world, phase):
+    """To the bit where the mean is rounded alike, that is, where 1 / W is a power of two."""
+    params = start()
+    whole = World(fn.chain(fn.average("data"), adam()), params, world)
+    shards = World(fn.sharded(adam(), "data", layout=layout), params, world)
+    for _ in range(5):
+        g = gradients(world, params)
+        expected = whole.step(Phase.WARMUP, g)
+        found = shards.step(phase, g)
+    for name in params:
+        exactly = {} if world == 3 else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(found[name], expected[name], **exactly)
+
+
+def test_a_rank_keeps_its_share_of_moments_and_master_and_no_more():
+    params = {"w": torch.randn(1000, dtype=torch.bfloat16), "b": torch.randn(24, dtype=torch.bfloat16)}
+    state = World(fn.sharded(adam(), "data"), params, 4).state
+    for leaf in [*state.inner[0].mu, *state.inner[0].nu, *state.master]:
+        assert leaf.shape == (4, 256)
+        assert leaf.dtype == torch.float32
+    assert tree.leaves(state.errors) == []
+    assert state.place.tolist() == [[r, 4] for r in range(4)]
+
+
+def test_half_precision_params_are_the_rounded_master_which_follows_float32_adamw():
+    params = start(torch.bfloat16)
+    shards = World(fn.sharded(adam(), "data", layout="per_tensor"), params, 2)
+    precise = World(fn.chain(fn.average("data"), adam()), tree.map(torch.Tensor.float, params), 2)
+    for _ in range(20):
+        g = gradients(2, params)
+        shards.step(Phase.WARMUP, g)
+        precise.step(Phase.WARMUP, tree.map(torch.Tensor.float, g))
+    for name, master in zip(params, shards.state.master, strict=True):
+        n = params[name].numel()
+        assert torch.equal(master.flatten()[:n], precise.params[name].flatten())
+        assert torch.equal(shards.params[name], precise.params[name].bfloat16())
+
+
+def test_qwz_sends_params_in_8_bits_and_loses_nothing_of_the_master():
+    codec = fn.int8(block=8)
+    params = {"w": torch.randn(2, 32)}
+    exact = World(fn.sharded(adam(), "data"), params, 2)
+    coded = World(fn.sharded(adam(), "data", gather=codec, master=True), params, 2)
+    for _ in range(4):
+        g = gradients(2, params)
+        exact.step(Phase.COMPRESSED, g)
+        coded.step(Phase.COMPRESSED, g)
+        master = coded.state.master[0]
+        torch.testing.assert_close(master.flatten(), exact.params["w"].flatten(), rtol=0, atol=1e-6)
+        decoded = codec.decode(codec.encode(master)).view(2, 32)
+        torch.testing.assert_close(coded.params["w"], decoded, rtol=0, atol=1e-6)
+    assert not torch.equal(coded.params["w"], exact.params["w"])
+    coded.step(Phase.WARMUP, g)
+    assert torch.equal(coded.params["w"].flatten(), coded.state.master[0].flatten())
+
+
+def test_updates_in_codes_with_feedback_arrive_in_the_end():
+    params = {"w": torch.zeros(64)}
+    inner = fn.scale_by_learning_rate(1.0)
+    tx = fn.sharded(inner, "data", gather=fn.int4(block=8), gather_feedback=fn.classic())
+    w, total = World(tx, params, 2), torch.zeros(64)
+    for _ in range(12):
+        g = gradients(2, params)
+        total -= g["w"].mean(0)
+        w.step(Phase.COMPRESSED, g)
+        torch.testing.assert_close(w.params["w"] + w.state.errors.server[0].flatten(), total, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_loco_adamw_follows_the_papers_loop_in_float64(world):
+    n, block, every = 50, 8, 4
+    params = {"w": torch.randn(n, dtype=torch.float64)}
+    codec, feedback = fn.int4(block=block), fn.damped(beta=0.7, every=every, block=block)
+    w = World(fn.loco_adamw(0.03, axis="data", codec=codec, feedback=feedback), params, world)
+    loop = oracle_loco.Loco(n, world, block, beta=0.7, every=every)
+    adamw = oracle_loco.AdamW(params["w"].numpy(), lr=0.03)
+    for _ in range(10):
+        g = gradients(world, params)
+        expected = adamw.step(loop.mean(g["w"].numpy()))
+        found = w.step(Phase.COMPRESSED, g)
+        np.testing.assert_allclose(found["w"], expected, rtol=0, atol=1e-12)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 5), max_size=3), min_size=1, max_size=5),
+    st.integers(1, 5),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from(LAYOUTS),
+)
+def test_a_taken_shard_is_a_row_of_the_joined_vector(shapes, world, align, layout):
+    leaves = [torch.randn(shape) for shape in shapes]
+    for bucket in buckets(leaves, world, align, layout):
+        rows = join(leaves, bucket).view(world, -1)
+        for r in range(world):
+            assert torch.equal(take(leaves, bucket, torch.tensor(r)), rows[r])
+        batched = torch.func.vmap(lambda r, bucket=bucket: take(leaves, bucket, r))(torch.arange(world))
+        assert torch.equal(batched, rows)
+
+
+@pytest.mark.parametrize("guarded_inside", [False, True])
+@pytest.mark.parametrize("master", [False, True])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+def test_what_only_one_shard_sees_makes_all_ranks_skip(value, master, guarded_inside):
+    """1e30 is finite, and so is its update, but its square is not, and only one rank keeps that."""
+    inner = fn.adamw(0.1) if guarded_inside else adam()
+    tx = fn.skip_nonfinite(fn.sharded(inner, "data", fn.int4(8), fn.damped(block=8), master=master))
+    params = {"w": torch.randn(64)}
+    w = World(tx, params, 4)
+    w.step(Phase.COMPRESSED, gradients(4, params))
+    params, state, g = w.params, w.state, gradients(4, params)
+    g["w"][2, 60] = value
+    for phase in (Phase.WARMUP, Phase.COMPRESSED):
+        w.step(phase, g)
+        assert torch.equal(w.params["w"], params["w"])
+        for new, old in zip(tree.leaves(w.state.inner), tree.leaves(state.inner), strict=True):
+            assert torch.equal(new, old)
+    assert w.state.skipped == 2
+    w.step(Phase.COMPRESSED, gradients(4, params))
+    assert w.state.skipped == 2
+    assert not torch.equal(w.params["w"], params["w"])
+
+
+def test_labels_reach_the_inner_of_a_per_tensor_layout():
+    params = start()
+    labels = {name: "decay" if name == "matrix" else "plain" for name in params}
+    inner = fn.partition({"decay": adam(), "plain": fn.scale_by_learning_rate(1.0)}, labels)
+    w = World(fn.sharded(inner, "data", layout="per_tensor"), params, 2)
+    g = gradients(2, params)
+    w.step(Phase.WARMUP, g)
+    torch.testing.assert_close(w.params["vector"], params["vector"] - g["vector"].mean(0))
+    assert not torch.allclose(w.params["matrix"], params["matrix"] - g["matrix"].mean(0))
+
+
+def test_the_wire_carries_what_the_codecs_say():
+    n, world = 4096, 4
+    params = {"w": torch.randn(n)}
+    tx = fn.sharded(adam(), "data", fn.int4(), fn.damped(), gather=fn.int8(), master=True)
+    w, share = World(tx, params, world), (world - 1) / world
+    with fn.ledger() as exact:
+        w.step(Phase.WARMUP, gradients(world, params))
+    with fn.ledger() as coded:
+        w.step(Phase.COMPRESSED, gradients(world, params))
+    assert exact.sent == {("data", "all_to_all"): 4 * n * share, ("data", "all_gather"): 4 * n * share}
+    assert coded.sent == {
+        ("data", "all_to_all"): n * share * (4 + 32 / 256) / 8,
+        ("data", "all_gather"): n * share * (8 + 32 / 256) / 8,
+    }
+
+
+def test_a_local_phase_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"phase: .*LOCAL.*a sharded optimizer"):
+        fn.sharded(adam(), "data").update(Phase.LOCAL)
+
+
+def test_a_layout_that_does_not_exist_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"^layout: is 'rows'"):
+        fn.sharded(adam(), "data", layout="rows")
+
+
+def test_a_state_of_another_world_is_refused_and_nothing_moves():
+    params = {"w": torch.randn(64)}
+    tx = fn.sharded(adam(), "data", master=True)
+    state = World(tx, params, 4).state
+    dims = fn.rank_dims(state)
+    mine = tree.map(lambda leaf: leaf[:2], state)
+    update = partial(tx.compressed_update, gradients(2, params))
+    f = fn.simulate(lambda s: update(s, params), "data", 2, in_dims=(dims,), out_dims=(None, dims))
+    with pytest.raises(ValueError, match=r"state: has master shards of \[16\].*the params give \[32\]"):
+        f(mine)
+
+
+def test_a_sharded_second_moment_does_not_decide_when_to_freeze():
+    """Ranks would decide differently."""
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"schedule: freeze_when_stable.*sharded"):
+        fn.Optimizer([p], partial(fn.loco_adamw, axis="data"), schedule=fn.freeze_when_stable())
