@@ -86,7 +86,7 @@ class OnebitAdam(DeepSpeedOptimizer):
         return numerics.onebit_adam(groups, axis=AXIS, world_size=self._world)
 
     def _take_initial_moments(self) -> None:
-        grads = self._gradients.collect([g["params"] for g in self.param_groups])
+        grads = self._collect([g["params"] for g in self.param_groups])
         with self._binding:
             write_back(self.states, numerics.initialise(self.states, self._groups(), pmean(grads, AXIS)))
 

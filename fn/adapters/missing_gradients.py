@@ -31,13 +31,17 @@ class Gradients:
         Args: groups: the parameters of each param group. ask: False in a step in which nothing is sent.
         Raises: TypeError if a gradient is sparse or complex.
         """
-        self._now = frozenset((g, i) for g, params in enumerate(groups) for i, p in enumerate(params) if p.grad is None)
+        self._now = _absent(groups)
         grads = tuple([torch.zeros_like(p) if p.grad is None else p.grad for p in params] for params in groups)
         for g, found in enumerate(grads):
             tree.check_real(found, f"gradients of param group {g}")
         if ask and self.absent != self._now:
             grads = tuple([torch.full_like(x, float("nan")) for x in found] for found in grads)
         return grads
+
+    def follow(self, groups: Sequence[Sequence[Tensor]]) -> None:
+        """Take the gradients that are absent now as those that the ranks agreed on; DDP has seen to that."""
+        self._now = self.absent = _absent(groups)
 
     def settle(self, axes: Sequence[str], groups: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> bool:
         """After a skipped step: compare with the other ranks; tell whether the step should be taken again.
@@ -55,3 +59,7 @@ class Gradients:
         changed = self.absent != self._now
         self.absent = self._now
         return changed
+
+
+def _absent(groups: Sequence[Sequence[Tensor]]) -> frozenset[Place]:
+    return frozenset((g, i) for g, params in enumerate(groups) for i, p in enumerate(params) if p.grad is None)

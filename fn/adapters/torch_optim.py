@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters.amp import unscaled
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.state_dict import flat_state, restore_flat
@@ -46,7 +47,12 @@ class Optimizer(torch.optim.Optimizer):
     their buffers from step to step. A step with a NaN or Inf gradient on any rank is skipped on all; `skipped`
     counts them. A parameter that has no gradient on any rank counts as gradient zero and is not moved; one that
     has none on some ranks only is refused, on all ranks.
+
+    Under `torch.amp.GradScaler` and `ShardedGradScaler` the gradients are unscaled before they are averaged or
+    encoded, and a rank that finds an Inf makes all ranks skip.
     """
+
+    _step_supports_amp_scaling = True  # a scaler then always calls step, on the ranks that saw an Inf, too
 
     def __init__(
         self,
@@ -71,6 +77,8 @@ class Optimizer(torch.optim.Optimizer):
         self._hypers: list[dict[str, Any]] = []
         self._updates: dict[Phase, UpdateFn] = {}
         self._gradients = Gradients()
+        self.ahead: Callable[[Phase], UpdateFn | None] | None = None
+        """Set by `fn.adapters.ddp.overlap`: the update of a step that was taken behind the backward pass, or None."""
         listed: list[Any] = list(params)
         self._check_ranks(listed)
         super().__init__(listed, {"lr": lr, **defaults})
@@ -165,8 +173,10 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         phase = self.phase
         self._follow_groups()
+        early = None if self.ahead is None else self.ahead(phase)
         with self._binding:
-            self._apply(self._advance(self._update(phase), ask=phase is not Phase.LOCAL))
+            moves = self._advance(self._update(phase), phase is not Phase.LOCAL) if early is None else self._take(early)
+            self._apply(moves)
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
             self.schedule.observe(self.steps - 1, self._second_moment_norm())
@@ -182,14 +192,35 @@ class Optimizer(torch.optim.Optimizer):
         """Return the transform of all param groups, whose state is `self.states`."""
         return together(self._transforms)
 
+    def update_group(self, index: int, phase: Phase, grads: list[Tensor]) -> tuple[Tree, Tree]:
+        """Return what a step makes of a param group: its updates and its next state. Nothing is changed.
+
+        Args: index: of the group. phase: of the step. grads: one per parameter. The axes must be bound.
+        """
+        params = [p.detach() for p in self.param_groups[index]["params"]]
+        return self._transforms[index].update(phase)(grads, self.states[index], params)
+
+    def _take(self, early: UpdateFn) -> tuple[list[Tensor], ...]:
+        """Take over a step whose update was computed already."""
+        groups = [group["params"] for group in self.param_groups]
+        self._gradients.follow(groups)
+        params = tuple([p.detach() for p in group] for group in groups)
+        moves: tuple[list[Tensor], ...] = donate(early)(params, self.states, params)[0]
+        return moves
+
+    def _collect(self, groups: list[list[Tensor]], ask: bool = True) -> tuple[list[Tensor], ...]:
+        """Return the gradients, without the scale of the loss."""
+        found = self._gradients.collect(groups, ask)
+        return unscaled(found, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+
     def _advance(self, update: UpdateFn, ask: bool) -> tuple[list[Tensor], ...]:
         """Move the states; return the updates of the parameters."""
         groups = [group["params"] for group in self.param_groups]
         state, params = self.states, tuple([p.detach() for p in params] for params in groups)
         before = [int(count) for count in self._skip_counts()]
-        updates, _ = update(self._gradients.collect(groups, ask), state, params)
+        updates, _ = update(self._collect(groups, ask), state, params)
         if self.skipped > max(before, default=0) and self._settle(groups, before):
-            updates, _ = update(self._gradients.collect(groups), state, params)
+            updates, _ = update(self._collect(groups), state, params)
         moves: tuple[list[Tensor], ...] = updates
         return moves
 

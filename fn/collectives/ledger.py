@@ -15,6 +15,8 @@ counted. Of fractions of a byte, which an all-reduce of few elements can give, t
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 
@@ -75,3 +77,18 @@ def record(axis: str, collective: str, size: int) -> None:
 def is_open() -> bool:
     """Tell whether somebody counts."""
     return bool(_open.ledgers)
+
+
+def open_ledgers() -> tuple[Ledger, ...]:
+    """Return the ledgers that count in this thread."""
+    return _open.ledgers
+
+
+@contextmanager
+def counting(ledgers: tuple[Ledger, ...]) -> Iterator[None]:
+    """Let ledgers, such as those of another thread, count what is sent in this context, and no others."""
+    before, _open.ledgers = _open.ledgers, ledgers
+    try:
+        yield
+    finally:
+        _open.ledgers = before

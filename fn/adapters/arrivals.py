@@ -1,0 +1,76 @@
+"""Which gradients of a backward pass have arrived, and what is complete.
+
+DDP reports gradients in buckets that it rearranges after the first pass. What travels together here is fixed instead,
+so that errors belong to parameters and outlive any rearrangement: a parcel of parameters leaves when its last gradient
+has arrived and all parcels before it have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor
+
+Parcel = Sequence[Tensor]
+
+
+class Arrivals:
+    """The gradients of one backward pass.
+
+    Args: parcels: parameters that travel together. order: in which the parcels leave, the same on all ranks.
+    """
+
+    def __init__(self, parcels: Sequence[Parcel], order: Sequence[int]):
+        self._parcels = parcels
+        self._waiting = list(order)
+        self._places = {id(p): (i, j) for i, parcel in enumerate(parcels) for j, p in enumerate(parcel)}
+        self._found: list[dict[int, Tensor]] = [{} for _ in parcels]
+
+    def add(self, params: Iterable[Tensor], grads: Iterable[Tensor]) -> list[int]:
+        """Note gradients; return the parcels that can leave now. Parameters of no parcel are passed over."""
+        for p, g in zip(params, grads, strict=True):
+            if id(p) in self._places:
+                i, j = self._places[id(p)]
+                self._found[i][j] = g
+        count = 0
+        while count < len(self._waiting) and self._is_complete(self._waiting[count]):
+            count += 1
+        ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        return ready
+
+    def rest(self) -> list[int]:
+        """Return the parcels that have not left; at the end of a pass, those with parameters outside of it."""
+        rest, self._waiting = self._waiting, []
+        return rest
+
+    def grads(self, parcel: int) -> list[Tensor]:
+        """Return a gradient per parameter of a parcel, zeros where none came."""
+        found = self._found[parcel]
+        return [found[j] if j in found else p.new_zeros(p.shape) for j, p in enumerate(self._parcels[parcel])]
+
+    def _is_complete(self, parcel: int) -> bool:
+        return len(self._found[parcel]) == sum(p.requires_grad for p in self._parcels[parcel])
+
+
+def leaving_order(parcels: Sequence[Parcel], params: Iterable[Tensor]) -> list[int]:
+    """Return the parcels in the order in which a backward pass completes them.
+
+    A backward pass goes through a model from its end, so a parcel is complete when its first parameter, in the order
+    of the model's parameters, has its gradient.
+    """
+    position = {id(p): i for i, p in enumerate(params)}
+    first = [min((position.get(id(p), -1) for p in parcel), default=-1) for parcel in parcels]
+    return sorted(range(len(parcels)), key=lambda i: (-first[i], i))
+
+
+def split(params: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
+    """Cut a list of parameters, from its end, into parcels of at least `elements` elements, the last one smaller."""
+    parcels: list[list[Tensor]] = [[]]
+    count = 0
+    for p in reversed(params):
+        if parcels[-1] and count >= elements:
+            parcels.append([])
+            count = 0
+        parcels[-1].insert(0, p)
+        count += p.numel()
+    return parcels

@@ -1,0 +1,132 @@
+"""`torch.nn.parallel.DistributedDataParallel`, with the communication of `fn`.
+
+    model = DistributedDataParallel(model)
+    opt = fn.Optimizer(bucketed(model.parameters()), partial(fn.onebit_adam, axis="data"), ...)
+    overlap(model, opt)                # DDP sends nothing; the optimizer does, behind the backward pass
+
+`keep_local` is the same without overlap: DDP leaves gradients alone and the optimizer's step communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from fn.adapters.arrivals import split
+from fn.adapters.communication_thread import bind_twin
+from fn.adapters.overlap import Overlap
+from fn.adapters.torch_optim import Optimizer
+from fn.adapters.wire import seconds_per_byte
+
+BUCKET = 1 << 21
+"""Elements that travel together: small enough to start early, large enough for few messages."""
+
+LEAST_WIRE_SECONDS = 0.02
+"""Below this time on the wire hiding it costs as much as it saves."""
+
+
+def keep_local(model: Any) -> Any:
+    """Let DDP leave gradients alone: each rank keeps its own, and the optimizer communicates.
+
+    Args: model: a `DistributedDataParallel` without a communication hook.
+    Returns: the model. `no_sync` goes on working and changes nothing.
+    Raises: TypeError if it is none; RuntimeError from DDP if it has a hook.
+    """
+    _check(model).register_comm_hook(None, noop_hook)
+    return model
+
+
+def bucketed(params: Iterable[Any], elements: int = BUCKET) -> list[dict[str, Any]]:
+    """Split parameters, or param groups, into param groups that `overlap` sends one by one.
+
+    Args: params: as for an optimizer, but no named ones. elements: the size from which on a group is closed.
+    Returns: param groups with the hyper-parameters of those that they are parts of, the last parameters first.
+    Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors.
+    """
+    if elements < 1:
+        raise ValueError(f"elements: is {elements}; allowed is at least 1")
+    listed = list(params)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    return [
+        {**group, "params": parcel}
+        for group in groups
+        for parcel in split(_as_list(group["params"]), elements)
+        if parcel
+    ]
+
+
+def overlap(
+    model: Any, optimizer: Optimizer, *, scaler: Any = None, least_wire_seconds: float = LEAST_WIRE_SECONDS
+) -> Overlap:
+    """Let an optimizer communicate behind the backward pass, one param group after the other.
+
+    The numbers are those of `keep_local`, bit for bit. All ranks must call it, once; it measures the wire. A phase
+    whose messages are on the wire for a shorter time than `least_wire_seconds` is not overlapped after its first step,
+    and a warning in the log says so.
+
+    Args:
+        model: a `DistributedDataParallel` without a communication hook; a `bucket_cap_mb` of 4 to 16 lets gradients
+            go early.
+        optimizer: over parameters of the model, with gradients of each rank's own. A param group travels as one:
+            see `bucketed`.
+        scaler: the `torch.amp.GradScaler` that scales the loss, if one does.
+        least_wire_seconds: 0 overlaps in any case.
+    Returns: what runs it; `is_on(phase)`, `bytes` and `wire_seconds(phase)` say what was decided and why.
+    Raises: TypeError if the model or the optimizer is of another type; ValueError if the optimizer is compiled, has
+        parameters that are not the model's, or an axis that is not the model's process group.
+        From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for
+        one: their update is computed already.
+    """
+    _check(model)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer")
+    if optimizer._compile:
+        raise ValueError("optimizer: is compiled; allowed is compile=False, for updates are split among threads")
+    params = [p for p in model.module.parameters() if p.requires_grad]
+    _check_params(params, optimizer.param_groups)
+    axis = _axis(model, optimizer)
+    binding = bind_twin(axis, model.process_group)
+    with binding:
+        rate = seconds_per_byte(axis, params[0].device)
+    found = Overlap(params, optimizer, binding, scaler, rate, least_wire_seconds)
+    model.register_comm_hook(None, lambda state, bucket: found.on_bucket(bucket))
+    optimizer.ahead = found.ahead
+    return found
+
+
+def _check(model: Any) -> DistributedDataParallel:
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel")
+    return model
+
+
+def _check_params(params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:
+    if not params:
+        raise ValueError("model: has no parameters that require gradients")
+    known = {id(p) for p in params}
+    for g, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            if p.requires_grad and id(p) not in known:
+                raise ValueError(f"optimizer: parameter {i} of param group {g} is none of the model's")
+
+
+def _axis(model: DistributedDataParallel, optimizer: Optimizer) -> str:
+    """Return the optimizer's axis, whose ranks are those of the model's process group."""
+    axes = optimizer._axes()
+    size = model.process_group.size()
+    if len(axes) != 1 or optimizer._binding.axes[axes[0]].size != size:
+        found = {axis: optimizer._binding.axes[axis].size for axis in axes}
+        raise ValueError(f"optimizer: communicates over the axes {found}; allowed is one, of the model's {size} ranks")
+    return axes[0]
+
+
+def _as_list(params: Any) -> list[Tensor]:
+    found = [params] if isinstance(params, Tensor) else list(params)
+    for p in found:
+        if not isinstance(p, Tensor):
+            raise TypeError(f"params: hold a {type(p).__name__}; allowed are parameters, without names")
+    return found

@@ -1,0 +1,174 @@
+"""Steps that begin before the backward pass has ended.
+
+An update is a pure function, so it can be computed as soon as its gradients are there, kept aside, and thrown away if
+the step never comes. `Overlap` computes those of single param groups, on one thread, while DDP still computes
+gradients of others; the optimizer's step takes the results over. Nothing changes before that.
+"""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn.adapters.amp import unscaled
+from fn.adapters.arrivals import Arrivals, leaving_order
+from fn.adapters.communication_thread import CommunicationThread
+from fn.adapters.torch_optim import Optimizer
+from fn.base import Phase, UpdateFn, lift
+from fn.collectives.axis import Binding
+from fn.collectives.ledger import ledger
+from fn.transforms.finite import together
+
+Tree = Any
+logger = logging.getLogger(__name__)
+
+
+class Overlap:
+    """What runs behind the backward passes of one model for one optimizer. Made by `fn.adapters.ddp.overlap`.
+
+    Args:
+        params: of the model, in its order. optimizer: whose steps are taken ahead; a param group travels at a time.
+        binding: its axis, on process groups that nothing else uses. scaler: what the loss is scaled by, if it is.
+        rate: seconds per byte on the wire. least: seconds on the wire below which a phase is not overlapped.
+    """
+
+    def __init__(
+        self, params: list[Tensor], optimizer: Optimizer, binding: Binding, scaler: Any, rate: float, least: float
+    ):
+        self._params, self._optimizer, self._scaler = params, optimizer, scaler
+        self._thread = CommunicationThread(binding, params[0].device)
+        self._rate, self._least = rate, least
+        self.bytes: dict[Phase, int] = {}
+        """What a rank sends in a step of each phase, once one has been taken ahead."""
+        self._arrivals: Arrivals | None = None
+        self._waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._jobs: dict[int, Future[Tree]] | None = None
+        self._reset(Phase.LOCAL)
+
+    def is_on(self, phase: Phase) -> bool:
+        """Tell whether steps of a phase are overlapped."""
+        if phase is Phase.LOCAL:  # nothing is sent
+            return False
+        return phase not in self.bytes or self.wire_seconds(phase) >= self._least
+
+    def wire_seconds(self, phase: Phase) -> float:
+        """Return how long the messages of a step of a phase are on the wire, by the rate that was measured."""
+        return self.bytes[phase] * self._rate
+
+    def on_bucket(self, bucket: Any) -> Any:
+        """DDP's communication hook: leave the bucket as it is, and send what is complete."""
+        done: Any = torch.futures.Future(devices=[d for d in [bucket.buffer().device] if d.type != "cpu"])
+        if bucket.index() == 0:
+            self._begin()
+        if self._arrivals is None or self._jobs is None:
+            done.set_result(bucket.buffer())
+            return done
+        self._waiting.append((done, bucket.buffer()))
+        ready = self._arrivals.add(bucket.parameters(), bucket.gradients())
+        for group in [*ready, *(self._arrivals.rest() if bucket.is_last() else [])]:
+            self._jobs[group] = self._thread.submit(self._job(group, self._arrivals.grads(group)))
+        if bucket.is_last():  # the gradients may be changed, and others may communicate, once all have left
+            waiting, self._waiting = self._waiting, []
+            self._thread.submit(lambda: _set_all(waiting))
+        return done
+
+    def _begin(self) -> None:
+        optimizer = self._optimizer
+        optimizer._follow_groups()
+        self._wait()  # for a pass whose step never came
+        self._reset(optimizer.phase)
+        if not self.is_on(self._phase):
+            return
+        parcels = [group["params"] for group in optimizer.param_groups]
+        self._arrivals = Arrivals(parcels, leaving_order(parcels, self._params))
+        self._jobs = {}
+        self._scale = None if self._scaler is None else self._scaler.get_scale()
+        self._settings = self._read_settings()
+
+    def _reset(self, phase: Phase) -> None:
+        self._phase, self._arrivals, self._jobs, self._waiting = phase, None, None, []
+        self._sent = 0
+        self._error: BaseException | None = None
+        self._samples: dict[int, Tensor] = {}
+
+    def _job(self, group: int, grads: list[Tensor]) -> Any:
+        phase, scale = self._phase, self._scale
+        self._samples[group] = _sample(grads)
+
+        def run() -> tuple[Tree, Tree]:
+            if self._error is not None:  # the peers may be gone
+                raise self._error
+            try:
+                with ledger() as sent:
+                    found = self._optimizer.update_group(group, phase, unscaled((grads,), scale, None)[0])
+                self._sent += sent.total
+            except BaseException as error:
+                self._error = error
+                raise
+            return found
+
+        return run
+
+    def ahead(self, phase: Phase) -> UpdateFn | None:
+        """Return the update of the step whose backward pass is over, or None if it was not taken ahead.
+
+        Raises: ValueError if gradients or hyper-parameters were changed since; what was raised while communicating.
+        """
+        if self._jobs is None or phase is not self._phase:
+            return None
+        jobs, self._jobs = self._jobs, None
+        results = [jobs[group].result() for group in sorted(jobs)]
+        self._thread.catch_up()
+        self._check_unchanged()
+        if phase not in self.bytes:
+            self.bytes[phase] = self._sent
+            self._say(phase)
+        update: UpdateFn = together([lift(tuple, lambda u, s, p, r=r: r) for r in results]).update(phase)
+        return update
+
+    def _check_unchanged(self) -> None:
+        if self._read_settings() != self._settings:
+            raise ValueError("param_groups: changed between backward and step, but the step was taken behind backward")
+        unscaled_since = self._scale is not None and getattr(self._optimizer, "grad_scale", None) is None
+        if self._scaler is None and hasattr(self._optimizer, "found_inf"):
+            raise ValueError("scaler: scales the loss, but overlap does not know it; pass overlap(..., scaler=scaler)")
+        factor = 1.0 / self._scale if unscaled_since and self._scale else 1.0
+        for group, before in self._samples.items():
+            params = self._optimizer.param_groups[group]["params"]
+            now = _sample([p.new_zeros(()).expand(p.shape) if p.grad is None else p.grad for p in params])
+            if not torch.allclose(now, before * factor, rtol=1e-3, atol=0.0, equal_nan=True):
+                raise ValueError(
+                    f"gradients of param group {group}: changed between backward and step, by clipping perhaps, but "
+                    f"the step was taken behind backward; leave out what changes them, or do not overlap"
+                )
+
+    def _read_settings(self) -> list[Any]:
+        optimizer = self._optimizer
+        return [*((id(lr), lr._version) for lr in optimizer._lrs), *map(id, optimizer._hypers)]
+
+    def _say(self, phase: Phase) -> None:
+        seconds, size = self.wire_seconds(phase), self.bytes[phase]
+        text = "overlap is %s in the %s phase: %d bytes per step are about %.1f ms on the wire; worth it from %.1f ms"
+        level = logging.INFO if self.is_on(phase) else logging.WARNING
+        logger.log(
+            level, text, "on" if self.is_on(phase) else "off", phase.value, size, 1e3 * seconds, 1e3 * self._least
+        )
+
+    def _wait(self) -> None:
+        for job in (self._jobs or {}).values():
+            job.exception()
+
+
+def _set_all(waiting: list[tuple[torch.futures.Future[Tensor], Tensor]]) -> None:
+    for future, buffer in waiting:
+        future.set_result(buffer)
+
+
+def _sample(grads: list[Tensor]) -> Tensor:
+    """Return the first element of each gradient."""
+    first = [g[(0,) * g.ndim] for g in grads if g.numel()]
+    return torch.stack([x.detach().double().cpu() for x in first]) if first else torch.zeros(0)
