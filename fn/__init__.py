@@ -2,6 +2,7 @@
 
 from fn import kernels
 from fn.adapters.donate import donate
+from fn.adapters.flatten import flatten_parameters
 from fn.adapters.torch_optim import Optimizer
 from fn.base import Phase, Transform, UpdateFn, apply_updates, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims, simulate
@@ -52,6 +53,7 @@ __all__ = [
     "compressed_average",
     "damped",
     "donate",
+    "flatten_parameters",
     "freeze_after",
     "freeze_when_stable",
     "identity",

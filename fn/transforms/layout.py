@@ -70,7 +70,9 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     world_size = bucket.segments.valid.shape[0]
     tensors = [leaves[i].reshape(-1) for i in bucket.places]
     if bucket.fused:
-        tensors = [torch.cat(tensors)]
+        tensors = [_end_to_end(tensors)]
+    elif world_size == 1 and list(bucket.segments.widths) == [t.shape[0] for t in tensors]:
+        return _end_to_end(tensors)
     pieces = []
     for flat, width in zip(tensors, bucket.segments.widths, strict=True):
         pad = world_size * width - flat.shape[0]
@@ -81,6 +83,28 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         row = (world_size, bucket.segments.row_length)
         return torch.cat(pieces, dim=1, out=buffers.empty(row, pieces[0].dtype)).view(-1)
     return torch.cat(pieces, dim=1).reshape(-1)
+
+
+def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    """Return vectors as one; if they lie end to end in memory, as `flatten_parameters` lays gradients, without a copy.
+
+    The result may share memory with the tensors.
+    """
+    eager = is_eager(*tensors) and not any(t.requires_grad for t in tensors)
+    if eager and _adjoin(tensors):
+        return tensors[0].as_strided((sum(t.shape[0] for t in tensors),), (1,))
+    if eager and tensors[0].device.type == "cpu":
+        return torch.cat(list(tensors), out=buffers.empty((sum(t.shape[0] for t in tensors),), tensors[0].dtype))
+    return torch.cat(list(tensors))
+
+
+def _adjoin(tensors: Sequence[Tensor]) -> bool:
+    storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
+    for t in tensors:
+        if t.shape[0] and (t.storage_offset() != end or t.untyped_storage()._cdata != storage):
+            return False
+        end += t.shape[0]
+    return True
 
 
 def part(vector: Tensor, bucket: Bucket) -> list[Tensor]:
