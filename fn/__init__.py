@@ -8,6 +8,7 @@ from fn.base import Phase, Transform, UpdateFn, apply_updates, chain, lift, stat
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims, simulate
 from fn.collectives.codec import Codec, identity, sign
 from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, reduce_scatter_mean
+from fn.collectives.conformance import check_codec
 from fn.collectives.feedback import Feedback, classic, damped, off
 from fn.collectives.int_codec import int4, int8
 from fn.collectives.ledger import Ledger, ledger
@@ -48,6 +49,7 @@ __all__ = [
     "axis_size",
     "bind",
     "chain",
+    "check_codec",
     "classic",
     "clip_by_global_norm",
     "compressed_average",

@@ -239,7 +239,7 @@ def segmented(codec: Codec, segments: Segments) -> Codec:
     """Return the codec for rows in which several tensors lie side by side; padding decodes to zero."""
     if codec.segmented is not None:
         return codec.segmented(segments)
-    widths = list(segments.widths)
+    widths = [width for width in segments.widths if width] or [0]  # an empty tensor has nothing to say
 
     def encode(x: Tensor) -> Tree:
         x = torch.where(segments.mask(x.device), x, 0.0)

@@ -1,0 +1,201 @@
+"""Ranks in one process against ranks that are processes: the same step of the same model, on the same cores.
+
+    python benchmarks/simulate.py [--ranks 16,64] [--steps 20] [--json FILE]
+
+A classifier of 100 k parameters, 1-bit Adam in the compressed phase, a batch of its own on every rank. "simulated"
+is `fn.simulate` over that step, eager and compiled, on one thread; "processes" are gloo ranks on loopback, one thread
+each, on all cores. Both are medians over the steps. Memory is what tensors hold between steps, counted from their
+storages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from measure import machine, write
+from torch import Tensor
+
+import fn
+from fn import tree
+
+SIZES = (64, 256, 256, 64)
+BATCH = 8
+WARMUP_STEPS = 3
+
+Step = Callable[..., tuple[Any, Any, Tensor]]
+
+
+def start() -> dict[str, Tensor]:
+    """Return the parameters of a multi-layer perceptron: 99,136 in six tensors."""
+    g = torch.Generator().manual_seed(0)
+    params = {}
+    for i, (n, m) in enumerate(pairwise(SIZES)):
+        params |= {f"w{i}": torch.randn(n, m, generator=g) / n**0.5, f"b{i}": torch.zeros(m)}
+    return params
+
+
+def loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the mean cross-entropy of a batch (B, features), (B,)."""
+    x, y = batch
+    for i in range(len(SIZES) - 1):
+        x = (torch.relu(x) if i else x) @ params[f"w{i}"] + params[f"b{i}"]
+    return torch.nn.functional.cross_entropy(x, y)
+
+
+def batches(ranks: int) -> tuple[Tensor, Tensor]:
+    """Return a batch for every rank: (W, B, features) and (W, B)."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(ranks, BATCH, SIZES[0], generator=g)
+    return x, x.argmax(-1)
+
+
+def step(tx: fn.Transform, phase: fn.Phase, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Tensor]:
+    """Take one step on this rank's batch. Both worlds run this function."""
+    grads, value = torch.func.grad_and_value(loss)(params, batch)
+    updates, state = tx.update(phase)(grads, state, params)
+    return fn.apply_updates(params, updates), state, value
+
+
+def optimizer() -> fn.Transform:
+    """Return the optimizer."""
+    return fn.onebit_adam(1e-3, eps=1e-4, axis="data")
+
+
+def run(warm: Step, compressed: Step, params: Any, state: Any, batch: Any, steps: int) -> dict[str, Any]:
+    """Warm up, then time compressed steps; the first two are not counted."""
+    for _ in range(WARMUP_STEPS):
+        params, state, _ = warm(params, state, batch)
+    times, held = [], 0
+    for t in range(steps + 2):
+        if t == 2:
+            held, before = tensor_bytes((params, state)), resident()
+            norm = sum(float(p.double().square().sum()) for p in tree.leaves(params)) ** 0.5
+        begin = time.perf_counter()
+        params, state, value = compressed(params, state, batch)
+        times.append(time.perf_counter() - begin)
+    found = {"seconds": statistics.median(times[2:]), "held": held, "peak": resident() - before}
+    return {**found, "loss": float(value.mean()), "norm": norm}
+
+
+def tensor_bytes(t: Any) -> int:
+    """Return the bytes of the storages behind a tree, each storage once."""
+    stores = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tree.leaves(t)}
+    return sum(stores.values())
+
+
+def resident() -> int:
+    """Return this process' largest resident size so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def simulated(ranks: int, steps: int, compile: bool) -> dict[str, Any]:
+    """Measure `fn.simulate` in this process."""
+    torch.set_num_threads(1)
+    tx, params = optimizer(), start()
+    dims = fn.rank_dims(tx.init(params))
+    state = fn.simulate(tx.init, "data", ranks, in_dims=None, out_dims=dims)(params)
+    warm, compressed = (
+        fn.simulate(partial(step, tx, phase), "data", ranks, in_dims=(None, dims, 0), out_dims=(None, dims, 0))
+        for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED)
+    )
+    if compile:
+        compressed = torch.compile(compressed, fullgraph=True)
+    found = run(warm, compressed, params, state, batches(ranks), steps)
+    pairs = list(zip(tree.leaves(state), tree.leaves(dims), strict=True))
+    replicated, errors = ([x for x, d in pairs if (d is None) == same] for same in (True, False))
+    return {**found, "one copy": tensor_bytes([params, replicated]), "errors": tensor_bytes(errors)}
+
+
+def process(rank: int, ranks: int, steps: int, folder: str) -> None:
+    """Measure one rank that is a process."""
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store = dist.FileStore(f"{folder}/store", ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3))
+    tx, params = optimizer(), start()
+    batch = tuple(x[rank] for x in batches(ranks))
+    with fn.bind({"data": dist.group.WORLD}):
+        state = tx.init(params)
+        dist.barrier()
+        warm, compressed = (partial(step, tx, phase) for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED))
+        found = run(warm, compressed, params, state, batch, steps)
+    found["resident"] = unshared()
+    Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def unshared() -> int:
+    """Return what this process occupies, pages that it shares counted in part, in bytes; 0 where that is not told."""
+    rollup = Path("/proc/self/smaps_rollup")
+    lines = rollup.read_text().splitlines() if rollup.exists() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def processes(ranks: int, steps: int) -> dict[str, Any]:
+    """Measure gloo ranks; the time is the slowest rank's median, the memory that of all."""
+    multiprocessing.set_forkserver_preload(["torch.distributed", "torch.func", "fn.kernels.numba"])
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(process, (ranks, steps, folder), ranks, start_method="forkserver")
+        found = [json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(ranks)]
+    total = {key: sum(f[key] for f in found) for key in ("held", "resident")}
+    mean = sum(f["loss"] for f in found) / ranks
+    return {"seconds": max(f["seconds"] for f in found), **total, "loss": mean, "norm": found[0]["norm"]}
+
+
+def measure(ranks: int, steps: int) -> dict[str, Any]:
+    """Return all rows for one number of ranks."""
+    found = {
+        "simulated, eager": simulated(ranks, steps, compile=False),
+        "simulated, compiled": simulated(ranks, steps, compile=True),
+        "processes": processes(ranks, steps),
+    }
+    for row in found.values():  # the same training, but for the order in which batched products add up
+        torch.testing.assert_close(row["norm"], found["processes"]["norm"], rtol=1e-3, atol=0)
+    return found
+
+
+def lines(ranks: int, found: dict[str, Any]) -> list[str]:
+    """Return the table's rows for one number of ranks, as Markdown."""
+    slow, one = found["processes"]["seconds"], found["simulated, eager"]["one copy"]
+    out = []
+    for name, row in found.items():
+        errors = f"{one / 1e6:.2f} + {row['errors'] / 1e6:.1f}" if "errors" in row else "-"
+        times = f"{row['seconds'] * 1e3:.1f} | {row['seconds'] / slow:.3f}"
+        out.append(f"| {ranks} | {name} | {times} | {row['held'] / 1e6:.1f} | {errors} |")
+    return out
+
+
+def main() -> None:
+    """Measure, print, and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--ranks", default="16,64", help="numbers of ranks, with commas")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--json")
+    options = parser.parse_args()
+    results = {ranks: measure(int(ranks), options.steps) for ranks in options.ranks.split(",")}
+    print(machine(), "", sep="\n")
+    print("| ranks | world | ms a step | of the processes' | MB held by tensors | one copy + errors, MB |")
+    print("|---|---|---|---|---|---|")
+    print("\n".join(line for ranks, found in results.items() for line in lines(int(ranks), found)))
+    write(options.json, {"machine": machine(), "steps": options.steps, "ranks": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""The codec kit: our own codecs keep what it asks, and each way to break a codec is seen and named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fn
+from fn import check_codec
+from fn.collectives.feedback import Damped
+
+OURS = {
+    "sign": fn.sign(),
+    "sign(block=64)": fn.sign(block=64),
+    "sign(padding_counts)": fn.sign(padding_counts=True),
+    "int4": fn.int4(),
+    "int8(block=64)": fn.int8(block=64),
+    "identity": fn.identity(),
+    "identity(bf16)": fn.identity(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_codecs_conform(name):
+    report = check_codec(OURS[name])
+    assert report, report
+    assert report.checks >= 25
+
+
+def ternary() -> fn.Codec:
+    """A codec as a reader of the notebook would write it: no segments, no kernels."""
+
+    def encode(x):
+        scale = x.abs().mean(-1, keepdim=True)
+        return scale, torch.where(x.abs() > 0.5 * scale, x.sign(), 0.0).nan_to_num().to(torch.int8)
+
+    return fn.Codec(encode, lambda payload: payload[0] * payload[1], align=1, bits=8.0)
+
+
+def test_a_codec_of_four_fields_conforms():
+    assert check_codec(ternary()), check_codec(ternary())
+
+
+CODEC = ternary()
+
+
+def written_in_place(x):
+    return CODEC.encode(x.mul_(2))
+
+
+def forgets_the_rows(x):
+    scale, codes = CODEC.encode(x)
+    return scale.mean(), codes
+
+
+def hides_what_is_not_finite(x):
+    return CODEC.encode(x.nan_to_num())
+
+
+def louder_than_it_was(x):
+    scale, codes = CODEC.encode(x)
+    return 4 * scale, codes
+
+
+def one_scale_for_the_batch(x):
+    scale, codes = CODEC.encode(x)
+    return scale * (1 + torch.rand(())), codes
+
+
+def never_zero(x):
+    scale, codes = CODEC.encode(x)
+    return scale + 1, codes.clamp(min=0) * 2 - 1
+
+
+def another_scale(rule):
+    found = fn.sign().fused(rule)
+    return found and found._replace(encode=lambda x, error: found.encode(2 * x, error))
+
+
+def another_beta(rule):
+    return fn.int8().fused(rule._replace(beta=0.5)) if isinstance(rule, Damped) else None
+
+
+BROKEN = {
+    "wrote into its argument": CODEC._replace(encode=written_in_place),
+    "must be the 3 rows": CODEC._replace(encode=forgets_the_rows),
+    "no rank would skip": CODEC._replace(encode=hides_what_is_not_finite),
+    "grows without end": CODEC._replace(encode=louder_than_it_was),
+    "another payload": CODEC._replace(encode=one_scale_for_the_batch),
+    "zeros: moved": CODEC._replace(encode=never_zero),
+    "must be floating": CODEC._replace(decode=lambda payload: payload[1]),
+    "8 per element in the ledger": CODEC._replace(bits=1.6),
+    "when it is alone": CODEC._replace(decode=lambda p: p[0].mean(0, keepdim=True) * p[1]),
+    "its neighbour": CODEC._replace(segmented=lambda segments: CODEC),
+    "not the mean of": fn.int8()._replace(decode_mean=lambda p: fn.int8().decode(p).sum(0)),
+    "not what was sent": fn.sign()._replace(fused=another_scale),
+    "the kernel for": fn.int8()._replace(fused=another_beta),
+    "compiled it differs": CODEC._replace(decode=lambda p: p[0] * p[1] * (1 + torch.compiler.is_compiling())),
+}
+
+
+@pytest.mark.parametrize("complaint", BROKEN)
+def test_a_broken_codec_is_seen(complaint):
+    report = check_codec(BROKEN[complaint])
+    assert not report
+    assert complaint in repr(report), report
