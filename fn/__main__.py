@@ -1,4 +1,4 @@
-"""`python -m fn`: what is here, what is missing, and who computes what on which device."""
+"""`python -m fn`: what is here, what is missing, who computes what on which device; `python -m fn plan`: what pays."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 import fn
 from fn.kernels import devices, show
+from fn.planner import command as plan
 
 OPTIONAL = {
     "numba": ("fused kernels on the CPU", "pip install 'fn-optim[cpu]'"),
@@ -33,7 +34,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fn", description=fn.__doc__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("table", help="the versions found and the accelerator table (this is the default)")
-    parser.parse_args(arguments)
+    planning = commands.add_parser("plan", help="what each method costs on a given network, and whether it pays")
+    plan.add_arguments(planning)
+    found = parser.parse_args(arguments)
+    if found.command == "plan":
+        plan.run(planning, found)
+        return
     print("\n".join([*_versions(), "", *_backends(), "", repr(show.table()), "", *_missing()]))
 
 

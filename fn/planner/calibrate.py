@@ -1,0 +1,183 @@
+"""Alpha and beta of a running job's links, and the seconds that coding takes, measured."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from fn.collectives import primitives, transports
+from fn.collectives.axis import Axis, Binding, axis_size, bind
+from fn.collectives.codec import Codec, sign
+from fn.collectives.compressed import compressed_all_reduce, initial_errors
+from fn.collectives.feedback import Feedback, classic, damped, off
+from fn.collectives.int_codec import int4, int8
+from fn.collectives.ledger import ledger
+from fn.planner.network import Cost, Link
+from fn.planner.units import show_rate, show_seconds
+
+SIZES = tuple(4**k for k in range(5, 13))
+"""Bytes that a rank holds when a collective is timed: 1 KiB to 16 MiB."""
+
+REPEAT = 7
+CODED = 2**22
+"""Elements on which coding is timed."""
+
+_RUNS: dict[str, Callable[[Tensor, str], Tensor]] = {
+    "all_reduce": primitives.psum,
+    "all_to_all": primitives.all_to_all,
+    "all_gather": primitives.all_gather,
+}
+
+
+class Job(NamedTuple):
+    """A running job: which rank this is, of how many, how many share a node, and on which device they talk."""
+
+    rank: int
+    world: int
+    per_node: int
+    device: torch.device
+
+
+@contextmanager
+def job() -> Iterator[Job]:
+    """Join the job that a launcher started, with the axes "node" and "local", or "data" if there is one node.
+
+    Raises: ValueError if no launcher says which rank this is.
+    """
+    if not {"RANK", "WORLD_SIZE"} <= set(os.environ):
+        raise ValueError("--calibrate: no job is running; start it with torchrun ... -m fn plan --calibrate ...")
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    if device.type != "cpu":
+        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
+        torch.accelerator.set_device_index(device.index)
+    dist.init_process_group()
+    try:
+        world = dist.get_world_size()
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        shape, names = (
+            ((world,), ("data",)) if per_node == world else ((world // per_node, per_node), ("node", "local"))
+        )
+        with bind(init_device_mesh(device.type, shape, mesh_dim_names=names)):
+            yield Job(dist.get_rank(), world, per_node, device)
+    finally:
+        dist.destroy_process_group()
+
+
+def measure(found: Job, sizes: Sequence[int] = SIZES, repeat: int = REPEAT) -> dict[str, Link]:
+    """Return the link behind each bound axis that has more than one rank; every rank calls it and gets the same."""
+    axes = ("data",) if found.per_node == found.world else ("node", "local")
+    links = {}
+    for axis in axes:
+        if axis_size(axis) > 1:
+            shared = found.per_node if axis == "node" else 1  # that many groups were measured side by side
+            costs = {name: _cost(name, axis, found.device, sizes, repeat, shared) for name in _RUNS}
+            links[axis] = Link(costs["all_to_all"], costs)
+    return links
+
+
+def _cost(name: str, axis: str, device: torch.device, sizes: Sequence[int], repeat: int, shared: int) -> Cost:
+    sent, times = [], []
+    for size in sizes:
+        x = torch.zeros(axis_size(axis), max(1, size // (4 * axis_size(axis))), device=device)
+        with ledger() as book:
+            _RUNS[name](x, axis)
+        sent.append(book.total)
+        times.append(_slowest(statistics.median(_time(partial(_RUNS[name], x, axis), repeat, axis)), axis, device))
+    rounds = (2 if name == "all_reduce" else 1) * (axis_size(axis) - 1)
+    latency, byte_time = fit(sent, times)
+    return Cost(latency / rounds, 8 * shared / byte_time)
+
+
+def _slowest(time: float, axis: str, device: torch.device) -> float:
+    return float(primitives.all_gather(torch.tensor(time, device=device), axis).max())
+
+
+def _time(run: Callable[[], object], repeat: int, axis: str | None = None) -> list[float]:
+    times = []
+    for turn in range(repeat + 1):
+        if axis is not None:
+            dist.barrier()
+        start = time.perf_counter()
+        run()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        if turn:
+            times.append(time.perf_counter() - start)
+    return times
+
+
+def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
+    """Return (a, b) >= 0 of t = a + b s with the least squares of relative errors, so that small messages count.
+
+    Raises: ValueError with fewer than two different sizes or a time that is not above 0.
+    """
+    if len(set(sizes)) < 2 or min(times) <= 0:
+        raise ValueError(f"sizes: are {list(sizes)}, times {list(times)}; allowed are two sizes and times above 0")
+    weights = [1 / t for t in times]
+    rows = torch.tensor([[w, w * s] for w, s in zip(weights, sizes, strict=True)], dtype=torch.float64)
+    a, b = torch.linalg.lstsq(rows, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten().tolist()
+    if b <= 0:  # no size costs more than another: the link is too fast to be seen
+        return statistics.median(times), 1e-15
+    if a < 0:
+        slopes = torch.tensor([w * s for w, s in zip(weights, sizes, strict=True)], dtype=torch.float64)
+        return 0.0, float(slopes.sum() / (slopes * slopes).sum())
+    return a, b
+
+
+def coding(params: int, device: torch.device, ranks: int = 2, repeat: int = REPEAT) -> dict[str, float]:
+    """Return, by the method's name, the seconds that encoding, serving and decoding `params` elements take.
+
+    A collective runs whose messages go nowhere: each rank receives what it sent itself.
+    """
+    found = {
+        "onebit_adam": _coding(sign(), classic(), params, device, ranks, repeat),
+        "onebit_adam, int8": _coding(int8(), off(), params, device, ranks, repeat),
+        "loco_adamw, int4": _coding(int4(), damped(), params, device, ranks, repeat),
+    }
+    return found | dict.fromkeys(("onebit_adam, overlapped", "onebit_lamb", "zero_one_adam"), found["onebit_adam"])
+
+
+def _coding(codec: Codec, feedback: Feedback, params: int, device: torch.device, ranks: int, repeat: int) -> float:
+    with nowhere("data", ranks):
+        x = torch.randn(CODED, device=device)
+        errors = initial_errors(x, "data", codec, feedback)
+        taken = _time(lambda: compressed_all_reduce(x, errors, "data", codec, feedback), repeat)
+    return statistics.median(taken) * params / CODED
+
+
+def memory(device: torch.device, repeat: int = REPEAT) -> float:
+    """Return the bit/s at which the device's memory is read and written, by a copy."""
+    x = torch.ones(4 * CODED, device=device)
+    out = torch.empty_like(x)
+    return 16 * 4 * x.numel() / statistics.median(_time(lambda: out.copy_(x), repeat))
+
+
+def nowhere(axis: str, ranks: int) -> Binding:
+    """Return a binding in which an axis has `ranks` ranks, and its messages cost nothing and come back."""
+    transport = transports.Transport(
+        all_to_all=lambda x: x,
+        all_gather=lambda x: x.expand(ranks, *x.shape).contiguous(),
+        psum=lambda x: x * ranks,
+    )
+    name = transports.register(f"nowhere, {ranks} ranks", transport)
+    return Binding({axis: Axis(ranks, torch.tensor(0), name)})
+
+
+def show(links: Mapping[str, Link]) -> str:
+    """Return a line per axis and collective."""
+    lines = [
+        f"measured on {axis!r}: {name:10}  {show_seconds(cost.latency)} a message, {show_rate(cost.bandwidth)}"
+        for axis, link in links.items()
+        for name, cost in link.measured.items()
+    ]
+    return "\n".join(lines)

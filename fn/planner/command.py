@@ -1,0 +1,121 @@
+"""`python -m fn plan`: the flags, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from fn.planner import calibrate, report, traffic, units
+from fn.planner.methods import INTERVAL, methods
+from fn.planner.network import Cost, Network, network
+from fn.planner.predict import plan
+
+MEMORY = 1.6e13
+"""Bit/s of a current accelerator's memory, of which coding is estimated where nothing is measured."""
+
+WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
+
+EXAMPLE = """example:
+  python -m fn plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms
+
+On a running cluster, which then measures its own links:
+  torchrun ... -m fn plan --calibrate --params 1.3e9 --compute 350ms"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = __doc__.partition("\n")[0] if __doc__ else None
+    parser.epilog = EXAMPLE
+    add = parser.add_argument
+    add("--params", type=_as(units.count), required=True, help="number of parameters: 1.3e9")
+    add("--compute", type=_as(units.seconds), required=True, help="a step without communication: 350ms")
+    add("--world", type=_as(units.count), help="ranks")
+    add("--per-node", type=_as(units.count), help="ranks of a node; all of them if there is no --inter")
+    add("--intra", type=_as(units.bits_per_second), help="each rank's bandwidth inside a node: 900gbit")
+    add("--inter", type=_as(units.bits_per_second), help="each node's bandwidth to the others: 10gbit")
+    add("--intra-latency", type=_as(units.seconds), default=5e-6, help="of a message inside a node (5us)")
+    add("--inter-latency", type=_as(units.seconds), default=30e-6, help="of a message between nodes (30us)")
+    add("--memory", type=_as(units.bits_per_second), help="bandwidth of the device's memory (2tbyte)")
+    add("--tensors", type=_as(units.count), default=150, help="number of tensors of the parameters (150)")
+    add("--dtype", choices=sorted(WIDTHS), default="fp32", help="of the gradients (fp32)")
+    add("--bucket", type=_as(units.count), default=traffic.BUCKET, help="bytes that overlapped methods send together")
+    add("--interval", type=_as(units.count), default=INTERVAL, help=f"of 0/1 Adam's synchronisations ({INTERVAL})")
+    add("--calibrate", action="store_true", help="measure the links of this job; run it under torchrun")
+    add("--png", metavar="FILE", help="draw the table")
+    add("--json", metavar="FILE", help="write the table's numbers")
+
+
+def _as(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Let argparse print what a parser says."""
+
+    def checked(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return checked
+
+
+def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Plan and print; with --calibrate on the links that are measured first, and from rank 0 only."""
+    try:
+        if arguments.calibrate:
+            with calibrate.job() as job:
+                net = _calibrated(arguments, job)
+                if job.rank == 0:
+                    memory = arguments.memory or calibrate.memory(job.device)
+                    _show(arguments, net, memory, calibrate.coding(arguments.params, job.device))
+        else:
+            _show(arguments, _given(arguments), arguments.memory or MEMORY, {})
+    except (ValueError, ImportError) as error:
+        parser.error(str(error))
+
+
+def _given(arguments: argparse.Namespace) -> Network:
+    """Return the network of the flags: nodes with two kinds of links, one node, or nodes of one rank."""
+    if arguments.world is None:
+        raise ValueError("--world: missing; give it, or --calibrate under torchrun")
+    if arguments.inter is None:
+        if arguments.intra is None:
+            raise ValueError("--intra: missing; give the bandwidth between ranks, or --calibrate under torchrun")
+        return network(arguments.world, arguments.per_node or arguments.world, _intra(arguments))
+    inter = Cost(arguments.inter_latency, arguments.inter)
+    if arguments.intra is None:
+        if arguments.per_node not in (None, 1):
+            raise ValueError(f"--intra: missing, but a node has {arguments.per_node} ranks")
+        return network(arguments.world, 1, inter, inter)
+    if arguments.per_node is None:
+        raise ValueError("--per-node: missing; --inter is a node's bandwidth, which the ranks of a node share")
+    return network(arguments.world, arguments.per_node, _intra(arguments), inter)
+
+
+def _intra(arguments: argparse.Namespace) -> Cost:
+    return Cost(arguments.intra_latency, arguments.intra)
+
+
+def _calibrated(arguments: argparse.Namespace, job: calibrate.Job) -> Network:
+    links = calibrate.measure(job)
+    if not links:
+        raise ValueError("--calibrate: a job of one rank has no links to measure")
+    if job.rank == 0:
+        print(calibrate.show(links), "", sep="\n")
+    intra = links.get("local") or links.get("data") or links["node"]
+    per_node = arguments.per_node or job.per_node
+    return network(arguments.world or job.world, per_node, intra, links.get("node"))
+
+
+def _show(arguments: argparse.Namespace, net: Network, memory: float, coding: Mapping[str, float]) -> None:
+    model = traffic.model(arguments.params, min(arguments.tensors, arguments.params), WIDTHS[arguments.dtype])
+    found = methods(model, net, bucket=arguments.bucket, interval=arguments.interval)
+    made = plan(found, net, arguments.compute, model.params, memory=memory, coding=coding)
+    title = f"{model.params:,} parameters; {report.describe(net)}"
+    print(title, "", report.table(made, net), "", made.verdict, sep="\n")
+    if arguments.png:
+        report.draw(made, arguments.png, title)
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(report.as_json(made), indent=1) + "\n")

@@ -1,0 +1,125 @@
+"""The methods that the planner compares: what each sends in a step, when it may start, what it costs locally."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+from fn.collectives.codec import identity, sign
+from fn.collectives.int_codec import int4, int8
+from fn.planner import traffic
+from fn.planner.network import Message, Network
+from fn.planner.traffic import Model
+
+Sends = Callable[[Model], list[Message]]
+
+INTERVAL = 16
+"""Steps of 0/1 Adam between two that synchronise, once the interval has grown to its default limit."""
+
+
+class Method(NamedTuple):
+    """How a step communicates.
+
+    name, topology: "flat" runs over all ranks; "two-level" averages exactly inside the nodes, where each rank keeps
+        a shard, and runs the method on the shards between the nodes.
+    compressed: it is one of the methods whose paying is the question.
+    parts: (fraction of the gradients, messages) in the order in which gradients become ready.
+    overlapped: a part's messages may leave while the backward pass goes on.
+    passes: bytes of device memory that are read and written per parameter, on top of an exact optimizer's.
+    interval: it communicates in one of so many steps.
+    """
+
+    name: str
+    topology: str
+    compressed: bool
+    parts: tuple[tuple[float, tuple[Message, ...]], ...]
+    overlapped: bool
+    passes: float = 0.0
+    interval: int = 1
+
+    @property
+    def messages(self) -> list[Message]:
+        """Return all messages of a step that communicates."""
+        return [message for _, part in self.parts for message in part]
+
+    @property
+    def size(self) -> float:
+        """Return the bytes that a rank sends per step, in the mean over an interval."""
+        return sum(message.size for message in self.messages) / self.interval
+
+
+def methods(model: Model, net: Network, *, bucket: int = traffic.BUCKET, interval: int = INTERVAL) -> list[Method]:
+    """Return all methods on all topologies that the network has.
+
+    Args: bucket: bytes of gradients in a part of an overlapped method. interval: of 0/1 Adam.
+    """
+    found = _flat(model, net.world, bucket, interval)
+    if net.nodes > 1 and net.per_node > 1:
+        found += _two_level(model, net, bucket, interval)
+    return [method for method in found if model.width > 2 or method.name != "bf16 gradients"]
+
+
+def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
+    exact = partial(traffic.exact, ranks=ranks)
+    signs = partial(traffic.codes, ranks=ranks, codec=sign())
+    loco = partial(traffic.sharded, ranks=ranks, codec=int4(), gather=identity())
+    made = partial(_method, model, "flat", bucket)
+    return [
+        made("adamw", exact, compressed=False),
+        made("bf16 gradients", partial(exact, width=2), compressed=False, passes=12),
+        made("PowerSGD 1", partial(traffic.power_sgd, ranks=ranks, rank=1), passes=48),
+        made("PowerSGD 2", partial(traffic.power_sgd, ranks=ranks, rank=2), passes=48),
+        made("1-bit, tensor by tensor", partial(traffic.textbook_onebit, ranks=ranks), overlapped=False, passes=200),
+        made("onebit_adam", signs, overlapped=False, passes=32),
+        made("onebit_adam, overlapped", signs, passes=32),
+        made("onebit_lamb", partial(signs, layout="fused"), overlapped=False, passes=40),
+        made("zero_one_adam", signs, overlapped=False, passes=32, interval=interval),
+        made("loco_adamw, int4", loco, overlapped=False, passes=28),
+        made("onebit_adam, int8", partial(traffic.codes, ranks=ranks, codec=int8()), overlapped=False, passes=36),
+    ]
+
+
+def _two_level(model: Model, net: Network, bucket: int, interval: int) -> list[Method]:
+    """Shards of the mean inside the node are what travels between nodes, as on the replica axis of HSDP."""
+
+    def between(send: Callable[..., list[Message]]) -> Sends:
+        def sends(part: Model) -> list[Message]:
+            shard = Model(tuple((-(-n // net.per_node),) for n in part.lengths), part.width)
+            scatter, gather = traffic.halves(part, net.per_node, "local", ("reduce_scatter", "all_gather"))
+            return [scatter, *send(shard, net.nodes, axis="node"), gather]
+
+        return sends
+
+    signs = between(partial(traffic.codes, codec=sign()))
+    made = partial(_method, model, "two-level", bucket)
+    return [
+        made("adamw", between(traffic.exact), compressed=False),
+        made("bf16 gradients", between(partial(traffic.exact, width=2)), compressed=False, passes=12),
+        made("onebit_adam", signs, overlapped=False, passes=32 / net.per_node),
+        made("onebit_adam, overlapped", signs, passes=32 / net.per_node),
+        made("zero_one_adam", signs, overlapped=False, passes=32 / net.per_node, interval=interval),
+        made(
+            "onebit_adam, int8",
+            between(partial(traffic.codes, codec=int8())),
+            overlapped=False,
+            passes=36 / net.per_node,
+        ),
+    ]
+
+
+def _method(
+    model: Model,
+    topology: str,
+    bucket: int,
+    name: str,
+    send: Sends,
+    *,
+    compressed: bool = True,
+    overlapped: bool = True,
+    passes: float = 0.0,
+    interval: int = 1,
+) -> Method:
+    pieces = traffic.buckets(model, bucket) if overlapped else [model]
+    parts = tuple((piece.params / model.params, tuple(send(piece))) for piece in pieces)
+    return Method(name, topology, compressed, parts, overlapped, passes, interval)

@@ -1,0 +1,142 @@
+"""Step times: messages that overlap with the backward pass as far as they can, methods ranked, and a verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fn.planner.methods import Method
+from fn.planner.network import Network, duration
+from fn.planner.units import show_seconds
+
+FORWARD = 1 / 3
+"""The part of the computation that is over before the first gradient is ready."""
+
+WORTH = 0.05
+"""What a compressed method must save, of the step of the best uncompressed one, to pay."""
+
+
+class Prediction(NamedTuple):
+    """A method's step, in seconds; means over an interval where not all steps communicate.
+
+    communication: what the messages take by themselves. exposed: what of it the backward pass does not hide. coding:
+    encoding, decoding and error feedback. step: all of it with the computation. limit: the larger of computation and
+    communication, below which no overlap leads.
+    """
+
+    method: Method
+    compute: float
+    communication: float
+    exposed: float
+    coding: float
+
+    @property
+    def step(self) -> float:
+        """Return the predicted step."""
+        return self.compute + self.exposed + self.coding
+
+    @property
+    def limit(self) -> float:
+        """Return the step of perfect overlap and free coding."""
+        return max(self.compute, self.communication)
+
+
+class Plan(NamedTuple):
+    """Predictions, the fastest first, and what they mean."""
+
+    predictions: tuple[Prediction, ...]
+    pays: bool
+    verdict: str
+
+    def of(self, name: str, topology: str | None = None) -> Prediction:
+        """Return the fastest prediction of a method. Raises: ValueError if there is none of that name."""
+        for found in self.predictions:
+            if found.method.name == name and topology in (None, found.method.topology):
+                return found
+        raise ValueError(f"name: is {name!r}; allowed are {sorted({p.method.name for p in self.predictions})}")
+
+
+def predict(method: Method, net: Network, compute: float, coding: float) -> Prediction:
+    """Predict a method's step.
+
+    Parts become ready in the backward pass in proportion to their gradients, and leave one after the other. Of a
+    method that does not overlap everything is sent after the backward pass.
+
+    Args: compute: seconds of a step without communication. coding: seconds of it in a step that communicates.
+    """
+    times = [sum(duration(message, net) for message in messages) for _, messages in method.parts]
+    total = sum(times)
+    end, done = compute, 0.0
+    if method.overlapped:
+        free = FORWARD * compute
+        for (fraction, _), time in zip(method.parts, times, strict=True):
+            done += fraction
+            free = max(free, compute * (FORWARD + (1 - FORWARD) * done)) + time
+        end = max(compute, free)
+    else:
+        end = compute + total
+    every = method.interval
+    return Prediction(method, compute, total / every, (end - compute) / every, coding / every)
+
+
+def plan(
+    methods: Sequence[Method],
+    net: Network,
+    compute: float,
+    params: int,
+    *,
+    memory: float,
+    coding: Mapping[str, float] | None = None,
+) -> Plan:
+    """Predict all methods, rank them, and say whether compression pays.
+
+    Args:
+        compute: seconds of a step without communication. params: the number of parameters.
+        memory: bit/s of the device's memory, from which coding is estimated.
+        coding: seconds by the name of a method, where they were measured.
+    Raises: ValueError if compute is not above 0.
+    """
+    if not compute > 0:
+        raise ValueError(f"compute: is {compute}; allowed is above 0")
+    measured = coding or {}
+    found = [predict(m, net, compute, measured.get(m.name, 8 * m.passes * params / memory)) for m in methods]
+    ranked = tuple(sorted(found, key=lambda prediction: prediction.step))
+    return Plan(ranked, *_verdict(ranked))
+
+
+def _verdict(ranked: Sequence[Prediction]) -> tuple[bool, str]:
+    """Return whether the best compressed method is worth it against the best that is not, and why."""
+    best = next(p for p in ranked if p.method.compressed)
+    plain = next(p for p in ranked if not p.method.compressed)
+    exact = next(p for p in ranked if p.method.name == "adamw")
+    if best.step <= (1 - WORTH) * plain.step:
+        return True, (
+            f"Compression pays: {_label(best.method)} takes {show_seconds(best.step)} a step, {_label(plain.method)} "
+            f"{show_seconds(plain.step)} ({plain.step / best.step:.2f}x), of which {show_seconds(plain.exposed)} is "
+            f"communication that the backward pass does not hide."
+        )
+    return False, f"Compression does not pay here: {_reason(best, plain, exact)}"
+
+
+def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:
+    if exact.communication == 0:
+        return "a single rank sends nothing."
+    if exact.exposed <= WORTH * exact.step:
+        return (
+            f"adamw's all-reduce takes {show_seconds(exact.communication)}, of which the backward pass hides all but "
+            f"{show_seconds(exact.exposed)}; no method can save more than {100 * exact.exposed / exact.step:.1f} % "
+            f"of the step of {show_seconds(exact.step)}."
+        )
+    if best.coding + best.exposed >= plain.exposed + plain.coding:
+        return (
+            f"{_label(best.method)} still exposes {show_seconds(best.exposed)} and spends {show_seconds(best.coding)} "
+            f"on coding, {_label(plain.method)} exposes {show_seconds(plain.exposed)} and is done."
+        )
+    return (
+        f"{_label(best.method)} takes {show_seconds(best.step)} a step, {_label(plain.method)} "
+        f"{show_seconds(plain.step)}: less than {100 * WORTH:.0f} % to win."
+    )
+
+
+def _label(method: Method) -> str:
+    return method.name if method.topology == "flat" else f"{method.name} ({method.topology})"

@@ -1,0 +1,104 @@
+"""A plan as a table, as JSON and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fn.planner.network import Network, leaving
+from fn.planner.predict import Plan, Prediction
+from fn.planner.units import show_bytes, show_rate, show_seconds
+
+TIMES = ("communication", "not hidden", "coding", "step", "x adamw")
+HEAD = ("method", "topology", "sent per rank", "per node", "messages", *TIMES)
+
+
+def describe(net: Network) -> str:
+    """Return a line about a network."""
+    ranks = f"{net.world:,} ranks in {net.nodes:,} nodes of {net.per_node}" if net.nodes > 1 else f"{net.world} ranks"
+    links = {"inside a node" if net.nodes > 1 else "between ranks": net.intra}
+    if net.nodes > 1:
+        links["between nodes"] = net.inter
+    texts = [f"{show_rate(link.cost.bandwidth)}, {show_seconds(link.cost.latency)} {at}" for at, link in links.items()]
+    return f"{ranks}; {'; '.join(texts)}"
+
+
+def table(plan: Plan, net: Network) -> str:
+    """Return one line a prediction, the fastest first. "per node" is what a node sends to the others."""
+    base = plan.of("adamw").step
+    rows = [HEAD, *(_row(prediction, base, net) for prediction in plan.predictions)]
+    if net.nodes == 1:
+        rows = [row[:3] + row[4:] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+
+
+def _row(found: Prediction, base: float, net: Network) -> tuple[str, ...]:
+    method = found.method
+    every = f" / {method.interval}" if method.interval > 1 else ""
+    times = (found.communication, found.exposed, found.coding, found.step)
+    return (
+        method.name,
+        method.topology,
+        show_bytes(method.size),
+        show_bytes(sum(leaving(message, net) for message in method.messages) / method.interval),
+        f"{len(method.messages)}{every}",
+        *map(show_seconds, times),
+        f"{base / found.step:.2f}",
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan's numbers: bytes, and seconds."""
+    rows = [
+        {
+            "method": p.method.name,
+            "topology": p.method.topology,
+            "bytes": p.method.size,
+            "messages": len(p.method.messages) / p.method.interval,
+            "communication": p.communication,
+            "exposed": p.exposed,
+            "coding": p.coding,
+            "step": p.step,
+            "limit": p.limit,
+        }
+        for p in plan.predictions
+    ]
+    return {"pays": plan.pays, "verdict": plan.verdict, "predictions": rows}
+
+
+def draw(plan: Plan, path: str | Path, title: str = "") -> None:
+    """Write the steps as bars of computation, coding and exposed communication to a PNG.
+
+    Raises: ImportError if matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("--png needs matplotlib: pip install 'fn-optim[demo]'") from error
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.34 * len(plan.predictions)), layout="constrained")
+    found: Sequence[Prediction] = plan.predictions[::-1]
+    names = [f"{p.method.name} ({p.method.topology})" for p in found]
+    left = [0.0] * len(found)
+    parts = {"computation": "0.75", "coding": "C1", "communication, not hidden": "C3"}
+    for (label, color), values in zip(
+        parts.items(), ([p.compute for p in found], [p.coding for p in found], [p.exposed for p in found]), strict=True
+    ):
+        axes.barh(names, values, left=left, label=label, color=color)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    axes.set(xlabel="seconds a step, predicted", title=title)
+    axes.legend(loc="lower right")
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

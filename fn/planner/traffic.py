@@ -1,0 +1,152 @@
+"""What a step of each method sends: the collectives with their bytes, exactly as the ledger counts them.
+
+A codec's bytes are those of the payload that it makes of one row on the meta device, where tensors have shapes and no
+data; everything else is a product of shapes and ranks. So 10^5 ranks cost no more than two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from fn import tree
+from fn.collectives.codec import Codec, Segments, segmented
+from fn.planner.network import Message
+
+BUCKET = 25 * 2**20
+"""Bytes of gradients that DDP sends together."""
+
+FIRST_BUCKET = 2**20
+"""Bytes of its first bucket, which is small so that it can leave early."""
+
+MIN_RATE = 2
+"""PowerSGD sends a matrix as it is unless its factors are this many times smaller."""
+
+
+_DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
+
+
+class Model(NamedTuple):
+    """shapes: of the parameters. width: bytes of an element of the gradients."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    width: int = 4
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the number of elements of each tensor."""
+        return [math.prod(shape) for shape in self.shapes]
+
+    @property
+    def params(self) -> int:
+        """Return the number of parameters."""
+        return sum(self.lengths)
+
+
+def model(params: int, tensors: int = 150, width: int = 4) -> Model:
+    """Return a model of `params` parameters in about equal square matrices, where nothing better is known.
+
+    Raises: ValueError if there are fewer parameters than tensors.
+    """
+    if not 1 <= tensors <= params:
+        raise ValueError(f"tensors: is {tensors}; allowed are 1 to {params}, the number of parameters")
+    side = math.isqrt(params // tensors)
+    rest = params - side * side * (tensors - 1)
+    last = [shape for shape in ((rest // side, side), (rest % side,)) if math.prod(shape)]
+    return Model(((side, side),) * (tensors - 1) + tuple(last), width)
+
+
+def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> list[Model]:
+    """Return what DDP sends together: parameters from the last to the first, a bucket closed when it is full."""
+    found: list[Model] = []
+    taken: list[tuple[int, ...]] = []
+    for place, shape in enumerate(reversed(whole.shapes)):
+        taken.append(shape)
+        bucket = Model(tuple(taken), whole.width)
+        if bucket.params * whole.width >= (limit if found else first) or place == len(whole.shapes) - 1:
+            found.append(bucket)
+            taken = []
+    return found
+
+
+def exact(shapes: Model, ranks: int, axis: str = "data", width: int | None = None) -> list[Message]:
+    """Return an all-reduce of all gradients, in one message; `width` is the bytes of an element on the wire."""
+    return [Message(axis, "all_reduce", _all_reduce(shapes.params * (width or shapes.width), ranks))]
+
+
+def halves(shapes: Model, ranks: int, axis: str, collectives: Sequence[str]) -> list[Message]:
+    """Return exact reduce-scatters or all-gathers of everything, as ZeRO makes them."""
+    shard = -(-shapes.params // ranks) * shapes.width
+    return [Message(axis, collective, (ranks - 1) * shard) for collective in collectives]
+
+
+def codes(shapes: Model, ranks: int, codec: Codec, axis: str = "data", *, layout: str = "flat") -> list[Message]:
+    """Return the two halves of a compressed all-reduce: `fn.compressed_average`.
+
+    Args: layout: "flat", "per_tensor" or "fused", as there.
+    """
+    if ranks == 1:
+        return []
+    lengths = [sum(shapes.lengths)] if layout == "fused" else shapes.lengths
+    together = [lengths] if layout != "per_tensor" else [[n] for n in lengths]
+    found = []
+    for group in together:
+        size = (ranks - 1) * row_bytes(codec, group, ranks, width=shapes.width)
+        found += [Message(axis, "all_to_all", size), Message(axis, "all_gather", size)]
+    return found
+
+
+def sharded(shapes: Model, ranks: int, codec: Codec, gather: Codec, axis: str = "data") -> list[Message]:
+    """Return a reduce-scatter of gradients in one codec and an all-gather of parameters in another: LoCo, ZeRO++."""
+    align = math.lcm(codec.align, gather.align)
+    to_all, to_gather = (row_bytes(c, shapes.lengths, ranks, align, shapes.width) for c in (codec, gather))
+    found = [Message(axis, "all_to_all", (ranks - 1) * to_all), Message(axis, "all_gather", (ranks - 1) * to_gather)]
+    return found if ranks > 1 else []
+
+
+def row_bytes(codec: Codec, lengths: Sequence[int], ranks: int, align: int | None = None, width: int = 4) -> int:
+    """Return the bytes of the row that one rank receives when tensors are cut into `ranks` pieces.
+
+    Args: align: pieces are padded to a multiple of it; None is the codec's own. width: bytes of an element.
+    """
+    align = align or codec.align
+    return _row_bytes(codec, tuple(-(-n // (ranks * align)) * align for n in lengths), _DTYPES[width])
+
+
+@cache
+def _row_bytes(codec: Codec, widths: tuple[int, ...], dtype: torch.dtype) -> int:
+    segments = Segments(widths, torch.tensor([widths]))
+    row = torch.empty((1, segments.row_length), device="meta", dtype=dtype)
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(segmented(codec, segments).encode(row)))
+
+
+def power_sgd(shapes: Model, ranks: int, rank: int) -> list[Message]:
+    """Return PowerSGD's all-reduces: what is not compressed, the left factors, the right factors."""
+    whole, left, right = 0, 0, 0
+    for shape in shapes.shapes:
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+        if len(shape) > 1 and (rows + columns) * rank * MIN_RATE < rows * columns:
+            left, right = left + rows * min(rank, rows, columns), right + columns * min(rank, rows, columns)
+        else:
+            whole += rows * columns
+    sizes = [_all_reduce(n * shapes.width, ranks) for n in (whole, left, right)]
+    return [Message("data", "all_reduce", size) for size in sizes if size]
+
+
+def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:
+    """Return what DeepSpeed sends: tensor by tensor, bits and scales apart, four collectives each."""
+    found = []
+    for n in shapes.lengths:
+        bits = (ranks - 1) * -(-n // (ranks * 8))
+        scale = (ranks - 1) * 4
+        found += [Message("data", "all_to_all", bits), Message("data", "all_gather", scale)]
+        found += [Message("data", "all_gather", bits), Message("data", "all_gather", scale)]
+    return found if ranks > 1 else []
+
+
+def _all_reduce(size: int, ranks: int) -> int:
+    return -(-2 * (ranks - 1) * size // ranks)

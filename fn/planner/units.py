@@ -1,0 +1,79 @@
+"""Numbers with units, as people write them on a command line: `900gbit`, `350ms`, `1.3e9`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+_NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([a-zA-Zµ/]*)\s*")
+
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_RATES = {
+    f"{prefix}{unit}": factor * bits
+    for prefix, factor in _PREFIXES.items()
+    for unit, bits in (("bit", 1), ("bit/s", 1), ("bps", 1), ("byte", 8), ("byte/s", 8))
+}
+_DURATIONS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
+_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
+
+
+def bits_per_second(text: str) -> float:
+    """Return a bandwidth in bit/s: "10gbit", "100mbit/s", "1.5tbyte".
+
+    Raises: ValueError that says what is wrong, so for "10gb", which may mean bits or bytes.
+    """
+    return _parse(text, _RATES, "a bandwidth such as 100mbit, 10gbit or 25gbyte")
+
+
+def seconds(text: str) -> float:
+    """Return a duration in seconds: "350ms", "1.2s", "5us". Raises: ValueError as `bits_per_second`."""
+    return _parse(text, _DURATIONS, "a duration such as 5us, 350ms or 1.2s")
+
+
+def count(text: str) -> int:
+    """Return a number of things: "1.3e9", "64", "110m". Raises: ValueError as `bits_per_second`."""
+    found = _parse(text, _COUNTS, "a number such as 64, 1.3e9 or 340m")
+    if found != int(found):
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(found)
+
+
+def _parse(text: str, units: Mapping[str, float], wanted: str) -> float:
+    match = _NUMBER.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r} is not {wanted}")
+    number, unit = float(match[1]), match[2].lower()
+    if unit not in units:
+        problem = f"has the unknown unit {match[2]!r}" if unit else "has no unit"
+        raise ValueError(f"{text!r} {problem}; wanted is {wanted}")
+    found = number * units[unit]
+    if not 0 < found < math.inf:
+        raise ValueError(f"{text!r} is out of range; wanted is {wanted}, above 0")
+    return found
+
+
+def show_bytes(size: float) -> str:
+    """Spell a number of bytes, with three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.4g} TB"
+
+
+def show_seconds(time: float) -> str:
+    """Spell a duration, with three digits."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        if time * factor >= 0.9995 or unit == "us":
+            return f"{time * factor:.3g} {unit}" if time * factor < 999.5 else f"{time * factor:,.0f} {unit}"
+    raise AssertionError  # the loop returns
+
+
+def show_rate(bits: float) -> str:
+    """Spell a bandwidth."""
+    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
+        if bits < 999.5:
+            return f"{bits:.3g} {unit}"
+        bits /= 1000
+    return f"{bits:.4g} Tbit/s"

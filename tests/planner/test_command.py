@@ -1,0 +1,91 @@
+"""`python -m fn plan`: the issue's line as written, the files, the refusals, and a job that measures its own links."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fn.__main__ import main
+
+LINE = "plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
+NVLINK = "plan --params 1.3e9 --world 8 --intra 7.2tbit --compute 350ms"
+ETHERNET = "plan --params 1e7 --world 2 --inter 100mbit --compute 170ms --dtype bf16"
+
+
+def test_the_example_line(capsys, tmp_path):
+    main([*LINE.split(), "--json", str(tmp_path / "plan.json")])
+    text = capsys.readouterr().out
+    assert "64 ranks in 8 nodes of 8; 900 Gbit/s" in text
+    assert "Compression pays" in text
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert found["pays"] is True
+    rows = {(row["method"], row["topology"]): row for row in found["predictions"]}
+    assert rows["adamw", "flat"]["bytes"] == pytest.approx(2 * 63 / 64 * 5.2e9, rel=1e-6)
+    for method, topology in rows:
+        assert any(line.startswith(method) and topology in line for line in text.splitlines())
+
+
+def test_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    main([*LINE.split(), "--png", str(tmp_path / "plan.png")])
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_nvlink_does_not_pay(capsys):
+    main([*NVLINK.split()])
+    assert "Compression does not pay here" in capsys.readouterr().out
+
+
+def test_nodes_of_one_rank_need_no_intra(capsys):
+    main([*ETHERNET.split()])
+    text = capsys.readouterr().out
+    assert "Compression pays" in text
+    assert "bf16 gradients" not in text
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--compute 350ms", "--params"),
+        ("--params 1e9 --compute 350", "argument --compute: '350' has no unit"),
+        ("--params 1e9 --compute 350ms --intra 10gb", "argument --intra: '10gb' has the unknown unit 'gb'"),
+        ("--params 1e9 --compute 350ms", "--world: missing"),
+        ("--params 1e9 --compute 350ms --world 8", "--intra: missing"),
+        ("--params 1e9 --compute 1s --world 8 --intra 1tbit --inter 1gbit", "--per-node: missing"),
+        ("--params 1e9 --compute 1s --world 8 --per-node 4 --inter 1gbit", "--intra: missing"),
+        ("--params 1e9 --compute 1s --world 9 --per-node 4 --inter 1gbit --intra 1tbit", "whole nodes"),
+        ("--params 1e9 --compute 1s --calibrate", "no job is running"),
+    ],
+)
+def test_refusals(line, said, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *line.split()])
+    assert ended.value.code == 2
+    assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_job_measures_its_links(tmp_path):
+    """Two gloo processes measure alpha and beta of the axis between them, and plan with that."""
+    out = tmp_path / "plan.json"
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m fn plan --calibrate --params 1e7 --compute 1s"
+    root = str(Path(__file__).parents[2])
+    ended = subprocess.run(
+        [sys.executable, *launch.split(), "--json", str(out)],
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for collective in ("all_reduce", "all_to_all", "all_gather"):
+        assert f"measured on 'data': {collective}" in ended.stdout
+    rows = {row["method"]: row for row in json.loads(out.read_text())["predictions"]}
+    assert rows["adamw"]["bytes"] == 40_000_000
+    assert 0 < rows["onebit_adam"]["coding"] < 10

@@ -1,0 +1,146 @@
+"""Seconds: the cost of collectives, overlap, the ranking, the verdict, and what others have published."""
+
+from __future__ import annotations
+
+import pytest
+
+from fn.planner import traffic
+from fn.planner.methods import Method, methods
+from fn.planner.network import Cost, Link, Message, duration, leaving, network
+from fn.planner.predict import FORWARD, plan, predict
+
+FLAT = network(4, 4, Cost(1e-3, 8e6))  # a millisecond a message, a byte a microsecond
+NODES = network(8, 4, Cost(1e-6, 8e9), Cost(1e-3, 8e6))
+
+
+def planned(params, net, compute, width=4, **more):
+    return plan(methods(traffic.model(params, width=width), net), net, compute, params, memory=1.6e13, **more)
+
+
+@pytest.mark.parametrize(
+    ("message", "net", "time"),
+    [
+        (Message("data", "all_to_all", 3000), FLAT, 3e-3 + 3e-3),
+        (Message("data", "all_gather", 3000), FLAT, 3e-3 + 3e-3),
+        (Message("data", "all_reduce", 300_000), FLAT, 6e-3 + 0.3),  # a ring
+        (Message("data", "all_reduce", 3000), FLAT, 4e-3 + 4e-3),  # a tree has fewer messages
+        (Message("local", "all_gather", 3000), NODES, 3e-6 + 3e-6),
+        (Message("node", "all_gather", 3000), NODES, 1e-3 + 4 * 3e-3),  # four groups share a node's link
+        (Message("data", "all_to_all", 7000), NODES, 3e-6 + 4e-3 + 4 * 4e-3),  # 4 of 7 rows leave the node
+        (Message("data", "all_gather", 7000), NODES, 7e-3 + 7e-3),  # a ring leaves each node once
+    ],
+)
+def test_what_a_collective_takes(message, net, time):
+    assert duration(message, net) == pytest.approx(time)
+
+
+def test_what_leaves_a_node():
+    assert leaving(Message("data", "all_to_all", 7000), NODES) == 16_000
+    assert leaving(Message("data", "all_gather", 7000), NODES) == 7000
+    assert leaving(Message("node", "all_gather", 7000), NODES) == 28_000
+    assert leaving(Message("local", "all_gather", 7000), NODES) == 0
+    assert leaving(Message("data", "all_gather", 7000), FLAT) == 0
+
+
+def test_a_measured_collective_has_its_own_cost():
+    link = Link(Cost(1.0, 8.0), {"all_gather": Cost(1e-3, 8e6)})
+    net = network(2, 2, link)
+    assert duration(Message("data", "all_gather", 1000), net) == pytest.approx(2e-3)
+    assert duration(Message("data", "all_to_all", 10), net) == pytest.approx(11)
+
+
+def test_a_single_rank_sends_nothing_and_needs_nothing():
+    net = network(1, 1, Cost(1e-3, 8e6))
+    found = planned(10**6, net, 0.1)
+    assert not found.pays
+    assert "a single rank" in found.verdict
+    assert found.of("adamw").step == 0.1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [((10, 4, Cost(0, 1)), "world"), ((0, 1, Cost(0, 1)), "world"), ((8, 4, Cost(0, 1)), "inter: is missing")],
+)
+def test_networks_that_cannot_be(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        network(*arguments)
+
+
+def part(fraction, size):
+    return fraction, (Message("data", "all_gather", size),)
+
+
+def test_what_the_backward_pass_hides():
+    """Messages of 6 ms each (3 of latency), gradients ready half-way through the backward pass and at its end."""
+    two = (part(0.5, 3000), part(0.5, 3000))
+    serial = predict(Method("m", "flat", True, two, False), FLAT, 0.09, 0.001)
+    assert (serial.communication, serial.exposed) == pytest.approx((0.012, 0.012))
+    assert serial.step == pytest.approx(0.103)
+    hidden = predict(Method("m", "flat", True, two, True), FLAT, 0.09, 0.001)
+    assert hidden.exposed == pytest.approx(0.006)  # the last part's
+    late = predict(Method("m", "flat", True, (part(0.5, 99_000), part(0.5, 3000)), True), FLAT, 0.09, 0.0)
+    assert late.exposed == pytest.approx(FORWARD * 0.09 + 0.03 + 0.102 + 0.006 - 0.09)  # the link is never free
+    assert late.limit == pytest.approx(0.108)
+
+
+def test_a_method_that_communicates_rarely_costs_the_mean():
+    once = predict(Method("m", "flat", True, (part(1.0, 3000),), False, interval=4), FLAT, 0.1, 0.004)
+    assert once.step == pytest.approx(0.1 + 0.006 / 4 + 0.001)
+
+
+def test_a_slow_link_pays_and_nvlink_does_not():
+    slow = planned(1_300_000_000, network(64, 8, Cost(5e-6, 9e11), Cost(3e-5, 1e10)), 0.35)
+    assert slow.pays
+    assert "Compression pays" in slow.verdict
+    assert slow.of("adamw").step / slow.of("onebit_adam").step > 5
+    nvlink = planned(1_300_000_000, network(8, 8, Cost(5e-6, 7.2e12)), 0.35)
+    assert not nvlink.pays
+    assert "does not pay here" in nvlink.verdict
+    assert "hides all but" in nvlink.verdict
+
+
+def test_coding_that_costs_more_than_it_saves_does_not_pay():
+    net = network(2, 2, Cost(1e-6, 1e11))
+    names = [method.name for method in methods(traffic.model(10**8), net) if method.compressed]
+    found = planned(10**8, net, 0.001, coding=dict.fromkeys(names, 1.0))
+    assert not found.pays
+    assert "on coding" in found.verdict
+
+
+def test_predictions_are_ranked_and_named():
+    found = planned(10**8, FLAT, 0.1)
+    steps = [p.step for p in found.predictions]
+    assert steps == sorted(steps)
+    assert all(p.step >= p.limit - 1e-12 for p in found.predictions)
+    with pytest.raises(ValueError, match="name: is 'sgd'; allowed are"):
+        found.of("sgd")
+    with pytest.raises(ValueError, match="compute"):
+        planned(10**8, FLAT, 0.0)
+
+
+def test_two_levels_send_less_between_nodes_than_one():
+    """All-to-all over all ranks sends every rank's codes through the node's link; two levels send one rank's worth."""
+    net = network(64, 8, Cost(5e-6, 9e11), Cost(3e-5, 1e10))
+    found = {m.topology: m for m in methods(traffic.model(10**9), net) if m.name == "onebit_adam"}
+    flat, two = (sum(leaving(m, net) for m in found[t].messages) for t in ("flat", "two-level"))
+    assert 3 < flat / two < 6
+
+
+def test_bert_large_on_64_gpus_and_ethernet():
+    """1-bit Adam's profile (arXiv 2102.02888, table 1): 94 % of a step of BERT-Large is all-reduce.
+
+    40 Gbit Ethernet, of which the authors measured 4.1 Gbit/s with iperf; nodes of 4 V100; 145 ms of computation.
+    """
+    net = network(64, 4, Cost(5e-6, 3e11), Cost(3e-5, 4.1e9))
+    found = planned(340_000_000, net, 0.145, width=2)
+    exact = found.of("adamw", "flat")
+    share = exact.communication / (exact.communication + exact.compute)
+    assert share == pytest.approx(0.94, rel=0.05)
+    assert exact.communication == pytest.approx(2.2, rel=0.25)
+    assert found.pays
+
+
+def test_ten_to_the_five_ranks_on_paper():
+    found = planned(70_000_000_000, network(100_000, 8, Cost(5e-6, 7.2e12), Cost(3e-5, 4e11)), 2.0, width=2)
+    assert found.of("onebit_adam", "flat").communication > 2 * 99_992 * 30e-6  # so many messages, one after the other
+    assert found.of("onebit_adam", "two-level").step < found.of("onebit_adam", "flat").step

@@ -1,0 +1,138 @@
+"""The planner's bytes are the ledger's: for every method that runs here, counted while it runs."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fn
+from fn.planner import traffic
+from fn.planner.methods import methods
+from fn.planner.network import Cost, Message, network
+
+SHAPES = ((5,), (3, 7), (16, 16), (300,), (1,), (40, 9))
+MODEL = traffic.Model(SHAPES)
+CODECS = {"sign": fn.sign, "sign(block=16)": partial(fn.sign, block=16), "int4": fn.int4, "int8": fn.int8}
+
+
+def counted(book: fn.Ledger) -> dict[str, int]:
+    return {collective: size for (_, collective), size in book.sent.items()}
+
+
+def planned(messages: list[Message]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for message in messages:
+        if message.size:
+            found[message.collective] = found.get(message.collective, 0) + message.size
+    return found
+
+
+def step(tx: fn.Transform, phase: fn.Phase, ranks: int) -> fn.Ledger:
+    """Count a step over SHAPES on simulated ranks."""
+    params = [torch.ones(shape) for shape in SHAPES]
+
+    def run(x):
+        state = tx.init(params)
+        with fn.ledger() as book:
+            tx.update(phase)([x * p for p in params], state, params)
+        books.append(book)
+        return x
+
+    books: list[fn.Ledger] = []
+    fn.simulate(run, "data", ranks)(torch.rand(ranks))
+    return books[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize(
+    ("tx", "phase", "messages"),
+    [
+        (fn.adamw, fn.Phase.WARMUP, partial(traffic.exact, MODEL)),
+        (fn.onebit_adam, fn.Phase.COMPRESSED, partial(traffic.codes, MODEL, codec=fn.sign())),
+        (fn.onebit_lamb, fn.Phase.COMPRESSED, partial(traffic.codes, MODEL, codec=fn.sign(), layout="fused")),
+        (fn.zero_one_adam, fn.Phase.COMPRESSED, partial(traffic.codes, MODEL, codec=fn.sign())),
+        (
+            partial(fn.onebit_adam, layout="per_tensor"),
+            fn.Phase.COMPRESSED,
+            partial(traffic.codes, MODEL, codec=fn.sign(), layout="per_tensor"),
+        ),
+        (
+            partial(fn.onebit_adam, codec=fn.int8(), feedback=fn.off()),
+            fn.Phase.COMPRESSED,
+            partial(traffic.codes, MODEL, codec=fn.int8()),
+        ),
+    ],
+    ids=["adamw", "onebit_adam", "onebit_lamb", "zero_one_adam", "per_tensor", "int8"],
+)
+def test_a_step_sends_what_was_planned(ranks, tx, phase, messages):
+    book = step(tx(axis="data"), phase, ranks)
+    found = messages(ranks=ranks)
+    assert counted(book) == planned(found)
+    assert sum(book.messages.values()) == len(found) * (ranks > 1)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.sampled_from(sorted(CODECS)), st.integers(1, 6), st.lists(st.integers(1, 700), min_size=1, max_size=4))
+def test_codes_of_any_tensors_on_any_number_of_ranks(name, ranks, lengths):
+    codec = CODECS[name]()
+    params = [torch.ones(n) for n in lengths]
+    tx = fn.compressed_average("data", codec, fn.off())
+
+    def run(x):
+        tx.compressed_update([x * p for p in params], tx.init(params), params)
+        return x
+
+    with fn.ledger() as book:
+        fn.simulate(run, "data", ranks)(torch.rand(ranks))
+    model = traffic.Model(tuple((n,) for n in lengths))
+    assert counted(book) == planned(traffic.codes(model, ranks, codec))
+
+
+def test_half_precision_gradients_are_half_the_bytes():
+    half = MODEL._replace(width=2)
+    assert traffic.exact(half, 2) == traffic.exact(MODEL, 2, width=2)
+    assert traffic.exact(half, 4)[0].size * 2 == pytest.approx(traffic.exact(MODEL, 4)[0].size, abs=2)
+
+
+def test_power_sgd_compresses_the_matrices_that_are_worth_it():
+    assert traffic.power_sgd(traffic.Model(((16, 16),)), 2, 1) == [Message("data", "all_reduce", 16 * 4)] * 2
+    assert traffic.power_sgd(traffic.Model(((4, 4),)), 2, 1) == [Message("data", "all_reduce", 16 * 4)]
+    assert traffic.power_sgd(traffic.Model(((100,),)), 2, 1) == [Message("data", "all_reduce", 400)]
+    (left, right) = traffic.power_sgd(traffic.Model(((64, 4, 32),)), 2, 2)
+    assert (left.size, right.size) == (64 * 2 * 4, 128 * 2 * 4)
+
+
+@given(st.integers(1, 10**10), st.integers(1, 300))
+def test_a_model_has_as_many_parameters_as_it_says(params, tensors):
+    if tensors > params:
+        with pytest.raises(ValueError, match="tensors: is"):
+            traffic.model(params, tensors)
+    else:
+        assert traffic.model(params, tensors).params == params
+
+
+def test_buckets_are_filled_from_the_last_parameter_and_hold_everything():
+    model = traffic.Model(((100, 100),) * 5)
+    found = traffic.buckets(model, limit=80_000, first=1000)
+    assert [len(bucket.shapes) for bucket in found] == [1, 2, 2]
+    assert sum(bucket.params for bucket in found) == model.params
+
+
+def test_parts_send_what_the_whole_sends_up_to_padding():
+    net = network(8, 8, Cost(1e-6, 1e9))
+    found = {m.name: m for m in methods(traffic.model(30_000_000), net)}
+    serial, overlapped = found["onebit_adam"], found["onebit_adam, overlapped"]
+    assert len(overlapped.parts) == 6
+    assert sum(f for f, _ in overlapped.parts) == pytest.approx(1)
+    assert overlapped.size == serial.size
+    assert serial.size == pytest.approx(2 * 7 / 8 * 30e6 / 8, rel=0.01)
+
+
+def test_ten_to_the_five_ranks_cost_their_shards():
+    (scatter, gather) = traffic.codes(traffic.Model(((10**9,),)), 10**5, fn.sign())
+    assert scatter.size == gather.size == (10**5 - 1) * (math.ceil(10**9 / 10**5 / 8) + 4)
