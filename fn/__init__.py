@@ -7,9 +7,10 @@ from fn.adapters.torch_optim import Optimizer
 from fn.base import Phase, Transform, UpdateFn, apply_updates, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims, simulate
 from fn.collectives.codec import Codec, identity, sign
-from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, reduce_scatter_mean
+from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.conformance import check_codec
 from fn.collectives.feedback import Feedback, classic, damped, off
+from fn.collectives.hierarchy import all_gather_shards, reduce_scatter_mean
 from fn.collectives.int_codec import int4, int8
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum

@@ -7,8 +7,10 @@ from typing import Literal
 from torch import Tensor
 
 from fn.base import Transform, chain
-from fn.collectives.codec import Codec, sign
-from fn.collectives.feedback import Feedback, damped
+from fn.collectives.axis import AxisNames
+from fn.collectives.codec import sign
+from fn.collectives.feedback import damped
+from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.collectives.int_codec import int4
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
@@ -27,7 +29,7 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     *,
-    axis: str | None = None,
+    axis: AxisNames | None = None,
 ) -> Transform:
     """AdamW over exactly averaged gradients; on one rank the same as `torch.optim.AdamW`.
 
@@ -53,9 +55,9 @@ def onebit_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     *,
-    axis: str,
-    codec: Codec | None = None,
-    feedback: Feedback | None = None,
+    axis: AxisNames,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
     layout: str = "flat",
     bias_correction: bool = False,
     keep_zeros: bool = True,
@@ -64,7 +66,7 @@ def onebit_adam(
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
-        axis: the ranks that train together.
+        axis: the ranks that train together; `("local", "node")` averages exactly within a node, in codes across them.
         codec: what the momentum travels as; None is `sign()`, one bit per element and one scale per tensor.
         feedback: what becomes of what was not delivered; None is `classic()`, and `classic(lazy=True)` the same in
             fewer passes over memory.
@@ -91,7 +93,7 @@ def lamb(
     eps: float = 1e-6,
     weight_decay: float = 0.0,
     *,
-    axis: str | None = None,
+    axis: AxisNames | None = None,
     max_coeff: float = 10.0,
     min_coeff: float = 0.0,
 ) -> Transform:
@@ -120,9 +122,9 @@ def onebit_lamb(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     *,
-    axis: str,
-    codec: Codec | None = None,
-    feedback: Feedback | None = None,
+    axis: AxisNames,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
     layout: str = "fused",
     max_coeff: float = 10.0,
     min_coeff: float = 0.01,
@@ -167,9 +169,9 @@ def zero_one_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     *,
-    axis: str,
-    codec: Codec | None = None,
-    feedback: Feedback | None = None,
+    axis: AxisNames,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
     layout: str = "flat",
     compress: Literal["steps", "gradients"] = "steps",
     keep_zeros: bool = True,
@@ -205,10 +207,10 @@ def loco_adamw(
     eps: float = 1e-8,
     weight_decay: float = 1e-2,
     *,
-    axis: str,
-    codec: Codec | None = None,
-    feedback: Feedback | None = None,
-    gather: Codec | None = None,
+    axis: AxisNames,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
+    gather: Codecs | None = None,
     master: bool | None = None,
     layout: str = "flat",
 ) -> Transform:
@@ -216,7 +218,8 @@ def loco_adamw(
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as for `adamw`.
-        axis: the ranks that train together, among which moments and master params are divided.
+        axis: the ranks that train together, among which moments and master params are divided; with several names,
+            such as ("local", "node"), a tuple of codecs says what travels in each network, see `hierarchy.hops`.
         codec: what gradients travel as; None is `int4()`. feedback: None is `damped()`, the error in 8 bits.
         gather, master, layout: as for `sharded`.
     Returns: a transform with a warm-up, which is exact, and a compressed phase; `freeze_after(n)` is its schedule, and

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import os
 import types
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.collectives.axis import SIMULATED, resolve
+from fn.collectives.axis import SIMULATED, AxisNames, axis_size, current_binding, names, ranks_around, resolve
 from fn.collectives.primitives import all_gather
 
 Tree = Any
@@ -26,20 +27,21 @@ Tree = Any
 _PLAIN = (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 
 
-def check_agreement(axis: str, fields: Mapping[str, object], device: torch.device | str = "cpu") -> None:
-    """Compare fields over the ranks of an axis; every rank must call it.
+def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch.device | str = "cpu") -> None:
+    """Compare fields over the ranks of an axis, or of several; every rank must call it.
 
     Simulated ranks run the same call and always agree.
 
     Args:
-        axis: the axis' name.
+        axis: the axis' name, or several names; these must reach as many ranks as their sizes' product.
         fields: name -> value; values are compared as text.
         device: where the exchange takes place (NCCL needs the accelerator).
     Raises: ValueError, on every rank, that names the first rank and field that differ from rank 0.
     """
-    size, _, transport = resolve(axis)
-    if size == 1 or transport == SIMULATED:
+    if axis_size(axis) == 1 or any(resolve(name).transport == SIMULATED for name in names(axis)):
         return
+    if not isinstance(axis, str):
+        _check_grid(names(axis), device)
     mine = {name: str(value) for name, value in fields.items()}
     text = json.dumps(mine).encode()  # in the order of the fields, so that the first that differs is the first named
     digest = hashlib.blake2b(json.dumps(mine, sort_keys=True).encode(), digest_size=24).digest()
@@ -52,7 +54,23 @@ def check_agreement(axis: str, fields: Mapping[str, object], device: torch.devic
     _refuse(texts)
 
 
-def _gather_bytes(data: bytes, axis: str, device: torch.device | str) -> list[bytes]:
+def _check_grid(axis: tuple[str, ...], device: torch.device | str) -> None:
+    """Refuse axes that do not make a grid: every rank must be reached once, by a number of its own."""
+    sizes = " x ".join(str(axis_size(name)) for name in axis)
+    reached = len(set(_gather_bytes(os.urandom(16), axis, device)))
+    if reached != axis_size(axis):
+        raise ValueError(
+            f"axis: the sizes of {axis}, {sizes}, do not multiply to the {reached} ranks that these axes reach"
+        )
+    around = ranks_around()
+    if set(axis) == set(current_binding().axes) and around != reached:
+        raise ValueError(
+            f"axis: the sizes of {axis}, {sizes}, do not multiply to the world of {around} ranks; if the others are "
+            f"meant to train apart, bind the axis that tells them apart too"
+        )
+
+
+def _gather_bytes(data: bytes, axis: AxisNames, device: torch.device | str) -> list[bytes]:
     rows = all_gather(torch.tensor(list(data), dtype=torch.uint8, device=device), axis)
     return [bytes(row) for row in rows.cpu().tolist()]
 

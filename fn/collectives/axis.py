@@ -29,6 +29,9 @@ from fn.collectives.mpi import Communicator, is_communicator, register_communica
 SIMULATED = ""
 ALONE = "alone"
 
+AxisNames = str | tuple[str, ...]
+"""An axis, or several that are taken together, from the fastest network to the slowest: `("local", "node")`."""
+
 
 class Axis(NamedTuple):
     """What a name stands for here: how many ranks, which of them this is, and how they are reached.
@@ -178,10 +181,10 @@ def resolve(axis: str) -> Axis:
         return _bound.axes[axis]
     if _bound.axes:
         raise ValueError(f"axis: {axis!r} is not bound; bound are {sorted(_bound.axes)}")
-    if _ranks_around() > 1:
+    if ranks_around() > 1:
         raise ValueError(
-            f"axis: {axis!r} is not bound, but this is one of {_ranks_around()} processes; build and run the "
-            f"optimizer inside `with fn.bind(mesh)`, mesh = init_device_mesh(device, ({_ranks_around()},), "
+            f"axis: {axis!r} is not bound, but this is one of {ranks_around()} processes; build and run the "
+            f"optimizer inside `with fn.bind(mesh)`, mesh = init_device_mesh(device, ({ranks_around()},), "
             f"mesh_dim_names=({axis!r},)), or over MPI mesh = {{{axis!r}: MPI.COMM_WORLD}}"
         )
     return Axis(1, torch.tensor(0), ALONE)
@@ -191,20 +194,42 @@ WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD
 """Where launchers say how many processes there are: torchrun, MPICH and its relatives, Open MPI, MVAPICH."""
 
 
-def _ranks_around() -> int:
+def ranks_around() -> int:
+    """Return how many ranks there are, bound or not, as far as torch.distributed or the launcher says."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return max(int(os.environ.get(name) or 1) for name in WORLD_SIZES)
 
 
-def axis_size(axis: str) -> int:
-    """Return the number of ranks of an axis. Raises ValueError as `resolve` does."""
-    return resolve(axis).size
+def names(axis: AxisNames) -> tuple[str, ...]:
+    """Return the names of one axis or several as a tuple.
+
+    Raises: ValueError if there is none, or one of them twice.
+    """
+    found = (axis,) if isinstance(axis, str) else tuple(axis)
+    if not found or len(set(found)) != len(found):
+        raise ValueError(f"axis: is {axis!r}; allowed are a name, or a tuple of different names")
+    return found
 
 
-def axis_index(axis: str) -> Tensor:
-    """Return this rank's index on an axis, 0-d int64. Raises ValueError as `resolve` does."""
-    return resolve(axis).rank
+def axis_size(axis: AxisNames) -> int:
+    """Return the number of ranks of an axis, of several their product. Raises ValueError as `resolve` does."""
+    size = 1
+    for name in names(axis):
+        size *= resolve(name).size
+    return size
+
+
+def axis_index(axis: AxisNames) -> Tensor:
+    """Return this rank's index on an axis, 0-d int64; on several, the last of them counts fastest.
+
+    Raises: ValueError as `resolve` does.
+    """
+    first, *rest = names(axis)
+    index = resolve(first).rank
+    for name in rest:
+        index = index * resolve(name).size + resolve(name).rank
+    return index
 
 
 def all_ranks() -> Tensor:

@@ -47,14 +47,19 @@ def all_to_all(x: Tree, axis: str) -> Tree:
     return tree.map(exchange, x)
 
 
-def all_gather(x: Tree, axis: str) -> Tree:
+def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
     """Give every rank the values of all: row r of the result is rank r's value.
 
-    Args: x: tree of tensors of any shape. axis: the axis' name.
+    Args: x: tree of tensors of any shape. axis: the axis' name, or several, which are gathered from the last to the
+        first; r is then their `axis_index`.
     Returns: a tree of tensors (W, ...), the same on every rank.
     Raises: ValueError if the axis is not bound.
     """
-    size, rank, transport = axes.resolve(axis)
+    first, *rest = axes.names(axis)
+    if rest:
+        return tree.map(lambda rows: rows.flatten(0, 1), all_gather(all_gather(x, tuple(rest)), first))
+    size, rank, transport = axes.resolve(first)
+    axis = first
 
     def gather(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
@@ -66,9 +71,13 @@ def all_gather(x: Tree, axis: str) -> Tree:
     return tree.map(gather, x)
 
 
-def psum(x: Tree, axis: str) -> Tree:
+def psum(x: Tree, axis: axes.AxisNames) -> Tree:
     """Sum over the ranks of an axis. Args, Returns and Raises as for `pmean`."""
-    size, rank, transport = axes.resolve(axis)
+    first, *rest = axes.names(axis)
+    if rest:
+        return psum(psum(x, first), tuple(rest))
+    size, rank, transport = axes.resolve(first)
+    axis = first
 
     def add(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
@@ -80,10 +89,10 @@ def psum(x: Tree, axis: str) -> Tree:
     return tree.map(add, x)
 
 
-def pmean(x: Tree, axis: str) -> Tree:
+def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
     """Average over the ranks of an axis, in full precision.
 
-    Args: x: tree of floating tensors. axis: the axis' name.
+    Args: x: tree of floating tensors. axis: the axis' name, or several, over which it is done one after the other.
     Returns: the same shapes and dtypes, the same values on every rank.
     Raises: ValueError if the axis is not bound.
     """

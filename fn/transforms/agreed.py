@@ -6,11 +6,12 @@ from typing import Any
 
 from fn.base import Transform
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
+from fn.collectives.axis import AxisNames
 
 Tree = Any
 
 
-def agreed(inner: Transform, axis: str | None) -> Transform:
+def agreed(inner: Transform, axis: AxisNames | None) -> Transform:
     """Compare shapes, dtypes, hyper-parameters and codec over the ranks of an axis when a state is made.
 
     Args: inner: the transform. axis: the axis' name, or None for no comparison.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -10,22 +11,22 @@ from fn import tree
 from fn.base import Phase, Transform, missing
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
-from fn.collectives.axis import axis_size
-from fn.collectives.codec import Codec
-from fn.collectives.compressed import ErrorFeedbackState, compressed_all_reduce, initial_errors
-from fn.collectives.feedback import Feedback, classic
+from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.feedback import classic
+from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, exact_mean, hops, initial_errors
 from fn.transforms import layout as layouts
 
 Tree = Any
 
 
-def average(axis: str | None) -> Transform:
+def average(axis: AxisNames | None) -> Transform:
     """Average the updates over the ranks of an axis in the warm-up, in one message per (dtype, device).
 
     Afterwards it is the identity: the ranks' updates stay their own, and a compressed mean further down the chain
     brings the ranks together.
 
-    Args: axis: the axis' name. None: nothing is averaged.
+    Args: axis: the axis' name, or several names from the fastest network to the slowest. None: nothing is averaged.
     Raises: ValueError from the update if the axis is not bound.
     """
 
@@ -42,7 +43,7 @@ def average(axis: str | None) -> Transform:
         leaves, structure = tree.flatten(updates)
         found: dict[int, Tensor] = {}
         for bucket in layouts.buckets(leaves, 1, 1, "flat"):
-            mean = primitives.pmean(layouts.join(leaves, bucket), axis)
+            mean = exact_mean(layouts.join(leaves, bucket), axis)
             found.update(zip(bucket.places, layouts.part(mean, bucket), strict=True))
         return layouts.restore(structure, found), state
 
@@ -52,14 +53,14 @@ def average(axis: str | None) -> Transform:
     return Transform(init, warmup, local, local)
 
 
-def always_average(axis: str | None) -> Transform:
+def always_average(axis: AxisNames | None) -> Transform:
     """Average as `average` does, and have no other phase: for optimizers that do not compress."""
     others = [missing(phase, "an optimizer that always averages exactly") for phase in (Phase.COMPRESSED, Phase.LOCAL)]
     return Transform(average(axis).init, average(axis).warmup_update, *others)
 
 
 def compressed_average(
-    axis: str, codec: Codec, feedback: Feedback | None = None, *, layout: str = "flat"
+    axis: AxisNames, codec: Codecs, feedback: Feedbacks | None = None, *, layout: str = "flat"
 ) -> Transform:
     """Average the updates over the ranks of an axis in codes; the errors are its state.
 
@@ -68,9 +69,10 @@ def compressed_average(
     The warm-up and the local phase leave the updates and the errors alone, and so does every phase on one rank.
 
     Args:
-        axis: the axis' name.
-        codec: what travels, in both halves.
-        feedback: None is `classic()`.
+        axis: the axis' name; or several from the fastest network to the slowest, such as ("local", "node"): the mean
+            is then exact within a node and in codes across nodes, unless codec says something else.
+        codec: what travels, in both halves; or one for each axis.
+        feedback: None is `classic()`. For several axes see `hierarchy.hops`.
         layout: "flat" exchanges one vector per (dtype, device), "per_tensor" one per tensor. Scales and blocks of
             the codec belong to single tensors in both, so these differ in messages, not in meaning. "fused" lays
             the tensors end to end and treats them as one, with one scale for all where a scale is per tensor.
@@ -85,8 +87,10 @@ def compressed_average(
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout: is {layout!r}; allowed are {layouts.LAYOUTS}")
 
+    align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))
+
     def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
-        return layouts.buckets(leaves, axis_size(axis), codec.align, layout)
+        return layouts.buckets(leaves, axis_size(axis), align, layout)
 
     def init(params: Tree) -> ErrorFeedbackState:
         tree.check_real(params, "params")

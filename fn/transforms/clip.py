@@ -9,12 +9,13 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Transform
+from fn.collectives.axis import AxisNames
 from fn.collectives.primitives import pmean
 
 Tree = Any
 
 
-def clip_by_global_norm(max_norm: float, axis: str | None = None) -> Transform:
+def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Transform:
     """Scale the updates down to a global norm of at most max_norm.
 
     Placed after `average`, the warm-up clips the averaged gradient. In the compressed and the local phase the

@@ -26,10 +26,11 @@ from torch import Tensor
 from fn import tree
 from fn.base import Phase, Transform, UpdateFn, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
-from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codec import Codec, identity
-from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, initial_errors, reduce_scatter_wide
-from fn.collectives.feedback import Feedback, classic, off
+from fn.collectives.axis import AxisNames, axis_index, axis_size, names
+from fn.collectives.codec import identity
+from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.feedback import classic, off
+from fn.collectives.hierarchy import Codecs, Feedbacks, all_gather_shards, hops, initial_errors, reduce_scatter_wide
 from fn.transforms import layout as layouts
 from fn.transforms.shards import shown, take, wide
 
@@ -57,12 +58,12 @@ class ShardedState(NamedTuple):
 
 def sharded(
     inner: Transform,
-    axis: str,
-    codec: Codec | None = None,
-    feedback: Feedback | None = None,
+    axis: AxisNames,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
     *,
-    gather: Codec | None = None,
-    gather_feedback: Feedback | None = None,
+    gather: Codecs | None = None,
+    gather_feedback: Feedbacks | None = None,
     master: bool | None = None,
     layout: str = "flat",
 ) -> Transform:
@@ -77,7 +78,8 @@ def sharded(
         inner: what updates the shard. It must not communicate, and must be element-wise: it sees pieces of tensors,
             so that norms of tensors are not what they seem. Without a compressed phase of its own it is in its
             warm-up throughout, so that `fn.adamw(lr)` can be an inner.
-        axis: the ranks among which the shards are divided.
+        axis: the ranks among which the shards are divided; several names, such as ("local", "node"), make it
+            hierarchical, and codec, feedback, gather and gather_feedback may then be tuples: see `hierarchy.hops`.
         codec: how gradients travel in the compressed phase; None is `identity()`.
         feedback: what becomes of what was not delivered; None is `classic()`, and `off()` where codec is None.
         gather: how updates or params travel back; None is exactly, in the params' dtype. `int8()` with `master=True`
@@ -101,7 +103,8 @@ def sharded(
     reduce_rule = (off() if codec is None else classic()) if feedback is None else feedback
     gather_rule = off() if gather_feedback is None else gather_feedback
     reduce_codec = exact if codec is None else codec
-    align = math.lcm(reduce_codec.align, 1 if gather is None else gather.align)
+    plan = [*hops(axis, reduce_codec, reduce_rule), *hops(axis, exact if gather is None else gather, gather_rule)]
+    align = math.lcm(*(hop.codec.align for hop in plan))
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout: is {layout!r}; allowed are {layouts.LAYOUTS}")
 
@@ -111,8 +114,8 @@ def sharded(
     def keeps_master(dtype: torch.dtype) -> bool:
         return wide(dtype) != dtype if master is None else master
 
-    def exactly(dtype: torch.dtype) -> Codec:
-        return identity(dtype if keeps_master(dtype) else wide(dtype))
+    def exactly(dtype: torch.dtype) -> Codecs:
+        return (identity(dtype if keeps_master(dtype) else wide(dtype)),) * len(names(axis))
 
     def as_inner(structure: Any, shards: list[Tensor]) -> Tree:
         return tree.unflatten(structure, shards) if layout == "per_tensor" else shards

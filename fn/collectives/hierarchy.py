@@ -1,0 +1,207 @@
+"""The compressed collectives over several axes: within a node first, then across nodes, each hop with its own codec.
+
+With one axis they are those of `compressed`. With `axis=("local", "node")`, from the fastest network to the slowest,
+
+    x (n,)  --reduce-scatter over "local"-->  (n / L,)  --reduce-scatter over "node"-->  (n / (L N),)
+
+and the all-gather goes the way back. Rank (n, l) ends up with piece l N + n, which is its `axis_index(axis)`.
+
+    codec, feedback                         hop "local"            hop "node"
+    int4(), damped()                        exact                  int4, damped
+    (int4(), int4()), damped()              int4, damped           int4, damped      ZeRO++'s qgZ with LoCo's errors
+    (identity(torch.bfloat16), int4()),     bf16, no feedback      int4, damped
+        (off(), damped())
+
+Errors are then tuples with an entry per hop, in the order of the axes.
+
+Paper: Wang et al., ZeRO++ (arXiv 2306.10209), section 4.3, hierarchical all-to-all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from fn.collectives import compressed, primitives
+from fn.collectives.axis import AxisNames, axis_index, axis_size, names
+from fn.collectives.codec import Codec, Segments, identity
+from fn.collectives.feedback import Feedback, off
+
+Tree = Any
+Codecs = Codec | tuple[Codec, ...]
+Feedbacks = Feedback | tuple[Feedback, ...]
+
+
+class Hop(NamedTuple):
+    """One axis of several, and how its messages travel."""
+
+    axis: str
+    codec: Codec
+    feedback: Feedback
+
+
+def hops(axis: AxisNames, codec: Codecs, feedback: Feedbacks) -> list[Hop]:
+    """Return the hops of an exchange, from the fastest network to the slowest.
+
+    Args: axis: one name or several. codec: one per name; or a single one, for the last hop, the others being exact.
+        feedback: one per name; or a single one for all hops that have a codec given.
+    Raises: ValueError if there are not as many codecs or feedbacks as names.
+    """
+    found = names(axis)
+    exact = 0
+    if isinstance(codec, Codec):
+        exact = len(found) - 1
+        codec = (*(identity(),) * exact, codec)
+    if isinstance(feedback, Feedback):
+        feedback = (*(off(),) * exact, *(feedback,) * (len(found) - exact))
+    for argument, values in (("codec", codec), ("feedback", feedback)):
+        if len(values) != len(found):
+            raise ValueError(f"{argument}: has {len(values)} entries for the axes {found}; allowed is one for each")
+    return [Hop(*each) for each in zip(found, codec, feedback, strict=True)]
+
+
+def reduce_scatter_mean(
+    x: Tensor, error: Tree, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
+) -> tuple[Tensor, Tree]:
+    """Average a vector over the ranks of an axis, or of several, in codes; each rank gets its shard of the mean.
+
+    Args:
+        x: (n,) floating, n a multiple of W * codec.align.
+        error: what `feedback.init(x)`, `initial_errors` or the last call returned.
+        axis: the axis' name, or several from the fastest network to the slowest, of W ranks together.
+        codec, feedback: how messages travel; for several axes see `hops`.
+        segments: where several tensors lie side by side in the W rows of x. None: x is one tensor.
+    Returns: the shard (n / W,) in the dtype of x, piece `axis_index(axis)` of the mean, and the next error.
+    Raises: ValueError if n is misaligned, the error does not fit x, or an axis is not bound; TypeError if x is
+        not floating.
+    """
+    shard, error = reduce_scatter_wide(x, error, axis, codec, feedback, segments=segments)
+    return shard.to(x.dtype), error
+
+
+def reduce_scatter_wide(
+    x: Tensor, error: Tree, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
+) -> tuple[Tensor, Tree]:
+    """Do what `reduce_scatter_mean` does, and return the shard of half precision vectors in float32, unrounded."""
+    if isinstance(axis, str):
+        (hop,) = hops(axis, codec, feedback)
+        return compressed.reduce_scatter_wide(x, error, *hop, segments=segments)
+    plan = hops(axis, codec, feedback)
+    after = []
+    for hop, at, e in zip(plan, levels(segments, axis), _each(error, plan), strict=True):
+        x, e = compressed.reduce_scatter_wide(x, e, *hop, segments=at)
+        after.append(e)
+    return x, tuple(after)
+
+
+def all_gather_shards(
+    shard: Tensor, error: Tree, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
+) -> tuple[Tensor, Tree]:
+    """Give every rank the whole vector, in codes, of which each has a shard.
+
+    Args:
+        shard: (n / W,) floating, its length a multiple of codec.align.
+        error: what `feedback.init(shard)`, `initial_errors` or the last call returned.
+        axis, codec, feedback, segments: as for `reduce_scatter_mean`; the last axis is gathered first.
+    Returns: the vector (n,) in the dtype of the shard, the same on every rank, and the next error.
+    Raises: as `reduce_scatter_mean`.
+    """
+    plan = hops(axis, codec, feedback)
+    if isinstance(axis, str):
+        return compressed.all_gather_shards(shard, error, *plan[0], segments=segments)
+    x, after = shard, []
+    for hop, at, e in reversed(list(zip(plan, levels(segments, axis), _each(error, plan), strict=True))):
+        x, e = compressed.all_gather_shards(x, e, *hop, segments=at)
+        after.append(e)
+    return x, tuple(reversed(after))
+
+
+def compressed_all_reduce(
+    x: Tensor,
+    errors: tuple[Tree, Tree],
+    axis: AxisNames,
+    codec: Codecs,
+    feedback: Feedbacks,
+    *,
+    segments: Segments | None = None,
+) -> tuple[Tensor, tuple[Tree, Tree]]:
+    """Average a vector in codes: `reduce_scatter_mean`, then `all_gather_shards`; at the last hop in one pass.
+
+    Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_mean`.
+    Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
+    Raises: as `reduce_scatter_mean`.
+    """
+    plan = hops(axis, codec, feedback)
+    if isinstance(axis, str):
+        return compressed.compressed_all_reduce(x, errors, *plan[0], segments=segments)
+    worker, server = (list(_each(half, plan)) for half in errors)
+    places, dtype, last = levels(segments, axis), x.dtype, len(plan) - 1
+    for i, hop in enumerate(plan[:last]):
+        x, worker[i] = compressed.reduce_scatter_wide(x, worker[i], *hop, segments=places[i])
+    ends = (worker[last], server[last])
+    x, (worker[last], server[last]) = compressed.compressed_all_reduce(x, ends, *plan[last], segments=places[last])
+    for i in reversed(range(last)):
+        x, server[i] = compressed.all_gather_shards(x, server[i], *plan[i], segments=places[i])
+    return x.to(dtype), (tuple(worker), tuple(server))
+
+
+def initial_errors(
+    x: Tensor, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
+) -> tuple[Tree, Tree]:
+    """Return the errors with which a worker and a server start, for vectors like x (n,); see `compressed`."""
+    plan = hops(axis, codec, feedback)
+    if isinstance(axis, str):
+        return compressed.initial_errors(x, *plan[0], segments=segments)
+    found = []
+    for i, (hop, at) in enumerate(zip(plan, levels(segments, axis), strict=True)):
+        x = x if i == 0 or x.element_size() >= 4 else x.float()  # between the hops nothing is rounded
+        found.append(compressed.initial_errors(x, *hop, segments=at))
+        x = x[: x.shape[0] // axis_size(hop.axis)]
+    worker, server = zip(*found, strict=True)
+    return worker, server
+
+
+def exact_mean(x: Tensor, axis: AxisNames) -> Tensor:
+    """Average a vector (n,) exactly; over several axes, only the last sees 1 / W of it, W the ranks of the others."""
+    *inner, last = names(axis)
+    if not inner:
+        mean: Tensor = primitives.pmean(x, last)
+        return mean
+    size = axis_size(tuple(inner))
+    padded = F.pad(x, (0, -x.shape[0] % size))
+    rules = (tuple(inner), (identity(),) * len(inner), off())
+    shard, _ = reduce_scatter_mean(padded, ((),) * len(inner), *rules)
+    whole, _ = all_gather_shards(primitives.pmean(shard, last), ((),) * len(inner), *rules)
+    return whole[: x.shape[0]]
+
+
+def levels(segments: Segments | None, axis: AxisNames) -> list[Segments | None]:
+    """Return the segments of every hop, one row for each rank of its axis.
+
+    Rows that a later hop divides lie side by side in one row of the hop before it.
+    """
+    found: list[Segments | None] = []
+    rows = segments
+    for name in names(axis):
+        if rows is None:
+            found.append(None)
+            continue
+        size = axis_size(name)
+        parts, tensors = rows.valid.shape[0] // size, len(rows.widths)
+        hop = Segments(rows.widths * parts, rows.valid.reshape(size, parts * tensors))
+        found.append(hop)
+        rows = Segments(rows.widths, hop.row(axis_index(name)).valid.reshape(parts, tensors))
+    return found
+
+
+def _each(error: Tree, plan: list[Hop]) -> tuple[Tree, ...]:
+    if isinstance(error, tuple) and not error:
+        return ((),) * len(plan)
+    if not isinstance(error, tuple) or hasattr(error, "_fields") or len(error) != len(plan):
+        raise ValueError(
+            f"error: is not a tuple of {len(plan)} errors, one for each of the axes {[hop.axis for hop in plan]}; a "
+            f"state belongs to the axes that it was made for"
+        )
+    return error
