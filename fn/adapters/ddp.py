@@ -12,18 +12,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from fn.adapters.arrivals import split
 from fn.adapters.communication_thread import bind_twin
+from fn.adapters.gradient_average import GradientAverage
 from fn.adapters.overlap import Overlap
 from fn.adapters.torch_optim import Optimizer
 from fn.adapters.wire import seconds_per_byte
+from fn.base import Phase, chain
+from fn.collectives.agreement import check_agreement, describe
+from fn.collectives.axis import bind
+from fn.collectives.codec import Codec
+from fn.collectives.feedback import Feedback
+from fn.schedules import Schedule
+from fn.transforms.average import average, compressed_average
 
 BUCKET = 1 << 21
 """Elements that travel together: small enough to start early, large enough for few messages."""
+
+AXIS = "data"
+"""What `average_gradients` calls the model's ranks."""
 
 LEAST_WIRE_SECONDS = 0.02
 """Below this time on the wire hiding it costs as much as it saves."""
@@ -76,14 +88,16 @@ def overlap(
         scaler: the `torch.amp.GradScaler` that scales the loss, if one does.
         least_wire_seconds: 0 overlaps in any case.
     Returns: what runs it; `is_on(phase)`, `bytes` and `wire_seconds(phase)` say what was decided and why.
-    Raises: TypeError if the model or the optimizer is of another type; ValueError if the optimizer is compiled, has
-        parameters that are not the model's, or an axis that is not the model's process group.
+    Raises: TypeError if the model or the optimizer is of another type; ValueError if the optimizer is compiled or
+        clips by `max_norm`, has parameters that are not the model's, or an axis that is not the model's process group.
         From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for
         one: their update is computed already.
     """
     _check(model)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer")
+    if optimizer._max_norm is not None:
+        raise ValueError("optimizer: clips by max_norm; the global norm is known only after the whole backward pass")
     if optimizer._compile:
         raise ValueError("optimizer: is compiled; allowed is compile=False, for updates are split among threads")
     params = [p for p in model.module.parameters() if p.requires_grad]
@@ -95,6 +109,45 @@ def overlap(
     found = Overlap(params, optimizer, binding, scaler, rate, least_wire_seconds)
     model.register_comm_hook(None, lambda state, bucket: found.on_bucket(bucket))
     optimizer.ahead = found.ahead
+    return found
+
+
+def average_gradients(
+    model: Any,
+    codec: Codec,
+    feedback: Feedback | None = None,
+    *,
+    schedule: Schedule | None = None,
+    scaler: Any = None,
+    elements: int = BUCKET,
+) -> GradientAverage:
+    """Let DDP average gradients in codes, behind the backward pass, for any optimizer.
+
+    What travels together is fixed by the order of the model's parameters, so errors outlive the rearrangement of
+    DDP's buckets. `no_sync` adds gradients up and communicates once. Gradients are averaged when `backward` returns,
+    so `clip_grad_norm_` clips by the global norm of their mean.
+
+    Args:
+        model: a `DistributedDataParallel` without a communication hook.
+        codec, feedback: as for `compressed_average`; `fn.int4()` with `fn.damped()` is LoCo.
+        schedule: step -> Phase; in the warm-up the mean is exact. None: always compressed.
+        scaler: the `torch.amp.GradScaler` that scales the loss, if one does: gradients are unscaled before they are
+            encoded and scaled again after that.
+        elements: that travel together, at least.
+    Returns: what runs it; its `states` are the errors, `state_dict` and `load_state_dict` continue it.
+    Raises: TypeError if the model is of another type; ValueError, on all ranks, if they disagree.
+    """
+    group = _check(model).process_group
+    params = [p for p in model.module.parameters() if p.requires_grad]
+    _check_params(params, [])
+    schedule = schedule or (lambda step: Phase.COMPRESSED)
+    transform = chain(average(AXIS), compressed_average(AXIS, codec, feedback))
+    parcels = split(params, elements)
+    with bind({AXIS: group}), torch.no_grad():
+        check_agreement(AXIS, {"elements": elements, **describe(schedule)}, params[0].device)
+        states = tuple(transform.init([p.detach() for p in parcel]) for parcel in parcels)
+    found = GradientAverage(parcels, params, transform, states, bind_twin(AXIS, group), schedule, scaler)
+    model.register_comm_hook(None, lambda state, bucket: found.on_bucket(bucket))
     return found
 
 

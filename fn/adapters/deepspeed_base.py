@@ -52,7 +52,8 @@ class DeepSpeedOptimizer(Optimizer):
         hyper = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, **defaults}
         with _binding(process_group):
             self._world = axis_size(AXIS)
-            super().__init__(params, self._numerics, schedule=schedule, lr=lr, **hyper)
+            # An engine that is not attached goes on averaging, which is right, though it saves nothing.
+            super().__init__(params, self._numerics, schedule=schedule, lr=lr, refuse_averaged=False, **hyper)
             self.states = self._joined(Phase.WARMUP).init(self._tensors())
         self._built = True
         if deepspeed is not None:

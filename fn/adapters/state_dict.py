@@ -37,7 +37,15 @@ def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype; nothing
         is copied then.
     """
-    own = flat_state(optimizer)
+    check_fits(flat_state(optimizer), saved)
+    _copy(optimizer, saved)
+
+
+def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """Compare a flat state with one to be loaded.
+
+    Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype.
+    """
     optional = {path for path in {*own, *saved} if path.endswith(".initial_lr")}
     for path in sorted((set(own) ^ set(saved)) - optional):
         raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}")
@@ -48,10 +56,9 @@ def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         fits = path == "schedule.norms" or theirs.shape == mine.shape
         if not fits or theirs.dtype != mine.dtype:
             raise ValueError(
-                f"state_dict: {path!r} is {theirs.dtype} {tuple(theirs.shape)}, but this optimizer has {mine.dtype} "
+                f"state_dict: {path!r} is {theirs.dtype} {tuple(theirs.shape)}, but this has {mine.dtype} "
                 f"{tuple(mine.shape)}; errors belong to the world size they were made for"
             )
-    _copy(optimizer, saved)
 
 
 def _copy(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

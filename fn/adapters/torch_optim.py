@@ -11,6 +11,8 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.amp import unscaled
+from fn.adapters.averaged import refuse_averaged
+from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.state_dict import flat_state, restore_flat
@@ -40,6 +42,10 @@ class Optimizer(torch.optim.Optimizer):
             that is written into `group["lr"]` works too, and so do other hyper-parameters of a group, for which the
             transform is made again.
         compile: run the update of each phase through `torch.compile`.
+        max_norm: clip by the global norm over all groups: of the averaged gradient in the warm-up, by a norm that the
+            ranks agree on in the compressed phase (see `fn.adapters.clipping`). None: do not clip.
+        refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
+            something averaged before, such as DDP without `fn.adapters.ddp.keep_local`.
         **defaults: further hyper-parameters for `make`.
     Raises: what `make` and the transform's init raise: the axis is not bound, the ranks disagree.
 
@@ -62,6 +68,8 @@ class Optimizer(torch.optim.Optimizer):
         schedule: Schedule | None = None,
         lr: float | Tensor = 1e-3,
         compile: bool = False,
+        max_norm: float | None = None,
+        refuse_averaged: bool = True,
         **defaults: Any,
     ):
         self.make = make
@@ -71,6 +79,8 @@ class Optimizer(torch.optim.Optimizer):
         """The transform's state, the live buffers: a tuple with an entry per param group."""
         self._compile = compile
         self._binding = current_binding()
+        self._max_norm = max_norm
+        self._unsure = refuse_averaged  # whether gradients are each rank's own
         self._transforms: list[Transform] = []
         self._lrs: list[Tensor] = []
         self._guarded: list[bool] = []
@@ -81,6 +91,8 @@ class Optimizer(torch.optim.Optimizer):
         """Set by `fn.adapters.ddp.overlap`: the update of a step that was taken behind the backward pass, or None."""
         listed: list[Any] = list(params)
         self._check_ranks(listed)
+        if max_norm is not None and (max_norm <= 0 or len(self._axes()) > 1):
+            raise ValueError(f"max_norm: is {max_norm} on the axes {self._axes()}; allowed is more than 0 on one axis")
         super().__init__(listed, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):
             self._second_moment_norm()
@@ -91,11 +103,12 @@ class Optimizer(torch.optim.Optimizer):
     def _check_ranks(self, params: list[Any]) -> None:
         """Compare what the transforms do not know: ranks with other phases or groups would wait for one another."""
         groups = len(params) if params and isinstance(params[0], dict) else 1
+        fields = {"number of param groups": groups, "max_norm": self._max_norm}
         leaves = [p for p in tree.leaves(params) if isinstance(p, Tensor)]
         device = leaves[0].device if leaves else "cpu"
         for axis in self._axes():
             with self._binding:
-                check_agreement(axis, {"number of param groups": groups, **describe(self.schedule)}, device)
+                check_agreement(axis, {**fields, **describe(self.schedule)}, device)
 
     def _axes(self) -> list[str]:
         """Return the bound axes that `make` names; all of them if it names none that can be seen."""
@@ -175,7 +188,7 @@ class Optimizer(torch.optim.Optimizer):
         self._follow_groups()
         early = None if self.ahead is None else self.ahead(phase)
         with self._binding:
-            moves = self._advance(self._update(phase), phase is not Phase.LOCAL) if early is None else self._take(early)
+            moves = self._advance(self._update(phase), phase) if early is None else self._take(early)
             self._apply(moves)
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
@@ -184,7 +197,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, phase: Phase) -> UpdateFn:
         if phase not in self._updates:
-            update = donate(self._joined(phase).update(phase))
+            joined = self._joined(phase).update(phase)
+            if self._max_norm is not None:
+                joined = clipped(joined, phase, self._max_norm, next(iter(self._axes()), None))
+            update = donate(joined)
             self._updates[phase] = torch.compile(update, fullgraph=True) if self._compile else update
         return self._updates[phase]
 
@@ -213,12 +229,15 @@ class Optimizer(torch.optim.Optimizer):
         found = self._gradients.collect(groups, ask)
         return unscaled(found, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
 
-    def _advance(self, update: UpdateFn, ask: bool) -> tuple[list[Tensor], ...]:
+    def _advance(self, update: UpdateFn, phase: Phase) -> tuple[list[Tensor], ...]:
         """Move the states; return the updates of the parameters."""
         groups = [group["params"] for group in self.param_groups]
         state, params = self.states, tuple([p.detach() for p in params] for params in groups)
         before = [int(count) for count in self._skip_counts()]
-        updates, _ = update(self._collect(groups, ask), state, params)
+        grads = self._collect(groups, ask=phase is not Phase.LOCAL)
+        if self._unsure and phase is Phase.COMPRESSED:
+            self._unsure = not refuse_averaged(grads, self._axes())
+        updates, _ = update(grads, state, params)
         if self.skipped > max(before, default=0) and self._settle(groups, before):
             updates, _ = update(self._collect(groups), state, params)
         moves: tuple[list[Tensor], ...] = updates

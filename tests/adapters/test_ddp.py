@@ -1,95 +1,362 @@
-"""DDP with the communication of `fn`: real gloo ranks, small models, results compared bit for bit."""
+"""DDP with the communication of `fn`: two gloo ranks, results compared bit for bit with the serial steps."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import functools
+import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run
-from torch.nn.parallel import DistributedDataParallel
+from ddp_cases import Net, arrays, backward, build, same, train, wrapped
+from ranks import Raised, outcomes, run
 
 import fn
-from fn import tree
-from fn.adapters.ddp import bucketed, keep_local, overlap
+from fn import Phase
+from fn.adapters.arrivals import split
+from fn.adapters.ddp import average_gradients, bucketed, keep_local, overlap
 
-MAKES = {
-    "onebit_adam": partial(fn.onebit_adam, axis="data"),
-    "lazy": partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=True), codec=fn.sign(64)),
-    "onebit_lamb": partial(fn.onebit_lamb, axis="data", layout="flat"),
-    "zero_one_adam": partial(fn.zero_one_adam, axis="data"),
-}
-SCHEDULES = {"zero_one_adam": partial(fn.zero_one_schedule, 3, 2, 4, 4)}
+# All cases run in the same two processes, once.
+
+CASES: dict[str, Callable[[], Any]] = {}
 
 
-class Net(torch.nn.Module):
-    """A few layers; `extra` takes part only if it is asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(1)
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(12, 33), torch.nn.Tanh(), torch.nn.Linear(33, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3)
-        )
-        self.norm = torch.nn.LayerNorm(12)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layers(self.norm(x))
+def case(f: Callable[[], Any]) -> Callable[[], Any]:
+    CASES[f.__name__] = f
+    return f
 
 
-def wrapped(**options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(Net(), bucket_cap_mb=0.001, **options)
+def answer_all() -> dict[str, Any]:
+    return {name: f() for name, f in CASES.items()}
 
 
-def build(model: Any, name: str, elements: int = 300) -> fn.Optimizer:
-    schedule = SCHEDULES.get(name, partial(fn.freeze_after, 3))()
-    with fn.bind({"data": dist.group.WORLD}):
-        return fn.Optimizer(bucketed(model.parameters(), elements), MAKES[name], schedule=schedule, lr=0.01)
+@functools.cache
+def answers() -> list[dict[str, Any]]:
+    return run(2, answer_all)
 
 
-def batch(step: int, part: int = 0) -> torch.Tensor:
-    """Return this rank's part of a batch."""
-    generator = torch.Generator().manual_seed(1000 * step + 10 * part + dist.get_rank())
-    return torch.randn(4, 12, generator=generator)
+def answer(name: str) -> list[Any]:
+    """Return what each rank found in a case."""
+    return [found[name] for found in answers()]
 
 
-def train(model: Any, opt: fn.Optimizer, steps: range, accumulate: int = 1) -> None:
-    for t in steps:
-        for part in range(accumulate):
-            with nullcontext() if part == accumulate - 1 else model.no_sync():
-                model(batch(t, part)).square().mean().backward()
-        opt.step()
+# Steps that are taken ahead.
+
+WAYS = [("onebit_adam", 1, False), ("lazy", 3, True), ("onebit_lamb", 2, False), ("zero_one_adam", 1, True)]
+
+
+@case
+def both_ways() -> dict[tuple, Any]:
+    found = {}
+    for name, accumulate, view in WAYS:
+        serial = keep_local(wrapped(gradient_as_bucket_view=view))
+        ahead = wrapped(gradient_as_bucket_view=view)
+        first, second = build(serial, name), build(ahead, name)
+        running = overlap(ahead, second, least_wire_seconds=0.0)
+        train(serial, first, range(9), accumulate)
+        train(ahead, second, range(9), accumulate)
+        ends = [arrays(list(m.parameters()), o.states) for m, o in ((serial, first), (ahead, second))]
+        found[name] = (*ends, {phase.value: size for phase, size in running.bytes.items()})
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in WAYS])
+def test_overlapped_steps_are_bitwise_the_serial_ones_through_all_phases(name):
+    for found in answer("both_ways"):
+        serial, ahead, sent = found[name]
+        assert same(serial, ahead)
+        assert 0 < sent["compressed"] < sent["warmup"] / 3
+
+
+@case
+def rearranged() -> list[list[int]]:
+    """Return the sizes of DDP's buckets in each pass."""
+    model = wrapped()
+    running = average_gradients(model, fn.sign(), elements=300)
+    passes: list[list[int]] = []
+    inner = running.on_bucket
+
+    def watch(bucket):
+        if bucket.index() == 0:
+            passes.append([])
+        passes[-1].append(bucket.buffer().numel())
+        return inner(bucket)
+
+    running.on_bucket = watch
+    train(model, torch.optim.SGD(model.parameters(), 0.1), range(3))
+    return passes
+
+
+def test_ddp_does_rearrange_its_buckets_after_the_first_pass():
+    """Otherwise the comparisons here would not show that nothing is lost by it."""
+    for first, *others in answer("rearranged"):
+        assert len(first) == 1
+        assert all(len(later) > 2 for later in others)
+
+
+@case
+def without_a_step() -> tuple[list, list]:
+    """A backward pass whose step never comes, and one that adds to its gradients."""
+    serial, ahead = keep_local(wrapped()), wrapped()
+    first, second = build(serial), build(ahead)
+    overlap(ahead, second, least_wire_seconds=0.0)
+    for model, opt in ((serial, first), (ahead, second)):
+        train(model, opt, range(4))
+        backward(model, 4)
         opt.zero_grad()
+        backward(model, 5)
+        backward(model, 6)
+        opt.step()
+    return arrays(list(serial.parameters()), first.states), arrays(list(ahead.parameters()), second.states)
 
 
-def numpy(t: Any) -> list[Any]:
-    return [leaf.detach().numpy().copy() for leaf in tree.leaves(t)]
+def test_what_was_taken_ahead_is_thrown_away_if_its_step_never_comes():
+    assert all(same(*ends) for ends in answer("without_a_step"))
 
 
-def both_ways(name: str, accumulate: int, view: bool) -> tuple[Any, Any, Any]:
-    serial = keep_local(wrapped(gradient_as_bucket_view=view))
-    ahead = wrapped(gradient_as_bucket_view=view)
-    first, second = build(serial, name), build(ahead, name)
-    running = overlap(ahead, second, least_wire_seconds=0.0)
-    train(serial, first, range(9), accumulate)
-    train(ahead, second, range(9), accumulate)
-    found = [numpy((list(m.parameters()), o.states)) for m, o in ((serial, first), (ahead, second))]
-    return *found, {phase.value: size for phase, size in running.bytes.items()}
+class Boom(Exception):
+    """What the wire raises in the test below."""
 
 
-def same(a: list[Any], b: list[Any]) -> bool:
-    return len(a) == len(b) and all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))
+@case
+def broken() -> tuple[str, bool, list, list]:
+    model = wrapped()
+    opt = build(model)
+    overlap(model, opt, least_wire_seconds=0.0)
+    train(model, opt, range(4))
+    before = arrays(list(model.parameters()), opt.states)
+    inner, opt.update_group = opt.update_group, lambda *args: (_ for _ in ()).throw(Boom("no wire"))
+    backward(model, 4)
+    try:
+        opt.step()
+    except Boom as error:
+        text = str(error)
+    after = arrays(list(model.parameters()), opt.states)
+    opt.update_group = inner
+    opt.zero_grad()
+    train(model, opt, range(4, 6))
+    end = arrays(list(model.parameters()), opt.states)
+    return text, same(before, after), end, arrays(list(model.parameters()))
+
+
+def test_an_error_behind_backward_is_raised_by_the_step_and_changes_nothing():
+    found = answer("broken")
+    assert all((text, unchanged) == ("no wire", True) for text, unchanged, _, _ in found)
+    assert same(found[0][3], found[1][3])
+
+
+def refusal(f: Callable[[], Any]) -> str:
+    try:
+        f()
+    except (TypeError, ValueError) as error:
+        return str(error)
+    return "nothing raised"
+
+
+@case
+def refused() -> dict[str, str]:
+    found = {}
+    model = wrapped()
+    opt = build(model)
+    overlap(model, opt, least_wire_seconds=0.0)
+    backward(model, 0)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    found["clipped"] = refusal(opt.step)
+    backward(model, 0)
+    opt.param_groups[0]["lr"].mul_(0.5)
+    found["lr"] = refusal(opt.step)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(model(torch.ones(1, 12)).sum()).backward()
+    found["scaler"] = refusal(lambda: scaler.step(opt))
+    other = wrapped()
+    found["parameters"] = refusal(lambda: overlap(other, opt))
+    found["max_norm"] = refusal(lambda: overlap(other, build(other, max_norm=1.0)))
+    found["compile"] = refusal(lambda: overlap(other, build(other, compile=True)))
+    found["type"] = refusal(lambda: overlap(other, torch.optim.SGD(other.parameters())))
+    found["axis"] = refusal(lambda: overlap(other, fn.Optimizer(other.parameters(), fn.adamw)))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("name", "accumulate", "view"),
-    [("onebit_adam", 1, False), ("lazy", 3, True), ("onebit_lamb", 2, False), ("zero_one_adam", 1, True)],
+    ("name", "text"),
+    [
+        ("clipped", "changed between backward and step, by clipping"),
+        ("lr", "param_groups: changed between backward and step"),
+        ("scaler", "scaler: scales the loss, but overlap does not know it"),
+        ("parameters", "optimizer: parameter 0 of param group 0 is none of the model's"),
+        ("max_norm", "optimizer: clips by max_norm"),
+        ("compile", "optimizer: is compiled"),
+        ("type", "optimizer: is SGD; allowed is fn.Optimizer"),
+        ("axis", "optimizer: communicates over the axes {}"),
+    ],
 )
-def test_overlapped_steps_are_bitwise_the_serial_ones_through_all_phases(name, accumulate, view):
-    """DDP rearranges its buckets after the first step; with several small param groups nothing is lost by it."""
-    for serial, ahead, sent in run(2, both_ways, name, accumulate, view):
+def test_what_overlap_cannot_do_is_refused_with_the_reason(name, text):
+    assert all(text in found[name] for found in answer("refused"))
+
+
+@case
+def on_a_fast_wire() -> tuple[list, list, list[str], bool]:
+    serial, ahead = keep_local(wrapped()), wrapped()
+    first, second = build(serial), build(ahead)
+    running = overlap(ahead, second)
+    said: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("fn.adapters.overlap").addHandler(handler)
+    train(serial, first, range(7))
+    train(ahead, second, range(7))
+    ends = [arrays(list(m.parameters()), o.states) for m, o in ((serial, first), (ahead, second))]
+    return *ends, said, any(running.is_on(phase) for phase in Phase)
+
+
+def test_overlap_switches_itself_off_on_a_fast_wire_and_says_so():
+    for serial, ahead, said, on in answer("on_a_fast_wire"):
         assert same(serial, ahead)
-        assert sent["compressed"] < sent["warmup"] / 3
+        assert not on
+        assert [text[:31] for text in said] == ["overlap is off in the warmup ph", "overlap is off in the compresse"]
+
+
+# Gradients that are averaged in codes.
+
+CODECS = {
+    "LoCo": (fn.int4, partial(fn.damped, 0.8, 4)),
+    "int8": (fn.int8, fn.off),
+    "sign": (fn.sign, fn.classic),
+}
+
+
+def by_hand(codec: str, accumulate: int) -> list:
+    """The same with pure functions: gradients of each rank's own, then the compressed mean of each parcel."""
+    model = keep_local(wrapped())
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    make, feedback = CODECS[codec]
+    tx = fn.chain(fn.average("data"), fn.compressed_average("data", make(), feedback()))
+    parcels = split(list(model.parameters()), 300)
+    with fn.bind({"data": dist.group.WORLD}), torch.no_grad():
+        states = [tx.init([p.detach() for p in parcel]) for parcel in parcels]
+        for t in range(7):
+            with torch.enable_grad():
+                backward(model, t, accumulate)
+            for i, parcel in enumerate(parcels):
+                update = tx.update(fn.freeze_after(3)(t))
+                means, states[i] = update([p.grad for p in parcel], states[i], parcel)
+                for p, mean in zip(parcel, means, strict=True):
+                    p.grad.copy_(mean)
+            opt.step()
+            opt.zero_grad()
+    return arrays(list(model.parameters()), states)
+
+
+@case
+def in_codes() -> dict[str, Any]:
+    found = {}
+    for codec, accumulate in (("LoCo", 1), ("int8", 2), ("sign", 3)):
+        model = wrapped(gradient_as_bucket_view=codec == "int8")
+        make, feedback = CODECS[codec]
+        running = average_gradients(model, make(), feedback(), schedule=fn.freeze_after(3), elements=300)
+        train(model, torch.optim.AdamW(model.parameters(), lr=0.01), range(7), accumulate)
+        ends = arrays(list(model.parameters()), running.states), by_hand(codec, accumulate)
+        found[codec] = (*ends, arrays(list(model.parameters())), running.bytes[Phase.COMPRESSED], running.steps)
+    return found
+
+
+@pytest.mark.parametrize("codec", sorted(CODECS))
+def test_averaged_gradients_are_bitwise_those_of_the_pure_functions(codec):
+    """Through DDP's rearrangement of its buckets, so the errors outlive it."""
+    first, second = (found[codec] for found in answer("in_codes"))
+    for found, expected, _, sent, steps in (first, second):
+        assert same(found, expected)
+        assert 0 < sent < 4 * sum(p.numel() for p in Net().parameters()) / 2
+        assert steps == 7
+    assert same(first[2], second[2])
+
+
+@case
+def averaged_and_resumed() -> tuple[list, list]:
+    def start(saved: dict | None = None, weights: dict | None = None):
+        model = wrapped()
+        if weights is not None:
+            model.load_state_dict(weights)
+        mean = average_gradients(model, fn.sign(), schedule=fn.freeze_after(2), elements=300)
+        if saved is not None:
+            mean.load_state_dict(saved)
+        return model, mean, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    model, mean, opt = start()
+    train(model, opt, range(5))
+    copy, resumed, other = start(mean.state_dict(), {k: v.clone() for k, v in model.state_dict().items()})
+    train(model, opt, range(5, 8))
+    train(copy, other, range(5, 8))
+    return arrays(list(model.parameters()), mean.states), arrays(list(copy.parameters()), resumed.states)
+
+
+def test_averaged_gradients_continue_bit_for_bit():
+    assert all(same(*ends) for ends in answer("averaged_and_resumed"))
+
+
+@case
+def local_schedule() -> str:
+    model = wrapped()
+    average_gradients(model, fn.sign(), schedule=lambda step: Phase.LOCAL)
+    return refusal(lambda: backward(model, 0))
+
+
+def test_averaged_gradients_have_no_local_phase():
+    assert all("schedule: asks for the local phase" in text for text in answer("local_schedule"))
+
+
+# Gradients that DDP has averaged already.
+
+
+def with_plain_ddp(allowed: bool) -> int:
+    model = wrapped()
+    opt = build(model, refuse_averaged=not allowed)
+    train(model, opt, range(5))
+    return opt.steps
+
+
+def test_gradients_that_ddp_averaged_are_refused_in_the_compressed_phase_on_all_ranks():
+    for found in outcomes(2, with_plain_ddp, False):
+        assert isinstance(found, Raised)
+        assert found.kind == "ValueError"
+        assert "averaged already" in found.text
+        assert "keep_local" in found.text
+
+
+@case
+def allowed_to_be_averaged() -> int:
+    return with_plain_ddp(True)
+
+
+def test_gradients_that_are_the_same_on_purpose_are_allowed():
+    assert answer("allowed_to_be_averaged") == [5, 5]
+
+
+# Arguments, on no rank.
+
+
+@pytest.mark.parametrize(
+    "f", [keep_local, partial(overlap, optimizer=None), partial(average_gradients, codec=fn.sign())]
+)
+def test_a_model_that_is_not_in_ddp_is_refused(f):
+    with pytest.raises(TypeError, match="model: is Net; allowed is DistributedDataParallel"):
+        f(Net())
+
+
+def test_bucketed_keeps_groups_and_hyper_parameters_and_every_parameter_once():
+    net = Net()
+    params = list(net.parameters())
+    groups = bucketed([{"params": params[:4], "lr": 0.5}, {"params": params[4:]}], 400)
+    assert sorted(id(p) for g in groups for p in g["params"]) == sorted(map(id, params))
+    for group in groups:
+        inside = {id(p) for p in params[:4]} >= {id(p) for p in group["params"]}
+        assert (group.get("lr") == 0.5) == inside
+
+
+@pytest.mark.parametrize(("params", "elements", "kind"), [([torch.ones(2)], 0, ValueError), ([("w", 1)], 8, TypeError)])
+def test_bucketed_refuses_by_name(params, elements, kind):
+    with pytest.raises(kind, match=r"elements: is 0|params: hold a tuple"):
+        bucketed(params, elements)

@@ -1,0 +1,35 @@
+"""Clipping by the global norm over all param groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fn.base import Phase, UpdateFn, chain
+from fn.collectives.axis import ALONE, Axis, Binding
+from fn.transforms.average import average
+from fn.transforms.clip import clip_by_global_norm
+
+Tree = Any
+
+
+def clipped(update: UpdateFn, phase: Phase, max_norm: float, axis: str | None) -> UpdateFn:
+    """Clip gradients by their global norm before an update.
+
+    In the warm-up the gradients are averaged first, those of all groups in one message, and their norm is that of the
+    averaged gradient. The update is then that of one rank on the mean gradient. In the compressed phase the averaged
+    gradient is not known before it has been sent; all ranks scale by one factor, from the root of the mean squared
+    norm, which is an upper bound of the norm of the mean. It is a 4-byte message ahead of the others.
+
+    Args: update: of a transform over all groups. phase: of the update. max_norm: positive. axis: the ranks.
+    """
+    links = chain(average(axis), clip_by_global_norm(max_norm, axis))
+    alone = Binding({} if axis is None or phase is not Phase.WARMUP else {axis: Axis(1, torch.tensor(0), ALONE)})
+
+    def clip_and_update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        grads, _ = links.update(phase)(updates, ((), ()), params)
+        with alone:
+            return update(grads, state, params)
+
+    return clip_and_update

@@ -1,0 +1,141 @@
+"""The mean of gradients in codes, behind the backward pass, for any optimizer of torch.
+
+model = DistributedDataParallel(model)
+mean = average_gradients(model, fn.int8(), fn.damped(), schedule=fn.freeze_after(1000))
+opt = torch.optim.AdamW(model.parameters())        # finds averaged gradients, as always under DDP
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.adapters.amp import unscaled
+from fn.adapters.arrivals import Arrivals, leaving_order
+from fn.adapters.communication_thread import CommunicationThread
+from fn.adapters.state_dict import check_fits
+from fn.base import Phase, Transform
+from fn.collectives.axis import Binding
+from fn.collectives.ledger import ledger
+from fn.schedules import Schedule
+from fn.transforms.finite import all_finite
+
+Tree = Any
+
+
+class GradientAverage:
+    """Averages the gradients of one DDP model. Made by `fn.adapters.ddp.average_gradients`.
+
+    steps: synchronised backward passes so far. skipped: those that were not finite on some rank; they leave the errors
+    as they were and deliver the non-finite gradients to all ranks. states: the errors, one entry per parcel of
+    parameters; new tensors after each step. bytes: what a rank sent in the last step of each phase.
+    """
+
+    def __init__(
+        self,
+        parcels: Sequence[Sequence[Tensor]],
+        params: Sequence[Tensor],
+        transform: Transform,
+        states: tuple[Tree, ...],
+        binding: Binding,
+        schedule: Schedule,
+        scaler: Any,
+    ):
+        self.steps, self.skipped, self.states, self.schedule = 0, 0, states, schedule
+        self.bytes: dict[Phase, int] = {}
+        self._parcels, self._transform, self._scaler = parcels, transform, scaler
+        self._order = leaving_order(parcels, params)
+        self._thread = CommunicationThread(binding, params[0].device)
+        self._start(Phase.WARMUP)
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase of the next step."""
+        return Phase(self.schedule(self.steps))
+
+    def _start(self, phase: Phase) -> None:
+        self._phase, self._arrivals = phase, Arrivals(self._parcels, self._order)
+        self._jobs: dict[int, Future[tuple[bool, Tree]]] = {}
+        self._waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._scale = None if self._scaler is None else float(self._scaler.get_scale())
+        self._sent = 0
+
+    def on_bucket(self, bucket: Any) -> Any:
+        """DDP's communication hook: return a future of the bucket, averaged.
+
+        Raises: ValueError in the local phase, in which nobody would average.
+        """
+        if bucket.index() == 0:
+            if self.phase is Phase.LOCAL:
+                raise ValueError(
+                    "schedule: asks for the local phase; gradients have only a warm-up and a compressed one"
+                )
+            self._start(self.phase)
+        device = bucket.buffer().device
+        done: Any = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
+        self._waiting.append((done, bucket.buffer()))
+        ready = self._arrivals.add(bucket.parameters(), bucket.gradients())
+        for parcel in [*ready, *(self._arrivals.rest() if bucket.is_last() else [])]:
+            self._jobs[parcel] = self._thread.submit(self._job(parcel, self._arrivals.grads(parcel)))
+        if bucket.is_last():
+            self._thread.submit(self._finish)
+        return done
+
+    def _job(self, parcel: int, grads: list[Tensor]) -> Any:
+        def run() -> tuple[bool, Tree]:
+            for job in self._jobs.values():  # after an error the peers may be gone
+                if job.done():
+                    job.result()
+            params = [p.detach() for p in self._parcels[parcel]]
+            with ledger() as sent:
+                wide = unscaled((grads,), self._scale, None)[0]
+                means, after = self._transform.update(self._phase)(wide, self.states[parcel], params)
+            self._sent += sent.total
+            for g, mean in zip(grads, means, strict=True):
+                g.copy_(mean if self._scale is None else mean * self._scale)
+            return bool(all_finite(means)), after
+
+        return run
+
+    def _finish(self) -> None:
+        """Take the new errors over if all parcels are finite; let DDP go on."""
+        try:
+            results = [self._jobs[parcel].result() for parcel in range(len(self._parcels))]
+        except BaseException as error:
+            failed: Any = error  # torch annotates it as a tensor
+            for future, _ in self._waiting:
+                future.set_exception(failed)
+            return
+        if all(finite for finite, _ in results):
+            self.states = tuple(after for _, after in results)
+        else:
+            self.skipped += 1
+        self.steps += 1
+        self.bytes[self._phase] = self._sent
+        for future, buffer in self._waiting:
+            future.set_result(buffer)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return steps, skipped steps and errors as a flat {path: tensor}. The errors are this rank's own."""
+        found = {"steps": torch.tensor(self.steps), "skipped": torch.tensor(self.skipped)}
+        named = zip(tree.paths(self.states), tree.leaves(self.states), strict=True)
+        return {**found, **{f"state.{path}": leaf.clone() for path, leaf in named}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank, bit for bit.
+
+        Raises: ValueError that names the first path that does not fit; nothing is loaded then.
+        """
+        check_fits(self.state_dict(), state_dict)
+        self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
+        leaves, structure = tree.flatten(self.states)
+        found = [
+            state_dict[f"state.{path}"].to(own.device, copy=True)
+            for path, own in zip(tree.paths(self.states), leaves, strict=True)
+        ]
+        self.states = tree.unflatten(structure, found)
