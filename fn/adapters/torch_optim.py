@@ -138,6 +138,7 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
+            _refuse_sharded(group["params"])
             tree.check_real(group["params"], "params")
             self._start(group)
         except BaseException:
@@ -308,6 +309,15 @@ class Optimizer(torch.optim.Optimizer):
         restore_flat(self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+
+def _refuse_sharded(params: Iterable[Tensor]) -> None:
+    for i, p in enumerate(params):
+        if hasattr(p, "device_mesh"):
+            raise TypeError(
+                f"params: parameter {i} is a DTensor, whose gradients FSDP2 reduces before an optimizer sees them; "
+                "compress these with fn.adapters.fsdp.compress(module), and give the parameters to torch.optim"
+            )
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
