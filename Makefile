@@ -13,12 +13,13 @@ HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 HAS_VENV := import ensurepip, venv
 HAS_TORCH := import torch; v = torch.__version__.split("."); assert (2, 11) <= (int(v[0]), int(v[1])) < (2, 14)
 
-.PHONY: help demo test lint deepspeed-test
+.PHONY: help demo test lint notebooks deepspeed-test
 
 help:
 	@echo "make demo   train a small language model with AdamW and with 1-bit Adam on $(RANKS) ranks; results in $(OUT)/"
 	@echo "make test   ruff, mypy and all tests"
 	@echo "make lint   ruff and mypy only"
+	@echo "make notebooks   run the notebooks and keep their outputs"
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
 	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)"
 
@@ -32,6 +33,9 @@ test: lint
 lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+notebooks: .venv/.test
+	$(BIN)/python notebooks/execute.py
 
 # Downloads a second torch; DeepSpeed compiles a small extension at its first start, for which it needs a C++ compiler.
 deepspeed-test: .venv-deepspeed/.done
