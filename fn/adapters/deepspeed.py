@@ -4,7 +4,8 @@
     opt = OnebitAdam(model.parameters(), lr=1e-3, freeze_step=1000)
 
 They take each rank's own gradients and average them themselves in the warm-up. What each does step by step is in
-`fn.adapters.deepspeed_numerics`; what to change when leaving DeepSpeed, in `docs/leaving-deepspeed.md`.
+`fn.adapters.deepspeed_numerics`; what to change when leaving DeepSpeed, in `docs/leaving-deepspeed.md`. The 4-bit
+reductions of its ZeRO-3, `loco_quant_reduce` and `quant_reduce`, are in `fn.adapters.deepspeed_loco`.
 """
 
 from __future__ import annotations
@@ -15,11 +16,24 @@ from typing import Any
 from fn import tree
 from fn.adapters import deepspeed_numerics as numerics
 from fn.adapters.deepspeed_base import AXIS, DeepSpeedOptimizer, Group, refuse_amsgrad, warn_unused
+from fn.adapters.deepspeed_loco import LocoErrors, loco_quant_reduce, quant_reduce
 from fn.adapters.donate import write_back
 from fn.adapters.torch_optim import Params
 from fn.base import Transform
 from fn.collectives.primitives import pmean
 from fn.schedules import freeze_after, zero_one_schedule
+
+__all__ = [
+    "BACKENDS",
+    "NAMES",
+    "LocoErrors",
+    "OnebitAdam",
+    "OnebitLamb",
+    "ZeroOneAdam",
+    "from_config",
+    "loco_quant_reduce",
+    "quant_reduce",
+]
 
 
 class OnebitAdam(DeepSpeedOptimizer):
