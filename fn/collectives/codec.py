@@ -214,8 +214,8 @@ def identity(dtype: torch.dtype | None = None) -> Codec:
 
     Raises: TypeError if dtype is not a floating dtype.
     """
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"dtype: is {dtype}; allowed are floating dtypes and None")
+    if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"dtype: is {dtype}; allowed are float16, bfloat16, float32, float64 and None")
 
     def decode(payload: Tensor) -> Tensor:
         return payload.float() if payload.dtype in (torch.float16, torch.bfloat16) else payload

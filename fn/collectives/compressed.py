@@ -150,9 +150,19 @@ def settle_errors(
     halves = (_codec(codec, segments), axis_size(axis)), (_own_codec(codec, segments, axis), 1)
     found = [(_fused(half, feedback), rows) for half, rows in halves]
     worker, server = (
-        fused.settle(error, rows) if fused else error for error, (fused, rows) in zip(errors, found, strict=True)
+        fused.settle(error, rows) if fused else _plain(error, feedback)
+        for error, (fused, rows) in zip(errors, found, strict=True)
     )
     return worker, server
+
+
+def _plain(error: Tree, feedback: Feedback) -> Tree:
+    """Return what an error adds to a vector of zeros."""
+    leaves = tree.leaves(error)
+    if not leaves:
+        return error
+    dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
+    return feedback.compensate(torch.zeros_like(leaves[0], dtype=dtype), error)
 
 
 def encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree) -> tuple[Tree, Tree]:
@@ -186,8 +196,8 @@ def _own_codec(codec: Codec, segments: Segments | None, axis: str) -> Codec:
 
 
 def _check(x: Tensor, error: Tree, align: int, argument: str) -> None:
-    if not x.is_floating_point():
-        raise TypeError(f"{argument}: has dtype {x.dtype}; allowed are floating dtypes")
+    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        raise TypeError(f"{argument}: has dtype {x.dtype}; allowed are float16, bfloat16, float32 and float64")
     if x.ndim != 1 or x.shape[0] % align:
         raise ValueError(
             f"{argument}: has shape {tuple(x.shape)}; allowed is one dimension, a multiple of {align} long"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fn.collectives.segments import tile
+from fn.collectives.store import store_of
 
 Tree = Any
 
@@ -36,6 +37,13 @@ class Classic(NamedTuple):
     """The rule of `classic`. lazy: whether the codec may choose the form of the error."""
 
     lazy: bool
+
+
+class StoredClassic(NamedTuple):
+    """The rule of `classic` with a store, its arguments."""
+
+    store: Any
+    block: int
 
 
 class Damped(NamedTuple):
@@ -71,29 +79,43 @@ class DampedError(NamedTuple):
     age: Tensor
 
 
-def classic(*, lazy: bool = False) -> Feedback:
+def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block: int = 64) -> Feedback:
     """Keep the whole difference: c = x + e, send C(c), e <- c - C(c).
 
-    The sum of all that was delivered plus the last error is the sum of all that was to be sent. Errors are float64
-    for float64 vectors and float32 for all others.
+    The sum of all that was delivered plus the last error is the sum of all that was to be sent, up to rounding; with
+    a store, up to the sum of what saving lost in each step, at most abs(e) / 256 in bf16 and a 128th of the block's
+    largest magnitude in int8. Errors are float64 for float64 vectors and float32 for all others, unless stored.
 
-    Args: lazy: let `initial_errors` choose the form in which the codec's kernels are fastest (`LazyError` for signs).
-        The numbers are the same; False keeps errors as vectors that can be looked at.
+    Args:
+        lazy: let `initial_errors` choose the form in which the codec's kernels are fastest (`LazyError` for signs).
+            The numbers are the same; False keeps errors as vectors that can be looked at.
+        store: what the error is kept as between steps: None as it is, `torch.bfloat16` in 2 bytes per element,
+            `torch.int8` in 1 + 4 / block bytes. Choose one where memory is short; the price is a few passes over
+            temporary vectors, and differences below the store's resolution are forgotten.
+        block: elements that share a scale in int8. Larger saves little memory; smaller helps where neighbours in the
+            flat vector differ much. Blocks do not know where tensors end.
+    Raises: ValueError for another store, a block that is not positive, or lazy together with a store.
 
     Paper: Seide et al., 1-bit SGD (Interspeech 2014); Karimireddy et al., Error feedback fixes SignSGD (ICML 2019),
         algorithm 1.
     """
+    if lazy and store is not None:
+        raise ValueError("lazy: is True together with a store; a lazy error is kept as the vector that was sent")
+    kept = store_of(store, block)
 
-    def init(x: Tensor) -> Tensor:
-        return torch.zeros_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    def init(x: Tensor) -> Tree:
+        return kept.save(torch.zeros_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32))
 
     def compensate(x: Tensor, error: Tree) -> Tensor:
         if isinstance(error, LazyError):
             raise TypeError("error: is lazy, but this codec has no kernel for it; make the state with the codec in use")
-        compensated: Tensor = x + error
+        compensated: Tensor = x + kept.load(error)
         return compensated
 
-    return Feedback(init, compensate, lambda compensated, decoded, error: compensated - decoded, Classic(lazy))
+    def residual(compensated: Tensor, decoded: Tensor, error: Tree) -> Tree:
+        return kept.save(compensated - decoded)
+
+    return Feedback(init, compensate, residual, Classic(lazy) if store is None else StoredClassic(str(store), block))
 
 
 def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedback:
@@ -101,12 +123,19 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
 
         h = x + e,   send C(h),   e <- Q_8(beta e + (1 - beta) (h - C(h)))
 
-    In steps 0, `every`, 2 `every`, ... e counts as zero. h and the average are rounded to the dtype of x.
+    In steps 0, `every`, 2 `every`, ... e counts as zero. h and the average are rounded to the dtype of x. The error
+    takes 1 + 4 / block bytes per element. Unlike `classic` it does not promise that everything arrives in the end: of
+    a difference, 1 - beta enters the error, and the error is sent again and again while it fades.
 
     Args:
-        beta: weight of the old error, 0 <= beta < 1.
-        every: steps between resets.
-        block: elements that share a scale of the stored error.
+        beta: weight of the old error, 0 <= beta < 1. The error is an average over about 1 / (1 - beta) steps. Raise
+            it where single differences are mostly noise, as with small batches; lower it where more of each has to
+            arrive; 0 is `classic` in 8 bits.
+        every: steps between resets. A reset drops what has become stale, after the learning rate or the data changed.
+            Lower it if the loss drifts apart from exact training's in a long run; a number above the length of the
+            training resets at its start only.
+        block: elements that share a scale of the stored error. Leave it at the codec's block: then encoding and
+            feedback are one kernel, and blocks end where tensors end.
     Raises: ValueError if an argument is out of range.
 
     Paper: Xie et al., LoCo (arXiv 2407.04480), algorithm 1.

@@ -26,10 +26,13 @@ def int4(block: int = 256) -> Codec:
 
         M = max |x|,   code = clamp(round(8 x / M), -8, 7),   C(x) = code M / 8
 
-    The largest positive element of a block comes back as 7/8 of itself, the largest negative one exactly. A block
-    with a NaN or an Inf comes back as NaN.
+    The range is symmetric and used in full. The largest positive element of a block comes back as 7/8 of itself, the
+    largest negative one exactly; all others are off by at most M / 16. Zero stays zero. A block with a NaN or an Inf
+    comes back as NaN.
 
-    Args: block: elements of a block; blocks do not cross from one tensor into another.
+    Args: block: elements that share a scale; blocks do not cross from one tensor into another. The wire carries 4 + 32
+        / block bits per element: 4.125 by default. Smaller blocks follow outliers better, 64 costs 4.5 bits; larger
+        ones save at most the last 3 %. Change it together with the `block` of `damped`.
     Raises: ValueError if block is not a positive multiple of 8.
 
     Paper: Wang et al., ZeRO++ (arXiv 2306.10209), section 4.3; the arithmetic is that of DeepSpeed's kernels.
@@ -40,7 +43,10 @@ def int4(block: int = 256) -> Codec:
 def int8(block: int = 256) -> Codec:
     """Send 8 bits per element and one scale per block, as `int4` with 128 for 8.
 
-    Args and Raises: as for `int4`.
+    Elements are off by at most M / 256, the largest positive one by M / 128. Accurate enough for params on their way
+    back, without feedback; for gradients `int4` with feedback does with half the bytes.
+
+    Args and Raises: as for `int4`; 8 + 32 / block bits per element.
 
     Paper: Dettmers et al., 8-bit Optimizers (arXiv 2110.02861), for the blocks; Wang et al., ZeRO++ (arXiv
         2306.10209), section 4.1. The arithmetic is that of DeepSpeed's kernels.
