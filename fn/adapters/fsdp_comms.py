@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from fn import tree
 from fn.collectives import primitives
@@ -139,7 +140,7 @@ class CompressedAllGather(_Allocates, AllGather):
     ) -> dist.Work | None:
         """Gather (n,) of every rank to (W * n,)."""
         if group is not self.group:
-            work: dist.Work | None = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
+            work: dist.Work | None = DefaultAllGather()(output_tensor, input_tensor, group, async_op)
             return work
         with bind({self.axis: group}), self.sent:
             shard, segments = self.rows.widen(input_tensor), self.rows.segments

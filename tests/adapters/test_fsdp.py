@@ -11,7 +11,8 @@ import torch.distributed as dist
 from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 import fn
@@ -103,17 +104,35 @@ def identity_on_a_rank():
         found[name] = same(exact, ours), messages(compressed), messages(compressed, "all_gather")
     compressed.remove()
     train(model, batches(2))
-    return found, messages(compressed)
+    found["removed"] = messages(compressed)
+    sums = []
+    for install in (None, True):
+        model = sharded()
+        for part in model.modules():
+            if isinstance(part, FSDPModule):
+                part.set_force_sum_reduction_for_comms(True)
+        if install:
+            compress(model, fn.identity(), fn.off())
+        sums.append(totals(model))
+    found["sum"] = same(*(list(found.values()) for found in sums))
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_force_sum_reduction_for_comms(False)
+            part.set_gradient_divide_factor(4.0)  # a pre-multiplied sum, which gloo itself does not have
+    found["factor"] = same([x / 2 for x in sums[0].values()], list(totals(model).values()))
+    return found
 
 
 def test_with_the_identity_training_is_bitwise_what_it_is_without_us():
-    for found, after in run(2, identity_on_a_rank):
+    for found in run(2, identity_on_a_rank):
+        assert found["sum"]
+        assert found["factor"]
         for name, (_, accumulate, reshard) in CASES.items():
             equal, reduced, gathered = found[name]
             assert equal, name
             assert reduced == 3 * (2 if accumulate else 4)  # three groups; nothing is sent while gradients gather
             assert gathered >= (2 * 4 * 2 if reshard else 2 * 4)
-        assert after == found["fp16"][1]  # FSDP2's own communication is back
+        assert found["removed"] == found["fp16"][1]  # FSDP2's own communication is back
 
 
 def local(x: DTensor) -> torch.Tensor:
@@ -214,6 +233,12 @@ def replicas_on_a_rank():
     ours = sharded(mesh["shards"])
     compress(ours, fn.identity(), fn.off(), replicas=Replicas(mesh["replicas"], fn.identity(), fn.off()))
     found["replicas"] = same(train(ours, data), exact)
+    options = {"reshard_after_forward": 2}  # after the forward pass shards of half the size remain, on two ranks
+    exact = train(sharded(**options), data)
+    smaller = sharded(**options)
+    compress(smaller, fn.identity(), fn.off(), gather=fn.identity())
+    pairs = zip(train(smaller, data), exact, strict=True)
+    found["smaller mesh"] = max((x - y).abs().max().item() for x, y in pairs)  # four ranks: other orders of addition
     coded = sharded(mesh["shards"])
     compressed = compress(coded, fn.identity(), fn.off(), replicas=Replicas(mesh["replicas"], fn.sign(), fn.classic()))
     found["sums"] = [totals(model, local) for model in (sharded(mesh), coded)]
@@ -228,6 +253,7 @@ def test_the_axis_of_replicas_is_averaged_exactly_or_in_codes():
     for found in ranks:
         assert found["hybrid"]
         assert found["replicas"]
+        assert found["smaller mesh"] < 1e-5
         assert found["sent"] == {"shards", "replicas"}
     for first, second in ((ranks[0], ranks[2]), (ranks[1], ranks[3])):  # the two replicas of a shard
         exact, got = first["sums"]
@@ -279,6 +305,12 @@ def test_the_wire_carries_a_seventh_of_the_gradient():
         assert exact >= 2 * (1 << 19) * 4  # two ranks, half of the gradient each
 
 
+class Own(ReduceScatter):
+    """Somebody else's communication object."""
+
+    allocate = __call__ = None
+
+
 def loco_on_a_rank(path: str):
     """Train, save, go on; then load and go on: both must be the same. Then what is refused."""
     rank, found = dist.get_rank(), {}
@@ -318,8 +350,21 @@ def loco_on_a_rank(path: str):
     found["unchanged"] = all(torch.equal(v, before[k]) for k, v in compressed.state_dict().items())
 
     comms = [block._get_fsdp_state() for block in model.blocks]
+
+    def own():
+        theirs = fully_shard(Net())
+        theirs.set_custom_reduce_scatter(Own())
+        compress(theirs)
+
+    def several_dtypes():
+        mixed = Net()
+        mixed.frozen = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+        compress(fully_shard(mixed), gather=fn.int8())
+
     refusals = {
         "twice": lambda: compress(model),
+        "own": own,
+        "dtypes": several_dtypes,
         "not sharded": lambda: compress(Net()),
         "optimizer": lambda: fn.Optimizer(model.parameters(), partial(fn.adamw, axis="data")),
         "disagree": lambda: compress(sharded(), fn.int4(8 if rank else 16)),
@@ -342,6 +387,8 @@ def test_loco_resumes_bit_for_bit_and_refuses_what_does_not_fit(tmp_path):
         assert "'(root).widths' is [54, 6, 12, 1], but is [63, 7, 13, 1] here" in found["another width"]
         assert "'blocks.0.rank' is missing; errors belong to" in found["another grouping"]
         assert "'(root).reduce_scatter' is unexpected" in found["another feedback"]
+        assert "(root) has a communication object of its own, Own" in found["own"]
+        assert "gather: (root) gathers parameters of several" in found["dtypes"]
         assert "(root) is compressed already; call remove()" in found["twice"]
         assert "holds no FSDPModule; call torch.distributed.fsdp.fully_shard" in found["not sharded"]
         assert "fn.adapters.fsdp.compress" in found["optimizer"]
@@ -375,6 +422,10 @@ def faults_on_a_rank():
     with pytest.raises(RuntimeError) as refused:
         part(batches(1)[0]).sum().backward()
     found["partly"] = str(refused.value), messages(compressed)
+    still = fully_shard(nn.Sequential(fully_shard(nn.Linear(9, 9).requires_grad_(False)), nn.Linear(9, 1)))
+    compressed = compress(still)
+    train(still, batches(2))
+    found["frozen group"] = messages(compressed)
     part = fully_shard(Partly())
     part.set_reduce_scatter_unused_params(True)
     compressed = compress(part)
@@ -393,3 +444,4 @@ def test_non_finite_gradients_and_missing_ones_leave_the_errors_alone():
         assert "set_reduce_scatter_unused_params(True)" in text
         assert sent == 0
         assert found["wholly"] == 1
+        assert found["frozen group"] == 2
