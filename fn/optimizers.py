@@ -7,11 +7,17 @@ from typing import Literal
 from torch import Tensor
 
 from fn.base import Transform, chain
+<<<<<<< HEAD
 from fn.collectives.axis import AxisNames
 from fn.collectives.codec import sign
 from fn.collectives.feedback import damped
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.collectives.int_codec import int4
+=======
+from fn.collectives.codec import Codec, sign
+from fn.collectives.feedback import Feedback, classic
+from fn.transforms.adam_in_place import Descent, with_adam_in_place, with_onebit_adam_in_place
+>>>>>>> 39ddf99 (Whole steps in place: AdamW and 1-bit Adam read and write memory once behind fn.Optimizer on a CPU)
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
 from fn.transforms.finite import skip_nonfinite
@@ -45,7 +51,8 @@ def adamw(
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )
-    return agreed(skip_nonfinite(tx), axis)
+    tx = agreed(skip_nonfinite(tx), axis)
+    return with_adam_in_place(tx, axis, Descent(lr, b1, b2, eps, weight_decay, corrected=True))
 
 
 def onebit_adam(
@@ -76,14 +83,18 @@ def onebit_adam(
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
     Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made.
     """
-    sync = compressed_average(axis, codec or sign(), feedback, layout=layout)
+    codec, feedback = codec or sign(), feedback or classic()
+    sync = compressed_average(axis, codec, feedback, layout=layout)
     tx = chain(
         average(axis),
         scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )
-    return agreed(skip_nonfinite(tx), axis)
+    tx = agreed(skip_nonfinite(tx), axis)
+    descent = Descent(lr, b1, b2, eps, weight_decay, corrected=bias_correction)
+    tx = with_adam_in_place(tx, axis, descent)
+    return with_onebit_adam_in_place(tx, axis, descent, codec, feedback, layout, keep_zeros=keep_zeros)
 
 
 def lamb(

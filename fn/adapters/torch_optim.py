@@ -15,12 +15,14 @@ from fn.adapters.averaged import refuse_averaged
 from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
+from fn.adapters.staged import staged
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import current_binding, rank_dims
 from fn.schedules import FreezeWhenStable, Schedule
 from fn.transforms.finite import SkipState, skip_nonfinite, together
+from fn.transforms.in_place import InPlace
 
 Tree = Any
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -202,7 +204,11 @@ class Optimizer(torch.optim.Optimizer):
             if self._max_norm is not None:
                 joined = clipped(joined, phase, self._max_norm, next(iter(self._axes()), None))
             update = donate(joined)
-            self._updates[phase] = torch.compile(update, fullgraph=True) if self._compile else update
+            if self._compile:
+                update = torch.compile(update, fullgraph=True)
+            elif isinstance(joined, InPlace):
+                update = staged(joined, update, lambda: not self._gradients.absent)
+            self._updates[phase] = update
         return self._updates[phase]
 
     def _joined(self, phase: Phase) -> Transform:
@@ -230,8 +236,8 @@ class Optimizer(torch.optim.Optimizer):
         found = self._gradients.collect(groups, ask)
         return unscaled(found, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
 
-    def _advance(self, update: UpdateFn, phase: Phase) -> tuple[list[Tensor], ...]:
-        """Move the states; return the updates of the parameters."""
+    def _advance(self, update: UpdateFn, phase: Phase) -> tuple[list[Tensor], ...] | None:
+        """Move the states; return the updates of the parameters, None if these moved too."""
         groups = [group["params"] for group in self.param_groups]
         state, params = self.states, tuple([p.detach() for p in params] for params in groups)
         before = [int(count) for count in self._skip_counts()]
@@ -241,7 +247,7 @@ class Optimizer(torch.optim.Optimizer):
         updates, _ = update(grads, state, params)
         if self.skipped > max(before, default=0) and self._settle(groups, before):
             updates, _ = update(self._collect(groups), state, params)
-        moves: tuple[list[Tensor], ...] = updates
+        moves: tuple[list[Tensor], ...] | None = updates
         return moves
 
     def _settle(self, groups: list[list[Tensor]], before: list[int]) -> bool:
@@ -255,7 +261,9 @@ class Optimizer(torch.optim.Optimizer):
                     count.fill_(own)
         return again
 
-    def _apply(self, updates: tuple[list[Tensor], ...]) -> None:
+    def _apply(self, updates: tuple[list[Tensor], ...] | None) -> None:
+        if updates is None:
+            return
         for g, (group, moves) in enumerate(zip(self.param_groups, updates, strict=True)):
             for i, (p, u) in enumerate(zip(group["params"], moves, strict=True)):
                 if (g, i) not in self._gradients.absent:

@@ -35,6 +35,8 @@ class Fused(NamedTuple):
     encode: (x (R, n), error) -> payload, next error.
     settle: (error, R) -> the error as a plain vector (R * n,).
     serve: (payload of W rows, error) -> payload of their mean, one row, and the next error. None: in two steps.
+    averages: (mu, grads, decay, error=, rows=R) -> payload, next error: encode of the moving averages
+        decay * mu + (1 - decay) * grad of the tensors that are the segments. None: they are formed first.
     """
 
     init: Callable[[Tensor], Tree]
@@ -42,6 +44,7 @@ class Fused(NamedTuple):
     encode: Callable[[Tensor, Tree], tuple[Tree, Tree]]
     settle: Callable[[Tree, int], Tensor]
     serve: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None
+    averages: Callable[..., tuple[Tree, Tree]] | None = None
 
 
 class Codec(NamedTuple):
@@ -145,7 +148,10 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         return mean[0]
 
     def fused(rule: Any) -> Fused | None:
-        return _sign_with_feedback(place, finish) if isinstance(rule, Classic) else None
+        if not isinstance(rule, Classic):
+            return None
+        with_feedback = _sign_with_feedback(place, finish, segments)
+        return with_feedback if block is None else with_feedback._replace(averages=None)  # a segment must be a tensor
 
     return Codec(
         encode,
@@ -158,7 +164,9 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
     )
 
 
-def _sign_with_feedback(place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]]) -> Fused:
+def _sign_with_feedback(
+    place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]], segments: Segments | None
+) -> Fused:
     """Return sign and classic feedback in one: the error may be a vector, or lazy."""
 
     def init(x: Tensor) -> LazyError:
@@ -186,6 +194,15 @@ def _sign_with_feedback(place: Callable[..., _Place], finish: Callable[..., tupl
         payload, scales = finish(x.shape[0], at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
 
+    def averages(
+        mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tree, rows: int
+    ) -> tuple[SignPayload, Tree]:
+        assert segments is not None
+        at = place(rows, segments.row_length, mu[0].device)
+        b, bits, sums = torch.ops.fn.momentum_encode(mu, grads, decay, *sent(error, at), at.valid, at.runs)
+        payload, scales = finish(rows, at, bits, sums, b.dtype)
+        return payload, keep(error, b, scales, at)
+
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
         at = place(1, received.bits.shape[1] * 8, received.bits.device)
         scales = received.scales.contiguous()[None]
@@ -201,7 +218,7 @@ def _sign_with_feedback(place: Callable[..., _Place], finish: Callable[..., tupl
         residual: Tensor = torch.ops.fn.sign_residual(*sent(error, at), at.valid, at.runs)
         return residual.reshape(-1)
 
-    return Fused(init, accepts, encode, settle, serve)
+    return Fused(init, accepts, encode, settle, serve, averages if segments is not None else None)
 
 
 def root_mean_square(sums: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,8 @@ Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), figure 3 and algorithm 1; the
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -119,9 +121,41 @@ def compressed_all_reduce(
     _check(x, worker, size * codec.align, "x")
     _check(shard[0], server, codec.align, "shard")
     payload, worker = encode(_codec(codec, segments), feedback, x.view(size, -1), worker)
-    payload, server = fused.serve(primitives.exchange(payload, axis), server)
-    gathered = primitives.gather(payload, axis)
+    gathered, server = pass_on(payload, server, axis, codec, feedback, segments=segments)
     return _codec(codec, segments).decode(gathered).reshape(-1).to(x.dtype), (worker, server)
+
+
+def pass_on(
+    payload: Tree, server: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+) -> tuple[Tree, Tree]:
+    """Carry encoded rows through the servers: exchange, decode, mean, feedback, encode, gather.
+
+    Args: payload: W rows; server: the server's error; the rest as for `reduce_scatter_mean`. The codec must have a
+        kernel for the server's part.
+    Returns: the payload of the mean, W rows, the same on every rank, and the next error.
+    """
+    fused = _fused(_own_codec(codec, segments, axis), feedback)
+    if fused is None or fused.serve is None:
+        raise TypeError("codec: has no kernel that serves; use reduce_scatter_mean and all_gather_shards")
+    payload, server = fused.serve(primitives.exchange(payload, axis), server)
+    return primitives.gather(payload, axis), server
+
+
+def encode_averages(
+    codec: Codec, feedback: Feedback, segments: Segments, worker: Tree, server: Tree
+) -> Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Tree]] | None:
+    """Return (mu, grads, decay) -> payload, next error: moving averages of tensors, encoded without being formed.
+
+    None where the codec has no kernels for that and for the server's part, or not for errors like these.
+    """
+    fused = _fused(_codec(codec, segments), feedback)
+    if fused is None or fused.averages is None or fused.serve is None:
+        return None
+    shape = (segments.valid.shape[0], segments.row_length)
+    like = torch.empty(shape, device="meta")
+    if not fused.accepts(like, worker) or not fused.accepts(like[:1], server):
+        return None
+    return partial(fused.averages, error=worker, rows=shape[0])
 
 
 def initial_errors(

@@ -23,6 +23,11 @@ class Segments(NamedTuple):
         """Return the number of elements of a row."""
         return sum(self.widths)
 
+    @property
+    def runs(self) -> list[int]:
+        """Return the segments as the kernels take them: (1, width) each."""
+        return [value for width in self.widths for value in (1, width)]
+
     def row(self, index: Tensor) -> Segments:
         """Return the segments of one row, chosen by a 0-d index."""
         return Segments(self.widths, self.valid.to(index.device).index_select(0, index.view(1)))

@@ -22,6 +22,7 @@ from torch import Tensor
 from fn.kernels import acceptance
 from fn.kernels.ops import REFERENCES
 from fn.kernels.reference import bytes_for
+from fn.kernels.schemas import ON_LISTS
 from fn.kernels.table import Accelerator, check_row, register, unregister
 
 SIZES = (0, 1, 7, 8, 9, 1023, 2**20 + 3)
@@ -86,21 +87,20 @@ def _checks(op: str, row: Accelerator, device: torch.device, sizes: Sequence[int
         case = partial(arguments, op, 1023, torch.float32, width=width, special=True)
         yield f"special values width={width}", partial(_compare, op, kernel, case, device)
     yield "opcheck", lambda: _in_table(row, lambda: _opcheck(op, device))
-    yield "vmap", lambda: _in_table(row, lambda: _vmap(op, device))
+    if op not in ON_LISTS:
+        yield "vmap", lambda: _in_table(row, lambda: _vmap(op, device))
     yield "fullgraph", lambda: _in_table(row, lambda: _fullgraph(op, device))
 
 
 def _compare(op: str, kernel: Callable[..., Any], case: Callable[[], Any], device: torch.device) -> str | None:
     args = case()
-    found = kernel(*_to(args, device))
+    found = acceptance.outcome(kernel, args, device)
     if found is NotImplemented:  # the table asks the next row
         return None
-    wide = any(isinstance(a, Tensor) and a.dtype == torch.float64 for a in args)
-    return acceptance.difference(found, REFERENCES[op](*args), 1e-12 if wide else 1e-5)
-
-
-def _to(args: Sequence[Any], device: torch.device) -> list[Any]:
-    return [a.to(device) if isinstance(a, Tensor) else a for a in args]
+    given = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
+    wide = any(t.dtype == torch.float64 for t in given)
+    expected = acceptance.outcome(REFERENCES[op], args, torch.device("cpu"))
+    return acceptance.difference(found, expected, 1e-12 if wide else 1e-5, in_place=op[-1] == "_")
 
 
 def _in_table(row: Accelerator, check: Callable[[], str | None]) -> str | None:
@@ -117,12 +117,12 @@ def _op(op: str) -> Any:
 
 def _opcheck(op: str, device: torch.device) -> str | None:
     for args in acceptance.examples(op):
-        torch.library.opcheck(_op(op).default, tuple(_to(args, device)))
+        torch.library.opcheck(_op(op).default, tuple(acceptance.on(device, args)))
     return None
 
 
 def _vmap(op: str, device: torch.device) -> str | None:
-    args = _to(acceptance.examples(op)[0], device)
+    args = acceptance.on(device, acceptance.examples(op)[0])
     dims = tuple(0 if isinstance(a, Tensor) else None for a in args)
     pair = [torch.stack([a, a.flip(0)]) if isinstance(a, Tensor) else a for a in args]
     found = torch.func.vmap(_op(op), in_dims=dims)(*pair)
@@ -136,12 +136,12 @@ def _vmap(op: str, device: torch.device) -> str | None:
 
 
 def _fullgraph(op: str, device: torch.device) -> str | None:
-    args = _to(acceptance.examples(op)[0], device)
+    args = acceptance.on(device, acceptance.examples(op)[0])
     torch._dynamo.reset()
     # "aot_eager" traces as Inductor does, and compiles nothing
     compiled = torch.compile(lambda *a: _op(op)(*a), fullgraph=True, backend="aot_eager")
-    expected = tuple(e.cpu() for e in acceptance.as_tuple(_op(op)(*args)))
-    return acceptance.difference(acceptance.as_tuple(compiled(*args)), expected)
+    expected = tuple(e.cpu() for e in acceptance.as_tuple(acceptance.outcome(_op(op), args, device)))
+    return acceptance.difference(acceptance.outcome(compiled, args, device), expected)
 
 
 def arguments(
@@ -169,7 +169,12 @@ def arguments(
     def scales(*shape: int) -> Tensor:
         return torch.rand(shape, generator=g, dtype=torch.float64).to(wide)
 
+    def tensors(**kind: float) -> list[Tensor]:
+        return [numbers(wide, int(k)).clamp(**kind) if kind else numbers(wide, int(k)) for k in valid.sum(0)]
+
     place = (valid, runs)
+    each = (valid, [x for width in widths.tolist() for x in (1, width)])
+    descent = (1e-6, 0.01, 1e-2, 0.5, 0.25)
     coded = integers(torch.uint8, 2, 3, n // 2) if width == 4 else integers(torch.int8, 2, 3, n)
     found: dict[str, Callable[[], tuple[Any, ...]]] = {
         "pack_bits": lambda: (numbers(dtype, 2, n),),
@@ -189,6 +194,14 @@ def arguments(
             numbers(dtype, 2, n), integers(torch.int8, 2, n), scales(2, segments) / 99, 0.75, *place, width,
         ),
         "dequantize": lambda: (coded[:, 0], scales(2, segments), *place, width),
+        "momentum_encode": lambda: (
+            tensors(), tensors(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *each,
+        ),
+        "onebit_adam_": lambda: (
+            tensors(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *each,
+            *descent, True,
+        ),
+        "adamw_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent),
         "dequantize_mean": lambda: (coded, scales(2, 3, segments), *place, width),
     }  # fmt: skip
     return found[op]()

@@ -1,140 +1,18 @@
 """The CPU row in Numba: fused kernels that read and write memory once. Needs the extra `cpu`.
 
 The loops hold no GIL, are compiled once and cached on disk, and leave torch's thread count alone. Results are bit
-for bit those of the reference, for float32 and what converts to it; float64 is left to the reference.
+for bit those of the reference, for float32 and what converts to it, but for the last bits of whole optimizer steps;
+float64 is left to the reference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from fn.kernels import numba_blocks, numba_direction, reference
-from fn.kernels import numba_sign as loops
-from fn.kernels.buffers import empty
-from fn.kernels.places import Places, add_up, places, run
-from fn.kernels.reference import NORM_BLOCK
+from fn.kernels import numba_blocks, numba_direction, numba_sign, numba_step
 from fn.kernels.table import Accelerator
-
-
-def _single(*tensors: Tensor) -> list[Tensor] | None:
-    """Return the tensors as contiguous float32, or None if one of them is float64."""
-    if any(t.dtype == torch.float64 for t in tensors):
-        return None
-    return [t.to(torch.float32).contiguous() for t in tensors]
-
-
-@lru_cache(maxsize=2)
-def _norms_agree(width: int) -> bool:
-    """Return whether this torch adds squares in the order of the loops, for rows of a width."""
-    x = torch.sin(torch.arange(1.0, 1 + 256 * width)).view(256, width) * torch.logspace(-3, 3, 256)[:, None]
-    sums = _encode(x.contiguous(), None, None, torch.full((256, 1), width), places([1, width]))[2]
-    return torch.equal(sums, reference.sum_of_squares(x, [1, width]))
-
-
-def _encode(
-    x: Tensor, buffer: Tensor | None, sent: Tensor | None, valid: Tensor, at: Places
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    rows = x.shape[0]
-    bits = empty((rows, reference.bytes_for(at.n)), torch.uint8)
-    squares = torch.empty((rows, len(at.table)), dtype=torch.float64)
-    b = None if buffer is None else empty((rows, at.n), torch.float32)
-    addresses = [0 if t is None else t.data_ptr() for t in (x, buffer, sent, b, bits, squares)]
-    run(loops.encode, at, valid, *addresses)
-    return b, bits, squares
-
-
-def _finish(
-    b: Tensor, bits: Tensor, squares: Tensor, at: Places, valid: Tensor, runs: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    if _norms_agree(64 if at.whole else 63):
-        return bits, add_up(squares, runs)
-    return bits, reference.sum_of_squares(torch.where(reference.padding_mask(b, valid, runs), b, 0.0), runs)
-
-
-def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_encode`."""
-    at, found = places(runs), _single(x)
-    if found is None or not at.aligned:
-        return NotImplemented
-    valid = valid.contiguous()
-    _, bits, squares = _encode(found[0], None, None, valid, at)
-    return _finish(found[0], bits, squares, at, valid, runs)
-
-
-def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_encode_feedback`."""
-    at, found = places(runs), _single(x, buffer, sent)
-    if found is None or not at.aligned:
-        return NotImplemented
-    valid = valid.contiguous()
-    b, bits, squares = _encode(found[0], found[1], found[2], valid, at)
-    assert b is not None
-    return (b, *_finish(b, bits, squares, at, valid, runs))
-
-
-def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_residual`."""
-    at, found = places(runs), _single(b, scales)
-    if found is None:
-        return NotImplemented
-    b, scales = found
-    out = empty(b.shape, torch.float32)
-    run(loops.residual, at, valid.contiguous(), b.data_ptr(), scales.data_ptr(), out.data_ptr())
-    return out
-
-
-def _messages(bits: Tensor) -> tuple[Tensor, int, int]:
-    """Return bits (R, W, bytes), the bytes from row to row, and those from message to message."""
-    bits = bits if bits.stride(-1) == 1 or bits.shape[-1] <= 1 else bits.contiguous()
-    return bits, bits.stride(0), bits.stride(1)
-
-
-def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_serve`."""
-    at, found = places(runs), _single(scales * (1.0 / bits.shape[1]), buffer, sent)
-    if found is None or not at.aligned:
-        return NotImplemented
-    scales, buffer, sent = found
-    rows, ranks = bits.shape[:2]
-    valid = valid.contiguous()
-    received, row_stride, stride = _messages(bits)
-    out, mine = empty((rows, at.n), torch.float32), empty((rows, reference.bytes_for(at.n)), torch.uint8)
-    squares = torch.empty((rows, len(at.table)), dtype=torch.float64)
-    message = (received.data_ptr(), row_stride, stride, ranks, scales.data_ptr())
-    addresses = [t.data_ptr() for t in (buffer, sent, out, mine, squares)]
-    run(loops.serve, at, valid, *message, *addresses, scratch=4 * NORM_BLOCK)
-    return (out, *_finish(out, mine, squares, at, valid, runs))
-
-
-def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    at, found = places(runs), _single(scales)
-    if found is None or not at.aligned:
-        return NotImplemented
-    received, row_stride, stride = _messages(bits)
-    rows, ranks = bits.shape[:2]
-    out = empty((rows, at.n), torch.float32)
-    message = (received.data_ptr(), row_stride, stride, ranks, found[0].data_ptr())
-    run(loops.decode, at, valid.contiguous(), *message, out.data_ptr())
-    return out
-
-
-def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_decode`."""
-    return _decode(bits[:, None], scales[:, None], valid, runs)
-
-
-def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_decode_mean`."""
-    return _decode(bits, scales * (1.0 / bits.shape[1]), valid, runs)
 
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    found = (sign_encode, sign_encode_feedback, sign_residual, sign_serve, sign_decode, sign_decode_mean)
-    kernels = {f.__name__: f for f in found} | numba_blocks.KERNELS | numba_direction.KERNELS
+    modules = (numba_sign, numba_blocks, numba_direction, numba_step)
+    kernels = {name: kernel for module in modules for name, kernel in module.KERNELS.items()}
     return Accelerator(device_type, kernels, provider="numba")

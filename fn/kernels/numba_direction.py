@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels.buffers import empty
-from fn.kernels.numba_sign import ZERO, compiled
+from fn.kernels.numba_sign_loops import ZERO, compiled
 from fn.kernels.simd import (
     LANES,
     above_zero,

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator"
 """The loops of the integer kernels on a CPU, compiled by Numba; `numba_blocks` calls them.
 
-As in `numba_sign` they see addresses and places, but here a place is a whole segment, because it has one scale. All
+As in `numba_sign_loops` they see addresses and places, but a place is a whole segment, because it has one scale. All
 elements behind the valid ones count as zero.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fn.kernels.numba_sign import ZERO, compiled, write
+from fn.kernels.numba_sign_loops import ZERO, compiled, write
 from fn.kernels.simd import (
     LANES,
     add,

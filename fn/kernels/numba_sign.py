@@ -1,204 +1,133 @@
-# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The loops of the sign kernels on a CPU, compiled by Numba; `numba` calls them.
-
-They see addresses, not arrays. A row is a list of places: blocks of at most 4096 elements that do not cross segments,
-as rows (first element, length, segment, offset in the segment) of an int64 table. Each loop works on the places
-low .. high of all rows, so several threads can share the work, and results do not depend on how.
-"""
+"""The sign kernels on a CPU: the loops of `numba_sign_loops` as cells of the table."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
-import numpy as np
-from numba import njit
+import torch
+from torch import Tensor
 
-from fn.kernels.simd import (
-    LANES,
-    add,
-    below,
-    both,
-    fused_multiply_add,
-    get,
-    get_byte,
-    get_int,
-    lane_sum,
-    load,
-    load_bits,
-    mul,
-    positive,
-    put,
-    put_byte,
-    put_double,
-    select,
-    splat,
-    store,
-    store_bits,
-    stream,
-    sub,
-)
-
-compiled: Any = njit(nogil=True, cache=True, error_model="numpy")
-
-ZERO = np.float32(0)
+from fn.kernels import numba_sign_loops as loops
+from fn.kernels import reference
+from fn.kernels.buffers import empty
+from fn.kernels.places import Places, add_up, places, run
+from fn.kernels.reference import NORM_BLOCK
 
 
-@compiled
-def write(address, i, v, past_cache):
-    """Store a vector, past the cache if so wanted."""
-    if past_cache:
-        stream(address, i, v)
-    else:
-        store(address, i, v)
+def _single(*tensors: Tensor) -> list[Tensor] | None:
+    """Return the tensors as contiguous float32, or None if one of them is float64."""
+    if any(t.dtype == torch.float64 for t in tensors):
+        return None
+    return [t.to(torch.float32).contiguous() for t in tensors]
 
 
-@compiled
-def encode_place(x, buffer, out, bits, sent, first, length, valid, past_cache):
-    """Write b = x + (buffer - sent sgn buffer), unless out is 0, and its bits; return the square of the norm of b.
-
-    The squares are added in LANES lanes, these in order, then the tail, of which torch's compiler takes the first
-    four together: as `torch.linalg.vector_norm` does.
-    """
-    zero, up, down = splat(ZERO), splat(sent), splat(-sent)
-    squares = zero
-    whole = length - length % LANES
-    past_cache = past_cache and (out + 4 * first) % 32 == 0
-    for i in range(first, first + whole, LANES):
-        real = below(first + valid - i)
-        b = load(x, i)
-        if buffer:
-            old = load(buffer, i)
-            b = add(b, sub(old, select(real, select(positive(old), up, down), zero)))
-        if out:
-            write(out, i, b, past_cache)
-        store_bits(bits, i, both(positive(b), real))
-        b = select(real, b, zero)
-        squares = add(squares, mul(b, b))
-    total = lane_sum(squares)
-    byte, last = 0, ZERO
-    for i in range(first + whole, first + length):
-        value = get(x, i)
-        real = i < first + valid
-        if buffer:
-            old = get(buffer, i)
-            value += old - (ZERO if not real else sent if old >= ZERO else -sent)
-        if out:
-            put(out, i, value)
-        if real:
-            byte |= (1 if value >= ZERO else 0) << (i % 8)
-            fours = i < first + whole + (length % LANES) // 4 * 4
-            total = total + value * value if fours else fused_multiply_add(value, value, total)
-            last = value
-        if i % 8 == 7 or i == first + length - 1:
-            put_byte(bits, i // 8, byte)
-            byte = 0
-    norm = np.float64(np.sqrt(total) if length > 1 else last)
-    return norm * norm
+@lru_cache(maxsize=2)
+def _norms_agree(width: int) -> bool:
+    """Return whether this torch adds squares in the order of the loops, for rows of a width."""
+    x = torch.sin(torch.arange(1.0, 1 + 256 * width)).view(256, width) * torch.logspace(-3, 3, 256)[:, None]
+    sums = _encode(x.contiguous(), None, None, torch.full((256, 1), width), places([1, width]))[2]
+    return torch.equal(sums, reference.sum_of_squares(x, [1, width]))
 
 
-@compiled
-def mean_place(bits, stride, ranks, scales, segments, out, first, length, valid, past_cache):
-    """Write the sum over the ranks of scale * sign; rank r's bits lie r * stride bytes behind."""
-    zero = splat(ZERO)
-    whole = length - length % LANES
-    past_cache = past_cache and (out + 4 * first) % 32 == 0 and ranks == 1
-    for r in range(ranks):
-        scale, theirs = get(scales, r * segments), bits + r * stride
-        up, down = splat(scale), splat(-scale)
-        for i in range(first, first + whole, LANES):
-            v = select(load_bits(theirs, i), up, down)
-            if r > 0:
-                v = add(load(out, i), v)
-            if valid < length:
-                v = select(below(first + valid - i), v, zero)
-            write(out, i, v, past_cache)
-    for i in range(first + whole, first + length):
-        value = ZERO
-        if i < first + valid:
-            for r in range(ranks):
-                scale = get(scales, r * segments)
-                scale = scale if (get_byte(bits + r * stride, i // 8) >> (i % 8)) & 1 else -scale
-                value = scale if r == 0 else value + scale
-        put(out, i, value)
+def _encode(
+    x: Tensor, buffer: Tensor | None, sent: Tensor | None, valid: Tensor, at: Places
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    rows = x.shape[0]
+    bits = empty((rows, reference.bytes_for(at.n)), torch.uint8)
+    squares = torch.empty((rows, len(at.table)), dtype=torch.float64)
+    b = None if buffer is None else empty((rows, at.n), torch.float32)
+    addresses = [0 if t is None else t.data_ptr() for t in (x, buffer, sent, b, bits, squares)]
+    run(loops.encode, at, valid, *addresses)
+    return b, bits, squares
 
 
-@compiled
-def residual_place(b, out, sent, first, length, valid, past_cache):
-    """Write b - sent sgn b, and b behind the valid elements."""
-    zero, up, down = splat(ZERO), splat(sent), splat(-sent)
-    whole = length - length % LANES
-    past_cache = past_cache and (out + 4 * first) % 32 == 0
-    for i in range(first, first + whole, LANES):
-        v = load(b, i)
-        real = below(first + valid - i)
-        write(out, i, sub(v, select(real, select(positive(v), up, down), zero)), past_cache)
-    for i in range(first + whole, first + length):
-        value = get(b, i)
-        put(out, i, value - (ZERO if i >= first + valid else sent if value >= ZERO else -sent))
+def finish(
+    b: Tensor, bits: Tensor, squares: Tensor, at: Places, valid: Tensor, runs: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the bits, and the sums of squares of the segments from those of the places."""
+    if _norms_agree(64 if at.whole else 63):
+        return bits, add_up(squares, runs)
+    return bits, reference.sum_of_squares(torch.where(reference.padding_mask(b, valid, runs), b, 0.0), runs)
 
 
-@compiled
-def encode(low, high, places, table, segments, valid, n, past_cache, x, buffer, sent, out, bits, squares):
-    """Encode x (R, n), with feedback if buffer is not 0; squares (R, places) float64 receives the squared norms."""
-    for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
-        here = r * segments + s
-        scale = get(sent, here) if buffer else ZERO
-        row = 4 * r * n
-        square = encode_place(
-            x + row,
-            buffer + row if buffer else buffer,
-            out + row if out else out,
-            bits + r * ((n + 7) // 8),
-            scale,
-            first,
-            length,
-            get_int(valid, here) - offset,
-            past_cache,
-        )
-        put_double(squares, k, square)
+def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_encode`."""
+    at, found = places(runs), _single(x)
+    if found is None or not at.aligned:
+        return NotImplemented
+    valid = valid.contiguous()
+    _, bits, squares = _encode(found[0], None, None, valid, at)
+    return finish(found[0], bits, squares, at, valid, runs)
 
 
-@compiled
-def serve(
-    low, high, places, table, segments, valid, n, past_cache,
-    received, row_stride, stride, ranks, scales, buffer, sent, out, bits, squares, scratch,
-):  # fmt: skip
-    """Encode with feedback the mean of W messages, which goes place by place through `scratch`."""
-    for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
-        here = r * segments + s
-        real = get_int(valid, here) - offset
-        mean = scratch - 4 * first
-        theirs = received + r * row_stride
-        mean_place(theirs, stride, ranks, scales + 4 * (r * ranks * segments + s), segments, mean, first, length, real,
-                   False)  # fmt: skip
-        row = 4 * r * n
-        square = encode_place(
-            mean, buffer + row, out + row, bits + r * ((n + 7) // 8), get(sent, here), first, length, real, past_cache
-        )
-        put_double(squares, k, square)
+def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_encode_feedback`."""
+    at, found = places(runs), _single(x, buffer, sent)
+    if found is None or not at.aligned:
+        return NotImplemented
+    valid = valid.contiguous()
+    b, bits, squares = _encode(found[0], found[1], found[2], valid, at)
+    assert b is not None
+    return (b, *finish(b, bits, squares, at, valid, runs))
 
 
-@compiled
-def decode(low, high, places, table, segments, valid, n, past_cache, bits, row_stride, stride, ranks, scales, out):
-    """Write the sum over the ranks of scale * sign; bits (R, W, .), scales (R, W, S)."""
-    for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
-        real = get_int(valid, r * segments + s) - offset
-        mean_place(bits + r * row_stride, stride, ranks, scales + 4 * (r * ranks * segments + s), segments,
-                   out + 4 * r * n, first, length, real, past_cache)  # fmt: skip
+def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_residual`."""
+    at, found = places(runs), _single(b, scales)
+    if found is None:
+        return NotImplemented
+    b, scales = found
+    out = empty(b.shape, torch.float32)
+    run(loops.residual, at, valid.contiguous(), b.data_ptr(), scales.data_ptr(), out.data_ptr())
+    return out
 
 
-@compiled
-def residual(low, high, places, table, segments, valid, n, past_cache, b, scales, out):
-    """Write b - scale sgn b for b (R, n)."""
-    for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
-        here = r * segments + s
-        row = 4 * r * n
-        residual_place(b + row, out + row, get(scales, here), first, length, get_int(valid, here) - offset, past_cache)
+def _messages(bits: Tensor) -> tuple[Tensor, int, int]:
+    """Return bits (R, W, bytes), the bytes from row to row, and those from message to message."""
+    bits = bits if bits.stride(-1) == 1 or bits.shape[-1] <= 1 else bits.contiguous()
+    return bits, bits.stride(0), bits.stride(1)
+
+
+def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_serve`."""
+    at, found = places(runs), _single(scales * (1.0 / bits.shape[1]), buffer, sent)
+    if found is None or not at.aligned:
+        return NotImplemented
+    scales, buffer, sent = found
+    rows, ranks = bits.shape[:2]
+    valid = valid.contiguous()
+    received, row_stride, stride = _messages(bits)
+    out, mine = empty((rows, at.n), torch.float32), empty((rows, reference.bytes_for(at.n)), torch.uint8)
+    squares = torch.empty((rows, len(at.table)), dtype=torch.float64)
+    message = (received.data_ptr(), row_stride, stride, ranks, scales.data_ptr())
+    addresses = [t.data_ptr() for t in (buffer, sent, out, mine, squares)]
+    run(loops.serve, at, valid, *message, *addresses, scratch=4 * NORM_BLOCK)
+    return (out, *finish(out, mine, squares, at, valid, runs))
+
+
+def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    at, found = places(runs), _single(scales)
+    if found is None or not at.aligned:
+        return NotImplemented
+    received, row_stride, stride = _messages(bits)
+    rows, ranks = bits.shape[:2]
+    out = empty((rows, at.n), torch.float32)
+    message = (received.data_ptr(), row_stride, stride, ranks, found[0].data_ptr())
+    run(loops.decode, at, valid.contiguous(), *message, out.data_ptr())
+    return out
+
+
+def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_decode`."""
+    return _decode(bits[:, None], scales[:, None], valid, runs)
+
+
+def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_decode_mean`."""
+    return _decode(bits, scales * (1.0 / bits.shape[1]), valid, runs)
+
+
+_FOUND = (sign_encode, sign_encode_feedback, sign_residual, sign_serve, sign_decode, sign_decode_mean)
+KERNELS = {f.__name__: f for f in _FOUND}

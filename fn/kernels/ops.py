@@ -13,19 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import reference, reference_int
-from fn.kernels.schemas import SCHEMAS
+from fn.kernels import reference, reference_int, reference_step
+from fn.kernels.schemas import ON_LISTS, SCHEMAS
 from fn.kernels.table import cells
 
 Kernel = Callable[..., Any]
 
 REFERENCES: dict[str, Kernel] = {
-    name: getattr(reference, name, None) or getattr(reference_int, name) for name in SCHEMAS
+    name: next(getattr(m, name) for m in (reference, reference_int, reference_step) if hasattr(m, name))
+    for name in SCHEMAS
 }
 """What every kernel means, by name."""
 
-_ARGUMENTS = {name: [a.split()[-1] for a in schema[1:].split(")")[0].split(", ")] for name, schema in SCHEMAS.items()}
-_FLOATING = ("x", "b", "nu", "buffer", "sent", "scales", "error_scales")
+_ARGUMENTS = {
+    name: [a.split()[-1] for a in schema[1 : schema.rindex(") ->")].split(", ")] for name, schema in SCHEMAS.items()
+}
+_FLOATING = ("x", "b", "params", "grads", "mu", "nu", "buffer", "sent", "scales", "error_scales")
 _INTEGERS = {
     "bits": (torch.uint8,),
     "valid": (torch.int64,),
@@ -41,16 +44,27 @@ def check(name: str, args: Sequence[Any]) -> None:
         the first argument, a length that is not the one which `runs` describes.
     """
     named = dict(zip(_ARGUMENTS[name], args, strict=True))
-    device = args[0].device
+    device = device_of(args)
     for key, value in named.items():
-        if isinstance(value, Tensor):
-            _check_dtype(key, value)
-            if value.device != device:
-                raise ValueError(f"{key}: is on {value.device}, but {_ARGUMENTS[name][0]} is on {device}")
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if not isinstance(tensor, Tensor):
+                continue
+            _check_dtype(key, tensor)
+            if tensor.device != device:
+                raise ValueError(f"{key}: is on {tensor.device}, but {_ARGUMENTS[name][0]} is on {device}")
     if named.get("width", 8) not in (4, 8):
         raise ValueError(f"width: is {named['width']}; allowed are 4 and 8")
     if "runs" in named:
         _check_lengths(named)
+
+
+def device_of(args: Sequence[Any]) -> torch.device:
+    """Return the device of the first tensor of the arguments."""
+    for value in args:
+        for tensor in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, Tensor):
+                return tensor.device
+    return torch.device("cpu")
 
 
 def _check_dtype(key: str, value: Tensor) -> None:
@@ -79,7 +93,7 @@ def _define(library: torch.library.Library, name: str, schema: str) -> None:
 
     def run(*args: Any) -> Any:
         check(name, args)
-        for cell in cells(name, args[0].device.type):
+        for cell in cells(name, device_of(args).type):
             found = cell.kernel(*args)
             if found is not NotImplemented:
                 return found
@@ -89,7 +103,9 @@ def _define(library: torch.library.Library, name: str, schema: str) -> None:
         check(name, args)
         return plain(*args)
 
-    def fold(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+    def fold(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
+        if name in ON_LISTS:
+            raise ValueError(f"{name}: takes a step of one rank; simulated ranks run the pure updates")
         return _fold_batch_into_rows(getattr(torch.ops.fn, name), info.batch_size, in_dims, args)
 
     library.define(name + schema)

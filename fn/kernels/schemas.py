@@ -1,4 +1,4 @@
-"""The names and schemas of all kernels; `reference` and `reference_int` say what they mean."""
+"""The names and schemas of all kernels; `reference`, `reference_int` and `reference_step` say what they mean."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _PLACE = "Tensor valid, int[] runs"
+_DESCENT = "float eps, float weight_decay, float lr, float mu_weight, float nu_weight"
 
 SCHEMAS: Mapping[str, str] = MappingProxyType(
     {
@@ -23,9 +24,18 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "(Tensor, Tensor, Tensor, Tensor)",
         "dequantize": f"(Tensor codes, Tensor scales, {_PLACE}, int width) -> Tensor",
         "dequantize_mean": f"(Tensor codes, Tensor scales, {_PLACE}, int width) -> Tensor",
+        "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_PLACE}) -> "
+        "(Tensor, Tensor, Tensor)",
+        "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_PLACE}, "
+        f"{_DESCENT}, bool keep_zeros) -> ()",
+        "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
+        f"{_DESCENT}) -> ()",
     }
 )
 """Every kernel by name, with its schema."""
+
+ON_LISTS = ("momentum_encode", "onebit_adam_", "adamw_")
+"""Those that work on lists of tensors, a step of an optimizer at a time; a trailing underscore means in place."""
 
 MINIMAL = ("pack_bits", "unpack_bits")
 """What a row must bring to be of use."""

@@ -142,6 +142,13 @@ def divide(builder: Any, a: Any, b: Any) -> Any:
     return builder.fdiv(a, b)
 
 
+@_define(floats, floats, floats, floats)
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return a * b + c, rounded once."""
+    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
+    return builder.call(builder.module.declare_intrinsic(f"llvm.fma.v{LANES}f32", (), kind), [a, b, c])
+
+
 @_define(floats, floats)
 def square_root(builder: Any, v: Any) -> Any:
     """Return the square roots."""

@@ -12,6 +12,7 @@ from fn import tree
 from fn.base import Phase, Transform, UpdateFn, has_phase
 from fn.collectives.axis import rank_dims
 from fn.kernels.eager import is_eager
+from fn.transforms.in_place import side_by_side
 
 Tree = Any
 
@@ -96,7 +97,7 @@ def together(transforms: Sequence[Transform]) -> Transform:
                 ]
             return tuple(out for out, _ in results), tuple(new for _, new in results)
 
-        return update
+        return side_by_side(found, update)
 
     return Transform(init, *(compose(phase) for phase in Phase))
 

@@ -8,8 +8,8 @@ import torch
 from fn.kernels import places, reference, reference_int
 
 numba = pytest.importorskip("numba", reason="the extra `cpu` is not installed")
-from fn.kernels import numba as fused  # noqa: E402
 from fn.kernels import numba_blocks as blocks  # noqa: E402
+from fn.kernels import numba_sign as fused  # noqa: E402
 
 RUNS = [
     [1, 8], [1, 1], [1, 7], [1, 9], [1, 4096], [1, 4097], [1, 12296], [3, 8, 1, 40, 2, 4104, 1, 13], [5, 64, 1, 24],

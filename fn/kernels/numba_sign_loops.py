@@ -1,0 +1,204 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""The loops of the sign kernels on a CPU, compiled by Numba; `numba` calls them.
+
+They see addresses, not arrays. A row is a list of places: blocks of at most 4096 elements that do not cross segments,
+as rows (first element, length, segment, offset in the segment) of an int64 table. Each loop works on the places
+low .. high of all rows, so several threads can share the work, and results do not depend on how.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from fn.kernels.simd import (
+    LANES,
+    add,
+    below,
+    both,
+    fused_multiply_add,
+    get,
+    get_byte,
+    get_int,
+    lane_sum,
+    load,
+    load_bits,
+    mul,
+    positive,
+    put,
+    put_byte,
+    put_double,
+    select,
+    splat,
+    store,
+    store_bits,
+    stream,
+    sub,
+)
+
+compiled: Any = njit(nogil=True, cache=True, error_model="numpy")
+
+ZERO = np.float32(0)
+
+
+@compiled
+def write(address, i, v, past_cache):
+    """Store a vector, past the cache if so wanted."""
+    if past_cache:
+        stream(address, i, v)
+    else:
+        store(address, i, v)
+
+
+@compiled
+def encode_place(x, buffer, out, bits, sent, first, length, valid, past_cache):
+    """Write b = x + (buffer - sent sgn buffer), unless out is 0, and its bits; return the square of the norm of b.
+
+    The squares are added in LANES lanes, these in order, then the tail, of which torch's compiler takes the first
+    four together: as `torch.linalg.vector_norm` does.
+    """
+    zero, up, down = splat(ZERO), splat(sent), splat(-sent)
+    squares = zero
+    whole = length - length % LANES
+    past_cache = past_cache and (out + 4 * first) % 32 == 0
+    for i in range(first, first + whole, LANES):
+        real = below(first + valid - i)
+        b = load(x, i)
+        if buffer:
+            old = load(buffer, i)
+            b = add(b, sub(old, select(real, select(positive(old), up, down), zero)))
+        if out:
+            write(out, i, b, past_cache)
+        store_bits(bits, i, both(positive(b), real))
+        b = select(real, b, zero)
+        squares = add(squares, mul(b, b))
+    total = lane_sum(squares)
+    byte, last = 0, ZERO
+    for i in range(first + whole, first + length):
+        value = get(x, i)
+        real = i < first + valid
+        if buffer:
+            old = get(buffer, i)
+            value += old - (ZERO if not real else sent if old >= ZERO else -sent)
+        if out:
+            put(out, i, value)
+        if real:
+            byte |= (1 if value >= ZERO else 0) << (i % 8)
+            fours = i < first + whole + (length % LANES) // 4 * 4
+            total = total + value * value if fours else fused_multiply_add(value, value, total)
+            last = value
+        if i % 8 == 7 or i == first + length - 1:
+            put_byte(bits, i // 8, byte)
+            byte = 0
+    norm = np.float64(np.sqrt(total) if length > 1 else last)
+    return norm * norm
+
+
+@compiled
+def mean_place(bits, stride, ranks, scales, segments, out, first, length, valid, past_cache):
+    """Write the sum over the ranks of scale * sign; rank r's bits lie r * stride bytes behind."""
+    zero = splat(ZERO)
+    whole = length - length % LANES
+    past_cache = past_cache and (out + 4 * first) % 32 == 0 and ranks == 1
+    for r in range(ranks):
+        scale, theirs = get(scales, r * segments), bits + r * stride
+        up, down = splat(scale), splat(-scale)
+        for i in range(first, first + whole, LANES):
+            v = select(load_bits(theirs, i), up, down)
+            if r > 0:
+                v = add(load(out, i), v)
+            if valid < length:
+                v = select(below(first + valid - i), v, zero)
+            write(out, i, v, past_cache)
+    for i in range(first + whole, first + length):
+        value = ZERO
+        if i < first + valid:
+            for r in range(ranks):
+                scale = get(scales, r * segments)
+                scale = scale if (get_byte(bits + r * stride, i // 8) >> (i % 8)) & 1 else -scale
+                value = scale if r == 0 else value + scale
+        put(out, i, value)
+
+
+@compiled
+def residual_place(b, out, sent, first, length, valid, past_cache):
+    """Write b - sent sgn b, and b behind the valid elements."""
+    zero, up, down = splat(ZERO), splat(sent), splat(-sent)
+    whole = length - length % LANES
+    past_cache = past_cache and (out + 4 * first) % 32 == 0
+    for i in range(first, first + whole, LANES):
+        v = load(b, i)
+        real = below(first + valid - i)
+        write(out, i, sub(v, select(real, select(positive(v), up, down), zero)), past_cache)
+    for i in range(first + whole, first + length):
+        value = get(b, i)
+        put(out, i, value - (ZERO if i >= first + valid else sent if value >= ZERO else -sent))
+
+
+@compiled
+def encode(low, high, places, table, segments, valid, n, past_cache, x, buffer, sent, out, bits, squares):
+    """Encode x (R, n), with feedback if buffer is not 0; squares (R, places) float64 receives the squared norms."""
+    for k in range(low, high):
+        r, place = k // places, table + 32 * (k % places)
+        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        here = r * segments + s
+        scale = get(sent, here) if buffer else ZERO
+        row = 4 * r * n
+        square = encode_place(
+            x + row,
+            buffer + row if buffer else buffer,
+            out + row if out else out,
+            bits + r * ((n + 7) // 8),
+            scale,
+            first,
+            length,
+            get_int(valid, here) - offset,
+            past_cache,
+        )
+        put_double(squares, k, square)
+
+
+@compiled
+def serve(
+    low, high, places, table, segments, valid, n, past_cache,
+    received, row_stride, stride, ranks, scales, buffer, sent, out, bits, squares, scratch,
+):  # fmt: skip
+    """Encode with feedback the mean of W messages, which goes place by place through `scratch`."""
+    for k in range(low, high):
+        r, place = k // places, table + 32 * (k % places)
+        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        here = r * segments + s
+        real = get_int(valid, here) - offset
+        mean = scratch - 4 * first
+        theirs = received + r * row_stride
+        mean_place(theirs, stride, ranks, scales + 4 * (r * ranks * segments + s), segments, mean, first, length, real,
+                   False)  # fmt: skip
+        row = 4 * r * n
+        square = encode_place(
+            mean, buffer + row, out + row, bits + r * ((n + 7) // 8), get(sent, here), first, length, real, past_cache
+        )
+        put_double(squares, k, square)
+
+
+@compiled
+def decode(low, high, places, table, segments, valid, n, past_cache, bits, row_stride, stride, ranks, scales, out):
+    """Write the sum over the ranks of scale * sign; bits (R, W, .), scales (R, W, S)."""
+    for k in range(low, high):
+        r, place = k // places, table + 32 * (k % places)
+        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        real = get_int(valid, r * segments + s) - offset
+        mean_place(bits + r * row_stride, stride, ranks, scales + 4 * (r * ranks * segments + s), segments,
+                   out + 4 * r * n, first, length, real, past_cache)  # fmt: skip
+
+
+@compiled
+def residual(low, high, places, table, segments, valid, n, past_cache, b, scales, out):
+    """Write b - scale sgn b for b (R, n)."""
+    for k in range(low, high):
+        r, place = k // places, table + 32 * (k % places)
+        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        here = r * segments + s
+        row = 4 * r * n
+        residual_place(b + row, out + row, get(scales, here), first, length, get_int(valid, here) - offset, past_cache)

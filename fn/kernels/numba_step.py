@@ -1,0 +1,227 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""Whole optimizer steps on a CPU, compiled by Numba: one pass over the gradients, one over moments and params.
+
+The loops see a table of addresses per list of tensors. A place (see `places`) is a block of at most 4096 elements of
+one tensor, and of one row of a message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fn.kernels import reference
+from fn.kernels.buffers import empty
+from fn.kernels.numba_sign import finish
+from fn.kernels.numba_sign_loops import ZERO, compiled, encode_place, write
+from fn.kernels.places import places, run
+from fn.kernels.reference_step import widths_of
+from fn.kernels.simd import (
+    LANES,
+    above_zero,
+    add,
+    divide,
+    get,
+    get_byte,
+    get_int,
+    load,
+    load_bits,
+    mul,
+    multiply_add,
+    put,
+    put_double,
+    select,
+    splat,
+    square_root,
+    store,
+    sub,
+)
+
+
+@compiled
+def average_into(out, first, mu, g, start, count, length, small, weight):
+    """Write the moving average of `count` elements, and zeros up to `length`, as `torch.lerp` rounds it."""
+    factor, zero = splat(weight), splat(ZERO)
+    whole = count - count % LANES
+    for i in range(0, whole, LANES):
+        m, x = load(mu, start + i), load(g, start + i)
+        store(out, first + i, multiply_add(factor, sub(m, x), x if small else m))
+    for i in range(whole, count):
+        m, x = get(mu, start + i), get(g, start + i)
+        put(out, first + i, (x if small else m) + weight * (m - x))
+    done = count - count % LANES + (LANES if count % LANES else 0)
+    for i in range(count, min(done, length)):
+        put(out, first + i, ZERO)
+    for i in range(done, length - length % LANES, LANES):
+        store(out, first + i, zero)
+    for i in range(max(done, length - length % LANES), length):
+        put(out, first + i, ZERO)
+
+
+@compiled
+def encode_averages(
+    low, high, places, table, segments, valid, n, past_cache,
+    mus, gs, widths, small, weight, buffer, sent, out, bits, squares, scratch,
+):  # fmt: skip
+    """Encode with feedback the moving averages of tensors, which go place by place through `scratch`."""
+    for k in range(low, high):
+        r, place = k // places, table + 32 * (k % places)
+        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        here = r * segments + s
+        real = get_int(valid, here) - offset
+        count = max(min(real, length), 0)
+        average = scratch - 4 * first
+        average_into(average, first, get_int(mus, s), get_int(gs, s), r * get_int(widths, s) + offset, count, length,
+                     small, weight)  # fmt: skip
+        row = 4 * r * n
+        square = encode_place(average, buffer + row, out + row, bits + r * ((n + 7) // 8), get(sent, here), first,
+                              length, real, past_cache)  # fmt: skip
+        put_double(squares, k, square)
+
+
+@compiled
+def onebit_places(
+    low, high, places, table, segments, valid, n, past_cache,
+    ps, mus, nus, widths, bits, row_stride, scales, eps, decay, lr, c1, c2, keep_zeros,
+):  # fmt: skip
+    """Decode the momentum and take 1-bit Adam's step with it, place by place."""
+    zero, eps_, decay_, lr_, c1_, c2_ = splat(ZERO), splat(eps), splat(decay), splat(lr), splat(c1), splat(c2)
+    for k in range(low, high):
+        r, place = k // places, table + 32 * (k % places)
+        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        here = r * segments + s
+        count = max(min(get_int(valid, here) - offset, length), 0)
+        start = 4 * (r * get_int(widths, s) + offset)
+        p, mu, nu = get_int(ps, s) + start, get_int(mus, s) + start, get_int(nus, s) + start
+        theirs, scale = bits + r * row_stride + first // 8, get(scales, here)
+        up, down = splat(scale), splat(-scale)
+        aside = past_cache and mu % 32 == 0
+        whole = count - count % LANES
+        for i in range(0, whole, LANES):
+            v = load(nu, i)
+            m = select(load_bits(theirs, i), up, down)
+            if keep_zeros:
+                m = select(above_zero(v), m, zero)
+            write(mu, i, m, aside)
+            u = divide(mul(m, c1_), add(mul(square_root(v), c2_), eps_))
+            old = load(p, i)
+            store(p, i, sub(old, mul(lr_, multiply_add(decay_, old, u))))
+        for i in range(whole, count):
+            v = get(nu, i)
+            m = scale if (get_byte(theirs, i // 8) >> (i % 8)) & 1 else -scale
+            if keep_zeros and not v > ZERO:
+                m = ZERO
+            put(mu, i, m)
+            old = get(p, i)
+            u = (m * c1) / (np.float32(np.sqrt(v)) * c2 + eps)
+            put(p, i, old - lr * (u + decay * old))
+
+
+@compiled
+def adamw_places(
+    low, high, places, table, segments, valid, n, past_cache,
+    ps, gs, mus, nus, small, weight, b2, rest2, eps, decay, lr, c1, c2,
+):  # fmt: skip
+    """Take AdamW's step, place by place."""
+    weight_, b2_, rest2_, eps_ = splat(weight), splat(b2), splat(rest2), splat(eps)
+    decay_, lr_, c1_, c2_ = splat(decay), splat(lr), splat(c1), splat(c2)
+    for k in range(low, high):
+        place = table + 32 * k
+        length, s, offset = get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        start = 4 * offset
+        p, g, mu, nu = get_int(ps, s) + start, get_int(gs, s) + start, get_int(mus, s) + start, get_int(nus, s) + start
+        whole = length - length % LANES
+        for i in range(0, whole, LANES):
+            x, m = load(g, i), load(mu, i)
+            m = multiply_add(weight_, sub(m, x), x if small else m)
+            store(mu, i, m)
+            v = multiply_add(mul(x, x), rest2_, mul(b2_, load(nu, i)))
+            store(nu, i, v)
+            u = divide(mul(m, c1_), add(mul(square_root(v), c2_), eps_))
+            old = load(p, i)
+            store(p, i, sub(old, mul(lr_, multiply_add(decay_, old, u))))
+        for i in range(whole, length):
+            x, m = get(g, i), get(mu, i)
+            m = (x if small else m) + weight * (m - x)
+            put(mu, i, m)
+            v = b2 * get(nu, i) + x * x * rest2
+            put(nu, i, v)
+            old = get(p, i)
+            u = (m * c1) / (np.float32(np.sqrt(v)) * c2 + eps)
+            put(p, i, old - lr * (u + decay * old))
+
+
+BLOCK = 1 << 16
+"""Elements of a place where no norm is taken."""
+
+
+def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
+    return np.array([t.data_ptr() for t in tensors], dtype=np.int64)
+
+
+def _plain(*lists: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are what the loops address: contiguous float32."""
+    return all(t.dtype == torch.float32 and t.is_contiguous() for tensors in lists for t in tensors)
+
+
+def _lerp_weight(decay: float) -> tuple[bool, np.float32]:
+    """Return which end `torch.lerp` starts from, and the weight of the other."""
+    small = decay < 0.5
+    return small, np.float32(decay if small else np.float32(decay) - np.float32(1))
+
+
+def momentum_encode(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
+    runs: Sequence[int],
+) -> Any:  # fmt: skip
+    """See `reference_step.momentum_encode`."""
+    at = places(runs)
+    if not at.aligned or not _plain(mu, grads, (buffer, sent)):
+        return NotImplemented
+    valid = valid.contiguous()
+    bits = empty((buffer.shape[0], reference.bytes_for(at.n)), torch.uint8)
+    squares = torch.empty((buffer.shape[0], len(at.table)), dtype=torch.float64)
+    b = empty((buffer.shape[0], at.n), torch.float32)
+    tables = _addresses(mu), _addresses(grads), np.array(widths_of(runs), dtype=np.int64)
+    outs = [t.data_ptr() for t in (buffer, sent, b, bits, squares)]
+    run(encode_averages, at, valid, *(t.ctypes.data for t in tables), *_lerp_weight(decay), *outs,
+        scratch=4 * reference.NORM_BLOCK)  # fmt: skip
+    return (b, *finish(b, bits, squares, at, valid, runs))
+
+
+def onebit_adam_(
+    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
+    runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
+    keep_zeros: bool,
+) -> Any:  # fmt: skip
+    """See `reference_step.onebit_adam_`."""
+    at = places(runs)
+    if not at.aligned or not _plain(params, mu, nu, (scales,)) or bits.stride(-1) != 1:
+        return NotImplemented
+    tables = _addresses(params), _addresses(mu), _addresses(nu), np.array(widths_of(runs), dtype=np.int64)
+    numbers = map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
+    message = bits.data_ptr(), bits.stride(0), scales.data_ptr()
+    run(onebit_places, at, valid.contiguous(), *(t.ctypes.data for t in tables), *message, *numbers, keep_zeros)
+    return None
+
+
+def adamw_(
+    params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
+    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
+) -> Any:  # fmt: skip
+    """See `reference_step.adamw_`."""
+    if not _plain(params, grads, mu, nu):
+        return NotImplemented
+    at = places([x for p in params for x in (1, p.numel())], BLOCK)
+    tables = _addresses(params), _addresses(grads), _addresses(mu), _addresses(nu)
+    numbers = map(np.float32, (b2, 1 - b2, eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
+    lengths = torch.empty((1, at.segments), dtype=torch.int64)  # every place is whole
+    run(adamw_places, at, lengths, *(t.ctypes.data for t in tables), *_lerp_weight(b1), *numbers)
+    return None
+
+
+KERNELS = {f.__name__: f for f in (momentum_encode, onebit_adam_, adamw_)}

@@ -1,0 +1,118 @@
+"""The kernels that take an optimizer's whole step in place, in plain torch: their specification.
+
+They work on lists of tensors, a list per role, and write into params and moments. The pure updates of
+`transforms.moments` say the same thing without writing; adapters, which own their buffers, run these.
+
+A list of tensors and the rows (R, n) of a message: segment s of row r is piece r of tensor s, R equal pieces each,
+zeros behind the end of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fn.kernels import reference
+
+
+def widths_of(runs: Sequence[int]) -> list[int]:
+    """Return the width of every segment."""
+    return [width for count, width in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
+
+
+def rows_of(tensors: Sequence[Tensor], rows: int, runs: Sequence[int]) -> Tensor:
+    """Return tensors as the rows (R, n) that `runs` describe."""
+    pieces = []
+    for tensor, width in zip(tensors, widths_of(runs), strict=True):
+        flat = tensor.reshape(-1)
+        pieces.append(F.pad(flat, (0, rows * width - flat.shape[0])).view(rows, width))
+    return torch.cat(pieces, dim=1)
+
+
+def tensors_of(x: Tensor, like: Sequence[Tensor], runs: Sequence[int]) -> list[Tensor]:
+    """Return the rows x (R, n) as tensors of given shapes."""
+    pieces = x.split(widths_of(runs), dim=1)
+    return [p.reshape(-1)[: t.numel()].view(t.shape) for p, t in zip(pieces, like, strict=True)]
+
+
+def momentum_encode(
+    mu: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    decay: float,
+    buffer: Tensor,
+    sent: Tensor,
+    valid: Tensor,
+    runs: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode with feedback the moving average decay * mu + (1 - decay) * grad of every tensor.
+
+    Args: mu, grads: S tensors each; decay; the rest, and the results, as for `reference.sign_encode_feedback`.
+    """
+    averages = [torch.lerp(g.to(m.dtype), m, decay) for m, g in zip(mu, grads, strict=True)]
+    return reference.sign_encode_feedback(rows_of(averages, buffer.shape[0], runs), buffer, sent, valid, runs)
+
+
+def onebit_adam_(
+    params: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    bits: Tensor,
+    scales: Tensor,
+    valid: Tensor,
+    runs: Sequence[int],
+    eps: float,
+    weight_decay: float,
+    lr: float,
+    mu_weight: float,
+    nu_weight: float,
+    keep_zeros: bool,
+) -> None:
+    """Take the step of 1-bit Adam's compressed phase from the codes of the averaged momentum.
+
+        mu <- D(codes), 0 where nu = 0          p <- p - lr ((mu / w_mu) / (sqrt(nu / w_nu) + eps) + weight_decay p)
+
+    Args: params, mu, nu: S tensors each; params and mu are written. bits, scales, valid, runs: as for
+        `reference.sign_decode`. mu_weight, nu_weight: w_mu, w_nu, 1 for no bias correction. keep_zeros: without it,
+        mu is not masked.
+    """
+    found = tensors_of(reference.sign_decode(bits, scales, valid, runs), params, runs)
+    for p, m, v, x in zip(params, mu, nu, found, strict=True):
+        m.copy_(torch.where(v > 0, x, 0.0) if keep_zeros else x)
+        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+
+
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    lr: float,
+    mu_weight: float,
+    nu_weight: float,
+) -> None:
+    """Take AdamW's step.
+
+        mu <- b1 mu + (1 - b1) g          nu <- b2 nu + (1 - b2) g^2          p as for `onebit_adam_`
+
+    Args: params, grads, mu, nu: as many tensors each; all but grads are written. mu_weight, nu_weight: those after
+        this step, 1 for no bias correction.
+    """
+    for p, g, m, v in zip(params, grads, mu, nu, strict=True):
+        g = g.to(m.dtype)
+        m.lerp_(g, 1 - b1)
+        v.mul_(b2).addcmul_(g, g, value=1 - b2)
+        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+
+
+def _descend(
+    p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
+) -> None:
+    u = (m / mu_weight) / ((v / nu_weight).sqrt() + eps)
+    p.copy_(p - lr * (u + weight_decay * p.to(u.dtype)))

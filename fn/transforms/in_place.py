@@ -1,0 +1,83 @@
+"""Updates that can also take their step in place: what a device with a kernel for the whole step does in an adapter.
+
+A transform is pure, and that costs memory traffic: every link reads and writes what the next one reads again, and the
+new state is copied back into the buffers of the old one. Where the table has a kernel for a whole step, a named
+optimizer offers it beside its pure update. The numbers are the same up to rounding; only adapters, which own their
+buffers, use it.
+
+A step in place has two parts: `stage` does all that can fail, communication first of all, and writes nothing;
+`commit` writes, and cannot fail. So a step that fails leaves params and state as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn.base import UpdateFn
+from fn.kernels.eager import is_eager
+from fn.kernels.table import cells
+
+Tree = Any
+
+
+class Staged(NamedTuple):
+    """A step that waits to be written. ok: its numbers are finite, on all ranks alike. commit: write it."""
+
+    ok: bool
+    commit: Callable[[], None]
+
+
+class InPlace(NamedTuple):
+    """A pure update that can also be staged.
+
+    pure: the update. fits: whether these (updates, state, params) can be staged; every rank answers alike, or sends
+        the same messages either way. stage: (updates, state, params) -> Staged.
+    """
+
+    pure: UpdateFn
+    fits: Callable[[Tree, Tree, Tree], bool]
+    stage: Callable[[Tree, Tree, Tree], Staged]
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what the pure update returns."""
+        return self.pure(updates, state, params)
+
+
+def side_by_side(updates: Sequence[UpdateFn], pure: UpdateFn) -> UpdateFn:
+    """Return `pure`, the update of tuples of trees, staged where each of `updates`, one per tree, can be."""
+    found = [u for u in updates if isinstance(u, InPlace)]
+    if len(found) != len(updates):
+        return pure
+
+    def fits(grads: Tree, states: Tree, params: Tree) -> bool:
+        return all(u.fits(*args) for u, args in zip(found, zip(grads, states, params, strict=True), strict=True))
+
+    def stage(grads: Tree, states: Tree, params: Tree) -> Staged:
+        parts = [u.stage(*args) for u, args in zip(found, zip(grads, states, params, strict=True), strict=True)]
+
+        def commit() -> None:
+            for part in parts:
+                part.commit()
+
+        return Staged(all(part.ok for part in parts), commit)
+
+    return InPlace(pure, fits, stage)
+
+
+def has_kernel(op: str, lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether the table has a kernel for the whole step of these tensors: plain, contiguous, of one kind."""
+    tensors = [t for tensors in lists for t in tensors]
+    if not tensors or not is_eager(*tensors):
+        return False
+    device, dtype = tensors[0].device, torch.float32
+    alike = all(t.device == device and t.dtype == dtype and t.is_contiguous() for t in tensors)
+    return alike and bool(cells(op, device.type))
+
+
+def swap(old: Tensor, new: Tensor) -> None:
+    """Give a tensor of the state the memory of the new one, instead of copying it."""
+    old.set_(new)  # type: ignore[call-overload]
