@@ -12,12 +12,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
 from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives.ledger import is_open, record
 from fn.collectives.transports import carry, registered
+from fn.kernels import buffers
+from fn.kernels.eager import is_eager, pooled
 
 Tree = Any
 
@@ -102,7 +106,11 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
     # Sums of half precision numbers overflow where their mean does not.
     parts = tree.map(lambda leaf: leaf / size if leaf.element_size() < 4 else leaf, x)
     total = psum(parts, axis)
-    return tree.map(lambda leaf: leaf if leaf.element_size() < 4 else leaf / size, total)
+
+    def divide(leaf: Tensor) -> Tensor:
+        return leaf if leaf.element_size() < 4 else torch.div(leaf, size, out=pooled(leaf).get("out"))
+
+    return tree.map(divide, total)
 
 
 def exchange(payload: Tree, axis: str) -> Tree:
@@ -179,17 +187,38 @@ def _vmap_count(
 
 
 def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
+    if _on_host(x):
+        out = buffers.empty(x.shape, x.dtype)
+        dist.all_to_all_single(out, x, group=_group(transport))
+        return out
     rows = [1] * size
     return _wait(torch.ops._c10d_functional.all_to_all_single(x, rows, rows, transport))
 
 
 def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
+    if _on_host(x):  # on gloo an all-to-all of copies sends the same bytes in half the time
+        copies = buffers.empty((size, *x.shape), x.dtype)
+        return _run_all_to_all(copies.copy_(x), rank, size, transport)
     flat = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), size, transport))
     return flat.view(size, *x.shape)
 
 
 def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
+    if _on_host(x):
+        out = buffers.empty(x.shape, x.dtype).copy_(x)
+        dist.all_reduce(out, group=_group(transport))
+        return out
     return _wait(torch.ops._c10d_functional.all_reduce(x, "sum", transport))
+
+
+def _on_host(x: Tensor) -> bool:
+    """Tell whether results can be written into memory of the pool: the functional collectives make fresh tensors."""
+    return x.device.type == "cpu" and is_eager(x)
+
+
+def _group(transport: str) -> dist.ProcessGroup:
+    found: dist.ProcessGroup = _resolve_process_group(transport)  # type: ignore[arg-type]
+    return found
 
 
 def _wait(x: Tensor) -> Tensor:

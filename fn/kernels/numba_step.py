@@ -65,7 +65,7 @@ def average_into(out, first, mu, g, start, count, length, small, weight):
 @compiled
 def encode_averages(
     low, high, places, table, segments, valid, n, past_cache,
-    mus, gs, widths, small, weight, buffer, sent, out, bits, squares, scratch,
+    mus, gs, widths, sizes, small, weight, buffer, sent, out, bits, squares, scratch,
 ):  # fmt: skip
     """Encode with feedback the moving averages of tensors, which go place by place through `scratch`."""
     for k in range(low, high):
@@ -73,10 +73,10 @@ def encode_averages(
         first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
         here = r * segments + s
         real = get_int(valid, here) - offset
-        count = max(min(real, length), 0)
+        start = r * get_int(widths, s) + offset
+        count = max(min(get_int(sizes, s) - start, length), 0)
         average = scratch - 4 * first
-        average_into(average, first, get_int(mus, s), get_int(gs, s), r * get_int(widths, s) + offset, count, length,
-                     small, weight)  # fmt: skip
+        average_into(average, first, get_int(mus, s), get_int(gs, s), start, count, length, small, weight)
         row = 4 * r * n
         square = encode_place(average, buffer + row, out + row, bits + r * ((n + 7) // 8), get(sent, here), first,
                               length, real, past_cache)  # fmt: skip
@@ -86,7 +86,7 @@ def encode_averages(
 @compiled
 def onebit_places(
     low, high, places, table, segments, valid, n, past_cache,
-    ps, mus, nus, widths, bits, row_stride, scales, eps, decay, lr, c1, c2, keep_zeros,
+    ps, mus, nus, widths, sizes, bits, row_stride, scales, eps, decay, lr, c1, c2, keep_zeros,
 ):  # fmt: skip
     """Decode the momentum and take 1-bit Adam's step with it, place by place."""
     zero, eps_, decay_, lr_, c1_, c2_ = splat(ZERO), splat(eps), splat(decay), splat(lr), splat(c1), splat(c2)
@@ -94,9 +94,9 @@ def onebit_places(
         r, place = k // places, table + 32 * (k % places)
         first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
         here = r * segments + s
-        count = max(min(get_int(valid, here) - offset, length), 0)
-        start = 4 * (r * get_int(widths, s) + offset)
-        p, mu, nu = get_int(ps, s) + start, get_int(mus, s) + start, get_int(nus, s) + start
+        start = r * get_int(widths, s) + offset
+        count = max(min(get_int(sizes, s) - start, length), 0)
+        p, mu, nu = get_int(ps, s) + 4 * start, get_int(mus, s) + 4 * start, get_int(nus, s) + 4 * start
         theirs, scale = bits + r * row_stride + first // 8, get(scales, here)
         up, down = splat(scale), splat(-scale)
         aside = past_cache and mu % 32 == 0
@@ -163,6 +163,11 @@ def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
     return np.array([t.data_ptr() for t in tensors], dtype=np.int64)
 
 
+def _extents(tensors: Sequence[Tensor], runs: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the widths of the segments and the sizes of the tensors, which can end before the valid elements do."""
+    return np.array(widths_of(runs), dtype=np.int64), np.array([t.numel() for t in tensors], dtype=np.int64)
+
+
 def _plain(*lists: Sequence[Tensor]) -> bool:
     """Return whether all tensors are what the loops address: contiguous float32."""
     return all(t.dtype == torch.float32 and t.is_contiguous() for tensors in lists for t in tensors)
@@ -186,7 +191,7 @@ def momentum_encode(
     bits = empty((buffer.shape[0], reference.bytes_for(at.n)), torch.uint8)
     squares = torch.empty((buffer.shape[0], len(at.table)), dtype=torch.float64)
     b = empty((buffer.shape[0], at.n), torch.float32)
-    tables = _addresses(mu), _addresses(grads), np.array(widths_of(runs), dtype=np.int64)
+    tables = _addresses(mu), _addresses(grads), *_extents(mu, runs)
     outs = [t.data_ptr() for t in (buffer, sent, b, bits, squares)]
     run(encode_averages, at, valid, *(t.ctypes.data for t in tables), *_lerp_weight(decay), *outs,
         scratch=4 * reference.NORM_BLOCK)  # fmt: skip
@@ -202,7 +207,7 @@ def onebit_adam_(
     at = places(runs)
     if not at.aligned or not _plain(params, mu, nu, (scales,)) or bits.stride(-1) != 1:
         return NotImplemented
-    tables = _addresses(params), _addresses(mu), _addresses(nu), np.array(widths_of(runs), dtype=np.int64)
+    tables = _addresses(params), _addresses(mu), _addresses(nu), *_extents(params, runs)
     numbers = map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
     message = bits.data_ptr(), bits.stride(0), scales.data_ptr()
     run(onebit_places, at, valid.contiguous(), *(t.ctypes.data for t in tables), *message, *numbers, keep_zeros)

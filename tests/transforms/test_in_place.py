@@ -1,0 +1,148 @@
+"""Steps in place are the pure steps: the same numbers, the same messages, nothing written before all is agreed."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fn
+from fn import Phase, tree
+from fn.transforms import adam_in_place
+from fn.transforms.in_place import InPlace
+
+pytest.importorskip("numba", reason="the extra `cpu` is not installed")
+
+SHAPES = [(37, 5), (7,), (), (0,), (4097,), (8, 16)]
+CASES = [
+    {},
+    {"feedback": fn.classic(lazy=True), "weight_decay": 0.1},
+    {"layout": "per_tensor", "bias_correction": True, "feedback": fn.classic(lazy=True)},
+    {"layout": "per_tensor", "keep_zeros": False},
+    {"codec": fn.sign(padding_counts=True), "bias_correction": True, "b1": 0.3},
+]
+
+
+def gradient(step: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    grads[0][3] = 0.0  # a row that never receives a gradient
+    if step == 4 and rank == 0:
+        grads[1][2] = float("nan")
+    return grads
+
+
+def against_the_pure_chain() -> list[dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    found = []
+    for hyper in CASES:
+        schedule = fn.freeze_after(3)
+        make = partial(fn.onebit_adam, axis="data", **hyper)
+        params = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
+        with fn.bind(mesh):
+            opt, tx = fn.Optimizer(params, make, schedule=schedule, lr=1e-2), make(lr=1e-2)
+            plain = [p.detach().clone() for p in params]
+            state = tx.init(plain)
+        taken, differences, skipped = 0, [], []
+        for step in range(8):
+            for p, g in zip(params, gradient(step, dist.get_rank()), strict=True):
+                p.grad = g
+            with count_stages() as stages, fn.ledger() as sent:
+                opt.step()
+            with fn.bind(mesh), fn.ledger() as sent_too:
+                grads = gradient(step, dist.get_rank())
+                updates, state = tx.update(schedule(step))(grads, state, plain)
+                plain = fn.apply_updates(plain, updates)
+            same = sent.sent == sent_too.sent
+            assert same or step == 4, (step, hyper.keys(), sent, sent_too)  # after a skipped step the optimizer asks why
+            taken += stages[0]
+            pairs = zip(tree.leaves([params, opt.states[0]]), tree.leaves([plain, state]), strict=True)
+            differences.append(max(float((a.detach() - b).abs().max()) for a, b in pairs if a.numel()))
+            skipped.append(opt.skipped)
+        found.append({"taken": taken, "differences": differences, "skipped": skipped})
+    return found
+
+
+@contextmanager
+def count_stages():
+    """Count the steps that are written in place."""
+    counts, original = [0], adam_in_place.step_weights
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        counts[0] += 1
+        original(*args, **kwargs)
+
+    adam_in_place.step_weights = counted
+    try:
+        yield counts
+    finally:
+        adam_in_place.step_weights = original
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_step_in_place_is_the_pure_step(world):
+    for outcome in ranks.run(world, against_the_pure_chain):
+        for case, found in zip(CASES, outcome, strict=True):
+            assert found["taken"] == 7, case  # all but the one with a NaN
+            assert found["skipped"] == [0, 0, 0, 0, 1, 1, 1, 1]
+            assert max(found["differences"]) < 3e-6, (case, found["differences"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_adamw_in_place_is_torchs(dtype):
+    torch.manual_seed(0)
+    start = [torch.randn(shape).to(dtype) for shape in SHAPES]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    opt = fn.Optimizer(ours, partial(fn.adamw, weight_decay=0.1), lr=1e-2)
+    reference = torch.optim.AdamW(theirs, weight_decay=0.1, lr=1e-2)
+    for step in range(5):
+        for params in (ours, theirs):
+            for p, g in zip(params, gradient(step + 10, 0), strict=True):
+                p.grad = g.to(dtype)
+        opt.step()
+        reference.step()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-7  # a learning rate that is kept in float64
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def test_what_cannot_be_staged_runs_the_donated_update():
+    update = fn.adamw(1e-2).update(Phase.WARMUP)
+    assert isinstance(update, InPlace)
+    for params in ([torch.ones(3, dtype=torch.float64)], [torch.ones(4, 4).t()[:, :2]], []):
+        state = fn.adamw(1e-2).init(params)
+        assert not update.fits(params, state, params)
+    params = [torch.ones(3)]
+    assert update.fits(params, fn.adamw(1e-2).init(params), params)
+
+
+def test_a_square_that_overflows_skips_as_the_pure_step_does():
+    params = [torch.nn.Parameter(torch.ones(9))]
+    opt = fn.Optimizer(params, fn.adamw, lr=1e-2)
+    params[0].grad = torch.full((9,), 1e30)
+    opt.step()
+    assert opt.skipped == 1
+    assert torch.equal(params[0].detach(), torch.ones(9))
+    params[0].grad = torch.full((9,), 1e18)  # the squares are finite, their sum is not always
+    opt.step()
+    assert opt.skipped == 1
+    assert not torch.equal(params[0].detach(), torch.ones(9))
+    assert all(t.isfinite().all() for t in tree.leaves(opt.states) if t.is_floating_point())
+
+
+def test_staging_writes_nothing():
+    params, tx = [torch.ones(100)], fn.adamw(1e-2)
+    state = tx.init(params)
+    before = [x.clone() for x in tree.leaves([params, state])]
+    found = tx.update(Phase.WARMUP).stage([torch.randn(100)], state, params)
+    assert found.ok
+    assert all(map(torch.equal, before, tree.leaves([params, state])))
+    found.commit()
+    assert not torch.equal(params[0], before[0])
+    assert int(state.inner[1].step) == 1
