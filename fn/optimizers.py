@@ -7,17 +7,12 @@ from typing import Literal
 from torch import Tensor
 
 from fn.base import Transform, chain
-<<<<<<< HEAD
 from fn.collectives.axis import AxisNames
 from fn.collectives.codec import sign
-from fn.collectives.feedback import damped
+from fn.collectives.feedback import classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.collectives.int_codec import int4
-=======
-from fn.collectives.codec import Codec, sign
-from fn.collectives.feedback import Feedback, classic
 from fn.transforms.adam_in_place import Descent, with_adam_in_place, with_onebit_adam_in_place
->>>>>>> 39ddf99 (Whole steps in place: AdamW and 1-bit Adam read and write memory once behind fn.Optimizer on a CPU)
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
 from fn.transforms.finite import skip_nonfinite

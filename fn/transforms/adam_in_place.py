@@ -10,10 +10,11 @@ from torch import Tensor
 from fn import tree
 from fn.base import Transform
 from fn.collectives import primitives
-from fn.collectives.axis import axis_size
+from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.codec import Codec
 from fn.collectives.compressed import ErrorFeedbackState, encode_averages, pass_on
 from fn.collectives.feedback import Feedback
+from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.transforms import layout as layouts
 from fn.transforms.finite import SkipState
 from fn.transforms.in_place import InPlace, Staged, has_kernel, swap
@@ -38,8 +39,13 @@ class Descent(NamedTuple):
         return self.eps, self.weight_decay, float(self.lr), *weights
 
 
-def with_adam_in_place(tx: Transform, axis: str | None, h: Descent) -> Transform:
-    """Let the warm-up of a chain (average, Adam's moments, weight decay, learning rate) be staged."""
+def with_adam_in_place(tx: Transform, axis: AxisNames | None, h: Descent) -> Transform:
+    """Let the warm-up of a chain (average, Adam's moments, weight decay, learning rate) be staged.
+
+    Over several axes it stays the pure one.
+    """
+    if axis is not None and not isinstance(axis, str):
+        return tx
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         moments: AdamState | OnebitAdamState = state.inner[1]
@@ -61,9 +67,14 @@ def with_adam_in_place(tx: Transform, axis: str | None, h: Descent) -> Transform
 
 
 def with_onebit_adam_in_place(
-    tx: Transform, axis: str, h: Descent, codec: Codec, feedback: Feedback, layout: str, *, keep_zeros: bool
+    tx: Transform, axis: AxisNames, h: Descent, codec: Codecs, feedback: Feedbacks, layout: str, *, keep_zeros: bool
 ) -> Transform:
-    """Let the compressed phase of a chain (average, 1-bit Adam's moments, decay, learning rate) be staged."""
+    """Let the compressed phase of a chain (average, 1-bit Adam's moments, decay, learning rate) be staged.
+
+    Over several axes it stays the pure one.
+    """
+    if not isinstance(axis, str) or not isinstance(codec, Codec) or not isinstance(feedback, Feedback):
+        return tx
 
     def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
         return layouts.buckets(leaves, axis_size(axis), codec.align, layout)

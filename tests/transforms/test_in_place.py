@@ -60,7 +60,8 @@ def against_the_pure_chain() -> list[dict[str, Any]]:
                 updates, state = tx.update(schedule(step))(grads, state, plain)
                 plain = fn.apply_updates(plain, updates)
             same = sent.sent == sent_too.sent
-            assert same or step == 4, (step, hyper.keys(), sent, sent_too)  # after a skipped step the optimizer asks why
+            asks = step in (3, 4)  # the first of a phase, and one that is skipped
+            assert same or asks, (step, hyper.keys(), sent, sent_too)
             taken += stages[0]
             pairs = zip(tree.leaves([params, opt.states[0]]), tree.leaves([plain, state]), strict=True)
             differences.append(max(float((a.detach() - b).abs().max()) for a, b in pairs if a.numel()))
