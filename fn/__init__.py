@@ -14,7 +14,7 @@ from fn.collectives.hierarchy import all_gather_shards, reduce_scatter_mean
 from fn.collectives.int_codec import int4, int8
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
-from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, zero_one_adam
+from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.schedules import freeze_after, freeze_when_stable, zero_one_schedule
 from fn.transforms.average import average, compressed_average
 from fn.transforms.clip import clip_by_global_norm
@@ -83,6 +83,7 @@ __all__ = [
     "scale_by_trust_ratio",
     "scale_by_zero_one_adam",
     "sharded",
+    "sharded_onebit_adam",
     "sign",
     "simulate",
     "skip_nonfinite",

@@ -238,3 +238,42 @@ def loco_adamw(
     feedback = damped() if feedback is None else feedback
     tx = sharded(inner, axis, codec or int4(), feedback, gather=gather, master=master, layout=layout)
     return agreed(skip_nonfinite(tx), axis)
+
+
+def sharded_onebit_adam(
+    lr: float | Tensor = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    axis: AxisNames,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
+    gather: Codecs | None = None,
+    master: bool | None = None,
+    layout: str = "flat",
+) -> Transform:
+    """1-bit Adam over ZeRO-1: the frozen second moment and the master params divided among the ranks.
+
+    The momentum travels as in `onebit_adam`, there and back, and stays whole on every rank, because every rank adds
+    its gradient to it. What comes on top is the way back of the updates, exact in the params' dtype unless `gather`
+    says something else: take this where memory is short, `onebit_adam` where only the network is slow.
+
+    Args:
+        lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
+        axis, codec, feedback: as for `onebit_adam`. gather, master, layout: as for `sharded`.
+    Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
+
+    Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1; Rajbhandari et al., ZeRO (arXiv 1910.02054).
+    Differs: elements that never received a gradient take part in the exchange, where their momentum is not zero; their
+        params do not move.
+    """
+    inner = chain(
+        scale_by_onebit_adam(b1, b2, eps, sync=chain()),  # nothing is left to be averaged: the shards are of the mean
+        add_decayed_weights(weight_decay),
+        scale_by_learning_rate(lr),
+    )
+    codec = sign() if codec is None else codec
+    tx = sharded(inner, axis, codec, feedback, gather=gather, master=master, layout=layout, momentum=b1)
+    return agreed(skip_nonfinite(tx), axis)

@@ -59,6 +59,7 @@ OPTIMIZERS = (
         fn.freeze_after(2),
         adamw={Phase.WARMUP: NOTHING, Phase.COMPRESSED: NOTHING},
     ),
+    Named("sharded_onebit_adam", fn.sharded_onebit_adam, (Phase.WARMUP, Phase.COMPRESSED), fn.freeze_after(20)),
 )
 
 NAMES = [optimizer.name for optimizer in OPTIMIZERS]

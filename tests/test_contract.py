@@ -266,10 +266,14 @@ def test_a_bad_gradient_on_any_rank_moves_nothing(optimizer, phase, bad, rank):
 
 def whole(moments: list, params: dict, world: int) -> list[dict]:
     """Return moments like the params; those of `sharded` are the rows of a vector, one on each rank."""
-    (bucket,) = buckets(list(params.values()), world, 2, "flat")
-    return [
-        m if isinstance(m, dict) else dict(zip(params, part(m[0].flatten(), bucket), strict=True)) for m in moments
-    ]
+    found = []
+    for m in moments:
+        if not isinstance(m, dict):
+            plans = (buckets(list(params.values()), world, align, "flat")[0] for align in (2, 8))
+            bucket = next(plan for plan in plans if plan.segments.row_length == m[0].shape[-1])
+            m = dict(zip(params, part(m[0].flatten(), bucket), strict=True))
+        found.append(m)
+    return found
 
 
 @each_phase

@@ -44,7 +44,8 @@ def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     """Compare a flat state with one to be loaded.
 
-    Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype.
+    Raises: ValueError that names the first path that is missing, unexpected, of another shape or dtype, or of the
+        shard of another rank.
     """
     optional = {path for path in {*own, *saved} if path.endswith(".initial_lr")}
     for path in sorted((set(own) ^ set(saved)) - optional):
@@ -58,6 +59,11 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"state_dict: {path!r} is {theirs.dtype} {tuple(theirs.shape)}, but this has {mine.dtype} "
                 f"{tuple(mine.shape)}; errors belong to the world size they were made for"
+            )
+        if path.endswith(".place") and theirs.tolist() != mine.tolist():
+            raise ValueError(
+                f"state_dict: {path!r} says shard {theirs[0]} of {theirs[1]}, but this rank has shard {mine[0]} of "
+                f"{mine[1]}; shards belong to the ranks and the order of axes they were made for"
             )
 
 

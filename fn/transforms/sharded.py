@@ -26,12 +26,15 @@ from torch import Tensor
 from fn import tree
 from fn.base import Phase, Transform, UpdateFn, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
-from fn.collectives.axis import AxisNames, axis_index, axis_size, names
+from fn.collectives.axis import AxisNames, axis_index, axis_size
 from fn.collectives.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import classic, off
-from fn.collectives.hierarchy import Codecs, Feedbacks, all_gather_shards, hops, initial_errors, reduce_scatter_wide
+from fn.collectives.hierarchy import Codecs, Feedbacks, hops
+from fn.kernels.eager import is_eager
+from fn.transforms import exchange
 from fn.transforms import layout as layouts
+from fn.transforms.exchange import Kept, Rules
 from fn.transforms.shards import shown, take, wide
 
 Tree = Any
@@ -42,13 +45,15 @@ class ShardedState(NamedTuple):
 
     inner: the inner state, of this rank's shard. master: for each vector the params' shard in float32, or () where
     the params themselves are that precise. errors: worker errors of the reduce-scatter and server errors of the
-    all-gather, for each vector. place: which shard this is and of how many, (2,) int64.
+    all-gather, for each vector. place: which shard this is and of how many, (2,) int64. momentum: for each vector the
+    momentum that all ranks agreed on, or () where gradients are exchanged.
     """
 
     inner: Tree
     master: tuple[Tree, ...]
     errors: ErrorFeedbackState
     place: Tensor
+    momentum: tuple[Tree, ...]
 
     @property
     def rank_local(self) -> frozenset[str]:
@@ -66,6 +71,7 @@ def sharded(
     gather_feedback: Feedbacks | None = None,
     master: bool | None = None,
     layout: str = "flat",
+    momentum: float | None = None,
 ) -> Transform:
     """Run `inner` on shards: ZeRO stages 1 and 2, the optimizer's state and the reduced gradients divided by W.
 
@@ -90,8 +96,13 @@ def sharded(
             updates. None: where the params are in half precision.
         layout: as for `compressed_average`. With "flat" and "fused" the inner sees a list of vectors, one per (dtype,
             device); with "per_tensor" a tree like the params, of pieces, so that masks and partitions by name work.
+        momentum: exchange momentum in place of gradients, with this decay, which must be the inner's: what is
+            reduced is b1 mu + (1 - b1) g_r, in codes there and back, so that every rank can add its next gradient to
+            the mean. The inner is handed the gradient that leads its own momentum there. With a second moment that
+            rests after the warm-up this is 1-bit Adam; see `sharded_onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase and a `ShardedState`.
-    Raises: ValueError if the layout is unknown; from init, if the ranks disagree; from the update, if the state
+    Raises: ValueError if the layout or the momentum is not one, or if gather_feedback is given together with momentum,
+        whose second half has the server errors; from init, if the ranks disagree; from the update, if the state
         belongs to other params or another number of ranks.
 
     Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5; Wang et al., ZeRO++ (arXiv 2306.10209), sections
@@ -99,14 +110,16 @@ def sharded(
     Differs: params stay whole on every rank, so this is not stage 3; `fn.adapters.fsdp` is for that. Where a state of
         inner is not finite or a guard inside of it skips, the shard's updates are NaN, for all ranks to see and skip.
     """
-    exact = identity()
-    reduce_rule = (off() if codec is None else classic()) if feedback is None else feedback
-    gather_rule = off() if gather_feedback is None else gather_feedback
-    reduce_codec = exact if codec is None else codec
-    plan = [*hops(axis, reduce_codec, reduce_rule), *hops(axis, exact if gather is None else gather, gather_rule)]
-    align = math.lcm(*(hop.codec.align for hop in plan))
+    codec, feedback = (identity(), feedback or off()) if codec is None else (codec, feedback or classic())
+    rules = Rules(axis, codec, feedback, gather, gather_feedback or off(), momentum)
+    halves = [*hops(axis, codec, feedback), *hops(axis, gather or identity(), rules.gather_feedback)]
+    align = math.lcm(*(hop.codec.align for hop in halves))
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout: is {layout!r}; allowed are {layouts.LAYOUTS}")
+    if momentum is not None and not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum: is {momentum}; allowed are None and [0, 1)")
+    if momentum is not None and gather_feedback is not None:
+        raise ValueError("gather_feedback: is given together with momentum; send params then, with master=True")
 
     def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
         return layouts.buckets(leaves, axis_size(axis), align, layout)
@@ -114,48 +127,23 @@ def sharded(
     def keeps_master(dtype: torch.dtype) -> bool:
         return wide(dtype) != dtype if master is None else master
 
-    def exactly(dtype: torch.dtype) -> Codecs:
-        return (identity(dtype if keeps_master(dtype) else wide(dtype)),) * len(names(axis))
-
     def as_inner(structure: Any, shards: list[Tensor]) -> Tree:
         return tree.unflatten(structure, shards) if layout == "per_tensor" else shards
 
     def init(params: Tree) -> ShardedState:
         tree.check_real(params, "params")
-        fields = describe((reduce_codec, reduce_rule, gather, gather_rule, inner))
-        fields |= {**describe_leaves(params), "layout": layout, "master": str(master)}
+        fields = {**describe((rules, inner)), **describe_leaves(params), "layout": layout, "master": str(master)}
         check_agreement(axis, fields, device_of(params))
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
-        index, owned, masters, worker, server = axis_index(axis), [], [], [], []
+        index, owned, masters, kept = axis_index(axis), [], [], []
         for bucket in arrange(leaves):
             like = leaves[bucket.places[0]]
             owned.append(take(leaves, bucket, index).to(wide(like.dtype), copy=True))
             masters.append(owned[-1].clone() if keeps_master(like.dtype) else ())
             x = like.new_zeros(bucket.segments.valid.shape[0] * bucket.segments.row_length)
-            half = (axis, reduce_codec, reduce_rule)
-            worker.append(initial_errors(x, *half, segments=bucket.segments)[0])
-            back = (axis, gather or exact, gather_rule)
-            server.append(initial_errors(x.to(wide(x.dtype)), *back, segments=bucket.segments)[1])
-        errors = ErrorFeedbackState(tuple(worker), tuple(server))
+            kept.append(exchange.start(x, bucket, rules))
         place = torch.stack([index, torch.tensor(axis_size(axis))])
-        return ShardedState(inner.init(as_inner(structure, owned)), tuple(masters), errors, place)
-
-    def reduce(leaves: list[Tensor], plan: list[layouts.Bucket], errors: tuple[Tree, ...], codes: bool) -> Any:
-        shards, after = [], []
-        for bucket, error in zip(plan, errors, strict=True):
-            x, at = layouts.join(leaves, bucket), bucket.segments
-            if codes:
-                shard, error = reduce_scatter_wide(x, error, axis, reduce_codec, reduce_rule, segments=at)
-            else:
-                shard, _ = reduce_scatter_wide(x, (), axis, exact, off(), segments=at)
-            shards.append(shard)
-            after.append(error)
-        return shards, tuple(after)
-
-    def bring(value: Tensor, error: Tree, bucket: layouts.Bucket, dtype: torch.dtype, codes: bool) -> Any:
-        if codes and gather is not None:
-            return all_gather_shards(value, error, axis, gather, gather_rule, segments=bucket.segments)
-        return all_gather_shards(value, (), axis, exactly(dtype), off(), segments=bucket.segments)[0], error
+        return _state(inner.init(as_inner(structure, owned)), masters, kept, place)
 
     def step(phase: Phase) -> UpdateFn:
         own = phase if has_phase(inner, phase) else Phase.WARMUP
@@ -166,34 +154,42 @@ def sharded(
             codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
             given, (leaves, structure) = tree.leaves(updates), tree.flatten(params)
             plan, index = arrange(leaves), axis_index(axis)
-            _check(state, plan)
-            shards, worker = reduce(given, plan, state.errors.worker, codes)
-            owned = [
-                take(leaves, bucket, index).to(shard.dtype) if isinstance(kept, tuple) else kept
-                for bucket, shard, kept in zip(plan, shards, state.master, strict=True)
-            ]
-            moves, after = move(as_inner(structure, shards), state.inner, as_inner(structure, owned))
-            moves, after = shown(moves, state.inner, after)
+            _check(state, plan, index)
+            shards, kept, owned = [], [], []
+            for bucket, before, precise in zip(plan, _kept(state), state.master, strict=True):
+                shard, after = exchange.reduce(layouts.join(given, bucket), before, bucket, rules, codes)
+                shards.append(shard)
+                kept.append(after)
+                owned.append(precise if isinstance(precise, Tensor) else take(leaves, bucket, index).to(shard.dtype))
+            moves, inside = move(as_inner(structure, shards), state.inner, as_inner(structure, owned))
+            moves, inside = shown(moves, state.inner, inside)
             found: dict[int, Tensor] = {}
-            masters, server = [], []
-            each = zip(plan, owned, tree.leaves(moves), state.master, state.errors.server, strict=True)
-            for bucket, old, moved, kept, error in each:
-                keep = isinstance(kept, Tensor)
-                value = old + moved if keep else moved
-                full, error = bring(value, error, bucket, leaves[bucket.places[0]].dtype, codes)
-                parts = zip(bucket.places, layouts.part(full, bucket), strict=True)
-                found.update((i, part - leaves[i] if keep else part) for i, part in parts)
-                masters.append(value if keep else ())
-                server.append(error)
-            errors = ErrorFeedbackState(worker, tuple(server))
-            return layouts.restore(structure, found), ShardedState(after, tuple(masters), errors, state.place)
+            masters: list[Tree] = []
+            for i, (bucket, moved, precise) in enumerate(zip(plan, tree.leaves(moves), state.master, strict=True)):
+                sends_params = isinstance(precise, Tensor)
+                value = precise + moved if sends_params else moved
+                dtype = leaves[bucket.places[0]].dtype if sends_params else moved.dtype
+                whole, kept[i] = exchange.back(value, dtype, kept[i], bucket, rules, codes)
+                parts = zip(bucket.places, layouts.part(whole, bucket), strict=True)
+                found.update((k, part - leaves[k] if sends_params else part) for k, part in parts)
+                masters.append(value if sends_params else ())
+            return layouts.restore(structure, found), _state(inside, masters, kept, state.place)
 
         return update
 
     return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), missing(Phase.LOCAL, "a sharded optimizer"))
 
 
-def _check(state: ShardedState, plan: list[layouts.Bucket]) -> None:
+def _state(inner: Tree, masters: list[Tree], kept: list[Kept], place: Tensor) -> ShardedState:
+    errors = ErrorFeedbackState(tuple(k.worker for k in kept), tuple(k.server for k in kept))
+    return ShardedState(inner, tuple(masters), errors, place, tuple(k.momentum for k in kept))
+
+
+def _kept(state: ShardedState) -> list[Kept]:
+    return [Kept(*each) for each in zip(state.errors.worker, state.errors.server, state.momentum, strict=True)]
+
+
+def _check(state: ShardedState, plan: list[layouts.Bucket], index: Tensor) -> None:
     lengths = [bucket.segments.row_length for bucket in plan]
     found = [m.shape[0] if isinstance(m, Tensor) else n for m, n in zip(state.master, lengths, strict=False)]
     if len(state.master) != len(plan) or found != lengths:
@@ -201,3 +197,11 @@ def _check(state: ShardedState, plan: list[layouts.Bucket]) -> None:
             f"state: has master shards of {found} elements in {len(state.master)} vectors, but the params give "
             f"{lengths}; a state belongs to the world size and the params that it was made for"
         )
+    if plan and is_eager(state.place, index) and state.place.device.type == "cpu":
+        here = [int(index), plan[0].segments.valid.shape[0]]
+        if state.place.tolist() != here:
+            shard, ranks = state.place.tolist()
+            raise ValueError(
+                f"state: is of shard {shard} of {ranks}, but this rank has shard {here[0]} of {here[1]}; a state "
+                f"belongs to the ranks and the order of axes that it was made for"
+            )

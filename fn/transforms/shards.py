@@ -22,6 +22,14 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
+def row(vector: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Return row `index` of a vector (n,) that is so many rows; it may share memory with the vector."""
+    table = vector.view(rows, -1)
+    if is_eager(index, vector):
+        return table[int(index)]
+    return table.index_select(0, index.to(vector.device).view(1)).view(-1)
+
+
 def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     """Return row `index` of the joined bucket, (n / W,); where tensors hold numbers, without joining the other rows.
 
@@ -30,14 +38,13 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     """
     tensors = [leaves[i].reshape(-1) for i in bucket.places]
     if not is_eager(index, *tensors):
-        rows = join(leaves, bucket).view(bucket.segments.valid.shape[0], -1)
-        return rows.index_select(0, index.to(rows.device).view(1)).view(-1)
-    row, starts = int(index), [0] * len(tensors)
+        return row(join(leaves, bucket), index, bucket.segments.valid.shape[0])
+    number, starts = int(index), [0] * len(tensors)
     widths = list(bucket.segments.widths)
     if bucket.fused:  # the tensors lie end to end, so each begins where the one before it ends
         widths = widths * len(tensors)
         starts = [sum(t.shape[0] for t in tensors[:i]) for i in range(len(tensors))]
-    pieces = [_piece(t, row * w - s, w) for t, w, s in zip(tensors, widths, starts, strict=True)]
+    pieces = [_piece(t, number * w - s, w) for t, w, s in zip(tensors, widths, starts, strict=True)]
     missing = bucket.segments.row_length - sum(p.shape[0] for p in pieces)
     if bucket.fused:
         return _end_to_end([*pieces, *([tensors[0].new_zeros(missing)] if missing else [])])

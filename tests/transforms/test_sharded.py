@@ -228,3 +228,86 @@ def test_a_sharded_second_moment_does_not_decide_when_to_freeze():
     p = torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"schedule: freeze_when_stable.*sharded"):
         fn.Optimizer([p], partial(fn.loco_adamw, axis="data"), schedule=fn.freeze_when_stable())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_onebit_adam_over_shards_is_onebit_adam(layout, world):
+    """In float64 to rounding: the layout changes who updates what, not what the update is."""
+    params, hyper = start(torch.float64), {"axis": "data", "layout": layout, "weight_decay": 0.1}
+    whole = World(fn.onebit_adam(0.03, **hyper), params, world)
+    shards = World(fn.sharded_onebit_adam(0.03, **hyper), params, world)
+    for t in range(12):
+        phase, g = fn.freeze_after(4)(t), gradients(world, params)
+        expected, found = whole.step(phase, g), shards.step(phase, g)
+        for name in params:
+            torch.testing.assert_close(found[name], expected[name], rtol=0, atol=1e-10)
+
+
+def test_onebit_adam_over_shards_divides_the_second_moment_and_sends_two_bits_and_the_updates():
+    n, world = 4096, 4
+    params = {"w": torch.randn(n, dtype=torch.bfloat16)}
+    w, share = World(fn.sharded_onebit_adam(axis="data", gather=fn.int8()), params, world), (world - 1) / world
+    w.step(Phase.WARMUP, gradients(world, params))
+    with fn.ledger() as sent:
+        w.step(Phase.COMPRESSED, gradients(world, params))
+    scales = 4 * (world - 1)
+    assert sent.on("data") == 2 * (n * share / 8 + scales) + n * share * (8 + 32 / 256) / 8
+    inner = w.state.inner
+    assert [leaf.shape for leaf in tree.leaves((inner.inner[0].nu, inner.master))] == [(world, n // world)] * 2
+    assert [leaf.shape for leaf in tree.leaves(inner.momentum)] == [(n,)]  # the same on every rank
+    assert [leaf.dtype for leaf in tree.leaves(inner.momentum)] == [torch.float32]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"momentum": 1.0}, r"^momentum: is 1.0"),
+        ({"momentum": 0.9, "gather_feedback": fn.classic()}, r"^gather_feedback: is given together with momentum"),
+    ],
+)
+def test_a_momentum_exchange_that_cannot_be_is_refused_by_name(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        fn.sharded(adam(), "data", fn.sign(), **arguments)
+
+
+def test_a_state_of_another_shard_is_refused_and_nothing_is_loaded():
+    """As on axes in another order, where the shapes fit and the contents do not."""
+    p = [torch.nn.Parameter(torch.randn(8))]
+    opt = fn.Optimizer(p, partial(fn.loco_adamw, axis="data"), lr=0.1)
+    p[0].grad = torch.randn(8)
+    opt.step()
+    saved = {path: leaf.clone() for path, leaf in opt.state_dict().items()}
+    saved["state.0.inner.place"] = torch.tensor([1, 2])
+    saved["state.0.inner.inner.0.mu.0"] += 1
+    before = [leaf.clone() for leaf in tree.leaves(opt.states)]
+    with pytest.raises(ValueError, match=r"'state.0.inner.place' says shard 1 of 2, but this rank has shard 0 of 1"):
+        opt.load_state_dict(saved)
+    assert all(map(torch.equal, tree.leaves(opt.states), before))
+    tx = fn.sharded(adam(), "data")
+    params = [torch.randn(8)]
+    state = tx.init(params)._replace(place=torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match="state: is of shard 1 of 2, but this rank has shard 0 of 1"):
+        tx.warmup_update(params, state, params)
+
+
+def test_over_two_axes_it_compiles_to_one_graph_and_agrees_with_eager(graphs):
+    codecs, feedbacks = (fn.int4(8), fn.int4(8)), (fn.damped(block=8), fn.classic(store="int8"))
+    tx = fn.loco_adamw(0.1, axis=("local", "node"), codec=codecs, feedback=feedbacks, gather=fn.int8(), master=True)
+    params = start()
+    dims = fn.rank_dims(tx.init(params))
+
+    def on_grid(f, in_dims, out_dims):
+        inner = fn.simulate(f, "local", 2, in_dims=in_dims, out_dims=out_dims)
+        return fn.simulate(inner, "node", 3, in_dims=in_dims, out_dims=out_dims)
+
+    state = on_grid(tx.init, None, dims)(params)
+    step = on_grid(tx.compressed_update, (0, dims, None), (None, dims))
+    compiled = torch.compile(step, fullgraph=True, backend=graphs)
+    for _ in range(2):
+        g = {name: torch.randn(3, 2, *p.shape) for name, p in params.items()}
+        expected, found = step(g, state, params), compiled(g, state, params)
+        for a, b in zip(tree.leaves(found), tree.leaves(expected), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+        state = expected[1]
+    assert graphs.count == 1

@@ -1,0 +1,115 @@
+"""What crosses ranks in `sharded`: gradients or momentum to their shards, and updates or params back."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn.collectives.axis import AxisNames, axis_index, names
+from fn.collectives.codec import identity
+from fn.collectives.feedback import off
+from fn.collectives.hierarchy import (
+    Codecs,
+    Feedbacks,
+    all_gather_shards,
+    compressed_all_reduce,
+    initial_errors,
+    reduce_scatter_wide,
+)
+from fn.transforms.layout import Bucket
+from fn.transforms.shards import row, wide
+
+Tree = Any
+
+
+class Rules(NamedTuple):
+    """How messages travel. codec, feedback: to the shards. gather, gather_feedback: back; None is exactly.
+
+    momentum: its decay, where momentum is exchanged in place of gradients.
+    """
+
+    axis: AxisNames
+    codec: Codecs
+    feedback: Feedbacks
+    gather: Codecs | None
+    gather_feedback: Feedbacks
+    momentum: float | None
+
+
+class Kept(NamedTuple):
+    """What a vector's exchanges keep from step to step: errors, and the momentum (n,) or ()."""
+
+    worker: Tree
+    server: Tree
+    momentum: Tree
+
+
+def start(x: Tensor, bucket: Bucket, rules: Rules) -> Kept:
+    """Return what is kept at the start, for vectors like x (n,)."""
+    at, wider = bucket.segments, x.to(wide(x.dtype))
+    if rules.momentum is not None:
+        worker, server = initial_errors(wider, rules.axis, rules.codec, rules.feedback, segments=at)
+        return Kept(worker, server, torch.zeros_like(wider))
+    worker, _ = initial_errors(x, rules.axis, rules.codec, rules.feedback, segments=at)
+    back = identity() if rules.gather is None else rules.gather
+    _, server = initial_errors(wider, rules.axis, back, rules.gather_feedback, segments=at)
+    return Kept(worker, server, ())
+
+
+def reduce(x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool) -> tuple[Tensor, Kept]:
+    """Return this rank's shard of the mean gradient, in float32 or wider, and what is kept.
+
+    Args: x: the joined gradients (n,). codes: whether they travel in codes, or exactly.
+    """
+    if rules.momentum is not None:
+        return _reduce_momentum(x, kept, bucket, rules, codes)
+    if not codes:
+        return _exact_shard(x, bucket, rules), kept
+    shard, worker = reduce_scatter_wide(
+        x, kept.worker, rules.axis, rules.codec, rules.feedback, segments=bucket.segments
+    )
+    return shard, kept._replace(worker=worker)
+
+
+def _reduce_momentum(x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool) -> tuple[Tensor, Kept]:
+    """Average the momentum, and return the shard of that gradient which leads from the last mean to this one.
+
+    A moving average of the inner with the same decay then is the momentum that all ranks agreed on.
+    """
+    b1, ranks, index = float(rules.momentum or 0.0), bucket.segments.valid.shape[0], axis_index(rules.axis)
+    before = row(kept.momentum, index, ranks)
+    if codes:
+        mine, errors = torch.lerp(x.to(kept.momentum.dtype), kept.momentum, b1), (kept.worker, kept.server)
+        mean, errors = compressed_all_reduce(
+            mine, errors, rules.axis, rules.codec, rules.feedback, segments=bucket.segments
+        )
+        return before + (row(mean, index, ranks) - before) / (1.0 - b1), Kept(*errors, mean)
+    shard = _exact_shard(x, bucket, rules)
+    mean = _exactly_back(torch.lerp(shard, before, b1), shard.dtype, bucket, rules)
+    return shard, kept._replace(momentum=mean)
+
+
+def back(
+    value: Tensor, dtype: torch.dtype, kept: Kept, bucket: Bucket, rules: Rules, codes: bool
+) -> tuple[Tensor, Kept]:
+    """Return the whole vector (n,) of which each rank has the shard `value`, and what is kept.
+
+    Args: dtype: in which it travels where it does not travel in codes.
+    """
+    if not codes or rules.gather is None:
+        return _exactly_back(value, dtype, bucket, rules), kept
+    server = () if rules.momentum is not None else kept.server  # which belongs to the momentum then
+    rule = (rules.axis, rules.gather, rules.gather_feedback)
+    whole, server = all_gather_shards(value, server, *rule, segments=bucket.segments)
+    return whole, kept if rules.momentum is not None else kept._replace(server=server)
+
+
+def _exact_shard(x: Tensor, bucket: Bucket, rules: Rules) -> Tensor:
+    return reduce_scatter_wide(x, (), rules.axis, identity(), off(), segments=bucket.segments)[0]
+
+
+def _exactly_back(value: Tensor, dtype: torch.dtype, bucket: Bucket, rules: Rules) -> Tensor:
+    codecs = (identity(dtype),) * len(names(rules.axis))
+    return all_gather_shards(value, (), rules.axis, codecs, off(), segments=bucket.segments)[0]
