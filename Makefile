@@ -13,13 +13,13 @@ HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 HAS_VENV := import ensurepip, venv
 HAS_TORCH := import torch; v = torch.__version__.split("."); assert (2, 11) <= (int(v[0]), int(v[1])) < (2, 14)
 
-.PHONY: help demo test lint notebooks deepspeed-test
+.PHONY: help demo test lint notebooks docs deepspeed-test
 
 help:
 	@echo "make demo   train a small language model with AdamW and with 1-bit Adam on $(RANKS) ranks; results in $(OUT)/"
 	@echo "make test   ruff, mypy and all tests"
 	@echo "make lint   ruff and mypy only"
-	@echo "make notebooks   run the notebooks and keep their outputs"
+	@echo "make notebooks   run the notebooks and keep their outputs; make docs: docs/api.md and the figure, from the code"
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
 	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)"
 
@@ -36,6 +36,10 @@ lint: .venv/.test
 
 notebooks: .venv/.test
 	$(BIN)/python notebooks/execute.py
+
+docs: .venv/.test
+	$(BIN)/python docs/api.py
+	$(BIN)/python docs/concepts_figure.py
 
 # Downloads a second torch; DeepSpeed compiles a small extension at its first start, for which it needs a C++ compiler.
 deepspeed-test: .venv-deepspeed/.done

@@ -1,7 +1,8 @@
-"""The pages of `docs/`: their python blocks run, in order, in one process."""
+"""The pages of `docs/`: their python blocks run, their links lead somewhere, and what is made from code is current."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -18,12 +19,31 @@ def blocks(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
+RUNNING = [page for page in PAGES if blocks(page)]
+LINKING = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"))]
+
+
 def test_there_are_pages() -> None:
-    assert "leaving-deepspeed.md" in [page.name for page in PAGES]
+    assert {"adding.md", "choosing.md", "concepts.md", "leaving-deepspeed.md"} <= {page.name for page in RUNNING}
     assert len(blocks(ROOT / "docs" / "leaving-deepspeed.md")) >= 5
 
 
 @pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+def test_the_readme_leads_to_every_page(page: Path) -> None:
+    assert f"](docs/{page.name})" in (ROOT / "README.md").read_text()
+
+
+def test_the_api_page_is_what_the_docstrings_say() -> None:
+    spec = importlib.util.spec_from_file_location("docs_api", ROOT / "docs" / "api.py")
+    assert spec is not None
+    api = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(api)
+    text = api.page()
+    assert "### `fn.onebit_adam`" in text
+    assert text == api.PAGE.read_text(), "docs/api.md is out of date: run `make docs`, or `python docs/api.py`"
+
+
+@pytest.mark.parametrize("page", RUNNING, ids=[page.name for page in RUNNING])
 def test_all_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"
     script.write_text("\n".join(f"# block {number + 1}\n{block}" for number, block in enumerate(blocks(page))))
@@ -38,7 +58,7 @@ def test_all_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) ->
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=[page.name for page in PAGES])
+@pytest.mark.parametrize("page", LINKING, ids=[str(page.relative_to(ROOT)) for page in LINKING])
 def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert "://" in target or (page.parent / target).exists(), target
