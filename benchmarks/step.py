@@ -1,171 +1,221 @@
-"""A whole optimizer step on real ranks: 1-bit Adam against what people run today, interleaved in one run.
+"""The optimizer step itself, on one thread of one process: every way to run ours against every way to run AdamW.
 
-    python benchmarks/step.py --json step.json
+    python benchmarks/step.py --json out/step.json                          # 10 million parameters, 150 tensors
+    python benchmarks/step.py --parameters 100000000 --json out/step_100m.json
 
-Every rank has one thread. The peers: a flat fp32 all-reduce and `torch.optim.Adam` (foreach), and the sequence that
-DeepSpeed's 1-bit Adam runs in its compressed phase, tensor by tensor, written out here with torch and NumPy.
+TorchOpt and optax are timed where they are installed (`pip install torchopt` and `pip install optax`). The compressed
+phase is that of one of two ranks; the other rank's messages are its own, sent back, so no time goes into waiting.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import os
-import platform
-import statistics
-import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
-import numpy as np
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from measure import interleaved, machine, write
 
 import fn
+from fn.collectives import transports
+from fn.collectives.axis import Axis, Binding
+from fn.kernels import buffers
 
-Step = Callable[[], None]
-
-
-def make_parameters(count: int, total: int) -> list[torch.nn.Parameter]:
-    """Return parameters of equal size, the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(total // count, generator=generator)) for _ in range(count)]
+Step = Callable[[], Any]
 
 
-def fill_gradients(params: list[torch.nn.Parameter], rank: int) -> None:
-    """Give every parameter a gradient of the rank's own."""
-    generator = torch.Generator().manual_seed(1 + rank)
-    for p in params:
-        p.grad = torch.randn(p.shape, generator=generator)
+def echo() -> Binding:
+    """Bind the axis "data" to two ranks, of which the other one says whatever this one says."""
+    pair = transports.Transport(
+        all_to_all=lambda x: x, all_gather=lambda x: x.expand(2, *x.shape), psum=lambda x: x.mul_(2)
+    )
+    return Binding({"data": Axis(2, torch.tensor(0), transports.register("echo", pair))})
 
 
-def onebit_adam(params: list[torch.nn.Parameter], compile: bool, lazy: bool = False) -> Step:
-    """Return our step; its compressed phase starts at the third."""
-    make = partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy))
-    return fn.Optimizer(params, make, schedule=fn.freeze_after(2), lr=1e-4, compile=compile).step
+def make_parameters(total: int) -> list[torch.nn.Parameter]:
+    """Return 100 matrices and 50 vectors."""
+    side = int((total / 100) ** 0.5)
+    shapes = [(side, side)] * 100 + [(side,)] * 50
+    return [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
 
 
-def exact_adam(params: list[torch.nn.Parameter]) -> Step:
-    """Return a flat fp32 all-reduce and torch's Adam."""
-    optimizer = torch.optim.Adam(params, lr=1e-4)
+class Contenders:
+    """Steps by name, each with parameters of its own and the same gradients; what a step must at least move."""
 
-    def step() -> None:
-        flat = torch.cat([p.grad.view(-1) for p in params])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for p, g in zip(params, flat.split([p.numel() for p in params]), strict=True):
-            p.grad.copy_(g.view_as(p))
-        optimizer.step()
+    def __init__(self, total: int):
+        torch.manual_seed(0)
+        self.total, self.steps, self.bytes = total, {}, {}
+        self.grads = [torch.randn(p.shape) for p in make_parameters(total)]
 
-    return step
+    def add(self, name: str, make: Callable[[list[torch.nn.Parameter]], Step], streams: float) -> None:
+        """Add a step. streams: how often it must at least read or write a number per parameter."""
+        params = make_parameters(self.total)
+        for p, g in zip(params, self.grads, strict=True):
+            p.grad = g
+        self.steps[name] = make(params)
+        self.bytes[name] = 4 * streams * sum(p.numel() for p in params)
 
 
-def textbook_onebit_adam(params: list[torch.nn.Parameter]) -> Step:
-    """Run what DeepSpeed runs, per tensor: compensate, norm, sign, pack, two exchanges, unpack, errors, update."""
-    world = dist.get_world_size()
-    states = []
-    for p in params:
-        n = -(-p.numel() // (world * 8)) * world * 8
-        states.append([torch.zeros_like(p), torch.ones_like(p), torch.zeros(n), torch.zeros(n // world)])
+def torchs(params: list[torch.nn.Parameter], **how: bool) -> Step:
+    """Return the step of torch's AdamW."""
+    return torch.optim.AdamW(params, lr=1e-4, **how).step
+
+
+def adapter(params: list[torch.nn.Parameter], make: Any, phase: fn.Phase) -> Step:
+    """Return the step of `fn.Optimizer` in a phase, after two steps of warm-up."""
+    with echo():
+        opt = fn.Optimizer(params, make, schedule=lambda t: fn.Phase.WARMUP if t < 2 else phase, lr=1e-4,
+                           refuse_averaged=False)  # fmt: skip
+    for _ in range(2):
+        opt.step()
+    return opt.step
+
+
+def functional(params: list[torch.nn.Parameter], donated: bool, flat: bool = False, compiled: bool = False) -> Step:
+    """Return the pure update of AdamW, over a list of tensors or one flat vector."""
+    tx = fn.adamw(1e-4)
+    tensors = [p.detach() for p in params]
+    grads = [p.grad for p in params]
+    if flat:
+        tensors, grads = [torch.cat([t.view(-1) for t in x]) for x in (tensors, grads)]
+    held = {"params": tensors, "state": tx.init(tensors)}
+    update = fn.donate(tx.warmup_update) if donated else tx.warmup_update
+
+    def apply(params: Any, state: Any) -> Any:
+        updates, state = update(grads, state, params)
+        if donated:
+            torch._foreach_add_(fn.tree.leaves(params), fn.tree.leaves(updates))
+            return params, state
+        return fn.apply_updates(params, updates), state
+
+    run = torch.compile(apply, fullgraph=True) if compiled else apply
 
     def step() -> None:
         with torch.no_grad():
-            for p, (mu, nu, worker, server) in zip(params, states, strict=True):
-                mu.mul_(0.9).add_(p.grad, alpha=0.1)
-                mu.copy_(textbook_all_reduce(mu, worker, server).view_as(mu))
-                p.add_(mu / (nu.sqrt() + 1e-8), alpha=-1e-4)
+            held["params"], held["state"] = run(held["params"], held["state"])
 
     return step
 
 
-def textbook_all_reduce(x: torch.Tensor, worker: torch.Tensor, server: torch.Tensor) -> torch.Tensor:
-    """Average one tensor in codes, as DeepSpeed's backend does."""
-    world, n = dist.get_world_size(), worker.numel()
-    buffer = torch.cat([x.view(-1), torch.zeros(n - x.numel())]) + worker
-    scale = buffer.norm() / np.sqrt(n)
-    worker.copy_(buffer - scale * buffer.sign().add(1).bool().float().add(-0.5).mul(2.0))
-    bits = pack(buffer)
-    received, scales = torch.empty_like(bits), [torch.empty(1) for _ in range(world)]
-    dist.all_to_all_single(received, bits)
-    dist.all_gather(scales, scale.view(1))
-    mean = unpack(received).view(world, -1).mul(torch.stack(scales) / world).sum(0)
-    mean.add_(server)
-    scale = mean.norm() / np.sqrt(mean.numel())
-    server.copy_(mean - scale * mean.sign().add(1).bool().float().add(-0.5).mul(2.0))
-    bits = pack(mean)
-    gathered = [torch.empty_like(bits) for _ in range(world)]
-    dist.all_gather(gathered, bits)
-    dist.all_gather(scales, scale.view(1))
-    return unpack(torch.cat(gathered)).view(world, -1).mul(torch.stack(scales)).view(-1)[: x.numel()]
+def torchopt_step(params: list[torch.nn.Parameter]) -> Step:
+    """Return TorchOpt's functional AdamW."""
+    import torchopt
+
+    optimizer = torchopt.adamw(1e-4)
+    tensors, grads = [p.detach() for p in params], [p.grad for p in params]
+    held = {"params": tensors, "state": optimizer.init(tensors)}
+
+    def step() -> None:
+        updates, held["state"] = optimizer.update(grads, held["state"], params=held["params"], inplace=False)
+        held["params"] = torchopt.apply_updates(held["params"], updates, inplace=False)
+
+    return step
 
 
-def pack(x: torch.Tensor) -> torch.Tensor:
-    """Pack signs with NumPy."""
-    return torch.from_numpy(np.packbits(x.sign().add(1).bool().numpy()))
+def optax_step(params: list[torch.nn.Parameter]) -> Step:
+    """Return optax's AdamW under jit, its buffers donated."""
+    import jax
+    import optax
+
+    optimizer = optax.adamw(1e-4, weight_decay=1e-2)
+    tensors, grads = ([jax.numpy.asarray(t.detach().numpy()) for t in x] for x in (params, [p.grad for p in params]))
+    held = {"params": tensors, "state": optimizer.init(tensors)}
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def run(params: Any, state: Any, grads: Any) -> Any:
+        updates, state = optimizer.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    def step() -> None:
+        held["params"], held["state"] = run(held["params"], held["state"], grads)
+        jax.block_until_ready(held["params"])
+
+    return step
 
 
-def unpack(bits: torch.Tensor) -> torch.Tensor:
-    """Unpack signs with NumPy."""
-    return torch.from_numpy(np.unpackbits(bits.numpy())).float().mul(2).sub(1)
+def all_contenders(total: int, compiled: bool) -> Contenders:
+    """Return every contender that can run here."""
+    found = Contenders(total)
+    found.add("AdamW fused, torch", partial(torchs, fused=True), 7)
+    found.add("AdamW foreach, torch", partial(torchs, foreach=True), 7)
+    found.add("AdamW for-loop, torch", partial(torchs, foreach=False), 7)
+    found.add("AdamW, fn.Optimizer", partial(adapter, make=fn.adamw, phase=fn.Phase.WARMUP), 7)
+    found.add("AdamW, fn functional", partial(functional, donated=False), 7)
+    found.add("AdamW, fn functional, donated", partial(functional, donated=True), 7)
+    if compiled:
+        found.add("AdamW, fn compiled, donated, flat", partial(functional, donated=True, flat=True, compiled=True), 7)
+    for name, lazy, streams in (("", False, 11), (", lazy error", True, 8)):
+        onebit = partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy))
+        make = partial(adapter, make=onebit, phase=fn.Phase.COMPRESSED)
+        found.add(f"1-bit Adam compressed, fn.Optimizer{name}", make, streams + 1)
+    zero_one = partial(fn.zero_one_adam, axis="data")
+    found.add("0/1 Adam local, fn.Optimizer", partial(adapter, make=zero_one, phase=fn.Phase.LOCAL), 6)
+    for name, make in (("AdamW, TorchOpt functional", torchopt_step), ("AdamW, optax under jit, donated", optax_step)):
+        try:
+            found.add(name, make, 7)
+        except ImportError as error:
+            print(f"{name}: not timed ({error})")
+    return found
 
 
-def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
-    """Time all contenders in turns, on one rank."""
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (arguments.ranks,), mesh_dim_names=("data",))
-    contenders: dict[str, Step] = {}
-    with fn.bind(mesh):
-        for name, make in {
-            "1-bit Adam (fn)": partial(onebit_adam, compile=False),
-            "1-bit Adam (fn), lazy error": partial(onebit_adam, compile=False, lazy=True),
-            "all-reduce + torch.optim.Adam": exact_adam,
-            "textbook 1-bit Adam": textbook_onebit_adam,
-            **({"1-bit Adam (fn, compiled)": partial(onebit_adam, compile=True)} if arguments.compile else {}),
-        }.items():
-            params = make_parameters(arguments.tensors, arguments.parameters)
-            fill_gradients(params, rank)
-            contenders[name] = make(params)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(arguments.repeat + 4):
-        for name, step in contenders.items():
-            dist.barrier()
-            start = time.perf_counter()
-            step()
-            if turn >= 4:  # two warm-up steps, and two for the first use of the compressed phase
-                times[name].append(time.perf_counter() - start)
-    if rank == 0:
-        for name, t in times.items():
-            results[name] = {"median_ms": 1e3 * statistics.median(t), "min_ms": 1e3 * min(t)}
-    dist.destroy_process_group()
+def peak_bytes(step: Step) -> int:
+    """Return by how much steps raise the memory of the process above parameters, gradients and state."""
+    step()
+    buffers.clear()  # what is kept for the next step counts
+    gc.collect()
+    clear = Path("/proc/self/clear_refs")
+    try:
+        clear.write_text("5")  # forget the peak so far
+    except OSError:
+        return -1
+    before = _status("VmRSS")
+    step()
+    step()
+    return max(_status("VmHWM") - before, 0)
+
+
+def _status(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def copy_bandwidth() -> float:
+    """Return bytes per second of a large copy, read and written."""
+    x, y = torch.ones(1 << 24), torch.ones(1 << 24)
+    seconds, _ = interleaved({"copy": lambda: y.copy_(x)}, 11)
+    return 2 * 4 * x.numel() / seconds["copy"]
 
 
 def main() -> None:
     """Run, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=10_000_000)
-    parser.add_argument("--tensors", type=int, default=100)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--compile", action="store_true", help="also time the compiled step (compiles for minutes)")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--no-compile", action="store_true", help="leave the compiled step out")
     parser.add_argument("--json", metavar="FILE")
-    arguments = parser.parse_args()
-    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
-        results = manager.dict()
-        mp.spawn(work, (arguments, f"{folder}/store", results), arguments.ranks)
-        rows = dict(results)
-    ours = rows["1-bit Adam (fn)"]["median_ms"]
-    print(f"{arguments.parameters:,} parameters in {arguments.tensors} tensors, {arguments.ranks} ranks, a thread each")
-    for name, row in rows.items():
-        print(f"{name:32s} {row['median_ms']:8.1f} ms   {row['median_ms'] / ours:6.2f}x")
-    if arguments.json:
-        about = {"machine": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__, **vars(arguments)}
-        with open(arguments.json, "w") as file:
-            json.dump({"about": about, "rows": rows}, file, indent=1)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core for all, whatever their thread pools think
+    found = all_contenders(options.parameters, not options.no_compile)
+    seconds, _ = interleaved(found.steps, options.rounds)
+    bandwidth, base = copy_bandwidth(), seconds["AdamW fused, torch"]
+    rows = {}
+    print(f"{options.parameters:,} parameters in 150 tensors, one thread; copies run at {bandwidth / 1e9:.1f} GB/s")
+    print(f"{'step':44s} {'ms':>8s} {'x fused':>8s} {'of copy bandwidth':>18s} {'peak, B/param':>14s}")
+    for name, step in found.steps.items():
+        peak = peak_bytes(step) / options.parameters
+        share = found.bytes[name] / seconds[name] / bandwidth
+        rows[name] = {"ms": 1e3 * seconds[name], "of_fused": seconds[name] / base, "of_copy_bandwidth": share,
+                      "floor_bytes": found.bytes[name], "peak_bytes_per_parameter": peak}  # fmt: skip
+        print(f"{name:44s} {1e3 * seconds[name]:8.1f} {seconds[name] / base:8.2f} {share:18.0%} {peak:14.2f}")
+    write(options.json, {"machine": machine(), "parameters": options.parameters, "copy": bandwidth, "rows": rows})
 
 
 if __name__ == "__main__":
