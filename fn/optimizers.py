@@ -21,6 +21,7 @@ from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.sharded import sharded
 from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.zero_one import WATCHED, scale_by_zero_one_adam
+from fn.transforms.zero_one_in_place import with_zero_one_in_place
 
 
 def adamw(
@@ -203,7 +204,10 @@ def zero_one_adam(
         compress=compress,
         keep_zeros=keep_zeros,
     )
-    return agreed(skip_nonfinite(chain(average(axis), link), watch=WATCHED), axis)
+    tx = agreed(skip_nonfinite(chain(average(axis), link), watch=WATCHED), axis)
+    if not keep_zeros:
+        return tx
+    return with_zero_one_in_place(tx, axis, Descent(lr, b1, b2, eps, weight_decay, corrected=False))
 
 
 def loco_adamw(

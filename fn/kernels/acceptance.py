@@ -82,7 +82,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*_momentum(), _bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*_EACH], 1e-6, 0.1, 1e-2, 0.5, 0.25, True),
     ],
     "adamw_": lambda: [
-        (*_momentum()[:2], *_momentum()[1:], 0.9, 0.99, 1e-6, 0.1, 1e-2, 0.5, 0.25),
+        (*_momentum()[:2], *_momentum()[1:], 0.9, 0.99, 1e-6, 0.1, 1e-2, 0.5, 0.25, frozen) for frozen in (False, True)
     ],
     "dequantize_mean": lambda: [(_codes(w, 2, 3), _wave(2, 3, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
 }

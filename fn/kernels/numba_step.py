@@ -124,10 +124,10 @@ def onebit_places(
 @compiled
 def adamw_places(
     low, high, places, table, segments, valid, n, past_cache,
-    ps, gs, mus, nus, small, weight, b2, rest2, eps, decay, lr, c1, c2,
+    ps, gs, mus, nus, small, weight, b2, rest2, eps, decay, lr, c1, c2, frozen,
 ):  # fmt: skip
     """Take AdamW's step, place by place."""
-    weight_, b2_, rest2_, eps_ = splat(weight), splat(b2), splat(rest2), splat(eps)
+    weight_, b2_, rest2_, eps_, zero = splat(weight), splat(b2), splat(rest2), splat(eps), splat(ZERO)
     decay_, lr_, c1_, c2_ = splat(decay), splat(lr), splat(c1), splat(c2)
     for k in range(low, high):
         place = table + 32 * k
@@ -138,18 +138,26 @@ def adamw_places(
         for i in range(0, whole, LANES):
             x, m = load(g, i), load(mu, i)
             m = multiply_add(weight_, sub(m, x), x if small else m)
+            v = load(nu, i)
+            if frozen:
+                m = select(above_zero(v), m, zero)
+            else:
+                v = multiply_add(mul(x, x), rest2_, mul(b2_, v))
+                store(nu, i, v)
             store(mu, i, m)
-            v = multiply_add(mul(x, x), rest2_, mul(b2_, load(nu, i)))
-            store(nu, i, v)
             u = divide(mul(m, c1_), add(mul(square_root(v), c2_), eps_))
             old = load(p, i)
             store(p, i, sub(old, mul(lr_, multiply_add(decay_, old, u))))
         for i in range(whole, length):
             x, m = get(g, i), get(mu, i)
             m = (x if small else m) + weight * (m - x)
+            v = get(nu, i)
+            if frozen:
+                m = m if v > ZERO else ZERO
+            else:
+                v = b2 * v + x * x * rest2
+                put(nu, i, v)
             put(mu, i, m)
-            v = b2 * get(nu, i) + x * x * rest2
-            put(nu, i, v)
             old = get(p, i)
             u = (m * c1) / (np.float32(np.sqrt(v)) * c2 + eps)
             put(p, i, old - lr * (u + decay * old))
@@ -216,7 +224,7 @@ def onebit_adam_(
 
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
+    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference_step.adamw_`."""
     if not _plain(params, grads, mu, nu):
@@ -225,7 +233,7 @@ def adamw_(
     tables = _addresses(params), _addresses(grads), _addresses(mu), _addresses(nu)
     numbers = map(np.float32, (b2, 1 - b2, eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
     lengths = torch.empty((1, at.segments), dtype=torch.int64)  # every place is whole
-    run(adamw_places, at, lengths, *(t.ctypes.data for t in tables), *_lerp_weight(b1), *numbers)
+    run(adamw_places, at, lengths, *(t.ctypes.data for t in tables), *_lerp_weight(b1), *numbers, frozen)
     return None
 
 

@@ -96,18 +96,22 @@ def adamw_(
     lr: float,
     mu_weight: float,
     nu_weight: float,
+    frozen: bool,
 ) -> None:
     """Take AdamW's step.
 
         mu <- b1 mu + (1 - b1) g          nu <- b2 nu + (1 - b2) g^2          p as for `onebit_adam_`
 
     Args: params, grads, mu, nu: as many tensors each; all but grads are written. mu_weight, nu_weight: those after
-        this step, 1 for no bias correction.
+        this step, 1 for no bias correction. frozen: nu rests, and mu stays 0 where nu is.
     """
     for p, g, m, v in zip(params, grads, mu, nu, strict=True):
         g = g.to(m.dtype)
         m.lerp_(g, 1 - b1)
-        v.mul_(b2).addcmul_(g, g, value=1 - b2)
+        if frozen:
+            m.masked_fill_(v <= 0, 0.0)
+        else:
+            v.mul_(b2).addcmul_(g, g, value=1 - b2)
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
 
 

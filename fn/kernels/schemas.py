@@ -29,7 +29,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_PLACE}, "
         f"{_DESCENT}, bool keep_zeros) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
-        f"{_DESCENT}) -> ()",
+        f"{_DESCENT}, bool frozen) -> ()",
     }
 )
 """Every kernel by name, with its schema."""

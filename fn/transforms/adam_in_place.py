@@ -59,7 +59,7 @@ def with_adam_in_place(tx: Transform, axis: AxisNames | None, h: Descent) -> Tra
         def commit() -> None:
             step_weights(moments, h, warmup=True)
             lists = [tree.leaves(params), grads, tree.leaves(moments.mu), tree.leaves(moments.nu)]
-            torch.ops.fn.adamw_(*lists, h.b1, h.b2, *h.tail(moments))
+            torch.ops.fn.adamw_(*lists, h.b1, h.b2, *h.tail(moments), False)
 
         return Staged(ok, commit)
 

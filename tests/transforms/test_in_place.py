@@ -95,6 +95,34 @@ def test_a_step_in_place_is_the_pure_step(world):
             assert max(found["differences"]) < 3e-6, (case, found["differences"])
 
 
+def zero_one_against_the_pure_chain() -> list[float]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    make = partial(fn.zero_one_adam, axis="data", weight_decay=0.1)
+    phases = [Phase.WARMUP] * 3 + [Phase.LOCAL, Phase.LOCAL, Phase.COMPRESSED, Phase.LOCAL, Phase.WARMUP]
+    params = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
+    with fn.bind(mesh):
+        opt, tx = fn.Optimizer(params, make, schedule=phases.__getitem__, lr=1e-2), make(lr=1e-2)
+        plain = [p.detach().clone() for p in params]
+        state = tx.init(plain)
+    differences = []
+    for step, phase in enumerate(phases):
+        for p, g in zip(params, gradient(step, dist.get_rank()), strict=True):  # a NaN in step 4, a local one
+            p.grad = g
+        opt.step()
+        with fn.bind(mesh):
+            updates, state = tx.update(phase)(gradient(step, dist.get_rank()), state, plain)
+            plain = fn.apply_updates(plain, updates)
+        pairs = zip(tree.leaves([params, opt.states[0]]), tree.leaves([plain, state]), strict=True)
+        differences.append(max(float((a.detach() - b).abs().max()) for a, b in pairs if a.numel()))
+    assert [int(x) for x in tree.fields(opt.states, "dropped")] == [int(dist.get_rank() == 0)]
+    return differences
+
+
+def test_zero_one_adam_in_place_is_the_pure_one():
+    for differences in ranks.run(2, zero_one_against_the_pure_chain):
+        assert max(differences) < 3e-6, differences
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_adamw_in_place_is_torchs(dtype):
     torch.manual_seed(0)
