@@ -13,13 +13,14 @@ HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 HAS_VENV := import ensurepip, venv
 HAS_TORCH := import torch; v = torch.__version__.split("."); assert (2, 11) <= (int(v[0]), int(v[1])) < (2, 14)
 
-.PHONY: help demo test lint notebooks docs deepspeed-test
+.PHONY: help demo test lint notebooks docs reliability-test deepspeed-test
 
 help:
 	@echo "make demo   train a small language model with AdamW and with 1-bit Adam on $(RANKS) ranks; results in $(OUT)/"
 	@echo "make test   ruff, mypy and all tests"
 	@echo "make lint   ruff and mypy only"
 	@echo "make notebooks   run the notebooks and keep their outputs; make docs: docs/api.md and the figure, from the code"
+	@echo "make reliability-test   kills, damaged files, drift, long runs; the figures are in docs/reliability.md"
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
 	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)"
 
@@ -28,7 +29,11 @@ demo: .venv/.demo
 		examples/train_lm.py --out $(OUT) --json $(OUT)/train_lm.json
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not reliability"
+
+# Every exchange of every optimizer with a killed rank, kills during a save, long runs: minutes, not seconds.
+reliability-test: .venv/.test
+	$(BIN)/python -m pytest -m reliability
 
 lint: .venv/.test
 	$(BIN)/ruff check .

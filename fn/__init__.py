@@ -14,6 +14,7 @@ from fn.collectives.hierarchy import all_gather_shards, reduce_scatter_mean
 from fn.collectives.int_codec import int4, int8
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
+from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.schedules import freeze_after, freeze_when_stable, zero_one_schedule
 from fn.transforms.average import average, compressed_average
@@ -25,16 +26,19 @@ from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.zero_one import scale_by_zero_one_adam
-
-__version__ = "0.1.0"
+from fn.version import __version__ as __version__
 
 __all__ = [
+    "CheckpointDamaged",
     "Codec",
     "ErrorFeedbackState",
     "Feedback",
     "Ledger",
     "Optimizer",
+    "PeerLost",
     "Phase",
+    "RanksDisagree",
+    "RanksDrifted",
     "ShardedState",
     "Transform",
     "UpdateFn",

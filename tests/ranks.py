@@ -51,7 +51,9 @@ def run(world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0) -
     return found
 
 
-def outcomes(world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def outcomes(
+    world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0, group_timeout: float = GROUP_TIMEOUT
+) -> list[Any]:
     """Return what became of every rank: a value, `Raised`, or `Died`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "torch.func", "numba", "fn"])
@@ -60,7 +62,8 @@ def outcomes(world: int, f: Callable[..., Any], *args: Any, timeout: float = 120
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
             job = pickle.dumps((f, args))
-            process = context.Process(target=_main, args=(rank, world, f"{folder}/store", job, theirs), daemon=True)
+            arguments = (rank, world, f"{folder}/store", job, theirs, group_timeout)
+            process = context.Process(target=_main, args=arguments, daemon=True)
             process.start()
             theirs.close()
             ends.append(ours)
@@ -85,13 +88,13 @@ def _collect(ends: list[Any], processes: list[Any], until: float) -> list[Any]:
     return found
 
 
-def _main(rank: int, world: int, store: str, job: bytes, end: Any) -> None:
+def _main(rank: int, world: int, store: str, job: bytes, end: Any, group_timeout: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
         f, args = pickle.loads(job)
-        limit = datetime.timedelta(seconds=GROUP_TIMEOUT)
+        limit = datetime.timedelta(seconds=group_timeout)
         dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
         answer: Any = f(*args)
         end.send_bytes(pickle.dumps(answer))

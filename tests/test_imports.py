@@ -14,6 +14,8 @@ import fn
 ROOT = Path(fn.__file__).parent
 FLOORS = {
     "fn.tree": 0,
+    "fn.errors": 0,
+    "fn.version": 0,
     "fn.base": 1,
     "fn.schedules": 1,
     "fn.kernels": 2,

@@ -356,7 +356,7 @@ def disagree(field: str) -> str:
 NAMED = {
     "shape": "params[1]",
     "dtype": "params[1]",
-    "count": "params[2]",
+    "count": "number of parameters in group 0 is 3 on rank 1 and 2 on rank 0",
     "b1": "b1",
     "eps": "eps",
     "weight_decay": "weight_decay",

@@ -63,8 +63,10 @@ class DeepSpeedOptimizer(Optimizer):
         """Return the transform over all param groups."""
         raise NotImplementedError
 
-    def _start(self, group: dict[str, Any]) -> None:
-        lr = torch.as_tensor(group["lr"], dtype=torch.float32).detach().clone()
+    def _prepare(self, group: dict[str, Any]) -> tuple[Tensor, Transform | None]:
+        return torch.as_tensor(group["lr"], dtype=torch.float32).detach().clone(), None
+
+    def _start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         group["lr"] = lr
         self._lrs.append(lr)
         self._hypers.append({k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")})

@@ -1,6 +1,7 @@
-"""Parameters without a gradient: fine if all ranks agree, an error on all ranks if they do not.
+"""Ranks that cannot take the step as the others do: agreed upon by all of them, or an error on all of them.
 
-Which gradients are absent is compared only when it changes. A rank on which it changed puts a NaN among its
+A parameter may have no gradient, or one of a kind that is refused; a hyper-parameter that was written into a group may
+be out of range. None of this is compared while nothing changes. A rank on which something changed puts a NaN among its
 gradients: the step is then skipped on all ranks, as any step with a NaN is, and all of them meet in `settle`. That
 keeps the comparison off the steady path, and no rank waits for a message that another never sends.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters.rank_checks import device_among
 from fn.collectives.agreement import check_agreement
 
 Place = tuple[int, int]
@@ -24,20 +26,24 @@ class Gradients:
     def __init__(self) -> None:
         self.absent: frozenset[Place] = frozenset()
         self._now: frozenset[Place] = frozenset()
+        self._problem: Exception | None = None
 
-    def collect(self, groups: Sequence[Sequence[Tensor]], ask: bool = True) -> tuple[list[Tensor], ...]:
-        """Return a gradient per parameter, zeros where there is none; NaN to ask, if the absent ones changed.
+    def collect(
+        self, groups: Sequence[Sequence[Tensor]], ask: bool = True, problem: Exception | None = None
+    ) -> tuple[list[Tensor], ...]:
+        """Return a gradient per parameter, zeros where there is none; NaN to ask, if something changed.
 
         Args: groups: the parameters of each param group. ask: False in a step in which nothing is sent.
-        Raises: TypeError if a gradient is sparse or complex.
+            problem: why this rank cannot take the step at all.
+        Raises: the problem, or a TypeError for a sparse or complex gradient, where nobody needs to be asked.
         """
         self._now = _absent(groups)
-        grads = tuple([torch.zeros_like(p) if p.grad is None else p.grad for p in params] for params in groups)
-        for g, found in enumerate(grads):
-            tree.check_real(found, f"gradients of param group {g}")
-        if ask and self.absent != self._now:
-            grads = tuple([torch.full_like(x, float("nan")) for x in found] for found in grads)
-        return grads
+        self._problem = problem or _refused(groups)
+        if self._problem is not None and not (ask and any(p.numel() for params in groups for p in params)):
+            raise self._problem
+        if self._problem is not None or (ask and self.absent != self._now):
+            return tuple([torch.full_like(p, float("nan")) for p in params] for params in groups)
+        return tuple([torch.zeros_like(p) if p.grad is None else p.grad for p in params] for params in groups)
 
     def follow(self, groups: Sequence[Sequence[Tensor]]) -> None:
         """Take the gradients that are absent now as those that the ranks agreed on; DDP has seen to that."""
@@ -46,16 +52,20 @@ class Gradients:
     def settle(self, axes: Sequence[str], groups: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> bool:
         """After a skipped step: compare with the other ranks; tell whether the step should be taken again.
 
-        Raises: ValueError, on every rank, that names a rank and a parameter, if the ranks differ.
+        Raises: `RanksDisagree`, on every rank, that names a rank and a parameter, if the ranks differ; the problem
+            of this rank if all of them have it.
         """
-        found = {
+        problem = self._problem
+        found = {"this step": "can be taken" if problem is None else f"{type(problem).__name__}: {problem}"}
+        found |= {
             f"the gradient of param group {g}, parameter {name}": "absent" if (g, i) in self._now else "present"
             for g, group in enumerate(names)
             for i, name in enumerate(group)
         }
-        device = next((p.device for params in groups for p in params), torch.device("cpu"))
         for axis in axes:
-            check_agreement(axis, found, device)
+            check_agreement(axis, found, device_among(groups))
+        if problem is not None:
+            raise problem
         changed = self.absent != self._now
         self.absent = self._now
         return changed
@@ -63,3 +73,12 @@ class Gradients:
 
 def _absent(groups: Sequence[Sequence[Tensor]]) -> frozenset[Place]:
     return frozenset((g, i) for g, params in enumerate(groups) for i, p in enumerate(params) if p.grad is None)
+
+
+def _refused(groups: Sequence[Sequence[Tensor]]) -> TypeError | None:
+    for g, params in enumerate(groups):
+        try:
+            tree.check_real([p if p.grad is None else p.grad for p in params], f"gradients of param group {g}")
+        except TypeError as error:
+            return error
+    return None

@@ -15,11 +15,13 @@ from fn.adapters.averaged import refuse_averaged
 from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
+from fn.adapters.rank_checks import check_accepted, check_listed, device_among, refuse_sharded
 from fn.adapters.staged import staged
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.base import Phase, Transform, UpdateFn
-from fn.collectives.agreement import check_agreement, describe
+from fn.collectives.agreement import describe
 from fn.collectives.axis import current_binding, rank_dims
+from fn.collectives.peers import named
 from fn.schedules import FreezeWhenStable, Schedule
 from fn.transforms.finite import SkipState, skip_nonfinite, together
 from fn.transforms.in_place import InPlace
@@ -83,6 +85,8 @@ class Optimizer(torch.optim.Optimizer):
         self._binding = current_binding()
         self._max_norm = max_norm
         self._unsure = refuse_averaged  # whether gradients are each rank's own
+        self._axis_names = self._find_axes()
+        self._wires = {axis: self._binding.axes[axis].transport for axis in self._axis_names}
         self._transforms: list[Transform] = []
         self._lrs: list[Tensor] = []
         self._guarded: list[bool] = []
@@ -92,7 +96,8 @@ class Optimizer(torch.optim.Optimizer):
         self.ahead: Callable[[Phase], UpdateFn | None] | None = None
         """Set by `fn.adapters.ddp.overlap`: the update of a step that was taken behind the backward pass, or None."""
         listed: list[Any] = list(params)
-        self._check_ranks(listed)
+        with self._binding:
+            check_listed(self._axes(), listed, {"max_norm": max_norm, **describe(self.schedule)})
         if max_norm is not None and (max_norm <= 0 or len(self._axes()) > 1):
             raise ValueError(f"max_norm: is {max_norm} on the axes {self._axes()}; allowed is more than 0 on one axis")
         super().__init__(listed, {"lr": lr, **defaults})
@@ -102,17 +107,10 @@ class Optimizer(torch.optim.Optimizer):
             text = "schedule: has no warm-up; the first step is one, for there is no second moment yet"
             warnings.warn(text, stacklevel=2)
 
-    def _check_ranks(self, params: list[Any]) -> None:
-        """Compare what the transforms do not know: ranks with other phases or groups would wait for one another."""
-        groups = len(params) if params and isinstance(params[0], dict) else 1
-        fields = {"number of param groups": groups, "max_norm": self._max_norm}
-        leaves = [p for p in tree.leaves(params) if isinstance(p, Tensor)]
-        device = leaves[0].device if leaves else "cpu"
-        for axis in self._axes():
-            with self._binding:
-                check_agreement(axis, {**fields, **describe(self.schedule)}, device)
-
     def _axes(self) -> list[str]:
+        return self._axis_names
+
+    def _find_axes(self) -> list[str]:
         """Return the bound axes that `make` names; all of them if it names none that can be seen."""
         named = set(describe(self.make).values())
         return [axis for axis in self._binding.axes if repr(axis) in named] or list(self._binding.axes)
@@ -137,24 +135,35 @@ class Optimizer(torch.optim.Optimizer):
 
         Raises: as the constructor; the optimizer is then as it was.
         """
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        before, problem = len(self.param_groups), None
         try:
-            _refuse_sharded(group["params"])
-            tree.check_real(group["params"], "params")
-            self._start(group)
+            try:
+                super().add_param_group(param_group)
+                refuse_sharded(self.param_groups[-1]["params"])
+                tree.check_real(self.param_groups[-1]["params"], "params")
+                prepared = self._prepare(self.param_groups[-1])
+            except Exception as error:
+                problem = error
+            with self._binding:
+                check_accepted(self._axes(), before, problem, device_among(self.param_groups))
+            self._start(self.param_groups[-1], *prepared)
         except BaseException:
-            self.param_groups.pop()
+            del self.param_groups[before:]
             raise
 
-    def _start(self, group: dict[str, Any]) -> None:
+    def _prepare(self, group: dict[str, Any]) -> tuple[Tensor, Transform | None]:
+        """Return a group's learning rate as a tensor and its transform; asks no other rank."""
         wide = torch.float64 if any(p.dtype == torch.float64 for p in group["params"]) else torch.float32
         lr = torch.as_tensor(group["lr"], dtype=wide).detach().clone()
         if lr.ndim or not lr >= 0:
             raise ValueError(f"lr: is {group['lr']}; allowed are numbers and 0-d tensors of at least 0")
+        with self._binding:
+            return lr, self.make(lr=lr, **_hyper(group))
+
+    def _start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
+        assert transform is not None
         params = [p.detach() for p in group["params"]]
         with self._binding:
-            transform = self.make(lr=lr, **_hyper(group))
             state = transform.init(params)
             guarded = isinstance(state, SkipState)
             if not guarded:  # a chain of the caller's own: guarded like the named ones
@@ -180,19 +189,19 @@ class Optimizer(torch.optim.Optimizer):
 
         Args: closure: recomputes the loss and the gradients, as for torch.
         Returns: what the closure returned.
-        Raises: TypeError for sparse or complex gradients; ValueError for a phase that the transform does not have
-            or a parameter without a gradient on some ranks only. Parameters and state are then unchanged.
+        Raises: TypeError for sparse or complex gradients; ValueError for a phase that the transform does not have;
+            `RanksDisagree` on all ranks for what holds on some ranks only, such as a missing or a sparse gradient;
+            `PeerLost` if a rank ends or stops answering. Parameters and state are then as before the step.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         phase = self.phase
-        self._follow_groups()
+        problem = self._follow_groups()
         early = None if self.ahead is None else self.ahead(phase)
-        with self._binding:
-            moves = self._advance(self._update(phase), phase) if early is None else self._take(early)
-            self._apply(moves)
+        with self._binding, named(self._wires):
+            self._apply(self._advance(self._update(phase), phase, problem) if early is None else self._take(early))
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
             self.schedule.observe(self.steps - 1, self._second_moment_norm())
@@ -231,17 +240,19 @@ class Optimizer(torch.optim.Optimizer):
         moves: tuple[list[Tensor], ...] = donate(early)(params, self.states, params)[0]
         return moves
 
-    def _collect(self, groups: list[list[Tensor]], ask: bool = True) -> tuple[list[Tensor], ...]:
+    def _collect(
+        self, groups: list[list[Tensor]], ask: bool = True, problem: Exception | None = None
+    ) -> tuple[list[Tensor], ...]:
         """Return the gradients, without the scale of the loss."""
-        found = self._gradients.collect(groups, ask)
+        found = self._gradients.collect(groups, ask, problem)
         return unscaled(found, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
 
-    def _advance(self, update: UpdateFn, phase: Phase) -> tuple[list[Tensor], ...] | None:
+    def _advance(self, update: UpdateFn, phase: Phase, problem: Exception | None) -> tuple[list[Tensor], ...] | None:
         """Move the states; return the updates of the parameters, None if these moved too."""
         groups = [group["params"] for group in self.param_groups]
         state, params = self.states, tuple([p.detach() for p in params] for params in groups)
         before = [int(count) for count in self._skip_counts()]
-        grads = self._collect(groups, ask=phase is not Phase.LOCAL)
+        grads = self._collect(groups, phase is not Phase.LOCAL, problem)
         if self._unsure and phase is Phase.COMPRESSED:
             self._unsure = not refuse_averaged(grads, self._axes())
         updates, _ = update(grads, state, params)
@@ -272,17 +283,23 @@ class Optimizer(torch.optim.Optimizer):
     def _skip_counts(self) -> list[Tensor]:
         return tree.fields(self.states, "skipped")
 
-    def _follow_groups(self) -> None:
-        """Take over what was written into the param groups since the last step."""
+    def _follow_groups(self) -> Exception | None:
+        """Take over what was written into the param groups since the last step; return why that is not possible."""
         for i, (group, lr) in enumerate(zip(self.param_groups, self._lrs, strict=True)):
-            if group["lr"] is not lr:
-                lr.fill_(float(group["lr"]))
-                group["lr"] = lr
-            hyper = {k: group[k] for k in self._hypers[i]}  # schedulers add keys of their own
-            if not _same(hyper, self._hypers[i]):
-                self._hypers[i] = hyper
-                self._remake(i)
-                self._updates.clear()
+            before = self._hypers[i]
+            try:
+                if group["lr"] is not lr:
+                    lr.fill_(float(group["lr"]))
+                    group["lr"] = lr
+                hyper = {k: group[k] for k in before}  # schedulers add keys of their own
+                if not _same(hyper, before):
+                    self._hypers[i] = hyper
+                    self._remake(i)
+                    self._updates.clear()
+            except Exception as error:  # not raised here, where the other ranks would wait
+                self._hypers[i] = before
+                return error
+        return None
 
     def _second_moment_norm(self) -> float:
         moments = tree.fields(self.states, "nu")
@@ -317,15 +334,6 @@ class Optimizer(torch.optim.Optimizer):
         restore_flat(self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-
-def _refuse_sharded(params: Iterable[Tensor]) -> None:
-    for i, p in enumerate(params):
-        if hasattr(p, "device_mesh"):
-            raise TypeError(
-                f"params: parameter {i} is a DTensor, whose gradients FSDP2 reduces before an optimizer sees them; "
-                "compress these with fn.adapters.fsdp.compress(module), and give the parameters to torch.optim"
-            )
 
 
 def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:

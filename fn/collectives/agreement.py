@@ -21,6 +21,8 @@ from torch import Tensor
 from fn import tree
 from fn.collectives.axis import SIMULATED, AxisNames, axis_size, current_binding, names, ranks_around, resolve
 from fn.collectives.primitives import all_gather
+from fn.errors import RanksDisagree
+from fn.version import __version__
 
 Tree = Any
 
@@ -36,13 +38,13 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
         axis: the axis' name, or several names; these must reach as many ranks as their sizes' product.
         fields: name -> value; values are compared as text.
         device: where the exchange takes place (NCCL needs the accelerator).
-    Raises: ValueError, on every rank, that names the first rank and field that differ from rank 0.
+    Raises: `RanksDisagree`, on every rank, that names the first rank and field that differ from rank 0.
     """
     if axis_size(axis) == 1 or any(resolve(name).transport == SIMULATED for name in names(axis)):
         return
     if not isinstance(axis, str):
         _check_grid(names(axis), device)
-    mine = {name: str(value) for name, value in fields.items()}
+    mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}}
     text = json.dumps(mine).encode()  # in the order of the fields, so that the first that differs is the first named
     digest = hashlib.blake2b(json.dumps(mine, sort_keys=True).encode(), digest_size=24).digest()
     digest += len(text).to_bytes(8, "little")
@@ -52,6 +54,12 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
     longest = max(int.from_bytes(d[24:], "little") for d in digests)
     texts = [json.loads(t.rstrip(b" ")) for t in _gather_bytes(text.ljust(longest), axis, device)]
     _refuse(texts)
+
+
+def _surroundings() -> dict[str, str]:
+    """Return what must be alike whatever is compared: versions, and how large the bound axes are."""
+    sizes = {f"size of axis {name!r}": str(bound.size) for name, bound in current_binding().axes.items()}
+    return {"version of fn": __version__, "version of torch": torch.__version__, **sizes}
 
 
 def _check_grid(axis: tuple[str, ...], device: torch.device | str) -> None:
@@ -81,7 +89,11 @@ def _refuse(texts: list[dict[str, str]]) -> None:
         for name in [*first, *sorted(set(found) - set(first))]:
             theirs, ours = found.get(name, "nothing"), first.get(name, "nothing")
             if theirs != ours:
-                raise ValueError(f"ranks disagree: {name} is {theirs} on rank {rank} and {ours} on rank 0")
+                message = (
+                    f"ranks disagree: {name} is {theirs} on rank {rank} and {ours} on rank 0; make it the same on "
+                    f"all ranks; nothing has moved"
+                )
+                raise RanksDisagree(message, rank=rank, field=name)
 
 
 def device_of(params: Tree) -> torch.device:

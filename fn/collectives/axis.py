@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fn import tree
 from fn.collectives.mpi import Communicator, is_communicator, register_communicator
+from fn.collectives.peers import remember
 
 SIMULATED = ""
 ALONE = "alone"
@@ -97,7 +98,7 @@ def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator]) -> B
 
 def _group_axis(name: str, group: Any) -> Axis:
     if isinstance(group, dist.ProcessGroup):
-        return Axis(group.size(), torch.tensor(group.rank()), group.group_name)
+        return Axis(group.size(), torch.tensor(group.rank()), remember(group))
     if is_communicator(group):
         transport = register_communicator(group)
         return Axis(group.Get_size(), torch.tensor(group.Get_rank()), transport)
@@ -199,6 +200,11 @@ def ranks_around() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return max(int(os.environ.get(name) or 1) for name in WORLD_SIZES)
+
+
+def carried_by(transport: str) -> str | None:
+    """Return the name of the axis that a transport carries here."""
+    return next((name for name, bound in _bound.axes.items() if bound.transport == transport), None)
 
 
 def names(axis: AxisNames) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives.ledger import is_open, record
+from fn.collectives.peers import is_loss, peer_lost
 from fn.collectives.transports import carry, registered
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager, pooled
@@ -34,7 +35,8 @@ def all_to_all(x: Tree, axis: str) -> Tree:
 
     Args: x: tree of tensors (W, ...). axis: the axis' name.
     Returns: the same shapes.
-    Raises: ValueError if a leaf's first dimension is not the axis size, or the axis is not bound.
+    Raises: ValueError if a leaf's first dimension is not the axis size, or the axis is not bound; `PeerLost` if a rank
+        ends or does not answer in time.
     """
     size, rank, transport = axes.resolve(axis)
 
@@ -57,7 +59,7 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
     Args: x: tree of tensors of any shape. axis: the axis' name, or several, which are gathered from the last to the
         first; r is then their `axis_index`.
     Returns: a tree of tensors (W, ...), the same on every rank.
-    Raises: ValueError if the axis is not bound.
+    Raises: ValueError if the axis is not bound; `PeerLost` if a rank ends or does not answer in time.
     """
     first, *rest = axes.names(axis)
     if rest:
@@ -98,7 +100,7 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
 
     Args: x: tree of floating tensors. axis: the axis' name, or several, over which it is done one after the other.
     Returns: the same shapes and dtypes, the same values on every rank.
-    Raises: ValueError if the axis is not bound.
+    Raises: ValueError if the axis is not bound; `PeerLost` if a rank ends or does not answer in time.
     """
     size = axes.axis_size(axis)
     if size == 1:
@@ -253,7 +255,14 @@ def _vmap_psum(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, transpo
 
 def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched]) -> None:
     def run_or_carry(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
-        return carry(x, size, name, transport) if transport in registered else run(x, rank, size, transport)
+        if transport in registered:
+            return carry(x, size, name, transport)
+        try:
+            return run(x, rank, size, transport)
+        except RuntimeError as error:
+            if not is_loss(error):
+                raise
+            raise peer_lost(error, name, axes.carried_by(transport), transport) from error
 
     _library.define(f"{name}(Tensor x, Tensor rank, int size, str transport) -> Tensor")
     _library.impl(name, run_or_carry, "CompositeImplicitAutograd")

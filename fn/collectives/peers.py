@@ -1,0 +1,132 @@
+"""What to say when an exchange fails: which ranks are gone, found by a roll call in the group's store.
+
+A backend says that a connection was closed, or that time ran out, but not whose. The ranks that are left write
+themselves down in the key-value store through which the group met and look who else did. This is no collective:
+nobody waits for anybody longer than `PATIENCE`.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch.distributed as dist
+
+from fn.errors import PeerLost
+
+PATIENCE = 0.5
+"""Seconds that a roll call takes at most."""
+
+_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
+_calls: dict[str, int] = {}  # group -> roll calls so far, so that an old answer does not count
+
+
+def remember(group: dist.ProcessGroup) -> str:
+    """Remember a group for roll calls and return the name by which collectives find it."""
+    name = str(group.group_name)
+    if _groups.get(name) is not group:
+        _groups[name] = group
+        _write_down(group)
+    return name
+
+
+def is_loss(error: BaseException) -> bool:
+    """Return whether an error says that a peer is gone or silent, as gloo, NCCL and the stores word it."""
+    words = ("gloo/transport", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out")
+    if isinstance(error, PeerLost) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def peer_lost(error: BaseException, collective: str, axis: str | None, transport: str) -> PeerLost:
+    """Return what to raise for a failed collective: who is gone, where it was noticed, and what to do."""
+    group = _groups.get(transport)
+    lost = call_roll(group) if group is not None else ()
+    rank = group.rank() if group is not None else None
+    where = f" of axis {axis!r}" if axis is not None else ""
+    who = f"rank {', '.join(map(str, lost))}{where} is gone or stopped" if lost else f"a rank{where} is lost"
+    message = (
+        f"{who}, noticed in {collective} by rank {'?' if rank is None else rank}; parameters and state are as before "
+        f"the step; end this process and resume from the last checkpoint (torchrun --max-restarts does); "
+        f"the backend says: {error}"
+    )
+    return PeerLost(message, rank=rank, axis=axis, lost=lost)
+
+
+@contextmanager
+def named(wires: Mapping[str, str]) -> Iterator[None]:
+    """Raise `PeerLost` for a loss inside that no collective has named: those of compiled graphs.
+
+    Args: wires: axis -> transport, the first of which is named.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_loss(error):
+            raise
+        axis = next(iter(wires), None)
+        raise peer_lost(error, "a step", axis, "" if axis is None else wires[axis]) from error
+
+
+def call_roll(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the ranks of a group that are gone: that do not answer within `PATIENCE` and are not alive on this host.
+
+    A rank may be silent because it still waits in an exchange; on this host its process tells. None if the store is
+    not at hand.
+    """
+    number = _calls[group.group_name] = _calls.get(group.group_name, 0) + 1
+    missing: list[int] = []
+    asking = threading.Thread(target=_ask, args=(group, number, missing), daemon=True)  # a store may block, too
+    asking.start()
+    asking.join(2 * PATIENCE)
+    return () if asking.is_alive() else tuple(missing)
+
+
+def _ask(group: Any, number: int, missing: list[int]) -> None:
+    until = time.monotonic() + PATIENCE
+    try:
+        store, silent = group.get_group_store(), set(range(group.size()))
+        store.set(f"fn/roll call {number}/{group.rank()}", "here")
+        while True:
+            silent = {rank for rank in silent if not store.check([f"fn/roll call {number}/{rank}"])}
+            here = {rank: _is_alive_here(store, rank) for rank in silent}
+            if all(alive is False for alive in here.values()) or time.monotonic() > until:
+                break
+            time.sleep(0.02)  # they may answer, or be about to die
+    except (AttributeError, RuntimeError):  # a torch without this method, a store that is gone
+        return
+    missing.extend(sorted(rank for rank in silent if not here[rank]))
+
+
+def _write_down(group: Any) -> None:
+    with suppress(AttributeError, RuntimeError):
+        group.get_group_store().set(f"fn/process of rank/{group.rank()}", f"{_here()} {os.getpid()}")
+
+
+def _here() -> str:
+    """Return what names this machine and its process numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux: then no process is known to be alive here
+        return f"unknown-{os.getpid()}"
+
+
+def _is_alive_here(store: Any, rank: int) -> bool | None:
+    """Return whether the process of a rank is there and runs; None if it is not on this machine."""
+    key = f"fn/process of rank/{rank}"
+    if not store.check([key]):
+        return None
+    where, _, process = store.get(key).decode().rpartition(" ")
+    if where != _here():
+        return None
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "TtZX"  # stopped, traced, dead

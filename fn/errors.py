@@ -1,0 +1,53 @@
+"""What can go wrong between ranks, as types: each says which rank, what, and what to do.
+
+A step that raises one of these has moved neither parameters nor state, so it can be taken again, saved, or left.
+"""
+
+from __future__ import annotations
+
+
+class PeerLost(RuntimeError):
+    """A rank ended or stopped answering in the middle of an exchange.
+
+    rank: the rank that raises this, on `axis`; None if not known.
+    axis: where the exchange took place; None if not known.
+    lost: the ranks of the axis that did not answer a roll call afterwards; empty if that could not be found out.
+    """
+
+    def __init__(self, message: str, *, rank: int | None = None, axis: str | None = None, lost: tuple[int, ...] = ()):
+        super().__init__(message)
+        self.rank = rank
+        self.axis = axis
+        self.lost = lost
+
+
+class RanksDisagree(ValueError):
+    """Ranks do not mean the same thing. Raised on all of them.
+
+    rank: the first rank that differs from rank 0. field: the first field, or leaf, that differs.
+    """
+
+    def __init__(self, message: str, *, rank: int, field: str):
+        super().__init__(message)
+        self.rank = rank
+        self.field = field
+
+
+class RanksDrifted(RanksDisagree):
+    """Parameters or state that all ranks should hold alike differ in bits. Raised on all of them.
+
+    step: the step before which it was found. since: the last step before which all were alike; None if none was.
+    """
+
+    def __init__(self, message: str, *, rank: int, field: str, step: int, since: int | None):
+        super().__init__(message, rank=rank, field=field)
+        self.step = step
+        self.since = since
+
+
+class CheckpointDamaged(ValueError):
+    """A file of a checkpoint is missing or is not what was saved; nothing was loaded. file: its name."""
+
+    def __init__(self, message: str, *, file: str):
+        super().__init__(message)
+        self.file = file
