@@ -21,6 +21,7 @@ SECTIONS = (
     ("Axes and exact collectives", ("fn.collectives.axis", "fn.collectives.primitives", "fn.collectives.ledger")),
     ("Codecs, feedback, compressed collectives", ("fn.collectives",)),
     ("Adapters", ("fn.adapters",)),
+    ("Errors", ("fn.errors",)),
 )
 """Headings, and the modules whose public names stand below them; the first that fits counts."""
 
