@@ -4,9 +4,10 @@
 
 Every run starts from the same parameters and sees the same batches. `fsdp2` is PyTorch alone; `identity` sends full
 gradients through `fn` and must be the same to the last bit; `qgz` sends int4 without feedback, `loco` with damped
-feedback, and `loco+qwz` sends parameters in int8 as well. The gradient's bytes are counted twice: by the ledger, and by
-the loopback interface during the backward passes, in which parameters do not travel because they are kept after the
-forward pass. The interface counts what other programs send, too.
+feedback in 8 bits, `classic` with all of the error in float32, and `loco+qwz` sends parameters in int8 as well. The
+gradient's bytes are counted twice: by the ledger, and by the loopback interface during the backward passes, in which
+parameters do not travel because they are kept after the forward pass. The interface counts what other programs send,
+too.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ METHODS: dict[str, Callable[[Transformer], Compressed] | None] = {
     "identity": lambda model: compress(model, fn.identity(), fn.off()),
     "qgz": lambda model: compress(model, fn.int4(), fn.off()),
     "loco": lambda model: compress(model, fn.int4(), fn.damped()),
+    "classic": lambda model: compress(model, fn.int4(), fn.classic()),
     "loco+qwz": lambda model: compress(model, fn.int4(), fn.damped(), gather=fn.int8()),
 }
 

@@ -84,8 +84,8 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
         self.dtype = like.dtype
         self.feedback = feedback
         self.rows = rows_of(segments, codec.align)
-        self.codec = segmented(codec, self.rows.segments)
-        self.own = segmented(codec, self.rows.segments.row(torch.tensor(group.rank())))
+        own = self.rows.segments.row(torch.tensor(group.rank()))
+        self.codec, self.own = (_codec(codec, segments, like.device) for segments in (self.rows.segments, own))
         x = like.expand(group.size() * self.rows.segments.row_length)
         with bind({axis: group}):
             self.error, _ = initial_errors(x, axis, codec, feedback, segments=self.rows.segments)
@@ -188,6 +188,11 @@ def keep(ok: Tensor, new: Tree, old: Tree) -> Tree:
     if ok.device.type == "cpu":
         return new if bool(ok) else old
     return tree.map(lambda n, o: torch.where(ok, n, o), new, old)
+
+
+def _codec(codec: Codec, segments: Segments, device: torch.device) -> Codec:
+    """Return the codec for segments whose counts are on the device already, where every message needs them."""
+    return segmented(codec, Segments(segments.widths, segments.valid.to(device)))
 
 
 def or_nan(ok: Tensor, x: Tensor) -> Tensor:
