@@ -26,6 +26,8 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 def leaves(tree: Tree) -> list[Any]:
     """Return the leaves of a tree, depth first."""
+    if type(tree) is list and all(isinstance(leaf, Tensor) for leaf in tree):
+        return [*tree]  # what optimizers are given, without a walk
     return pytree.tree_leaves(tree)
 
 
@@ -79,7 +81,7 @@ def fields(tree: Tree, name: str) -> list[Tree]:
         own = [getattr(tree, name)] if name in tree._fields else []
         return own + [found for value in tree for found in fields(value, name)]
     if isinstance(tree, tuple | list):
-        return [found for value in tree for found in fields(value, name)]
+        return [found for value in tree if not isinstance(value, Tensor) for found in fields(value, name)]
     if isinstance(tree, dict):
         return [found for value in tree.values() for found in fields(value, name)]
     return []

@@ -59,13 +59,17 @@ def _places(runs: tuple[int, ...], block: int) -> Places:
 
 def add_up(squares: Tensor, runs: Sequence[int], block: int = NORM_BLOCK) -> Tensor:
     """Add the squared norms of places (R, places) up to those of segments, in the order of the places: (R, S)."""
-    rows, sums, first = squares.shape[0], [squares[:, :0]], 0
-    for _, _, count, width in runs_of(runs):
-        each = -(-width // block)
-        part = squares[:, first : first + count * each].view(rows, count, each)
-        sums.append(part.cumsum(-1)[..., -1] if each > 1 else part.sum(-1))
-        first += count * each
-    return torch.cat(sums, -1) if len(sums) > 2 else sums[-1]
+    lengths = _places_of_segments(tuple(runs), block, squares.device)
+    if not squares.numel():
+        return squares.new_zeros((squares.shape[0], len(lengths)))
+    columns = squares.t().contiguous()
+    return torch.segment_reduce(columns, "sum", lengths=lengths, axis=0, unsafe=True).t().contiguous()
+
+
+@lru_cache(maxsize=64)
+def _places_of_segments(runs: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    counts = [-(-width // block) for count, width in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
+    return torch.tensor(counts, dtype=torch.int64, device=device)
 
 
 def run(kernel: Callable[..., Any], at: Places, valid: Tensor, *args: Any, scratch: int = 0) -> None:
