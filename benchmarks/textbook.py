@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 
@@ -71,3 +72,27 @@ def int4_with_8bit_error(
     codes, scale = quantize(h, 4, block)
     kept = beta * e + (1 - beta) * (h - dequantize(codes, scale))
     return (pack_nibbles(codes), scale, *quantize(kept, 8, block))
+
+
+class AllReduce:
+    """The mean of one tensor over a group in codes, with four collectives: bits and scales travel apart."""
+
+    def __init__(self, n: int, group: dist.ProcessGroup):
+        self.n, self.group, self.world = n, group, group.size()
+        padded = -(-n // (self.world * 8)) * self.world * 8
+        self.worker, self.server = torch.zeros(padded), torch.zeros(padded // self.world)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(n,) -> (n,)."""
+        padded = torch.cat([x, x.new_zeros(self.worker.numel() - self.n)])
+        bits, scale, self.worker = encode(padded, self.worker)
+        received = torch.empty_like(bits)
+        dist.all_to_all_single(received, bits, group=self.group)
+        bits, scale, self.server = serve(received.view(self.world, -1), self._gather(scale.view(1)), self.server)
+        gathered = self._gather(bits).view(self.world, -1)
+        return decode(gathered, self._gather(scale.view(1)))[: self.n]
+
+    def _gather(self, x: Tensor) -> Tensor:
+        found = [torch.empty_like(x) for _ in range(self.world)]
+        dist.all_gather(found, x, group=self.group)
+        return torch.cat(found)

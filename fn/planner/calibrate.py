@@ -117,21 +117,17 @@ def _time(run: Callable[[], object], repeat: int, axis: str | None = None) -> li
 
 
 def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Return (a, b) >= 0 of t = a + b s with the least squares of relative errors, so that small messages count.
+    """Return (a, b) >= 0 of t = a + b s: b from least squares, where large messages count, then a from the small half.
 
     Raises: ValueError with fewer than two different sizes or a time that is not above 0.
     """
     if len(set(sizes)) < 2 or min(times) <= 0:
         raise ValueError(f"sizes: are {list(sizes)}, times {list(times)}; allowed are two sizes and times above 0")
-    weights = [1 / t for t in times]
-    rows = torch.tensor([[w, w * s] for w, s in zip(weights, sizes, strict=True)], dtype=torch.float64)
-    a, b = torch.linalg.lstsq(rows, torch.ones(len(times), 1, dtype=torch.float64)).solution.flatten().tolist()
-    if b <= 0:  # no size costs more than another: the link is too fast to be seen
+    slope, _ = statistics.linear_regression(sizes, times)
+    if slope <= 0:  # no size costs more than another: the link is too fast to be seen
         return statistics.median(times), 1e-15
-    if a < 0:
-        slopes = torch.tensor([w * s for w, s in zip(weights, sizes, strict=True)], dtype=torch.float64)
-        return 0.0, float(slopes.sum() / (slopes * slopes).sum())
-    return a, b
+    small = sorted(zip(sizes, times, strict=True))[: -(-len(sizes) // 2)]
+    return max(0.0, statistics.median(time - slope * size for size, time in small)), slope
 
 
 def coding(params: int, device: torch.device, ranks: int = 2, repeat: int = REPEAT) -> dict[str, float]:

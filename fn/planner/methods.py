@@ -120,6 +120,13 @@ def _method(
     passes: float = 0.0,
     interval: int = 1,
 ) -> Method:
-    pieces = traffic.buckets(model, bucket) if overlapped else [model]
-    parts = tuple((piece.params / model.params, tuple(send(piece))) for piece in pieces)
+    parts = parts_of(model, send, bucket if overlapped else None)
     return Method(name, topology, compressed, parts, overlapped, passes, interval)
+
+
+def parts_of(
+    model: Model, send: Sends, bucket: int | None, first: int = traffic.FIRST_BUCKET
+) -> tuple[tuple[float, tuple[Message, ...]], ...]:
+    """Return the parts of a method that sends `send(part)` for each bucket of so many bytes; None is one part."""
+    pieces = [model] if bucket is None else traffic.buckets(model, bucket, first)
+    return tuple((piece.params / model.params, tuple(send(piece))) for piece in pieces)

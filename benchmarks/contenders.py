@@ -1,0 +1,191 @@
+"""Data-parallel steps to compare over a link: forward, backward, communication and update, each with its own model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook as power_sgd
+from textbook import AllReduce
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import fn
+from fn.adapters import ddp
+from fn.collectives.axis import Binding
+from fn.collectives.codec import identity, sign
+from fn.collectives.int_codec import int4, int8
+from fn.planner import traffic
+from fn.planner.methods import Method, parts_of
+from fn.planner.traffic import Model
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from train_lm import Transformer, loss_of
+
+INTERVAL = 4
+"""Steps of 0/1 Adam between two synchronisations; a turn of it takes as many."""
+
+WARM_UP = 2
+LR = 3e-4
+
+Batch = tuple[Tensor, Tensor]
+Step = Callable[[Batch], Tensor]
+
+
+class World(NamedTuple):
+    """Where a contender runs: the process group of DDP, and the binding of fn's axis "data"."""
+
+    group: dist.ProcessGroup
+    binding: Binding
+
+
+class Contender(NamedTuple):
+    """make: (world, model) -> step. method: what the planner is told about it, from the model's shapes."""
+
+    make: Callable[[World, nn.Module], Step]
+    method: Callable[[Model, int], Method]
+    steps: int = 1
+
+
+def build(size: tuple[int, int, int]) -> nn.Module:
+    """Return the demo's transformer of (layers, width, heads), the same on every rank."""
+    torch.manual_seed(0)
+    return Transformer(*size)
+
+
+def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+    def step(batch: Batch) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def alone(world: World, model: nn.Module) -> Step:
+    """Step without any communication: what no method can beat."""
+    return _stepper(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+
+
+def exact(world: World, model: nn.Module, hook: Any = None, state: Any = None, bucket_mb: int | None = None) -> Step:
+    """Step with DDP, with a communication hook or without, and fused AdamW."""
+    wrapped = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=bucket_mb)
+    if hook is not None:
+        wrapped.register_comm_hook(world.group if state is None else state, hook)
+    return _stepper(wrapped, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+
+
+def half_precision(state, bucket):  # DDP looks at annotations, and these would be strings
+    """Run torch's hook. DDP refuses it by its name where the device is no GPU, but gloo can carry bf16."""
+    return bf16_compress_hook(state, bucket)
+
+
+def low_rank(rank: int, world: World, model: nn.Module) -> Step:
+    """Step with DDP and PowerSGD, in one bucket: with several its all-reduces get out of order over gloo."""
+    state = power_sgd.PowerSGDState(world.group, matrix_approximation_rank=rank, start_powerSGD_iter=2)
+    return exact(world, model, power_sgd.powerSGD_hook, state, bucket_mb=1 << 10)
+
+
+def textbook(world: World, model: nn.Module) -> Step:
+    """Step with 1-bit Adam as DeepSpeed's compressed backend does it: tensor by tensor, in eager operations."""
+    params = list(model.parameters())
+    means = [AllReduce(p.numel(), world.group) for p in params]
+    moments = [(torch.zeros_like(p), torch.ones_like(p)) for p in params]
+
+    def step(batch: Batch) -> Tensor:
+        loss = loss_of(model, batch)
+        loss.backward()
+        with torch.no_grad():
+            for p, mean, (mu, nu) in zip(params, means, moments, strict=True):
+                mu.mul_(0.9).add_(p.grad, alpha=0.1)
+                mu.copy_(mean(mu.view(-1)).view_as(mu))
+                p.add_(mu / (nu.sqrt() + 1e-8), alpha=-1e-4)
+                p.grad = None
+        return loss.detach()
+
+    return step
+
+
+def freeze(step: int) -> fn.Phase:
+    """Warm up for the steps that open connections and compile kernels."""
+    return fn.Phase.WARMUP if step < WARM_UP else fn.Phase.COMPRESSED
+
+
+def rarely(step: int) -> fn.Phase:
+    """Synchronise in one of `INTERVAL` steps."""
+    return fn.Phase.LOCAL if step >= WARM_UP and step % INTERVAL else freeze(step)
+
+
+def ours(make: Any, world: World, model: nn.Module, schedule: Any = freeze) -> Step:
+    """Step with one of ours: backward, then everything else."""
+    with world.binding:
+        return _stepper(model, fn.Optimizer(model.parameters(), partial(make, axis="data"), schedule=schedule, lr=LR))
+
+
+def overlapped(make: Any, world: World, model: nn.Module, schedule: Any = freeze) -> Step:
+    """Step with one of ours behind the backward pass, however fast the wire is."""
+    wrapped = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=4)
+    with world.binding:
+        groups = ddp.bucketed(model.parameters())
+        optimizer = fn.Optimizer(groups, partial(make, axis="data"), schedule=schedule, lr=LR)
+        ddp.overlap(wrapped, optimizer, least_wire_seconds=0.0)
+    return _stepper(wrapped, optimizer)
+
+
+def _method(send: Any, bucket: int | None = None, interval: int = 1) -> Callable[[Model, int], Method]:
+    """Return how the planner sees it. bucket: bytes that leave together behind the backward pass, None for none."""
+
+    def made(model: Model, ranks: int) -> Method:
+        first = min(traffic.FIRST_BUCKET, bucket or 0)
+        parts = parts_of(model, partial(send, ranks=ranks), bucket, first)
+        return Method("", "flat", True, parts, bucket is not None, interval=interval)
+
+    return made
+
+
+_signs = partial(traffic.codes, codec=sign())
+_lazy = partial(fn.onebit_adam, feedback=fn.classic(lazy=True))
+_int8 = partial(fn.onebit_adam, codec=fn.int8(), feedback=fn.damped())
+_loco = partial(traffic.sharded, codec=int4())
+
+NONE = "no communication"
+DDP = "DDP fp32"
+CONTENDERS: Mapping[str, Contender] = {
+    NONE: Contender(alone, _method(lambda model, ranks: [])),
+    DDP: Contender(exact, _method(traffic.exact, traffic.BUCKET)),
+    "DDP bf16": Contender(
+        lambda world, model: exact(world, model, half_precision),
+        _method(partial(traffic.exact, width=2), traffic.BUCKET),
+    ),
+    "DDP PowerSGD 1": Contender(partial(low_rank, 1), _method(partial(traffic.power_sgd, rank=1))),
+    "DDP PowerSGD 2": Contender(partial(low_rank, 2), _method(partial(traffic.power_sgd, rank=2))),
+    "1-bit, tensor by tensor": Contender(textbook, _method(traffic.textbook_onebit)),
+    "fn 1-bit Adam": Contender(partial(ours, _lazy), _method(_signs)),
+    "fn 1-bit Adam, overlapped": Contender(partial(overlapped, _lazy), _method(_signs, 4 * ddp.BUCKET)),
+    "fn 1-bit LAMB": Contender(
+        partial(ours, partial(fn.onebit_lamb, feedback=fn.classic(lazy=True))),
+        _method(partial(_signs, layout="fused")),
+    ),
+    "fn 0/1 Adam": Contender(
+        partial(ours, partial(fn.zero_one_adam, feedback=fn.classic(lazy=True)), schedule=rarely),
+        _method(_signs, interval=INTERVAL),
+        INTERVAL,
+    ),
+    "fn LoCo int4": Contender(partial(ours, fn.loco_adamw), _method(partial(_loco, gather=identity()))),
+    "fn LoCo int4, int8 back": Contender(
+        partial(ours, partial(fn.loco_adamw, gather=fn.int8(), master=True)), _method(partial(_loco, gather=int8()))
+    ),
+    "fn int8": Contender(partial(ours, _int8), _method(partial(traffic.codes, codec=int8()))),
+    "fn int8, overlapped": Contender(
+        partial(overlapped, _int8), _method(partial(traffic.codes, codec=int8()), 4 * ddp.BUCKET)
+    ),
+}
+"""What is compared, in the order in which it runs."""

@@ -1,0 +1,105 @@
+"""A real, slow link on one machine: two network namespaces, a veth pair, and a token bucket on both ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+DEVICE = "fn-link"
+QUEUE = 4 << 20
+"""Bytes that may wait in the bucket; TCP holds back what does not fit."""
+
+HEADER = 14 + 20 + 32
+"""Bytes of Ethernet, IP and TCP, with its time stamps, in front of a packet."""
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+def missing() -> str | None:
+    """Return why there can be no throttled link here, or None."""
+    if os.geteuid() != 0:
+        return "not root"
+    tools = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if tools:
+        return f"{' and '.join(tools)} not found (iproute2)"
+    try:
+        with pair(f"fn-probe-{os.getpid()}") as names:
+            _run("ip", "netns", "exec", names[0], "tc", "qdisc", "add", "dev", DEVICE, "root", *_bucket(10**8))
+    except OSError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def pair(name: str) -> Iterator[tuple[str, str]]:
+    """Make two namespaces joined by a veth pair, 10.77.0.1 and 10.77.0.2, and remove them afterwards.
+
+    Yields: the names of the namespaces. Raises: OSError if the kernel or the permissions do not allow it.
+    """
+    names = (f"{name}-0", f"{name}-1")
+    made = []
+    try:
+        for space in names:
+            _run("ip", "netns", "add", space)
+            made.append(space)
+        _run("ip", "-n", names[0], "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", names[1])
+        for rank, space in enumerate(names):
+            _run("ip", "-n", space, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", DEVICE)
+            for device in (DEVICE, "lo"):
+                _run("ip", "-n", space, "link", "set", device, "up")
+            # Linux's default congestion control, whatever this machine prefers.
+            _run("ip", "-n", space, "route", "replace", "10.77.0.0/24", "dev", DEVICE, "congctl", "cubic")
+        yield names
+    finally:
+        for space in made:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+def throttle(rate: float | None) -> None:
+    """Limit what leaves the namespace of this process to a rate in bit/s, None for no limit."""
+    if rate is None:
+        subprocess.run(["tc", "qdisc", "del", "dev", DEVICE, "root"], capture_output=True, check=False)
+    else:
+        _run("tc", "qdisc", "replace", "dev", DEVICE, "root", *_bucket(rate))
+
+
+def _bucket(rate: float) -> list[str]:
+    burst = max(64 << 10, int(rate / 8 * 250e-6))  # a quarter of a millisecond, but at least the largest packet
+    return ["tbf", "rate", f"{int(rate)}bit", "burst", str(burst), "limit", str(QUEUE)]
+
+
+class Sent(NamedTuple):
+    """What has left a namespace. payload: bytes without headers. headers: those of Ethernet, IP and TCP."""
+
+    payload: int
+    headers: int
+
+
+def sent() -> Sent:
+    """Return what has left this namespace, by the counters of its interface; zeros without one.
+
+    A packet of the counters may be segmented further on, as by a card that does it, so its headers are counted once.
+    """
+    counters = Path("/sys/class/net") / DEVICE / "statistics"
+    if not counters.exists():
+        return Sent(0, 0)
+    size, packets = (int((counters / name).read_text()) for name in ("tx_bytes", "tx_packets"))
+    return Sent(size - HEADER * packets, HEADER * packets)
+
+
+def _bucket(rate: float) -> list[str]:
+    """Let through a packet of the largest size at once, or a quarter of a millisecond's worth.
+
+    On slow links the packets are cut to single frames instead, or a bucket would be worth a part of a message.
+    """
+    burst = 16 << 10 if rate < 5e8 else max(72 << 10, int(rate / 8 * 250e-6))
+    return ["tbf", "rate", f"{int(rate)}bit", "burst", str(burst), "limit", str(QUEUE)]

@@ -1,0 +1,85 @@
+"""Does compression pay on a slow link? Data-parallel steps of two ranks over a veth pair, throttled with `tc tbf`.
+
+    OMP_NUM_THREADS=1 python benchmarks/slow_link.py --json out/slow_link.json --png docs/slow_link.png
+
+Needs root, network namespaces and iproute2; without them it says so and runs unthrottled over loopback. Contenders are
+interleaved; figures are medians over the rounds of the slower rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import links
+import measure
+import slow_link_report as report
+from slow_link_rank import RATES
+
+RANK = Path(__file__).with_name("slow_link_rank.py")
+
+
+def parse() -> argparse.Namespace:
+    """Read the flags."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", type=int, nargs=3, default=(8, 320, 8), metavar=("LAYERS", "WIDTH", "HEADS"))
+    add("--batch", type=int, default=4, help="sequences of a rank's batch")
+    add("--context", type=int, default=56, help="bytes of a sequence")
+    add("--rounds", type=int, default=9, help="counted turns of each contender; half as many below 200 Mbit/s")
+    add("--rates", nargs="+", default=list(RATES), choices=list(RATES))
+    add("--loopback", action="store_true", help="do not throttle")
+    add("--only", nargs="+", help="names of contenders (all); 'no communication' and 'DDP fp32' must be among them")
+    add("--loss-seconds", type=float, default=0.0, help="train for so long for the curve of the loss (0: not)")
+    add("--loss-rate", default="1 Gbit/s", choices=list(RATES))
+    add("--loss-of", nargs="+", default=["DDP fp32", "DDP bf16", "DDP PowerSGD 1", "fn 1-bit Adam"])
+    add("--json", metavar="FILE")
+    add("--png", metavar="FILE")
+    return parser.parse_args()
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Start the ranks, in namespaces where that is possible; return what they saw."""
+    reason = "--loopback" if arguments.loopback else links.missing()
+    if reason:
+        print(f"no throttled link here ({reason}): both ranks run over loopback, unthrottled", file=sys.stderr)
+        arguments.rates = arguments.rates[-1:] if "unthrottled" in arguments.rates else ["unthrottled"]
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        spaces = None if reason else stack.enter_context(links.pair(f"fn-{os.getpid()}"))
+        settings = {**vars(arguments), "folder": folder, "throttled": reason is None}
+        ranks = []
+        for rank in range(2):
+            prefix = ["ip", "netns", "exec", spaces[rank]] if spaces else []
+            device = links.DEVICE if spaces else "lo"
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device}
+            command = [*prefix, sys.executable, str(RANK), str(rank), json.dumps(settings)]
+            ranks.append(stack.enter_context(subprocess.Popen(command, env=environment)))
+            stack.callback(ranks[-1].kill)
+        if any(process.wait() for process in ranks):
+            sys.exit("slow_link: a rank failed")
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+    about = {**measure.machine(), "throttled": reason is None, **vars(arguments)}
+    return {"about": about, "ranks": found}
+
+
+def main() -> None:
+    """Run, print the tables, write the files."""
+    arguments = parse()
+    result = run(arguments)
+    result["rows"] = report.rows(result["ranks"])
+    print(report.tables(result["rows"], result["ranks"][0]))
+    measure.write(arguments.json, {k: v for k, v in result.items() if k != "ranks"} | {"raw": result["ranks"]})
+    if arguments.png:
+        report.draw(result["rows"], result["ranks"], arguments.png)
+
+
+if __name__ == "__main__":
+    main()

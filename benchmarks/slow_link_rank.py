@@ -1,0 +1,160 @@
+"""One rank of `slow_link.py`: it measures every contender on every rate, and writes what it saw to a JSON file.
+
+Started by `slow_link.py`, inside a network namespace.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import links
+import torch
+import torch.distributed as dist
+from contenders import CONTENDERS, DDP, NONE, Batch, Step, World, build
+from train_lm import cut, read_standard_library
+
+import fn
+from fn.planner import calibrate
+
+RATES: Mapping[str, float | None] = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "unthrottled": None}
+KEYS = ("seconds", "payload", "headers", "ledger")
+SLOW = 2e8
+"""Below this rate calibration sends nothing above 4 MiB."""
+
+
+class Bench:
+    """What a rank keeps while it measures. settings: the flags of `slow_link.py`."""
+
+    def __init__(self, rank: int, settings: dict[str, Any]):
+        self.rank, self.settings = rank, settings
+        self.size = tuple(settings["model"])
+        self.names = settings["only"] or list(CONTENDERS)
+        self.text, _ = read_standard_library()
+        self.draw = torch.Generator().manual_seed(rank)
+        self.job = calibrate.Job(rank, dist.get_world_size(), dist.get_world_size(), torch.device("cpu"))
+        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+        self.together = World(dist.group.WORLD, fn.bind(mesh))
+
+    def batch(self) -> Batch:
+        """Return the rank's next batch."""
+        count, context = self.settings["batch"], self.settings["context"]
+        starts = torch.randint(len(self.text) - context, (count,), generator=self.draw)
+        return cut(self.text, starts, context)
+
+    def start(self, world: World, names: list[str]) -> dict[str, Step]:
+        """Build contenders and let them take the steps in which connections open and kernels compile."""
+        steps = {}
+        for name in names:
+            steps[name] = CONTENDERS[name].make(world, build(self.size))
+            for _ in range(5):
+                steps[name](self.batch())
+        return steps
+
+    def turn(self, name: str, step: Step) -> tuple[float, ...]:
+        """Take a turn: return, per step, its seconds, what left the interface, its headers, and the ledger's bytes."""
+        count = CONTENDERS[name].steps
+        batches = [self.batch() for _ in range(count)]
+        dist.barrier()
+        before = links.sent()
+        with fn.ledger() as book:
+            start = time.perf_counter()
+            for batch in batches:
+                step(batch)
+            seconds = time.perf_counter() - start
+        dist.barrier()
+        payload, headers = (after - b for after, b in zip(links.sent(), before, strict=True))
+        return seconds / count, payload / count, headers / count, book.total / count
+
+    def measure(self, steps: dict[str, Step], rounds: int) -> dict[str, dict[str, list[float]]]:
+        """Let all contenders take turns."""
+        found: dict[str, dict[str, list[float]]] = {name: {key: [] for key in KEYS} for name in steps}
+        for turn in range(rounds + 1):
+            for name, step in steps.items():
+                values = self.turn(name, step)
+                for key, value in zip(found[name], values, strict=True):
+                    if turn:
+                        found[name][key].append(value)
+        return found
+
+    def without_wire(self) -> dict[str, float]:
+        """Return the step of every contender when its messages go nowhere, which shows what coding costs."""
+        groups = [dist.new_group([r]) for r in range(self.job.world)]
+        nowhere = World(groups[self.rank], calibrate.nowhere("data", self.job.world))
+        names = [name for name in self.names if not name.endswith("overlapped")]
+        steps = self.start(nowhere, names)
+        seconds = self.measure(steps, self.settings["rounds"])
+        return {name: statistics.median(found["seconds"]) for name, found in seconds.items()}
+
+    def calibrated(self, rate: float | None) -> dict[str, dict[str, float]]:
+        """Return alpha and beta of the collectives, as the planner measures them on a running job."""
+        sizes = calibrate.SIZES if rate is None or rate > SLOW else calibrate.SIZES[:7]
+        with self.together.binding:
+            link = calibrate.measure(self.job, sizes, repeat=5)["data"]
+        return {name: cost._asdict() for name, cost in link.measured.items()}
+
+    def descent(self, name: str, seconds: float) -> list[tuple[float, float]]:
+        """Train afresh for so many seconds; return (seconds, loss), the mean over ranks, step by step."""
+        self.draw.manual_seed(self.rank)
+        step = CONTENDERS[name].make(self.together, build(self.size))
+        curve = []
+        start = time.perf_counter()
+        while True:
+            loss = step(self.batch())
+            now = torch.tensor([loss.item(), time.perf_counter() - start])
+            dist.all_reduce(now)
+            curve.append((now[1].item() / self.job.world, now[0].item() / self.job.world))
+            if now[1] > seconds * self.job.world:
+                return curve
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything."""
+        throttled = self.settings["throttled"]
+        result: dict[str, Any] = {"without wire": self.without_wire(), "rates": {}}
+        gc.collect()
+        steps = self.start(self.together, self.names)
+        for name, rate in RATES.items():
+            if name not in self.settings["rates"]:
+                continue
+            if throttled:
+                links.throttle(rate)
+            rounds = self.settings["rounds"] if rate is None or rate > SLOW else max(3, self.settings["rounds"] // 2)
+            result["rates"][name] = {"calibrated": self.calibrated(rate), "turns": self.measure(steps, rounds)}
+            self.say(f"{name}: done")
+        del steps
+        gc.collect()
+        if self.settings["loss_seconds"]:
+            if throttled:
+                links.throttle(RATES[self.settings["loss_rate"]])
+            names = [n for n in self.settings["loss_of"] if n in self.names]
+            result["loss"] = {name: self.descent(name, self.settings["loss_seconds"]) for name in names}
+        model = build(self.size)
+        result["shapes"] = [list(p.shape) for p in model.parameters()]
+        return result
+
+    def say(self, text: str) -> None:
+        """Print on rank 0."""
+        if self.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    """Join the group, measure, write."""
+    rank, settings = int(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{settings['folder']}/store", rank=rank, world_size=2)
+    assert {NONE, DDP} <= set(settings["only"] or CONTENDERS)
+    result = Bench(rank, settings).run()
+    (Path(settings["folder"]) / f"{rank}.json").write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The slow-link benchmark, without its link: every contender steps on two ranks, and ours send what is planned."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SCRIPT = ROOT / "benchmarks" / "slow_link.py"
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory):
+    out = tmp_path_factory.mktemp("slow_link")
+    small = "--loopback --model 1 32 2 --batch 1 --context 8 --rounds 2 --loss-seconds 0.2 --loss-rate unthrottled"
+    ended = subprocess.run(
+        [sys.executable, str(SCRIPT), *small.split(), "--json", str(out / "x.json"), "--png", str(out / "x.png")],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr
+    return {**json.loads((out / "x.json").read_text()), "printed": ended.stdout, "said": ended.stderr, "folder": out}
+
+
+def test_without_a_link_it_says_so(result):
+    assert "no throttled link here" in result["said"]
+    assert result["about"]["throttled"] is False
+    assert {row["rate"] for row in result["rows"]} == {"unthrottled"}
+
+
+def test_ours_send_what_is_planned(result):
+    sent = {row["name"]: (row["ledger"], row["planned"]) for row in result["rows"] if row["name"].startswith("fn ")}
+    assert len(sent) >= 8
+    for name, (counted, planned) in sent.items():
+        assert counted == pytest.approx(planned, rel=1e-9), name
+    assert all(planned > 0 for _, planned in sent.values())
+
+
+def test_everything_is_in_the_table_and_the_picture(result):
+    alone = next(row["seconds"] for row in result["rows"] if row["name"] == "no communication")
+    for row in result["rows"]:
+        assert f"| {row['name']} |" in result["printed"]
+        assert row["seconds"] > 0
+        assert row["predicted"] > 0
+        assert row["limit"] == alone  # without a rate the computation is the limit
+    assert (result["folder"] / "x.png").read_bytes().startswith(b"\x89PNG")
+    assert set(result["raw"][0]["loss"]) == {"DDP fp32", "DDP bf16", "DDP PowerSGD 1", "fn 1-bit Adam"}
