@@ -1,8 +1,8 @@
 """Steps that begin before the backward pass has ended.
 
-An update is a pure function, so it can be computed as soon as its gradients are there, kept aside, and thrown away if
-the step never comes. `Overlap` computes those of single param groups, on one thread, while DDP still computes
-gradients of others; the optimizer's step takes the results over. Nothing changes before that.
+An update is a pure function, or staged without side effects, so it can be computed as soon as its gradients are there,
+kept aside, and thrown away if the step never comes. `Overlap` stages single param groups, on one thread, while DDP
+still computes gradients of others; the optimizer's step writes the results. Nothing changes before that.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from fn.adapters.amp import unscaled
 from fn.adapters.arrivals import Arrivals, leaving_order
 from fn.adapters.communication_thread import CommunicationThread
 from fn.adapters.torch_optim import Optimizer
-from fn.base import Phase, UpdateFn, lift
+from fn.base import Phase
 from fn.collectives.axis import Binding
 from fn.collectives.ledger import ledger
-from fn.transforms.finite import together
+from fn.transforms.in_place import Staged
 
-Tree = Any
 logger = logging.getLogger(__name__)
 
 
@@ -46,7 +45,7 @@ class Overlap:
         """What a rank sends in a step of each phase, once one has been taken ahead."""
         self._arrivals: Arrivals | None = None
         self._waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self._jobs: dict[int, Future[Tree]] | None = None
+        self._jobs: dict[int, Future[Staged]] | None = None
         self._reset(Phase.LOCAL)
 
     def is_on(self, phase: Phase) -> bool:
@@ -99,12 +98,12 @@ class Overlap:
         phase, scale = self._phase, self._scale
         self._samples[group] = _sample(grads)
 
-        def run() -> tuple[Tree, Tree]:
+        def run() -> Staged:
             if self._error is not None:  # the peers may be gone
                 raise self._error
             try:
                 with ledger() as sent:
-                    found = self._optimizer.update_group(group, phase, unscaled((grads,), scale, None)[0])
+                    found: Staged = self._optimizer.stage_group(group, phase, unscaled((grads,), scale, None)[0])
                 self._sent += sent.total
             except BaseException as error:
                 self._error = error
@@ -113,22 +112,21 @@ class Overlap:
 
         return run
 
-    def ahead(self, phase: Phase) -> UpdateFn | None:
-        """Return the update of the step whose backward pass is over, or None if it was not taken ahead.
+    def ahead(self, phase: Phase) -> list[Staged] | None:
+        """Return the step whose backward pass is over, a part per param group; None if it was not taken ahead.
 
         Raises: ValueError if gradients or hyper-parameters were changed since; what was raised while communicating.
         """
         if self._jobs is None or phase is not self._phase:
             return None
         jobs, self._jobs = self._jobs, None
-        results = [jobs[group].result() for group in sorted(jobs)]
+        steps = [jobs[group].result() for group in sorted(jobs)]
         self._thread.catch_up()
         self._check_unchanged()
         if phase not in self.bytes:
             self.bytes[phase] = self._sent
             self._say(phase)
-        update: UpdateFn = together([lift(tuple, lambda u, s, p, r=r: r) for r in results]).update(phase)
-        return update
+        return steps
 
     def _check_unchanged(self) -> None:
         if self._read_settings() != self._settings:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from fn import tree
+from fn.adapters.donate import donate
 from fn.base import UpdateFn
-from fn.transforms.in_place import InPlace
+from fn.transforms.in_place import InPlace, Staged
 
 Tree = Any
 
@@ -30,3 +33,41 @@ def staged(update: InPlace, otherwise: UpdateFn, allowed: Callable[[], bool]) ->
         return None, state
 
     return step
+
+
+def stage(update: UpdateFn, grads: list[Tensor], state: Tree, params: list[Tensor]) -> Staged:
+    """Take the step of a param group up to where it would be written. Nothing is changed.
+
+    Args: update: guarded, so that its state counts skipped steps. The others: its arguments.
+    """
+    if isinstance(update, InPlace) and update.fits(grads, state, params):
+        return update.stage(grads, state, params)
+    moves, after = update(grads, state, params)
+
+    def commit() -> None:
+        found, _ = donate(lambda *_: (moves, after))(grads, state, params)
+        for p, u in zip(params, found, strict=True):
+            move(p, u)
+
+    return Staged(after.skipped is state.skipped or bool(after.skipped == state.skipped), commit)
+
+
+def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor]) -> None:
+    """Write the steps of all param groups, or count the step as skipped if one of them is not finite.
+
+    Args: state: of all groups. still: parameters that are not to be moved.
+    """
+    if not all(step.ok for step in steps):
+        for skipped in tree.fields(state, "skipped"):
+            skipped.add_(1)
+        return
+    before = [(p, p.clone()) for p in still]
+    for step in steps:
+        step.commit()
+    for p, old in before:
+        p.copy_(old)
+
+
+def move(p: Tensor, update: Tensor) -> None:
+    """Add an update to a parameter, in the wider of the two dtypes, rounded once."""
+    p.add_(update) if update.dtype == p.dtype else p.copy_(p + update)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.rank_checks import check_accepted, check_listed, device_among, refuse_sharded
-from fn.adapters.staged import staged
+from fn.adapters.staged import commit, move, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.agreement import describe
@@ -24,7 +24,7 @@ from fn.collectives.axis import current_binding, rank_dims
 from fn.collectives.peers import named
 from fn.schedules import FreezeWhenStable, Schedule
 from fn.transforms.finite import SkipState, skip_nonfinite, together
-from fn.transforms.in_place import InPlace
+from fn.transforms.in_place import InPlace, Staged
 
 Tree = Any
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
@@ -93,8 +93,8 @@ class Optimizer(torch.optim.Optimizer):
         self._hypers: list[dict[str, Any]] = []
         self._updates: dict[Phase, UpdateFn] = {}
         self._gradients = Gradients()
-        self.ahead: Callable[[Phase], UpdateFn | None] | None = None
-        """Set by `fn.adapters.ddp.overlap`: the update of a step that was taken behind the backward pass, or None."""
+        self.ahead: Callable[[Phase], Sequence[Staged] | None] | None = None
+        """Set by `fn.adapters.ddp.overlap`: the parts of a step that was staged behind the backward pass, or None."""
         listed: list[Any] = list(params)
         with self._binding:
             check_listed(self._axes(), listed, {"max_norm": max_norm, **describe(self.schedule)})
@@ -201,7 +201,10 @@ class Optimizer(torch.optim.Optimizer):
         problem = self._follow_groups()
         early = None if self.ahead is None else self.ahead(phase)
         with self._binding, named(self._wires):
-            self._apply(self._advance(self._update(phase), phase, problem) if early is None else self._take(early))
+            if early is None:
+                self._apply(self._advance(self._update(phase), phase, problem))
+            else:
+                self._take(early)
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
             self.schedule.observe(self.steps - 1, self._second_moment_norm())
@@ -224,21 +227,19 @@ class Optimizer(torch.optim.Optimizer):
         """Return the transform of all param groups, whose state is `self.states`."""
         return together(self._transforms)
 
-    def update_group(self, index: int, phase: Phase, grads: list[Tensor]) -> tuple[Tree, Tree]:
-        """Return what a step makes of a param group: its updates and its next state. Nothing is changed.
+    def stage_group(self, index: int, phase: Phase, grads: list[Tensor]) -> Staged:
+        """Take a step of a param group up to where it would be written. Nothing is changed.
 
         Args: index: of the group. phase: of the step. grads: one per parameter. The axes must be bound.
         """
         params = [p.detach() for p in self.param_groups[index]["params"]]
-        return self._transforms[index].update(phase)(grads, self.states[index], params)
+        return stage(self._transforms[index].update(phase), grads, self.states[index], params)
 
-    def _take(self, early: UpdateFn) -> tuple[list[Tensor], ...]:
-        """Take over a step whose update was computed already."""
+    def _take(self, early: Sequence[Staged]) -> None:
+        """Write a step that was taken up to there already."""
         groups = [group["params"] for group in self.param_groups]
         self._gradients.follow(groups)
-        params = tuple([p.detach() for p in group] for group in groups)
-        moves: tuple[list[Tensor], ...] = donate(early)(params, self.states, params)[0]
-        return moves
+        commit(early, self.states, [groups[g][i] for g, i in self._gradients.absent])
 
     def _collect(
         self, groups: list[list[Tensor]], ask: bool = True, problem: Exception | None = None
@@ -278,7 +279,7 @@ class Optimizer(torch.optim.Optimizer):
         for g, (group, moves) in enumerate(zip(self.param_groups, updates, strict=True)):
             for i, (p, u) in enumerate(zip(group["params"], moves, strict=True)):
                 if (g, i) not in self._gradients.absent:
-                    p.add_(u) if u.dtype == p.dtype else p.copy_(p + u)
+                    move(p, u)
 
     def _skip_counts(self) -> list[Tensor]:
         return tree.fields(self.states, "skipped")

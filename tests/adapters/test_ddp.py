@@ -128,14 +128,14 @@ def broken() -> tuple[str, bool, list, list]:
     overlap(model, opt, least_wire_seconds=0.0)
     train(model, opt, range(4))
     before = arrays(list(model.parameters()), opt.states)
-    inner, opt.update_group = opt.update_group, lambda *args: (_ for _ in ()).throw(Boom("no wire"))
+    inner, opt.stage_group = opt.stage_group, lambda *args: (_ for _ in ()).throw(Boom("no wire"))
     backward(model, 4)
     try:
         opt.step()
     except Boom as error:
         text = str(error)
     after = arrays(list(model.parameters()), opt.states)
-    opt.update_group = inner
+    opt.stage_group = inner
     opt.zero_grad()
     train(model, opt, range(4, 6))
     end = arrays(list(model.parameters()), opt.states)
