@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
@@ -223,4 +224,20 @@ def _kernels(codec: Codec) -> str | None:
         expected = _all_reduce(codec._replace(fused=None), plain, n, rounds=3)(_numbers(2, n))
         if _unequal(found[0], expected[0]):
             return f"the kernel for {feedback.rule} is not the codec and the feedback one after the other"
-    return None
+    return _averages(codec)
+
+
+def _averages(codec: Codec) -> str | None:
+    segments = _segments(codec)
+    half = segmented(codec, segments)
+    fused = half.fused(classic().rule) if half.fused is not None else None
+    if fused is None or fused.averages is None:
+        return None
+    lengths: list[int] = segments.valid.sum(0).tolist()
+    mu, grads = ([_numbers(n, seed=10 * k + s) for s, n in enumerate(lengths)] for k in range(2))
+    error = _numbers(2 * segments.row_length) * segments.mask(torch.device("cpu")).reshape(-1)
+    formed = [torch.lerp(g, m, 0.9) for m, g in zip(mu, grads, strict=True)]
+    padded = [F.pad(t, (0, 2 * w - len(t))).view(2, w) for t, w in zip(formed, segments.widths, strict=True)]
+    expected = encode(half._replace(fused=None), classic(), torch.cat(padded, 1), error)
+    found = fused.averages(mu, grads, 0.9, error=error, rows=2)
+    return "the kernel `averages` is not encode of the moving averages" if _unequal(found, expected) else None

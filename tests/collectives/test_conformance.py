@@ -7,7 +7,7 @@ import torch
 
 import fn
 from fn import check_codec
-from fn.collectives.feedback import Damped
+from fn.collectives.feedback import Classic, Damped, classic
 
 OURS = {
     "sign": fn.sign(),
@@ -81,6 +81,16 @@ def another_beta(rule):
     return fn.int8().fused(rule._replace(beta=0.5)) if isinstance(rule, Damped) else None
 
 
+def another_decay():
+    def segmented(segments):
+        half = fn.sign().segmented(segments)
+        found = half.fused(classic().rule)
+        other = found._replace(averages=lambda mu, grads, decay, **rest: found.averages(mu, grads, 0.5, **rest))
+        return half._replace(fused=lambda rule: other if isinstance(rule, Classic) else None)
+
+    return segmented
+
+
 BROKEN = {
     "wrote into its argument": CODEC._replace(encode=written_in_place),
     "must be the 3 rows": CODEC._replace(encode=forgets_the_rows),
@@ -94,6 +104,7 @@ BROKEN = {
     "its neighbour": CODEC._replace(segmented=lambda segments: CODEC),
     "not the mean of": fn.int8()._replace(decode_mean=lambda p: fn.int8().decode(p).sum(0)),
     "not what was sent": fn.sign()._replace(fused=another_scale),
+    "`averages` is not": fn.sign()._replace(segmented=another_decay()),
     "the kernel for": fn.int8()._replace(fused=another_beta),
     "compiled it differs": CODEC._replace(decode=lambda p: p[0] * p[1] * (1 + torch.compiler.is_compiling())),
 }
