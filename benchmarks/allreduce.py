@@ -53,9 +53,12 @@ def contenders(n: int) -> dict[str, Callable[[], Any]]:
     def ours(codec: fn.Codec, feedback: fn.Feedback) -> Callable[[], None]:
         name = f"{id(codec)} {id(feedback)}"
         state[name] = initial_errors(x, "data", codec, feedback)
+        mine = [x.clone()]
 
         def run() -> None:
-            _, state[name] = compressed_all_reduce(x, state[name], "data", codec, feedback)
+            # As in an optimizer's step: the vector is one that is consumed, and the next has the memory of the mean.
+            mean, state[name] = compressed_all_reduce(mine[0], state[name], "data", codec, feedback, consume=True)
+            mine[0] = mean
 
         return run
 

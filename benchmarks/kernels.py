@@ -29,6 +29,7 @@ RANKS = 2
 # per kernel: the textbook's name, and the bytes that must move for every element of x
 CELLS = {
     "encode with feedback, lazy": ("textbook encode", 12.125),
+    "encode with feedback, lazy, in place": ("textbook encode", 12.125),
     "encode with feedback, plain": ("textbook encode", 12.125),
     "server half, W = 2, lazy": ("textbook serve", (RANKS / 8 + 8 + 1 / 8) / RANKS),
     "decode": ("textbook decode", 4.125),
@@ -74,6 +75,10 @@ def contenders(n: int, compiler: bool) -> dict[str, Callable[[], Any]]:
         b, _, sums = ops.sign_encode_feedback(row, buffer, sent, valid, [1, n])
         return b, (sums / n).sqrt().float()
 
+    def encode_over(x: Tensor, buffer: Tensor, sent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, sums = ops.sign_encode_feedback_(x, buffer, sent, valid, [1, n])
+        return buffer, x, (sums / n).sqrt().float()  # the next x has the memory of the old error
+
     def encode_plain(e: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
         b, _, sums = ops.sign_encode_feedback(row, e, zero, valid, [1, n])
         return ops.sign_residual(b, (sums / n).sqrt().float(), valid, [1, n]), zero
@@ -90,6 +95,7 @@ def contenders(n: int, compiler: bool) -> dict[str, Callable[[], Any]]:
         "copy": lambda: out.copy_(x),
         "textbook encode": Lazy(lambda e: textbook.encode(x, e)[2:], error),
         "encode with feedback, lazy": Lazy(encode, error[None], one),
+        "encode with feedback, lazy, in place": Lazy(encode_over, x[None].clone(), error[None].clone(), one),
         "encode with feedback, plain": Lazy(encode_plain, error[None], one * 0),
         "textbook serve": Lazy(lambda e: textbook.serve(bits, scales, e)[2:], error[:shard]),
         "server half, W = 2, lazy": Lazy(serve, error[None, :shard], one),

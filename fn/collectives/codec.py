@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fn.collectives.feedback import Classic, LazyError
 from fn.collectives.segments import Segments, tile
+from fn.kernels.eager import is_eager
 
 Tree = Any
 
@@ -33,6 +34,7 @@ class Fused(NamedTuple):
     init: x (R, n) -> the error in the form that is fastest; only shape, dtype and device of x matter.
     accepts: (x (R, n), error) -> whether the kernels can take this error.
     encode: (x (R, n), error) -> payload, next error.
+    encode_over: the same for an x whose memory becomes the error's. None: `encode` does.
     settle: (error, R) -> the error as a plain vector (R * n,).
     serve: (payload of W rows, error) -> payload of their mean, one row, and the next error. None: in two steps.
     averages: (mu, grads, decay, error=, rows=R) -> payload, next error: encode of the moving averages
@@ -45,6 +47,7 @@ class Fused(NamedTuple):
     settle: Callable[[Tree, int], Tensor]
     serve: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None
     averages: Callable[..., tuple[Tree, Tree]] | None = None
+    encode_over: Callable[[Tensor, Tree], tuple[Tree, Tree]] | None = None
 
 
 class Codec(NamedTuple):
@@ -194,6 +197,15 @@ def _sign_with_feedback(
         payload, scales = finish(x.shape[0], at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
 
+    def encode_over(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
+        at = place(*x.shape, x.device)
+        b, (buffer, scale) = at.of(x), sent(error, at)
+        if b.dtype != buffer.dtype or not is_eager(b, buffer):
+            return encode(x, error)
+        bits, sums = torch.ops.fn.sign_encode_feedback_(b, buffer, scale, at.valid, at.runs)
+        payload, scales = finish(x.shape[0], at, bits, sums, b.dtype)
+        return payload, keep(error, b, scales, at)
+
     def averages(
         mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tree, rows: int
     ) -> tuple[SignPayload, Tree]:
@@ -218,7 +230,7 @@ def _sign_with_feedback(
         residual: Tensor = torch.ops.fn.sign_residual(*sent(error, at), at.valid, at.runs)
         return residual.reshape(-1)
 
-    return Fused(init, accepts, encode, settle, serve, averages if segments is not None else None)
+    return Fused(init, accepts, encode, settle, serve, averages if segments is not None else None, encode_over)
 
 
 def root_mean_square(sums: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -99,13 +99,15 @@ def compressed_all_reduce(
     feedback: Feedback,
     *,
     segments: Segments | None = None,
+    consume: bool = False,
 ) -> tuple[Tensor, tuple[Tree, Tree]]:
     """Average a vector over the ranks of an axis in codes: `reduce_scatter_mean`, then `all_gather_shards`.
 
     Where the codec has a kernel for it, the server's part is one pass: decode, mean, feedback, encode. The numbers
     are the same either way.
 
-    Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_mean`.
+    Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_mean`. consume: x is not
+        needed any more, and its memory may be used for the error.
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
     Raises: as `reduce_scatter_mean`.
     """
@@ -120,7 +122,7 @@ def compressed_all_reduce(
         return y, (worker, server)
     _check(x, worker, size * codec.align, "x")
     _check(shard[0], server, codec.align, "shard")
-    payload, worker = encode(_codec(codec, segments), feedback, x.view(size, -1), worker)
+    payload, worker = encode(_codec(codec, segments), feedback, x.view(size, -1), worker, consume=consume)
     gathered, server = pass_on(payload, server, axis, codec, feedback, segments=segments)
     return _codec(codec, segments).decode(gathered).reshape(-1).to(x.dtype), (worker, server)
 
@@ -199,14 +201,16 @@ def _plain(error: Tree, feedback: Feedback) -> Tree:
     return feedback.compensate(torch.zeros_like(leaves[0], dtype=dtype), error)
 
 
-def encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree) -> tuple[Tree, Tree]:
+def encode(
+    codec: Codec, feedback: Feedback, x: Tensor, error: Tree, *, consume: bool = False
+) -> tuple[Tree, Tree]:
     """Compensate x (R, n) with an error and encode it; return the payload and the next error.
 
     The algebra below is what a kernel of the codec for this feedback must compute.
     """
     fused = _fused(codec, feedback)
     if fused is not None and fused.accepts(x, error):
-        return fused.encode(x, error)
+        return (fused.encode_over if consume and fused.encode_over else fused.encode)(x, error)
     compensated = feedback.compensate(x.reshape(-1), error)
     payload = codec.encode(compensated.view_as(x))
     if isinstance(feedback.rule, Off):  # nothing is kept, so nothing needs decoding

@@ -126,16 +126,18 @@ def compressed_all_reduce(
     feedback: Feedbacks,
     *,
     segments: Segments | None = None,
+    consume: bool = False,
 ) -> tuple[Tensor, tuple[Tree, Tree]]:
     """Average a vector in codes: `reduce_scatter_mean`, then `all_gather_shards`; at the last hop in one pass.
 
-    Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_mean`.
+    Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_mean`. consume: x is not
+        needed any more, and its memory may be used for the error.
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
     Raises: as `reduce_scatter_mean`.
     """
     plan = hops(axis, codec, feedback)
     if isinstance(axis, str):
-        return compressed.compressed_all_reduce(x, errors, *plan[0], segments=segments)
+        return compressed.compressed_all_reduce(x, errors, *plan[0], segments=segments, consume=consume)
     worker, server = (list(_each(half, plan)) for half in errors)
     places, dtype, last = levels(segments, axis), x.dtype, len(plan) - 1
     for i, hop in enumerate(plan[:last]):

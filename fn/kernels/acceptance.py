@@ -62,6 +62,9 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "sign_encode_feedback": lambda: [
         (_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*RUNS]),
     ],
+    "sign_encode_feedback_": lambda: [
+        (_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*RUNS]),
+    ],
     "sign_residual": lambda: [(_wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])],
     "sign_serve": lambda: [
         (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])
@@ -104,10 +107,11 @@ def complaint(op: str, kernel: Callable[..., Any], device: torch.device) -> str 
     try:
         with torch.no_grad():
             for args in examples(op):
-                found = outcome(kernel, args, device)
+                found = outcome(op, kernel, args, device)
                 if found is NotImplemented:
                     return "it answers NotImplemented to the example"
-                reason = difference(found, outcome(REFERENCES[op], args, torch.device("cpu")), in_place=op[-1] == "_")
+                expected = outcome(op, REFERENCES[op], args, torch.device("cpu"))
+                reason = difference(found, expected, in_place=op.endswith("_"))
                 if reason is not None:
                     return reason
     except Exception as error:
@@ -129,11 +133,18 @@ def on(device: torch.device, args: Sequence[Any]) -> list[Any]:
     ]
 
 
-def outcome(kernel: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Any:
-    """Run a kernel on copies of the arguments; return its results, or its lists of tensors if it works in place."""
+def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Any:
+    """Run a kernel on copies of the arguments; return its results, and what it works on in place."""
     args = on(device, args)
+    written: list[Any] = []
+    if op.endswith("_"):
+        args[0] = args[0].clone() if isinstance(args[0], Tensor) else args[0]
+        lists = [x for a in args if isinstance(a, list) for x in a if isinstance(x, Tensor)]
+        written = [args[0]] if isinstance(args[0], Tensor) else lists
     found = kernel(*args)
-    return found if found is not None else [x for a in args if isinstance(a, list) for x in a if isinstance(x, Tensor)]
+    if found is NotImplemented or not written:
+        return found
+    return [*written, *(() if found is None else as_tuple(found))]
 
 
 def difference(found: Any, expected: Any, rtol: float = 1e-6, *, in_place: bool = False) -> str | None:

@@ -73,6 +73,19 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
     return (b, *finish(b, bits, squares, at, valid, runs))
 
 
+def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_encode_feedback_`."""
+    at = places(runs)
+    plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in (x, buffer, sent))
+    if not plain or not at.aligned:
+        return NotImplemented
+    valid = valid.contiguous()
+    bits = empty((x.shape[0], reference.bytes_for(at.n)), torch.uint8)
+    squares = torch.empty((x.shape[0], len(at.table)), dtype=torch.float64)
+    run(loops.encode, at, valid, *(t.data_ptr() for t in (x, buffer, sent, x, bits, squares)), over=True)
+    return finish(x, bits, squares, at, valid, runs)
+
+
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual`."""
     at, found = places(runs), _single(b, scales)
@@ -129,5 +142,13 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     return _decode(bits, scales * (1.0 / bits.shape[1]), valid, runs)
 
 
-_FOUND = (sign_encode, sign_encode_feedback, sign_residual, sign_serve, sign_decode, sign_decode_mean)
+_FOUND = (
+    sign_encode,
+    sign_encode_feedback,
+    sign_encode_feedback_,
+    sign_residual,
+    sign_serve,
+    sign_decode,
+    sign_decode_mean,
+)
 KERNELS = {f.__name__: f for f in _FOUND}

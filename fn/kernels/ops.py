@@ -109,8 +109,8 @@ def _define(library: torch.library.Library, name: str, schema: str) -> None:
         return plain(*args)
 
     def fold(info: Any, in_dims: tuple[Any, ...], *args: Any) -> tuple[Any, Any]:
-        if name in ON_LISTS:
-            raise ValueError(f"{name}: takes a step of one rank; simulated ranks run the pure updates")
+        if name in ON_LISTS or name.endswith("_"):
+            raise ValueError(f"{name}: works in place for one rank; simulated ranks run the pure updates")
         return _fold_batch_into_rows(getattr(torch.ops.fn, name), info.batch_size, in_dims, args)
 
     library.define(name + schema)

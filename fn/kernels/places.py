@@ -72,17 +72,19 @@ def _places_of_segments(runs: tuple[int, ...], block: int, device: torch.device)
     return torch.tensor(counts, dtype=torch.int64, device=device)
 
 
-def run(kernel: Callable[..., Any], at: Places, valid: Tensor, *args: Any, scratch: int = 0) -> None:
+def run(
+    kernel: Callable[..., Any], at: Places, valid: Tensor, *args: Any, scratch: int = 0, over: bool = False
+) -> None:
     """Run a compiled loop over all places of all rows, on several threads where it pays.
 
     Args: valid (R, S) int64, contiguous. scratch: bytes of memory that each thread gets, its address being the last
-        argument of the kernel.
+        argument of the kernel. over: results are written over what was read, so that they are in the cache.
     """
     rows, blocks = valid.shape[0], len(at.table)
     elements, total = rows * at.n, rows * blocks
     if not total:
         return
-    common = (blocks, at.table.ctypes.data, at.segments, valid.data_ptr(), at.n, elements >= PAST_CACHE)
+    common = (blocks, at.table.ctypes.data, at.segments, valid.data_ptr(), at.n, elements >= PAST_CACHE and not over)
 
     def work(low: int, high: int) -> None:
         memory = np.empty(scratch + 64, dtype=np.uint8)

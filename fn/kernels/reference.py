@@ -132,6 +132,19 @@ def sign_encode_feedback(
     return (b, *sign_encode(b, valid, runs))
 
 
+def sign_encode_feedback_(
+    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Do what `sign_encode_feedback` does, and write b over x.
+
+    Args: x (R, n) in the dtype of the buffer; the rest as there.
+    Returns: bits and sums of b.
+    """
+    b, bits, sums = sign_encode_feedback(x, buffer, sent, valid, runs)
+    x.copy_(b)
+    return bits, sums
+
+
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
     """Return b - scale * sgn(b), and b itself in the padding.
 

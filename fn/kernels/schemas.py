@@ -14,6 +14,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "unpack_bits": "(Tensor bits, int n, ScalarType dtype) -> Tensor",
         "sign_encode": f"(Tensor x, {_PLACE}) -> (Tensor, Tensor)",
         "sign_encode_feedback": f"(Tensor x, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
+        "sign_encode_feedback_": f"(Tensor(a!) x, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor)",
         "sign_residual": f"(Tensor b, Tensor scales, {_PLACE}) -> Tensor",
         "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
         "sign_decode": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
@@ -35,7 +36,10 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
 """Every kernel by name, with its schema."""
 
 ON_LISTS = ("momentum_encode", "onebit_adam_", "adamw_")
-"""Those that work on lists of tensors, a step of an optimizer at a time; a trailing underscore means in place."""
+"""Those that work on lists of tensors, a step of an optimizer at a time.
+
+A trailing underscore means in place. Such kernels serve owners of buffers, never a simulation, so they have no batches.
+"""
 
 MINIMAL = ("pack_bits", "unpack_bits")
 """What a row must bring to be of use."""

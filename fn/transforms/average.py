@@ -114,7 +114,8 @@ def compressed_average(
         worker, server = [], []
         for bucket, e, d in zip(arrange(leaves), state.worker, state.server, strict=True):
             x, segments = layouts.join(leaves, bucket), bucket.segments
-            y, (e, d) = compressed_all_reduce(x, (e, d), axis, codec, feedback, segments=segments)
+            joined = len(bucket.places) > 1  # else x may be the caller's
+            y, (e, d) = compressed_all_reduce(x, (e, d), axis, codec, feedback, segments=segments, consume=joined)
             found.update(zip(bucket.places, layouts.part(y, bucket), strict=True))
             worker.append(e)
             server.append(d)
