@@ -22,6 +22,7 @@ help:
 	@echo "make notebooks   run the notebooks and keep their outputs; make docs: docs/api.md and the figure, from the code"
 	@echo "make reliability-test   kills, damaged files, drift, long runs; the figures are in docs/reliability.md"
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
+	@echo "make trainers-test    the recipes for accelerate, transformers and Lightning"
 	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)"
 
 demo: .venv/.demo
@@ -58,6 +59,11 @@ deepspeed-test: .venv-deepspeed/.done
 	.venv-deepspeed/bin/python -m pip install $(TORCH)
 	DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install deepspeed hypothesis pytest --editable .
 	@touch $@
+
+# The trainers come on top of the environment of the tests, and share its torch.
+.PHONY: trainers-test
+trainers-test: .venv/.test .venv/.trainers
+	$(BIN)/python -m pytest -m trainers tests/integration
 
 # Each stamp is as new as the pyproject.toml that was installed.
 .venv/.%: pyproject.toml | .venv/.torch

@@ -1,15 +1,16 @@
 """`torch.nn.parallel.DistributedDataParallel`, with the communication of `fn`.
 
     model = DistributedDataParallel(model)
-    opt = fn.Optimizer(bucketed(model.parameters()), partial(fn.onebit_adam, axis="data"), ...)
-    overlap(model, opt)                # DDP sends nothing; the optimizer does, behind the backward pass
+    opt = fn.adapters.ddp.optimizer(model, fn.onebit_adam, schedule=fn.freeze_after(1000), lr=1e-3)
 
-`keep_local` is the same without overlap: DDP leaves gradients alone and the optimizer's step communicates.
+DDP then sends nothing: the optimizer does, behind the backward pass. `keep_local` and `overlap` are the parts of it,
+for an optimizer that is made elsewhere; `average_gradients` averages gradients in codes for any optimizer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from fn.adapters.gradient_average import GradientAverage
 from fn.adapters.overlap import Overlap
 from fn.adapters.torch_optim import Optimizer
 from fn.adapters.wire import seconds_per_byte
-from fn.base import Phase, chain
+from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import bind
 from fn.collectives.codec import Codec
@@ -35,7 +36,7 @@ BUCKET = 1 << 21
 """Elements that travel together: small enough to start early, large enough for few messages."""
 
 AXIS = "data"
-"""What `average_gradients` calls the model's ranks."""
+"""What the ranks of a model are called here."""
 
 LEAST_WIRE_SECONDS = 0.02
 """Below this time on the wire hiding it costs as much as it saves."""
@@ -96,6 +97,8 @@ def overlap(
     _check(model)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer")
+    if len(optimizer._transforms) != len(optimizer.param_groups):
+        raise ValueError(f"optimizer: {type(optimizer).__name__} steps all param groups at once; allowed is one by one")
     if optimizer._max_norm is not None:
         raise ValueError("optimizer: clips by max_norm; the global norm is known only after the whole backward pass")
     if optimizer._compile:
@@ -109,6 +112,37 @@ def overlap(
     found = Overlap(params, optimizer, binding, scaler, rate, least_wire_seconds)
     model.register_comm_hook(None, lambda state, bucket: found.on_bucket(bucket))
     optimizer.ahead = found.ahead
+    return found
+
+
+def optimizer(
+    model: Any,
+    make: Callable[..., Transform],
+    *,
+    params: Iterable[Any] | None = None,
+    scaler: Any = None,
+    elements: int = BUCKET,
+    least_wire_seconds: float = LEAST_WIRE_SECONDS,
+    **options: Any,
+) -> Optimizer:
+    """Make an optimizer for a DDP model that communicates behind the backward pass.
+
+    Args:
+        model: a `DistributedDataParallel` without a communication hook.
+        make: a named optimizer, such as `fn.onebit_adam`; it is given axis="data", the model's process group.
+        params: parameters of the model or param groups of them; None: all.
+        elements: as for `bucketed`. scaler, least_wire_seconds: as for `overlap`.
+        **options: schedule, lr and whatever else `fn.Optimizer` takes. With `max_norm` nothing is overlapped: the
+            norm is known after the backward pass only.
+    Raises: as `bucketed`, `overlap` and `fn.Optimizer`.
+    """
+    with bind({AXIS: _check(model).process_group}):
+        groups = bucketed(model.parameters() if params is None else params, elements)
+        found = Optimizer(groups, partial(make, axis=AXIS), **options)
+    if found._max_norm is None:
+        overlap(model, found, scaler=scaler, least_wire_seconds=least_wire_seconds)
+    else:
+        keep_local(model)
     return found
 
 

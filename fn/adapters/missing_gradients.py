@@ -45,9 +45,9 @@ class Gradients:
             return tuple([torch.full_like(p, float("nan")) for p in params] for params in groups)
         return tuple([torch.zeros_like(p) if p.grad is None else p.grad for p in params] for params in groups)
 
-    def follow(self, groups: Sequence[Sequence[Tensor]]) -> None:
-        """Take the gradients that are absent now as those that the ranks agreed on; DDP has seen to that."""
-        self._now = self.absent = _absent(groups)
+    def changed(self, groups: Sequence[Sequence[Tensor]]) -> bool:
+        """Tell whether other gradients are absent here than those that the ranks agreed on."""
+        return self.absent != _absent(groups)
 
     def settle(self, axes: Sequence[str], groups: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> bool:
         """After a skipped step: compare with the other ranks; tell whether the step should be taken again.

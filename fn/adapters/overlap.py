@@ -41,6 +41,7 @@ class Overlap:
         self._params, self._optimizer, self._scaler = params, optimizer, scaler
         self._thread = CommunicationThread(binding, params[0].device)
         self._rate, self._least = rate, least
+        self._is_first = all(int(axis.rank) == 0 for axis in binding.axes.values())
         self.bytes: dict[Phase, int] = {}
         """What a rank sends in a step of each phase, once one has been taken ahead."""
         self._arrivals: Arrivals | None = None
@@ -77,7 +78,9 @@ class Overlap:
 
     def _begin(self) -> None:
         optimizer = self._optimizer
-        optimizer._follow_groups()
+        problem = optimizer._follow_groups()
+        if problem is not None:
+            raise problem
         self._wait()  # for a pass whose step never came
         self._reset(optimizer.phase)
         if not self.is_on(self._phase):
@@ -122,6 +125,8 @@ class Overlap:
         jobs, self._jobs = self._jobs, None
         steps = [jobs[group].result() for group in sorted(jobs)]
         self._thread.catch_up()
+        if self._optimizer._gradients.changed([group["params"] for group in self._optimizer.param_groups]):
+            return None  # DDP knows on all ranks alike which parameters had no part; the step asks once more
         self._check_unchanged()
         if phase not in self.bytes:
             self.bytes[phase] = self._sent
@@ -151,10 +156,9 @@ class Overlap:
     def _say(self, phase: Phase) -> None:
         seconds, size = self.wire_seconds(phase), self.bytes[phase]
         text = "overlap is %s in the %s phase: %d bytes per step are about %.1f ms on the wire; worth it from %.1f ms"
-        level = logging.INFO if self.is_on(phase) else logging.WARNING
-        logger.log(
-            level, text, "on" if self.is_on(phase) else "off", phase.value, size, 1e3 * seconds, 1e3 * self._least
-        )
+        state = "on" if self.is_on(phase) else "off"
+        level = logging.WARNING if state == "off" and self._is_first else logging.INFO
+        logger.log(level, text, state, phase.value, size, 1e3 * seconds, 1e3 * self._least)
 
     def _wait(self) -> None:
         for job in (self._jobs or {}).values():

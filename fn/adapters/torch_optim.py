@@ -15,6 +15,7 @@ from fn.adapters.averaged import refuse_averaged
 from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
+from fn.adapters.param_groups import as_list, hyper_parameters, same
 from fn.adapters.rank_checks import check_accepted, check_listed, device_among, refuse_sharded
 from fn.adapters.staged import commit, move, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
@@ -51,7 +52,8 @@ class Optimizer(torch.optim.Optimizer):
         refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
             something averaged before, such as DDP without `fn.adapters.ddp.keep_local`.
         **defaults: further hyper-parameters for `make`.
-    Raises: what `make` and the transform's init raise: the axis is not bound, the ranks disagree.
+    Raises: TypeError if params is a tensor; what `make` and the transform's init raise: the axis is not bound, the
+        ranks disagree.
 
     The axes that are bound when the optimizer is built stay bound in its steps. Parameters, moments and errors keep
     their buffers from step to step. A step with a NaN or Inf gradient on any rank is skipped on all; `skipped`
@@ -95,7 +97,7 @@ class Optimizer(torch.optim.Optimizer):
         self._gradients = Gradients()
         self.ahead: Callable[[Phase], Sequence[Staged] | None] | None = None
         """Set by `fn.adapters.ddp.overlap`: the parts of a step that was staged behind the backward pass, or None."""
-        listed: list[Any] = list(params)
+        listed = as_list(params)
         with self._binding:
             check_listed(self._axes(), listed, {"max_norm": max_norm, **describe(self.schedule)})
         if max_norm is not None and (max_norm <= 0 or len(self._axes()) > 1):
@@ -106,6 +108,18 @@ class Optimizer(torch.optim.Optimizer):
         if self.schedule(0) in (Phase.COMPRESSED, Phase.LOCAL) and tree.fields(self.states, "nu"):
             text = "schedule: has no warm-up; the first step is one, for there is no second moment yet"
             warnings.warn(text, stacklevel=2)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: all but the transforms, which hold this one's learning rates."""
+        kept = {k: v for k, v in vars(self).items() if not k.startswith(("_optimizer_", "_zero_grad"))}
+        return {**kept, "ahead": None, "_updates": {}, "_transforms": [None] * len(self._transforms)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, with transforms of its own."""
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it; no transform takes it
+        for index in range(len(self._transforms)):
+            self._remake(index)
 
     def _axes(self) -> list[str]:
         return self._axis_names
@@ -158,7 +172,7 @@ class Optimizer(torch.optim.Optimizer):
         if lr.ndim or not lr >= 0:
             raise ValueError(f"lr: is {group['lr']}; allowed are numbers and 0-d tensors of at least 0")
         with self._binding:
-            return lr, self.make(lr=lr, **_hyper(group))
+            return lr, self.make(lr=lr, **hyper_parameters(group))
 
     def _start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         assert transform is not None
@@ -172,7 +186,7 @@ class Optimizer(torch.optim.Optimizer):
         group["lr"] = lr
         self._lrs.append(lr)
         self._guarded.append(guarded)
-        self._hypers.append(_hyper(group))
+        self._hypers.append(hyper_parameters(group))
         self._transforms.append(transform)
         self.states = (*self.states, state)
         self._updates.clear()
@@ -204,7 +218,8 @@ class Optimizer(torch.optim.Optimizer):
             if early is None:
                 self._apply(self._advance(self._update(phase), phase, problem))
             else:
-                self._take(early)
+                absent = [self.param_groups[g]["params"][i] for g, i in self._gradients.absent]
+                commit(early, self.states, absent)
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
             self.schedule.observe(self.steps - 1, self._second_moment_norm())
@@ -233,13 +248,10 @@ class Optimizer(torch.optim.Optimizer):
         Args: index: of the group. phase: of the step. grads: one per parameter. The axes must be bound.
         """
         params = [p.detach() for p in self.param_groups[index]["params"]]
-        return stage(self._transforms[index].update(phase), grads, self.states[index], params)
-
-    def _take(self, early: Sequence[Staged]) -> None:
-        """Write a step that was taken up to there already."""
-        groups = [group["params"] for group in self.param_groups]
-        self._gradients.follow(groups)
-        commit(early, self.states, [groups[g][i] for g, i in self._gradients.absent])
+        update = self._transforms[index].update(phase)
+        if self._gradients.absent and isinstance(update, InPlace):  # as `staged` does
+            update = update.pure
+        return stage(update, grads, self.states[index], params)
 
     def _collect(
         self, groups: list[list[Tensor]], ask: bool = True, problem: Exception | None = None
@@ -293,7 +305,7 @@ class Optimizer(torch.optim.Optimizer):
                     lr.fill_(float(group["lr"]))
                     group["lr"] = lr
                 hyper = {k: group[k] for k in before}  # schedulers add keys of their own
-                if not _same(hyper, before):
+                if not same(hyper, before):
                     self._hypers[i] = hyper
                     self._remake(i)
                     self._updates.clear()
@@ -335,14 +347,3 @@ class Optimizer(torch.optim.Optimizer):
         restore_flat(self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
-
-
-def _hyper(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")}
-
-
-def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    def equal(x: Any, y: Any) -> bool:
-        return x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and bool(x == y))
-
-    return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)

@@ -1,0 +1,63 @@
+"""What travels together, and when it leaves."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fn.adapters.arrivals import Arrivals, leaving_order, split
+
+
+def parameters(sizes: list[int]) -> list[torch.Tensor]:
+    return [torch.zeros(n, requires_grad=True) for n in sizes]
+
+
+sizes = st.lists(st.integers(0, 9), min_size=1, max_size=12)
+
+
+@given(sizes, st.integers(1, 30))
+def test_splitting_keeps_every_parameter_once_from_the_end_in_parcels_that_are_large_enough(numbers, elements):
+    params = parameters(numbers)
+    parcels = split(params, elements)
+    assert [id(p) for parcel in reversed(parcels) for p in parcel] == [id(p) for p in params]
+    for parcel in parcels[:-1]:
+        assert sum(p.numel() for p in parcel) >= elements
+        assert sum(p.numel() for p in parcel[1:]) < elements  # it was closed as soon as it was large enough
+
+
+@given(sizes, st.integers(1, 12), st.randoms())
+def test_whatever_the_order_of_arrival_every_parcel_leaves_once_complete_and_in_order(numbers, count, random):
+    params = parameters(numbers)
+    labels = [random.randrange(count) for _ in params]
+    parcels = [[p for p, label in zip(params, labels, strict=True) if label == i] for i in range(count)]
+    order = leaving_order(parcels, params)
+    arrivals, left, arrived = Arrivals(parcels, order), [], set()
+    shuffled = random.sample(range(len(params)), len(params))
+    for i in shuffled:
+        arrived.add(id(params[i]))
+        ready = arrivals.add([params[i]], [torch.full_like(params[i], i)])
+        assert all(id(p) in arrived for parcel in ready for p in parcels[parcel])
+        left += ready
+    assert left == order
+    assert arrivals.rest() == []
+    position = {id(p): i for i, p in enumerate(params)}
+    for parcel, members in enumerate(parcels):
+        assert [g.tolist() for g in arrivals.grads(parcel)] == [[float(position[id(p)])] * p.numel() for p in members]
+
+
+def test_a_parcel_waits_for_the_one_before_it_and_for_the_end_if_a_gradient_never_comes():
+    a, b, c = parameters([2, 3, 4])
+    frozen = torch.zeros(5)
+    arrivals = Arrivals([[a, frozen], [b], [c]], [2, 1, 0])
+    assert arrivals.add([b], [torch.ones(3)]) == []
+    assert arrivals.add([a], [torch.ones(2)]) == []
+    assert arrivals.add([torch.zeros(1)], [torch.ones(1)]) == []
+    assert arrivals.rest() == [2, 1, 0]
+    assert [g.tolist() for g in arrivals.grads(2)] == [[0.0] * 4]
+    assert [g.tolist() for g in arrivals.grads(0)] == [[1.0] * 2, [0.0] * 5]
+
+
+def test_a_backward_pass_completes_first_what_has_its_first_parameter_last():
+    a, b, c, d = parameters([1, 1, 1, 1])
+    assert leaving_order([[a, d], [b], [c]], [a, b, c, d]) == [2, 1, 0]
