@@ -55,10 +55,11 @@ class Optimizer(torch.optim.Optimizer):
     Raises: TypeError if params is a tensor; what `make` and the transform's init raise: the axis is not bound, the
         ranks disagree.
 
-    The axes that are bound when the optimizer is built stay bound in its steps. Parameters, moments and errors keep
-    their buffers from step to step. A step with a NaN or Inf gradient on any rank is skipped on all; `skipped`
-    counts them. A parameter that has no gradient on any rank counts as gradient zero and is not moved; one that
-    has none on some ranks only is refused, on all ranks.
+    The axes that are bound when the optimizer is built stay bound in its steps. Parameters and moments keep their
+    buffers from step to step, errors their tensors. Where the device has kernels for a whole step they take it, see
+    `transforms.in_place`; the numbers are the same up to rounding. A step with a NaN or Inf gradient on any rank is
+    skipped on all; `skipped` counts them. A parameter that has no gradient on any rank counts as gradient zero and is
+    not moved; one that has none on some ranks only is refused, on all ranks.
 
     Under `torch.amp.GradScaler` and `ShardedGradScaler` the gradients are unscaled before they are averaged or
     encoded, and a rank that finds an Inf makes all ranks skip.
