@@ -10,6 +10,7 @@ from fn.base import Phase, UpdateFn, chain
 from fn.collectives.axis import ALONE, Axis, Binding
 from fn.transforms.average import average
 from fn.transforms.clip import clip_by_global_norm
+from fn.transforms.in_place import InPlace, Staged
 
 Tree = Any
 
@@ -27,9 +28,24 @@ def clipped(update: UpdateFn, phase: Phase, max_norm: float, axis: str | None) -
     links = chain(average(axis), clip_by_global_norm(max_norm, axis))
     alone = Binding({} if axis is None or phase is not Phase.WARMUP else {axis: Axis(1, torch.tensor(0), ALONE)})
 
+    def clip(updates: Tree, params: Tree) -> Tree:
+        return links.update(phase)(updates, ((), ()), params)[0]
+
     def clip_and_update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        grads, _ = links.update(phase)(updates, ((), ()), params)
+        grads = clip(updates, params)
         with alone:
             return update(grads, state, params)
 
-    return clip_and_update
+    if not isinstance(update, InPlace):
+        return clip_and_update
+
+    def fits(updates: Tree, state: Tree, params: Tree) -> bool:
+        with alone:
+            return update.fits(updates, state, params)
+
+    def clip_and_stage(updates: Tree, state: Tree, params: Tree) -> Staged:
+        grads = clip(updates, params)
+        with alone:
+            return update.stage(grads, state, params)
+
+    return InPlace(clip_and_update, fits, clip_and_stage)

@@ -11,6 +11,7 @@ from fn import tree
 from fn.base import Transform
 from fn.collectives.axis import AxisNames
 from fn.collectives.primitives import pmean
+from fn.kernels.eager import pooled
 
 Tree = Any
 
@@ -40,7 +41,7 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
 
     def scale(updates: Tree, square: Tensor) -> Tree:
         factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        return tree.map(lambda u: u * factor.to(u.dtype), updates)
+        return tree.map(lambda u: torch.mul(u, factor.to(u.dtype), **pooled(u, factor)), updates)
 
     return Transform(lambda params: (), own, shared, own)
 
