@@ -26,6 +26,7 @@ from fn.kernels.simd import (
     load,
     load_bits,
     mul,
+    multiply_add,
     positive,
     put,
     put_byte,
@@ -53,19 +54,24 @@ def write(address, i, v, past_cache):
 
 
 @compiled
-def encode_place(x, buffer, out, bits, sent, first, length, valid, past_cache):
+def encode_place(x, mu, weight, buffer, out, bits, sent, first, length, valid, past_cache):
     """Write b = x + (buffer - sent sgn buffer), unless out is 0, and its bits; return the square of the norm of b.
+
+    Unless mu is 0, mu + weight (mu - x) takes the place of x, rounded once.
 
     The squares are added in LANES lanes, these in order, then the tail, of which torch's compiler takes the first
     four together: as `torch.linalg.vector_norm` does.
     """
-    zero, up, down = splat(ZERO), splat(sent), splat(-sent)
+    zero, up, down, factor = splat(ZERO), splat(sent), splat(-sent), splat(weight)
     squares = zero
     whole = length - length % LANES
     past_cache = past_cache and (out + 4 * first) % 32 == 0
     for i in range(first, first + whole, LANES):
         real = below(first + valid - i)
         b = load(x, i)
+        if mu:
+            m = load(mu, i)
+            b = multiply_add(factor, sub(m, b), m)
         if buffer:
             old = load(buffer, i)
             b = add(b, sub(old, select(real, select(positive(old), up, down), zero)))
@@ -78,6 +84,9 @@ def encode_place(x, buffer, out, bits, sent, first, length, valid, past_cache):
     byte, last = 0, ZERO
     for i in range(first + whole, first + length):
         value = get(x, i)
+        if mu:
+            m = get(mu, i)
+            value = fused_multiply_add(weight, m - value, m)
         real = i < first + valid
         if buffer:
             old = get(buffer, i)
@@ -148,6 +157,8 @@ def encode(low, high, places, table, segments, valid, n, past_cache, x, buffer, 
         row = 4 * r * n
         square = encode_place(
             x + row,
+            0,
+            ZERO,
             buffer + row if buffer else buffer,
             out + row if out else out,
             bits + r * ((n + 7) // 8),
@@ -177,8 +188,9 @@ def serve(
                    False)  # fmt: skip
         row = 4 * r * n
         square = encode_place(
-            mean, buffer + row, out + row, bits + r * ((n + 7) // 8), get(sent, here), first, length, real, past_cache
-        )
+            mean, 0, ZERO, buffer + row, out + row, bits + r * ((n + 7) // 8), get(sent, here), first, length,
+            real, past_cache
+        )  # fmt: skip
         put_double(squares, k, square)
 
 

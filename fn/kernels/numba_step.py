@@ -43,43 +43,35 @@ from fn.kernels.simd import (
 
 
 @compiled
-def average_into(out, first, mu, g, start, count, length, small, weight):
-    """Write the moving average of `count` elements, and zeros up to `length`, as `torch.lerp` rounds it."""
-    factor, zero = splat(weight), splat(ZERO)
-    whole = count - count % LANES
-    for i in range(0, whole, LANES):
-        m, x = load(mu, start + i), load(g, start + i)
-        store(out, first + i, multiply_add(factor, sub(m, x), x if small else m))
-    for i in range(whole, count):
-        m, x = get(mu, start + i), get(g, start + i)
-        put(out, first + i, (x if small else m) + weight * (m - x))
-    done = count - count % LANES + (LANES if count % LANES else 0)
-    for i in range(count, min(done, length)):
-        put(out, first + i, ZERO)
-    for i in range(done, length - length % LANES, LANES):
-        store(out, first + i, zero)
-    for i in range(max(done, length - length % LANES), length):
-        put(out, first + i, ZERO)
+def padded_into(out, first, x, count, length):
+    """Write `count` elements of x, from `first`, and zeros up to `length`."""
+    for i in range(first, first + count):
+        put(out, i, get(x, i))
+    for i in range(first + count, first + length):
+        put(out, i, ZERO)
 
 
 @compiled
 def encode_averages(
     low, high, places, table, segments, valid, n, past_cache,
-    mus, gs, widths, sizes, small, weight, buffer, sent, out, bits, squares, scratch,
+    mus, gs, widths, sizes, weight, buffer, sent, out, bits, squares, scratch,
 ):  # fmt: skip
-    """Encode with feedback the moving averages of tensors, which go place by place through `scratch`."""
+    """Encode with feedback the moving averages of tensors; the last place of one is padded in `scratch`."""
     for k in range(low, high):
         r, place = k // places, table + 32 * (k % places)
         first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
         here = r * segments + s
-        real = get_int(valid, here) - offset
         start = r * get_int(widths, s) + offset
         count = max(min(get_int(sizes, s) - start, length), 0)
-        average = scratch - 4 * first
-        average_into(average, first, get_int(mus, s), get_int(gs, s), start, count, length, small, weight)
+        mu, g = get_int(mus, s) + 4 * (start - first), get_int(gs, s) + 4 * (start - first)
+        if count < length:
+            padded = scratch - 4 * first
+            padded_into(padded, first, mu, count, length)
+            padded_into(padded + 4 * length, first, g, count, length)
+            mu, g = padded, padded + 4 * length
         row = 4 * r * n
-        square = encode_place(average, buffer + row, out + row, bits + r * ((n + 7) // 8), get(sent, here), first,
-                              length, real, past_cache)  # fmt: skip
+        square = encode_place(g, mu, weight, buffer + row, out + row, bits + r * ((n + 7) // 8),
+                              get(sent, here), first, length, get_int(valid, here) - offset, past_cache)  # fmt: skip
         put_double(squares, k, square)
 
 
@@ -199,10 +191,11 @@ def momentum_encode(
     bits = empty((buffer.shape[0], reference.bytes_for(at.n)), torch.uint8)
     squares = torch.empty((buffer.shape[0], len(at.table)), dtype=torch.float64)
     b = empty((buffer.shape[0], at.n), torch.float32)
-    tables = _addresses(mu), _addresses(grads), *_extents(mu, runs)
+    small, weight = _lerp_weight(decay)
+    ends, weight = ((grads, mu), -weight) if small else ((mu, grads), weight)  # from one end or from the other
+    tables = *map(_addresses, ends), *_extents(mu, runs)
     outs = [t.data_ptr() for t in (buffer, sent, b, bits, squares)]
-    run(encode_averages, at, valid, *(t.ctypes.data for t in tables), *_lerp_weight(decay), *outs,
-        scratch=4 * reference.NORM_BLOCK)  # fmt: skip
+    run(encode_averages, at, valid, *(t.ctypes.data for t in tables), weight, *outs, scratch=8 * reference.NORM_BLOCK)
     return (b, *finish(b, bits, squares, at, valid, runs))
 
 
