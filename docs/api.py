@@ -25,7 +25,7 @@ SECTIONS = (
 )
 """Headings, and the modules whose public names stand below them; the first that fits counts."""
 
-MODULES = ("fn.kernels", "fn.adapters.ddp", "fn.adapters.fsdp", "fn.adapters.deepspeed")
+MODULES = ("fn.kernels", "fn.adapters.checkpoint", "fn.adapters.ddp", "fn.adapters.fsdp", "fn.adapters.deepspeed")
 """Modules that are used by their own name, in sections of their own."""
 
 

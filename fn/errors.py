@@ -1,6 +1,7 @@
 """What can go wrong between ranks, as types: each says which rank, what, and what to do.
 
 A step that raises one of these has moved neither parameters nor state, so it can be taken again, saved, or left.
+They can be pickled, which needs a default for every argument but the message.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class RanksDisagree(ValueError):
     rank: the first rank that differs from rank 0. field: the first field, or leaf, that differs.
     """
 
-    def __init__(self, message: str, *, rank: int, field: str):
+    def __init__(self, message: str, *, rank: int = -1, field: str = ""):
         super().__init__(message)
         self.rank = rank
         self.field = field
@@ -39,7 +40,7 @@ class RanksDrifted(RanksDisagree):
     step: the step before which it was found. since: the last step before which all were alike; None if none was.
     """
 
-    def __init__(self, message: str, *, rank: int, field: str, step: int, since: int | None):
+    def __init__(self, message: str, *, rank: int = -1, field: str = "", step: int = -1, since: int | None = None):
         super().__init__(message, rank=rank, field=field)
         self.step = step
         self.since = since
@@ -48,6 +49,6 @@ class RanksDrifted(RanksDisagree):
 class CheckpointDamaged(ValueError):
     """A file of a checkpoint is missing or is not what was saved; nothing was loaded. file: its name."""
 
-    def __init__(self, message: str, *, file: str):
+    def __init__(self, message: str, *, file: str = ""):
         super().__init__(message)
         self.file = file

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -9,15 +10,34 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.collectives.axis import rank_dims
+from fn.collectives.compressed import ErrorFeedbackState
 from fn.schedules import FreezeWhenStable
+from fn.transforms.sharded import ShardedState
 
 if TYPE_CHECKING:
     from fn.adapters.torch_optim import Optimizer
 
+Tree = Any
+
+
+SAVED_BY = "saved by"
+"""The key of (rank, world size), int64: whose errors and shards these are."""
+
+SAME, OWN, ERROR, SHARD = "same", "own", "error", "shard"
+"""A leaf is the same on all ranks, or one rank's own; among these, an error or a shard."""
+
+
+def kinds(states: Tree) -> Tree:
+    """Return a tree like the states with SAME, OWN, ERROR or SHARD at every leaf."""
+    marked = tree.replace(states, ErrorFeedbackState, lambda s: tree.map(lambda _: ERROR, s))
+    marked = tree.replace(marked, ShardedState, lambda s: tree.map(lambda x: x if x is ERROR else SHARD, s))
+    return tree.map(lambda m, d: m if isinstance(m, str) else SAME if d is None else OWN, marked, rank_dims(states))
+
 
 def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the steps, every group's learning rate and state, and a fed schedule's memory, by path."""
-    found = {"steps": torch.tensor(optimizer.steps)}
+    found = {"steps": torch.tensor(optimizer.steps), SAVED_BY: torch.tensor(_place(optimizer))}
     for i, group in enumerate(optimizer.param_groups):
         found[f"groups.{i}.lr"] = torch.as_tensor(group["lr"]).detach()
         if "initial_lr" in group:
@@ -31,13 +51,26 @@ def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
     return found
 
 
+def _place(optimizer: Optimizer) -> tuple[int, int]:
+    """Return this rank's number among those of the optimizer's axes, and how many these are."""
+    rank, size = 0, 1
+    for axis in optimizer._axes():
+        bound = optimizer._binding.axes[axis]
+        rank, size = rank * bound.size + int(bound.rank), size * bound.size
+    return rank, size
+
+
 def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Copy a `flat_state` into an optimizer's buffers.
+    """Copy a `flat_state` into an optimizer's buffers. What another rank saved continues with errors of zero.
 
     Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype; nothing
         is copied then.
     """
-    check_fits(flat_state(optimizer), saved)
+    own = flat_state(optimizer)
+    saved, text = _without_foreign_errors(optimizer, own, {SAVED_BY: torch.tensor((0, 1)), **saved})
+    check_fits(own, saved)
+    if text:
+        warnings.warn(text, stacklevel=3)
     _copy(optimizer, saved)
 
 
@@ -65,6 +98,27 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
                 f"state_dict: {path!r} says shard {theirs[0]} of {theirs[1]}, but this rank has shard {mine[0]} of "
                 f"{mine[1]}; shards belong to the ranks and the order of axes they were made for"
             )
+
+
+def _without_foreign_errors(
+    optimizer: Optimizer, own: Mapping[str, Tensor], saved: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Return what was saved, with zeros for errors if another rank saved it, and what there is to say about that."""
+    theirs, mine = saved[SAVED_BY], own[SAVED_BY]
+    if not isinstance(theirs, Tensor) or theirs.shape != mine.shape or torch.equal(theirs.cpu(), mine):
+        return saved, ""
+    paths = [f"state.{path}" for path in tree.paths(optimizer.states)]
+    marks = dict(zip(paths, tree.leaves(kinds(optimizer.states)), strict=True))
+    who = "rank {} of {}".format(*theirs.tolist()), "rank {} of {}".format(*mine.tolist())
+    how = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
+    if SHARD in marks.values():
+        raise ValueError(f"state_dict: is of {who[0]} and holds its shards only, but this is {who[1]}; {how}")
+    zeros = {path: torch.zeros_like(own[path]) for path, mark in marks.items() if mark == ERROR}
+    text = (
+        f"state_dict: is of {who[0]}, but this is {who[1]}: its own errors, what compression had not delivered yet, "
+        f"are lost and start from zero; to keep them {how}"
+    )
+    return {**saved, **zeros, SAVED_BY: mine}, text if zeros else ""
 
 
 def _copy(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

@@ -326,7 +326,8 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that continues the training, as a flat {path: tensor}.
 
-        It is this rank's own: the errors differ between ranks, so every rank saves and loads its own.
+        It is this rank's own: the errors differ between ranks. On another rank, or another number of ranks, it
+        continues with errors of zero, and a warning; `fn.adapters.checkpoint` keeps those of all ranks.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import classic
 from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, exact_mean, hops, initial_errors
 from fn.transforms import layout as layouts
+from fn.transforms.resharding import Half, errors_reshape, note
 
 Tree = Any
 
@@ -104,7 +106,13 @@ def compressed_average(
             e, d = initial_errors(like, axis, codec, feedback, segments=segments)
             worker.append(e)
             server.append(d)
-        return ErrorFeedbackState(tuple(worker), tuple(server))
+        state = ErrorFeedbackState(tuple(worker), tuple(server))
+        if isinstance(axis, str):
+            (hop,) = hops(axis, codec, feedback)
+            half = Half(hop.codec, hop.feedback)
+            plan = partial(layouts.buckets, leaves, align=align, layout=layout)
+            note(state, errors_reshape(leaves, axis, plan, half, half))
+        return state
 
     def compressed(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         if axis_size(axis) == 1:

@@ -18,6 +18,7 @@ Inner links do not know: they see this rank's shard of gradients and params, as 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,7 @@ from fn.kernels.eager import is_eager
 from fn.transforms import exchange
 from fn.transforms import layout as layouts
 from fn.transforms.exchange import Kept, Rules
+from fn.transforms.resharding import Half, Reshape, errors_reshape, in_parts, note, shards_reshape, vectors_reshape
 from fn.transforms.shards import shown, take, wide
 
 Tree = Any
@@ -143,7 +145,13 @@ def sharded(
             x = like.new_zeros(bucket.segments.valid.shape[0] * bucket.segments.row_length)
             kept.append(exchange.start(x, bucket, rules))
         place = torch.stack([index, torch.tensor(axis_size(axis))])
-        return _state(inner.init(as_inner(structure, owned)), masters, kept, place)
+        state = _state(inner.init(as_inner(structure, owned)), masters, kept, place)
+        if isinstance(axis, str):
+            note(state, _moves(state, leaves, tree.paths(params) if layout == "per_tensor" else None, rules, arranged))
+        return state
+
+    def arranged(leaves: list[Tensor], world: int) -> list[layouts.Bucket]:
+        return layouts.buckets(leaves, world, align, layout)
 
     def step(phase: Phase) -> UpdateFn:
         own = phase if has_phase(inner, phase) else Phase.WARMUP
@@ -183,6 +191,25 @@ def sharded(
 def _state(inner: Tree, masters: list[Tree], kept: list[Kept], place: Tensor) -> ShardedState:
     errors = ErrorFeedbackState(tuple(k.worker for k in kept), tuple(k.server for k in kept))
     return ShardedState(inner, tuple(masters), errors, place, tuple(k.momentum for k in kept))
+
+
+def _moves(
+    state: ShardedState, leaves: list[Tensor], paths: list[str] | None, rules: Rules, arranged: Any
+) -> Reshape:
+    """Return how a state moves to another number of ranks. paths: of the leaves where the inner sees a tree of them."""
+    axis, plan = str(rules.axis), partial(arranged, leaves)
+    numbers = [str(b) for b in range(len(state.master))]
+    (to,) = hops(axis, rules.codec, rules.feedback)
+    back = to
+    if rules.momentum is None:
+        (back,) = hops(axis, rules.gather or identity(), rules.gather_feedback)
+    parts: list[tuple[Any, Reshape]] = [
+        (lambda s: s.inner, shards_reshape(axis, plan, paths or numbers)),
+        (lambda s: s.master, shards_reshape(axis, plan, numbers)),
+        (lambda s: s.errors, errors_reshape(leaves, axis, plan, Half(*to[1:]), Half(*back[1:]))),
+        (lambda s: s.momentum, vectors_reshape(axis, plan)),
+    ]
+    return in_parts(parts, lambda fresh, found: ShardedState(found[0], found[1], found[2], fresh.place, found[3]))
 
 
 def _kept(state: ShardedState) -> list[Kept]:

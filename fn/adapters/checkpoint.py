@@ -1,0 +1,172 @@
+"""Checkpoints of a training on many ranks: exact on the same number of ranks, and right on another one.
+
+    from fn.adapters import checkpoint
+    checkpoint.save("run/1", opt, {"model": model.state_dict()})        # on every rank, at the same step
+    extra = checkpoint.load("run/1", opt, {"model": model.state_dict()})
+
+Saved are the optimizer's state, rank by rank where it differs, its parameters, and `extra`, which is the same on all
+ranks. On the same world the training continues bit for bit, also between 0/1 Adam's synchronisations. On another one
+the undelivered mean is kept, (1 / W) sum of the worker errors + the server errors; to 8 bits where errors have 8.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+
+from fn import tree
+from fn.adapters import checkpoint_files as files
+from fn.adapters import checkpoint_state as portable
+from fn.adapters.state_dict import SAVED_BY, flat_state, restore_flat
+from fn.collectives.peers import named
+from fn.errors import CheckpointDamaged
+
+if TYPE_CHECKING:
+    from fn.adapters.torch_optim import Optimizer
+
+Tree = Any
+Group = dist.ProcessGroup | None
+
+logger = logging.getLogger("fn")
+_writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fn-checkpoint")
+
+
+def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: int = 2, group: Group = None) -> Path:
+    """Save a checkpoint; every rank must call it at the same step, with a folder that all of them see.
+
+    A process that is killed meanwhile leaves the checkpoint before this one, or this one, complete.
+
+    Args:
+        folder: where checkpoints of this training are kept.
+        optimizer: between two steps.
+        extra: a tree of tensors that is the same on all ranks, such as a model's state dict.
+        keep: how many checkpoints stay.
+        group: over all ranks; None is the default group.
+    Returns: the folder of this checkpoint.
+    Raises: ValueError if the optimizer's axes are not all ranks; `PeerLost` if a rank ends.
+    """
+    if keep < 1:
+        raise ValueError(f"keep: is {keep}; allowed is at least 1")
+    return _write(Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group)
+
+
+def save_async(
+    folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: int = 2, group: Group = None
+) -> Future[Path]:
+    """Save as `save` does, but only copy now and write on another thread while the training goes on.
+
+    Args: group: a gloo group of its own over all ranks, `dist.new_group(backend="gloo")`, so that its messages do not
+        mix with those of the training; None only in a process that is alone.
+    Returns: a future of what `save` returns; it raises what `save` raises.
+    Raises: ValueError if the group is missing.
+    """
+    if portable.world()[1] > 1 and group is None:
+        raise ValueError('group: is None; allowed is a group of its own, dist.new_group(backend="gloo")')
+    if keep < 1:
+        raise ValueError(f"keep: is {keep}; allowed is at least 1")
+    return _writer.submit(_write, Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group)
+
+
+def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: str | None = None) -> Tree:
+    """Load the newest checkpoint of a folder; every rank must call it.
+
+    Args:
+        folder: as for `save`. optimizer: built as the one that was saved, over the same parameters.
+        extra: a tree like the one that was saved; only its structure is used.
+        name: of a checkpoint in the folder, such as "step-000000001200-0". None: the newest.
+    Returns: the tree that was saved as `extra`.
+    Raises: FileNotFoundError if there is no checkpoint; `CheckpointDamaged` on all ranks if a file of it is not what
+        was saved; ValueError if it is of another optimizer. Nothing is loaded then.
+    """
+    rank, size = portable.world()
+    found, old = _verified(Path(folder), name, rank, size)
+    reader = FileSystemReader(found)
+    known: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
+    forms = {k: (m.size, m.properties.dtype) for k, m in known.items()}
+    own = portable.own_rows(optimizer)
+    _check_keys(optimizer, extra, forms)
+    filled = portable.to_fill(own, forms)
+    with warnings.catch_warnings(), named({}):
+        warnings.simplefilter("ignore")  # that a process is alone is no surprise here
+        state_dict_loader.load(filled, storage_reader=reader)
+    read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()}
+    if old == size:
+        state = {k: v.rows[0] if isinstance(v, portable.Rows) else v for k, v in read.items()}
+    else:
+        logger.info("checkpoint of %d ranks is loaded on %d; errors keep their mean", old, size)
+        state = portable.moved(optimizer, read)
+    _restore(optimizer, state)
+    return None if extra is None else _extra(extra, state)
+
+
+def _write(folder: Path, state: dict[str, Tensor], steps: int, keep: int, group: Group) -> Path:
+    rank, size = portable.world()
+    with warnings.catch_warnings(), named({}):
+        warnings.simplefilter("ignore")
+        name = [files.begin(folder, steps).name if rank == 0 else None]
+        if size > 1:
+            dist.broadcast_object_list(name, src=0, group=group)
+        writing = folder / str(name[0])
+        state_dict_saver.save(state, storage_writer=FileSystemWriter(writing), process_group=group)
+        files.seal(writing, rank, size, first=rank == 0)
+        if size > 1:
+            dist.barrier(group=group)
+        done = folder / writing.name.removeprefix(".writing-")
+        if rank == 0:
+            files.finish(folder, writing, keep)
+        if size > 1:
+            dist.barrier(group=group)
+    logger.info("checkpoint of step %d is in %s", steps, done)
+    return done
+
+
+def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Path, int]:
+    """Return a checkpoint and its world size; each rank looks at a part of the files, and all hear of damage."""
+    problem: Exception | None = None
+    found, old = folder, 0
+    try:
+        found = files.newest(folder) if name is None else folder / name
+        old = files.verify(found, range(rank, 1 << 16, size))
+    except (FileNotFoundError, CheckpointDamaged) as error:
+        problem = error
+    problems = [problem]
+    if size > 1:
+        problems = [None] * size
+        dist.all_gather_object(problems, problem)
+    for each in problems:
+        if each is not None:
+            raise each
+    return found, old
+
+
+def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> None:
+    wanted = set(portable.everything(optimizer, extra))
+    optional = {k for k in wanted | set(forms) if k.endswith(".initial_lr") or (extra is None and k[:6] == "extra.")}
+    for key in sorted((wanted ^ set(forms)) - optional):
+        raise ValueError(f"checkpoint: {key!r} is {'missing' if key in wanted else 'of no use to this optimizer'}")
+
+
+def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
+    params = {k: v for k, v in state.items() if k.startswith("params.")}
+    live = {k: v for k, v in portable.everything(optimizer).items() if k in params}
+    for key, p in live.items():
+        if p.shape != params[key].shape or p.dtype != params[key].dtype:
+            raise ValueError(f"checkpoint: {key!r} is {params[key].dtype} {tuple(params[key].shape)}, not as here")
+    kept = {k: v for k, v in state.items() if not k.startswith(("params.", "extra."))}
+    restore_flat(optimizer, {**kept, SAVED_BY: flat_state(optimizer)[SAVED_BY]})
+    with torch.no_grad():
+        for key, p in live.items():
+            p.copy_(params[key])
+
+
+def _extra(extra: Tree, state: dict[str, Tensor]) -> Tree:
+    return tree.unflatten(tree.flatten(extra)[1], [state[f"extra.{path}"] for path in tree.paths(extra)])

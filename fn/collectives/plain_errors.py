@@ -1,0 +1,61 @@
+"""Errors as the vectors that they stand for, and back: what survives a change of the number of ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn.collectives.codec import Codec, segmented
+from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredClassic
+from fn.collectives.segments import Segments, tile
+
+Tree = Any
+
+
+def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, dtype: torch.dtype) -> Tensor | None:
+    """Return the vector that an error stands for; None for a feedback that keeps nothing.
+
+    Args: error: of R rows of `segments`. codec, feedback: with which it was made. dtype: of the vectors that travelled.
+    """
+    if isinstance(feedback.rule, Off) or (isinstance(error, tuple) and not error):
+        return None
+    half = segmented(codec, segments)
+    fused = half.fused(feedback.rule) if half.fused is not None and feedback.rule is not None else None
+    if fused is not None:
+        return fused.settle(error, segments.valid.shape[0])
+    n = segments.valid.shape[0] * segments.row_length
+    device = error.device if isinstance(error, Tensor) else error[0].device
+    return feedback.compensate(torch.zeros(n, dtype=dtype, device=device), error)
+
+
+def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedback, age: Tensor | None) -> Tree:
+    """Return an error in the form of `like` that stands for a vector; to 8 bits where that form has 8.
+
+    Args: vector: (R * n,). like: an error of the same rows. age: of the errors that the vector comes from, for a
+        feedback that counts steps.
+    Raises: TypeError for a form that is not known here.
+    """
+    if isinstance(like, Tensor):
+        return vector.to(like.dtype)
+    if isinstance(like, LazyError):
+        return LazyError(vector.to(like.buffer.dtype), torch.zeros_like(like.scale))
+    if isinstance(like, DampedError):
+        rows, block = segments.valid.shape[0], feedback.rule.block
+        wide = vector.to(like.scales.dtype)
+        if like.scales.ndim == 1:
+            whole = torch.full((1, 1), wide.shape[0], device=wide.device)
+            at, wide = tile((wide.shape[0],), whole, block), wide[None]
+        else:
+            at, wide = tile(segments.widths, segments.valid.to(wide.device), block), wide.view(rows, -1)
+        codes, scales = torch.ops.fn.quantize(wide, *at, 8)
+        return DampedError(codes.reshape(-1), scales.view(like.scales.shape), like.age if age is None else age)
+    if isinstance(feedback.rule, StoredClassic):
+        return feedback.residual(vector.float(), torch.zeros_like(vector, dtype=torch.float32), like)
+    raise TypeError(f"error: is {type(like).__name__}; allowed are vectors, LazyError and DampedError")
+
+
+def age_of(error: Tree) -> Tensor | None:
+    """Return how many steps an error counts, 0-d int64; None if it does not count."""
+    return error.age if isinstance(error, DampedError) else None

@@ -1,0 +1,201 @@
+"""What a state says whatever the number of ranks, and how it is put into the layout of another number.
+
+Errors are cut by rank, so a checkpoint of 4 ranks does not fit 2. What must not be lost is the undelivered mean,
+
+    (1 / W) sum_r worker error_r  +  the server errors, end to end,
+
+tensor by tensor. `note` says for a state how to add that up over the old ranks (`shares`) and how to start from it on
+the new ones (`adopt`): every rank's worker error is then the mean of the old ones, and its server error its own piece.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.collectives.axis import axis_index, axis_size
+from fn.collectives.codec import Codec
+from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.feedback import Feedback
+from fn.collectives.plain_errors import age_of, from_plain, to_plain
+from fn.transforms import layout as layouts
+
+Tree = Any
+Shares = list[Tensor]
+"""Of one part of a state; those of a state in parts are a list of these."""
+
+
+class Reshape(NamedTuple):
+    """How a state moves to another number of ranks.
+
+    shares: (state of a rank, W, its rank) -> float64 tensors; added up over the ranks they do not depend on W.
+    adopt: (the sum of all shares, a fresh state) -> the state of this rank on the axes that are bound now.
+    """
+
+    shares: Callable[[Tree, int, int], Tree]
+    adopt: Callable[[Tree, Tree], Tree]
+
+
+class _Open(threading.local):
+    notes: list[tuple[Tree, Reshape]] | None = None
+
+
+_open = _Open()
+
+
+@contextmanager
+def noting() -> Iterator[list[tuple[Tree, Reshape]]]:
+    """Collect what the inits inside say about their states, as (state, reshape)."""
+    before, _open.notes = _open.notes, []
+    try:
+        yield _open.notes
+    finally:
+        _open.notes = before
+
+
+def note(state: Tree, reshape: Reshape) -> Tree:
+    """Say how a state that was just made moves to other worlds; return the state."""
+    if _open.notes is not None:
+        _open.notes.append((state, reshape))
+    return state
+
+
+class Half(NamedTuple):
+    """How the errors of one half of an exchange are made."""
+
+    codec: Codec
+    feedback: Feedback
+
+
+Plan = Callable[[int], list[layouts.Bucket]]
+"""W -> how leaves travel among W ranks."""
+
+
+def errors_reshape(leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Half, server: Half) -> Reshape:
+    """Return how an `ErrorFeedbackState` over leaves moves."""
+
+    def shares(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
+        found: Shares = []
+        for bucket, e, d in zip(plan(world), state.worker, state.server, strict=True):
+            dtype, at = leaves[bucket.places[0]].dtype, bucket.segments
+            sent = to_plain(e, *worker, at, dtype)
+            found += parts_of(None if sent is None else sent.double() / world, bucket)
+            own = to_plain(d, *server, at.row(torch.tensor(rank)), dtype)
+            found += parts_of(None if own is None else in_row(own, bucket, rank), bucket)
+            found += [_age(e, rank), _age(d, rank)]
+        return found
+
+    def adopt(total: Tree, fresh: ErrorFeedbackState) -> ErrorFeedbackState:
+        world, rank, rest = axis_size(axis), int(axis_index(axis)), iter(total)
+        workers, servers = [], []
+        for bucket, e, d in zip(plan(world), fresh.worker, fresh.server, strict=True):
+            at = bucket.segments
+            sent, own = take_parts(rest, bucket), take_parts(rest, bucket).view(world, -1)[rank]
+            ages = [next(rest).long() for _ in range(2)]
+            workers.append(e if isinstance(e, tuple) and not e else from_plain(sent, e, at, worker.feedback, ages[0]))
+            row = at.row(torch.tensor(rank))
+            servers.append(d if isinstance(d, tuple) and not d else from_plain(own, d, row, server.feedback, ages[1]))
+        return ErrorFeedbackState(tuple(workers), tuple(servers))
+
+    return Reshape(shares, adopt)
+
+
+def _age(error: Tree, rank: int) -> Tensor:
+    """Return an error's age as rank 0 adds it, and nothing as the others do."""
+    age = age_of(error) if rank == 0 else None
+    return torch.zeros((), dtype=torch.float64) if age is None else age.double().cpu()
+
+
+def in_row(piece: Tensor, bucket: layouts.Bucket, rank: int) -> Tensor:
+    """Return a bucket's vector (n,) in float64 with this piece as row `rank` and zeros elsewhere."""
+    rows = bucket.segments.valid.shape[0]
+    full = torch.zeros(rows, bucket.segments.row_length, dtype=torch.float64, device=piece.device)
+    full[rank] = piece
+    return full.view(-1)
+
+
+def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Shares:
+    """Return the bucket's tensors of a vector, on the CPU; zeros for None."""
+    if vector is None:
+        return [torch.zeros(shape, dtype=torch.float64) for shape in bucket.shapes]
+    return [part.double().cpu() for part in layouts.part(vector, bucket)]
+
+
+def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
+    """Return the next tensors of an iterator, as many as a bucket has, as its vector (n,)."""
+    found = {place: next(rest) for place in bucket.places}
+    return layouts.join([found.get(i, torch.empty(0)) for i in range(max(bucket.places) + 1)], bucket)
+
+
+def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
+    """Return how a state of shards moves: vectors that belong to a bucket are pieces, all else is the same everywhere.
+
+    Args: suffixes: how the paths of the pieces of each bucket end.
+    """
+
+    def bucket_of(path: str, leaf: Tensor, buckets: list[layouts.Bucket]) -> layouts.Bucket | None:
+        for suffix, bucket in zip(suffixes, buckets, strict=True):
+            fits = leaf.ndim == 1 and leaf.shape[0] == bucket.segments.row_length
+            if fits and (path == suffix or path.endswith(f".{suffix}")):
+                return bucket
+        return None
+
+    def shares(state: Tree, world: int, rank: int) -> Tree:
+        buckets, found = plan(world), list[Tensor]()
+        for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
+            bucket = bucket_of(path, leaf, buckets)
+            if bucket is None:
+                found.append(leaf.double().cpu() if rank == 0 else torch.zeros(leaf.shape, dtype=torch.float64))
+            else:
+                found += parts_of(in_row(leaf, bucket, rank), bucket)
+        return found
+
+    def adopt(total: Tree, fresh: Tree) -> Tree:
+        world, rank, rest = axis_size(axis), int(axis_index(axis)), iter(total)
+        buckets, found = plan(world), []
+        leaves, structure = tree.flatten(fresh)
+        for path, leaf in zip(tree.paths(fresh), leaves, strict=True):
+            bucket = bucket_of(path, leaf, buckets)
+            value = next(rest) if bucket is None else take_parts(rest, bucket).view(world, -1)[rank]
+            found.append(value.to(leaf))
+        return tree.unflatten(structure, found)
+
+    return Reshape(shares, adopt)
+
+
+def vectors_reshape(axis: str, plan: Plan) -> Reshape:
+    """Return how a tuple moves that has for each bucket a vector (n,) which all ranks hold alike, or ()."""
+
+    def shares(state: Tree, world: int, rank: int) -> Tree:
+        pairs = zip(state, plan(world), strict=True)
+        return [parts_of(v if rank == 0 else None, b) if isinstance(v, Tensor) else [] for v, b in pairs]
+
+    def adopt(total: Tree, fresh: Tree) -> Tree:
+        triples = zip(total, fresh, plan(axis_size(axis)), strict=True)
+        return tuple(take_parts(iter(t), b).to(f) if isinstance(f, Tensor) else f for t, f, b in triples)
+
+    return Reshape(shares, adopt)
+
+
+def in_parts(
+    parts: Sequence[tuple[Callable[[Tree], Tree], Reshape]], join: Callable[[Tree, list[Tree]], Tree]
+) -> Reshape:
+    """Return how a state moves whose parts move each in its way.
+
+    Args: parts: (what takes a part out of a state, how it moves). join: (a fresh state, the parts) -> the state.
+    """
+
+    def shares(state: Tree, world: int, rank: int) -> Tree:
+        return [reshape.shares(pick(state), world, rank) for pick, reshape in parts]
+
+    def adopt(total: Tree, fresh: Tree) -> Tree:
+        moved = [reshape.adopt(each, pick(fresh)) for each, (pick, reshape) in zip(total, parts, strict=True)]
+        return join(fresh, moved)
+
+    return Reshape(shares, adopt)
