@@ -25,7 +25,8 @@ SECTIONS = (
 )
 """Headings, and the modules whose public names stand below them; the first that fits counts."""
 
-MODULES = ("fn.kernels", "fn.adapters.checkpoint", "fn.adapters.ddp", "fn.adapters.fsdp", "fn.adapters.deepspeed")
+_ADAPTERS = ("checkpoint", "drift", "ddp", "fsdp", "deepspeed")
+MODULES = ("fn.kernels", *(f"fn.adapters.{name}" for name in _ADAPTERS))
 """Modules that are used by their own name, in sections of their own."""
 
 

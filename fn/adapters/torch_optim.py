@@ -326,8 +326,7 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that continues the training, as a flat {path: tensor}.
 
-        It is this rank's own: the errors differ between ranks. On another rank, or another number of ranks, it
-        continues with errors of zero, and a warning; `fn.adapters.checkpoint` keeps those of all ranks.
+        Elsewhere than on this rank it continues without this rank's errors; `fn.adapters.checkpoint` keeps them all.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)

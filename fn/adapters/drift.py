@@ -1,0 +1,96 @@
+"""Do all ranks still hold the same? A checksum of everything that is replicated, compared every so often.
+
+A flipped bit in one rank's memory, a kernel that rounds differently, a learning rate that was changed on one rank only:
+after that the ranks train different models, and nothing says so. One checksum per leaf travels, 8 bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from fn import tree
+from fn.adapters.rank_checks import device_among
+from fn.adapters.state_dict import OWN, SAME, kinds
+from fn.collectives.agreement import check_agreement
+from fn.collectives.primitives import all_gather
+from fn.errors import RanksDrifted
+
+if TYPE_CHECKING:
+    from fn.adapters.torch_optim import Optimizer
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Return the sum of a tensor's words as integers, modulo 2^64, 0-d int64: any single flipped bit changes it."""
+    words = x.detach().contiguous().view(-1).view(_WORDS[x.element_size()])
+    return words.sum(dtype=torch.int64)
+
+
+def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
+    """Compare before every `every`-th step what all ranks should hold alike, until the returned handle is removed.
+
+    Compared are bits: of parameters, unless the optimizer leads each rank to some of its own, as 0/1 Adam does, of
+    replicated state and of learning rates. All ranks must call it.
+
+    Args: every: steps, at least 1. The cost is one pass over that memory and 8 bytes per tensor on the wire.
+    Returns: a handle with `remove()`.
+    Raises: ValueError if every is less than 1, and from `step`, before it moves anything, `RanksDrifted` on every rank,
+        which names the first rank and leaf that differ from rank 0.
+    """
+    if every < 1:
+        raise ValueError(f"every: is {every}; allowed is at least 1")
+    with optimizer._binding:
+        for axis in optimizer._axes():
+            check_agreement(axis, {"steps between drift checks": every, "steps": optimizer.steps}, _device(optimizer))
+    since: list[int] = []
+
+    def before_step(*args: Any) -> None:
+        if optimizer.steps % every == 0:
+            with torch.no_grad(), optimizer._binding:
+                _compare(optimizer, since[-1] if since else None)
+            since[:] = [optimizer.steps]
+
+    return optimizer.register_step_pre_hook(before_step)
+
+
+def _compare(optimizer: Optimizer, since: int | None) -> None:
+    named = _replicated(optimizer)
+    sums = torch.stack([checksum(x).to(_device(optimizer)) for x in named.values()])
+    for axis in optimizer._axes():
+        rows = all_gather(sums, axis)
+        differs = (rows != rows[:1]).cpu()
+        if differs.any():
+            rank = int(differs.any(1).nonzero()[0])
+            _refuse(optimizer.steps, axis, rank, list(named)[int(differs[rank].nonzero()[0])], since)
+
+
+def _refuse(step: int, axis: str, rank: int, leaf: str, since: int | None) -> None:
+    last = "they were not compared earlier" if since is None else f"they were alike before step {since}"
+    message = (
+        f"ranks drifted apart: before step {step} {leaf} differs on rank {rank} of axis {axis!r} from rank 0; {last}; "
+        f"look at what rank {rank} does differently, and resume from a checkpoint of before"
+    )
+    raise RanksDrifted(message, rank=rank, field=leaf, step=step, since=since)
+
+
+def _device(optimizer: Optimizer) -> torch.device:
+    return device_among([group["params"] for group in optimizer.param_groups])
+
+
+def _replicated(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return by name what all ranks should hold alike."""
+    marks = tree.leaves(kinds(optimizer.states))
+    triples = zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), marks, strict=True)
+    found = {f"state.{path}": leaf for path, leaf, mark in triples if mark == SAME}
+    if OWN not in marks:
+        for g, group in enumerate(optimizer.param_groups):
+            names = group.get("param_names") or range(len(group["params"]))
+            found.update({f"params[{g}].{name}": p for name, p in zip(names, group["params"], strict=True)})
+    for g, group in enumerate(optimizer.param_groups):
+        found[f"groups[{g}].lr"] = torch.as_tensor(group["lr"])
+    return found

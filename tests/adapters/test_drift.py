@@ -1,0 +1,91 @@
+"""A single bit that flips on one rank is found within the check's period, and named."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from test_transactions import bits, build, same, set_gradients
+
+import fn
+from fn import Phase, tree
+from fn.adapters.drift import check_drift, checksum
+
+EVERY, FLIPPED_AFTER = 3, 4
+PLACES = {
+    "parameter": ("onebit_adam", lambda params, opt: params[0], "params[0].0"),
+    "second moment": ("onebit_adam", lambda params, opt: tree.leaves(tree.fields(opt.states, "nu"))[-1], "nu.4"),
+    "local phases": ("zero_one_adam", lambda params, opt: tree.leaves(tree.fields(opt.states, "nu"))[0], "nu.0"),
+}
+
+
+def flip(x: torch.Tensor, bit: int) -> None:
+    words = x.detach().view(-1).view(torch.int32)
+    words[words.numel() // 2] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+
+
+def drifting(place: str, bit: int) -> tuple:
+    name, where, _ = PLACES[place]
+    phases = [Phase.WARMUP, Phase.WARMUP, Phase.COMPRESSED]
+    schedule = fn.freeze_after(2) if name == "onebit_adam" else lambda t: [*phases, Phase.LOCAL][t % 4 if t > 1 else 0]
+    params, opt = build(name, 1, schedule)
+    check_drift(opt, EVERY)
+    for t in range(12):
+        set_gradients(params, t)
+        if t == FLIPPED_AFTER and dist.get_rank() == 1:
+            flip(where(params, opt), bit)
+        before = bits((params, opt.states))
+        try:
+            opt.step()
+        except fn.RanksDrifted as error:
+            return t, error.rank, error.field, error.step, error.since, same(bits((params, opt.states)), before)
+    return (None,)
+
+
+CASES = [("parameter", 0), ("parameter", 31), ("second moment", 0), ("local phases", 0)]
+
+
+def all_drifting() -> list[tuple]:
+    return [drifting(*case) for case in CASES]
+
+
+@functools.cache
+def answers() -> list[list[tuple]]:
+    return ranks.run(3, all_drifting)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=[f"{place}-{bit}" for place, bit in CASES])
+def test_a_flipped_bit_is_found_within_the_period_and_named_and_the_step_moves_nothing(case):
+    for found in answers():
+        t, rank, field, step, since, unchanged = found[case]
+        assert t == step == 6
+        assert since == 3
+        assert rank == 1
+        assert field.endswith(PLACES[CASES[case][0]][2])
+        assert unchanged
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
+def test_every_single_bit_changes_the_checksum(dtype):
+    x = torch.randn(7).to(dtype)
+    expected = checksum(x)
+    data = x.view(torch.uint8)
+    for place in range(data.numel()):
+        for bit in range(8):
+            data[place] ^= 1 << bit
+            assert checksum(x) != expected
+            data[place] ^= 1 << bit
+    assert checksum(x) == expected
+
+
+def test_a_period_below_one_is_refused_and_the_handle_ends_the_checks():
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = fn.Optimizer([p], fn.adamw)
+    with pytest.raises(ValueError, match="every: is 0"):
+        check_drift(opt, 0)
+    handle = check_drift(opt, 1)
+    handle.remove()
+    assert not opt._optimizer_step_pre_hooks
