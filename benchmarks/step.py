@@ -10,8 +10,9 @@ phase is that of one of two ranks; the other rank's messages are its own, sent b
 from __future__ import annotations
 
 import argparse
-import gc
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -46,15 +47,20 @@ def make_parameters(total: int) -> list[torch.nn.Parameter]:
 
 
 class Contenders:
-    """Steps by name, each with parameters of its own and the same gradients; what a step must at least move."""
+    """Steps by name, each with parameters of its own and the same gradients; what a step must at least move.
 
-    def __init__(self, total: int):
+    Args: total: parameters. only: the name of the one contender that is made; "" for all.
+    """
+
+    def __init__(self, total: int, only: str = ""):
         torch.manual_seed(0)
-        self.total, self.steps, self.bytes = total, {}, {}
+        self.total, self.only, self.steps, self.bytes = total, only, {}, {}
         self.grads = [torch.randn(p.shape) for p in make_parameters(total)]
 
     def add(self, name: str, make: Callable[[list[torch.nn.Parameter]], Step], streams: float) -> None:
         """Add a step. streams: how often it must at least read or write a number per parameter."""
+        if self.only not in ("", name):
+            return
         params = make_parameters(self.total)
         for p, g in zip(params, self.grads, strict=True):
             p.grad = g
@@ -139,9 +145,9 @@ def optax_step(params: list[torch.nn.Parameter]) -> Step:
     return step
 
 
-def all_contenders(total: int, compiled: bool) -> Contenders:
-    """Return every contender that can run here."""
-    found = Contenders(total)
+def all_contenders(total: int, compiled: bool, only: str = "") -> Contenders:
+    """Return every contender that can run here, or one."""
+    found = Contenders(total, only)
     found.add("AdamW fused, torch", partial(torchs, fused=True), 7)
     found.add("AdamW foreach, torch", partial(torchs, foreach=True), 7)
     found.add("AdamW for-loop, torch", partial(torchs, foreach=False), 7)
@@ -165,19 +171,25 @@ def all_contenders(total: int, compiled: bool) -> Contenders:
 
 
 def peak_bytes(step: Step) -> int:
-    """Return by how much steps raise the memory of the process above parameters, gradients and state."""
-    step()
-    buffers.clear()  # what is kept for the next step counts
-    gc.collect()
-    clear = Path("/proc/self/clear_refs")
+    """Return by how much steps raise the memory of this process above parameters, gradients and state."""
+    step()  # some make their state in the first one
+    buffers.clear()  # what ours keeps for the next step counts
     try:
-        clear.write_text("5")  # forget the peak so far
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     except OSError:
         return -1
     before = _status("VmRSS")
-    step()
-    step()
+    for _ in range(3):
+        step()
     return max(_status("VmHWM") - before, 0)
+
+
+def peak_alone(name: str, options: argparse.Namespace) -> float:
+    """Return the peak of a contender per parameter, measured in a process of its own that keeps no freed memory."""
+    command = [sys.executable, __file__, "--peak", name, "--parameters", str(options.parameters)]
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    return float(done.stdout.split()[-1]) / options.parameters
 
 
 def _status(field: str) -> int:
@@ -198,19 +210,23 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled step out")
+    parser.add_argument("--peak", metavar="STEP", help="print the peak memory of one step in bytes, and end")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core for all, whatever their thread pools think
-    found = all_contenders(options.parameters, not options.no_compile)
+    found = all_contenders(options.parameters, not options.no_compile, options.peak or "")
+    if options.peak:
+        print(peak_bytes(found.steps[options.peak]))
+        return
     seconds, _ = interleaved(found.steps, options.rounds)
     bandwidth, base = copy_bandwidth(), seconds["AdamW fused, torch"]
     rows = {}
     print(f"{options.parameters:,} parameters in 150 tensors, one thread; copies run at {bandwidth / 1e9:.1f} GB/s")
     print(f"{'step':44s} {'ms':>8s} {'x fused':>8s} {'of copy bandwidth':>18s} {'peak, B/param':>14s}")
-    for name, step in found.steps.items():
-        peak = peak_bytes(step) / options.parameters
+    for name in found.steps:
+        peak = peak_alone(name, options)
         share = found.bytes[name] / seconds[name] / bandwidth
         rows[name] = {"ms": 1e3 * seconds[name], "of_fused": seconds[name] / base, "of_copy_bandwidth": share,
                       "floor_bytes": found.bytes[name], "peak_bytes_per_parameter": peak}  # fmt: skip
