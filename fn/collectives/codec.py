@@ -189,6 +189,9 @@ def _sign_with_feedback(
     def keep(error: Tree, b: Tensor, scales: Tensor, at: _Place) -> Tree:
         if isinstance(error, LazyError):
             return LazyError(b.reshape(-1), scales)
+        if is_eager(b):  # b is a kernel's result and nobody else's
+            torch.ops.fn.sign_residual_(b, scales, at.valid, at.runs)
+            return b.reshape(-1)
         return torch.ops.fn.sign_residual(b, scales, at.valid, at.runs).reshape(-1)
 
     def encode(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:

@@ -66,6 +66,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*RUNS]),
     ],
     "sign_residual": lambda: [(_wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])],
+    "sign_residual_": lambda: [(_wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])],
     "sign_serve": lambda: [
         (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])
     ],

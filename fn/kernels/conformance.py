@@ -183,6 +183,7 @@ def arguments(
         "sign_encode_feedback": lambda: (numbers(dtype, 2, n), numbers(wide, 2, n), scales(2, segments), *place),
         "sign_encode_feedback_": lambda: (numbers(wide, 2, n), numbers(wide, 2, n), scales(2, segments), *place),
         "sign_residual": lambda: (numbers(wide, 2, n), scales(2, segments), *place),
+        "sign_residual_": lambda: (numbers(wide, 2, n), scales(2, segments), *place),
         "sign_serve": lambda: (
             integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), numbers(wide, 2, n),
             scales(2, segments), *place,

@@ -97,6 +97,15 @@ def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int])
     return out
 
 
+def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_residual_`."""
+    if not all(t.dtype == torch.float32 and t.is_contiguous() for t in (b, scales)):
+        return NotImplemented
+    addresses = b.data_ptr(), scales.data_ptr(), b.data_ptr()
+    run(loops.residual, places(runs), valid.contiguous(), *addresses, over=True)
+    return None
+
+
 def _messages(bits: Tensor) -> tuple[Tensor, int, int]:
     """Return bits (R, W, bytes), the bytes from row to row, and those from message to message."""
     bits = bits if bits.stride(-1) == 1 or bits.shape[-1] <= 1 else bits.contiguous()
@@ -147,6 +156,7 @@ _FOUND = (
     sign_encode_feedback,
     sign_encode_feedback_,
     sign_residual,
+    sign_residual_,
     sign_serve,
     sign_decode,
     sign_decode_mean,

@@ -156,6 +156,11 @@ def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int])
     return torch.where(padding_mask(b, valid, runs), b - delivered, b)
 
 
+def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> None:
+    """Do what `sign_residual` does, in place."""
+    b.copy_(sign_residual(b, scales, valid, runs))
+
+
 def sign_serve(
     bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -16,6 +16,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "sign_encode_feedback": f"(Tensor x, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
         "sign_encode_feedback_": f"(Tensor(a!) x, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor)",
         "sign_residual": f"(Tensor b, Tensor scales, {_PLACE}) -> Tensor",
+        "sign_residual_": f"(Tensor(a!) b, Tensor scales, {_PLACE}) -> ()",
         "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
         "sign_decode": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
         "sign_decode_mean": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
