@@ -15,10 +15,12 @@ from fn.collectives.int_codec import int4
 from fn.transforms.adam_in_place import Descent, with_adam_in_place, with_onebit_adam_in_place
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
+from fn.transforms.exchange import rules_of
 from fn.transforms.finite import skip_nonfinite
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.sharded import sharded
+from fn.transforms.sharded_in_place import with_sharded_adam_in_place
 from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.zero_one import WATCHED, scale_by_zero_one_adam
 from fn.transforms.zero_one_in_place import with_zero_one_in_place
@@ -240,8 +242,11 @@ def loco_adamw(
     """
     inner = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     feedback = damped() if feedback is None else feedback
-    tx = sharded(inner, axis, codec or int4(), feedback, gather=gather, master=master, layout=layout)
-    return agreed(skip_nonfinite(tx), axis)
+    codec = int4() if codec is None else codec
+    tx = sharded(inner, axis, codec, feedback, gather=gather, master=master, layout=layout)
+    rules = rules_of(axis, codec, feedback, gather=gather, master=master, layout=layout)
+    tx = agreed(skip_nonfinite(tx), axis)
+    return with_sharded_adam_in_place(tx, rules, Descent(lr, b1, b2, eps, weight_decay, corrected=True))
 
 
 def sharded_onebit_adam(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fn.collectives.feedback import Classic, LazyError
 from fn.collectives.segments import Segments, tile
-from fn.kernels.eager import is_eager
+from fn.kernels.eager import is_eager, pooled
 
 Tree = Any
 
@@ -263,8 +263,8 @@ def mean_of_rows(codec: Codec, payload: Tree) -> Tensor:
     rows = codec.decode(payload)
     total = rows[0]
     for row in rows[1:].unbind(0):
-        total = total + row
-    return total * (1.0 / rows.shape[0])
+        total = torch.add(total, row, out=pooled(total, row).get("out"))
+    return torch.mul(total, 1.0 / rows.shape[0], out=pooled(total).get("out"))
 
 
 def segmented(codec: Codec, segments: Segments) -> Codec:

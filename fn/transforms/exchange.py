@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fn.collectives.axis import AxisNames, axis_index, names
+from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codec import identity
-from fn.collectives.feedback import off
+from fn.collectives.feedback import classic, off
 from fn.collectives.hierarchy import (
     Codecs,
     Feedbacks,
     all_gather_shards,
     compressed_all_reduce,
+    hops,
     initial_errors,
     reduce_scatter_wide,
 )
-from fn.transforms.layout import Bucket
+from fn.transforms.layout import LAYOUTS, Bucket, buckets
 from fn.transforms.shards import row, wide
 
 Tree = Any
@@ -27,7 +29,8 @@ Tree = Any
 class Rules(NamedTuple):
     """How messages travel. codec, feedback: to the shards. gather, gather_feedback: back; None is exactly.
 
-    momentum: its decay, where momentum is exchanged in place of gradients.
+    momentum: its decay, where momentum is exchanged in place of gradients. master: whether params travel back, of
+    which the shard is kept in float32; None: where they are in half precision. layout: as for `compressed_average`.
     """
 
     axis: AxisNames
@@ -36,6 +39,44 @@ class Rules(NamedTuple):
     gather: Codecs | None
     gather_feedback: Feedbacks
     momentum: float | None
+    master: bool | None
+    layout: str
+
+    def arrange(self, leaves: list[Tensor], world: int | None = None) -> list[Bucket]:
+        """Return the vectors that the leaves make, on so many ranks; None: on those of the axis."""
+        there, there_rule, back = self.codec, self.feedback, self.gather or identity()
+        halves = [*hops(self.axis, there, there_rule), *hops(self.axis, back, self.gather_feedback)]
+        world = axis_size(self.axis) if world is None else world
+        return buckets(leaves, world, math.lcm(*(hop.codec.align for hop in halves)), self.layout)
+
+    def keeps_master(self, dtype: torch.dtype) -> bool:
+        """Return whether the shard of params of this dtype is kept in float32."""
+        return wide(dtype) != dtype if self.master is None else self.master
+
+
+def rules_of(
+    axis: AxisNames,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
+    *,
+    gather: Codecs | None = None,
+    gather_feedback: Feedbacks | None = None,
+    master: bool | None = None,
+    layout: str = "flat",
+    momentum: float | None = None,
+) -> Rules:
+    """Return the rules that the arguments of `sharded` make. Raises: ValueError as it does."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: is {layout!r}; allowed are {LAYOUTS}")
+    if momentum is not None and not 0.0 <= momentum < 1.0:
+        raise ValueError(f"momentum: is {momentum}; allowed are None and [0, 1)")
+    if momentum is not None and gather_feedback is not None:
+        raise ValueError("gather_feedback: is given together with momentum; send params then, with master=True")
+    codec, feedback = (identity(), feedback or off()) if codec is None else (codec, feedback or classic())
+    rules = Rules(axis, codec, feedback, gather, gather_feedback or off(), momentum, master, layout)
+    hops(axis, codec, feedback)
+    hops(axis, gather or identity(), rules.gather_feedback)
+    return rules
 
 
 class Kept(NamedTuple):

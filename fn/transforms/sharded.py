@@ -17,7 +17,6 @@ Inner links do not know: they see this rank's shard of gradients and params, as 
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,12 +29,11 @@ from fn.collectives.agreement import check_agreement, describe, describe_leaves,
 from fn.collectives.axis import AxisNames, axis_index, axis_size
 from fn.collectives.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.feedback import classic, off
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.kernels.eager import is_eager
 from fn.transforms import exchange
 from fn.transforms import layout as layouts
-from fn.transforms.exchange import Kept, Rules
+from fn.transforms.exchange import Kept, Rules, rules_of
 from fn.transforms.resharding import Half, Reshape, errors_reshape, in_parts, note, shards_reshape, vectors_reshape
 from fn.transforms.shards import shown, take, wide
 
@@ -112,46 +110,30 @@ def sharded(
     Differs: params stay whole on every rank, so this is not stage 3; `fn.adapters.fsdp` is for that. Where a state of
         inner is not finite or a guard inside of it skips, the shard's updates are NaN, for all ranks to see and skip.
     """
-    codec, feedback = (identity(), feedback or off()) if codec is None else (codec, feedback or classic())
-    rules = Rules(axis, codec, feedback, gather, gather_feedback or off(), momentum)
-    halves = [*hops(axis, codec, feedback), *hops(axis, gather or identity(), rules.gather_feedback)]
-    align = math.lcm(*(hop.codec.align for hop in halves))
-    if layout not in layouts.LAYOUTS:
-        raise ValueError(f"layout: is {layout!r}; allowed are {layouts.LAYOUTS}")
-    if momentum is not None and not 0.0 <= momentum < 1.0:
-        raise ValueError(f"momentum: is {momentum}; allowed are None and [0, 1)")
-    if momentum is not None and gather_feedback is not None:
-        raise ValueError("gather_feedback: is given together with momentum; send params then, with master=True")
-
-    def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
-        return layouts.buckets(leaves, axis_size(axis), align, layout)
-
-    def keeps_master(dtype: torch.dtype) -> bool:
-        return wide(dtype) != dtype if master is None else master
+    rules = rules_of(
+        axis, codec, feedback, gather=gather, gather_feedback=gather_feedback, master=master, layout=layout,
+        momentum=momentum,
+    )  # fmt: skip
 
     def as_inner(structure: Any, shards: list[Tensor]) -> Tree:
         return tree.unflatten(structure, shards) if layout == "per_tensor" else shards
 
     def init(params: Tree) -> ShardedState:
         tree.check_real(params, "params")
-        fields = {**describe((rules, inner)), **describe_leaves(params), "layout": layout, "master": str(master)}
-        check_agreement(axis, fields, device_of(params))
+        check_agreement(axis, {**describe((rules, inner)), **describe_leaves(params)}, device_of(params))
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
         index, owned, masters, kept = axis_index(axis), [], [], []
-        for bucket in arrange(leaves):
+        for bucket in rules.arrange(leaves):
             like = leaves[bucket.places[0]]
             owned.append(take(leaves, bucket, index).to(wide(like.dtype), copy=True))
-            masters.append(owned[-1].clone() if keeps_master(like.dtype) else ())
+            masters.append(owned[-1].clone() if rules.keeps_master(like.dtype) else ())
             x = like.new_zeros(bucket.segments.valid.shape[0] * bucket.segments.row_length)
             kept.append(exchange.start(x, bucket, rules))
         place = torch.stack([index, torch.tensor(axis_size(axis))])
         state = _state(inner.init(as_inner(structure, owned)), masters, kept, place)
         if isinstance(axis, str):
-            note(state, _moves(state, leaves, tree.paths(params) if layout == "per_tensor" else None, rules, arranged))
+            note(state, _moves(state, leaves, tree.paths(params) if layout == "per_tensor" else None, rules))
         return state
-
-    def arranged(leaves: list[Tensor], world: int) -> list[layouts.Bucket]:
-        return layouts.buckets(leaves, world, align, layout)
 
     def step(phase: Phase) -> UpdateFn:
         own = phase if has_phase(inner, phase) else Phase.WARMUP
@@ -161,10 +143,10 @@ def sharded(
             tree.check_real(updates, "updates")
             codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
             given, (leaves, structure) = tree.leaves(updates), tree.flatten(params)
-            plan, index = arrange(leaves), axis_index(axis)
-            _check(state, plan, index)
+            plan, index = rules.arrange(leaves), axis_index(axis)
+            check_state(state, plan, index)
             shards, kept, owned = [], [], []
-            for bucket, before, precise in zip(plan, _kept(state), state.master, strict=True):
+            for bucket, before, precise in zip(plan, kept_of(state), state.master, strict=True):
                 shard, after = exchange.reduce(layouts.join(given, bucket), before, bucket, rules, codes)
                 shards.append(shard)
                 kept.append(after)
@@ -193,11 +175,9 @@ def _state(inner: Tree, masters: list[Tree], kept: list[Kept], place: Tensor) ->
     return ShardedState(inner, tuple(masters), errors, place, tuple(k.momentum for k in kept))
 
 
-def _moves(
-    state: ShardedState, leaves: list[Tensor], paths: list[str] | None, rules: Rules, arranged: Any
-) -> Reshape:
+def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, rules: Rules) -> Reshape:
     """Return how a state moves to another number of ranks. paths: of the leaves where the inner sees a tree of them."""
-    axis, plan = str(rules.axis), partial(arranged, leaves)
+    axis, plan = str(rules.axis), partial(rules.arrange, leaves)
     numbers = [str(b) for b in range(len(state.master))]
     (to,) = hops(axis, rules.codec, rules.feedback)
     back = to
@@ -212,11 +192,13 @@ def _moves(
     return in_parts(parts, lambda fresh, found: ShardedState(found[0], found[1], found[2], fresh.place, found[3]))
 
 
-def _kept(state: ShardedState) -> list[Kept]:
+def kept_of(state: ShardedState) -> list[Kept]:
+    """Return what the exchanges of each vector keep."""
     return [Kept(*each) for each in zip(state.errors.worker, state.errors.server, state.momentum, strict=True)]
 
 
-def _check(state: ShardedState, plan: list[layouts.Bucket], index: Tensor) -> None:
+def check_state(state: ShardedState, plan: list[layouts.Bucket], index: Tensor) -> None:
+    """Refuse a state of other params, of another number of ranks or of another rank's shard with a ValueError."""
     lengths = [bucket.segments.row_length for bucket in plan]
     found = [m.shape[0] if isinstance(m, Tensor) else n for m, n in zip(state.master, lengths, strict=False)]
     if len(state.master) != len(plan) or found != lengths:

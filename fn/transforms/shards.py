@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
+from fn.kernels import buffers
 from fn.kernels.eager import is_eager
 from fn.transforms.finite import all_finite
-from fn.transforms.layout import Bucket, join
+from fn.transforms.layout import Bucket, join, part
 
 Tree = Any
 
@@ -30,10 +31,11 @@ def row(vector: Tensor, index: Tensor, rows: int) -> Tensor:
     return table.index_select(0, index.to(vector.device).view(1)).view(-1)
 
 
-def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
+def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor, *, copy: bool = False) -> Tensor:
     """Return row `index` of the joined bucket, (n / W,); where tensors hold numbers, without joining the other rows.
 
-    Args: leaves, bucket: as for `layout.join`. index: 0-d int64.
+    Args: leaves, bucket: as for `layout.join`. index: 0-d int64. copy: where tensors hold numbers, whether the vector
+        must have memory of its own.
     Returns: a vector that may share memory with a leaf.
     """
     tensors = [leaves[i].reshape(-1) for i in bucket.places]
@@ -47,10 +49,14 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     pieces = [_piece(t, number * w - s, w) for t, w, s in zip(tensors, widths, starts, strict=True)]
     missing = bucket.segments.row_length - sum(p.shape[0] for p in pieces)
     if bucket.fused:
-        return _end_to_end([*pieces, *([tensors[0].new_zeros(missing)] if missing else [])])
-    if missing:
+        pieces += [tensors[0].new_zeros(missing)] if missing else []
+    elif missing:
         pieces = [F.pad(p, (0, w - p.shape[0])) for p, w in zip(pieces, widths, strict=True)]
-    return _end_to_end(pieces)
+    if len(pieces) == 1 and not copy:
+        return pieces[0]
+    if pieces[0].device.type == "cpu":
+        return torch.cat(pieces, out=buffers.empty((sum(p.shape[0] for p in pieces),), pieces[0].dtype))
+    return torch.cat(pieces)
 
 
 def _piece(tensor: Tensor, start: int, width: int) -> Tensor:
@@ -58,8 +64,19 @@ def _piece(tensor: Tensor, start: int, width: int) -> Tensor:
     return tensor[max(start, 0) : max(start + width, 0)]
 
 
-def _end_to_end(pieces: list[Tensor]) -> Tensor:
-    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+def write(vector: Tensor, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
+    """Write a vector (n,) into contiguous tensors of the bucket's shapes, rounding to their dtypes."""
+    rows = bucket.segments.valid.shape[0]
+    if bucket.fused:
+        for tensor, piece in zip(tensors, part(vector, bucket), strict=True):
+            tensor.copy_(piece)
+        return
+    pieces = vector.view(rows, -1).split(list(bucket.segments.widths), dim=1)
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        if tensor.numel() == piece.numel():
+            tensor.view(piece.shape).copy_(piece)
+        else:
+            tensor.copy_(piece.reshape(-1)[: tensor.numel()].view(tensor.shape))
 
 
 def shown(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:

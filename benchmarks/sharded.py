@@ -1,0 +1,106 @@
+"""ZeRO-1 as a combinator: a sharded AdamW step against its flat update divided by the ranks, plus communication.
+
+    python benchmarks/sharded.py --json sharded.json
+
+Every rank has one thread. Each round times, interleaved: the whole sharded step; its communication alone, that is, the
+shard of the mean gradient and the gathered params, written where they belong; AdamW on one rank over all elements,
+without any exchange; and LoCo, with gradients in 4 bits. Memory is what torch allocates on the CPU in a step, by its
+profiler; blocks of the pool are not allocations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from measure import interleaved, machine, write
+from torch.profiler import ProfilerActivity, profile
+
+import fn
+
+Step = Callable[[], Any]
+
+
+def optimizer(make: Callable[..., fn.Transform], n: int, rank: int, phase: fn.Phase) -> Step:
+    """Return the step of a transform over one flat parameter with a gradient of the rank's own."""
+    p = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(0)))
+    p.grad = torch.randn(n, generator=torch.Generator().manual_seed(1 + rank))
+    return fn.Optimizer([p], make, schedule=lambda step: phase, lr=1e-4).step
+
+
+def exchange(n: int, ranks: int, binding: Any) -> Step:
+    """Return what an exact step communicates, and nothing else: the shard of the mean, and the gathered params."""
+    gradient, params, none = torch.randn(n), torch.randn(n), fn.off()
+
+    def run() -> None:
+        with binding:
+            shard, _ = fn.reduce_scatter_mean(gradient, (), "data", fn.identity(), none)
+            whole, _ = fn.all_gather_shards(shard, (), "data", fn.identity(), none)
+            params.copy_(whole)
+
+    return run
+
+
+def allocated(step: Step) -> int:
+    """Return the bytes that torch allocates on the CPU in a step, each allocation counted."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        step()
+    events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
+    return sum(e.nbytes() for e in events if e.nbytes() > 0)
+
+
+def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
+    """Time all contenders in turns, on one rank."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    n, ranks = arguments.parameters, arguments.ranks
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    binding = fn.bind(dist.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",)))
+    with binding:
+        contenders = {
+            "sharded": optimizer(partial(fn.loco_adamw, axis="data"), n, rank, fn.Phase.WARMUP),
+            "exchange": exchange(n, ranks, binding),
+            "flat": optimizer(partial(fn.adamw, axis=None), n, rank, fn.Phase.WARMUP),
+            "loco": optimizer(partial(fn.loco_adamw, axis="data"), n, rank, fn.Phase.COMPRESSED),
+        }
+    passed, spent = interleaved(contenders, arguments.rounds, before=dist.barrier)
+    memory = {name: allocated(step) for name, step in contenders.items()}
+    if rank == 0:
+        results.update(passed=passed, spent=spent, allocated=memory)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Run, print the table, write the JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=1 << 24)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--json", metavar="FILE")
+    arguments = parser.parse_args()
+    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
+        shared = manager.dict()
+        mp.spawn(work, (arguments, f"{folder}/store", shared), arguments.ranks)
+        found = dict(shared)
+    n, ranks, times = arguments.parameters, arguments.ranks, found["passed"]
+    print(f"{n:,} parameters, {ranks} ranks, a thread each; medians of {arguments.rounds}")
+    for name, seconds in times.items():
+        print(f"{name:10s} {1e3 * seconds:8.1f} ms   {found['allocated'][name] / n:6.2f} bytes allocated per parameter")
+    bound = times["flat"] / ranks + times["exchange"]
+    found["against_bound"] = times["sharded"] / bound
+    found["update_against_flat"] = (times["sharded"] - times["exchange"]) / (times["flat"] / ranks)
+    print(f"sharded / (flat / {ranks} + exchange) = {found['against_bound']:.2f}")
+    print(f"(sharded - exchange) / (flat / {ranks}) = {found['update_against_flat']:.2f}")
+    write(arguments.json, {"about": {**machine(), **vars(arguments)}, **found})
+
+
+if __name__ == "__main__":
+    main()

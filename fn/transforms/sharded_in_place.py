@@ -1,0 +1,120 @@
+"""Sharded AdamW's step in place, beside the pure chain: one kernel updates the shard, in memory of the pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Transform
+from fn.collectives.axis import axis_index, axis_size
+from fn.kernels import buffers
+from fn.kernels.eager import is_eager
+from fn.transforms import adam_in_place, exchange
+from fn.transforms import layout as layouts
+from fn.transforms.adam_in_place import Descent, squares_are_finite
+from fn.transforms.exchange import Rules
+from fn.transforms.finite import SkipState, all_finite
+from fn.transforms.in_place import InPlace, Staged, has_kernel, swap
+from fn.transforms.moments import AdamState
+from fn.transforms.sharded import ShardedState, check_state, kept_of
+from fn.transforms.shards import take, write
+
+Tree = Any
+CHUNK = 1 << 19
+"""Elements that are stepped at a time, measured: fewer cost calls, more cost reads of what a cache would hold."""
+
+
+def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Transform:
+    """Let both phases of `sharded` over a chain (Adam's moments, weight decay, learning rate) be staged.
+
+    The shard's new params and moments are made in fresh memory of the pool and take the old ones' place when all
+    ranks know that they are finite. Params travel back, also where the pure chain sends updates.
+    """
+
+    def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
+        inside: ShardedState = state.inner
+        moments: AdamState = inside.inner[0]
+        leaves, masters = tree.leaves(params), tree.leaves(inside.master)
+        if rules.gather is not None and len(masters) != len(inside.master):
+            return False  # updates in codes are not the same as params in codes
+        eager = is_eager(*leaves, *tree.leaves(updates)) and all(p.is_contiguous() for p in leaves)
+        lists = [tree.leaves(moments.mu), tree.leaves(moments.nu), masters]
+        return h.eps > 0 and eager and has_kernel("adamw_", lists)
+
+    def stage(codes: bool, updates: Tree, state: SkipState, params: Tree) -> Staged:
+        inside: ShardedState = state.inner
+        moments: AdamState = inside.inner[0]
+        leaves, grads, index = tree.leaves(params), tree.leaves(updates), axis_index(rules.axis)
+        codes = codes and axis_size(rules.axis) > 1
+        plan, steps = rules.arrange(leaves), []
+        check_state(inside, plan, index)
+        after = moments._replace(  # the weights after this step
+            mu_weight=h.b1 * moments.mu_weight + (1 - h.b1), nu_weight=h.b2 * moments.nu_weight + (1 - h.b2)
+        )
+        each = zip(plan, kept_of(inside), inside.master, tree.leaves(moments.mu), tree.leaves(moments.nu), strict=True)
+        for bucket, kept, master, mu, nu in each:
+            shard, kept = exchange.reduce(layouts.join(grads, bucket), kept, bucket, rules, codes)
+            keeps = isinstance(master, Tensor)
+            dtype = leaves[bucket.places[0]].dtype if keeps else shard.dtype
+            old = master if keeps else take(leaves, bucket, index)
+            (p, mu, nu), ok = _stepped((old, mu, nu), shard, h, h.tail(after), dtype)
+            if not ok:
+                p.fill_(float("nan"))  # for all ranks to see
+            whole, kept = exchange.back(p, dtype, kept, bucket, rules, codes)
+            steps.append((bucket, kept, p, mu, nu, whole))
+        exact = not codes or rules.gather is None
+
+        def commit() -> None:
+            adam_in_place.step_weights(moments, h, warmup=True)
+            for bucket, _, _, _, _, whole in steps:
+                write(whole, bucket, [leaves[i] for i in bucket.places])
+            masters = tuple(
+                p if isinstance(m, Tensor) else () for (_, _, p, *_), m in zip(steps, inside.master, strict=True)
+            )
+            olds = (moments.mu, moments.nu, inside.master, kept_of(inside))
+            news = ([s[3] for s in steps], [s[4] for s in steps], masters, [s[1] for s in steps])
+            _replace(olds, news)
+
+        return Staged(_agree([s[-1] for s in steps], plan, exact), commit)
+
+    def both(update: Any, codes: bool) -> InPlace:
+        return InPlace(update, fits, lambda updates, state, params: stage(codes, updates, state, params))
+
+    return tx._replace(
+        warmup_update=both(tx.warmup_update, False), compressed_update=both(tx.compressed_update, True)
+    )
+
+
+def _stepped(
+    old: tuple[Tensor, ...], grad: Tensor, h: Descent, tail: tuple[float, ...], dtype: torch.dtype
+) -> tuple[list[Tensor], bool]:
+    """Return params, mu and nu after AdamW's step, and whether they and the squares are finite, the params in `dtype`.
+
+    Chunk by chunk, so that what is copied, stepped and looked at is read from memory once.
+    """
+    new, ok = [buffers.empty(x.shape, x.dtype) for x in old], True
+    for start in range(0, grad.shape[0], CHUNK):
+        here = slice(start, start + CHUNK)
+        p, mu, nu = (to[here].copy_(x[here]) for to, x in zip(new, old, strict=True))
+        torch.ops.fn.adamw_([p], [grad[here]], [mu], [nu], h.b1, h.b2, *tail, False)
+        ok = ok and squares_are_finite([grad[here]]) and bool(all_finite([p.to(dtype)]))
+    return new, ok
+
+
+def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> bool:
+    """Return whether all ranks' shards are finite: one that is not is NaN throughout, padding too if sent exactly."""
+    if not exact:
+        return bool(all_finite(wholes))
+    firsts = [x.view(b.segments.valid.shape[0], -1)[:, 0] for x, b in zip(wholes, plan, strict=True) if x.numel()]
+    return bool(all_finite(firsts))
+
+
+def _replace(olds: Any, news: Any) -> None:
+    for old, new in zip(tree.leaves(olds), tree.leaves(news), strict=True):
+        if old is not new:
+            swap(old, new)
+
+
