@@ -26,7 +26,14 @@ SECTIONS = (
 """Headings, and the modules whose public names stand below them; the first that fits counts."""
 
 _ADAPTERS = ("checkpoint", "drift", "ddp", "fsdp", "deepspeed")
-MODULES = ("fn.kernels", *(f"fn.adapters.{name}" for name in _ADAPTERS))
+MODULES = (
+    "fn.kernels",
+    "fn.adapters.ddp",
+    "fn.adapters.fsdp",
+    "fn.adapters.checkpoint",
+    "fn.adapters.drift",
+    "fn.adapters.deepspeed",
+)
 """Modules that are used by their own name, in sections of their own."""
 
 
