@@ -92,6 +92,8 @@ def methods(x: Any) -> list[str]:
         f = member.fget if isinstance(member, property) else member
         if name.startswith("_") or not inspect.isfunction(f) or not f.__doc__:
             continue
+        if f.__qualname__ != f"{x.__qualname__}.{name}":  # torch puts a wrapped `step` into every class of optimizers
+            continue
         shown = name if isinstance(member, property) else signature(name, f)
         found.append(f"- `{' '.join(shown.split())}`: {f.__doc__.strip().splitlines()[0]}")
     return [*found, ""] if found else []

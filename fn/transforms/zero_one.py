@@ -86,13 +86,14 @@ def scale_by_zero_one_adam(
         anchored: keep the params agreed on last, and return to them exactly. False: keep the sum of the steps since
             and take it back, as DeepSpeed does; the ranks then drift apart by rounding.
         keep_zeros: keep the momentum and the steps at zero where nu is zero.
-    Returns: a transform with all three phases. Between synchronisations params and mu differ between ranks.
+    Returns: a transform with all three phases. Between synchronisations params and mu differ between ranks. A variance
+        step does not bring them together, so none may follow a local step; in `fn.zero_one_schedule` none does.
     Raises: ValueError if an argument is out of range.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1; T_v and T_u are `fn.zero_one_schedule`.
-    Differs: a variance step averages momentum and parameters exactly, too. The ranks return to the anchor instead of
-        taking their steps back, so they do not drift apart by rounding. A rank whose gradient is not finite in a
-        local step leaves that step out alone, and counts it: no message tells the others.
+    Differs: a variance step uses the exact mean for the momentum, too, and sends no codes. The ranks return to the
+        anchor instead of taking their steps back, so they do not drift apart by rounding. A rank whose gradient is
+        not finite in a local step leaves that step out alone, and counts it: no message tells the others.
     """
     check_betas(b1, b2, eps)
     if weight_decay < 0:

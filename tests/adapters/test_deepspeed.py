@@ -12,6 +12,8 @@ from golden_cases import load_cases, record
 from ranks import run
 from torch import Tensor
 
+import fn
+from fn import tree
 from fn.adapters.deepspeed import NAMES, OnebitAdam, OnebitLamb, ZeroOneAdam, from_config
 from fn.adapters.deepspeed_base import DeepSpeedOptimizer
 
@@ -107,6 +109,41 @@ def test_a_saved_state_continues_exactly(kind: type[DeepSpeedOptimizer]) -> None
     take(p, optimizer, 5)
     take(q, fresh, 5)
     assert torch.equal(p, q)
+
+
+def test_the_variance_rests_behind_a_restart_in_the_frozen_phase() -> None:
+    """DeepSpeed's takes 0.9 nu + 0.1 g^2 there, of gradients that are each rank's own.
+
+    Differs: fn.adapters.deepspeed.ZeroOneAdam: a restart in the frozen phase continues; there it updates the variance
+        with local gradients.
+    """
+    arguments = {"var_freeze_step": 3, "betas": (0.9, 0.9), "lr": 0.05}
+    p, optimizer = quadratic(ZeroOneAdam, **arguments)
+    take(p, optimizer, 5)
+    (nu,) = tree.leaves(tree.fields(optimizer.states, "nu"))
+    q, fresh = quadratic(ZeroOneAdam, **arguments)
+    q.data.copy_(p.data)
+    fresh.load_state_dict(optimizer.state_dict())
+    theirs = [0.9 * nu + 0.1 * (q.detach() + own) ** 2 for own in (-0.5, 0.5)]  # two ranks, whose gradients differ
+    assert (theirs[0] - theirs[1]).abs().min() > 0.1
+    take(q, fresh, 1)
+    assert torch.equal(tree.leaves(tree.fields(fresh.states, "nu"))[0], nu)
+
+
+def test_a_step_that_is_not_finite_is_skipped_where_deepspeeds_ends_in_nan() -> None:
+    """Differs: fn.adapters.deepspeed.OnebitAdam: Non-finite steps are skipped on all ranks."""
+    p, optimizer = quadratic(OnebitAdam, lr=0.1)
+    theirs = fn.chain(fn.scale_by_onebit_adam(sync=fn.chain()), fn.scale_by_learning_rate(0.1))
+    q = [p.detach().clone()]
+    state = theirs.init(q)
+    for value in (1.0, float("nan"), 1.0):
+        p.grad = torch.full((4,), value)
+        optimizer.step()
+        updates, state = theirs.warmup_update([p.grad], state, q)
+        q = fn.apply_updates(q, updates)
+    assert q[0].isnan().all()
+    assert p.isfinite().all()
+    assert optimizer.skipped == 1
 
 
 @pytest.mark.parametrize("kind", NAMES.values())

@@ -100,29 +100,37 @@ def as_deepspeed_saves(name: str, optimizer: DeepSpeedOptimizer, params: list[Te
     return {"state": rows, "param_groups": groups}
 
 
-def restart_both_ways(name: str) -> list[str]:
-    """Compare DeepSpeed's restart, from its checkpoint, with ours and `reset_errors`, at every step."""
+def restart_both_ways(name: str) -> tuple[list[str], int]:
+    """Compare DeepSpeed's restart, from its checkpoint, with ours and `reset_errors`, at every step.
+
+    Returns: where they differ, and at how many steps they differ from a restart that keeps the errors.
+    """
     params, optimizer = fresh(name)
-    wrong = []
+    wrong, others = [], 0
     for number in range(STEPS):
         values = copy_of(params)
         ends = []
-        for load in (load_ours, load_theirs):
+        for load in (load_ours, load_theirs, load_with_errors):
             again, restarted = fresh(name)
             put(again, values)
             load(name, restarted, optimizer, params)
             for n in range(number, number + 3):
                 step(again, restarted, n)
             ends.append(copy_of(again))
-        if not all(torch.equal(a, b) for a, b in zip(*ends, strict=True)):
+        if not all(torch.equal(a, b) for a, b in zip(*ends[:2], strict=True)):
             wrong.append(f"before step {number}, {optimizer.phase}")
+        others += not all(torch.equal(a, b) for a, b in zip(*ends[1:], strict=True))
         step(params, optimizer, number)
-    return wrong
+    return wrong, others
 
 
 def load_ours(name: str, to: DeepSpeedOptimizer, optimizer: DeepSpeedOptimizer, params: list[Tensor]) -> None:
     to.load_state_dict(optimizer.state_dict())
     to.reset_errors()
+
+
+def load_with_errors(name: str, to: DeepSpeedOptimizer, optimizer: DeepSpeedOptimizer, params: list[Tensor]) -> None:
+    to.load_state_dict(optimizer.state_dict())
 
 
 def load_theirs(name: str, to: DeepSpeedOptimizer, optimizer: DeepSpeedOptimizer, params: list[Tensor]) -> None:
@@ -131,7 +139,14 @@ def load_theirs(name: str, to: DeepSpeedOptimizer, optimizer: DeepSpeedOptimizer
 
 @pytest.mark.parametrize("name", KINDS)
 def test_deepspeeds_checkpoint_is_our_state_without_errors(name: str) -> None:
-    assert run(2, restart_both_ways, name) == [[], []]
+    """And leads elsewhere than the state with its errors, with which a restart is none.
+
+    Differs: fn.adapters.deepspeed.OnebitAdam: errors are saved by `state_dict` and continue; `reset_errors()` gives
+        DeepSpeed's restart.
+    """
+    for wrong, others in run(2, restart_both_ways, name):
+        assert wrong == []
+        assert others >= 5
 
 
 def train(name: str, groups: Callable[[], dict[str, Any]]) -> tuple[list[Tensor], list[Tensor], list[bool]]:
@@ -219,12 +234,19 @@ def test_two_messages_for_each_tensor_and_two_in_all_for_lamb(name: str, expecte
 
 
 def test_a_momentum_that_is_zero_at_lambs_switch_divides_nothing_by_zero() -> None:
+    """DeepSpeed's scaling would be 0 / 0 for a model of zeros; ours is 1.
+
+    Differs: fn.adapters.deepspeed.OnebitLamb: a momentum that is zero at the switch is no division by zero.
+    """
     params, optimizer = fresh("onebit_lamb")
     for number in range(STEPS):
         for p in params:
             p.grad = torch.zeros_like(p) if number < 8 else torch.ones_like(p)
         optimizer.step()
     assert optimizer.frozen
+    assert [float(s) for s in tree.leaves(tree.fields(optimizer.states, "scaling"))] == [1.0, 1.0]
+    norms = torch.zeros(2)
+    assert (norms.mean() / norms).isnan().all()
     assert all(p.isfinite().all() for p in params)
 
 

@@ -191,10 +191,17 @@ SIZES = [(64, 33), (5,), (0, 3), (1000,), (40, 40), ()]
 @pytest.mark.parametrize("old", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("new", [torch.bfloat16, torch.float32, None])
 def test_a_device_holds_no_more_than_the_larger_form_and_the_largest_parameter(old, new):
+    """And is enough: torch refuses to give its parameters memory of the host, which DeepSpeed does first.
+
+    Differs: fn.adapters.flatten.flatten_parameters: DeepSpeed gives parameters host memory on the way, which only
+        CUDA and the CPU allow, and does not undo.
+    """
     values = [torch.randn(size).to(old) for size in SIZES]
     with LedgerDevice() as device:
         forms = [x.t() if x.ndim == 2 else x for x in values]
         params = [nn.Parameter(device.put(x), requires_grad=i != 3) for i, x in enumerate(forms)]
+        with pytest.raises(RuntimeError, match="incompatible tensor type"):
+            params[0].data = torch.zeros(forms[0].shape, dtype=old)
         model, largest = device.live, max(x.nbytes for x in values)
         flat = FlatParameters(params, new, False, 1)
         buffers = sum(b.nbytes for b in flat.buffers.values())

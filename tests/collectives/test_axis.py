@@ -176,6 +176,25 @@ def with_a_mapping() -> tuple:
         return fn.axis_size("data"), float(fn.pmean(torch.tensor(float(dist.get_rank())), "data"))
 
 
+def seen_by_another_thread() -> tuple:
+    """Return what a thread sees of the process group, and of a binding that this thread has entered."""
+    found = []
+
+    def look():
+        found.append(dist.get_world_size())
+        try:
+            found.append(fn.axis_size("data"))
+        except ValueError as error:
+            found.append(str(error))
+
+    with fn.bind({"data": dist.group.WORLD}):
+        here = fn.axis_size("data")
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    return here, *found
+
+
 def without_names() -> str:
     try:
         fn.bind(init_device_mesh("cpu", (2,)))
@@ -200,6 +219,13 @@ def test_bind_gives_both_axes_of_a_mesh_to_their_groups():
 
 def test_bind_takes_a_mapping_from_names_to_groups():
     assert ranks.run(2, with_a_mapping) == [(2, 0.5)] * 2
+
+
+def test_a_process_group_is_process_wide_and_its_binding_is_a_threads_own():
+    """Differs: fn.collectives.axis.bind: nothing is process-wide; the binding belongs to the thread that enters it."""
+    for here, group, axis in ranks.run(2, seen_by_another_thread):
+        assert (here, group) == (2, 2)
+        assert "axis: 'data' is not bound" in axis
 
 
 def test_bind_refuses_a_mesh_without_names_and_says_which_argument_is_missing():

@@ -86,6 +86,71 @@ def test_damped_feedback_counts_as_zero_in_a_step_of_reset():
         )
 
 
+def test_the_stored_error_is_scaled_by_its_largest_element_and_beta_weights_the_old_one():
+    """4 bits make 0.875 of 1. Of the difference 0.125 a quarter is kept, with the paper's beta three quarters.
+
+    Differs: fn.collectives.feedback.damped: beta weights the old error, as in DeepSpeed; the scale of the stored
+        error is taken from each block's maximum, not given.
+    """
+    beta, block = 0.75, 8
+    codec, feedback = fn.int4(block=block), fn.damped(beta, every=100, block=block)
+    given = torch.tensor(2.0**-10)  # a step of the stored error, which in 8 bits then ends at 127 / 1024
+    for magnitude in (1.0, 1024.0):
+        x = magnitude * torch.ones(1, block)
+        payload, error = encode(codec, feedback, x, feedback.init(x.flatten()))
+        lost = x - codec.decode(payload)
+        assert torch.equal(lost, torch.full((1, block), 0.125 * magnitude))
+        kept = feedback.compensate(torch.zeros(block), error)
+        torch.testing.assert_close(kept, (1 - beta) * lost[0], rtol=1 / 127, atol=0)
+        papers = torch.clamp((beta * lost[0] / given).round(), -128, 127) * given
+        assert papers[0] == (beta * 0.125 if magnitude == 1.0 else 127 / 1024)
+
+
+def test_errors_are_reset_each_by_its_own_age():
+    """In DeepSpeed's recording of three parameters hardly any two are reset in the same step, and some hardly ever.
+
+    Differs: fn.collectives.feedback.damped: DeepSpeed resets one parameter at a time by a shared counter, here each
+        error has its own.
+    """
+    data = np.load(Path(__file__).parents[1] / "golden" / "loco_n2l2_reset.npz")
+    theirs = [np.flatnonzero(data[f"p{i}.reset"]).tolist() for i in range(3)]
+    assert theirs == [[0, 4], [0, 2, 7], [0, 5]]
+    feedback = fn.damped(every=4, block=8)
+    ours = []
+    for born in range(3):
+        error = feedback.init(torch.zeros(8))._replace(codes=torch.full((8,), 64, dtype=torch.int8))
+        at = {step: error._replace(age=error.age + step - born) for step in range(born, 9)}
+        ours.append([step for step, e in at.items() if not feedback.compensate(torch.zeros(8), e).any()])
+    assert ours == [[0, 4, 8], [1, 5], [2, 6]]
+
+
+def test_padding_that_counts_dilutes_the_scale_and_keeps_an_error():
+    """13 elements of 1 in 16: the scale is sqrt(13 / 16) = 0.90 where padding counts, as in DeepSpeed, and 1 here.
+
+    Differs: fn.collectives.codec.sign: by default padding is neither counted nor given an error.
+    """
+    x = torch.nn.functional.pad(torch.ones(1, 13), (0, 3))
+    for counts, scale in ((False, 1.0), (True, (13 / 16) ** 0.5)):
+        codec = segmented(fn.sign(padding_counts=counts), Segments((16,), torch.tensor([[13]])))
+        _, error = encode(codec, fn.classic(), x, torch.zeros(16))
+        torch.testing.assert_close(error, torch.tensor([1 - scale] * 13 + [-scale * counts] * 3))
+
+
+def test_integers_are_scaled_as_in_deepspeeds_kernels():
+    """The papers' codes are symmetric, so that 1 comes back as 1; in DeepSpeed's the largest comes back as 7/8 of it.
+
+    Differs: fn.kernels.reference_int: the arithmetic is that of DeepSpeed's kernels, in IEEE float32, for every width.
+    """
+    x = torch.tensor([[1.0, 0.5, -0.25, -1.0] * 2])
+    for codec, most in ((fn.int4(block=8), 7), (fn.int8(block=8), 127)):
+        papers = (x * most).round() / most
+        assert papers[0, [0, 3]].tolist() == [1.0, -1.0]
+        assert papers[0, 1] != 0.5
+        found = codec.decode(codec.encode(x))
+        assert found.dtype == torch.float32
+        assert found.tolist() == [[most / (most + 1), 0.5, -0.25, -1.0] * 2]
+
+
 @pytest.mark.parametrize("lazy", [False, True])
 @pytest.mark.parametrize("codec", CODECS, ids=range(len(CODECS)))
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one", "several"])

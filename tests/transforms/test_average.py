@@ -137,6 +137,21 @@ def test_the_layouts_differ_in_messages_and_not_in_meaning(codec, dtype):
         assert set(books[1].messages.values()) == {len(shapes)}
 
 
+def test_the_model_is_one_exchange_where_deepspeeds_is_four_collectives_for_each_tensor():
+    """5 tensors: 2 messages, tensor by tensor 10; with bits and scales apart, in both halves, DeepSpeed's 20.
+
+    Differs: fn.transforms.average.compressed_average: DeepSpeed exchanges tensor by tensor, four collectives each.
+    """
+    u = {name: torch.randn(2, 3 + i) for i, name in enumerate("abcde")}
+    found = {}
+    for layout in ("flat", "per_tensor"):
+        with fn.ledger() as sent:
+            run(fn.compressed_average("data", fn.sign(), layout=layout), Phase.COMPRESSED, 2, u)
+        found[layout] = sum(sent.messages.values())
+    parts = len(tree.leaves(fn.sign().encode(torch.ones(2, 8))))
+    assert (found["flat"], found["per_tensor"], found["per_tensor"] * parts) == (2, 10, 20)
+
+
 @pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.LOCAL])
 def test_outside_of_the_compressed_phase_updates_and_errors_rest(phase):
     u = updates(2)

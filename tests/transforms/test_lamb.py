@@ -79,9 +79,19 @@ def test_one_warm_up_step_is_enough_to_move_every_tensor() -> None:
 
 
 def test_a_momentum_that_is_zero_at_the_switch_is_no_division_by_zero() -> None:
+    """DeepSpeed's scaling is the mean magnitude over the tensor's own: infinite, and its momentum NaN from then on.
+
+    Differs: fn.transforms.lamb.scale_by_onebit_lamb: a tensor whose momentum is zero at the switch keeps scaling 1
+        (DeepSpeed divides by zero), one whose ratio was never taken has coefficient 1 (there 0, so that it would
+        never move again).
+    """
     tx, params = fn.onebit_lamb(lr=0.1, axis="data"), [torch.randn(6), torch.ones(3)]
     state = tx.init(params)
     params, state = advance(tx, fn.Phase.WARMUP, params, state, [torch.randn(6), torch.zeros(3)])
+    own = torch.stack([mu.norm() / mu.numel() ** 0.5 for mu in tree.fields(state, "mu")[0]])
+    theirs = own.mean() / own
+    assert theirs[1] == float("inf")
+    assert (torch.zeros(3) * theirs[1]).isnan().all()
     for _ in range(3):
         params, state = advance(tx, fn.Phase.COMPRESSED, params, state, [torch.randn(6), torch.zeros(3)])
     assert torch.equal(params[1], torch.ones(3))
@@ -90,13 +100,21 @@ def test_a_momentum_that_is_zero_at_the_switch_is_no_division_by_zero() -> None:
 
 
 def test_a_tensor_whose_ratio_was_never_taken_moves_after_the_switch() -> None:
-    """Its norm was zero in the warm-up's only step; with DeepSpeed's coefficient of 0 it would never move again."""
+    """Its norm was zero in the warm-up's only step; with DeepSpeed's coefficient of 0 the update would be zero.
+
+    Differs: fn.transforms.lamb.scale_by_onebit_lamb: a tensor whose momentum is zero at the switch keeps scaling 1
+        (DeepSpeed divides by zero), one whose ratio was never taken has coefficient 1 (there 0, so that it would
+        never move again).
+    """
     tx, params = fn.onebit_lamb(lr=0.1, axis="data"), [torch.zeros(4)]
     state = tx.init(params)
     params, state = advance(tx, fn.Phase.WARMUP, params, state, [torch.ones(4)])
     assert float(tree.fields(state, "coefficient")[0][0]) == 0.0
-    after, _ = advance(tx, fn.Phase.COMPRESSED, params, state, [torch.ones(4)])
-    assert not torch.equal(after[0], params[0])
+    after, state = advance(tx, fn.Phase.COMPRESSED, params, state, [torch.ones(4)])
+    direction, factor = (tree.fields(state, name)[0][0] for name in ("mu", "factor"))
+    step = after[0] - params[0]
+    assert (step < 0).all()
+    torch.testing.assert_close(step, -0.1 * 1.0 * factor * direction / (0.001**0.5 + 1e-8))  # there: -0.1 * 0 * ...
 
 
 def test_deepspeeds_padding_counts_and_returns_while_ours_does_not() -> None:

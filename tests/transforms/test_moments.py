@@ -99,7 +99,11 @@ def test_the_frozen_second_moment_stays_bitwise_and_its_weight_with_it():
 
 
 def test_rows_without_any_gradient_stay_exactly_zero_and_do_without_the_mask_drift():
-    """One bit cannot say zero: without `keep_zeros` the same rows move, so the test can fail."""
+    """One bit cannot say zero: without `keep_zeros` the same rows move, as in the paper.
+
+    Differs: fn.transforms.moments.scale_by_onebit_adam: `bias_correction` and `keep_zeros` are not in the paper;
+        DeepSpeed needs a hand-written mask.
+    """
     used = torch.arange(6)[:, None] < 4
     for keep in (True, False):
         tx = fn.onebit_adam(0.1, axis="data", keep_zeros=keep)
@@ -110,6 +114,19 @@ def test_rows_without_any_gradient_stay_exactly_zero_and_do_without_the_mask_dri
         assert bool(unused_mu.any()) is not keep
         assert torch.equal(found[0][4:], start[0][4:]) is keep
         assert not torch.equal(found[0][:4], start[0][:4])
+
+
+def test_the_first_step_is_the_sign_with_bias_correction_and_3_times_that_in_the_paper():
+    """0.1 g / sqrt(0.001 g^2) = 3.16 without, 1 with.
+
+    Differs: fn.transforms.moments.scale_by_onebit_adam: `bias_correction` and `keep_zeros` are not in the paper;
+        DeepSpeed needs a hand-written mask.
+    """
+    g = [torch.tensor([2.0, -0.5], dtype=torch.float64)]
+    for corrected, size in ((False, 0.1 / 0.001**0.5), (True, 1.0)):
+        tx = fn.scale_by_onebit_adam(eps=0.0, sync=fn.average(None), bias_correction=corrected)
+        u, _ = tx.warmup_update(g, tx.init(g), g)
+        torch.testing.assert_close(u[0], size * g[0].sign())
 
 
 @pytest.mark.parametrize(

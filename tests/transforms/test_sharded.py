@@ -76,6 +76,41 @@ def test_a_rank_keeps_its_share_of_moments_and_master_and_no_more():
     assert state.place.tolist() == [[r, 4] for r in range(4)]
 
 
+def test_params_are_whole_on_every_rank():
+    """Stage 3 would keep 256 of 1024 elements between steps; here that is so for the moments alone.
+
+    Differs: fn.transforms.sharded.sharded: params stay whole on every rank, so this is not stage 3;
+        `fn.adapters.fsdp` is for that.
+    """
+    kept, tx = [], fn.sharded(adam(), "data")
+
+    def on_rank(g, p):
+        state = tx.init(p)
+        u, state = tx.compressed_update(g, state, p)
+        kept.append([x.numel() for x in (*fn.apply_updates(p, u), *state.inner[0].mu, *state.inner[0].nu)])
+        return u
+
+    fn.simulate(on_rank, "data", 4, in_dims=(0, None))([torch.randn(4, 1024)], [torch.randn(1024)])
+    assert kept == [[1024, 256, 256]]
+
+
+def test_a_shard_that_is_not_finite_is_nan_for_all_ranks_to_see():
+    """The inner's own update is finite, 0: 1 / sqrt(inf). All ranks gather NaN in its place, in that shard alone.
+
+    Differs: fn.transforms.sharded.sharded: Where a state of inner is not finite or a guard inside of it skips, the
+        shard's updates are NaN, for all ranks to see and skip.
+    """
+    g, p = torch.ones(2, 64), torch.zeros(64)
+    g[:, 60] = 1e30  # its square is infinite in float32
+    for inner, alone in ((fn.scale_by_adam(), 0.0), (fn.skip_nonfinite(fn.scale_by_adam()), 0.0)):
+        u, _ = inner.warmup_update([g[0]], inner.init([p]), [p])
+        assert u[0][60] == alone
+        assert u[0].isfinite().all()
+        tx = fn.sharded(inner, "data")
+        found = fn.simulate(lambda g, tx=tx: tx.compressed_update([g], tx.init([p]), [p])[0][0], "data", 2)(g)
+        assert found.isnan().tolist() == [[i >= 32 for i in range(64)]] * 2
+
+
 def test_half_precision_params_are_the_rounded_master_which_follows_float32_adamw():
     params = start(torch.bfloat16)
     shards = World(fn.sharded(adam(), "data", layout="per_tensor"), params, 2)
