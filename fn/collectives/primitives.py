@@ -20,6 +20,7 @@ from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives.ledger import is_open, record
 from fn.collectives.peers import is_loss, peer_lost
+from fn.collectives.receives_first import exchange_rows, wants_receives_first
 from fn.collectives.transports import carry, registered
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager, pooled
@@ -190,8 +191,11 @@ def _vmap_count(
 
 def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if _on_host(x):
-        out = buffers.empty(x.shape, x.dtype)
-        dist.all_to_all_single(out, x, group=_group(transport))
+        out, group = buffers.empty(x.shape, x.dtype), _group(transport)
+        if wants_receives_first(x, group):
+            exchange_rows(out, x, group)
+        else:
+            dist.all_to_all_single(out, x, group=group)
         return out
     rows = [1] * size
     return _wait(torch.ops._c10d_functional.all_to_all_single(x, rows, rows, transport))
