@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 
 import torch
@@ -52,9 +53,14 @@ def run(world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0) -
 
 
 def outcomes(
-    world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0, group_timeout: float = GROUP_TIMEOUT
+    world: int,
+    f: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120.0,
+    group_timeout: float = GROUP_TIMEOUT,
+    enough: int | None = None,
 ) -> list[Any]:
-    """Return what became of every rank: a value, `Raised`, or `Died`."""
+    """Return what became of every rank: a value, `Raised`, or `Died`; of `enough` of them, if the rest hangs."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "torch.func", "numba", "fn"])
     with tempfile.TemporaryDirectory() as folder:
@@ -68,24 +74,30 @@ def outcomes(
             theirs.close()
             ends.append(ours)
             processes.append(process)
-        return _collect(ends, processes, time.monotonic() + timeout)
+        return _collect(ends, processes, time.monotonic() + timeout, enough or world)
 
 
-def _collect(ends: list[Any], processes: list[Any], until: float) -> list[Any]:
-    found = []
-    for end, process in zip(ends, processes, strict=True):
-        try:
-            ready = end.poll(max(0.0, until - time.monotonic()))
-            found.append(pickle.loads(end.recv_bytes()) if ready else Died(None))
-        except EOFError:
-            process.join(10)
-            found.append(Died(process.exitcode))
+def _collect(ends: list[Any], processes: list[Any], until: float, enough: int) -> list[Any]:
+    found: dict[int, Any] = {}
+    while len(found) < enough:
+        waiting = [end for rank, end in enumerate(ends) if rank not in found]
+        ready = wait(waiting, max(0.0, until - time.monotonic()))
+        if not ready:
+            break
+        for end in ready:
+            rank = ends.index(end)
+            try:
+                found[rank] = pickle.loads(end.recv_bytes())
+            except EOFError:
+                processes[rank].join(10)
+                found[rank] = Died(processes[rank].exitcode)
+    outcomes = [found.get(rank, Died(None)) for rank in range(len(ends))]
     for process in processes:
-        process.join(0.1 if any(isinstance(x, Died) for x in found) else 10)
+        process.join(0.1 if any(isinstance(x, Died) for x in outcomes) else 10)
         if process.is_alive():
             process.kill()
             process.join()
-    return found
+    return outcomes
 
 
 def _main(rank: int, world: int, store: str, job: bytes, end: Any, group_timeout: float) -> None:

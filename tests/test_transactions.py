@@ -210,7 +210,7 @@ def test_so_it_is_in_every_exchange_of_every_phase_of_every_optimizer(case):
 def test_a_rank_that_stops_is_named_a_second_after_the_timeout_at_the_latest():
     timeout = 2.0
     case = ("onebit_adam", Phase.COMPRESSED, 1, 1)
-    outcomes = ranks.outcomes(4, struck, *case, signal.SIGSTOP, timeout=10, group_timeout=timeout)
+    outcomes = ranks.outcomes(4, struck, *case, signal.SIGSTOP, timeout=60, group_timeout=timeout, enough=3)
     assert outcomes[1] == ranks.Died(None)
     check(outcomes, timeout + 1.0)
 

@@ -1,0 +1,37 @@
+"""What torchrun runs and restarts: train, save every other step, and on the first attempt let rank 1 be killed."""
+
+import os
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fn
+from fn.adapters import checkpoint
+
+folder, kill = Path(sys.argv[1]), sys.argv[2] == "kill"
+torch.set_num_threads(1)
+dist.init_process_group("gloo")
+params = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, n)) for n in (300, 7)]
+with fn.bind(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))):
+    opt = fn.Optimizer(params, partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_after(4), lr=0.01)
+if (folder / "latest").exists():
+    checkpoint.load(folder, opt)
+    print("resumed from step", opt.steps, flush=True)
+while opt.steps < 12:
+    generator = torch.Generator().manual_seed(1000 * opt.steps + dist.get_rank())
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator)
+    if kill and opt.steps == 9 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    opt.step()
+    if opt.steps % 2 == 0:
+        checkpoint.save(folder, opt)
+if dist.get_rank() == 0:
+    torch.save([p.detach() for p in params], folder / "weights.pt")
+dist.barrier()
+dist.destroy_process_group()
