@@ -94,14 +94,14 @@ def mismatches() -> list[dict[str, tuple]]:
 
 
 @pytest.mark.parametrize("kind", MISMATCHES)
-def test_ranks_that_do_not_match_are_refused_on_all_within_a_tenth_of_a_second_by_rank_and_field(kind, record_property):
+def test_ranks_that_do_not_match_are_refused_on_all_within_a_tenth_of_a_second_by_rank_and_field(kind):
     for seconds, text, rank, field in (found[kind] for found in mismatches()):
         assert re.search(MISMATCHES[kind], text), text
         assert rank == 1
         assert field
         assert "nothing has moved" in text
         assert seconds <= 0.1
-        record_property(kind, seconds)
+        print(f"{kind}: refused after {1000 * seconds:.0f} ms")
 
 
 # Numbers that are not finite.
