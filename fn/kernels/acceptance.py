@@ -19,6 +19,9 @@ KNOWN_SIGNS = (5.0, 4.0, 3.0, 2.0, 0.0, -1.0, -2.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.
 KNOWN_BITS = (159, 15)
 """torch_npu's documented vector for its sign packing."""
 
+GUARD = 16
+"""Elements behind a tensor that a kernel works on in place, which stay as they are: a vector of the widest kind."""
+
 _WIDTHS = (64, 64, 4104, 22)
 
 
@@ -83,18 +86,22 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*_momentum()[:2], 0.9, _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*_EACH]),
     ],
     "onebit_adam_": lambda: [
-        (*_momentum(), _bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*_EACH], 1e-6, 0.1, 1e-2, 0.5, 0.25, True),
+        (*_momentum(keep), _bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*_EACH], 1e-6, 0.1, 1e-2, 0.5, 0.25, keep)
+        for keep in (True, False)
     ],
     "adamw_": lambda: [
-        (*_momentum()[:2], *_momentum()[1:], 0.9, 0.99, 1e-6, 0.1, 1e-2, 0.5, 0.25, frozen) for frozen in (False, True)
+        (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 1e-6, 0.1, 1e-2, 0.5, 0.25, frozen)
+        for frozen in (False, True)
     ],
     "dequantize_mean": lambda: [(_codes(w, 2, 3), _wave(2, 3, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
 }
 
 
-def _momentum() -> tuple[Any, ...]:
+def _momentum(zeros: bool = False) -> tuple[Any, ...]:
+    """Return lists of params, mu and nu; nu is above zero, or zero in places, where mu is to stay zero."""
     sizes = [2 * 64, 64 + 40, 4104 + 4099, 22]  # as _valid says
-    return [_wave(n) for n in sizes], [_wave(n, seed=2) for n in sizes], [_wave(n, seed=3).abs() for n in sizes]
+    nu = [_wave(n, seed=3) if zeros else _wave(n, seed=3).abs() for n in sizes]
+    return [_wave(n) for n in sizes], [_wave(n, seed=2) for n in sizes], [v.clamp(min=0.0) for v in nu]
 
 
 def _codes(width: int, *rows: int) -> Tensor:
@@ -127,25 +134,35 @@ def on(device: torch.device, args: Sequence[Any]) -> list[Any]:
     return [
         a.to(device)
         if isinstance(a, Tensor)
-        else [x.to(device, copy=True) for x in a]
+        else [_guarded(x, device) for x in a]
         if isinstance(a, list) and a and isinstance(a[0], Tensor)
         else a
         for a in args
     ]
 
 
+def _guarded(x: Tensor, device: torch.device) -> Tensor:
+    """Return a contiguous copy of a tensor, in front of elements that no kernel may write."""
+    room = torch.full((x.numel() + GUARD,), 7.0, dtype=x.dtype, device=device)
+    return room[: x.numel()].view(x.shape).copy_(x)
+
+
+def _guard_of(x: Tensor) -> Tensor:
+    return x.as_strided((GUARD,), (1,), x.storage_offset() + x.numel())
+
+
 def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Any:
-    """Run a kernel on copies of the arguments; return its results, and what it works on in place."""
+    """Run a kernel on copies of the arguments; return what it works on in place, what lies behind, and its results."""
     args = on(device, args)
     written: list[Any] = []
     if op.endswith("_"):
-        args[0] = args[0].clone() if isinstance(args[0], Tensor) else args[0]
+        args[0] = _guarded(args[0], device) if isinstance(args[0], Tensor) else args[0]
         lists = [x for a in args if isinstance(a, list) for x in a if isinstance(x, Tensor)]
         written = [args[0]] if isinstance(args[0], Tensor) else lists
     found = kernel(*args)
     if found is NotImplemented or not written:
         return found
-    return [*written, *(() if found is None else as_tuple(found))]
+    return [*written, *map(_guard_of, written), *(() if found is None else as_tuple(found))]
 
 
 def difference(found: Any, expected: Any, rtol: float = 1e-6, *, in_place: bool = False) -> str | None:

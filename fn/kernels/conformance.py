@@ -175,6 +175,7 @@ def arguments(
     place = (valid, runs)
     each = (valid, [x for width in widths.tolist() for x in (1, width)])
     descent = (1e-6, 0.01, 1e-2, 0.5, 0.25)
+    frozen = strided  # the lists are copied, so that strides say nothing here
     coded = integers(torch.uint8, 2, 3, n // 2) if width == 4 else integers(torch.int8, 2, 3, n)
     found: dict[str, Callable[[], tuple[Any, ...]]] = {
         "pack_bits": lambda: (numbers(dtype, 2, n),),
@@ -203,7 +204,7 @@ def arguments(
             tensors(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *each,
             *descent, True,
         ),
-        "adamw_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, False),
+        "adamw_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
         "dequantize_mean": lambda: (coded, scales(2, 3, segments), *place, width),
     }  # fmt: skip
     return found[op]()

@@ -1,0 +1,104 @@
+"""The kit sees what goes wrong in kernels: each of these is the reference, wrong in one way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fn import kernels
+from fn.kernels import acceptance, reference
+from fn.kernels.ops import REFERENCES
+
+
+def reversed_bits(bits):
+    return reference.pack_bits(reference.unpack_bits(bits, 8 * bits.shape[-1], torch.float32).unflatten(-1, (-1, 8))
+                               .flip(-1).flatten(-2))  # fmt: skip
+
+
+def with_argument(op, index, change):
+    def wrong(*args):
+        return REFERENCES[op](*args[:index], change(args[index]), *args[index + 1 :])
+
+    return wrong
+
+
+def with_first_bits_reversed(op):
+    def wrong(*args):
+        found = REFERENCES[op](*args)
+        return (reversed_bits(found[0]), *found[1:])
+
+    return wrong
+
+
+def without_the_last(op, lists):
+    """Leave the last element of every tensor of these arguments as it was."""
+
+    def wrong(*args):
+        before = [x[-1:].clone() for i in lists for x in args[i]]
+        found = REFERENCES[op](*args)
+        for x, last in zip([x for i in lists for x in args[i]], before, strict=True):
+            x[-1:] = last
+        return found
+
+    return wrong
+
+
+def past_the_end(op, tensor_of):
+    """Write the element behind a tensor, as a whole vector of a tail would."""
+
+    def wrong(*args):
+        found = REFERENCES[op](*args)
+        x = tensor_of(args)
+        end = x.storage_offset() + x.numel()
+        if x.numel() and end < x.untyped_storage().size() // x.element_size():
+            x.as_strided((1,), (1,), end).zero_()
+        return found
+
+    return wrong
+
+
+def tail_of_the_gradient_is_missed(mu, grads, *rest):
+    whole = [len(m) - len(m) % 4 for m in mu]
+    short = [torch.cat([g[:n], m[n:].to(g.dtype)]) for m, g, n in zip(mu, grads, whole, strict=True)]
+    return REFERENCES["momentum_encode"](mu, short, *rest)
+
+
+def decayed_first(params, grads, mu, nu, b1, b2, eps, decay, *rest):
+    coupled = [g + decay * p.to(g.dtype) for p, g in zip(params, grads, strict=True)]
+    return REFERENCES["adamw_"](params, coupled, mu, nu, b1, b2, eps, 0.0, *rest)
+
+
+WRONG = {
+    "momentum_encode: bits reversed": with_first_bits_reversed("momentum_encode"),
+    "momentum_encode: decay of the other": with_argument("momentum_encode", 2, lambda b: 1 - b),
+    "momentum_encode: tail": tail_of_the_gradient_is_missed,
+    "momentum_encode: error forgotten": with_argument("momentum_encode", 3, torch.zeros_like),
+    "sign_encode_feedback_: bits reversed": with_first_bits_reversed("sign_encode_feedback_"),
+    "sign_encode_feedback_: on a copy": with_argument("sign_encode_feedback_", 0, torch.clone),
+    "sign_encode_feedback_: past the end": past_the_end("sign_encode_feedback_", lambda args: args[0]),
+    "sign_residual_: on a copy": with_argument("sign_residual_", 0, torch.clone),
+    "sign_residual_: past the end": past_the_end("sign_residual_", lambda args: args[0]),
+    "onebit_adam_: bits reversed": with_argument("onebit_adam_", 3, reversed_bits),
+    "onebit_adam_: eps": with_argument("onebit_adam_", 7, lambda eps: 0.0),
+    "onebit_adam_: zeros": with_argument("onebit_adam_", 12, lambda keep: not keep),
+    "onebit_adam_: tail of params": without_the_last("onebit_adam_", [0]),
+    "onebit_adam_: tail of mu": without_the_last("onebit_adam_", [1]),
+    "onebit_adam_: past the end of params": past_the_end("onebit_adam_", lambda args: args[0][-1]),
+    "onebit_adam_: past the end of mu": past_the_end("onebit_adam_", lambda args: args[1][0]),
+    "adamw_: eps": with_argument("adamw_", 6, lambda eps: 0.0),
+    "adamw_: b2": with_argument("adamw_", 5, lambda b2: b2 - 0.001),
+    "adamw_: decay in the gradient": decayed_first,
+    "adamw_: not frozen": with_argument("adamw_", 11, lambda frozen: False),
+    "adamw_: tail": without_the_last("adamw_", [0, 2, 3]),
+    "adamw_: past the end of nu": past_the_end("adamw_", lambda args: args[3][-1]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_kernel_that_is_wrong_is_refused_at_its_first_use_and_does_not_conform(name):
+    op, kernel = name.partition(":")[0], WRONG[name]
+    assert acceptance.complaint(op, REFERENCES[op], torch.device("cpu")) is None
+    assert acceptance.complaint(op, kernel, torch.device("cpu")) is not None
+    report = kernels.conformance(kernels.Accelerator("cpu", {op: kernel}), sizes=(9, 1023))
+    faults = [fault for fault in report.faults if "n=" in fault]
+    assert faults, "only the known answer is wrong"
