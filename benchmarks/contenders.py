@@ -70,6 +70,13 @@ def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     return step
 
 
+def _wrap(world: World, model: nn.Module, bucket_mb: int | None) -> DistributedDataParallel:
+    """Wrap a model; gradients are views of the buckets, which saves everybody a copy."""
+    return DistributedDataParallel(
+        model, process_group=world.group, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True
+    )
+
+
 def alone(world: World, model: nn.Module) -> Step:
     """Step without any communication: what no method can beat."""
     return _stepper(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
@@ -77,7 +84,7 @@ def alone(world: World, model: nn.Module) -> Step:
 
 def exact(world: World, model: nn.Module, hook: Any = None, state: Any = None, bucket_mb: int | None = None) -> Step:
     """Step with DDP, with a communication hook or without, and fused AdamW."""
-    wrapped = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=bucket_mb)
+    wrapped = _wrap(world, model, bucket_mb)
     if hook is not None:
         wrapped.register_comm_hook(world.group if state is None else state, hook)
     return _stepper(wrapped, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
@@ -135,7 +142,7 @@ def ours(make: Any, world: World, model: nn.Module, schedule: Any = freeze) -> S
 
 def overlapped(make: Any, world: World, model: nn.Module, schedule: Any = freeze) -> Step:
     """Step with one of ours behind the backward pass, however fast the wire is."""
-    wrapped = DistributedDataParallel(model, process_group=world.group, bucket_cap_mb=4)
+    wrapped = _wrap(world, model, bucket_mb=4)
     with world.binding:
         groups = ddp.bucketed(model.parameters())
         optimizer = fn.Optimizer(groups, partial(make, axis="data"), schedule=schedule, lr=LR)

@@ -76,10 +76,7 @@ def tables(found: list[Row], rank: dict[str, Any]) -> str:
             for name, cost in rank["rates"][rate]["calibrated"].items()
         )
         lines += ["", f"### {rate}", "", f"Calibrated: {link}.", ""]
-        lines += [
-            "| step | s | DDP fp32 / it | limit, s | it / limit | sent per step, MB | / expected | predicted / it |"
-        ]
-        lines += ["|" + "---|" * 8]
+        lines += [HEAD, "|" + "---|" * (HEAD.count(" | ") + 1)]
         lines += [_line(row) for row in found if row["rate"] == rate]
     return "\n".join(lines[1:])
 
