@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -33,7 +34,7 @@ def parse() -> argparse.Namespace:
     add("--model", type=int, nargs=3, default=(8, 320, 8), metavar=("LAYERS", "WIDTH", "HEADS"))
     add("--batch", type=int, default=4, help="sequences of a rank's batch")
     add("--context", type=int, default=56, help="bytes of a sequence")
-    add("--rounds", type=int, default=9, help="counted turns of each contender; half as many below 200 Mbit/s")
+    add("--rounds", type=int, default=6, help="counted turns of each contender; half as many below 200 Mbit/s")
     add("--rates", nargs="+", default=list(RATES), choices=list(RATES))
     add("--loopback", action="store_true", help="do not throttle")
     add("--only", nargs="+", help="names of contenders (all); 'no communication' and 'DDP fp32' must be among them")
@@ -73,6 +74,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Run, print the tables, write the files."""
     arguments = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("slow_link: terminated"))  # and nothing is left behind
     result = run(arguments)
     result["rows"] = report.rows(result["ranks"])
     print(report.tables(result["rows"], result["ranks"][0]))

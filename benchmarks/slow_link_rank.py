@@ -89,7 +89,7 @@ class Bench:
         nowhere = World(groups[self.rank], calibrate.nowhere("data", self.job.world))
         names = [name for name in self.names if not name.endswith("overlapped")]
         steps = self.start(nowhere, names)
-        seconds = self.measure(steps, self.settings["rounds"])
+        seconds = self.measure(steps, max(2, self.settings["rounds"] - 2))
         return {name: statistics.median(found["seconds"]) for name, found in seconds.items()}
 
     def calibrated(self, rate: float | None) -> dict[str, dict[str, float]]:
