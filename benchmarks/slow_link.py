@@ -78,6 +78,7 @@ def main() -> None:
     result = run(arguments)
     result["rows"] = report.rows(result["ranks"])
     print(report.tables(result["rows"], result["ranks"][0]))
+    result["compact"] = report.compact(result["ranks"], result["rows"])
     measure.write(arguments.json, {k: v for k, v in result.items() if k != "ranks"} | {"raw": result["ranks"]})
     if arguments.png:
         report.draw(result["rows"], result["ranks"], arguments.png)

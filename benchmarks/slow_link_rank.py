@@ -53,7 +53,7 @@ class Bench:
         steps = {}
         for name in names:
             steps[name] = CONTENDERS[name].make(world, build(self.size))
-            for _ in range(5):
+            for _ in range(4):
                 steps[name](self.batch())
         return steps
 

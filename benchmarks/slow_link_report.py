@@ -21,10 +21,10 @@ def rows(ranks: list[dict[str, Any]]) -> list[Row]:
     """Return a row per rate and contender: seconds, bytes, limit and prediction."""
     found = []
     model = Model(tuple(tuple(shape) for shape in ranks[0]["shapes"]))
-    quiet = {name: max(rank["without wire"][name] for rank in ranks) for name in ranks[0]["without wire"]}
+    free = quiet(ranks)
     for rate, seen in ranks[0]["rates"].items():
         turns = {name: _together([rank["rates"][rate]["turns"][name] for rank in ranks]) for name in seen["turns"]}
-        net = _network(seen["calibrated"])
+        net = link(seen["calibrated"])
         idle = turns[NONE]["payload"]  # the barriers' bytes
         for name, turn in turns.items():
             planned = CONTENDERS[name].method(model, 2)
@@ -40,7 +40,7 @@ def rows(ranks: list[dict[str, Any]]) -> list[Row]:
                     "planned": planned.size,
                     "limit": max(turns[NONE]["seconds"], wire),
                     "speedup": turns[DDP]["seconds"] / turn["seconds"],
-                    "predicted": _predict(name, planned, net, turns[NONE]["seconds"], quiet),
+                    "predicted": prediction(name, planned, net, turns[NONE]["seconds"], free),
                 }
             )
     return found
@@ -52,18 +52,19 @@ def _together(turns: list[dict[str, list[float]]]) -> dict[str, float]:
     return {"seconds": seconds, **{key: statistics.median(turns[0][key]) for key in ("payload", "headers", "ledger")}}
 
 
-def _network(calibrated: dict[str, dict[str, float]]) -> Network:
+def link(calibrated: dict[str, dict[str, float]]) -> Network:
+    """Return the network of two ranks that was calibrated."""
     costs = {name: Cost(**cost) for name, cost in calibrated.items()}
     return network(2, 2, Link(costs["all_to_all"], costs))
 
 
-def _predict(name: str, method: Any, net: Network, compute: float, quiet: dict[str, float]) -> float:
+def prediction(name: str, method: Any, net: Network, compute: float, free: dict[str, float]) -> float:
     """Return the step from the computation, the coding measured without a wire, and the calibrated link.
 
     A method that overlaps codes as much as the same one that does not. A turn of several steps codes in one.
     """
     base = name.removesuffix(", overlapped")
-    coding = max(0.0, quiet.get(base, quiet[NONE]) - quiet[NONE]) * method.interval
+    coding = max(0.0, free.get(base, free[NONE]) - free[NONE]) * method.interval
     return predict(method, net, compute, coding).step
 
 
@@ -71,11 +72,11 @@ def tables(found: list[Row], rank: dict[str, Any]) -> str:
     """Return a Markdown table per rate."""
     lines = []
     for rate in dict.fromkeys(row["rate"] for row in found):
-        link = ", ".join(
+        costs = ", ".join(
             f"{name} {1e6 * cost['latency']:.0f} us + {cost['bandwidth'] / 1e9:.3g} Gbit/s"
             for name, cost in rank["rates"][rate]["calibrated"].items()
         )
-        lines += ["", f"### {rate}", "", f"Calibrated: {link}.", ""]
+        lines += ["", f"### {rate}", "", f"Calibrated: {costs}.", ""]
         lines += [HEAD, "|" + "---|" * (HEAD.count(" | ") + 1)]
         lines += [_line(row) for row in found if row["rate"] == rate]
     return "\n".join(lines[1:])
@@ -128,6 +129,23 @@ def draw(found: list[Row], ranks: list[dict[str, Any]], path: str) -> None:
         all_axes[0][-1].legend(fontsize="small")
         all_axes[0][-1].grid(alpha=0.3)
     figure.savefig(path, dpi=130)
+
+
+def compact(ranks: list[dict[str, Any]], found: list[Row]) -> dict[str, Any]:
+    """Return what predictions are made from, and what was measured, without the single turns."""
+    rates = {
+        rate: {
+            "calibrated": seen["calibrated"],
+            "seconds": {row["name"]: round(row["seconds"], 5) for row in found if row["rate"] == rate},
+        }
+        for rate, seen in ranks[0]["rates"].items()
+    }
+    return {"shapes": ranks[0]["shapes"], "without wire": quiet(ranks), "rates": rates}
+
+
+def quiet(ranks: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the steps whose messages went nowhere, of the slower rank."""
+    return {name: max(rank["without wire"][name] for rank in ranks) for name in ranks[0]["without wire"]}
 
 
 def smooth(curve: list[list[float]], width: int = 8) -> list[tuple[float, float]]:
