@@ -18,7 +18,7 @@ OPTIONAL = {
     "cupy-cuda12x": ("kernels on CUDA 12", "pip install 'fn-optim[cuda12]'"),
     "cupy-cuda13x": ("kernels on CUDA 13", "pip install 'fn-optim[cuda13]'"),
     "intel-extension-for-pytorch": (
-        "XPU with torch 2.8 only; newer ones have torch.xpu",
+        "XPU with torch 2.8; not needed later",
         "pip install 'fn-optim[xpu]'",
     ),
     "torch_npu": ("sign packing on Ascend NPUs", "see the vendor's instructions"),

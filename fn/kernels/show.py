@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import textwrap
 from typing import NamedTuple
 
 import torch
@@ -11,6 +12,8 @@ from fn.kernels.schemas import SCHEMAS
 from fn.kernels.table import cells, refusals, registered_devices, rows
 
 REFERENCE = "reference"
+COLUMNS = 100
+LEFT = 'style="text-align: left"'  # notebooks set cells to the right, as numbers
 
 
 class Table(NamedTuple):
@@ -27,11 +30,12 @@ class Table(NamedTuple):
         lines = [["kernel", *devices], *([op, *(self.providers[d][op] for d in devices)] for op in SCHEMAS)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-        return "\n".join([text[0], "-" * len(text[0]), *text[1:], *self.notes])
+        notes = [textwrap.fill(note, COLUMNS, subsequent_indent="  ") for note in self.notes]
+        return "\n".join([text[0], "-" * len(text[0]), *text[1:], *notes])
 
     def _repr_html_(self) -> str:
         def line(tag: str, entries: list[str]) -> str:
-            return "<tr>" + "".join(f"<{tag}>{html.escape(e)}</{tag}>" for e in entries) + "</tr>"
+            return "<tr>" + "".join(f"<{tag} {LEFT}>{html.escape(e)}</{tag}>" for e in entries) + "</tr>"
 
         body = [line("td", [op, *(ops[op] for ops in self.providers.values())]) for op in SCHEMAS]
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)

@@ -111,8 +111,17 @@ def test_bad_input_raises_with_the_arguments_name(op, args, error, argument):
 def test_the_table_is_text_and_html():
     found = kernels.table()
     assert "sign_encode_feedback" in repr(found)
-    assert "<td>sign_encode_feedback</td>" in found._repr_html_()
+    assert '<td style="text-align: left">sign_encode_feedback</td>' in found._repr_html_()
     assert set(found.providers["cpu"]) == set(table.SCHEMAS)
+
+
+def test_the_table_with_all_devices_and_long_notes_fits_in_100_columns():
+    providers = {d: dict.fromkeys(table.SCHEMAS, "my_vendor_kernels") for d in ("cpu", "cuda", "npu")}
+    note = "npu: my_vendor_kernels pack_bits is not used: it differs from the reference in " + "7 of 9 places, " * 9
+    lines = repr(show.Table(providers, (note,))).splitlines()
+    assert max(map(len, lines)) <= 100
+    assert [line[:2] for line in lines[-3:]] == ["np", "  ", "  "]
+    assert " ".join(" ".join(lines[-3:]).split()) == note.strip()
 
 
 def test_a_device_without_a_row_runs_the_reference(monkeypatch):
@@ -163,11 +172,14 @@ def test_a_backend_and_a_transport_are_two_things(registered):
     assert kernels.communication_backend("nothing-known") == "gloo"
 
 
-def test_the_command_line_prints_the_table(capsys):
-    from fn.__main__ import main
+def test_the_command_line_prints_the_table(capsys, monkeypatch):
+    from fn import __main__ as command
 
-    main([])
+    monkeypatch.setattr(command, "_installed", lambda name: None)
+    command.main([])
     out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in command.OPTIONAL)
+    assert max(map(len, out.splitlines())) <= 100
     assert f"torch                        {torch.__version__}" in out
     assert "sign_encode" in out
     assert fn.__version__ in out
