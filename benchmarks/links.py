@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 DEVICE = "fn-link"
-QUEUE = 4 << 20
-"""Bytes that may wait in the bucket; TCP holds back what does not fit."""
+QUEUE = 32 << 20
+"""Bytes that may wait for the bucket: more than TCP sends ahead, so that nothing is dropped."""
 
 HEADER = 14 + 20 + 32
 """Bytes of Ethernet, IP and TCP, with its time stamps, in front of a packet."""

@@ -116,7 +116,6 @@ def draw(found: list[Row], ranks: list[dict[str, Any]], path: str) -> None:
             axes.plot([row["limit"]] * 2, [place - 0.4, place + 0.4], color="black", linewidth=1.5)
             axes.plot(row["predicted"], place, "x", color="C3", markersize=4)
         axes.set(title=rate, xlabel="seconds a step")
-        axes.set_xscale("log")
         axes.tick_params(labelleft=axes is all_axes[0][0])
         axes.grid(axis="x", alpha=0.3)
     all_axes[0][0].plot([], [], color="black", label="limit: computation, bytes / bandwidth")
