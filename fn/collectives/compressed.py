@@ -1,9 +1,9 @@
-"""The two compressed collectives that generate everything: `reduce_scatter_mean` and `all_gather_shards`.
+"""The two compressed collectives that generate everything: `reduce_scatter_wide` and `all_gather_shards`.
 
 One after the other they are `compressed_all_reduce`.
 
     x (n,) on each rank
-      | compensate with the worker error, encode W rows        } reduce_scatter_mean
+      | compensate with the worker error, encode W rows        } reduce_scatter_wide
       | all-to-all, one uint8 message                          }
       | decode, mean over the ranks                            }   -> shard (n / W,)
       | compensate with the server error, encode one row       } all_gather_shards
@@ -43,7 +43,7 @@ class ErrorFeedbackState(NamedTuple):
         return frozenset({"worker", "server"})
 
 
-def reduce_scatter_mean(
+def reduce_scatter_wide(
     x: Tensor, error: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
 ) -> tuple[Tensor, Tree]:
     """Average a vector over the ranks of an axis in codes; each rank gets its shard of the mean.
@@ -53,18 +53,10 @@ def reduce_scatter_mean(
         error: what `feedback.init(x)`, `initial_errors` or the last call returned.
         axis: the axis' name, of size W.
         segments: where several tensors lie side by side in the W rows of x. None: x is one tensor.
-    Returns: the shard (n / W,) in the dtype of x, and the next error.
+    Returns: the shard (n / W,), unrounded, in float32 where x is in half precision; and the next error.
     Raises: ValueError if n is misaligned, the error does not fit x, or the axis is not bound; TypeError if x is
         not floating.
     """
-    shard, error = reduce_scatter_wide(x, error, axis, codec, feedback, segments=segments)
-    return shard.to(x.dtype), error
-
-
-def reduce_scatter_wide(
-    x: Tensor, error: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
-) -> tuple[Tensor, Tree]:
-    """Do what `reduce_scatter_mean` does, and return the shard of half precision vectors in float32, unrounded."""
     size = axis_size(axis)
     _check(x, error, size * codec.align, "x")
     payload, error = encode(_codec(codec, segments), feedback, x.view(size, -1), error)
@@ -81,9 +73,9 @@ def all_gather_shards(
     Args:
         shard: (n / W,) floating, its length a multiple of codec.align.
         error: what `feedback.init(shard)`, `initial_errors` or the last call returned.
-        axis, codec, feedback, segments: as for `reduce_scatter_mean`.
+        axis, codec, feedback, segments: as for `reduce_scatter_wide`.
     Returns: the vector (n,) in the dtype of the shard, the same on every rank, and the next error.
-    Raises: as `reduce_scatter_mean`.
+    Raises: as `reduce_scatter_wide`.
     """
     _check(shard, error, codec.align, "shard")
     payload, error = encode(_own_codec(codec, segments, axis), feedback, shard.view(1, -1), error)
@@ -101,15 +93,15 @@ def compressed_all_reduce(
     segments: Segments | None = None,
     consume: bool = False,
 ) -> tuple[Tensor, tuple[Tree, Tree]]:
-    """Average a vector over the ranks of an axis in codes: `reduce_scatter_mean`, then `all_gather_shards`.
+    """Average a vector over the ranks of an axis in codes: `reduce_scatter_wide`, then `all_gather_shards`.
 
     Where the codec has a kernel for it, the server's part is one pass: decode, mean, feedback, encode. The numbers
     are the same either way.
 
-    Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_mean`. consume: x is not
+    Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_wide`. consume: x is not
         needed any more, and its memory may be used for the error.
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
-    Raises: as `reduce_scatter_mean`.
+    Raises: as `reduce_scatter_wide`.
     """
     worker, server = errors
     size = axis_size(axis)
@@ -117,8 +109,8 @@ def compressed_all_reduce(
     fused = _fused(mine, feedback)
     shard = x[: x.shape[0] // size].view(1, -1)  # stands for a shard in shape and dtype
     if fused is None or fused.serve is None or x.dtype not in _SCALE_DTYPES or not fused.accepts(shard, server):
-        shard, worker = reduce_scatter_mean(x, worker, axis, codec, feedback, segments=segments)
-        y, server = all_gather_shards(shard, server, axis, codec, feedback, segments=segments)
+        shard, worker = reduce_scatter_wide(x, worker, axis, codec, feedback, segments=segments)
+        y, server = all_gather_shards(shard.to(x.dtype), server, axis, codec, feedback, segments=segments)
         return y, (worker, server)
     _check(x, worker, size * codec.align, "x")
     _check(shard[0], server, codec.align, "shard")
@@ -132,7 +124,7 @@ def pass_on(
 ) -> tuple[Tree, Tree]:
     """Carry encoded rows through the servers: exchange, decode, mean, feedback, encode, gather.
 
-    Args: payload: W rows; server: the server's error; the rest as for `reduce_scatter_mean`. The codec must have a
+    Args: payload: W rows; server: the server's error; the rest as for `reduce_scatter_wide`. The codec must have a
         kernel for the server's part.
     Returns: the payload of the mean, W rows, the same on every rank, and the next error.
     """

@@ -26,9 +26,9 @@ from fn.collectives.compressed import compressed_all_reduce, encode, initial_err
 from fn.collectives.feedback import Classic, Feedback, classic, damped, off
 from fn.collectives.ledger import ledger
 from fn.collectives.segments import Segments
+from fn.kernels.conformance import Check, run_checks
 
 Tree = Any
-Check = tuple[str, Callable[[], str | None]]
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ROUNDS = 64
@@ -59,15 +59,7 @@ def check_codec(codec: Codec) -> Report:
     Args: codec: any codec; `fused`, `segmented` and `decode_mean` are looked at where it has them.
     Returns: a report, true if nothing was wrong.
     """
-    faults, checks = [], 0
-    for what, run in _checks(codec):
-        checks += 1
-        try:
-            fault = run()
-        except Exception as error:
-            fault = f"{type(error).__name__}: {error}"
-        if fault is not None:
-            faults.append(f"{what}: {fault}")
+    checks, faults = run_checks(_checks(codec))
     return Report(checks, tuple(faults))
 
 

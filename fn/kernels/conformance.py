@@ -12,7 +12,7 @@ In a test suite the plugin `fn.kernels.pytest_plugin` makes a test of every kern
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,18 +60,28 @@ def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Se
     device, faults, checks = torch.device(row.device_type), [], 0
     names = [op for op in REFERENCES if op in row.kernels and (ops is None or op in ops)]
     for op in names:
-        for what, run in _checks(op, row, device, sizes):
-            checks += 1
-            try:
-                fault = run()
-            except Exception as error:
-                fault = f"{type(error).__name__}: {error}"
-            if fault is not None:
-                faults.append(f"  {op}, {what}: {fault}")
+        done, found = run_checks(_checks(op, row, device, sizes))
+        checks += done
+        faults += [f"  {op}, {fault}" for fault in found]
     return Report(row.device_type, checks, len(names), tuple(faults))
 
 
 Check = tuple[str, Callable[[], str | None]]
+"""What is looked at, and a function that returns what is wrong with it, or None."""
+
+
+def run_checks(checks: Iterable[Check]) -> tuple[int, list[str]]:
+    """Run checks; return how many there were, and what was wrong; an exception is a fault, too."""
+    faults, count = [], 0
+    for what, run in checks:
+        count += 1
+        try:
+            fault = run()
+        except Exception as error:
+            fault = f"{type(error).__name__}: {error}"
+        if fault is not None:
+            faults.append(f"{what}: {fault}")
+    return count, faults
 
 
 def _checks(op: str, row: Accelerator, device: torch.device, sizes: Sequence[int]) -> Iterator[Check]:
