@@ -88,7 +88,7 @@ class GradientAverage:
 
     def _job(self, parcel: int, grads: list[Tensor]) -> Any:
         def run() -> tuple[bool, Tree]:
-            for job in self._jobs.values():  # after an error the peers may be gone
+            for job in list(self._jobs.values()):  # more are submitted meanwhile; after an error the peers may be gone
                 if job.done():
                     job.result()
             params = [p.detach() for p in self._parcels[parcel]]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fn import tree
 from fn.adapters.amp import unscaled
 from fn.adapters.arrivals import Arrivals, leaving_order
 from fn.adapters.communication_thread import CommunicationThread
@@ -135,7 +136,8 @@ class Overlap:
 
     def _check_unchanged(self) -> None:
         if self._read_settings() != self._settings:
-            raise ValueError("param_groups: changed between backward and step, but the step was taken behind backward")
+            text = "param_groups or state: changed between backward and step, but the step was taken behind backward"
+            raise ValueError(text)
         unscaled_since = self._scale is not None and getattr(self._optimizer, "grad_scale", None) is None
         if self._scaler is None and hasattr(self._optimizer, "found_inf"):
             raise ValueError("scaler: scales the loss, but overlap does not know it; pass overlap(..., scaler=scaler)")
@@ -151,7 +153,8 @@ class Overlap:
 
     def _read_settings(self) -> list[Any]:
         optimizer = self._optimizer
-        return [*((id(lr), lr._version) for lr in optimizer._lrs), *map(id, optimizer._hypers)]
+        held = [*optimizer._lrs, *tree.leaves(optimizer.states)]
+        return [*((id(x), x._version) for x in held), *map(id, optimizer._hypers)]
 
     def _say(self, phase: Phase) -> None:
         seconds, size = self.wire_seconds(phase), self.bytes[phase]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -18,6 +20,27 @@ def as_list(params: Any) -> list[Any]:
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a param group that its transform is made from, the learning rate aside."""
     return {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")}
+
+
+def learning_rate(group: Mapping[str, Any]) -> Tensor:
+    """Return a group's learning rate as a new 0-d tensor. Raises ValueError if it is none."""
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in group["params"]) else torch.float32
+    lr = torch.as_tensor(group["lr"], dtype=wide).detach().clone()
+    if lr.ndim or not lr >= 0:
+        raise ValueError(f"lr: is {group['lr']}; allowed are numbers and 0-d tensors of at least 0")
+    return lr
+
+
+def follow(group: dict[str, Any], lr: Tensor) -> None:
+    """Take over what was written into a group as its learning rate; `lr` is then the group's again.
+
+    Raises: ValueError if it is NaN or Inf, before anything is written: a step in place would carry it into the params.
+    """
+    if lr.device.type == "cpu" and not math.isfinite(group["lr"]):
+        raise ValueError(f"lr: is {float(group['lr'])}; allowed are finite numbers")
+    if group["lr"] is not lr:
+        lr.fill_(float(group["lr"]))
+        group["lr"] = lr
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ from fn.adapters.averaged import refuse_averaged
 from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
-from fn.adapters.param_groups import as_list, hyper_parameters, same
+from fn.adapters.param_groups import as_list, follow, hyper_parameters, learning_rate, same
 from fn.adapters.rank_checks import check_accepted, check_listed, device_among, refuse_sharded
 from fn.adapters.staged import commit, move, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
@@ -165,13 +165,13 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[before:]
             raise
+        if self.steps and self.phase is not Phase.WARMUP and tree.fields(self.states[-1], "nu"):
+            text = "params: come after the warm-up; where it freezes the second moment, theirs is 0 and they never move"
+            warnings.warn(text, stacklevel=2)
 
     def _prepare(self, group: dict[str, Any]) -> tuple[Tensor, Transform | None]:
         """Return a group's learning rate as a tensor and its transform; asks no other rank."""
-        wide = torch.float64 if any(p.dtype == torch.float64 for p in group["params"]) else torch.float32
-        lr = torch.as_tensor(group["lr"], dtype=wide).detach().clone()
-        if lr.ndim or not lr >= 0:
-            raise ValueError(f"lr: is {group['lr']}; allowed are numbers and 0-d tensors of at least 0")
+        lr = learning_rate(group)
         with self._binding:
             return lr, self.make(lr=lr, **hyper_parameters(group))
 
@@ -218,6 +218,8 @@ class Optimizer(torch.optim.Optimizer):
         with self._binding, named(self._wires):
             if early is None:
                 self._apply(self._advance(self._update(phase), phase, problem))
+            elif problem is not None:
+                raise problem
             else:
                 absent = [self.param_groups[g]["params"][i] for g, i in self._gradients.absent]
                 commit(early, self.states, absent)
@@ -302,9 +304,7 @@ class Optimizer(torch.optim.Optimizer):
         for i, (group, lr) in enumerate(zip(self.param_groups, self._lrs, strict=True)):
             before = self._hypers[i]
             try:
-                if group["lr"] is not lr:
-                    lr.fill_(float(group["lr"]))
-                    group["lr"] = lr
+                follow(group, lr)
                 hyper = {k: group[k] for k in before}  # schedulers add keys of their own
                 if not same(hyper, before):
                     self._hypers[i] = hyper

@@ -28,6 +28,10 @@ REFERENCES: dict[str, Kernel] = {
 _ARGUMENTS = {
     name: [a.split()[-1] for a in schema[1 : schema.rindex(") ->")].split(", ")] for name, schema in SCHEMAS.items()
 }
+_WRITTEN = {
+    name: [i for i, a in enumerate(schema[: schema.rindex(") ->")].split(", ")) if "!" in a]
+    for name, schema in SCHEMAS.items()
+}
 _FLOATING = ("x", "b", "params", "grads", "mu", "nu", "buffer", "sent", "scales", "error_scales")
 _INTEGERS = {
     "bits": (torch.uint8,),
@@ -101,6 +105,8 @@ def _define(library: torch.library.Library, name: str, schema: str) -> None:
         for cell in cells(name, device_of(args).type):
             found = cell.kernel(*args)
             if found is not NotImplemented:
+                for place in _WRITTEN[name]:  # so that autograd refuses a backward pass through what was overwritten
+                    torch.autograd.graph.increment_version(args[place])
                 return found
         return plain(*args)
 

@@ -84,6 +84,8 @@ def with_onebit_adam_in_place(
         lists = [tree.leaves(t) for t in (params, updates, moments.mu, moments.nu)]
         if layout == "fused" or axis_size(axis) == 1 or h.eps <= 0 or not has_kernel("onebit_adam_", lists):
             return False
+        if h.corrected and not moments.nu_weight > 0:  # nothing to divide by: the pure update skips the step
+            return False
         errors = zip(arrange(lists[0]), moments.sync.worker, moments.sync.server, strict=True)
         return all(encode_averages(codec, feedback, bucket.segments, e, d) is not None for bucket, e, d in errors)
 
@@ -127,6 +129,8 @@ def averaged(leaves: list[Tensor], axis: str | None) -> tuple[list[Tensor], bool
 def squares_are_finite(leaves: list[Tensor]) -> bool:
     """Return whether the square of every element is finite."""
     flat = [x.view(-1) for x in leaves if x.numel()]
+    if not flat:
+        return True
     if bool(torch.isfinite(torch.stack([torch.dot(x, x) for x in flat])).all()):
         return True  # a finite sum proves it; another one proves nothing
     return bool(torch.isfinite(torch.stack([x.abs().max().square() for x in flat])).all())

@@ -192,6 +192,10 @@ def refused() -> dict[str, str]:
     backward(model, 0)
     opt.param_groups[0]["lr"].mul_(0.5)
     found["lr"] = refusal(opt.step)
+    opt.zero_grad()
+    backward(model, 0)
+    opt.load_state_dict(opt.state_dict())
+    found["state"] = refusal(opt.step)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(model(torch.ones(1, 12)).sum()).backward()
     found["scaler"] = refusal(lambda: scaler.step(opt))
@@ -208,7 +212,8 @@ def refused() -> dict[str, str]:
     ("name", "text"),
     [
         ("clipped", "changed between backward and step, by clipping"),
-        ("lr", "param_groups: changed between backward and step"),
+        ("lr", "param_groups or state: changed between backward and step"),
+        ("state", "param_groups or state: changed between backward and step"),
         ("scaler", "scaler: scales the loss, but overlap does not know it"),
         ("parameters", "optimizer: parameter 0 of param group 0 is none of the model's"),
         ("max_norm", "optimizer: clips by max_norm"),

@@ -202,6 +202,34 @@ def test_a_learning_rate_that_is_none_is_refused_by_name(lr):
         fn.Optimizer(parameters(), fn.adamw, lr=lr)
 
 
+@pytest.mark.parametrize("fill", [False, True])
+def test_a_learning_rate_that_becomes_nan_is_refused_before_anything_moves(fill):
+    params = parameters()
+    opt = fn.Optimizer(params, fn.adamw, lr=0.1)
+    set_gradients(params, 0)
+    before = [p.detach().clone() for p in params]
+    if fill:
+        opt.param_groups[0]["lr"].fill_(float("nan"))
+    else:
+        opt.param_groups[0]["lr"] = float("nan")
+    with pytest.raises(ValueError, match="lr: is nan; allowed are finite numbers"):
+        opt.step()
+    assert all(torch.equal(a, p.detach()) for a, p in zip(before, params, strict=True))
+    assert opt.steps == 0
+    opt.param_groups[0]["lr"] = 0.1
+    opt.step()
+    assert opt.steps == 1
+
+
+def test_a_group_that_comes_after_the_freeze_is_warned_of():
+    first, late = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    opt = fn.Optimizer([first], partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_after(1))
+    first.grad = torch.ones(3)
+    opt.step()
+    with pytest.warns(UserWarning, match="params: come after the warm-up"):
+        opt.add_param_group({"params": [late]})
+
+
 # What surrounds a step.
 
 

@@ -175,3 +175,32 @@ def test_staging_writes_nothing():
     found.commit()
     assert not torch.equal(params[0], before[0])
     assert int(state.inner[1].step) == 1
+
+
+def test_autograd_refuses_to_go_back_through_params_that_a_step_overwrote():
+    w = torch.nn.Parameter(torch.ones(40))
+    opt = fn.Optimizer([w], fn.adamw, lr=0.1)
+    loss = (w * w).sum()
+    loss.backward(retain_graph=True)
+    opt.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_tensors_of_other_sizes_than_the_params_are_never_staged():
+    """A kernel sees addresses: it would write behind the end of the moments."""
+    p = torch.nn.Parameter(torch.ones(10))
+    opt = fn.Optimizer([p], fn.adamw)
+    p.data, p.grad = torch.ones(100_000), None
+    p.grad = torch.ones(100_000)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        opt.step()
+    assert torch.equal(p.detach(), torch.ones(100_000))
+
+
+def test_a_param_without_elements_takes_its_step():
+    p = torch.nn.Parameter(torch.ones(0))
+    opt = fn.Optimizer([p], fn.adamw)
+    p.grad = torch.ones(0)
+    opt.step()
+    assert (opt.steps, opt.skipped) == (1, 0)
