@@ -157,6 +157,7 @@ def rarely_agree(freeze_step: int) -> Callable[[int], fn.Phase]:
 RECIPES = {
     "adamw": Recipe(fn.adamw, never_freeze, "adamw"),
     "onebit_adam": Recipe(partial(fn.onebit_adam, bias_correction=True), fn.freeze_after, "adamw"),
+    "loco_adamw": Recipe(fn.loco_adamw, fn.freeze_after, "adamw"),
     "zero_one_adam": Recipe(fn.zero_one_adam, rarely_agree, "adamw"),
     "lamb": Recipe(fn.lamb, never_freeze, "lamb", lr=10.0, eps=100.0),
     "onebit_lamb": Recipe(partial(fn.onebit_lamb, factor_max=1.0), fn.freeze_after, "lamb", lr=10.0, eps=100.0),
