@@ -60,6 +60,15 @@ def check(name: str, args: Sequence[Any]) -> None:
         raise ValueError(f"width: is {named['width']}; allowed are 4 and 8")
     if "runs" in named:
         _check_lengths(named)
+    if name in ON_LISTS:
+        _check_lists({key: named[key] for key in ("mu", "nu", "params", "grads") if key in named})
+
+
+def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:
+    sizes = [t.numel() for t in lists["mu"]]
+    for key, tensors in lists.items():
+        if [t.numel() for t in tensors] != sizes:  # a kernel would go on behind an end
+            raise ValueError(f"{key}: has tensors of {[t.numel() for t in tensors]} elements, but mu of {sizes}")
 
 
 def _unlike(values: Sequence[Any], device: torch.device) -> list[Tensor]:

@@ -17,7 +17,7 @@ from fn.collectives.feedback import Feedback
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.transforms import layout as layouts
 from fn.transforms.finite import SkipState
-from fn.transforms.in_place import InPlace, Staged, has_kernel, swap
+from fn.transforms.in_place import InPlace, Staged, has_kernel, same_shapes, swap
 from fn.transforms.moments import AdamState, OnebitAdamState
 
 Tree = Any
@@ -50,7 +50,7 @@ def with_adam_in_place(tx: Transform, axis: AxisNames | None, h: Descent) -> Tra
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         moments: AdamState | OnebitAdamState = state.inner[1]
         lists = [tree.leaves(t) for t in (params, updates, moments.mu, moments.nu)]
-        return h.eps > 0 and has_kernel("adamw_", lists)
+        return h.eps > 0 and same_shapes(lists) and has_kernel("adamw_", lists)
 
     def stage(updates: Tree, state: SkipState, params: Tree) -> Staged:
         moments: AdamState | OnebitAdamState = state.inner[1]
@@ -84,7 +84,7 @@ def with_onebit_adam_in_place(
         lists = [tree.leaves(t) for t in (params, updates, moments.mu, moments.nu)]
         if layout == "fused" or axis_size(axis) == 1 or h.eps <= 0 or not has_kernel("onebit_adam_", lists):
             return False
-        if h.corrected and not moments.nu_weight > 0:  # nothing to divide by: the pure update skips the step
+        if not same_shapes(lists) or (h.corrected and not moments.nu_weight > 0):  # nothing to divide by: pure, skipped
             return False
         errors = zip(arrange(lists[0]), moments.sync.worker, moments.sync.server, strict=True)
         return all(encode_averages(codec, feedback, bucket.segments, e, d) is not None for bucket, e, d in errors)

@@ -69,17 +69,19 @@ def side_by_side(updates: Sequence[UpdateFn], pure: UpdateFn) -> UpdateFn:
 
 
 def has_kernel(op: str, lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether the table has a kernel for the whole step of these tensors: plain, contiguous, of one kind.
-
-    Args: lists: one per role, whose tensors have the same shapes; kernels see addresses, and would go on behind an end.
-    """
+    """Return whether the table has a kernel for the whole step of these tensors: plain, contiguous, of one kind."""
     tensors = [t for tensors in lists for t in tensors]
     if not tensors or not is_eager(*tensors):
         return False
     device, dtype = tensors[0].device, torch.float32
     alike = all(t.device == device and t.dtype == dtype and t.is_contiguous() for t in tensors)
-    fitting = all(a.shape == b.shape for other in lists[1:] for a, b in zip(lists[0], other, strict=True))
-    return alike and fitting and bool(cells(op, device.type))
+    return alike and bool(cells(op, device.type))
+
+
+def same_shapes(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether all lists hold tensors of the same shapes; kernels see addresses and would go on behind an end."""
+    first = [t.shape for t in lists[0]]
+    return all([t.shape for t in tensors] == first for tensors in lists[1:])
 
 
 def swap(old: Tensor, new: Tensor) -> None:

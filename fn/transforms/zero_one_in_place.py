@@ -11,7 +11,7 @@ from fn.base import Transform
 from fn.collectives.axis import AxisNames
 from fn.transforms.adam_in_place import Descent, averaged, squares_are_finite
 from fn.transforms.finite import SkipState
-from fn.transforms.in_place import InPlace, Staged, has_kernel
+from fn.transforms.in_place import InPlace, Staged, has_kernel, same_shapes
 from fn.transforms.zero_one import ZeroOneAdamState, largest
 
 Tree = Any
@@ -28,7 +28,7 @@ def with_zero_one_in_place(tx: Transform, axis: AxisNames, h: Descent) -> Transf
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         link: ZeroOneAdamState = state.inner[1]
         lists = [tree.leaves(t) for t in (params, updates, link.mu, link.nu, link.anchor)]
-        return h.eps > 0 and has_kernel("adamw_", lists)
+        return h.eps > 0 and same_shapes(lists) and has_kernel("adamw_", lists)
 
     def descend(link: ZeroOneAdamState, params: Tree, grads: list[torch.Tensor], *, frozen: bool) -> None:
         lists = [tree.leaves(params), grads, tree.leaves(link.mu), tree.leaves(link.nu)]

@@ -204,3 +204,9 @@ def test_a_param_without_elements_takes_its_step():
     p.grad = torch.ones(0)
     opt.step()
     assert (opt.steps, opt.skipped) == (1, 0)
+
+
+def test_a_kernel_refuses_lists_of_other_sizes():
+    few, many = torch.zeros(3), torch.zeros(5)
+    with pytest.raises(ValueError, match="grads: has tensors of"):
+        torch.ops.fn.adamw_([few], [many], [few], [few], 0.9, 0.99, 1e-8, 0.0, 0.1, 1.0, 1.0, False)
