@@ -41,8 +41,9 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
         if rules.gather is not None and len(masters) != len(inside.master):
             return False  # updates in codes are not the same as params in codes
         eager = is_eager(*leaves, *tree.leaves(updates)) and all(p.is_contiguous() for p in leaves)
-        lists = [tree.leaves(moments.mu), tree.leaves(moments.nu), masters]
-        return h.eps > 0 and eager and has_kernel("adamw_", lists)
+        lists = [tree.leaves(moments.mu), tree.leaves(moments.nu)]
+        known = has_kernel("adamw_", lists) and (not masters or has_kernel("adamw_", [masters]))
+        return h.eps > 0 and eager and known
 
     def stage(codes: bool, updates: Tree, state: SkipState, params: Tree) -> Staged:
         inside: ShardedState = state.inner
