@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,6 @@ from fn.adapters import checkpoint_files as files
 from fn.adapters import checkpoint_state as portable
 from fn.adapters.state_dict import SAVED_BY, flat_state, restore_flat
 from fn.collectives.peers import named
-from fn.errors import CheckpointDamaged
 
 if TYPE_CHECKING:
     from fn.adapters.torch_optim import Optimizer
@@ -112,40 +112,45 @@ def _write(folder: Path, state: dict[str, Tensor], steps: int, keep: int, group:
     rank, size = portable.world()
     with warnings.catch_warnings(), named({}):
         warnings.simplefilter("ignore")
-        name = [files.begin(folder, steps).name if rank == 0 else None]
-        if size > 1:
-            dist.broadcast_object_list(name, src=0, group=group)
-        writing = folder / str(name[0])
+        names = _all(lambda: files.begin(folder, steps).name if rank == 0 else "", size, group)
+        writing = folder / str(names[0])
         state_dict_saver.save(state, storage_writer=FileSystemWriter(writing), process_group=group)
-        files.seal(writing, rank, size, first=rank == 0)
-        if size > 1:
-            dist.barrier(group=group)
+        _all(lambda: files.seal(writing, rank, size, first=rank == 0), size, group)
         done = folder / writing.name.removeprefix(".writing-")
-        if rank == 0:
-            files.finish(folder, writing, keep)
-        if size > 1:
-            dist.barrier(group=group)
+        _all(lambda: files.finish(folder, writing, keep) if rank == 0 else None, size, group)
     logger.info("checkpoint of step %d is in %s", steps, done)
     return done
 
 
 def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Path, int]:
     """Return a checkpoint and its world size; each rank looks at a part of the files, and all hear of damage."""
-    problem: Exception | None = None
-    found, old = folder, 0
-    try:
+
+    def look() -> tuple[Path, int]:
         found = files.newest(folder) if name is None else folder / name
-        old = files.verify(found, range(rank, 1 << 16, size))
-    except (FileNotFoundError, CheckpointDamaged) as error:
-        problem = error
-    problems = [problem]
+        return found, files.verify(found, range(rank, 1 << 16, size))
+
+    each: list[tuple[Path, int]] = _all(look, size)
+    return each[rank]
+
+
+def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
+    """Do something on every rank and return what each found; raise on all ranks what one of them raised.
+
+    A disk that is full on one rank must not leave the others waiting.
+    """
+    mine: tuple[Any, Exception | None] = None, None
+    try:
+        mine = act(), None
+    except Exception as error:
+        mine = None, error
+    both = [mine]
     if size > 1:
-        problems = [None] * size
-        dist.all_gather_object(problems, problem)
-    for each in problems:
-        if each is not None:
-            raise each
-    return found, old
+        both = [(None, None)] * size
+        dist.all_gather_object(both, mine, group=group)
+    for _, problem in both:
+        if problem is not None:
+            raise problem
+    return [found for found, _ in both]
 
 
 def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> None:

@@ -380,6 +380,25 @@ def async_on_ranks(folder: str) -> tuple[bool, str]:
     return same(bits((params, opt.states)), before), text
 
 
+def saving_where_the_first_rank_cannot(folder: str) -> list[str]:
+    found = []
+    _, opt = make("zero_one")
+    for act, where in ((checkpoint.save, f"{folder}/file/inside"), (checkpoint.load, f"{folder}/none")):
+        try:
+            act(where, opt)
+        except OSError as error:
+            found.append(type(error).__name__)
+    return found
+
+
+def test_what_one_rank_cannot_write_or_read_all_ranks_refuse(tmp_path):
+    """The others would wait for a rank that is not coming until their time runs out."""
+    (tmp_path / "file").write_text("not a folder")
+    found = ranks.run(2, partial(saving_where_the_first_rank_cannot, str(tmp_path)))
+    assert found[0] == found[1]
+    assert len(found[0]) == 2
+
+
 def test_an_async_save_beside_the_training_of_two_ranks(tmp_path):
     for exact, text in ranks.run(2, async_on_ranks, str(tmp_path)):
         assert exact
