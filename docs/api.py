@@ -25,13 +25,14 @@ SECTIONS = (
 )
 """Headings, and the modules whose public names stand below them; the first that fits counts."""
 
-_ADAPTERS = ("checkpoint", "drift", "ddp", "fsdp", "deepspeed")
+_ADAPTERS = ("checkpoint", "drift", "metrics", "ddp", "fsdp", "deepspeed")
 MODULES = (
     "fn.kernels",
     "fn.adapters.ddp",
     "fn.adapters.fsdp",
     "fn.adapters.checkpoint",
     "fn.adapters.drift",
+    "fn.adapters.metrics",
     "fn.adapters.deepspeed",
 )
 """Modules that are used by their own name, in sections of their own."""

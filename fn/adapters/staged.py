@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.donate import donate
 from fn.base import UpdateFn
+from fn.collectives.observe import step_range
 from fn.transforms.in_place import InPlace, Staged
 
 Tree = Any
@@ -26,7 +27,8 @@ def staged(update: InPlace, otherwise: UpdateFn, allowed: Callable[[], bool]) ->
             return otherwise(grads, state, params)
         found = update.stage(grads, state, params)
         if found.ok:
-            found.commit()
+            with step_range("apply"):
+                found.commit()
         else:
             for skipped in tree.fields(state, "skipped"):
                 skipped.add_(1)
@@ -62,10 +64,27 @@ def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor]) -> N
             skipped.add_(1)
         return
     before = [(p, p.clone()) for p in still]
-    for step in steps:
-        step.commit()
+    with step_range("apply"):
+        for step in steps:
+            step.commit()
     for p, old in before:
         p.copy_(old)
+
+
+def apply(
+    groups: Sequence[Mapping[str, Any]], updates: Sequence[list[Tensor]] | None, still: Collection[tuple[int, int]]
+) -> None:
+    """Add the updates to the parameters of param groups; None: they moved already.
+
+    Args: still: (group, parameter) by index that are not to be moved.
+    """
+    if updates is None:
+        return
+    with step_range("apply"):
+        for g, (group, moves) in enumerate(zip(groups, updates, strict=True)):
+            for i, (p, u) in enumerate(zip(group["params"], moves, strict=True)):
+                if (g, i) not in still:
+                    move(p, u)
 
 
 def move(p: Tensor, update: Tensor) -> None:

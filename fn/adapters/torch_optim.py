@@ -17,7 +17,7 @@ from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.param_groups import as_list, follow, hyper_parameters, learning_rate, same
 from fn.adapters.rank_checks import check_accepted, check_listed, device_among, refuse_sharded
-from fn.adapters.staged import commit, move, stage, staged
+from fn.adapters.staged import apply, commit, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.agreement import describe
@@ -217,7 +217,8 @@ class Optimizer(torch.optim.Optimizer):
         early = None if self.ahead is None else self.ahead(phase)
         with self._binding, named(self._wires):
             if early is None:
-                self._apply(self._advance(self._update(phase), phase, problem))
+                moves = self._advance(self._update(phase), phase, problem)
+                apply(self.param_groups, moves, self._gradients.absent)
             elif problem is not None:
                 raise problem
             else:
@@ -287,14 +288,6 @@ class Optimizer(torch.optim.Optimizer):
                 for count, own in zip(self._skip_counts(), before, strict=True):
                     count.fill_(own)
         return again
-
-    def _apply(self, updates: tuple[list[Tensor], ...] | None) -> None:
-        if updates is None:
-            return
-        for g, (group, moves) in enumerate(zip(self.param_groups, updates, strict=True)):
-            for i, (p, u) in enumerate(zip(group["params"], moves, strict=True)):
-                if (g, i) not in self._gradients.absent:
-                    move(p, u)
 
     def _skip_counts(self) -> list[Tensor]:
         return tree.fields(self.states, "skipped")

@@ -27,6 +27,7 @@ from fn.collectives import primitives
 from fn.collectives.axis import axis_index, axis_size
 from fn.collectives.codec import Codec, Fused, Segments, mean_of_rows, segmented
 from fn.collectives.feedback import Feedback, Off
+from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
 
 Tree = Any
 
@@ -61,7 +62,8 @@ def reduce_scatter_wide(
     _check(x, error, size * codec.align, "x")
     payload, error = encode(_codec(codec, segments), feedback, x.view(size, -1), error)
     received = primitives.exchange(payload, axis)
-    shard = mean_of_rows(_own_codec(codec, segments, axis), received)
+    with step_range("decode"):
+        shard = mean_of_rows(_own_codec(codec, segments, axis), received)
     return (shard.float() if shard.element_size() < 4 else shard), error
 
 
@@ -78,9 +80,10 @@ def all_gather_shards(
     Raises: as `reduce_scatter_wide`.
     """
     _check(shard, error, codec.align, "shard")
-    payload, error = encode(_own_codec(codec, segments, axis), feedback, shard.view(1, -1), error)
+    own = _own_codec(codec, segments, axis)
+    payload, error = encode(own, feedback, shard.view(1, -1), error, worker=False)
     gathered = primitives.gather(payload, axis)
-    return _codec(codec, segments).decode(gathered).reshape(-1).to(shard.dtype), error
+    return _decode(_codec(codec, segments), gathered, shard.dtype), error
 
 
 def compressed_all_reduce(
@@ -116,7 +119,7 @@ def compressed_all_reduce(
     _check(shard[0], server, codec.align, "shard")
     payload, worker = encode(_codec(codec, segments), feedback, x.view(size, -1), worker, consume=consume)
     gathered, server = pass_on(payload, server, axis, codec, feedback, segments=segments)
-    return _codec(codec, segments).decode(gathered).reshape(-1).to(x.dtype), (worker, server)
+    return _decode(_codec(codec, segments), gathered, x.dtype), (worker, server)
 
 
 def pass_on(
@@ -131,7 +134,11 @@ def pass_on(
     fused = _fused(_own_codec(codec, segments, axis), feedback)
     if fused is None or fused.serve is None:
         raise TypeError("codec: has no kernel that serves; use reduce_scatter_mean and all_gather_shards")
-    payload, server = fused.serve(primitives.exchange(payload, axis), server)
+    received = primitives.exchange(payload, axis)
+    with step_range("serve"):
+        payload, server = fused.serve(received, server)
+    if observed():
+        observe_kept(fused.settle(server, 1))
     return primitives.gather(payload, axis), server
 
 
@@ -149,7 +156,20 @@ def encode_averages(
     like = torch.empty(shape, device="meta")
     if not fused.accepts(like, worker) or not fused.accepts(like[:1], server):
         return None
-    return partial(fused.averages, error=worker, rows=shape[0])
+    return partial(_averages, fused, _codec(codec, segments), error=worker, rows=shape[0])
+
+
+def _averages(
+    fused: Fused, codec: Codec, mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tree, rows: int
+) -> tuple[Tree, Tree]:
+    assert fused.averages is not None
+    with step_range("encode"):
+        payload, error = fused.averages(mu, grads, decay, error=error, rows=rows)
+    if observed():  # the whole difference is the error, so what was encoded is the sum of the two
+        kept, decoded = fused.settle(error, rows), codec.decode(payload).reshape(-1)
+        observe_kept(kept)
+        observe_loss(decoded.add_(kept), kept)
+    return payload, error
 
 
 def initial_errors(
@@ -194,12 +214,35 @@ def _plain(error: Tree, feedback: Feedback) -> Tree:
 
 
 def encode(
-    codec: Codec, feedback: Feedback, x: Tensor, error: Tree, *, consume: bool = False
+    codec: Codec, feedback: Feedback, x: Tensor, error: Tree, *, consume: bool = False, worker: bool = True
 ) -> tuple[Tree, Tree]:
     """Compensate x (R, n) with an error and encode it; return the payload and the next error.
 
-    The algebra below is what a kernel of the codec for this feedback must compute.
+    Args: consume: x is not needed any more. worker: x is what this rank has to say, not a mean that it passes on.
     """
+    if not observed() or codec.bits >= 32:
+        with step_range("encode"):
+            return _encode(codec, feedback, x, error, consume)
+    compensated = x.reshape(-1) + _settle(codec, feedback, error, x) if worker else x  # before x is consumed
+    with step_range("encode"):
+        payload, after = _encode(codec, feedback, x, error, consume)
+    if worker:
+        observe_loss(compensated, compensated - codec.decode(payload).reshape(-1))
+    if not isinstance(feedback.rule, Off):
+        observe_kept(_settle(codec, feedback, after, x))
+    return payload, after
+
+
+def _settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
+    """Return what an error would add to x (R, n) in the next step, as a vector (R * n,)."""
+    fused = _fused(codec, feedback)
+    if fused is not None and fused.accepts(x, error):
+        return fused.settle(error, x.shape[0])
+    return feedback.compensate(torch.zeros_like(x).reshape(-1), error)
+
+
+def _encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree, consume: bool) -> tuple[Tree, Tree]:
+    """Do what `encode` says. The algebra below is what a kernel of the codec for this feedback must compute."""
     fused = _fused(codec, feedback)
     if fused is not None and fused.accepts(x, error):
         return (fused.encode_over if consume and fused.encode_over else fused.encode)(x, error)
@@ -208,6 +251,11 @@ def encode(
     if isinstance(feedback.rule, Off):  # nothing is kept, so nothing needs decoding
         return payload, ()
     return payload, feedback.residual(compensated, codec.decode(payload).reshape(-1), error)
+
+
+def _decode(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
+    with step_range("decode"):
+        return codec.decode(payload).reshape(-1).to(dtype)
 
 
 _SCALE_DTYPES = (torch.float32, torch.float64)  # a shard in another dtype is rounded between the halves

@@ -46,7 +46,8 @@ class Ledger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _open.ledgers = _open.ledgers[:-1]
+        last = len(_open.ledgers) - 1 - _open.ledgers[::-1].index(self)  # another may have been entered since
+        _open.ledgers = _open.ledgers[:last] + _open.ledgers[last + 1 :]
 
     def __repr__(self) -> str:
         lines = [f"  {axis} {name}: {count:,} bytes" for (axis, name), count in self.sent.items()]

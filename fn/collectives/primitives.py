@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives.ledger import is_open, record
+from fn.collectives.observe import step_range
 from fn.collectives.peers import is_loss, peer_lost
 from fn.collectives.receives_first import exchange_rows, wants_receives_first
 from fn.collectives.transports import carry, registered
@@ -108,7 +109,8 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
         return psum(x, axis)
     # Sums of half precision numbers overflow where their mean does not.
     parts = tree.map(lambda leaf: leaf / size if leaf.element_size() < 4 else leaf, x)
-    total = psum(parts, axis)
+    with step_range("average"):
+        total = psum(parts, axis)
 
     def divide(leaf: Tensor) -> Tensor:
         return leaf if leaf.element_size() < 4 else torch.div(leaf, size, out=pooled(leaf).get("out"))
@@ -119,13 +121,17 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
 def exchange(payload: Tree, axis: str) -> Tree:
     """Exchange the rows of a payload, as `all_to_all`, in one uint8 message."""
     message, unpack = _as_message(payload)
-    return unpack(all_to_all(message, axis))
+    with step_range("exchange"):
+        received = all_to_all(message, axis)
+    return unpack(received)
 
 
 def gather(payload: Tree, axis: str) -> Tree:
     """Gather payloads of one row from every rank, as `all_gather`, in one uint8 message: W rows."""
     message, unpack = _as_message(payload)
-    return unpack(all_gather(message, axis).flatten(0, 1))
+    with step_range("gather"):
+        gathered = all_gather(message, axis)
+    return unpack(gathered.flatten(0, 1))
 
 
 def _as_message(payload: Tree) -> tuple[Tensor, Callable[[Tensor], Tree]]:

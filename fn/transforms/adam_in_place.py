@@ -15,6 +15,7 @@ from fn.collectives.codec import Codec
 from fn.collectives.compressed import ErrorFeedbackState, encode_averages, pass_on
 from fn.collectives.feedback import Feedback
 from fn.collectives.hierarchy import Codecs, Feedbacks
+from fn.collectives.observe import step_range
 from fn.transforms import layout as layouts
 from fn.transforms.finite import SkipState
 from fn.transforms.in_place import InPlace, Staged, has_kernel, same_shapes, swap
@@ -107,7 +108,9 @@ def with_onebit_adam_in_place(
             for bucket, gathered in found:
                 lists = [[t[i] for i in bucket.places] for t in (leaves, mu, nu)]
                 place = bucket.segments.valid, bucket.segments.runs
-                torch.ops.fn.onebit_adam_(*lists, gathered.bits, gathered.scales, *place, *h.tail(moments), keep_zeros)
+                codes = gathered.bits, gathered.scales
+                with step_range("decode and apply"):
+                    torch.ops.fn.onebit_adam_(*lists, *codes, *place, *h.tail(moments), keep_zeros)
             after = ErrorFeedbackState(*(tuple(half) for half in zip(*errors, strict=True)))
             for old, new in zip(tree.leaves(moments.sync), tree.leaves(after), strict=True):
                 swap(old, new)

@@ -1,0 +1,127 @@
+"""What goes on inside a step, for those who look: ranges by name, and what encoding loses.
+
+While a profiler records, or an `Observer` is open in the thread, `step_range` marks the steps of the algorithm in
+eager mode. Under `torch.compile`, other tracing and functorch's transforms it does nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+RANGES = ("encode", "exchange", "serve", "gather", "decode", "average", "apply", "decode and apply")
+"""What the ranges are called; a profiler shows them as "fn: encode" and so on."""
+
+
+class Observer:
+    """Seconds by range, and sums of squares of what was encoded, lost and kept.
+
+    seconds: {name: host time}. encoded, lost: of workers' compensated vectors c, and of c - D(Q(c)); codecs that send
+    every bit are left out. kept: of the errors after the step. Those are None until something was measured.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.encoded: float | None = None
+        self.lost: float | None = None
+        self.kept: float | None = None
+
+    def start(self) -> Observer:
+        """Observe what this thread does from now on."""
+        _open.observers = (*_open.observers, self)
+        return self
+
+    def stop(self) -> None:
+        """Observe no longer."""
+        _open.observers = tuple(each for each in _open.observers if each is not self)
+
+    def time_in(self, *names: str) -> float | None:
+        """Return the seconds in these ranges together; None if none was entered."""
+        found = [self.seconds[name] for name in names if name in self.seconds]
+        return sum(found) if found else None
+
+    def compression_error(self) -> float | None:
+        """Return the norm of what was lost relative to that of what was encoded; 0 where both are 0."""
+        if self.lost is None or self.encoded is None:
+            return None
+        return math.sqrt(self.lost / self.encoded) if self.encoded else math.sqrt(self.lost)
+
+    def error_norm(self) -> float | None:
+        """Return the norm of all errors that were kept."""
+        return None if self.kept is None else math.sqrt(self.kept)
+
+
+class _Open(threading.local):
+    def __init__(self) -> None:
+        self.observers: tuple[Observer, ...] = ()
+
+
+_open = _Open()
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def observed() -> bool:
+    """Tell whether an observer is open in this thread and the code runs eagerly."""
+    return not torch.compiler.is_compiling() and bool(_open.observers) and not _transformed()
+
+
+def observe_loss(compensated: Tensor, lost: Tensor) -> None:
+    """Enter into the observers what a worker encoded, and what of it the codes do not say."""
+    encoded, missed = _squares(compensated), _squares(lost)
+    for each in _open.observers:
+        each.encoded, each.lost = (each.encoded or 0.0) + encoded, (each.lost or 0.0) + missed
+
+
+def observe_kept(error: Tensor) -> None:
+    """Enter into the observers a plain error that was kept."""
+    kept = _squares(error)
+    for each in _open.observers:
+        each.kept = (each.kept or 0.0) + kept
+
+
+def step_range(name: str) -> AbstractContextManager[None]:
+    """Return a context that names what it spans to the profiler and the observers. Args: name: one of `RANGES`."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if not (profiler._is_profiler_enabled or _open.observers) or _transformed():
+        return _NOTHING
+    return _Range(name)
+
+
+class _Range:
+    def __init__(self, name: str):
+        self._name = name
+        self._record = profiler.record_function(f"fn: {name}")
+
+    def __enter__(self) -> None:
+        self._record.__enter__()
+        self._begin = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        spent = time.perf_counter() - self._begin
+        self._record.__exit__(kind, error, trace)
+        for each in _open.observers:
+            each.seconds[self._name] = each.seconds.get(self._name, 0.0) + spent
+
+
+def _transformed() -> bool:
+    """Tell whether functorch or a tracer would see what is done."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or get_proxy_mode() is not None
+
+
+def _squares(x: Tensor) -> float:
+    """Return the sum of squares: in the precision of x where that does not overflow, several times as fast."""
+    flat = x.detach().reshape(-1)
+    flat = flat.float() if flat.element_size() < 4 else flat
+    total = float(torch.dot(flat, flat))
+    return total if math.isfinite(total) else float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2
