@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ddp_cases
 import pytest
 import ranks
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
+from fn.adapters.ddp import overlap
 from fn.adapters.metrics import StepMetrics, watch
 from fn.collectives import transports
 from fn.collectives.axis import Axis, Binding
@@ -214,3 +216,24 @@ def test_the_tensorboard_example_writes_every_measure(tmp_path: Path) -> None:
         assert [e.step for e in events.Scalars("step/compression_error")] == [10, 15]
         sent = [e.value for e in events.Scalars("step/bytes")]
         assert sent[0] == sent[1] > 8 * sent[2] > 0
+
+
+def overlapped() -> list[StepMetrics]:
+    model = ddp_cases.wrapped()
+    opt = ddp_cases.build(model)
+    overlap(model, opt, least_wire_seconds=0.0)
+    found: list[StepMetrics] = []
+    watch(opt, found.append)
+    for step in range(5):
+        opt.zero_grad()
+        model(ddp_cases.batch(step)).square().mean().backward()
+        opt.step()
+    return found
+
+
+def test_what_happens_behind_the_backward_pass_is_not_made_up() -> None:
+    for found in ranks.run(2, overlapped):
+        assert [m.step for m in found] == [0, 1, 2, 3, 4]
+        assert {(m.bytes, m.compression_error, m.error_norm, m.encode_seconds, m.wire_seconds) for m in found} == {
+            (None,) * 5
+        }
