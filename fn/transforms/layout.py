@@ -110,6 +110,8 @@ def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
 def _adjoin(tensors: Sequence[Tensor]) -> bool:
     storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
     for t in tensors:
+        if t.shape[0] > 1 and t.stride(0) != 1:
+            return False
         if t.shape[0] and (t.storage_offset() != end or t.untyped_storage()._cdata != storage):
             return False
         end += t.shape[0]
