@@ -31,14 +31,18 @@ BROKEN = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
 
 class Interrupt(TorchDispatchMode):
-    """Count the exchanges of torch.distributed inside, and call `act` before number `at`."""
+    """Count the exchanges of torch.distributed inside, and call `act` before number `at`.
+
+    An exchange of single messages begins with a receive; its sends are not counted, for they belong to it.
+    """
 
     def __init__(self, at: int | None = None, act: Any = None, waits: bool = False):
         super().__init__()
         self.at, self.act, self.waits, self.seen = at, act, waits, 0
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        if "c10d" in op.namespace and (self.waits or "wait" not in str(op)):
+        begins = "c10d" in op.namespace and "c10d.send" not in str(op)
+        if begins and (self.waits or "wait" not in str(op)):
             if self.seen == self.at:
                 self.act()
             self.seen += 1

@@ -34,12 +34,20 @@ def learning_rate(group: Mapping[str, Any]) -> Tensor:
 def follow(group: dict[str, Any], lr: Tensor) -> None:
     """Take over what was written into a group as its learning rate; `lr` is then the group's again.
 
-    Raises: ValueError if it is NaN or Inf, before anything is written: a step in place would carry it into the params.
+    Raises: ValueError if it is no number, NaN or Inf, before anything is written: a step in place would carry it into
+        the params.
     """
-    if lr.device.type == "cpu" and not math.isfinite(group["lr"]):
-        raise ValueError(f"lr: is {float(group['lr'])}; allowed are finite numbers")
-    if group["lr"] is not lr:
-        lr.fill_(float(group["lr"]))
+    given = group["lr"]
+    if given is lr and lr.device.type != "cpu":  # nobody waits for a device here
+        return
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError(f"lr: is {given}; allowed are finite numbers and 0-d tensors")
+    if given is not lr:
+        lr.fill_(number)
         group["lr"] = lr
 
 
