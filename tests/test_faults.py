@@ -37,6 +37,7 @@ def torchrun(folder: Path, how: str) -> tuple[list[torch.Tensor], str]:
     return torch.load(folder / "weights.pt"), run.stdout
 
 
+@pytest.mark.reliability  # gloo sometimes fails to connect the restarted ranks, in all attempts that torchrun makes
 def test_a_rank_killed_under_torchrun_resumes_and_ends_with_the_weights_of_an_undisturbed_run(tmp_path):
     calm, _ = torchrun(tmp_path / "calm", "calm")
     found, text = torchrun(tmp_path / "killed", "kill")
