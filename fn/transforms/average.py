@@ -122,7 +122,7 @@ def compressed_average(
         worker, server = [], []
         for bucket, e, d in zip(arrange(leaves), state.worker, state.server, strict=True):
             x, segments = layouts.join(leaves, bucket), bucket.segments
-            joined = len(bucket.places) > 1  # else x may be the caller's
+            joined = len(bucket.places) > 1 and not bucket.fused  # else x may be the caller's memory
             y, (e, d) = compressed_all_reduce(x, (e, d), axis, codec, feedback, segments=segments, consume=joined)
             found.update(zip(bucket.places, layouts.part(y, bucket), strict=True))
             worker.append(e)

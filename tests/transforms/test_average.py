@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 import fn
 from fn import Phase, tree
+from fn.collectives import transports
+from fn.collectives.axis import Axis, Binding
 
 SHAPES = {"matrix": (5, 7), "vector": (9,), "scalar": (), "empty": (0, 3), "cube": (2, 3, 4)}
 PHASES = [Phase.WARMUP, Phase.COMPRESSED, Phase.LOCAL]
@@ -228,3 +230,20 @@ def test_a_state_of_another_world_size_is_refused_not_reinterpreted():
 def test_params_that_are_no_real_numbers_are_refused_at_init_by_name(leaf):
     with pytest.raises(TypeError, match=r"params: leaf 'w'"):
         fn.compressed_average("data", fn.sign()).init({"w": leaf})
+
+
+def echo():
+    """Two ranks, of which the other one says whatever this one says; tensors are plain, as on real ranks."""
+    pair = transports.Transport(lambda x: x.clone(), lambda x: x.expand(2, *x.shape).clone(), lambda x: 2 * x)
+    return Binding({"data": Axis(2, torch.tensor(0), transports.register("echo", pair))})
+
+
+@pytest.mark.parametrize("layout", ["flat", "per_tensor", "fused"])
+def test_updates_that_lie_end_to_end_are_not_written_over(layout):
+    flat = torch.randn(32)
+    updates = [flat[:16], flat[16:]]
+    before = flat.clone()
+    with echo():
+        tx = fn.compressed_average("data", fn.sign(), layout=layout)
+        tx.compressed_update(updates, tx.init(updates), updates)
+    assert torch.equal(flat, before)
