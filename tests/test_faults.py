@@ -31,13 +31,12 @@ def torchrun(folder: Path, how: str) -> tuple[list[torch.Tensor], str]:
     folder.mkdir()
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
     command = [sys.executable, *launch, "--monitor-interval", "0.2", "tests/scripts/restarted.py", str(folder), how]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, env=env)
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, env=env)
     assert run.returncode == 0, run.stderr[-3000:]
     return torch.load(folder / "weights.pt"), run.stdout
 
 
-@pytest.mark.reliability  # gloo sometimes fails to connect the restarted ranks, in all attempts that torchrun makes
 def test_a_rank_killed_under_torchrun_resumes_and_ends_with_the_weights_of_an_undisturbed_run(tmp_path):
     calm, _ = torchrun(tmp_path / "calm", "calm")
     found, text = torchrun(tmp_path / "killed", "kill")

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fn
 from fn import Phase, tree
+from fn.collectives import peers
 
 SHAPES = [(6, 5), (7,), (), (0,), (300, 1000)]  # the last one is large enough for kernels and buffers of their own
 BY_NAME = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
@@ -50,6 +51,7 @@ class Interrupt(TorchDispatchMode):
 
 
 def fail() -> None:
+    peers.hang_up = lambda transport: None  # the failure is made up, and the connections are to be used again
     raise RuntimeError(BROKEN)
 
 
@@ -141,7 +143,7 @@ def test_a_step_that_fails_before_any_of_its_exchanges_moves_nothing_and_can_be_
 def struck(name: str, phase: Phase, groups: int, event: int, how: int) -> tuple[str, float, bool, tuple[int, ...], str]:
     """Send a signal to rank 1 at an event, the start of or the wait for an exchange, of a step of a phase.
 
-    If a step has fewer events, at the last one.
+    If a step has fewer events, at the last one. The others catch what they get and stay.
     """
     asked = phases_until(phase)
     params, opt = build(name, groups, asked.__getitem__)
@@ -159,8 +161,18 @@ def struck(name: str, phase: Phase, groups: int, event: int, how: int) -> tuple[
             opt.step()
     except Exception as error:
         waited, lost = time.monotonic() - began, getattr(error, "lost", ())
+        stay()
         return type(error).__name__, waited, same(bits((params, opt.states)), before), lost, str(error)
     return "nothing", time.monotonic() - began, False, (), ""
+
+
+def stay(seconds: float = 10.0) -> None:
+    """Return when all ranks but one are here, or after some time."""
+    store, until, here = dist.group.WORLD.get_group_store(), time.monotonic() + seconds, 0
+    store.set(f"stays {dist.get_rank()}", "")
+    while here < dist.get_world_size() - 1 and time.monotonic() < until:
+        time.sleep(0.01)
+        here = sum(store.check([f"stays {rank}"]) for rank in range(dist.get_world_size()))
 
 
 def check(outcomes: list[Any], limit: float) -> None:
@@ -174,6 +186,7 @@ def check(outcomes: list[Any], limit: float) -> None:
             assert "resume from the last checkpoint" in text
             assert unchanged
             assert waited <= limit
+            print(f"rank {rank}: {waited:.2f} s")
 
 
 def spoken(optimizer, phase) -> int:
@@ -209,6 +222,33 @@ def test_so_it_is_in_every_exchange_of_every_phase_of_every_optimizer(case):
     outcomes = ranks.outcomes(4, struck, *case, signal.SIGKILL, timeout=60)
     assert outcomes[1] == ranks.Died(-signal.SIGKILL)
     check(outcomes, 2.0)
+
+
+def struck_on_a_grid() -> tuple[str, float, bool]:
+    """Kill rank 1 before it speaks in a step over two axes; ranks 2 and 3 then wait for rank 0, which stays."""
+    params = [torch.nn.Parameter(torch.ones(300))]
+    with fn.bind(init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))):
+        opt = fn.Optimizer(params, partial(fn.onebit_adam, axis=("local", "node")), lr=0.01)
+    params[0].grad = torch.full((300,), 1.0 + dist.get_rank())
+    opt.step()
+    before, began = bits((params, opt.states)), time.monotonic()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        opt.step()
+    except fn.PeerLost:
+        waited = time.monotonic() - began
+        stay()
+        return "PeerLost", waited, same(bits((params, opt.states)), before)
+    return "nothing", 0.0, False
+
+
+def test_a_loss_on_one_axis_is_noticed_by_those_who_wait_on_another_one():
+    found = ranks.outcomes(4, struck_on_a_grid, timeout=60)
+    assert found[1] == ranks.Died(-signal.SIGKILL)
+    for kind, waited, unchanged in (found[0], *found[2:]):
+        assert (kind, unchanged) == ("PeerLost", True)
+        assert waited <= 2.0
 
 
 def test_a_rank_that_stops_is_named_a_second_after_the_timeout_at_the_latest():

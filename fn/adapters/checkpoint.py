@@ -12,8 +12,9 @@ the undelivered mean is kept, (1 / W) sum of the worker errors + the server erro
 from __future__ import annotations
 
 import logging
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from fn import tree
 from fn.adapters import checkpoint_files as files
 from fn.adapters import checkpoint_state as portable
 from fn.adapters.state_dict import SAVED_BY, flat_state, restore_flat
-from fn.collectives.peers import named
+from fn.collectives.peers import named, remember
 
 if TYPE_CHECKING:
     from fn.adapters.torch_optim import Optimizer
@@ -54,9 +55,8 @@ def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: 
     Returns: the folder of this checkpoint.
     Raises: ValueError if the optimizer's axes are not all ranks; `PeerLost` if a rank ends.
     """
-    if keep < 1:
-        raise ValueError(f"keep: is {keep}; allowed is at least 1")
-    return _write(Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group)
+    _check_save(keep)
+    return _write(Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group, optimizer._wires)
 
 
 def save_async(
@@ -71,9 +71,9 @@ def save_async(
     """
     if portable.world()[1] > 1 and group is None:
         raise ValueError('group: is None; allowed is a group of its own, dist.new_group(backend="gloo")')
-    if keep < 1:
-        raise ValueError(f"keep: is {keep}; allowed is at least 1")
-    return _writer.submit(_write, Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group)
+    _check_save(keep)
+    wires = {} if group is None else {"checkpoint": remember(group)}
+    return _writer.submit(_write, Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group, wires)
 
 
 def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: str | None = None) -> Tree:
@@ -88,14 +88,15 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
         was saved; ValueError if it is of another optimizer. Nothing is loaded then.
     """
     rank, size = portable.world()
-    found, old = _verified(Path(folder), name, rank, size)
+    with named(optimizer._wires):
+        found, old = _verified(Path(folder), name, rank, size)
     reader = FileSystemReader(found)
     known: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     forms = {k: (m.size, m.properties.dtype) for k, m in known.items()}
     own = portable.own_rows(optimizer)
     _check_keys(optimizer, extra, forms)
     filled = portable.to_fill(own, forms)
-    with warnings.catch_warnings(), named({}):
+    with warnings.catch_warnings(), named(optimizer._wires):
         warnings.simplefilter("ignore")  # that a process is alone is no surprise here
         state_dict_loader.load(filled, storage_reader=reader)
     read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()}
@@ -108,9 +109,23 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     return None if extra is None else _extra(extra, state)
 
 
-def _write(folder: Path, state: dict[str, Tensor], steps: int, keep: int, group: Group) -> Path:
+def _check_save(keep: int) -> None:
+    if keep < 1:
+        raise ValueError(f"keep: is {keep}; allowed is at least 1")
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and portable.world()[0] == 0:
+        text = (
+            "torchrun keeps its key-value store over a restart, in which ranks may find the addresses of the last "
+            "start and wait for them; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+        )
+        warnings.warn(text, stacklevel=3)
+
+
+def _write(
+    folder: Path, state: dict[str, Tensor], steps: int, keep: int, group: Group, wires: Mapping[str, str]
+) -> Path:
     rank, size = portable.world()
-    with warnings.catch_warnings(), named({}):
+    with warnings.catch_warnings(), named(wires):
         warnings.simplefilter("ignore")
         names = _all(lambda: files.begin(folder, steps).name if rank == 0 else "", size, group)
         writing = folder / str(names[0])

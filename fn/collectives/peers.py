@@ -1,12 +1,14 @@
-"""What to say when an exchange fails: which ranks are gone, found by a roll call in the group's store.
+"""What to do when an exchange fails: let the others know, and find out which ranks are gone.
 
-A backend says that a connection was closed, or that time ran out, but not whose. The ranks that are left write
-themselves down in the key-value store through which the group met and look who else did. This is no collective:
-nobody waits for anybody longer than `PATIENCE`.
+A loss is noticed by the ranks that were to hear from the one that is gone. Others wait for these, who will not send
+any more: so they close their connections, and everybody notices. A backend says that a connection was closed, or that
+time ran out, but not whose. The ranks that are left write themselves down in the key-value store through which the
+group met and look who else did. This is no collective: nobody waits for anybody longer than `PATIENCE`.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import threading
 import time
@@ -16,12 +18,16 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 import torch.distributed as dist
 
 from fn.errors import PeerLost
 
 PATIENCE = 0.5
 """Seconds that a roll call takes at most."""
+
+TAG = 0x666F
+"""Of a message that nobody sends."""
 
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
 _calls: dict[str, int] = {}  # group -> roll calls so far, so that an old answer does not count
@@ -47,6 +53,7 @@ def is_loss(error: BaseException) -> bool:
 def peer_lost(error: BaseException, collective: str, axis: str | None, transport: str) -> PeerLost:
     """Return what to raise for a failed collective: who is gone, where it was noticed, and what to do."""
     group = _groups.get(transport)
+    hang_up(transport)
     lost = call_roll(group) if group is not None else ()
     rank = group.rank() if group is not None else None
     where = f" of axis {axis!r}" if axis is not None else ""
@@ -63,15 +70,44 @@ def peer_lost(error: BaseException, collective: str, axis: str | None, transport
 def named(wires: Mapping[str, str]) -> Iterator[None]:
     """Raise `PeerLost` for a loss inside that no collective has named: those of compiled graphs.
 
+    After a loss on one of the axes this rank is not heard of on the others either.
+
     Args: wires: axis -> transport, the first of which is named.
     """
     try:
         yield
     except RuntimeError as error:
-        if not is_loss(error):
+        if not is_loss(error) and not isinstance(error, PeerLost):
+            raise
+        for transport in wires.values():
+            hang_up(transport)
+        if isinstance(error, PeerLost):
             raise
         axis = next(iter(wires), None)
         raise peer_lost(error, "a step", axis, "" if axis is None else wires[axis]) from error
+
+
+def hang_up(transport: str) -> None:
+    """Close this rank's connections of a gloo group, so that whoever waits for this rank notices.
+
+    gloo has no call for that, but a receive whose time runs out closes all connections of its group.
+    """
+    group = _groups.get(transport)
+    for peer in range(group.size()) if group is not None and _is_gloo(group) else ():
+        try:
+            work = None if peer == group.rank() else dist.irecv(torch.empty(1), group=group, group_src=peer, tag=TAG)
+            if work is not None:
+                work.wait(datetime.timedelta(milliseconds=1))
+        except RuntimeError as error:  # of a connection that is broken already, or, once, of the time
+            if "Timed out" in str(error):
+                return
+
+
+def _is_gloo(group: Any) -> bool:
+    try:
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except RuntimeError:  # it has none for the CPU
+        return False
 
 
 def call_roll(group: dist.ProcessGroup) -> tuple[int, ...]:
@@ -92,9 +128,9 @@ def _ask(group: Any, number: int, missing: list[int]) -> None:
     until = time.monotonic() + PATIENCE
     try:
         store, silent = group.get_group_store(), set(range(group.size()))
-        store.set(f"fn/roll call {number}/{group.rank()}", "here")
+        store.set(f"fn/roll call {number}/{group.rank()}", _process())
         while True:
-            silent = {rank for rank in silent if not store.check([f"fn/roll call {number}/{rank}"])}
+            silent = {rank for rank in silent if not _has_answered(store, number, rank)}
             here = {rank: _is_alive_here(store, rank) for rank in silent}
             if all(alive is False for alive in here.values()) or time.monotonic() > until:
                 break
@@ -104,9 +140,21 @@ def _ask(group: Any, number: int, missing: list[int]) -> None:
     missing.extend(sorted(rank for rank in silent if not here[rank]))
 
 
+def _has_answered(store: Any, number: int, rank: int) -> bool:
+    """Return whether a rank is in the roll: its process of today, for torchrun keeps the store over a restart."""
+    answer, process = f"fn/roll call {number}/{rank}", f"fn/process of rank/{rank}"
+    if not store.check([answer]):
+        return False
+    return not store.check([process]) or bool(store.get(answer) == store.get(process))
+
+
 def _write_down(group: Any) -> None:
     with suppress(AttributeError, RuntimeError):
-        group.get_group_store().set(f"fn/process of rank/{group.rank()}", f"{_here()} {os.getpid()}")
+        group.get_group_store().set(f"fn/process of rank/{group.rank()}", _process())
+
+
+def _process() -> str:
+    return f"{_here()} {os.getpid()}"
 
 
 def _here() -> str:

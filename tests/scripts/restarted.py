@@ -1,8 +1,12 @@
-"""What torchrun runs and restarts: train, save every other step, and on the first attempt let rank 1 be killed."""
+"""What torchrun runs and restarts: train, save every other step, and on the first attempt let rank 1 be killed.
+
+The second time rank 0 comes late: in a store that is left from the first time the others would find its old address.
+"""
 
 import os
 import signal
 import sys
+import time
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +18,9 @@ import fn
 from fn.adapters import checkpoint
 
 folder, kill = Path(sys.argv[1]), sys.argv[2] == "kill"
+first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 torch.set_num_threads(1)
+time.sleep(1.0 if os.environ["RANK"] == "0" and not first else 0.0)
 dist.init_process_group("gloo")
 params = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, n)) for n in (300, 7)]
 with fn.bind(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))):
@@ -26,7 +32,7 @@ while opt.steps < 12:
     generator = torch.Generator().manual_seed(1000 * opt.steps + dist.get_rank())
     for p in params:
         p.grad = torch.randn(p.shape, generator=generator)
-    if kill and opt.steps == 9 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if kill and opt.steps == 9 and dist.get_rank() == 1 and first:
         os.kill(os.getpid(), signal.SIGKILL)
     opt.step()
     if opt.steps % 2 == 0:
