@@ -93,9 +93,11 @@ def hang_up(transport: str) -> None:
     gloo has no call for that, but a receive whose time runs out closes all connections of its group.
     """
     group = _groups.get(transport)
-    for peer in range(group.size()) if group is not None and _is_gloo(group) else ():
+    if group is None or not _is_gloo(group):
+        return
+    for peer in set(range(group.size())) - {group.rank()}:
         try:
-            work = None if peer == group.rank() else dist.irecv(torch.empty(1), group=group, group_src=peer, tag=TAG)
+            work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=TAG)
             if work is not None:
                 work.wait(datetime.timedelta(milliseconds=1))
         except RuntimeError as error:  # of a connection that is broken already, or, once, of the time
