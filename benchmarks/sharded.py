@@ -2,10 +2,12 @@
 
     python benchmarks/sharded.py --json sharded.json
 
-Every rank has one thread. Each round times, interleaved: the whole sharded step; its communication alone, that is, the
-shard of the mean gradient and the gathered params, written where they belong; AdamW on one rank over all elements,
-without any exchange; and LoCo, with gradients in 4 bits. Memory is what torch allocates on the CPU in a step, by its
-profiler; blocks of the pool are not allocations.
+Every rank has one thread. Each round times, interleaved: the whole sharded step; its messages alone, that is, the same
+bytes between the same ranks, from the memory of the gradient and into that of the params, nothing added or copied; the
+public collectives, that is, the shard of the mean gradient and the gathered params, written where they belong; AdamW on
+one rank over all elements, without any exchange; and LoCo, with gradients in 4 bits. With several tensors the gradients
+are either apart, or views of one buffer (`flatten_parameters`) with the layout "fused". Memory is what torch allocates
+on the CPU in a step, by its profiler; blocks of the pool are not allocations.
 """
 
 from __future__ import annotations
@@ -24,20 +26,39 @@ from measure import interleaved, machine, write
 from torch.profiler import ProfilerActivity, profile
 
 import fn
+from fn.collectives.rows import fill_rows, swap_rows
 
 Step = Callable[[], Any]
 
 
-def optimizer(make: Callable[..., fn.Transform], n: int, rank: int, phase: fn.Phase) -> Step:
-    """Return the step of a transform over one flat parameter with a gradient of the rank's own."""
-    p = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(0)))
-    p.grad = torch.randn(n, generator=torch.Generator().manual_seed(1 + rank))
-    return fn.Optimizer([p], make, schedule=lambda step: phase, lr=1e-4).step
+def optimizer(make: Callable[..., fn.Transform], sizes: list[int], rank: int, phase: fn.Phase, flat: bool) -> Step:
+    """Return the step of a transform over parameters with gradients of the rank's own. flat: they are views."""
+    params = []
+    for i, n in enumerate(sizes):
+        p = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(i)))
+        p.grad = torch.randn(n, generator=torch.Generator().manual_seed(1 + rank + 8 * i))
+        params.append(p)
+    if flat:
+        fn.flatten_parameters(params, None, gradients=True)
+    return fn.Optimizer(params, make, schedule=lambda step: phase, lr=1e-4).step
+
+
+def messages(n: int, ranks: int, binding: Any) -> Step:
+    """Return what an exact step must send, and nothing else."""
+    gradient, params = torch.randn(ranks, -(-n // ranks)), torch.randn(ranks, -(-n // ranks))
+
+    def run() -> None:
+        with binding:
+            swap_rows(gradient.unbind(0), "data")
+            fill_rows(params, "data")
+
+    return run
 
 
 def exchange(n: int, ranks: int, binding: Any) -> Step:
     """Return what an exact step communicates, and nothing else: the shard of the mean, and the gathered params."""
-    gradient, params, none = torch.randn(n), torch.randn(n), fn.off()
+    whole = -(-n // ranks) * ranks
+    gradient, params, none = torch.randn(whole), torch.randn(whole), fn.off()
 
     def run() -> None:
         with binding:
@@ -60,15 +81,18 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> 
     """Time all contenders in turns, on one rank."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    n, ranks = arguments.parameters, arguments.ranks
+    n, ranks, tensors = arguments.parameters, arguments.ranks, arguments.tensors
+    sizes, flat = [n // tensors + (i < n % tensors) for i in range(tensors)], arguments.layout == "fused"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     binding = fn.bind(dist.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",)))
     with binding:
+        make = partial(fn.loco_adamw, axis="data", layout=arguments.layout)
         contenders = {
-            "sharded": optimizer(partial(fn.loco_adamw, axis="data"), n, rank, fn.Phase.WARMUP),
+            "sharded": optimizer(make, sizes, rank, fn.Phase.WARMUP, flat),
+            "messages": messages(n, ranks, binding),
             "exchange": exchange(n, ranks, binding),
-            "flat": optimizer(partial(fn.adamw, axis=None), n, rank, fn.Phase.WARMUP),
-            "loco": optimizer(partial(fn.loco_adamw, axis="data"), n, rank, fn.Phase.COMPRESSED),
+            "flat": optimizer(partial(fn.adamw, axis=None), [n], rank, fn.Phase.WARMUP, False),
+            "loco": optimizer(make, sizes, rank, fn.Phase.COMPRESSED, flat),
         }
     passed, spent = interleaved(contenders, arguments.rounds, before=dist.barrier)
     memory = {name: allocated(step) for name, step in contenders.items()}
@@ -83,6 +107,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=1 << 24)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--tensors", type=int, default=1)
+    parser.add_argument("--layout", choices=("flat", "fused"), default="flat")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
@@ -91,14 +117,13 @@ def main() -> None:
         mp.spawn(work, (arguments, f"{folder}/store", shared), arguments.ranks)
         found = dict(shared)
     n, ranks, times = arguments.parameters, arguments.ranks, found["passed"]
-    print(f"{n:,} parameters, {ranks} ranks, a thread each; medians of {arguments.rounds}")
+    print(f"{n:,} parameters, {arguments.tensors} tensors, {arguments.layout}, {ranks} ranks of a thread each")
     for name, seconds in times.items():
         print(f"{name:10s} {1e3 * seconds:8.1f} ms   {found['allocated'][name] / n:6.2f} bytes allocated per parameter")
-    bound = times["flat"] / ranks + times["exchange"]
-    found["against_bound"] = times["sharded"] / bound
-    found["update_against_flat"] = (times["sharded"] - times["exchange"]) / (times["flat"] / ranks)
-    print(f"sharded / (flat / {ranks} + exchange) = {found['against_bound']:.2f}")
-    print(f"(sharded - exchange) / (flat / {ranks}) = {found['update_against_flat']:.2f}")
+    for name in ("messages", "exchange"):
+        ratio = times["sharded"] / (times["flat"] / ranks + times[name])
+        found[f"against_flat_and_{name}"] = ratio
+        print(f"sharded / (flat / {ranks} + {name}) = {ratio:.2f}")
     write(arguments.json, {"about": {**machine(), **vars(arguments)}, **found})
 
 

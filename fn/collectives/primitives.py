@@ -21,7 +21,7 @@ from fn.collectives import axis as axes
 from fn.collectives.ledger import is_open, record
 from fn.collectives.observe import step_range
 from fn.collectives.peers import is_loss, peer_lost
-from fn.collectives.receives_first import exchange_rows, wants_receives_first
+from fn.collectives.receives_first import exchange_rows, pass_rows, wants_receives_first
 from fn.collectives.transports import carry, registered
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager, pooled
@@ -48,7 +48,7 @@ def all_to_all(x: Tree, axis: str) -> Tree:
             raise ValueError(f"x: has shape {shape}; its first dimension must be {size}, the size of {axis!r}")
         if _stays(leaf, size, transport):
             return leaf
-        _count(leaf, axis, "all_to_all", size - 1, size)
+        count(leaf, axis, "all_to_all", size - 1, size)
         found: Tensor = torch.ops.fn.all_to_all(leaf.contiguous(), rank, size, transport)
         return found
 
@@ -72,7 +72,7 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
     def gather(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
             return leaf.unsqueeze(0).expand(size, *leaf.shape)
-        _count(leaf, axis, "all_gather", size - 1, 1)
+        count(leaf, axis, "all_gather", size - 1, 1)
         found: Tensor = torch.ops.fn.all_gather(leaf.contiguous(), rank, size, transport)
         return found
 
@@ -90,7 +90,7 @@ def psum(x: Tree, axis: axes.AxisNames) -> Tree:
     def add(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
             return leaf
-        _count(leaf, axis, "all_reduce", 2 * (size - 1), size)
+        count(leaf, axis, "all_reduce", 2 * (size - 1), size)
         found: Tensor = torch.ops.fn.psum(leaf.contiguous(), rank, size, transport)
         return found
 
@@ -165,7 +165,7 @@ def _stays(x: Tensor, size: int, transport: str) -> bool:
     return transport != axes.SIMULATED and (size == 1 or x.numel() == 0)
 
 
-def _count(x: Tensor, axis: str, collective: str, times: int, per: int) -> None:
+def count(x: Tensor, axis: str, collective: str, times: int, per: int) -> None:
     """Enter times / per of the bytes of x in the ledgers.
 
     An op counts, so that a compiled graph counts in every run of it and does not look at the ledgers when it is
@@ -197,8 +197,8 @@ def _vmap_count(
 
 def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if _on_host(x):
-        out, group = buffers.empty(x.shape, x.dtype), _group(transport)
-        if wants_receives_first(x, group):
+        out, group = buffers.empty(x.shape, x.dtype), group_of(transport)
+        if wants_receives_first(x[0], group):
             exchange_rows(out, x, group)
         else:
             dist.all_to_all_single(out, x, group=group)
@@ -208,9 +208,14 @@ def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tenso
 
 
 def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
-    if _on_host(x):  # on gloo an all-to-all of copies sends the same bytes in half the time
-        copies = buffers.empty((size, *x.shape), x.dtype)
-        return _run_all_to_all(copies.copy_(x), rank, size, transport)
+    if _on_host(x):  # on gloo messages to each send the same bytes in half the time
+        out, group = buffers.empty((size, *x.shape), x.dtype), group_of(transport)
+        if wants_receives_first(x, group):
+            out[group.rank()].copy_(x)
+            pass_rows(out, [x] * size, group)
+        else:
+            dist.all_to_all_single(out, buffers.empty(out.shape, x.dtype).copy_(x), group=group)
+        return out
     flat = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), size, transport))
     return flat.view(size, *x.shape)
 
@@ -218,7 +223,7 @@ def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tenso
 def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if _on_host(x):
         out = buffers.empty(x.shape, x.dtype).copy_(x)
-        dist.all_reduce(out, group=_group(transport))
+        dist.all_reduce(out, group=group_of(transport))
         return out
     return _wait(torch.ops._c10d_functional.all_reduce(x, "sum", transport))
 
@@ -228,7 +233,8 @@ def _on_host(x: Tensor) -> bool:
     return x.device.type == "cpu" and is_eager(x)
 
 
-def _group(transport: str) -> dist.ProcessGroup:
+def group_of(transport: str) -> dist.ProcessGroup:
+    """Return the process group of a name."""
     found: dist.ProcessGroup = _resolve_process_group(transport)  # type: ignore[arg-type]
     return found
 
@@ -283,9 +289,7 @@ _define("all_to_all", _run_all_to_all, _vmap_all_to_all)
 _define("all_gather", _run_all_gather, _vmap_all_gather)
 _define("psum", _run_psum, _vmap_psum)
 
-_library.define(
-    "count(Tensor x, Tensor ranks, Tensor(a!) tally, str axis, str collective, int size, int per) -> ()"
-)
+_library.define("count(Tensor x, Tensor ranks, Tensor(a!) tally, str axis, str collective, int size, int per) -> ()")
 _library.impl("count", _run_count, "CompositeExplicitAutograd")
 torch.library.register_fake("fn::count", lambda *args: None, lib=_library)
 torch.library.register_vmap("fn::count", _vmap_count, lib=_library)

@@ -7,6 +7,7 @@ receives before it sends.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 import torch.distributed as dist
@@ -19,20 +20,26 @@ TAG = 0x666E
 """Of these messages, so that they meet no others of the same group."""
 
 
-def wants_receives_first(x: Tensor, group: dist.ProcessGroup) -> bool:
-    """Tell whether rows of x (W, ...) on the CPU are better exchanged by `exchange_rows`. All ranks answer alike."""
-    if x[0].numel() * x.element_size() < LARGE:
+def wants_receives_first(row: Tensor, group: dist.ProcessGroup) -> bool:
+    """Tell whether rows like this one on the CPU are better exchanged by `pass_rows`. All ranks answer alike."""
+    if row.numel() * row.element_size() < LARGE:
         return False
-    return bool(group._get_backend(x.device).name() == "gloo")
+    return bool(group._get_backend(row.device).name() == "gloo")
 
 
 def exchange_rows(out: Tensor, x: Tensor, group: dist.ProcessGroup) -> None:
     """Write into row r of out (W, ...) the row of x that rank r holds for this rank."""
-    me, size = group.rank(), group.size()
+    me = group.rank()
     out[me].copy_(x[me])
+    pass_rows(out, x, group)
+
+
+def pass_rows(receive: Sequence[Tensor] | Tensor, send: Sequence[Tensor] | Tensor, group: dist.ProcessGroup) -> None:
+    """Send row r of `send` to rank r and receive into row r of `receive` what it sends; this rank's own are left."""
+    me, size = group.rank(), group.size()
     others = [(me + i) % size for i in range(1, size)]
-    receives = [dist.irecv(out[peer], group=group, group_src=peer, tag=TAG) for peer in reversed(others)]
-    sends = [dist.isend(x[peer], group=group, group_dst=peer, tag=TAG) for peer in others]
+    receives = [dist.irecv(receive[peer], group=group, group_src=peer, tag=TAG) for peer in reversed(others)]
+    sends = [dist.isend(send[peer], group=group, group_dst=peer, tag=TAG) for peer in others]
     for work in chain(receives, sends):
         if work is not None:
             work.wait()

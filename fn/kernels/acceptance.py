@@ -22,6 +22,7 @@ KNOWN_BITS = (159, 15)
 GUARD = 16
 """Elements behind a tensor that a kernel works on in place, which stay as they are: a vector of the widest kind."""
 
+_DESCENT = (0.9, 0.99, 1e-6, 0.1, 1e-2, 0.5, 0.25)
 _WIDTHS = (64, 64, 4104, 22)
 
 
@@ -93,8 +94,17 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 1e-6, 0.1, 1e-2, 0.5, 0.25, frozen)
         for frozen in (False, True)
     ],
+    "adamw_into_": lambda: [
+        ([torch.zeros(n) for _ in range(3)], [_wave(n, seed=s) for s in range(rows)], _old(n), *_DESCENT)
+        for n, rows in ((4099, 1), (22, 2), (77, 3))
+    ],
     "dequantize_mean": lambda: [(_codes(w, 2, 3), _wave(2, 3, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
 }
+
+
+def _old(n: int) -> list[Tensor]:
+    """Return a param, mu and nu."""
+    return [_wave(n), _wave(n, seed=2), _wave(n, seed=3).abs()]
 
 
 def _momentum(zeros: bool = False) -> tuple[Any, ...]:

@@ -215,6 +215,10 @@ def arguments(
             *descent, True,
         ),
         "adamw_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
+        "adamw_into_": lambda: (
+            [numbers(wide, n) for _ in range(3)], [numbers(wide, n) for _ in range(2 + strided)],
+            [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent,
+        ),
         "dequantize_mean": lambda: (coded, scales(2, 3, segments), *place, width),
     }  # fmt: skip
     return found[op]()

@@ -28,10 +28,14 @@ from fn.kernels.simd import (
     get,
     get_byte,
     get_int,
+    larger,
+    largest,
     load,
     load_bits,
+    magnitude,
     mul,
     multiply_add,
+    no_magnitude,
     put,
     put_double,
     select,
@@ -155,6 +159,54 @@ def adamw_places(
             put(p, i, old - lr * (u + decay * old))
 
 
+@compiled
+def adamw_into_places(
+    low, high, places, table, segments, valid, n, past_cache,
+    news, rows, count, share, olds, peaks, small, weight, b2, rest2, eps, decay, lr, c1, c2,
+):  # fmt: skip
+    """Take AdamW's step with the mean of `count` gradients and write it elsewhere; note the largest magnitudes."""
+    weight_, b2_, rest2_, eps_, share_ = splat(weight), splat(b2), splat(rest2), splat(eps), splat(share)
+    decay_, lr_, c1_, c2_ = splat(decay), splat(lr), splat(c1), splat(c2)
+    for k in range(low, high):
+        place = table + 32 * k
+        length, start = get_int(place, 1), 4 * get_int(place, 0)
+        p, mu, nu = get_int(olds, 0) + start, get_int(olds, 1) + start, get_int(olds, 2) + start
+        to_p, to_mu, to_nu = get_int(news, 0) + start, get_int(news, 1) + start, get_int(news, 2) + start
+        aside = past_cache and (to_p | to_mu | to_nu) % 32 == 0
+        first, most_g, most_p = get_int(rows, 0) + start, no_magnitude(), no_magnitude()
+        whole = length - length % LANES
+        for i in range(0, whole, LANES):
+            x = load(first, i)
+            for r in range(1, count):
+                x = add(x, load(get_int(rows, r) + start, i))
+            x = mul(x, share_)
+            m, v, old = load(mu, i), load(nu, i), load(p, i)
+            m = multiply_add(weight_, sub(m, x), x if small else m)
+            v = multiply_add(mul(x, x), rest2_, mul(b2_, v))
+            u = divide(mul(m, c1_), add(mul(square_root(v), c2_), eps_))
+            new = sub(old, mul(lr_, multiply_add(decay_, old, u)))
+            write(to_p, i, new, aside)
+            write(to_mu, i, m, aside)
+            write(to_nu, i, v, aside)
+            most_g, most_p = larger(most_g, magnitude(x)), larger(most_p, magnitude(new))
+        for i in range(whole, length):
+            x = get(first, i)
+            for r in range(1, count):
+                x += get(get_int(rows, r) + start, i)
+            x *= share
+            m, v, old = get(mu, i), get(nu, i), get(p, i)
+            m = (x if small else m) + weight * (m - x)
+            v = b2 * v + x * x * rest2
+            u = (m * c1) / (np.float32(np.sqrt(v)) * c2 + eps)
+            new = old - lr * (u + decay * old)
+            put(to_p, i, new)
+            put(to_mu, i, m)
+            put(to_nu, i, v)
+            most_g, most_p = larger(most_g, magnitude(splat(x))), larger(most_p, magnitude(splat(new)))
+        put(peaks, 2 * k, largest(most_g))
+        put(peaks, 2 * k + 1, largest(most_p))
+
+
 BLOCK = 1 << 16
 """Elements of a place where no norm is taken."""
 
@@ -230,4 +282,21 @@ def adamw_(
     return None
 
 
-KERNELS = {f.__name__: f for f in (momentum_encode, onebit_adam_, adamw_)}
+def adamw_into_(
+    new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
+    weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
+) -> Any:  # fmt: skip
+    """See `reference_step.adamw_into_`."""
+    if not _plain(new, rows, old):
+        return NotImplemented
+    at = places([1, new[0].numel()], BLOCK)
+    peaks = torch.zeros((max(1, len(at.table)), 2))
+    tables = _addresses(new), _addresses(rows), _addresses(old)
+    news, gradients, olds = (t.ctypes.data for t in tables)
+    numbers = map(np.float32, (b2, 1 - b2, eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
+    ends = news, gradients, len(rows), np.float32(1.0 / len(rows)), olds, peaks.data_ptr()
+    run(adamw_into_places, at, torch.empty((1, 1), dtype=torch.int64), *ends, *_lerp_weight(b1), *numbers)
+    return peaks.amax(0)
+
+
+KERNELS = {f.__name__: f for f in (momentum_encode, onebit_adam_, adamw_, adamw_into_)}

@@ -32,7 +32,7 @@ _WRITTEN = {
     name: [i for i, a in enumerate(schema[: schema.rindex(") ->")].split(", ")) if "!" in a]
     for name, schema in SCHEMAS.items()
 }
-_FLOATING = ("x", "b", "params", "grads", "mu", "nu", "buffer", "sent", "scales", "error_scales")
+_FLOATING = ("x", "b", "params", "grads", "mu", "nu", "buffer", "sent", "scales", "error_scales", "new", "rows", "old")
 _INTEGERS = {
     "bits": (torch.uint8,),
     "valid": (torch.int64,),
@@ -60,7 +60,9 @@ def check(name: str, args: Sequence[Any]) -> None:
         raise ValueError(f"width: is {named['width']}; allowed are 4 and 8")
     if "runs" in named:
         _check_lengths(named)
-    if name in ON_LISTS:
+    if name == "adamw_into_":
+        _check_alike({key: named[key] for key in ("new", "old", "rows")})
+    elif name in ON_LISTS:
         _check_lists({key: named[key] for key in ("mu", "nu", "params", "grads") if key in named})
 
 
@@ -69,6 +71,15 @@ def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:
     for key, tensors in lists.items():
         if [t.numel() for t in tensors] != sizes:  # a kernel would go on behind an end
             raise ValueError(f"{key}: has tensors of {[t.numel() for t in tensors]} elements, but mu of {sizes}")
+
+
+def _check_alike(lists: dict[str, Sequence[Tensor]]) -> None:
+    size = lists["new"][0].numel() if lists["new"] else 0
+    for key, tensors in lists.items():
+        sizes = [t.numel() for t in tensors]
+        if sizes != [size] * max(1, len(sizes)) or (key != "rows" and len(sizes) != 3):
+            allowed = "one or more" if key == "rows" else "three"
+            raise ValueError(f"{key}: has tensors of {sizes} elements; allowed are {allowed} of {size}")
 
 
 def _unlike(values: Sequence[Any], device: torch.device) -> list[Tensor]:

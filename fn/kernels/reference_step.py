@@ -115,6 +115,32 @@ def adamw_(
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
 
 
+def adamw_into_(
+    new: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    old: Sequence[Tensor],
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    lr: float,
+    mu_weight: float,
+    nu_weight: float,
+) -> Tensor:
+    """Take AdamW's step with the mean of several gradients, and write it elsewhere.
+
+    Args: new: param, mu and nu after the step, which are written. rows: gradients, added in their order. old: param,
+        mu and nu, which stay as they are. The rest as for `adamw_`, of whose tensors these are one each.
+    Returns: (2,), the largest magnitudes of the mean gradient and of the new param; NaN where one of them is.
+    """
+    mean = sum(rows[1:], start=rows[0]) * (1.0 / len(rows))
+    for to, x in zip(new, old, strict=True):
+        to.copy_(x)
+    p, mu, nu = ([to] for to in new)
+    adamw_(p, [mean], mu, nu, b1, b2, eps, weight_decay, lr, mu_weight, nu_weight, False)
+    return torch.stack([x.to(mean.dtype).abs().amax() if x.numel() else mean.new_zeros(()) for x in (mean, new[0])])
+
+
 def _descend(
     p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
 ) -> None:

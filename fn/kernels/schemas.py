@@ -32,11 +32,12 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         f"{_DESCENT}, bool keep_zeros) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
         f"{_DESCENT}, bool frozen) -> ()",
+        "adamw_into_": f"(Tensor(a!)[] new, Tensor[] rows, Tensor[] old, float b1, float b2, {_DESCENT}) -> Tensor",
     }
 )
 """Every kernel by name, with its schema."""
 
-ON_LISTS = ("momentum_encode", "onebit_adam_", "adamw_")
+ON_LISTS = ("momentum_encode", "onebit_adam_", "adamw_", "adamw_into_")
 """Those that work on lists of tensors, a step of an optimizer at a time.
 
 A trailing underscore means in place. Such kernels serve owners of buffers, never a simulation, so they have no batches.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,8 @@ from fn.collectives.hierarchy import (
     initial_errors,
     reduce_scatter_wide,
 )
-from fn.transforms.layout import LAYOUTS, Bucket, buckets
+from fn.collectives.rows import fill_rows, swap_rows
+from fn.transforms.layout import LAYOUTS, Bucket, buckets, join, rows_of
 from fn.transforms.shards import row, wide
 
 Tree = Any
@@ -114,6 +116,20 @@ def reduce(x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool) -> 
     return shard, kept._replace(worker=worker)
 
 
+def reduce_to_rows(
+    leaves: Sequence[Tensor], kept: Kept, bucket: Bucket, rules: Rules, codes: bool
+) -> tuple[Sequence[Tensor], Kept]:
+    """Return vectors (n / W,) whose mean is what `reduce` returns, and what is kept. On the host, never traced.
+
+    Args: leaves: gradients, not joined yet. The rest as for `reduce`.
+    """
+    narrow = leaves[bucket.places[0]].element_size() < 4
+    if codes or narrow or rules.momentum is not None or not isinstance(rules.axis, str):
+        shard, kept = reduce(join(leaves, bucket), kept, bucket, rules, codes)
+        return [shard], kept
+    return swap_rows(rows_of(leaves, bucket), rules.axis), kept
+
+
 def _reduce_momentum(x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool) -> tuple[Tensor, Kept]:
     """Average the momentum, and return the shard of that gradient which leads from the last mean to this one.
 
@@ -145,6 +161,22 @@ def back(
     rule = (rules.axis, rules.gather, rules.gather_feedback)
     whole, server = all_gather_shards(value, server, *rule, segments=bucket.segments)
     return whole, kept if rules.momentum is not None else kept._replace(server=server)
+
+
+def back_from_rows(
+    value: Tensor, whole: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool
+) -> tuple[Tensor, Kept]:
+    """Do what `back` does where it can be done in memory that is there. On the host, never traced.
+
+    Args: value: this rank's shard, which may be its row of `whole`. whole: (W, n / W), in the dtype that travels.
+    """
+    if (codes and rules.gather is not None) or not isinstance(rules.axis, str):
+        return back(value, whole.dtype, kept, bucket, rules, codes)
+    mine = whole[int(axis_index(rules.axis))]
+    if mine.data_ptr() != value.data_ptr():
+        mine.copy_(value)
+    fill_rows(whole, rules.axis)
+    return whole.view(-1), kept
 
 
 def _exact_shard(x: Tensor, bucket: Bucket, rules: Rules) -> Tensor:

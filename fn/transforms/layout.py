@@ -79,35 +79,88 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     world_size = bucket.segments.valid.shape[0]
     tensors = [leaves[i].reshape(-1) for i in bucket.places]
     if bucket.fused:
-        tensors = [_end_to_end(tensors)]
+        tensors = [end_to_end(tensors)]
     elif world_size == 1 and list(bucket.segments.widths) == [t.shape[0] for t in tensors]:
-        return _end_to_end(tensors)
+        return end_to_end(tensors)
+    if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_eager(*tensors):
+        table = buffers.empty((world_size, bucket.segments.row_length), tensors[0].dtype)
+        _clear_padding(table, tensors, bucket)
+        flats, rows = same_places([t.detach() for t in tensors], table, bucket)
+        if flats:
+            torch._foreach_copy_(rows, flats)
+        return table.view(-1)
     pieces = []
     for flat, width in zip(tensors, bucket.segments.widths, strict=True):
         pad = world_size * width - flat.shape[0]
         pieces.append((F.pad(flat, (0, pad)) if pad else flat).view(world_size, width))
     if len(pieces) == 1:
         return pieces[0].reshape(-1)
-    if pieces[0].device.type == "cpu" and is_eager(*pieces):
-        row = (world_size, bucket.segments.row_length)
-        return torch.cat(pieces, dim=1, out=buffers.empty(row, pieces[0].dtype)).view(-1)
     return torch.cat(pieces, dim=1).reshape(-1)
 
 
-def _end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+def same_places(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+    """Return views of vectors and views of the rows (W, n / W) that `join` makes of them, pair by pair alike.
+
+    Together they are all elements of the vectors. Not for buckets that are fused.
+    """
+    flats, rows, start = [], [], 0
+    for flat, width in zip(tensors, bucket.segments.widths, strict=True):
+        whole, rest = divmod(flat.shape[0], max(1, width))
+        if whole:
+            flats.append(flat[: whole * width].view(whole, width))
+            rows.append(table[:whole, start : start + width])
+        if rest:
+            flats.append(flat[whole * width :])
+            rows.append(table[whole, start : start + rest])
+        start += width
+    return flats, rows
+
+
+def _clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> None:
+    start = 0
+    for flat, width in zip(tensors, bucket.segments.widths, strict=True):
+        if flat.shape[0] < table.shape[0] * width:
+            whole, rest = divmod(flat.shape[0], width)
+            table[whole, start + rest : start + width].zero_()
+            table[whole + 1 :, start : start + width].zero_()
+        start += width
+
+
+def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
+    """Return the W rows of what `join` returns, without a copy of those that lie in one piece in memory already.
+
+    For tensors on the host that hold numbers.
+    """
+    rows, width = bucket.segments.valid.shape[0], bucket.segments.row_length
+    if not bucket.fused and len(bucket.places) > 1:
+        return list(join(leaves, bucket).view(rows, width).unbind(0))
+    flat = end_to_end([leaves[i].reshape(-1) for i in bucket.places])
+    found = [flat[r * width : (r + 1) * width] for r in range(rows)]
+    return [row if row.shape[0] == width else _padded(row, width) for row in found]
+
+
+def _padded(row: Tensor, width: int) -> Tensor:
+    out = buffers.empty((width,), row.dtype)
+    out[: row.shape[0]].copy_(row)
+    out[row.shape[0] :].zero_()
+    return out
+
+
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
     """Return vectors as one; if they lie end to end in memory, as `flatten_parameters` lays gradients, without a copy.
 
     The result may share memory with the tensors.
     """
     eager = is_eager(*tensors) and not any(t.requires_grad for t in tensors)
-    if eager and _adjoin(tensors):
+    if eager and adjoin(tensors):
         return tensors[0].as_strided((sum(t.shape[0] for t in tensors),), (1,))
     if eager and tensors[0].device.type == "cpu":
         return torch.cat(list(tensors), out=buffers.empty((sum(t.shape[0] for t in tensors),), tensors[0].dtype))
     return torch.cat(list(tensors))
 
 
-def _adjoin(tensors: Sequence[Tensor]) -> bool:
+def adjoin(tensors: Sequence[Tensor]) -> bool:
+    """Return whether vectors lie end to end in memory."""
     storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
     for t in tensors:
         if t.shape[0] > 1 and t.stride(0) != 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from fn.kernels import buffers
 from fn.kernels.eager import is_eager
 from fn.transforms import adam_in_place, exchange
 from fn.transforms import layout as layouts
-from fn.transforms.adam_in_place import Descent, squares_are_finite
+from fn.transforms.adam_in_place import Descent
 from fn.transforms.exchange import Rules
 from fn.transforms.finite import SkipState, all_finite
 from fn.transforms.in_place import InPlace, Staged, has_kernel, swap
@@ -23,8 +23,6 @@ from fn.transforms.sharded import ShardedState, check_state, kept_of
 from fn.transforms.shards import take, write
 
 Tree = Any
-CHUNK = 1 << 19
-"""Elements that are stepped at a time, measured: fewer cost calls, more cost reads of what a cache would hold."""
 
 
 def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Transform:
@@ -42,7 +40,7 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
             return False  # updates in codes are not the same as params in codes
         eager = is_eager(*leaves, *tree.leaves(updates)) and all(p.is_contiguous() for p in leaves)
         lists = [tree.leaves(moments.mu), tree.leaves(moments.nu)]
-        known = has_kernel("adamw_", lists) and (not masters or has_kernel("adamw_", [masters]))
+        known = has_kernel("adamw_into_", lists) and (not masters or has_kernel("adamw_into_", [masters]))
         return h.eps > 0 and eager and known
 
     def stage(codes: bool, updates: Tree, state: SkipState, params: Tree) -> Staged:
@@ -57,52 +55,52 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
         )
         each = zip(plan, kept_of(inside), inside.master, tree.leaves(moments.mu), tree.leaves(moments.nu), strict=True)
         for bucket, kept, master, mu, nu in each:
-            shard, kept = exchange.reduce(layouts.join(grads, bucket), kept, bucket, rules, codes)
+            rows, kept = exchange.reduce_to_rows(grads, kept, bucket, rules, codes)
             keeps = isinstance(master, Tensor)
-            dtype = leaves[bucket.places[0]].dtype if keeps else shard.dtype
             old = master if keeps else take(leaves, bucket, index)
-            (p, mu, nu), ok = _stepped((old, mu, nu), shard, h, h.tail(after), dtype)
-            if not ok:
-                p.fill_(float("nan"))  # for all ranks to see
-            whole, kept = exchange.back(p, dtype, kept, bucket, rules, codes)
-            steps.append((bucket, kept, p, mu, nu, whole))
+            dtype = leaves[bucket.places[0]].dtype if keeps else rows[0].dtype
+            whole = buffers.empty((bucket.segments.valid.shape[0], old.shape[0]), dtype)
+            mine = whole[int(index)]  # params that are not kept are made where they travel from
+            new = [buffers.empty(x.shape, x.dtype) for x in (old, mu, nu)]
+            new[0] = new[0] if keeps or old.dtype != dtype else mine
+            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *h.tail(after))
+            if not _are_finite(peaks, dtype):
+                new[0].fill_(float("nan"))  # for all ranks to see
+            full, kept = exchange.back_from_rows(new[0], whole, kept, bucket, rules, codes)
+            steps.append(_Step(bucket, kept, new, full))
         exact = not codes or rules.gather is None
 
         def commit() -> None:
             adam_in_place.step_weights(moments, h, warmup=True)
-            for bucket, _, _, _, _, whole in steps:
-                write(whole, bucket, [leaves[i] for i in bucket.places])
+            for step in steps:
+                write(step.whole, step.bucket, [leaves[i] for i in step.bucket.places])
             masters = tuple(
-                p if isinstance(m, Tensor) else () for (_, _, p, *_), m in zip(steps, inside.master, strict=True)
+                s.new[0] if isinstance(m, Tensor) else () for s, m in zip(steps, inside.master, strict=True)
             )
             olds = (moments.mu, moments.nu, inside.master, kept_of(inside))
-            news = ([s[3] for s in steps], [s[4] for s in steps], masters, [s[1] for s in steps])
+            news = ([s.new[1] for s in steps], [s.new[2] for s in steps], masters, [s.kept for s in steps])
             _replace(olds, news)
 
-        return Staged(_agree([s[-1] for s in steps], plan, exact), commit)
+        return Staged(_agree([s.whole for s in steps], plan, exact), commit)
 
     def both(update: Any, codes: bool) -> InPlace:
         return InPlace(update, fits, lambda updates, state, params: stage(codes, updates, state, params))
 
-    return tx._replace(
-        warmup_update=both(tx.warmup_update, False), compressed_update=both(tx.compressed_update, True)
-    )
+    return tx._replace(warmup_update=both(tx.warmup_update, False), compressed_update=both(tx.compressed_update, True))
 
 
-def _stepped(
-    old: tuple[Tensor, ...], grad: Tensor, h: Descent, tail: tuple[float, ...], dtype: torch.dtype
-) -> tuple[list[Tensor], bool]:
-    """Return params, mu and nu after AdamW's step, and whether they and the squares are finite, the params in `dtype`.
+class _Step(NamedTuple):
+    """A vector's step. kept: by its exchanges. new: param, mu and nu of the shard. whole: the params (n,)."""
 
-    Chunk by chunk, so that what is copied, stepped and looked at is read from memory once.
-    """
-    new, ok = [buffers.empty(x.shape, x.dtype) for x in old], True
-    for start in range(0, grad.shape[0], CHUNK):
-        here = slice(start, start + CHUNK)
-        p, mu, nu = (to[here].copy_(x[here]) for to, x in zip(new, old, strict=True))
-        torch.ops.fn.adamw_([p], [grad[here]], [mu], [nu], h.b1, h.b2, *tail, False)
-        ok = ok and squares_are_finite([grad[here]]) and bool(all_finite([p.to(dtype)]))
-    return new, ok
+    bucket: layouts.Bucket
+    kept: exchange.Kept
+    new: list[Tensor]
+    whole: Tensor
+
+
+def _are_finite(peaks: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether the square of the largest gradient and the largest param, in the dtype it travels in, are."""
+    return bool(peaks[0].square().isfinite() & peaks[1].to(dtype).isfinite())
 
 
 def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> bool:
@@ -117,5 +115,3 @@ def _replace(olds: Any, news: Any) -> None:
     for old, new in zip(tree.leaves(olds), tree.leaves(news), strict=True):
         if old is not new:
             swap(old, new)
-
-

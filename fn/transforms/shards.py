@@ -13,7 +13,7 @@ from fn import tree
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager
 from fn.transforms.finite import all_finite
-from fn.transforms.layout import Bucket, join, part
+from fn.transforms.layout import Bucket, adjoin, end_to_end, join, part, same_places
 
 Tree = Any
 
@@ -41,6 +41,8 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor, *, copy: bool 
     tensors = [leaves[i].reshape(-1) for i in bucket.places]
     if not is_eager(index, *tensors):
         return row(join(leaves, bucket), index, bucket.segments.valid.shape[0])
+    if bucket.fused and adjoin(tensors):
+        tensors = [end_to_end(tensors)]
     number, starts = int(index), [0] * len(tensors)
     widths = list(bucket.segments.widths)
     if bucket.fused:  # the tensors lie end to end, so each begins where the one before it ends
@@ -71,12 +73,9 @@ def write(vector: Tensor, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
         for tensor, piece in zip(tensors, part(vector, bucket), strict=True):
             tensor.copy_(piece)
         return
-    pieces = vector.view(rows, -1).split(list(bucket.segments.widths), dim=1)
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        if tensor.numel() == piece.numel():
-            tensor.view(piece.shape).copy_(piece)
-        else:
-            tensor.copy_(piece.reshape(-1)[: tensor.numel()].view(tensor.shape))
+    flats, pieces = same_places([t.view(-1) for t in tensors], vector.view(rows, -1), bucket)
+    if flats:
+        torch._foreach_copy_(flats, pieces)
 
 
 def shown(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:

@@ -90,6 +90,13 @@ WRONG = {
     "adamw_: decay in the gradient": decayed_first,
     "adamw_: not frozen": with_argument("adamw_", 11, lambda frozen: False),
     "adamw_: tail": without_the_last("adamw_", [0, 2, 3]),
+    "adamw_into_: b1": with_argument("adamw_into_", 3, lambda b1: b1 - 0.01),
+    "adamw_into_: the sum": lambda new, rows, *rest: REFERENCES["adamw_into_"](new, [sum(rows)], *rest),
+    "adamw_into_: the first row": lambda new, rows, *rest: REFERENCES["adamw_into_"](new, rows[:1], *rest),
+    "adamw_into_: tail": without_the_last("adamw_into_", [0]),
+    "adamw_into_: over the old": lambda new, rows, old, *rest: REFERENCES["adamw_into_"](old, rows, old, *rest),
+    "adamw_into_: magnitudes": lambda *args: REFERENCES["adamw_into_"](*args).flip(0),
+    "adamw_into_: past the end": past_the_end("adamw_into_", lambda args: args[0][0]),
     "adamw_: past the end of nu": past_the_end("adamw_", lambda args: args[3][-1]),
 }
 

@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
+from fn.collectives import receives_first
+from fn.transforms import layout as layouts
 from fn.transforms.in_place import InPlace
+from fn.transforms.shards import take, write
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
@@ -38,7 +41,8 @@ def gradient(step: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [g.to(dtype) for g in grads]
 
 
-def against_the_pure_chain() -> list[Any]:
+def against_the_pure_chain(large: int) -> list[Any]:
+    receives_first.LARGE = large
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     found = []
     for dtype, hyper in CASES:
@@ -69,9 +73,9 @@ def against_the_pure_chain() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_sharded_step_in_place_is_the_pure_step(world):
-    for outcome in ranks.run(world, against_the_pure_chain):
+@pytest.mark.parametrize(("world", "large"), [(1, 1 << 16), (2, 16), (3, 16), (3, 1 << 16)])
+def test_a_sharded_step_in_place_is_the_pure_step(world, large):
+    for outcome in ranks.run(world, against_the_pure_chain, large):
         for (dtype, hyper), (staged, differences, skipped, sent) in zip(CASES, outcome, strict=True):
             assert staged == 8, hyper
             twice = dtype != torch.float16
@@ -80,6 +84,27 @@ def test_a_sharded_step_in_place_is_the_pure_step(world):
             assert max(differences) < (3e-6 if exact else 1e-2), (hyper, differences)
             for mine, pure in sent[1:3] + sent[6:]:
                 assert mine == pure, hyper
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7])
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("end_to_end", [False, True])
+def test_rows_are_those_of_the_joined_vector_and_are_written_back(world, layout, end_to_end):
+    sizes = [5, 0, 9, 1, 64]
+    found = torch.randn(sum(sizes))
+    leaves = list(found.split(sizes)) if end_to_end else [torch.randn(n) for n in sizes]
+    for bucket in layouts.buckets(leaves, world, 4, layout):
+        mine = [leaves[i] for i in bucket.places]
+        rows, joined = layouts.rows_of(leaves, bucket), layouts.join(leaves, bucket)
+        assert torch.equal(torch.cat(rows), joined)
+        assert all(map(torch.equal, mine, layouts.part(joined, bucket)))
+        for r in range(world):
+            assert torch.equal(take(leaves, bucket, torch.tensor(r)), rows[r])
+        into = [torch.full_like(x, float("nan")) for x in mine]
+        write(joined, bucket, into)
+        assert all(map(torch.equal, mine, into))
+        if layout == "fused" and end_to_end and world > 1:
+            assert rows[0].data_ptr() == found.data_ptr()
 
 
 def test_staging_writes_nothing_and_what_it_cannot_do_it_leaves():
