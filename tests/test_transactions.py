@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fn
 from fn import Phase, tree
 from fn.collectives import peers
+from fn.collectives.sockets import Connections
 
 SHAPES = [(6, 5), (7,), (), (0,), (300, 1000)]  # the last one is large enough for kernels and buffers of their own
 BY_NAME = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
@@ -32,22 +33,41 @@ BROKEN = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer"
 
 
 class Interrupt(TorchDispatchMode):
-    """Count the exchanges of torch.distributed inside, and call `act` before number `at`.
+    """Count the exchanges inside, of torch.distributed and of our connections, and call `act` before number `at`.
 
-    An exchange of single messages begins with a receive; its sends are not counted, for they belong to it.
+    Args: waits: call it in the middle of exchanges, too.
     """
 
     def __init__(self, at: int | None = None, act: Any = None, waits: bool = False):
         super().__init__()
         self.at, self.act, self.waits, self.seen = at, act, waits, 0
 
+    def event(self) -> None:
+        if self.seen == self.at:
+            self.act()
+        self.seen += 1
+
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        begins = "c10d" in op.namespace and "c10d.send" not in str(op)
-        if begins and (self.waits or "wait" not in str(op)):
-            if self.seen == self.at:
-                self.act()
-            self.seen += 1
+        if "c10d" in op.namespace and (self.waits or "wait" not in str(op)):
+            self.event()
         return op(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.patches = pytest.MonkeyPatch()
+        for name in ("exchange", "_wait_for") if self.waits else ("exchange",):
+            self.patches.setattr(Connections, name, self.before(getattr(Connections, name)))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.patches.undo()
+        return super().__exit__(*error)
+
+    def before(self, method):
+        def run(connections, *args):
+            self.event()
+            return method(connections, *args)
+
+        return run
 
 
 def fail() -> None:

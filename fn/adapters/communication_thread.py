@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from fn.collectives.axis import Binding, bind
 from fn.collectives.ledger import Ledger, counting, open_ledgers
+from fn.collectives.sockets import timeout_of
 
 Job = Callable[[], Any]
 
@@ -75,15 +76,8 @@ def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
     twin = dist.new_group(
         dist.get_process_group_ranks(group),
         backend=None if backend == "undefined" else backend,
-        timeout=_timeout(group),
+        timeout=timeout_of(group),
         use_local_synchronization=True,
         group_desc="fn: behind the backward pass",
     )
     return bind({axis: twin})
-
-
-def _timeout(group: dist.ProcessGroup) -> Any:
-    """Return the timeout of a group's backend, None for torch's default where it does not tell."""
-    kinds = [torch.device(kind.type) for kind in getattr(group, "_device_types", [])]
-    options = getattr(group._get_backend(kinds[0]), "options", None) if kinds else None
-    return getattr(options, "_timeout", None)

@@ -4,7 +4,8 @@
     opt = fn.adapters.ddp.optimizer(model, fn.onebit_adam, schedule=fn.freeze_after(1000), lr=1e-3)
 
 DDP then sends nothing: the optimizer does, behind the backward pass. `keep_local` and `overlap` are the parts of it,
-for an optimizer that is made elsewhere; `average_gradients` averages gradients in codes for any optimizer.
+for an optimizer that is made elsewhere; `overlap` takes a model without DDP, too, and then no gradient is copied.
+`average_gradients` averages gradients in codes for any optimizer.
 """
 
 from __future__ import annotations
@@ -14,11 +15,13 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from fn.adapters.arrivals import split
+from fn.adapters.arriving_gradients import DdpBuckets, GradientHooks
 from fn.adapters.communication_thread import bind_twin
 from fn.adapters.gradient_average import GradientAverage
 from fn.adapters.overlap import Overlap
@@ -26,9 +29,11 @@ from fn.adapters.torch_optim import Optimizer
 from fn.adapters.wire import seconds_per_byte
 from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
-from fn.collectives.axis import bind
+from fn.collectives.axis import ALONE, bind
 from fn.collectives.codec import Codec
 from fn.collectives.feedback import Feedback
+from fn.collectives.primitives import group_of
+from fn.collectives.transports import registered
 from fn.schedules import Schedule
 from fn.transforms.average import average, compressed_average
 
@@ -37,6 +42,9 @@ BUCKET = 1 << 21
 
 AXIS = "data"
 """What the ranks of a model are called here."""
+
+THREADS = 2
+"""That communicate behind a backward pass: while one waits for the wire, the other encodes."""
 
 LEAST_WIRE_SECONDS = 0.02
 """Below this time on the wire hiding it costs as much as it saves."""
@@ -73,17 +81,19 @@ def bucketed(params: Iterable[Any], elements: int = BUCKET) -> list[dict[str, An
 
 
 def overlap(
-    model: Any, optimizer: Optimizer, *, scaler: Any = None, least_wire_seconds: float = LEAST_WIRE_SECONDS
+    model: nn.Module, optimizer: Optimizer, *, scaler: Any = None, least_wire_seconds: float = LEAST_WIRE_SECONDS
 ) -> Overlap:
     """Let an optimizer communicate behind the backward pass, one param group after the other.
 
-    The numbers are those of `keep_local`, bit for bit. All ranks must call it, once; it measures the wire. A phase
+    The numbers are those of the serial step, bit for bit. All ranks must call it, once; it measures the wire. A phase
     whose messages are on the wire for a shorter time than `least_wire_seconds` is not overlapped after its first step,
     and a warning in the log says so.
 
     Args:
         model: a `DistributedDataParallel` without a communication hook; a `bucket_cap_mb` of 4 to 16 lets gradients
-            go early.
+            go early. Or a plain module, which starts from the same numbers on all ranks: nothing is copied into
+            buckets then, gradients must stay as they are from `backward` to `step`, and accumulation goes into
+            `no_sync` of what is returned.
         optimizer: over parameters of the model, with gradients of each rank's own. A param group travels as one:
             see `bucketed`.
         scaler: the `torch.amp.GradScaler` that scales the loss, if one does.
@@ -94,7 +104,8 @@ def overlap(
         From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for
         one: their update is computed already.
     """
-    _check(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel or another module")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer")
     if len(optimizer._transforms) != len(optimizer.param_groups):
@@ -103,14 +114,19 @@ def overlap(
         raise ValueError("optimizer: clips by max_norm; the global norm is known only after the whole backward pass")
     if optimizer._compile:
         raise ValueError("optimizer: is compiled; allowed is compile=False, for updates are split among threads")
-    params = [p for p in model.module.parameters() if p.requires_grad]
+    in_ddp = isinstance(model, DistributedDataParallel)
+    params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     _check_params(params, optimizer.param_groups)
-    axis = _axis(model, optimizer)
-    binding = bind_twin(axis, model.process_group)
-    with binding:
+    axis, group = _axis(model, optimizer)
+    bindings = [bind_twin(axis, group) for _ in range(THREADS)]
+    with bindings[0]:
         rate = seconds_per_byte(axis, params[0].device)
-    found = Overlap(params, optimizer, binding, scaler, rate, least_wire_seconds)
-    model.register_comm_hook(None, lambda state, bucket: found.on_bucket(bucket))
+    found = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds, in_ddp)
+    if isinstance(model, DistributedDataParallel):
+        buckets = DdpBuckets(found)
+        model.register_comm_hook(None, lambda state, bucket: buckets(bucket))
+    else:
+        GradientHooks(params, found)
     optimizer.ahead = found.ahead
     return found
 
@@ -201,14 +217,20 @@ def _check_params(params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) ->
                 raise ValueError(f"optimizer: parameter {i} of param group {g} is none of the model's")
 
 
-def _axis(model: DistributedDataParallel, optimizer: Optimizer) -> str:
-    """Return the optimizer's axis, whose ranks are those of the model's process group."""
-    axes = optimizer._axes()
-    size = model.process_group.size()
-    if len(axes) != 1 or optimizer._binding.axes[axes[0]].size != size:
-        found = {axis: optimizer._binding.axes[axis].size for axis in axes}
-        raise ValueError(f"optimizer: communicates over the axes {found}; allowed is one, of the model's {size} ranks")
-    return axes[0]
+def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGroup]:
+    """Return the optimizer's axis and its process group, which is the model's if that is in DDP."""
+    bound = {axis: optimizer._binding.axes[axis] for axis in optimizer._axes()}
+    found = {axis: size for axis, (size, _, _) in bound.items()}
+    size = model.process_group.size() if isinstance(model, DistributedDataParallel) else None
+    if len(found) != 1 or size not in (None, *found.values()):
+        text = "one" if size is None else f"one, of the model's {size} ranks"
+        raise ValueError(f"optimizer: communicates over the axes {found}; allowed is {text}")
+    ((axis, (_, _, transport)),) = bound.items()
+    if isinstance(model, DistributedDataParallel):
+        return axis, model.process_group
+    if transport == ALONE or transport in registered:
+        raise ValueError(f"optimizer: the axis {axis!r} is carried by {transport!r}; allowed is a process group")
+    return axis, group_of(transport)
 
 
 def _as_list(params: Any) -> list[Tensor]:

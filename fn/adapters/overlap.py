@@ -1,14 +1,18 @@
 """Steps that begin before the backward pass has ended.
 
 An update is a pure function, or staged without side effects, so it can be computed as soon as its gradients are there,
-kept aside, and thrown away if the step never comes. `Overlap` stages single param groups, on one thread, while DDP
-still computes gradients of others; the optimizer's step writes the results. Nothing changes before that.
+kept aside, and thrown away if the step never comes. `Overlap` stages single param groups, on threads of its own, while
+gradients of others are still computed; the optimizer's step writes the results. Nothing changes before that.
+
+`arriving_gradients` tells it which gradients are there.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,23 +36,51 @@ class Overlap:
 
     Args:
         params: of the model, in its order. optimizer: whose steps are taken ahead; a param group travels at a time.
-        binding: its axis, on process groups that nothing else uses. scaler: what the loss is scaled by, if it is.
-        rate: seconds per byte on the wire. least: seconds on the wire below which a phase is not overlapped.
+        bindings: its axis, on process groups that nothing else uses, one for each thread. While the codes of one param
+            group are on the wire, another thread encodes the next one.
+        scaler: what the loss is scaled by, if it is. rate: seconds per byte on the wire. least: seconds on the wire
+            below which a phase is not overlapped. alike: all ranks know which parameters had no part in a backward
+            pass, as they do under DDP.
     """
 
     def __init__(
-        self, params: list[Tensor], optimizer: Optimizer, binding: Binding, scaler: Any, rate: float, least: float
+        self,
+        params: list[Tensor],
+        optimizer: Optimizer,
+        bindings: Sequence[Binding],
+        scaler: Any,
+        rate: float,
+        least: float,
+        alike: bool,
     ):
         self._params, self._optimizer, self._scaler = params, optimizer, scaler
-        self._thread = CommunicationThread(binding, params[0].device)
-        self._rate, self._least = rate, least
-        self._is_first = all(int(axis.rank) == 0 for axis in binding.axes.values())
+        self._threads = [CommunicationThread(binding, params[0].device) for binding in bindings]
+        self._rate, self._least, self._alike = rate, least, alike
+        self._is_first = all(int(axis.rank) == 0 for axis in bindings[0].axes.values())
         self.bytes: dict[Phase, int] = {}
         """What a rank sends in a step of each phase, once one has been taken ahead."""
+        self.is_paused = False
+        self._problem: Exception | None = None
         self._arrivals: Arrivals | None = None
-        self._waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._jobs: dict[int, Future[Staged]] | None = None
         self._reset(Phase.LOCAL)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let backward passes only add to the gradients; the first one outside sends their sums.
+
+        As DDP's, which a model in DDP goes on using.
+        """
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    @property
+    def is_taking(self) -> bool:
+        """Tell whether the gradients of this backward pass are sent as they arrive."""
+        return self._arrivals is not None
 
     def is_on(self, phase: Phase) -> bool:
         """Tell whether steps of a phase are overlapped."""
@@ -60,29 +92,12 @@ class Overlap:
         """Return how long the messages of a step of a phase are on the wire, by the rate that was measured."""
         return self.bytes[phase] * self._rate
 
-    def on_bucket(self, bucket: Any) -> Any:
-        """DDP's communication hook: leave the bucket as it is, and send what is complete."""
-        done: Any = torch.futures.Future(devices=[d for d in [bucket.buffer().device] if d.type != "cpu"])
-        if bucket.index() == 0:
-            self._begin()
-        if self._arrivals is None or self._jobs is None:
-            done.set_result(bucket.buffer())
-            return done
-        self._waiting.append((done, bucket.buffer()))
-        ready = self._arrivals.add(bucket.parameters(), bucket.gradients())
-        for group in [*ready, *(self._arrivals.rest() if bucket.is_last() else [])]:
-            self._jobs[group] = self._thread.submit(self._job(group, self._arrivals.grads(group)))
-        if bucket.is_last():  # the gradients may be changed, and others may communicate, once all have left
-            waiting, self._waiting = self._waiting, []
-            self._thread.submit(lambda: _set_all(waiting))
-        return done
-
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Start a backward pass; forget what was taken ahead for a step that never came."""
         optimizer = self._optimizer
-        problem = optimizer._follow_groups()
-        if problem is not None:
-            raise problem
-        self._wait()  # for a pass whose step never came
+        self._problem = optimizer._follow_groups()
+        for job in (self._jobs or {}).values():
+            job.exception()
         self._reset(optimizer.phase)
         if not self.is_on(self._phase):
             return
@@ -93,14 +108,53 @@ class Overlap:
         self._settings = self._read_settings()
 
     def _reset(self, phase: Phase) -> None:
-        self._phase, self._arrivals, self._jobs, self._waiting = phase, None, None, []
-        self._sent = 0
+        self._phase, self._jobs, self._arrivals = phase, None, None
+        self._sent: dict[int, int] = {}
         self._error: BaseException | None = None
         self._samples: dict[int, Tensor] = {}
 
-    def _job(self, group: int, grads: list[Tensor]) -> Any:
+    def arrive(self, params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
+        """Take gradients; send the param groups that they complete."""
+        if self._arrivals is not None:
+            self._send(self._arrivals.add(params, grads))
+
+    def end(self) -> None:
+        """End the backward pass: send the param groups that were not complete, zeros for what is missing."""
+        if self._arrivals is not None:
+            self._send(self._arrivals.rest())
+
+    def when_sent(self, then: Callable[[], None]) -> None:
+        """Call a function, on one of the threads, when all that was submitted has been sent, or has failed."""
+        jobs = list((self._jobs or {}).values())
+
+        def wait() -> None:
+            for job in jobs:
+                job.exception()
+            then()
+
+        self._threads[len(jobs) % len(self._threads)].submit(wait)
+
+    def _send(self, groups: Iterable[int]) -> None:
+        assert self._jobs is not None
+        assert self._arrivals is not None
+        for group in groups:
+            grads = self._arrivals.grads(group)
+            if self._is_unlike(group):  # the others hear of it, and all meet in the step
+                grads = [torch.full_like(g, float("nan")) for g in grads]
+            self._samples[group] = _sample(grads)
+            thread = self._threads[len(self._jobs) % len(self._threads)]  # in the same order on all ranks
+            self._jobs[group] = thread.submit(self._job(group, grads))
+
+    def _is_unlike(self, group: int) -> bool:
+        """Tell whether this rank cannot take the step of a param group as the others do."""
+        if self._alike or self._problem is not None:
+            return self._problem is not None
+        agreed = self._optimizer._gradients.absent
+        params = self._optimizer.param_groups[group]["params"]
+        return any((p.grad is None) != ((group, i) in agreed) for i, p in enumerate(params))
+
+    def _job(self, group: int, grads: list[Tensor]) -> Callable[[], Staged]:
         phase, scale = self._phase, self._scale
-        self._samples[group] = _sample(grads)
 
         def run() -> Staged:
             if self._error is not None:  # the peers may be gone
@@ -108,7 +162,7 @@ class Overlap:
             try:
                 with ledger() as sent:
                     found: Staged = self._optimizer.stage_group(group, phase, unscaled((grads,), scale, None)[0])
-                self._sent += sent.total
+                self._sent[group] = sent.total
             except BaseException as error:
                 self._error = error
                 raise
@@ -117,7 +171,10 @@ class Overlap:
         return run
 
     def ahead(self, phase: Phase) -> list[Staged] | None:
-        """Return the step whose backward pass is over, a part per param group; None if it was not taken ahead.
+        """Return the step whose backward pass is over, a part per param group.
+
+        None if it was not taken ahead, or if all ranks have to meet in it: a number is not finite, or a rank cannot
+        take it.
 
         Raises: ValueError if gradients or hyper-parameters were changed since; what was raised while communicating.
         """
@@ -125,12 +182,15 @@ class Overlap:
             return None
         jobs, self._jobs = self._jobs, None
         steps = [jobs[group].result() for group in sorted(jobs)]
-        self._thread.catch_up()
+        for thread in self._threads:
+            thread.catch_up()
+        if not all(step.ok for step in steps):
+            return None
         if self._optimizer._gradients.changed([group["params"] for group in self._optimizer.param_groups]):
             return None  # DDP knows on all ranks alike which parameters had no part; the step asks once more
         self._check_unchanged()
         if phase not in self.bytes:
-            self.bytes[phase] = self._sent
+            self.bytes[phase] = sum(self._sent.values())
             self._say(phase)
         return steps
 
@@ -162,15 +222,6 @@ class Overlap:
         state = "on" if self.is_on(phase) else "off"
         level = logging.WARNING if state == "off" and self._is_first else logging.INFO
         logger.log(level, text, state, phase.value, size, 1e3 * seconds, 1e3 * self._least)
-
-    def _wait(self) -> None:
-        for job in (self._jobs or {}).values():
-            job.exception()
-
-
-def _set_all(waiting: list[tuple[torch.futures.Future[Tensor], Tensor]]) -> None:
-    for future, buffer in waiting:
-        future.set_result(buffer)
 
 
 def _sample(grads: list[Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
+from fn.collectives import sockets
 from fn.errors import PeerLost
 
 PATIENCE = 0.5
@@ -88,13 +89,14 @@ def named(wires: Mapping[str, str]) -> Iterator[None]:
 
 
 def hang_up(transport: str) -> None:
-    """Close this rank's connections of a gloo group, so that whoever waits for this rank notices.
+    """Close this rank's connections of a gloo group, ours and its own, so that whoever waits for this rank notices.
 
     gloo has no call for that, but a receive whose time runs out closes all connections of its group.
     """
     group = _groups.get(transport)
     if group is None or not _is_gloo(group):
         return
+    sockets.hang_up(group)
     for peer in set(range(group.size())) - {group.rank()}:
         try:
             work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=TAG)

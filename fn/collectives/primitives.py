@@ -21,7 +21,7 @@ from fn.collectives import axis as axes
 from fn.collectives.ledger import is_open, record
 from fn.collectives.observe import step_range
 from fn.collectives.peers import is_loss, peer_lost
-from fn.collectives.receives_first import exchange_rows, pass_rows, wants_receives_first
+from fn.collectives.sockets import connections
 from fn.collectives.transports import carry, registered
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager, pooled
@@ -198,23 +198,26 @@ def _vmap_count(
 def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if _on_host(x):
         out, group = buffers.empty(x.shape, x.dtype), group_of(transport)
-        if wants_receives_first(x[0], group):
-            exchange_rows(out, x, group)
-        else:
+        others = connections(group)
+        if others is None:
             dist.all_to_all_single(out, x, group=group)
+        else:
+            out[group.rank()].copy_(x[group.rank()])
+            others.pass_rows(x, out)
         return out
     rows = [1] * size
     return _wait(torch.ops._c10d_functional.all_to_all_single(x, rows, rows, transport))
 
 
 def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
-    if _on_host(x):  # on gloo messages to each send the same bytes in half the time
+    if _on_host(x):
         out, group = buffers.empty((size, *x.shape), x.dtype), group_of(transport)
-        if wants_receives_first(x, group):
-            out[group.rank()].copy_(x)
-            pass_rows(out, [x] * size, group)
+        others = connections(group)
+        if others is None:
+            dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=group)
         else:
-            dist.all_to_all_single(out, buffers.empty(out.shape, x.dtype).copy_(x), group=group)
+            out[group.rank()].copy_(x)
+            others.pass_rows([x] * size, out)
         return out
     flat = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), size, transport))
     return flat.view(size, *x.shape)

@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fn.collectives import axis as axes
 from fn.collectives import primitives
 from fn.collectives.observe import step_range
 from fn.collectives.peers import is_loss, peer_lost
-from fn.collectives.receives_first import pass_rows, wants_receives_first
+from fn.collectives.sockets import Connections, connections
 from fn.collectives.transports import registered
 from fn.kernels import buffers
 
@@ -29,16 +28,16 @@ def swap_rows(rows: Sequence[Tensor], axis: str) -> list[Tensor]:
     Raises: as `all_to_all`.
     """
     size, rank, transport = axes.resolve(axis)
-    group = _group(rows[0], size, transport)
+    others = _connections(rows[0], size, transport)
     with step_range("exchange"):
-        if group is None:
+        if others is None:
             found: Tensor = primitives.all_to_all(torch.stack(list(rows)), axis) if size > 1 else rows[0][None]
             return list(found.unbind(0))
         primitives.count(rows[0], axis, "all_to_all", size - 1, 1)
         me = int(rank)
         received = [row if r == me else buffers.empty(row.shape, row.dtype) for r, row in enumerate(rows)]
         with _named("all_to_all", transport):
-            pass_rows(received, rows, group)
+            others.pass_rows(rows, received)
         return received
 
 
@@ -49,23 +48,22 @@ def fill_rows(out: Tensor, axis: str) -> None:
     Raises: as `all_gather`.
     """
     size, rank, transport = axes.resolve(axis)
-    group, mine = _group(out[0], size, transport), out[int(rank)]
+    others, mine = _connections(out[0], size, transport), out[int(rank)]
     with step_range("gather"):
-        if group is None:
+        if others is None:
             if size > 1:
                 out.copy_(primitives.all_gather(mine, axis))
             return
         primitives.count(mine, axis, "all_gather", size - 1, 1)
         with _named("all_gather", transport):
-            pass_rows(out, [mine] * size, group)
+            others.pass_rows([mine] * size, out)
 
 
-def _group(row: Tensor, size: int, transport: str) -> dist.ProcessGroup | None:
-    """Return the group in which rows are sent as they are; None where a collective carries them."""
+def _connections(row: Tensor, size: int, transport: str) -> Connections | None:
+    """Return the connections over which rows are sent as they are; None where a collective carries them."""
     if size == 1 or transport in registered or transport == axes.SIMULATED or row.device.type != "cpu":
         return None
-    group = primitives.group_of(transport)
-    return group if wants_receives_first(row, group) else None
+    return connections(primitives.group_of(transport))
 
 
 @contextmanager

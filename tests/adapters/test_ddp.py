@@ -368,9 +368,7 @@ def test_gradients_that_are_the_same_on_purpose_are_allowed():
 # Arguments, on no rank.
 
 
-@pytest.mark.parametrize(
-    "f", [keep_local, partial(overlap, optimizer=None), partial(average_gradients, codec=fn.sign())]
-)
+@pytest.mark.parametrize("f", [keep_local, partial(average_gradients, codec=fn.sign())])
 def test_a_model_that_is_not_in_ddp_is_refused(f):
     with pytest.raises(TypeError, match="model: is Net; allowed is DistributedDataParallel"):
         f(Net())

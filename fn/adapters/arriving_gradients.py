@@ -1,0 +1,74 @@
+"""Which gradients of a backward pass have arrived: told by DDP's buckets, or by hooks of the parameters themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from fn.adapters.overlap import Overlap
+
+
+class DdpBuckets:
+    """DDP's communication hook: leave the buckets as they are. Backward waits until all has been sent."""
+
+    def __init__(self, running: Overlap):
+        self._running = running
+        self._waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+
+    def __call__(self, bucket: Any) -> Any:
+        """Take a bucket; return its future."""
+        buffer = bucket.buffer()
+        done: Any = torch.futures.Future(devices=[d for d in [buffer.device] if d.type != "cpu"])
+        if bucket.index() == 0:
+            self._running.begin()
+        if not self._running.is_taking:
+            done.set_result(buffer)
+            return done
+        self._waiting.append((done, buffer))
+        self._running.arrive(bucket.parameters(), bucket.gradients())
+        if bucket.is_last():  # the gradients may be changed, and others may communicate, once all have left
+            waiting, self._waiting = self._waiting, []
+            self._running.end()
+            self._running.when_sent(lambda: _set_all(waiting))
+        return done
+
+
+def _set_all(waiting: list[tuple[torch.futures.Future[Tensor], Tensor]]) -> None:
+    for future, buffer in waiting:
+        future.set_result(buffer)
+
+
+class GradientHooks:
+    """Hooks on the parameters of a plain module; gradients stay where they are, and nothing is copied.
+
+    A backward pass ends when autograd says so. Then the gradients of earlier passes count for the parameters that had
+    no part in this one.
+    """
+
+    def __init__(self, params: Sequence[Tensor], running: Overlap):
+        self._params, self._running = params, running
+        self._arrived: set[int] | None = None  # None: between two backward passes
+        for p in params:
+            p.register_post_accumulate_grad_hook(self._on_gradient)
+
+    def _on_gradient(self, p: Tensor) -> None:
+        if self._running.is_paused:
+            return
+        if self._arrived is None or id(p) in self._arrived:  # the second one if a pass broke off
+            self._arrived = set()
+            self._running.begin()
+            Variable._execution_engine.queue_callback(self._on_end)
+        self._arrived.add(id(p))
+        if self._running.is_taking and p.grad is not None:
+            self._running.arrive([p], [p.grad])
+
+    def _on_end(self) -> None:
+        arrived, self._arrived = self._arrived or set(), None
+        if self._running.is_taking:
+            earlier = [p for p in self._params if id(p) not in arrived and p.grad is not None]
+            self._running.arrive(earlier, [p.grad for p in earlier if p.grad is not None])
+            self._running.end()

@@ -1,0 +1,200 @@
+"""Rows over connections of our own: whoever is late, whatever their size, and what happens if one cannot go on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import Died, Raised, outcomes, run
+
+import fn
+from fn.collectives import sockets
+from fn.collectives.rows import fill_rows, swap_rows
+from fn.collectives.sockets import WAKE, Connections, connections
+
+
+def rows(rank: int, size: int, n: int) -> torch.Tensor:
+    return torch.randn(size, n, generator=torch.Generator().manual_seed(rank))
+
+
+def exchanged(n: int) -> list[bool]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    group, found = dist.group.WORLD, []
+    x, expected = rows(rank, size, n), torch.stack([rows(r, size, n)[rank] for r in range(size)])
+    for late in range(size):
+        if rank == late:
+            time.sleep(0.02)
+        with fn.bind({"data": group}):
+            both = torch.equal(fn.all_to_all(x, "data"), expected)
+            gathered = fn.all_gather(x[0].bfloat16(), "data")
+        firsts = torch.stack([rows(r, size, n)[0] for r in range(size)])
+        found.append(both and torch.equal(gathered, firsts.bfloat16()))
+        with fn.bind({"data": group}), fn.ledger() as sent:
+            swapped = torch.stack(swap_rows(x.unbind(0), "data"))
+            out = torch.full_like(x, float("nan"))
+            out[rank] = x[0]
+            fill_rows(out, "data")
+        with fn.bind({"data": group}), fn.ledger() as sent_too:
+            fn.all_to_all(x, "data")
+            fn.all_gather(x[0], "data")
+        found.append(torch.equal(swapped, expected) and torch.equal(out, firsts) and sent.sent == sent_too.sent)
+    return [*found, connections(group) is not None]
+
+
+@pytest.mark.parametrize("n", [1, 3, WAKE // 4 + 5, WAKE * 3])
+def test_every_rank_gets_its_rows_whoever_is_late(n):
+    for found in run(3, exchanged, n):
+        assert all(found)
+
+
+def a_pair(timeout: float = 5.0) -> tuple[Connections, Connections]:
+    """Return two ranks' connections with each other, in one process."""
+    with sockets._listen_on("127.0.0.1", socket.AF_INET, 1) as listener:
+        first = socket.create_connection(listener.getsockname())
+        second, _ = listener.accept()
+    return Connections({1: first}, timeout), Connections({0: second}, timeout)
+
+
+def on_both(*calls: Any) -> list[Any]:
+    """Run a call per rank at the same time; return what each raised, or None."""
+    found: list[Any] = [None] * len(calls)
+
+    def run_one(i: int) -> None:
+        try:
+            calls[i]()
+        except RuntimeError as error:
+            found[i] = str(error)
+
+    threads = [threading.Thread(target=run_one, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return found
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    there=st.integers(0, 1 << 20), back=st.integers(0, 1 << 20), dtype=st.sampled_from([torch.uint8, torch.bfloat16])
+)
+def test_any_number_of_bytes_goes_both_ways_at_once(there, back, dtype):
+    first, second = a_pair()
+    a, b = torch.arange(there).to(dtype), torch.arange(back).to(dtype)
+    to_a, to_b = torch.empty_like(b), torch.empty_like(a)
+    for _ in range(2):
+        raised = on_both(lambda: first.exchange({1: a}, {1: to_a}), lambda: second.exchange({0: b}, {0: to_b}))
+        assert raised == [None, None]
+        assert torch.equal(to_a, b)
+        assert torch.equal(to_b, a)
+    first.close()
+    second.close()
+
+
+def test_a_rank_that_sends_another_number_of_bytes_is_named_on_both():
+    first, second = a_pair()
+    x = torch.zeros(10)
+    raised = on_both(
+        lambda: first.exchange({1: x}, {1: torch.empty(10)}), lambda: second.exchange({0: x}, {0: torch.empty(4)})
+    )
+    assert "rank 0 sent (exchange, bytes) (0, 40), but this rank expects (0, 16)" in raised[1]
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        second.exchange({0: x}, {0: torch.empty(10)})
+
+
+def test_a_silent_peer_is_lost_after_the_timeout_and_a_closed_one_at_once():
+    first, second = a_pair(timeout=0.2)
+    with pytest.raises(RuntimeError, match=r"Timed out: no byte from or to rank \[1\] in 0.2 s"):
+        first.exchange({1: torch.zeros(4)}, {1: torch.empty(4)})
+    with pytest.raises(RuntimeError, match="Connection closed by rank 0"):  # it closed its end when it gave up
+        second.exchange({0: torch.zeros(4)}, {0: torch.empty(5)})
+
+
+def in_a_collective(x: torch.Tensor) -> None:
+    fn.all_to_all(x, "data")
+
+
+def in_place(x: torch.Tensor) -> None:
+    swap_rows(x.unbind(0), "data")
+
+
+def filling(x: torch.Tensor) -> None:
+    fill_rows(x, "data")
+
+
+def killed(exchange: Callable[[torch.Tensor], None]) -> Any:
+    x = torch.zeros(3, 1 << 22, dtype=torch.uint8)
+    with fn.bind({"data": dist.group.WORLD}):
+        exchange(x)
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        try:
+            exchange(x)
+        except fn.PeerLost as error:
+            time.sleep(2)  # a survivor that stays
+            raise error
+
+
+@pytest.mark.parametrize("exchange", [in_a_collective, in_place, filling], ids=lambda f: f.__name__)
+def test_a_peer_that_is_gone_is_an_error_long_before_the_timeout(exchange):
+    start = time.monotonic()
+    first, second, gone = outcomes(3, killed, exchange)
+    assert isinstance(gone, Died)
+    for found in (first, second):
+        assert isinstance(found, Raised)
+        assert found.kind == "PeerLost"
+    assert time.monotonic() - start < 25
+
+
+def unreachable() -> list[Any]:
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    sockets.logger.addHandler(handler)
+    if dist.get_rank() == 1:
+        sockets._listen = lambda backlog: (_ for _ in ()).throw(OSError("no port"))
+    x = rows(dist.get_rank(), 2, 5)
+    everybody = [rows(r, 2, 5) for r in range(2)]
+    with fn.bind({"data": dist.group.WORLD}):
+        found = fn.all_to_all(x, "data"), fn.all_gather(x, "data")
+    expected = torch.stack([y[dist.get_rank()] for y in everybody]), torch.stack(everybody)
+    return [all(map(torch.equal, found, expected)), connections(dist.group.WORLD) is None, said]
+
+
+def test_ranks_that_cannot_connect_go_over_gloo_together_and_say_why():
+    first, second = run(2, unreachable)
+    text = "codes go over gloo instead of connections of their own: rank 1 cannot listen: no port"
+    assert first == [True, True, [text]]
+    assert second == [True, True, []]
+
+
+def test_strangers_are_turned_away():
+    """A caller that does not know the token is no rank."""
+    listener = sockets._listen_on("127.0.0.1", socket.AF_INET, 4)
+    stranger = socket.create_connection(listener.getsockname())
+    stranger.sendall(b"x" * 24)
+    friend = socket.create_connection(listener.getsockname())
+    friend.sendall(b"t" * 16 + (1).to_bytes(8, "little"))
+
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 2
+
+    found = sockets._meet(Group(), listener, [], b"t" * 16)
+    assert list(found) == [1]
+    assert found[1].getpeername() == friend.getsockname()
+    for connection in (listener, stranger, friend, *found.values()):
+        connection.close()
