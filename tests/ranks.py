@@ -102,6 +102,7 @@ def _collect(ends: list[Any], processes: list[Any], until: float, enough: int) -
 
 def _main(rank: int, world: int, store: str, job: bytes, end: Any, group_timeout: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch remembers the last 2000 collectives, a kilobyte each
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:

@@ -52,10 +52,10 @@ def held() -> tuple[int, ...]:
 def soak(name: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
     params, opt = build(name, BY_NAME[name].schedule)
     held()  # counting touches modules that load late
-    for t in range(1000):
+    for t in range(200):
         step(opt, params, t)
     before = held()
-    for t in range(1000, 2000):
+    for t in range(200, 1200):
         step(opt, params, t)
     return before, held()
 
