@@ -6,7 +6,8 @@
 
 Saved are the optimizer's state, rank by rank where it differs, its parameters, and `extra`, which is the same on all
 ranks. On the same world the training continues bit for bit, also between 0/1 Adam's synchronisations. On another one
-the undelivered mean is kept, (1 / W) sum of the worker errors + the server errors; to 8 bits where errors have 8.
+the undelivered mean is kept, (1 / W) sum of the worker errors + the server errors; what gradients' errors in 8 bits
+do not hold is carried by the optimizer to its first compressed step.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from fn import tree
 from fn.adapters import checkpoint_files as files
 from fn.adapters import checkpoint_state as portable
+from fn.adapters.carried import PREFIX
 from fn.adapters.state_dict import SAVED_BY, flat_state, restore_flat
 from fn.collectives.peers import named, remember
 
@@ -170,7 +172,8 @@ def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
 
 def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> None:
     wanted = set(portable.everything(optimizer, extra))
-    optional = {k for k in wanted | set(forms) if k.endswith(".initial_lr") or (extra is None and k[:6] == "extra.")}
+    free = (PREFIX, "extra.") if extra is None else (PREFIX,)
+    optional = {k for k in wanted | set(forms) if k.endswith(".initial_lr") or k.startswith(free)}
     for key in sorted((wanted ^ set(forms)) - optional):
         raise ValueError(f"checkpoint: {key!r} is {'missing' if key in wanted else 'of no use to this optimizer'}")
 

@@ -7,6 +7,7 @@ what else is a rank's own, such as 0/1 Adam's local momentum and parameters, bec
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fn import tree
+from fn.adapters.carried import PREFIX
 from fn.adapters.state_dict import OWN, SAME, SAVED_BY, flat_state, kinds
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import psum
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
     from fn.adapters.torch_optim import Optimizer
 
 Tree = Any
+
+logger = logging.getLogger("fn")
+
 
 class Rows(NamedTuple):
     """Some rows of what was saved: (k, ...) from row `first` of `world`."""
@@ -130,21 +135,38 @@ def moved(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     if len(optimizer._transforms) != len(optimizer.param_groups):
         raise ValueError("checkpoint: is of another world; those of DeepSpeed's drop-ins fit only their own")
     axis = axes[0] if axes else None
-    with optimizer._binding, noting() as notes:
-        groups = zip(optimizer._transforms, optimizer.param_groups, strict=True)
-        fresh = tuple(t.init([p.detach() for p in group["params"]]) for t, group in groups)
-        after = _Move(notes, saved, axis).states(fresh)
+    with optimizer._binding:
+        fresh, notes = [], list[list[tuple[Tree, Reshape]]]()
+        for transform, group in zip(optimizer._transforms, optimizer.param_groups, strict=True):
+            with noting() as own:
+                fresh.append(transform.init([p.detach() for p in group["params"]]))
+            notes.append(own)
+        move = _Move([note for own in notes for note in own], saved, axis, [])
+        after = move.states(tuple(fresh))
         found = {f"state.{p}": x for p, x in zip(tree.paths(after), tree.leaves(after), strict=True)}
         for key, value in saved.items():
             if not key.startswith("state."):
                 found[key] = _mean(value, axis) if isinstance(value, Rows) else value
+    for g, own in enumerate(notes):
+        rests = [rest for state, rest in move.rests if any(state is s for s, _ in own)]
+        if len(rests) == 1 and len(rests[0]) == len(optimizer.param_groups[g]["params"]):
+            found.update(_carried(g, rests[0], saved))
+        elif rests:
+            logger.warning("param group %d is parted among transforms: its errors moved, to 8 bits", g)
     return found
+
+
+def _carried(g: int, rest: list[Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what a param group carries: what its errors do not hold, and what it carried before."""
+    keys = [f"{PREFIX}{g}.{i}" for i in range(len(rest))]
+    return {k: (r + saved[k].double() if k in saved else r).float() for k, r in zip(keys, rest, strict=True)}
 
 
 class _Move(NamedTuple):
     notes: Sequence[tuple[Tree, Reshape]]
     saved: Mapping[str, Any]
     axis: str | None
+    rests: list[tuple[Tree, list[Tensor]]]
 
     def states(self, fresh: Tree) -> Tree:
         paths, structure = tree.paths(fresh), tree.flatten(fresh)[1]
@@ -162,7 +184,11 @@ class _Move(NamedTuple):
     def _walk(self, fresh: Tree, found: Tree, none: Tree, each: list[Tree], first: int, world: int) -> Tree:
         for state, reshape in self.notes:
             if state is fresh:
-                return reshape.adopt(self._total(reshape, none, each, first, world), fresh)
+                total = self._total(reshape, none, each, first, world)
+                after = reshape.adopt(total, fresh)
+                if reshape.rest is not None:
+                    self.rests.append((fresh, reshape.rest(total, after)))
+                return after
         if isinstance(fresh, ErrorFeedbackState | ShardedState):
             raise ValueError("checkpoint: is of another world, and nothing says how errors of several axes move")
         if isinstance(found, Rows):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters import carried
 from fn.collectives.axis import rank_dims
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.schedules import FreezeWhenStable
@@ -36,7 +37,7 @@ def kinds(states: Tree) -> Tree:
 
 
 def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the steps, every group's learning rate and state, and a fed schedule's memory, by path."""
+    """Return the steps, every group's learning rate and state, what is carried, and a schedule's memory, by path."""
     found = {"steps": torch.tensor(optimizer.steps), SAVED_BY: torch.tensor(_place(optimizer))}
     for i, group in enumerate(optimizer.param_groups):
         found[f"groups.{i}.lr"] = torch.as_tensor(group["lr"]).detach()
@@ -44,6 +45,7 @@ def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
             found[f"groups.{i}.initial_lr"] = torch.as_tensor(group["initial_lr"]).detach()
     named = zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), strict=True)
     found.update({f"state.{path}": leaf for path, leaf in named})
+    found.update(carried.flat(optimizer.carried))
     schedule = optimizer.schedule
     if isinstance(schedule, FreezeWhenStable):
         found["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64)
@@ -69,8 +71,10 @@ def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     own = flat_state(optimizer)
     saved, text = _without_foreign_errors(optimizer, own, {SAVED_BY: torch.tensor((0, 1)), **saved})
     check_fits(own, saved)
+    rest = carried.restored(saved, optimizer.param_groups)
     if text:
         warnings.warn(text, stacklevel=3)
+    optimizer.carried = rest
     _copy(optimizer, saved)
 
 
@@ -80,7 +84,7 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     Raises: ValueError that names the first path that is missing, unexpected, of another shape or dtype, or of the
         shard of another rank.
     """
-    optional = {path for path in {*own, *saved} if path.endswith(".initial_lr")}
+    optional = {path for path in {*own, *saved} if path.endswith(".initial_lr") or path.startswith(carried.PREFIX)}
     for path in sorted((set(own) ^ set(saved)) - optional):
         raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}")
     for path, mine in own.items():

@@ -12,6 +12,7 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.amp import unscaled
 from fn.adapters.averaged import refuse_averaged
+from fn.adapters.carried import Carried, added, due
 from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
@@ -84,6 +85,7 @@ class Optimizer(torch.optim.Optimizer):
         self.steps = 0
         self.states: Tree = ()
         """The transform's state, the live buffers: a tuple with an entry per param group."""
+        self.carried: Carried = ()  # see its module: what was undelivered when the number of ranks changed
         self._compile = compile
         self._binding = current_binding()
         self._max_norm = max_norm
@@ -213,7 +215,7 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         phase = self.phase
-        problem = self._follow_groups()
+        problem, skipped = self._follow_groups(), self.skipped if self.carried else 0
         early = None if self.ahead is None else self.ahead(phase)
         with self._binding, named(self._wires):
             if early is None:
@@ -224,6 +226,8 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 absent = [self.param_groups[g]["params"][i] for g, i in self._gradients.absent]
                 commit(early, self.states, absent)
+        if due(self, phase) and self.skipped == skipped:
+            self.carried = ()
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
             self.schedule.observe(self.steps - 1, self._second_moment_norm())
@@ -255,6 +259,7 @@ class Optimizer(torch.optim.Optimizer):
         update = self._transforms[index].update(phase)
         if self._gradients.absent and isinstance(update, InPlace):  # as `staged` does
             update = update.pure
+        (grads,) = added(due(self, phase)[index : index + 1], (grads,))
         return stage(update, grads, self.states[index], params)
 
     def _collect(
@@ -262,7 +267,8 @@ class Optimizer(torch.optim.Optimizer):
     ) -> tuple[list[Tensor], ...]:
         """Return the gradients, without the scale of the loss."""
         found = self._gradients.collect(groups, ask, problem)
-        return unscaled(found, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        found = unscaled(found, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        return added(due(self, self.phase), found)
 
     def _advance(self, update: UpdateFn, phase: Phase, problem: Exception | None) -> tuple[list[Tensor], ...] | None:
         """Move the states; return the updates of the parameters, None if these moved too."""

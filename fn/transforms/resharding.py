@@ -22,7 +22,7 @@ from fn import tree
 from fn.collectives.axis import axis_index, axis_size
 from fn.collectives.codec import Codec
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.feedback import Feedback
+from fn.collectives.feedback import Damped, Feedback, StoredClassic
 from fn.collectives.plain_errors import age_of, from_plain, to_plain
 from fn.transforms import layout as layouts
 
@@ -36,10 +36,13 @@ class Reshape(NamedTuple):
 
     shares: (state of a rank, W, its rank) -> float64 tensors; added up over the ranks they do not depend on W.
     adopt: (the sum of all shares, a fresh state) -> the state of this rank on the axes that are bound now.
+    rest: (the sum of all shares, the adopted state) -> what was undelivered of the gradients and errors of few bits
+        do not hold, a float64 tensor per leaf, the same on all ranks. None: nothing, or not of gradients.
     """
 
     shares: Callable[[Tree, int, int], Tree]
     adopt: Callable[[Tree, Tree], Tree]
+    rest: Callable[[Tree, Tree], list[Tensor]] | None = None
 
 
 class _Open(threading.local):
@@ -77,8 +80,10 @@ Plan = Callable[[int], list[layouts.Bucket]]
 """W -> how leaves travel among W ranks."""
 
 
-def errors_reshape(leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Half, server: Half) -> Reshape:
-    """Return how an `ErrorFeedbackState` over leaves moves."""
+def errors_reshape(
+    leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Half, server: Half, *, of_gradients: bool = False
+) -> Reshape:
+    """Return how an `ErrorFeedbackState` over leaves moves. of_gradients: whether that is what the workers encode."""
 
     def shares(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
         found: Shares = []
@@ -103,7 +108,18 @@ def errors_reshape(leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Half
             servers.append(d if isinstance(d, tuple) and not d else from_plain(own, d, row, server.feedback, ages[1]))
         return ErrorFeedbackState(tuple(workers), tuple(servers))
 
-    return Reshape(shares, adopt)
+    def rest(total: Tree, state: ErrorFeedbackState) -> list[Tensor]:
+        found, parts = [torch.zeros(leaf.shape, dtype=torch.float64) for leaf in leaves], iter(total)
+        for bucket, e in zip(plan(axis_size(axis)), state.worker, strict=True):
+            held = to_plain(e, *worker, bucket.segments, leaves[bucket.places[0]].dtype)
+            for place, part in zip(bucket.places, parts_of(held, bucket), strict=True):
+                found[place] = next(parts) - part
+            for _ in range(len(bucket.places) + 2):  # the server's, and the ages
+                next(parts)
+        return found
+
+    rounded = of_gradients and isinstance(worker.feedback.rule, Damped | StoredClassic)
+    return Reshape(shares, adopt, rest if rounded else None)
 
 
 def _age(error: Tree, rank: int) -> Tensor:
@@ -198,4 +214,7 @@ def in_parts(
         moved = [reshape.adopt(each, pick(fresh)) for each, (pick, reshape) in zip(total, parts, strict=True)]
         return join(fresh, moved)
 
-    return Reshape(shares, adopt)
+    def rest(total: Tree, state: Tree) -> list[Tensor]:
+        return next(r.rest(each, pick(state)) for each, (pick, r) in zip(total, parts, strict=True) if r.rest)
+
+    return Reshape(shares, adopt, rest if any(reshape.rest for _, reshape in parts) else None)

@@ -183,10 +183,12 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
     back = to
     if rules.momentum is None:
         (back,) = hops(axis, rules.gather or identity(), rules.gather_feedback)
+    halves = Half(*to[1:]), Half(*back[1:])
+    errors = errors_reshape(leaves, axis, plan, *halves, of_gradients=rules.momentum is None)
     parts: list[tuple[Any, Reshape]] = [
         (lambda s: s.inner, shards_reshape(axis, plan, paths or numbers)),
         (lambda s: s.master, shards_reshape(axis, plan, numbers)),
-        (lambda s: s.errors, errors_reshape(leaves, axis, plan, Half(*to[1:]), Half(*back[1:]))),
+        (lambda s: s.errors, errors),
         (lambda s: s.momentum, vectors_reshape(axis, plan)),
     ]
     return in_parts(parts, lambda fresh, found: ShardedState(found[0], found[1], found[2], fresh.place, found[3]))
