@@ -160,8 +160,15 @@ def all_contenders(total: int, compiled: bool, only: str = "") -> Contenders:
         onebit = partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy))
         make = partial(adapter, make=onebit, phase=fn.Phase.COMPRESSED)
         found.add(f"1-bit Adam compressed, fn.Optimizer{name}", make, streams + 1)
+    ints = partial(fn.onebit_adam, axis="data", codec=fn.int8(), feedback=fn.damped())
+    found.add("1-bit Adam in int8, fn.Optimizer", partial(adapter, make=ints, phase=fn.Phase.COMPRESSED), 9)
     zero_one = partial(fn.zero_one_adam, axis="data")
     found.add("0/1 Adam local, fn.Optimizer", partial(adapter, make=zero_one, phase=fn.Phase.LOCAL), 6)
+    found.add("0/1 Adam synchronisation, fn.Optimizer", partial(adapter, make=zero_one, phase=fn.Phase.COMPRESSED), 15)
+    onebit_lamb = partial(fn.onebit_lamb, axis="data")
+    for phase, streams in ((fn.Phase.WARMUP, 8), (fn.Phase.COMPRESSED, 14)):
+        make = partial(adapter, make=onebit_lamb, phase=phase)
+        found.add(f"1-bit LAMB {phase.value}, fn.Optimizer", make, streams)
     for name, make in (("AdamW, TorchOpt functional", torchopt_step), ("AdamW, optax under jit, donated", optax_step)):
         try:
             found.add(name, make, 7)

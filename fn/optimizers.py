@@ -196,20 +196,23 @@ def zero_one_adam(
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
     """
+    codec, feedback = codec or sign(), feedback or classic()
     link = scale_by_zero_one_adam(
         lr,
         b1,
         b2,
         eps,
         weight_decay,
-        sync=compressed_average(axis, codec or sign(), feedback, layout=layout),
+        sync=compressed_average(axis, codec, feedback, layout=layout),
         compress=compress,
         keep_zeros=keep_zeros,
     )
     tx = agreed(skip_nonfinite(chain(average(axis), link), watch=WATCHED), axis)
     if not keep_zeros:
         return tx
-    return with_zero_one_in_place(tx, axis, Descent(lr, b1, b2, eps, weight_decay, corrected=False))
+    descent = Descent(lr, b1, b2, eps, weight_decay, corrected=False)
+    steps = compress == "steps"
+    return with_zero_one_in_place(tx, axis, descent, codec, feedback, layout, steps=steps)
 
 
 def loco_adamw(

@@ -86,6 +86,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "momentum_encode": lambda: [
         (*_momentum()[:2], 0.9, _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*_EACH]),
     ],
+    "drift": lambda: [(*_drift(), decay, 1e-6, 1e-2, 2, [*_EACH]) for decay in (0.9, 0.2)],
     "onebit_adam_": lambda: [
         (*_momentum(keep), _bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*_EACH], 1e-6, 0.1, 1e-2, 0.5, 0.25, keep)
         for keep in (True, False)
@@ -114,6 +115,12 @@ def _momentum(zeros: bool = False) -> tuple[Any, ...]:
     return [_wave(n) for n in sizes], [_wave(n, seed=2) for n in sizes], [v.clamp(min=0.0) for v in nu]
 
 
+def _drift() -> tuple[Any, ...]:
+    """Return lists of params, anchors, mu, grads and nu, the last zero in places."""
+    params, mu, nu = _momentum(zeros=True)
+    return params, *([_wave(len(p), seed=s) for p in params] for s in (4, 5)), mu, nu
+
+
 def _codes(width: int, *rows: int) -> Tensor:
     return _bytes(*rows, _N // 2) if width == 4 else _bytes(*rows, _N).view(torch.int8)
 
@@ -129,7 +136,7 @@ def complaint(op: str, kernel: Callable[..., Any], device: torch.device) -> str 
                 if found is NotImplemented:
                     return "it answers NotImplemented to the example"
                 expected = outcome(op, REFERENCES[op], args, torch.device("cpu"))
-                reason = difference(found, expected, in_place=op.endswith("_"))
+                reason = difference(found, expected, sums=of_sums(op))
                 if reason is not None:
                     return reason
     except Exception as error:
@@ -175,10 +182,15 @@ def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: to
     return [*written, *map(_guard_of, written), *(() if found is None else as_tuple(found))]
 
 
-def difference(found: Any, expected: Any, rtol: float = 1e-6, *, in_place: bool = False) -> str | None:
+def of_sums(op: str) -> bool:
+    """Return whether the results of a kernel are sums of terms that other kernels round otherwise."""
+    return op.endswith("_") or op == "drift"
+
+
+def difference(found: Any, expected: Any, rtol: float = 1e-6, *, sums: bool = False) -> str | None:
     """Return how a result differs from the expected one, or None: integers exactly, floats up to rounding.
 
-    Args: in_place: the results are sums, in which the operands' rounding can outweigh what is left of them.
+    Args: sums: the results are sums, in which the operands' rounding can outweigh what is left of them.
     """
     found, expected = as_tuple(found), as_tuple(expected)
     if len(found) != len(expected):
@@ -187,7 +199,7 @@ def difference(found: Any, expected: Any, rtol: float = 1e-6, *, in_place: bool 
         if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
             return f"result {i} is {_kind(a)} instead of {_kind(b)}"
         a = a.detach().cpu()
-        atol = rtol * float(torch.where(b.isfinite(), b, 0.0).abs().max()) if in_place and b.numel() else 0.0
+        atol = rtol * float(torch.where(b.isfinite(), b, 0.0).abs().max()) if sums and b.numel() else 0.0
         same = torch.equal(a, b) or torch.allclose(a.double(), b.double(), rtol, atol, equal_nan=True)
         if not (torch.equal(a, b) if not b.is_floating_point() else same):
             return f"result {i} differs from the reference in {int((a != b).sum())} of {b.numel()} places"

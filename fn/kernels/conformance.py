@@ -110,7 +110,7 @@ def _compare(op: str, kernel: Callable[..., Any], case: Callable[[], Any], devic
     given = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
     wide = any(t.dtype == torch.float64 for t in given)
     expected = acceptance.outcome(op, REFERENCES[op], args, torch.device("cpu"))
-    return acceptance.difference(found, expected, 1e-12 if wide else 1e-5, in_place=op[-1] == "_")
+    return acceptance.difference(found, expected, 1e-12 if wide else 1e-5, sums=acceptance.of_sums(op))
 
 
 def _in_table(row: Accelerator, check: Callable[[], str | None]) -> str | None:
@@ -209,6 +209,9 @@ def arguments(
         "dequantize": lambda: (coded[:, 0], scales(2, segments), *place, width),
         "momentum_encode": lambda: (
             tensors(), tensors(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *each,
+        ),
+        "drift": lambda: (
+            tensors(), tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 1e-6, 1e-2, 2, each[1],
         ),
         "onebit_adam_": lambda: (
             tensors(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *each,

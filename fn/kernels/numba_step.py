@@ -18,7 +18,7 @@ from fn.kernels import reference
 from fn.kernels.buffers import empty
 from fn.kernels.numba_sign import finish
 from fn.kernels.numba_sign_loops import ZERO, compiled, encode_place, write
-from fn.kernels.places import places, run
+from fn.kernels.places import Places, places, run
 from fn.kernels.reference_step import widths_of
 from fn.kernels.simd import (
     LANES,
@@ -211,21 +211,27 @@ BLOCK = 1 << 16
 """Elements of a place where no norm is taken."""
 
 
-def _addresses(tensors: Sequence[Tensor]) -> np.ndarray:
+def addresses(tensors: Sequence[Tensor]) -> np.ndarray:
+    """Return the table of addresses."""
     return np.array([t.data_ptr() for t in tensors], dtype=np.int64)
 
 
-def _extents(tensors: Sequence[Tensor], runs: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def extents(tensors: Sequence[Tensor], runs: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Return the widths of the segments and the sizes of the tensors, which can end before the valid elements do."""
     return np.array(widths_of(runs), dtype=np.int64), np.array([t.numel() for t in tensors], dtype=np.int64)
 
 
-def _plain(*lists: Sequence[Tensor]) -> bool:
+def plain(*lists: Sequence[Tensor]) -> bool:
     """Return whether all tensors are what the loops address: contiguous float32."""
     return all(t.dtype == torch.float32 and t.is_contiguous() for tensors in lists for t in tensors)
 
 
-def _lerp_weight(decay: float) -> tuple[bool, np.float32]:
+def whole(rows: int, at: Places) -> Tensor:
+    """Return what stands for the lengths of segments where a loop does not look at them."""
+    return torch.empty((rows, at.segments), dtype=torch.int64)
+
+
+def lerp_weight(decay: float) -> tuple[bool, np.float32]:
     """Return which end `torch.lerp` starts from, and the weight of the other."""
     small = decay < 0.5
     return small, np.float32(decay if small else np.float32(decay) - np.float32(1))
@@ -237,15 +243,15 @@ def momentum_encode(
 ) -> Any:  # fmt: skip
     """See `reference_step.momentum_encode`."""
     at = places(runs)
-    if not at.aligned or not _plain(mu, grads, (buffer, sent)):
+    if not at.aligned or not plain(mu, grads, (buffer, sent)):
         return NotImplemented
     valid = valid.contiguous()
     bits = empty((buffer.shape[0], reference.bytes_for(at.n)), torch.uint8)
     squares = torch.empty((buffer.shape[0], len(at.table)), dtype=torch.float64)
     b = empty((buffer.shape[0], at.n), torch.float32)
-    small, weight = _lerp_weight(decay)
+    small, weight = lerp_weight(decay)
     ends, weight = ((grads, mu), -weight) if small else ((mu, grads), weight)  # from one end or from the other
-    tables = *map(_addresses, ends), *_extents(mu, runs)
+    tables = *map(addresses, ends), *extents(mu, runs)
     outs = [t.data_ptr() for t in (buffer, sent, b, bits, squares)]
     run(encode_averages, at, valid, *(t.ctypes.data for t in tables), weight, *outs, scratch=8 * reference.NORM_BLOCK)
     return (b, *finish(b, bits, squares, at, valid, runs))
@@ -258,9 +264,9 @@ def onebit_adam_(
 ) -> Any:  # fmt: skip
     """See `reference_step.onebit_adam_`."""
     at = places(runs)
-    if not at.aligned or not _plain(params, mu, nu, (scales,)) or bits.stride(-1) != 1:
+    if not at.aligned or not plain(params, mu, nu, (scales,)) or bits.stride(-1) != 1:
         return NotImplemented
-    tables = _addresses(params), _addresses(mu), _addresses(nu), *_extents(params, runs)
+    tables = addresses(params), addresses(mu), addresses(nu), *extents(params, runs)
     numbers = map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
     message = bits.data_ptr(), bits.stride(0), scales.data_ptr()
     run(onebit_places, at, valid.contiguous(), *(t.ctypes.data for t in tables), *message, *numbers, keep_zeros)
@@ -272,13 +278,12 @@ def adamw_(
     b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference_step.adamw_`."""
-    if not _plain(params, grads, mu, nu):
+    if not plain(params, grads, mu, nu):
         return NotImplemented
     at = places([x for p in params for x in (1, p.numel())], BLOCK)
-    tables = _addresses(params), _addresses(grads), _addresses(mu), _addresses(nu)
+    tables = addresses(params), addresses(grads), addresses(mu), addresses(nu)
     numbers = map(np.float32, (b2, 1 - b2, eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
-    lengths = torch.empty((1, at.segments), dtype=torch.int64)  # every place is whole
-    run(adamw_places, at, lengths, *(t.ctypes.data for t in tables), *_lerp_weight(b1), *numbers, frozen)
+    run(adamw_places, at, whole(1, at), *(t.ctypes.data for t in tables), *lerp_weight(b1), *numbers, frozen)
     return None
 
 
@@ -287,15 +292,15 @@ def adamw_into_(
     weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
 ) -> Any:  # fmt: skip
     """See `reference_step.adamw_into_`."""
-    if not _plain(new, rows, old):
+    if not plain(new, rows, old):
         return NotImplemented
     at = places([1, new[0].numel()], BLOCK)
     peaks = torch.zeros((max(1, len(at.table)), 2))
-    tables = _addresses(new), _addresses(rows), _addresses(old)
+    tables = addresses(new), addresses(rows), addresses(old)
     news, gradients, olds = (t.ctypes.data for t in tables)
     numbers = map(np.float32, (b2, 1 - b2, eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
     ends = news, gradients, len(rows), np.float32(1.0 / len(rows)), olds, peaks.data_ptr()
-    run(adamw_into_places, at, torch.empty((1, 1), dtype=torch.int64), *ends, *_lerp_weight(b1), *numbers)
+    run(adamw_into_places, at, whole(1, at), *ends, *lerp_weight(b1), *numbers)
     return peaks.amax(0)
 
 

@@ -32,7 +32,8 @@ _WRITTEN = {
     name: [i for i, a in enumerate(schema[: schema.rindex(") ->")].split(", ")) if "!" in a]
     for name, schema in SCHEMAS.items()
 }
-_FLOATING = ("x", "b", "params", "grads", "mu", "nu", "buffer", "sent", "scales", "error_scales", "new", "rows", "old")
+_ALIKE = ("mu", "nu", "params", "anchors", "grads")  # lists of as many elements
+_FLOATING = (*_ALIKE, "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old")
 _INTEGERS = {
     "bits": (torch.uint8,),
     "valid": (torch.int64,),
@@ -63,7 +64,7 @@ def check(name: str, args: Sequence[Any]) -> None:
     if name == "adamw_into_":
         _check_alike({key: named[key] for key in ("new", "old", "rows")})
     elif name in ON_LISTS:
-        _check_lists({key: named[key] for key in ("mu", "nu", "params", "grads") if key in named})
+        _check_lists({key: named[key] for key in _ALIKE if key in named})
 
 
 def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:

@@ -55,6 +55,31 @@ def momentum_encode(
     return reference.sign_encode_feedback(rows_of(averages, buffer.shape[0], runs), buffer, sent, valid, runs)
 
 
+def drift(
+    params: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    decay: float,
+    eps: float,
+    lr: float,
+    rows: int,
+    runs: Sequence[int],
+) -> Tensor:
+    """Return how far every tensor is from its anchor after one more local step of 0/1 Adam, as rows (R, n).
+
+        m = decay mu + (1 - decay) grad, 0 where nu = 0       x = (p - anchor) (sqrt(nu) + eps) - lr m
+
+    Args: params, anchors, mu, grads, nu: S tensors each; decay, eps, lr; rows: R; runs.
+    """
+    found = []
+    for p, a, m, g, v in zip(params, anchors, mu, grads, nu, strict=True):
+        m = torch.where(v > 0, torch.lerp(g.to(m.dtype), m, decay), 0.0)
+        found.append((p.to(m.dtype) - a) * (v.sqrt() + eps) - lr * m)
+    return rows_of(found, rows, runs)
+
+
 def onebit_adam_(
     params: Sequence[Tensor],
     mu: Sequence[Tensor],

@@ -28,6 +28,8 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "dequantize_mean": f"(Tensor codes, Tensor scales, {_PLACE}, int width) -> Tensor",
         "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_PLACE}) -> "
         "(Tensor, Tensor, Tensor)",
+        "drift": "(Tensor[] params, Tensor[] anchors, Tensor[] mu, Tensor[] grads, Tensor[] nu, float decay, "
+        "float eps, float lr, int rows, int[] runs) -> Tensor",
         "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_PLACE}, "
         f"{_DESCENT}, bool keep_zeros) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
@@ -37,7 +39,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
 )
 """Every kernel by name, with its schema."""
 
-ON_LISTS = ("momentum_encode", "onebit_adam_", "adamw_", "adamw_into_")
+ON_LISTS = ("momentum_encode", "drift", "onebit_adam_", "adamw_", "adamw_into_")
 """Those that work on lists of tensors, a step of an optimizer at a time.
 
 A trailing underscore means in place. Such kernels serve owners of buffers, never a simulation, so they have no batches.

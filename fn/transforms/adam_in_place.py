@@ -11,14 +11,11 @@ from fn import tree
 from fn.base import Transform
 from fn.collectives import primitives
 from fn.collectives.axis import AxisNames, axis_size
-from fn.collectives.codec import Codec
-from fn.collectives.compressed import ErrorFeedbackState, encode_averages, pass_on
-from fn.collectives.feedback import Feedback
 from fn.collectives.hierarchy import Codecs, Feedbacks
-from fn.collectives.observe import step_range
 from fn.transforms import layout as layouts
+from fn.transforms.coded_in_place import wire_of
 from fn.transforms.finite import SkipState
-from fn.transforms.in_place import InPlace, Staged, has_kernel, same_shapes, swap
+from fn.transforms.in_place import InPlace, Staged, has_kernel, same_shapes
 from fn.transforms.moments import AdamState, OnebitAdamState
 
 Tree = Any
@@ -74,48 +71,30 @@ def with_onebit_adam_in_place(
 
     Over several axes it stays the pure one.
     """
-    if not isinstance(axis, str) or not isinstance(codec, Codec) or not isinstance(feedback, Feedback):
+    wire = wire_of(axis, codec, feedback, layout)
+    if wire is None:
         return tx
-
-    def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
-        return layouts.buckets(leaves, axis_size(axis), codec.align, layout)
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         moments: OnebitAdamState = state.inner[1]
         lists = [tree.leaves(t) for t in (params, updates, moments.mu, moments.nu)]
-        if layout == "fused" or axis_size(axis) == 1 or h.eps <= 0 or not has_kernel("onebit_adam_", lists):
+        if axis_size(axis) == 1 or h.eps <= 0 or not has_kernel("onebit_adam_", lists):
             return False
         if not same_shapes(lists) or (h.corrected and not moments.nu_weight > 0):  # nothing to divide by: pure, skipped
             return False
-        errors = zip(arrange(lists[0]), moments.sync.worker, moments.sync.server, strict=True)
-        return all(encode_averages(codec, feedback, bucket.segments, e, d) is not None for bucket, e, d in errors)
+        return keep_zeros or wire.in_signs(lists[0], moments.sync)
 
     def stage(updates: Tree, state: SkipState, params: Tree) -> Staged:
         moments: OnebitAdamState = state.inner[1]
         leaves, mu, nu, grads = (tree.leaves(t) for t in (params, moments.mu, moments.nu, updates))
-        found, errors = [], []
-        for bucket, e, d in zip(arrange(leaves), moments.sync.worker, moments.sync.server, strict=True):
-            encode = encode_averages(codec, feedback, bucket.segments, e, d)
-            assert encode is not None
-            payload, e = encode([mu[i] for i in bucket.places], [grads[i] for i in bucket.places], h.b1)
-            gathered, d = pass_on(payload, d, axis, codec, feedback, segments=bucket.segments)
-            found.append((bucket, gathered))
-            errors.append((e, d))
-        ok = all(bool(torch.isfinite(gathered.scales).all()) for _, gathered in found)
+        mean = wire.average_moments(moments.sync, mu, grads, h.b1)
 
         def commit() -> None:
             step_weights(moments, h, warmup=False)
-            for bucket, gathered in found:
-                lists = [[t[i] for i in bucket.places] for t in (leaves, mu, nu)]
-                place = bucket.segments.valid, bucket.segments.runs
-                codes = gathered.bits, gathered.scales
-                with step_range("decode and apply"):
-                    torch.ops.fn.onebit_adam_(*lists, *codes, *place, *h.tail(moments), keep_zeros)
-            after = ErrorFeedbackState(*(tuple(half) for half in zip(*errors, strict=True)))
-            for old, new in zip(tree.leaves(moments.sync), tree.leaves(after), strict=True):
-                swap(old, new)
+            mean.step(leaves, mu, nu, h.tail(moments), keep_zeros=keep_zeros)
+            mean.keep(moments.sync)
 
-        return Staged(ok, commit)
+        return Staged(mean.ok, commit)
 
     return tx._replace(compressed_update=InPlace(tx.compressed_update, fits, stage))
 

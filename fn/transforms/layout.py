@@ -84,7 +84,7 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         return end_to_end(tensors)
     if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_eager(*tensors):
         table = buffers.empty((world_size, bucket.segments.row_length), tensors[0].dtype)
-        _clear_padding(table, tensors, bucket)
+        clear_padding(table, tensors, bucket)
         flats, rows = same_places([t.detach() for t in tensors], table, bucket)
         if flats:
             torch._foreach_copy_(rows, flats)
@@ -116,7 +116,8 @@ def same_places(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tup
     return flats, rows
 
 
-def _clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> None:
+def clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> None:
+    """Write zeros behind the vectors in rows (W, n / W) of a bucket that is not fused."""
     start = 0
     for flat, width in zip(tensors, bucket.segments.widths, strict=True):
         if flat.shape[0] < table.shape[0] * width:

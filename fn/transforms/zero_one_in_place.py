@@ -1,28 +1,36 @@
-"""0/1 Adam's variance steps and local steps in place, beside the pure link of `zero_one`."""
+"""0/1 Adam's steps in place, beside the pure link of `zero_one`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fn import tree
 from fn.base import Transform
-from fn.collectives.axis import AxisNames
+from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.transforms.adam_in_place import Descent, averaged, squares_are_finite
+from fn.transforms.coded_in_place import wire_of
 from fn.transforms.finite import SkipState
 from fn.transforms.in_place import InPlace, Staged, has_kernel, same_shapes
+from fn.transforms.layout import Bucket
 from fn.transforms.zero_one import ZeroOneAdamState, largest
 
 Tree = Any
 
 
-def with_zero_one_in_place(tx: Transform, axis: AxisNames, h: Descent) -> Transform:
-    """Let the variance steps and the local steps of a chain (average, anchored 0/1 Adam) be staged.
+def with_zero_one_in_place(
+    tx: Transform, axis: AxisNames, h: Descent, codec: Codecs, feedback: Feedbacks, layout: str, *, steps: bool
+) -> Transform:
+    """Let the steps of a chain (average, anchored 0/1 Adam) be staged.
 
-    Over several axes they stay the pure ones.
+    Over several axes they stay the pure ones. steps: whether steps are what is compressed; if not, synchronising
+    steps stay pure.
     """
-    if not isinstance(axis, str):
+    wire = wire_of(axis, codec, feedback, layout)
+    if wire is None:
         return tx
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
@@ -30,7 +38,7 @@ def with_zero_one_in_place(tx: Transform, axis: AxisNames, h: Descent) -> Transf
         lists = [tree.leaves(t) for t in (params, updates, link.mu, link.nu, link.anchor)]
         return h.eps > 0 and same_shapes(lists) and has_kernel("adamw_", lists)
 
-    def descend(link: ZeroOneAdamState, params: Tree, grads: list[torch.Tensor], *, frozen: bool) -> None:
+    def descend(link: ZeroOneAdamState, params: Tree, grads: list[Tensor], *, frozen: bool) -> None:
         lists = [tree.leaves(params), grads, tree.leaves(link.mu), tree.leaves(link.nu)]
         decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
         torch.ops.fn.adamw_(*lists, h.b1, h.b2, h.eps, decay, float(h.lr), 1.0, 1.0, frozen)
@@ -38,7 +46,7 @@ def with_zero_one_in_place(tx: Transform, axis: AxisNames, h: Descent) -> Transf
 
     def variance(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: ZeroOneAdamState = state.inner[1]
-        grads, ok = averaged(tree.leaves(updates), axis)
+        grads, ok = averaged(tree.leaves(updates), wire.axis)
         peak = largest(grads)
 
         def commit() -> None:
@@ -63,6 +71,39 @@ def with_zero_one_in_place(tx: Transform, axis: AxisNames, h: Descent) -> Transf
 
         return Staged(True, commit)
 
-    return tx._replace(
+    def moved(updates: Tree, state: SkipState, params: Tree) -> bool:
+        link: ZeroOneAdamState = state.inner[1]
+        whole = layout != "fused" and axis_size(wire.axis) > 1
+        return whole and bool(link.elapsed + h.lr > 0) and fits(updates, state, params)
+
+    def synchronise(updates: Tree, state: SkipState, params: Tree) -> Staged:
+        link: ZeroOneAdamState = state.inner[1]
+        mu, nu, anchor = tree.leaves(link.mu), tree.leaves(link.nu), tree.leaves(link.anchor)
+        lists = tree.leaves(params), anchor, mu, tree.leaves(updates), nu
+        elapsed = float(link.elapsed + h.lr)
+
+        def drifts(bucket: Bucket) -> Tensor:
+            here = [[t[i] for i in bucket.places] for t in lists]
+            segments = bucket.segments
+            place = segments.valid.shape[0], segments.runs
+            drift: Tensor = torch.ops.fn.drift(*here, h.b1, h.eps, float(h.lr), *place)
+            return drift.view(-1)
+
+        mean = wire.average_rows(anchor, link.sync, drifts)
+        peak = largest(mean.numbers)
+
+        def commit() -> None:  # from the anchor, with the mean in place of minus the learning rates times the momentum
+            tail = h.eps, h.weight_decay, elapsed, 1.0, 1.0
+            mean.step(anchor, mu, nu, tail, factor=-1 / elapsed)
+            torch._foreach_copy_(tree.leaves(params), anchor)
+            link.peak.copy_(peak)
+            link.step.add_(1)
+            link.elapsed.zero_()
+            mean.keep(link.sync)
+
+        return Staged(mean.ok, commit)
+
+    tx = tx._replace(
         warmup_update=InPlace(tx.warmup_update, fits, variance), local_update=InPlace(tx.local_update, fits, local)
     )
+    return tx._replace(compressed_update=InPlace(tx.compressed_update, moved, synchronise)) if steps else tx

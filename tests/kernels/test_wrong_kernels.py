@@ -63,6 +63,14 @@ def tail_of_the_gradient_is_missed(mu, grads, *rest):
     return REFERENCES["momentum_encode"](mu, short, *rest)
 
 
+def tails_of_the_drift_are_missed(*args):
+    found, start = REFERENCES["drift"](*args), 0
+    for width in args[-1][1::2]:
+        found[:, start + width - width % 8 : start + width] = 0.0
+        start += width
+    return found
+
+
 def decayed_first(params, grads, mu, nu, b1, b2, eps, decay, *rest):
     coupled = [g + decay * p.to(g.dtype) for p, g in zip(params, grads, strict=True)]
     return REFERENCES["adamw_"](params, coupled, mu, nu, b1, b2, eps, 0.0, *rest)
@@ -73,6 +81,11 @@ WRONG = {
     "momentum_encode: decay of the other": with_argument("momentum_encode", 2, lambda b: 1 - b),
     "momentum_encode: tail": tail_of_the_gradient_is_missed,
     "momentum_encode: error forgotten": with_argument("momentum_encode", 3, torch.zeros_like),
+    "drift: eps": with_argument("drift", 6, lambda eps: 0.1),
+    "drift: decay of the other": with_argument("drift", 5, lambda b: 1 - b),
+    "drift: no last step": with_argument("drift", 7, lambda lr: 0.0),
+    "drift: moved without a gradient": with_argument("drift", 4, lambda nu: [v + 1e-30 for v in nu]),
+    "drift: tails": tails_of_the_drift_are_missed,
     "sign_encode_feedback_: bits reversed": with_first_bits_reversed("sign_encode_feedback_"),
     "sign_encode_feedback_: on a copy": with_argument("sign_encode_feedback_", 0, torch.clone),
     "sign_encode_feedback_: past the end": past_the_end("sign_encode_feedback_", lambda args: args[0]),

@@ -1,0 +1,164 @@
+"""What staged steps in codes share: lists of tensors travel as vectors, and the step is taken from what comes back.
+
+Where the codes are signs with a scale per tensor, the kernels read them as they came. Any other mean is decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives.codec import Codec, SignPayload, segmented
+from fn.collectives.compressed import ErrorFeedbackState, compressed_all_reduce, encode, encode_averages, pass_on
+from fn.collectives.feedback import Feedback
+from fn.collectives.hierarchy import Codecs, Feedbacks
+from fn.collectives.observe import step_range
+from fn.kernels import buffers
+from fn.transforms import layout as layouts
+from fn.transforms.finite import all_finite
+from fn.transforms.in_place import swap
+from fn.transforms.layout import Bucket
+from fn.transforms.shards import write
+
+Tree = Any
+
+
+class Agreed(NamedTuple):
+    """What the ranks agreed on, and is not written yet.
+
+    parts: per bucket the codes of the mean, or the mean (n,). errors: per bucket a worker's and a server's.
+    """
+
+    parts: list[tuple[Bucket, SignPayload | Tensor]]
+    errors: list[tuple[Tree, Tree]]
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """Return tensors whose elements are finite if the mean is, and as large as its largest one."""
+        return [found.scales if isinstance(found, SignPayload) else found for _, found in self.parts]
+
+    @property
+    def ok(self) -> bool:
+        """Return whether the mean is finite."""
+        return bool(all_finite(self.numbers))
+
+    def step(
+        self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], tail: Sequence[float], *,
+        factor: float = 1.0, keep_zeros: bool = True,
+    ) -> None:  # fmt: skip
+        """Write factor times the mean into mu, and take the step of `onebit_adam_` from it.
+
+        Args: tail: eps, weight decay, learning rate and the weights of the moments. keep_zeros: must be true where the
+            mean is no codes.
+        """
+        for bucket, found in self.parts:
+            p, m, v = lists = [[t[i] for i in bucket.places] for t in (params, mu, nu)]
+            with step_range("decode and apply"):
+                if isinstance(found, SignPayload):
+                    codes = found.bits, found.scales if factor == 1 else found.scales * factor
+                    place = bucket.segments.valid, bucket.segments.runs
+                    torch.ops.fn.onebit_adam_(*lists, *codes, *place, *tail, keep_zeros)
+                else:
+                    write(found if factor == 1 else found.mul_(factor), bucket, m)
+                    torch.ops.fn.adamw_(p, m, m, v, 0.0, 0.0, *tail, True)
+
+    def keep(self, sync: ErrorFeedbackState) -> None:
+        """Write the errors."""
+        after = ErrorFeedbackState(*(tuple(half) for half in zip(*self.errors, strict=True)))
+        for old, new in zip(tree.leaves(sync), tree.leaves(after), strict=True):
+            swap(old, new)
+
+
+class Wire(NamedTuple):
+    """How vectors travel: over which ranks, as what, with which feedback, in which layout."""
+
+    axis: str
+    codec: Codec
+    feedback: Feedback
+    layout: str
+
+    def arrange(self, leaves: Sequence[Tensor]) -> list[Bucket]:
+        """Return the vectors that leaves make."""
+        return layouts.buckets(leaves, axis_size(self.axis), self.codec.align, self.layout)
+
+    def plan(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> list[tuple[Bucket, Tree, Tree, Any]]:
+        """Return per bucket the errors and, where the codes are signs by tensor, `encode_averages`; else None."""
+        found = []
+        for bucket, e, d in zip(self.arrange(leaves), sync.worker, sync.server, strict=True):
+            fused = not bucket.fused and encode_averages(self.codec, self.feedback, bucket.segments, e, d)
+            found.append((bucket, e, d, fused or None))
+        return found
+
+    def in_signs(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> bool:
+        """Return whether all codes are signs by tensor."""
+        return all(fused is not None for *_, fused in self.plan(leaves, sync))
+
+    def average_rows(
+        self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor]
+    ) -> Agreed:
+        """Average vectors that are formed for this and may be overwritten. rows: bucket -> (n,)."""
+        return self._average(leaves, sync, rows, None)
+
+    def average_moments(
+        self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float
+    ) -> Agreed:
+        """Average decay * mu + (1 - decay) * grad."""
+
+        def encoded(bucket: Bucket, fused: Any) -> tuple[Tree, Tree]:
+            found: tuple[Tree, Tree] = fused([mu[i] for i in bucket.places], [grads[i] for i in bucket.places], decay)
+            return found
+
+        return self._average(mu, sync, lambda bucket: moving_averages(mu, grads, decay, bucket), encoded)
+
+    def _average(
+        self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor],
+        encoded: Callable[[Bucket, Any], tuple[Tree, Tree]] | None,
+    ) -> Agreed:  # fmt: skip
+        parts: list[tuple[Bucket, SignPayload | Tensor]] = []
+        errors = []
+        for bucket, e, d, fused in self.plan(leaves, sync):
+            rule: Any = self.axis, self.codec, self.feedback
+            if fused is None:
+                mean, kept = compressed_all_reduce(rows(bucket), (e, d), *rule, segments=bucket.segments, consume=True)
+                parts.append((bucket, mean))
+                errors.append(kept)
+                continue
+            if encoded is not None:
+                payload, e = encoded(bucket, fused)
+            else:
+                x = rows(bucket).view(bucket.segments.valid.shape[0], -1)
+                payload, e = encode(segmented(self.codec, bucket.segments), self.feedback, x, e, consume=True)
+            gathered, d = pass_on(payload, d, *rule, segments=bucket.segments)
+            parts.append((bucket, gathered))
+            errors.append((e, d))
+        return Agreed(parts, errors)
+
+
+def wire_of(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str) -> Wire | None:
+    """Return how vectors travel over one axis; None over several."""
+    if isinstance(axis, str) and isinstance(codec, Codec) and isinstance(feedback, Feedback):
+        return Wire(axis, codec, feedback, layout)
+    return None
+
+
+def moving_averages(mu: list[Tensor], grads: list[Tensor], decay: float, bucket: Bucket) -> Tensor:
+    """Return decay * mu + (1 - decay) * grad of a bucket's tensors as one vector (n,), in memory of the pool."""
+    rows = bucket.segments.valid.shape[0]
+    out = buffers.empty((rows, bucket.segments.row_length), mu[0].dtype)
+    if bucket.fused:
+        flat, pieces = out.view(-1), layouts.part(out.view(-1), bucket)
+        flat[sum(p.numel() for p in pieces) :].zero_()
+        for i, piece in zip(bucket.places, pieces, strict=True):
+            torch.lerp(grads[i], mu[i], decay, out=piece)
+        return flat
+    fresh, moments = [grads[i].view(-1) for i in bucket.places], [mu[i].view(-1) for i in bucket.places]
+    layouts.clear_padding(out, moments, bucket)
+    pairs = zip(*layouts.same_places(fresh, out, bucket), strict=True)
+    for (g, place), m in zip(pairs, layouts.same_places(moments, out, bucket)[0], strict=True):
+        torch.lerp(g, m, decay, out=place)
+    return out.view(-1)
