@@ -216,8 +216,8 @@ class Optimizer(torch.optim.Optimizer):
                 loss = closure()
         phase = self.phase
         problem, skipped = self._follow_groups(), self.skipped if self.carried else 0
-        early = None if self.ahead is None else self.ahead(phase)
         with self._binding, named(self._wires):
+            early = None if self.ahead is None else self.ahead(phase)
             if early is None:
                 moves = self._advance(self._update(phase), phase, problem)
                 apply(self.param_groups, moves, self._gradients.absent)

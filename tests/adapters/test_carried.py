@@ -1,0 +1,90 @@
+"""What is carried over a change of the number of ranks is added to the gradients once, by a step that compresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from test_transactions import bits, build, same, set_gradients
+
+import fn
+from fn.adapters.carried import restored
+from fn.adapters.staged import commit
+
+WARMUP_STEPS = 2
+
+
+def trained(carries: bool) -> tuple[list[torch.nn.Parameter], fn.Optimizer, list[torch.Tensor]]:
+    """Return an optimizer before its first compressed step, and what it carries, or what another one does."""
+    params, opt = build("loco_adamw", 1, fn.freeze_after(WARMUP_STEPS + 1))
+    generator = torch.Generator().manual_seed(9)
+    rest = [torch.randn(p.shape, generator=generator) for p in params]
+    opt.carried = ([r.clone() for r in rest],) if carries else ()
+    for t in range(WARMUP_STEPS + 1):
+        set_gradients(params, t)
+        opt.step()
+    return params, opt, rest
+
+
+def delivered() -> dict[str, Any]:
+    params, opt, rest = trained(True)
+    others, by_hand, _ = trained(False)
+    found = {"a warm-up step leaves it": len(opt.carried) == 1 and same(bits(params), bits(others))}
+    set_gradients(params, 50)
+    if dist.get_rank() == 0:
+        params[0].grad[0, 0] = float("nan")
+    opt.step()
+    by_hand.steps += 1
+    found["a skipped step keeps it"] = opt.skipped == 1 and same(bits(opt.carried), bits((rest,)))
+    again = build("loco_adamw", 1, fn.freeze_after(WARMUP_STEPS + 1))[1]
+    again.load_state_dict(opt.state_dict())
+    found["a state dict keeps it"] = same(bits(again.carried), bits((rest,)))
+    again.load_state_dict(by_hand.state_dict())
+    found["one without it removes it"] = again.carried == ()
+    set_gradients(params, 51)
+    set_gradients(others, 51)
+    for p, r in zip(others, rest, strict=True):
+        p.grad += r
+    opt.step()
+    by_hand.step()
+    found["it is delivered"] = same(bits(params), bits(others)) and opt.carried == ()
+    set_gradients(params, 52)
+    set_gradients(others, 52)
+    opt.step()
+    by_hand.step()
+    found["once"] = same(bits(params), bits(others))
+    return found
+
+
+def staged_ahead() -> bool:
+    """Take the step as `fn.adapters.ddp.overlap` does."""
+    params, opt, rest = trained(True)
+    others, by_hand, _ = trained(False)
+    set_gradients(params, 51)
+    opt.ahead = lambda phase: [opt.stage_group(0, phase, [p.grad for p in params])]
+    opt.step()
+    set_gradients(others, 51)
+    with by_hand._binding:
+        grads = [p.grad + r for p, r in zip(others, rest, strict=True)]
+        commit([by_hand.stage_group(0, fn.Phase.COMPRESSED, grads)], by_hand.states, [])
+    return same(bits((params, opt.states)), bits((others, by_hand.states))) and opt.carried == ()
+
+
+def test_it_waits_for_a_step_that_compresses_and_succeeds_and_is_delivered_once():
+    for found in ranks.run(2, delivered):
+        assert all(found.values()), found
+
+
+def test_a_step_that_was_taken_ahead_delivers_it_too():
+    assert all(ranks.run(2, staged_ahead))
+
+
+def test_what_is_not_like_the_parameters_is_refused():
+    groups = [{"params": [torch.ones(3), torch.ones(2)]}]
+    assert restored({"carried.0.0": torch.ones(3), "carried.0.1": torch.ones(2)}, groups)[0][1].shape == (2,)
+    for bad in ({"carried.0.0": torch.ones(3)}, {"carried.0.0": torch.ones(2), "carried.0.1": torch.ones(3)}):
+        with pytest.raises(ValueError, match=r"carried\.0"):
+            restored(bad, groups)
