@@ -142,12 +142,11 @@ def ours(make: Any, world: World, model: nn.Module, schedule: Any = freeze) -> S
 
 def overlapped(make: Any, world: World, model: nn.Module, schedule: Any = freeze) -> Step:
     """Step with one of ours behind the backward pass, however fast the wire is."""
-    wrapped = _wrap(world, model, bucket_mb=4)
     with world.binding:
         groups = ddp.bucketed(model.parameters())
         optimizer = fn.Optimizer(groups, partial(make, axis="data"), schedule=schedule, lr=LR)
-        ddp.overlap(wrapped, optimizer, least_wire_seconds=0.0)
-    return _stepper(wrapped, optimizer)
+        ddp.overlap(model, optimizer, least_wire_seconds=0.0)
+    return _stepper(model, optimizer)
 
 
 def _method(send: Any, bucket: int | None = None, interval: int = 1) -> Callable[[Model, int], Method]:

@@ -72,11 +72,6 @@ def throttle(rate: float | None) -> None:
         _run("tc", "qdisc", "replace", "dev", DEVICE, "root", *_bucket(rate))
 
 
-def _bucket(rate: float) -> list[str]:
-    burst = max(64 << 10, int(rate / 8 * 250e-6))  # a quarter of a millisecond, but at least the largest packet
-    return ["tbf", "rate", f"{int(rate)}bit", "burst", str(burst), "limit", str(QUEUE)]
-
-
 class Sent(NamedTuple):
     """What has left a namespace. payload: bytes without headers. headers: those of Ethernet, IP and TCP."""
 

@@ -78,8 +78,20 @@ def tables(found: list[Row], rank: dict[str, Any]) -> str:
         )
         lines += ["", f"### {rate}", "", f"Calibrated: {costs}.", ""]
         lines += [HEAD, "|" + "---|" * (HEAD.count(" | ") + 1)]
-        lines += [_line(row) for row in found if row["rate"] == rate]
+        here = [row for row in found if row["rate"] == rate]
+        lines += [*map(_line, here), *_hidden({row["name"]: row["seconds"] for row in here})]
     return "\n".join(lines[1:])
+
+
+def _hidden(seconds: dict[str, float]) -> list[str]:
+    """Return how much of the communication each overlapped step hides: (serial - it) / (serial - no communication)."""
+    lines = []
+    for name in (name for name in seconds if name.endswith(", overlapped")):
+        serial = seconds.get(name.removesuffix(", overlapped"), seconds[NONE])
+        if serial > seconds[NONE]:
+            share = (serial - seconds[name]) / (serial - seconds[NONE])
+            lines += ["", f"{name}: hides {share:.0%} of its communication."]
+    return lines
 
 
 def _line(row: Row) -> str:
