@@ -226,5 +226,5 @@ class Overlap:
 
 def _sample(grads: list[Tensor]) -> Tensor:
     """Return the first element of each gradient."""
-    first = [g[(0,) * g.ndim] for g in grads if g.numel()]
-    return torch.stack([x.detach().double().cpu() for x in first]) if first else torch.zeros(0)
+    first = [g.detach()[(0,) * g.ndim] for g in grads if g.numel()]
+    return torch.stack(first).double().cpu() if first else torch.zeros(0)
