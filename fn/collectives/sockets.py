@@ -121,6 +121,12 @@ class Connections:
                 if event & select.POLLOUT:
                     out[p].send()
 
+    def shut_down(self) -> None:
+        """End all connections, from any thread: an exchange on another one fails, and so do the peers'."""
+        for connection in list(self._peers.values()):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def close(self) -> None:
         """Close all connections; the peers hear of it at once."""
         _close(self._peers)
@@ -203,7 +209,7 @@ def hang_up(group: dist.ProcessGroup) -> None:
     """Close a group's connections, if it has any: whoever waits for this rank hears of it at once."""
     found = _opened.get(group)
     if found is not None:
-        found.close()
+        found.shut_down()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:

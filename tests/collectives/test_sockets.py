@@ -84,6 +84,24 @@ def on_both(*calls: Any) -> list[Any]:
     return found
 
 
+def test_a_shut_down_ends_an_exchange_of_another_thread_and_that_of_the_peer():
+    first, second = a_pair()
+    x, out = torch.ones(2, 5), torch.empty(2, 5)
+    began = time.monotonic()
+
+    def end() -> None:
+        time.sleep(0.2)
+        first.shut_down()
+
+    found = on_both(lambda: first.pass_rows(x, out), end)  # the peer has not come yet
+    assert "Connection closed by rank 1" in found[0]
+    twice = lambda: [second.pass_rows(x, out) for _ in range(2)]  # noqa: E731  # the first row was on its way
+    found = on_both(twice, lambda: first.pass_rows(x, out))
+    assert "Connection closed by rank 0" in found[0]
+    assert "Connection closed after an earlier failure" in found[1]
+    assert time.monotonic() - began < 2.0
+
+
 @settings(max_examples=20, deadline=None)
 @given(
     there=st.integers(0, 1 << 20), back=st.integers(0, 1 << 20), dtype=st.sampled_from([torch.uint8, torch.bfloat16])
