@@ -17,7 +17,8 @@ from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
 from fn.transforms.exchange import rules_of
 from fn.transforms.finite import skip_nonfinite
-from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
+from fn.transforms.lamb import LambHyper, scale_by_onebit_lamb, scale_by_trust_ratio
+from fn.transforms.lamb_in_place import with_onebit_lamb_in_place
 from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.sharded import sharded
 from fn.transforms.sharded_in_place import with_sharded_adam_in_place
@@ -154,21 +155,14 @@ def onebit_lamb(
 
     Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
     """
-    link = scale_by_onebit_lamb(
-        b1,
-        b2,
-        eps,
-        weight_decay,
-        sync=compressed_average(axis, codec or sign(), feedback, layout=layout),
-        max_coeff=max_coeff,
-        min_coeff=min_coeff,
-        coeff_beta=coeff_beta,
-        factor_max=factor_max,
-        factor_min=factor_min,
-        factor_threshold=factor_threshold,
-        keep_zeros=keep_zeros,
+    codec, feedback = codec or sign(), feedback or classic()
+    hyper = LambHyper(
+        b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
     )
-    return agreed(skip_nonfinite(chain(average(axis), link, scale_by_learning_rate(lr))), axis)
+    sync = compressed_average(axis, codec, feedback, layout=layout)
+    link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros)
+    tx = agreed(skip_nonfinite(chain(average(axis), link, scale_by_learning_rate(lr))), axis)
+    return with_onebit_lamb_in_place(tx, axis, lr, hyper, codec, feedback, layout, keep_zeros=keep_zeros)
 
 
 def zero_one_adam(

@@ -95,6 +95,14 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 1e-6, 0.1, 1e-2, 0.5, 0.25, frozen)
         for frozen in (False, True)
     ],
+    "lamb_moments_": lambda: [
+        (*_momentum()[:2], *_momentum()[1:], b1, 0.99, 1e-6, decay) for b1, decay in ((0.9, 0.1), (0.2, 0.0))
+    ],
+    "onebit_lamb_moments_": lambda: [
+        (*_drift()[:2], _wave(_S).abs(), *_drift()[3:], _momentum()[2], 0.9, 0.99, 1e-6, 0.1, keep)
+        for keep in (True, False)
+    ],
+    "lamb_step_": lambda: [(*_momentum(), _wave(_S) / 100, 1e-6, decay) for decay in (0.1, 0.0)],
     "adamw_into_": lambda: [
         ([torch.zeros(n) for _ in range(3)], [_wave(n, seed=s) for s in range(rows)], _old(n), *_DESCENT)
         for n, rows in ((4099, 1), (22, 2), (77, 3))

@@ -218,6 +218,12 @@ def arguments(
             *descent, True,
         ),
         "adamw_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
+        "lamb_moments_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, 1e-6, 0.01),
+        "onebit_lamb_moments_": lambda: (
+            tensors(), tensors(), scales(segments) + 0.1, tensors(), tensors(min=0.0), tensors(min=0.0), 0.9, 0.99,
+            1e-6, 0.01, strided,
+        ),
+        "lamb_step_": lambda: (tensors(), tensors(), tensors(min=0.0), scales(segments), 1e-6, 0.01),
         "adamw_into_": lambda: (
             [numbers(wide, n) for _ in range(3)], [numbers(wide, n) for _ in range(2 + strided)],
             [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent,

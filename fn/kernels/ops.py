@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import reference, reference_int, reference_step
+from fn.kernels import reference, reference_int, reference_lamb, reference_step
 from fn.kernels.schemas import ON_LISTS, SCHEMAS
 from fn.kernels.table import cells
 
 Kernel = Callable[..., Any]
 
 REFERENCES: dict[str, Kernel] = {
-    name: next(getattr(m, name) for m in (reference, reference_int, reference_step) if hasattr(m, name))
+    name: next(getattr(m, name) for m in (reference, reference_int, reference_step, reference_lamb) if hasattr(m, name))
     for name in SCHEMAS
 }
 """What every kernel means, by name."""
@@ -32,8 +32,8 @@ _WRITTEN = {
     name: [i for i, a in enumerate(schema[: schema.rindex(") ->")].split(", ")) if "!" in a]
     for name, schema in SCHEMAS.items()
 }
-_ALIKE = ("mu", "nu", "params", "anchors", "grads")  # lists of as many elements
-_FLOATING = (*_ALIKE, "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old")
+_ALIKE = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh")  # lists of as many elements
+_FLOATING = (*_ALIKE, "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling", "rates")
 _INTEGERS = {
     "bits": (torch.uint8,),
     "valid": (torch.int64,),
@@ -65,6 +65,9 @@ def check(name: str, args: Sequence[Any]) -> None:
         _check_alike({key: named[key] for key in ("new", "old", "rows")})
     elif name in ON_LISTS:
         _check_lists({key: named[key] for key in _ALIKE if key in named})
+    for key in ("scaling", "rates"):
+        if key in named and named[key].shape != (len(named["mu"]),):
+            raise ValueError(f"{key}: has shape {tuple(named[key].shape)}; allowed is one number per tensor of mu")
 
 
 def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:

@@ -1,4 +1,4 @@
-"""The names and schemas of all kernels; `reference`, `reference_int` and `reference_step` say what they mean."""
+"""The names and schemas of all kernels; the `reference` modules say what they mean."""
 
 from __future__ import annotations
 
@@ -34,12 +34,18 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         f"{_DESCENT}, bool keep_zeros) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
         f"{_DESCENT}, bool frozen) -> ()",
+        "lamb_moments_": "(Tensor[] params, Tensor[] grads, Tensor(a!)[] mu, Tensor(b!)[] nu, float b1, float b2, "
+        "float eps, float weight_decay) -> Tensor",
+        "onebit_lamb_moments_": "(Tensor[] params, Tensor[] averages, Tensor scaling, Tensor(a!)[] mu, Tensor[] nu, "
+        "Tensor(b!)[] fresh, float b1, float b2, float eps, float weight_decay, bool keep_zeros) -> Tensor",
+        "lamb_step_": "(Tensor(a!)[] params, Tensor[] mu, Tensor[] nu, Tensor rates, float eps, float weight_decay) "
+        "-> ()",
         "adamw_into_": f"(Tensor(a!)[] new, Tensor[] rows, Tensor[] old, float b1, float b2, {_DESCENT}) -> Tensor",
     }
 )
 """Every kernel by name, with its schema."""
 
-ON_LISTS = ("momentum_encode", "drift", "onebit_adam_", "adamw_", "adamw_into_")
+ON_LISTS = tuple(name for name, schema in SCHEMAS.items() if "[] " in schema.replace("int[] ", ""))
 """Those that work on lists of tensors, a step of an optimizer at a time.
 
 A trailing underscore means in place. Such kernels serve owners of buffers, never a simulation, so they have no batches.

@@ -146,15 +146,21 @@ def wire_of(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str) ->
     return None
 
 
-def moving_averages(mu: list[Tensor], grads: list[Tensor], decay: float, bucket: Bucket) -> Tensor:
-    """Return decay * mu + (1 - decay) * grad of a bucket's tensors as one vector (n,), in memory of the pool."""
-    rows = bucket.segments.valid.shape[0]
-    out = buffers.empty((rows, bucket.segments.row_length), mu[0].dtype)
+def moving_averages(
+    mu: list[Tensor], grads: list[Tensor], decay: float, bucket: Bucket, factors: list[Tensor] | None = None
+) -> Tensor:
+    """Return decay * mu + (1 - decay) * grad of a bucket's tensors as one vector (n,), in memory of the pool.
+
+    factors: 0-d, by which the averages of a fused bucket are multiplied; one per tensor.
+    """
+    out = buffers.empty((bucket.segments.valid.shape[0], bucket.segments.row_length), mu[0].dtype)
     if bucket.fused:
         flat, pieces = out.view(-1), layouts.part(out.view(-1), bucket)
         flat[sum(p.numel() for p in pieces) :].zero_()
         for i, piece in zip(bucket.places, pieces, strict=True):
             torch.lerp(grads[i], mu[i], decay, out=piece)
+            if factors is not None:
+                piece.mul_(factors[i])
         return flat
     fresh, moments = [grads[i].view(-1) for i in bucket.places], [mu[i].view(-1) for i in bucket.places]
     layouts.clear_padding(out, moments, bucket)

@@ -193,8 +193,7 @@ def _warm_tensor(
     mu, nu = moving_average(mu, g, h.b1), moving_average_of_squares(nu, g, h.b2)
     u = _decayed(adam_direction(mu, nu, h.eps), p, h)
     ratio = trust_ratio(p, u, h.min_coeff, h.max_coeff)
-    moved = h.coeff_beta * coefficient + (1 - h.coeff_beta) * ratio
-    return u * ratio.to(u.dtype), mu, nu, torch.where(ratio == 1, coefficient, moved), ratio
+    return u * ratio.to(u.dtype), mu, nu, moved_coefficient(h, coefficient, ratio), ratio
 
 
 def _step_tensor(
@@ -212,16 +211,31 @@ def _step_tensor(
     q = adam_direction(mu, nu, h.eps)
     u = _decayed(q, p, h)
     factor = _bounded_factor(h, factor, nu, fresh, q, u)
-    ratio = torch.where(coefficient == 0, 1.0, coefficient) * factor
+    ratio = frozen_ratio(coefficient, factor)
     return u * ratio.to(u.dtype), fresh, factor, ratio
+
+
+def moved_coefficient(h: LambHyper, coefficient: Tensor, ratio: Tensor) -> Tensor:
+    """Return the moving trust ratio after a warm-up step; a ratio of 1 was not taken and does not count."""
+    return torch.where(ratio == 1, coefficient, h.coeff_beta * coefficient + (1 - h.coeff_beta) * ratio)
+
+
+def frozen_ratio(coefficient: Tensor, factor: Tensor) -> Tensor:
+    """Return what a compressed step is scaled by."""
+    return torch.where(coefficient == 0, 1.0, coefficient) * factor
 
 
 def _bounded_factor(h: LambHyper, last: Tensor, nu: Tensor, fresh: Tensor, q: Tensor, u: Tensor) -> Tensor:
     if not nu.numel():
         return last
     f = ((nu.sqrt() + h.eps) / (fresh.sqrt() + h.eps)).max().to(last.dtype)
+    return bounded_factor(h, last, f, _norm(q), _norm(u)) if h.weight_decay > 0 else bounded_factor(h, last, f, f, f)
+
+
+def bounded_factor(h: LambHyper, last: Tensor, f: Tensor, q: Tensor, u: Tensor) -> Tensor:
+    """Return the factor after a compressed step, from the largest ratio f and the norms of q and u, like the last."""
     if h.weight_decay > 0:
-        share = (_norm(q) / _norm(u).clamp(min=torch.finfo(last.dtype).tiny)).clamp(max=1.0)
+        share = (q / u.clamp(min=torch.finfo(last.dtype).tiny)).clamp(max=1.0)
         f = share * f + 1 - share
     f = f.clamp(h.factor_min, h.factor_max)
     return f.minimum(last * (1 + h.factor_threshold)).maximum(last * (1 - h.factor_threshold))
@@ -256,7 +270,11 @@ def check_hyper(h: LambHyper) -> None:
 
 def trust_ratio(p: Tensor, u: Tensor, low: float, high: float) -> Tensor:
     """Return clamp(||p|| / ||u||, low, high), 0-d float32; 1 where a norm is 0."""
-    weight, update = _norm(p), _norm(u)
+    return ratio_of(_norm(p), _norm(u), low, high)
+
+
+def ratio_of(weight: Tensor, update: Tensor, low: float, high: float) -> Tensor:
+    """Return the trust ratio of norms."""
     known = (weight > 0) & (update > 0)
     return torch.where(known, (weight / torch.where(known, update, 1.0)).clamp(low, high), 1.0)
 
@@ -267,11 +285,16 @@ def common_scale(mu: Tree) -> Tree:
     if not leaves:
         return mu
     rms = torch.stack([(_norm(m).double() / max(m.numel(), 1) ** 0.5).to(leaves[0].device) for m in leaves])
-    alive = rms > 0
-    mean = rms.sum() / alive.sum().clamp(min=1)
-    scaling = torch.where(alive, mean / torch.where(alive, rms, 1.0), 1.0)
+    scaling = common_scale_of(rms)
     parts = [s.to(device=m.device, dtype=_small(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]
     return tree.unflatten(structure, parts)
+
+
+def common_scale_of(rms: Tensor) -> Tensor:
+    """Return what brings root mean squares (S,) to their mean; 1 where one is zero."""
+    alive = rms > 0
+    mean = rms.sum() / alive.sum().clamp(min=1)
+    return torch.where(alive, mean / torch.where(alive, rms, 1.0), 1.0)
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.transforms import adam_in_place
+from fn.adapters import torch_optim
 from fn.transforms.coded_in_place import Agreed
 from fn.transforms.in_place import InPlace
 
@@ -44,12 +44,22 @@ def gradient(step: int, rank: int) -> list[torch.Tensor]:
     return grads
 
 
-def against_the_pure_chain() -> list[dict[str, Any]]:
+LAMB_CASES = [
+    {},
+    {"weight_decay": 0.1, "feedback": fn.classic(lazy=True)},
+    {"codec": fn.int8(), "feedback": fn.damped(), "keep_zeros": False, "b1": 0.3, "weight_decay": 0.1},
+]
+
+
+BY_NAME = {"onebit_adam": CASES, "onebit_lamb": LAMB_CASES}
+
+
+def against_the_pure_chain(name: str) -> list[dict[str, Any]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     found = []
-    for hyper in CASES:
+    for hyper in BY_NAME[name]:
         schedule = fn.freeze_after(3)
-        make = partial(fn.onebit_adam, axis="data", **hyper)
+        make = partial(getattr(fn, name), axis="data", **hyper)
         params = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
         with fn.bind(mesh):
             opt, tx = fn.Optimizer(params, make, schedule=schedule, lr=1e-2), make(lr=1e-2)
@@ -77,18 +87,18 @@ def against_the_pure_chain() -> list[dict[str, Any]]:
 
 @contextmanager
 def count_stages():
-    """Count the steps that are written in place."""
-    counts, original = [0], adam_in_place.step_weights
+    """Count the steps that are taken in place, or skipped there."""
+    counts, original = [0], torch_optim.apply
 
-    def counted(*args: Any, **kwargs: Any) -> None:
-        counts[0] += 1
-        original(*args, **kwargs)
+    def counted(groups: Any, updates: Any, still: Any) -> None:
+        counts[0] += updates is None
+        original(groups, updates, still)
 
-    adam_in_place.step_weights = counted
+    torch_optim.apply = counted
     try:
         yield counts
     finally:
-        adam_in_place.step_weights = original
+        torch_optim.apply = original
 
 
 @contextmanager
@@ -109,9 +119,18 @@ def count_means():
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_step_in_place_is_the_pure_step(world):
-    for outcome in ranks.run(world, against_the_pure_chain):
-        for case, found in zip(CASES, outcome, strict=True):
-            assert found["taken"] == 7, case  # all but the one with a NaN
+    check_cases(CASES, ranks.run(world, against_the_pure_chain, "onebit_adam"))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_onebit_lamb_in_place_is_the_pure_one(world):
+    check_cases(LAMB_CASES, ranks.run(world, against_the_pure_chain, "onebit_lamb"))
+
+
+def check_cases(cases: Any, outcomes: Any) -> None:
+    for outcome in outcomes:
+        for case, found in zip(cases, outcome, strict=True):
+            assert found["taken"] == 8, case
             assert found["skipped"] == [0, 0, 0, 0, 1, 1, 1, 1]
             assert max(found["differences"]) < 3e-6, (case, found["differences"])
 
