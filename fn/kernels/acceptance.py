@@ -107,6 +107,9 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         ([torch.zeros(n) for _ in range(3)], [_wave(n, seed=s) for s in range(rows)], _old(n), *_DESCENT)
         for n, rows in ((4099, 1), (22, 2), (77, 3))
     ],
+    "largest_magnitude": lambda: [
+        ([_wave(n) for n in (22, 4099, 5)],), ([_wave(77), -9 * _wave(3), _wave(64)],), ([_wave(40), -9 * _wave(40)],)
+    ],
     "dequantize_mean": lambda: [(_codes(w, 2, 3), _wave(2, 3, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
 }
 

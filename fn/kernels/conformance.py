@@ -228,6 +228,7 @@ def arguments(
             [numbers(wide, n) for _ in range(3)], [numbers(wide, n) for _ in range(2 + strided)],
             [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent,
         ),
+        "largest_magnitude": lambda: ([-x.abs().sort().values for x in tensors()],),
         "dequantize_mean": lambda: (coded, scales(2, 3, segments), *place, width),
     }  # fmt: skip
     return found[op]()

@@ -12,8 +12,10 @@ def is_eager(*tensors: Tensor) -> bool:
     """Return whether the tensors hold numbers now: no compiler traces, and none is fake or batched."""
     if torch.compiler.is_compiling():
         return False
-    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-    return all(type(t) is Tensor and not wrapped(t) for t in tensors)
+    return {*map(type, tensors)} <= _PLAIN and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+
+
+_PLAIN = {Tensor}
 
 
 def pooled(like: Tensor, *others: Tensor) -> dict[str, Tensor]:

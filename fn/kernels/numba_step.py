@@ -36,6 +36,7 @@ from fn.kernels.simd import (
     mul,
     multiply_add,
     no_magnitude,
+    prefetch,
     put,
     put_double,
     select,
@@ -207,13 +208,34 @@ def adamw_into_places(
         put(peaks, 2 * k + 1, largest(most_p))
 
 
+AHEAD = 1 << 11
+"""Elements that are asked for ahead, measured: processors do not look beyond a page of memory by themselves."""
+
+
+@compiled
+def magnitude_places(low, high, places, table, segments, valid, n, past_cache, xs, peaks):
+    """Note the largest magnitude of every place."""
+    for k in range(low, high):
+        place = table + 32 * k
+        length, s, offset = get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        x = get_int(xs, s) + 4 * offset
+        a, b = no_magnitude(), no_magnitude()
+        whole = length - length % (2 * LANES)
+        for i in range(0, whole, 2 * LANES):
+            prefetch(x, i + AHEAD)
+            a, b = larger(a, magnitude(load(x, i))), larger(b, magnitude(load(x, i + LANES)))
+        for i in range(whole, length):
+            a = larger(a, magnitude(splat(get(x, i))))
+        put(peaks, k, largest(larger(a, b)))
+
+
 BLOCK = 1 << 16
 """Elements of a place where no norm is taken."""
 
 
 def addresses(tensors: Sequence[Tensor]) -> np.ndarray:
     """Return the table of addresses."""
-    return np.array([t.data_ptr() for t in tensors], dtype=np.int64)
+    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
 
 
 def extents(tensors: Sequence[Tensor], runs: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -223,7 +245,8 @@ def extents(tensors: Sequence[Tensor], runs: Sequence[int]) -> tuple[np.ndarray,
 
 def plain(*lists: Sequence[Tensor]) -> bool:
     """Return whether all tensors are what the loops address: contiguous float32."""
-    return all(t.dtype == torch.float32 and t.is_contiguous() for tensors in lists for t in tensors)
+    dtypes = {t.dtype for tensors in lists for t in tensors}
+    return dtypes <= {torch.float32} and all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists)
 
 
 def whole(rows: int, at: Places) -> Tensor:
@@ -304,4 +327,14 @@ def adamw_into_(
     return peaks.amax(0)
 
 
-KERNELS = {f.__name__: f for f in (momentum_encode, onebit_adam_, adamw_, adamw_into_)}
+def largest_magnitude(grads: Sequence[Tensor]) -> Any:
+    """See `reference_step.largest_magnitude`."""
+    if not grads or not plain(grads):
+        return NotImplemented
+    at = places([x for g in grads for x in (1, g.numel())], BLOCK)
+    table, peaks = addresses(grads), torch.zeros(max(1, len(at.table)))
+    run(magnitude_places, at, whole(1, at), table.ctypes.data, peaks.data_ptr())
+    return peaks.amax()
+
+
+KERNELS = {f.__name__: f for f in (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)}

@@ -63,7 +63,7 @@ def check(name: str, args: Sequence[Any]) -> None:
         _check_lengths(named)
     if name == "adamw_into_":
         _check_alike({key: named[key] for key in ("new", "old", "rows")})
-    elif name in ON_LISTS:
+    elif name in ON_LISTS and "mu" in named:
         _check_lists({key: named[key] for key in _ALIKE if key in named})
     for key in ("scaling", "rates"):
         if key in named and named[key].shape != (len(named["mu"]),):
@@ -71,9 +71,9 @@ def check(name: str, args: Sequence[Any]) -> None:
 
 
 def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:
-    sizes = [t.numel() for t in lists["mu"]]
+    sizes = [*map(Tensor.numel, lists["mu"])]
     for key, tensors in lists.items():
-        if [t.numel() for t in tensors] != sizes:  # a kernel would go on behind an end
+        if [*map(Tensor.numel, tensors)] != sizes:  # a kernel would go on behind an end
             raise ValueError(f"{key}: has tensors of {[t.numel() for t in tensors]} elements, but mu of {sizes}")
 
 
@@ -88,7 +88,10 @@ def _check_alike(lists: dict[str, Sequence[Tensor]]) -> None:
 
 def _unlike(values: Sequence[Any], device: torch.device) -> list[Tensor]:
     """Return the tensors of a list that a check has something to say of."""
-    return [t for t in values if isinstance(t, Tensor) and not (t.is_floating_point() and t.device == device)]
+    tensors = [t for t in values if isinstance(t, Tensor)]
+    if all(map(Tensor.is_floating_point, tensors)) and {t.device for t in tensors} <= {device}:
+        return []  # without a look at each: steps have many
+    return [t for t in tensors if not (t.is_floating_point() and t.device == device)]
 
 
 def device_of(args: Sequence[Any]) -> torch.device:

@@ -140,6 +140,16 @@ def adamw_(
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
 
 
+def largest_magnitude(grads: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude of all elements, 0-d; NaN where one of them is.
+
+    Args: grads: tensors of one dtype. Raises: ValueError if there is none.
+    """
+    if not grads:
+        raise ValueError("grads: is empty; allowed is at least one tensor")
+    return torch.stack([x.abs().amax() if x.numel() else x.new_zeros(()) for x in grads]).amax()
+
+
 def adamw_into_(
     new: Sequence[Tensor],
     rows: Sequence[Tensor],

@@ -40,6 +40,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "Tensor(b!)[] fresh, float b1, float b2, float eps, float weight_decay, bool keep_zeros) -> Tensor",
         "lamb_step_": "(Tensor(a!)[] params, Tensor[] mu, Tensor[] nu, Tensor rates, float eps, float weight_decay) "
         "-> ()",
+        "largest_magnitude": "(Tensor[] grads) -> Tensor",
         "adamw_into_": f"(Tensor(a!)[] new, Tensor[] rows, Tensor[] old, float b1, float b2, {_DESCENT}) -> Tensor",
     }
 )

@@ -100,6 +100,16 @@ def stream(builder: Any, address: Any, i: Any, v: Any) -> None:
     written.set_metadata("nontemporal", builder.module.add_metadata([_I32(1)]))
 
 
+@_define(types.none, _i64, _i64)
+def prefetch(builder: Any, address: Any, i: Any) -> None:
+    """Ask for the cache line of element i, which may lie behind an end."""
+    pointer = _I8.as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [pointer, _I32, _I32, _I32])
+    read, keep, data = _I32(0), _I32(3), _I32(1)
+    called = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
+    builder.call(called, [_place(builder, address, i, _I8, 2), read, keep, data])
+
+
 @_define(_f32, _i64, _i64)
 def get(builder: Any, address: Any, i: Any) -> Any:
     """Return element i."""

@@ -73,9 +73,8 @@ def has_kernel(op: str, lists: Sequence[Sequence[Tensor]]) -> bool:
     tensors = [t for tensors in lists for t in tensors]
     if not tensors or not is_eager(*tensors):
         return False
-    device, dtype = tensors[0].device, torch.float32
-    alike = all(t.device == device and t.dtype == dtype and t.is_contiguous() for t in tensors)
-    return alike and bool(cells(op, device.type))
+    alike = {t.dtype for t in tensors} == {torch.float32} and len({t.device for t in tensors}) == 1
+    return alike and all(map(Tensor.is_contiguous, tensors)) and bool(cells(op, tensors[0].device.type))
 
 
 def same_shapes(lists: Sequence[Sequence[Tensor]]) -> bool:

@@ -123,6 +123,9 @@ WRONG = {
     "adamw_into_: over the old": lambda new, rows, old, *rest: REFERENCES["adamw_into_"](old, rows, old, *rest),
     "adamw_into_: magnitudes": lambda *args: REFERENCES["adamw_into_"](*args).flip(0),
     "adamw_into_: past the end": past_the_end("adamw_into_", lambda args: args[0][0]),
+    "largest_magnitude: signs": lambda grads: torch.cat(grads).amax(),
+    "largest_magnitude: tail": lambda grads: REFERENCES["largest_magnitude"]([g[: len(g) // 8 * 8] for g in grads]),
+    "largest_magnitude: the last": lambda grads: REFERENCES["largest_magnitude"](grads[:1]),
     "adamw_: past the end of nu": past_the_end("adamw_", lambda args: args[3][-1]),
 }
 
