@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -41,11 +42,22 @@ class Segments(NamedTuple):
 
 def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, list[int]]:
     """Cut every segment into blocks, the last one shorter: return valid (R, blocks) and the runs."""
+    grid = _grid if torch.compiler.is_compiling() else _cached_grid
+    owners, starts, lengths, runs = grid(widths, block, valid.device)
+    return (valid.index_select(1, owners) - starts).clamp(min=0).minimum(lengths), [*runs]
+
+
+def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """Return per block its segment, its first element there and its length; and the runs."""
     runs: list[int] = []
-    counts = []
-    for s, width in enumerate(widths):
+    for width in widths:
         whole, rest = divmod(width, block)
         runs += [whole, block] * (whole > 0) + [1, rest] * (rest > 0)
-        starts = torch.arange(0, width, block, device=valid.device)
-        counts.append((valid[:, s : s + 1] - starts).clamp(0, block).minimum(width - starts))
-    return torch.cat([*counts, valid[:, :0]], 1), runs
+    starts = [torch.arange(0, width, block, device=device) for width in widths]
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    owners = [torch.full_like(first, s) for s, first in enumerate(starts)]
+    lengths = [(width - first).clamp(max=block) for width, first in zip(widths, starts, strict=True)]
+    return torch.cat([*owners, empty]), torch.cat([*starts, empty]), torch.cat([*lengths, empty]), tuple(runs)
+
+
+_cached_grid = lru_cache(maxsize=64)(_grid)  # a step finds the blocks of the one before
