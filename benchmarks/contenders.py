@@ -188,6 +188,11 @@ CONTENDERS: Mapping[str, Contender] = {
         _method(_signs, interval=INTERVAL),
         INTERVAL,
     ),
+    "fn 0/1 Adam, overlapped": Contender(
+        partial(overlapped, partial(fn.zero_one_adam, feedback=fn.classic(lazy=True)), schedule=rarely),
+        _method(_signs, 4 * ddp.BUCKET, interval=INTERVAL),
+        INTERVAL,
+    ),
     "fn LoCo int4": Contender(partial(ours, fn.loco_adamw), _method(partial(_loco, gather=identity()))),
     "fn LoCo int4, int8 back": Contender(
         partial(ours, partial(fn.loco_adamw, gather=fn.int8(), master=True)), _method(partial(_loco, gather=int8()))
