@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fn.collectives.axis import Binding, bind
 from fn.collectives.ledger import Ledger, counting, open_ledgers
-from fn.collectives.sockets import timeout_of
+from fn.collectives.rendezvous import timeout_of
 
 Job = Callable[[], Any]
 

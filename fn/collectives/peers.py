@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from fn.collectives import sockets
+from fn.collectives import rendezvous
 from fn.errors import PeerLost
 
 PATIENCE = 0.5
@@ -96,7 +96,7 @@ def hang_up(transport: str) -> None:
     group = _groups.get(transport)
     if group is None or not _is_gloo(group):
         return
-    sockets.hang_up(group)
+    rendezvous.hang_up(group)
     for peer in set(range(group.size())) - {group.rank()}:
         try:
             work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=TAG)

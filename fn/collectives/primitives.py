@@ -21,7 +21,7 @@ from fn.collectives import axis as axes
 from fn.collectives.ledger import is_open, record
 from fn.collectives.observe import step_range
 from fn.collectives.peers import is_loss, peer_lost
-from fn.collectives.sockets import connections
+from fn.collectives.rendezvous import connections
 from fn.collectives.transports import carry, registered
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager, pooled

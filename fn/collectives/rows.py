@@ -15,7 +15,8 @@ from fn.collectives import axis as axes
 from fn.collectives import primitives
 from fn.collectives.observe import step_range
 from fn.collectives.peers import is_loss, peer_lost
-from fn.collectives.sockets import Connections, connections
+from fn.collectives.rendezvous import connections
+from fn.collectives.sockets import Connections
 from fn.collectives.transports import registered
 from fn.kernels import buffers
 

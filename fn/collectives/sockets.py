@@ -3,42 +3,25 @@
 Codes are small and cross slow networks, behind a backward pass that wants the processor. Gloo reads every segment as it
 comes, on a thread that spins while another one holds its lock, and a rank that is late sends before it receives, so
 that a link carries one direction after the other. Here the thread that exchanges does all of it, both directions at
-once, and sleeps until `WAKE` bytes are there.
-
-A process group opens its connections in its first exchange, which all ranks must call, on the interface that gloo
-uses.
+once, and sleeps until `WAKE` bytes are there. `rendezvous` opens the connections.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import secrets
 import select
 import socket
 import struct
 import threading
-import time
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.constants import default_pg_timeout
-
-logger = logging.getLogger(__name__)
 
 WAKE = 1 << 16
 """Bytes that must have come before a waiting rank is woken, unless fewer are missing."""
-
-OPENING = 20.0
-"""Seconds that opening the connections may take."""
-
-Address = tuple[str, int]
 
 
 class Connections:
@@ -189,122 +172,3 @@ class _Flow:
 def _bytes(x: Tensor) -> memoryview:
     array: Any = x.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
-
-
-_opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections | None] = weakref.WeakKeyDictionary()
-
-
-def connections(group: dist.ProcessGroup) -> Connections | None:
-    """Return a group's connections, opened in the first call, which is a collective.
-
-    None if the group's backend for the CPU is not gloo, or not all ranks could be reached; the log then says why.
-    """
-    if group not in _opened:
-        is_gloo = group._get_backend(torch.device("cpu")).name() == "gloo"
-        _opened[group] = _open(group) if is_gloo else None
-    return _opened[group]
-
-
-def hang_up(group: dist.ProcessGroup) -> None:
-    """Close a group's connections, if it has any: whoever waits for this rank hears of it at once."""
-    found = _opened.get(group)
-    if found is not None:
-        found.shut_down()
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """Return after which time a group's collectives fail; torch's default where its backend does not tell."""
-    kinds = [torch.device(kind.type) for kind in getattr(group, "_device_types", [])]
-    options = getattr(group._get_backend(kinds[0]), "options", None) if kinds else None
-    found: timedelta = getattr(options, "_timeout", None) or default_pg_timeout
-    return found
-
-
-def _open(group: dist.ProcessGroup) -> Connections | None:
-    """Connect all pairs of ranks; None on all ranks if one pair cannot be."""
-    peers: dict[int, socket.socket] = {}
-    problem, listener, address = "", None, None
-    token = secrets.token_bytes(16)
-    try:
-        listener = _listen(group.size())
-        address = listener.getsockname()[:2]
-    except OSError as error:
-        problem = f"rank {group.rank()} cannot listen: {error}"
-    told = _tell_all((address, token, problem), group)
-    if not any(text for _, _, text in told):
-        try:
-            peers = _meet(group, listener, [address for address, _, _ in told], told[0][1])
-        except OSError as error:
-            problem = f"rank {group.rank()} cannot reach all others: {error}"
-    if listener is not None:
-        listener.close()
-    found = Connections(peers, timeout_of(group).total_seconds())
-    reasons = [text for text in [*(text for *_, text in told), *_tell_all(problem, group)] if text]
-    if not reasons:
-        return found
-    found.close()
-    if group.rank() == 0:
-        logger.warning("codes go over gloo instead of connections of their own: %s", reasons[0])
-    return None
-
-
-def _tell_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
-
-
-def _meet(
-    group: dist.ProcessGroup, listener: Any, addresses: Sequence[Address], token: bytes
-) -> dict[int, socket.socket]:
-    """Call all lower ranks, and take the calls of all higher ones, which give the token."""
-    me, until = group.rank(), time.monotonic() + OPENING
-    found = {}
-    for peer in range(me):
-        found[peer] = socket.create_connection(addresses[peer], timeout=OPENING)
-        found[peer].sendall(token + struct.pack("<Q", me))
-    while len(found) < group.size() - 1:
-        listener.settimeout(max(until - time.monotonic(), 0.01))
-        caller, _ = listener.accept()
-        caller.settimeout(max(until - time.monotonic(), 0.01))
-        said = caller.recv(len(token) + 8, socket.MSG_WAITALL)
-        if said[: len(token)] == token:
-            found[struct.unpack("<Q", said[len(token) :])[0]] = caller
-        else:
-            caller.close()
-    return found
-
-
-def _listen(backlog: int) -> socket.socket:
-    """Listen on the address that gloo would use: of the interface it is told, of the host's name, or loopback."""
-    name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    if name:
-        return _listen_on(_address_of(name), socket.AF_INET, backlog)
-    with suppress(OSError):  # the name may stand for an address of another machine, or for none
-        for family, _, _, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
-            with suppress(OSError):
-                return _listen_on(str(place[0]), family, backlog)
-    return _listen_on("127.0.0.1", socket.AF_INET, backlog)
-
-
-def _listen_on(host: str, family: int, backlog: int) -> socket.socket:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.bind((host, 0))
-        listener.listen(backlog)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface. Raises: OSError if it has none, or this system cannot tell."""
-    try:
-        import fcntl
-    except ImportError as error:
-        raise OSError(f"the address of {interface!r} cannot be asked for on this system") from error
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        get_address = 0x8915  # SIOCGIFADDR of Linux
-        reply = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
-    return socket.inet_ntoa(reply[20:24])

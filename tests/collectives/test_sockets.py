@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from ranks import Died, Raised, outcomes, run
 
 import fn
-from fn.collectives import sockets
+from fn.collectives import rendezvous
+from fn.collectives.rendezvous import connections
 from fn.collectives.rows import fill_rows, swap_rows
-from fn.collectives.sockets import WAKE, Connections, connections
+from fn.collectives.sockets import WAKE, Connections
 
 
 def rows(rank: int, size: int, n: int) -> torch.Tensor:
@@ -60,7 +61,7 @@ def test_every_rank_gets_its_rows_whoever_is_late(n):
 
 def a_pair(timeout: float = 5.0) -> tuple[Connections, Connections]:
     """Return two ranks' connections with each other, in one process."""
-    with sockets._listen_on("127.0.0.1", socket.AF_INET, 1) as listener:
+    with rendezvous._listen_on("127.0.0.1", socket.AF_INET, 1) as listener:
         first = socket.create_connection(listener.getsockname())
         second, _ = listener.accept()
     return Connections({1: first}, timeout), Connections({0: second}, timeout)
@@ -178,9 +179,9 @@ def unreachable() -> list[Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    sockets.logger.addHandler(handler)
+    rendezvous.logger.addHandler(handler)
     if dist.get_rank() == 1:
-        sockets._listen = lambda backlog: (_ for _ in ()).throw(OSError("no port"))
+        rendezvous._listen = lambda backlog: (_ for _ in ()).throw(OSError("no port"))
     x = rows(dist.get_rank(), 2, 5)
     everybody = [rows(r, 2, 5) for r in range(2)]
     with fn.bind({"data": dist.group.WORLD}):
@@ -198,7 +199,7 @@ def test_ranks_that_cannot_connect_go_over_gloo_together_and_say_why():
 
 def test_strangers_are_turned_away():
     """A caller that does not know the token is no rank."""
-    listener = sockets._listen_on("127.0.0.1", socket.AF_INET, 4)
+    listener = rendezvous._listen_on("127.0.0.1", socket.AF_INET, 4)
     stranger = socket.create_connection(listener.getsockname())
     stranger.sendall(b"x" * 24)
     friend = socket.create_connection(listener.getsockname())
@@ -211,7 +212,7 @@ def test_strangers_are_turned_away():
         def size(self) -> int:
             return 2
 
-    found = sockets._meet(Group(), listener, [], b"t" * 16)
+    found = rendezvous._meet(Group(), listener, [], b"t" * 16)
     assert list(found) == [1]
     assert found[1].getpeername() == friend.getsockname()
     for connection in (listener, stranger, friend, *found.values()):
