@@ -277,3 +277,46 @@ def test_a_kernel_refuses_lists_of_other_sizes():
     few, many = torch.zeros(3), torch.zeros(5)
     with pytest.raises(ValueError, match="grads: has tensors of"):
         torch.ops.fn.adamw_([few], [many], [few], [few], 0.9, 0.99, 1e-8, 0.0, 0.1, 1.0, 1.0, False)
+
+
+def test_lamb_refuses_rates_of_another_number_of_tensors():
+    x = [torch.zeros(3)]
+    with pytest.raises(ValueError, match="rates: has shape"):
+        torch.ops.fn.lamb_step_(x, x, x, torch.zeros(2), 1e-8, 0.0)
+
+
+def zero_one_without_steps() -> list[float]:
+    """Synchronise at a learning rate of zero, where no momentum follows from where the ranks went."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    p = torch.nn.Parameter(torch.ones(40))
+    with fn.bind(mesh):
+        phases = [Phase.WARMUP, Phase.COMPRESSED]
+        opt = fn.Optimizer([p], partial(fn.zero_one_adam, axis="data"), schedule=phases.__getitem__, lr=0.0)
+    for step in range(2):
+        p.grad = torch.full((40,), float(step + dist.get_rank()))
+        opt.step()
+    (mu,) = tree.fields(opt.states, "mu")
+    return [float(p.detach().min()), float(p.detach().max()), float(mu[0].abs().max()), opt.skipped]
+
+
+def test_zero_one_adam_synchronises_at_a_learning_rate_of_zero():
+    assert ranks.run(2, zero_one_without_steps) == [[1.0, 1.0, 0.0, 0]] * 2
+
+
+def lamb_near_overflow() -> list[Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    p = torch.nn.Parameter(torch.ones(40))
+    with fn.bind(mesh):
+        opt = fn.Optimizer([p], partial(fn.onebit_lamb, axis="data"), schedule=fn.freeze_after(2), lr=0.1,
+                           refuse_averaged=False)  # fmt: skip
+    for step in range(4):
+        p.grad = torch.full((40,), 1e30 if step == 2 else 0.5)
+        before = [x.clone() for x in tree.leaves([p.detach(), opt.states[0].inner])]
+        opt.step()
+        same = all(map(torch.equal, before, tree.leaves([p.detach(), opt.states[0].inner])))
+        assert same == (step == 2), step
+    return [opt.skipped, all(bool(t.isfinite().all()) for t in tree.leaves(opt.states))]
+
+
+def test_onebit_lamb_skips_a_momentum_whose_square_overflows():
+    assert ranks.run(2, lamb_near_overflow) == [[1, True]] * 2
