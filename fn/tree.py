@@ -21,6 +21,8 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
     Raises: ValueError where the structures differ.
     """
+    if isinstance(tree, Tensor) and not rest:
+        return f(tree)
     return pytree.tree_map(f, tree, *rest)
 
 
