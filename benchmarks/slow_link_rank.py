@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import statistics
 import sys
 import time
@@ -145,18 +144,10 @@ class Bench:
             print(text, file=sys.stderr, flush=True)
 
 
-def take_a_core(rank: int) -> None:
-    """Let a rank have a core for itself, as on a machine of its own, where there are enough of them."""
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-
-
 def main() -> None:
     """Join the group, measure, write."""
     rank, settings = int(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
-    take_a_core(rank)
     dist.init_process_group("gloo", init_method=f"file://{settings['folder']}/store", rank=rank, world_size=2)
     assert {NONE, DDP} <= set(settings["only"] or CONTENDERS)
     result = Bench(rank, settings).run()
