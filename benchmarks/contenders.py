@@ -203,3 +203,10 @@ CONTENDERS: Mapping[str, Contender] = {
     ),
 }
 """What is compared, in the order in which it runs."""
+
+
+def for_training(name: str, warm_up: int) -> Callable[[World, nn.Module], Step]:
+    """Return how a contender trains, not only steps: 1-bit Adam with a warm-up of so many steps."""
+    if name != "fn 1-bit Adam":
+        return CONTENDERS[name].make
+    return partial(ours, partial(_lazy, bias_correction=True), schedule=fn.freeze_after(warm_up))

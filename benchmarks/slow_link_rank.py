@@ -17,7 +17,7 @@ from typing import Any
 import links
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, DDP, NONE, Batch, Step, World, build
+from contenders import CONTENDERS, DDP, NONE, Batch, Step, World, build, for_training
 from train_lm import cut, read_standard_library
 
 import fn
@@ -102,7 +102,7 @@ class Bench:
     def descent(self, name: str, seconds: float) -> list[tuple[float, float]]:
         """Train afresh for so many seconds; return (seconds, loss), the mean over ranks, step by step."""
         self.draw.manual_seed(self.rank)
-        step = CONTENDERS[name].make(self.together, build(self.size))
+        step = for_training(name, self.settings["loss_warm_up"])(self.together, build(self.size))
         curve = []
         start = time.perf_counter()
         while True:
