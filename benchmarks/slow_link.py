@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     add("--loss-seconds", type=float, default=0.0, help="train for so long for the curve of the loss (0: not)")
     add("--loss-warm-up", type=int, default=60, help="steps of 1-bit Adam before its second moment is frozen")
     add("--loss-rate", default="1 Gbit/s", choices=list(RATES))
-    add("--loss-of", nargs="+", default=["DDP fp32", "DDP bf16", "fn 1-bit Adam"])
+    add("--loss-of", nargs="+", default=["DDP fp32", "DDP bf16", "DDP PowerSGD 1", "fn 1-bit Adam"])
     add("--json", metavar="FILE")
     add("--png", metavar="FILE")
     return parser.parse_args()
