@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -39,9 +40,32 @@ class Net(torch.nn.Module):
         return (self.layers[:4] if self.skip_last else self.layers)(self.norm(x))
 
 
-def wrapped(**options: Any) -> DistributedDataParallel:
-    """Return the model in DDP, with buckets of a few hundred elements."""
-    return DistributedDataParallel(Net(), bucket_cap_mb=0.001, **options)
+class Stop(Exception):
+    """Raised in the middle of a backward pass."""
+
+
+class Plain(Net):
+    """Without the norm, whose gradients come last but leave first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.Identity()
+
+    def break_off(self, backward: Callable[[], None]) -> None:
+        """Run a backward pass that breaks off before it has come to the first layer."""
+        handle = self.layers[0].weight.register_hook(lambda g: (_ for _ in ()).throw(Stop))
+        try:
+            backward()
+        except Stop:
+            return
+        finally:
+            handle.remove()
+        raise AssertionError("the pass did not break off")
+
+
+def wrapped(make: Callable[[], torch.nn.Module] = Net, **options: Any) -> DistributedDataParallel:
+    """Return a model in DDP, with buckets of a few hundred elements."""
+    return DistributedDataParallel(make(), bucket_cap_mb=0.001, **options)
 
 
 def build(model: Any, name: str = "onebit_adam", elements: int = 300, **more: Any) -> fn.Optimizer:

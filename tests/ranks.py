@@ -2,6 +2,7 @@
 
     run(2, f, x)       -> [f(x) on rank 0, f(x) on rank 1]; f is a module-level function and calls `bound()`
     outcomes(2, f, x)  -> the same, but with `Raised` and `Died` for ranks that did not return
+    case = Cases(2)    -> a decorator for functions that run in the same two processes, once; case.answer("name")
 
 Processes are forked from a server that has torch imported already. They meet through a file, on the loopback
 interface, so no port is chosen and nothing leaves the machine.
@@ -50,6 +51,30 @@ def run(world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0) -
         if isinstance(outcome, Died):
             raise AssertionError(f"rank {rank} of {world} gave no answer: exit code {outcome.code}")
     return found
+
+
+class Cases:
+    """Functions of a test module that share their processes: starting those takes longer than most of them."""
+
+    def __init__(self, world: int):
+        self._world = world
+        self._functions: dict[str, Callable[[], Any]] = {}
+        self._found: list[dict[str, Any]] | None = None
+
+    def __call__(self, f: Callable[[], Any]) -> Callable[[], Any]:
+        """Add a function, under its name."""
+        self._functions[f.__name__] = f
+        return f
+
+    def answer(self, name: str) -> list[Any]:
+        """Return what a function returned on each rank."""
+        if self._found is None:
+            self._found = run(self._world, _answer_all, self._functions)
+        return [answers[name] for answers in self._found]
+
+
+def _answer_all(functions: dict[str, Callable[[], Any]]) -> dict[str, Any]:
+    return {name: f() for name, f in functions.items()}
 
 
 def outcomes(

@@ -24,6 +24,7 @@ class DdpBuckets:
         buffer = bucket.buffer()
         done: Any = torch.futures.Future(devices=[d for d in [buffer.device] if d.type != "cpu"])
         if bucket.index() == 0:
+            self._waiting = []  # of a pass that broke off
             self._running.begin()
         if not self._running.is_taking:
             done.set_result(buffer)
@@ -46,20 +47,23 @@ class GradientHooks:
     """Hooks on the parameters of a plain module; gradients stay where they are, and nothing is copied.
 
     A backward pass ends when autograd says so. Then the gradients of earlier passes count for the parameters that had
-    no part in this one.
+    no part in this one. Checkpoints with `use_reentrant=True` run passes inside of the pass; all communicate, and only
+    what the last one sent counts: use False.
     """
 
     def __init__(self, params: Sequence[Tensor], running: Overlap):
         self._params, self._running = params, running
-        self._arrived: set[int] | None = None  # None: between two backward passes
+        self._pass: int | None = None
+        self._arrived: set[int] = set()
         for p in params:
             p.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, p: Tensor) -> None:
         if self._running.is_paused:
             return
-        if self._arrived is None or id(p) in self._arrived:  # the second one if a pass broke off
-            self._arrived = set()
+        now = torch._C._current_graph_task_id()
+        if now != self._pass:  # the one before may have broken off
+            self._pass, self._arrived = now, set()
             self._running.begin()
             Variable._execution_engine.queue_callback(self._on_end)
         self._arrived.add(id(p))
@@ -67,8 +71,8 @@ class GradientHooks:
             self._running.arrive([p], [p.grad])
 
     def _on_end(self) -> None:
-        arrived, self._arrived = self._arrived or set(), None
+        self._pass = None
         if self._running.is_taking:
-            earlier = [p for p in self._params if id(p) not in arrived and p.grad is not None]
+            earlier = [p for p in self._params if id(p) not in self._arrived and p.grad is not None]
             self._running.arrive(earlier, [p.grad for p in earlier if p.grad is not None])
             self._running.end()

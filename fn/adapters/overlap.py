@@ -173,8 +173,8 @@ class Overlap:
     def ahead(self, phase: Phase) -> list[Staged] | None:
         """Return the step whose backward pass is over, a part per param group.
 
-        None if it was not taken ahead, or if all ranks have to meet in it: a number is not finite, or a rank cannot
-        take it.
+        None if it was not taken ahead, or its pass broke off half way, or if all ranks have to meet in it: a number is
+        not finite, or a rank cannot take it.
 
         Raises: ValueError if gradients or hyper-parameters were changed since; what was raised while communicating.
         """
@@ -184,7 +184,7 @@ class Overlap:
         steps = [jobs[group].result() for group in sorted(jobs)]
         for thread in self._threads:
             thread.catch_up()
-        if not all(step.ok for step in steps):
+        if len(steps) < len(self._optimizer.param_groups) or not all(step.ok for step in steps):
             return None
         if self._optimizer._gradients.changed([group["params"] for group in self._optimizer.param_groups]):
             return None  # DDP knows on all ranks alike which parameters had no part; the step asks once more

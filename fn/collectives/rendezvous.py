@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from fn.collectives.sockets import Connections
+from fn.collectives.sockets import Connections, check_system
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
     problem, listener, address = "", None, None
     token = secrets.token_bytes(16)
     try:
+        check_system()
         listener = _listen(group.size())
         address = listener.getsockname()[:2]
     except OSError as error:

@@ -24,6 +24,18 @@ WAKE = 1 << 16
 """Bytes that must have come before a waiting rank is woken, unless fewer are missing."""
 
 
+def check_system() -> None:
+    """Check that this system's sockets can do what connections need. Raises: OSError if not, as on Windows."""
+    there = {
+        "select.poll": hasattr(select, "poll"),
+        "socket.sendmsg": hasattr(socket.socket, "sendmsg"),
+        "socket.MSG_WAITALL": hasattr(socket, "MSG_WAITALL"),
+    }
+    missing = [name for name, is_there in there.items() if not is_there]
+    if missing:
+        raise OSError(f"this system has no {', '.join(missing)}")
+
+
 class Connections:
     """The connections of one rank with the others of a group; one exchange at a time.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp_cases import MAKES, arrays, backward, build, same, wrapped
-from ranks import run
+from ranks import Cases
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import fn
@@ -19,30 +17,12 @@ from fn import tree
 from fn.adapters.amp import unscaled
 from fn.adapters.ddp import average_gradients, keep_local, overlap
 
-CASES: dict[str, Callable[[], Any]] = {}
+case = Cases(2)
 SCALERS = {
     "GradScaler": partial(torch.amp.GradScaler, "cpu", init_scale=2.0**10, growth_interval=2),
     "ShardedGradScaler": partial(ShardedGradScaler, "cpu", init_scale=2.0**10, growth_interval=2),
 }
 WAYS = ("serial", "overlap", "average")
-
-
-def case(f: Callable[[], Any]) -> Callable[[], Any]:
-    CASES[f.__name__] = f
-    return f
-
-
-@functools.cache
-def answers() -> list[dict[str, Any]]:
-    return run(2, answer_all)
-
-
-def answer_all() -> dict[str, Any]:
-    return {name: f() for name, f in CASES.items()}
-
-
-def answer(name: str) -> list[Any]:
-    return [found[name] for found in answers()]
 
 
 class Setup:
@@ -98,7 +78,7 @@ def scaled() -> dict[tuple, tuple[bool, float]]:
 @pytest.mark.parametrize("scaler", sorted(SCALERS))
 def test_the_scale_leaves_no_trace_in_parameters_and_errors(way, scaler):
     """A power of two divides exactly, so bit for bit; it grows in between, which scaled errors would remember."""
-    for found in answer("scaled"):
+    for found in case.answer("scaled"):
         equal, scale = found[way, scaler]
         assert equal
         assert scale > 2.0**10
@@ -123,7 +103,7 @@ def with_inf() -> dict[tuple, Any]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("scaler", sorted(SCALERS))
 def test_an_inf_on_one_rank_makes_all_skip_together_and_leaves_errors_untouched(way, scaler):
-    first, second = (found[way, scaler] for found in answer("with_inf"))
+    first, second = (found[way, scaler] for found in case.answer("with_inf"))
     for unchanged, skipped, params in (first, second):
         assert unchanged == [False, False, True, False, False, True, False]
         assert skipped == 2
@@ -187,11 +167,11 @@ def clips() -> tuple[list, list, list[float]]:
 
 def test_the_norm_is_global_over_groups_and_ranks_and_all_clip_by_the_same_factor():
     """Of the averaged gradient in the warm-up; of the mean square afterwards, an upper bound of it."""
-    for found, expected, factors in answer("clips"):
+    for found, expected, factors in case.answer("clips"):
         assert sorted(f < 1.0 for f in factors) == [False] * 4 + [True] * 4
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(torch.from_numpy(a), torch.from_numpy(b), rtol=1e-5, atol=1e-6)
-    first, second = answer("clips")
+    first, second = case.answer("clips")
     assert same(first[0], second[0])
 
 
@@ -208,7 +188,7 @@ def clips_inf() -> list[int]:
 
 
 def test_a_norm_that_is_not_finite_skips_the_step_on_all_ranks():
-    assert answer("clips_inf") == [[2, 1], [2, 1]]
+    assert case.answer("clips_inf") == [[2, 1], [2, 1]]
 
 
 def test_one_rank_clips_like_torch():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_cases import Net, arrays, backward, build, same, train, wrapped
-from ranks import Raised, outcomes, run
+from ddp_cases import Net, Plain, arrays, backward, build, same, train, wrapped
+from ranks import Cases, Raised, outcomes
 
 import fn
 from fn import Phase
@@ -21,26 +20,7 @@ from fn.adapters.ddp import average_gradients, bucketed, keep_local, overlap
 
 # All cases run in the same two processes, once.
 
-CASES: dict[str, Callable[[], Any]] = {}
-
-
-def case(f: Callable[[], Any]) -> Callable[[], Any]:
-    CASES[f.__name__] = f
-    return f
-
-
-def answer_all() -> dict[str, Any]:
-    return {name: f() for name, f in CASES.items()}
-
-
-@functools.cache
-def answers() -> list[dict[str, Any]]:
-    return run(2, answer_all)
-
-
-def answer(name: str) -> list[Any]:
-    """Return what each rank found in a case."""
-    return [found[name] for found in answers()]
+case = Cases(2)
 
 
 # Steps that are taken ahead.
@@ -65,7 +45,7 @@ def both_ways() -> dict[tuple, Any]:
 
 @pytest.mark.parametrize("name", [name for name, _, _ in WAYS])
 def test_overlapped_steps_are_bitwise_the_serial_ones_through_all_phases(name):
-    for found in answer("both_ways"):
+    for found in case.answer("both_ways"):
         serial, ahead, sent = found[name]
         assert same(serial, ahead)
         assert 0 < sent["compressed"] < sent["warmup"] / 3
@@ -92,7 +72,7 @@ def rearranged() -> list[list[int]]:
 
 def test_ddp_does_rearrange_its_buckets_after_the_first_pass():
     """Otherwise the comparisons here would not show that nothing is lost by it."""
-    for first, *others in answer("rearranged"):
+    for first, *others in case.answer("rearranged"):
         assert len(first) == 1
         assert all(len(later) > 2 for later in others)
 
@@ -114,7 +94,7 @@ def without_a_step() -> tuple[list, list]:
 
 
 def test_what_was_taken_ahead_is_thrown_away_if_its_step_never_comes():
-    assert all(same(*ends) for ends in answer("without_a_step"))
+    assert all(same(*ends) for ends in case.answer("without_a_step"))
 
 
 @case
@@ -135,10 +115,29 @@ def unused() -> list[tuple[list, list, bool]]:
 
 
 def test_a_layer_without_a_part_stays_where_it_is_and_can_join_later():
-    for without, joined in answer("unused"):
+    for without, joined in case.answer("unused"):
         assert same(without[0], without[1])
         assert same(joined[0], joined[1])
         assert (without[2], joined[2]) == (True, False)
+
+
+@case
+def broken_off() -> tuple[list, list]:
+    """One group has been sent when the pass breaks off. DDP cannot go on after that, but the step can be taken."""
+    serial, ahead = keep_local(wrapped(Plain)), wrapped(Plain)
+    first, second = build(serial), build(ahead)
+    overlap(ahead, second, least_wire_seconds=0.0)
+    for model, opt in ((serial, first), (ahead, second)):
+        train(model, opt, range(4))
+        backward(model, 4)
+        opt.zero_grad(set_to_none=False)
+        model.module.break_off(partial(backward, model, 5))
+        opt.step()
+    return arrays(list(serial.parameters()), first.states), arrays(list(ahead.parameters()), second.states)
+
+
+def test_a_pass_that_broke_off_counts_as_far_as_it_came():
+    assert all(same(*ends) for ends in case.answer("broken_off"))
 
 
 class Boom(Exception):
@@ -167,7 +166,7 @@ def broken() -> tuple[str, bool, list, list]:
 
 
 def test_an_error_behind_backward_is_raised_by_the_step_and_changes_nothing():
-    found = answer("broken")
+    found = case.answer("broken")
     assert all((text, unchanged) == ("no wire", True) for text, unchanged, _, _ in found)
     assert same(found[0][3], found[1][3])
 
@@ -223,7 +222,7 @@ def refused() -> dict[str, str]:
     ],
 )
 def test_what_overlap_cannot_do_is_refused_with_the_reason(name, text):
-    assert all(text in found[name] for found in answer("refused"))
+    assert all(text in found[name] for found in case.answer("refused"))
 
 
 @case
@@ -242,7 +241,7 @@ def on_a_fast_wire() -> tuple[list, list, list[str], bool]:
 
 
 def test_overlap_switches_itself_off_on_a_fast_wire_and_says_so():
-    for rank, (serial, ahead, said, on) in enumerate(answer("on_a_fast_wire")):
+    for rank, (serial, ahead, said, on) in enumerate(case.answer("on_a_fast_wire")):
         assert same(serial, ahead)
         assert not on
         expected = [f"overlap is off in the {phase} phase:" for phase in ("warmup", "compressed")]
@@ -296,7 +295,7 @@ def in_codes() -> dict[str, Any]:
 @pytest.mark.parametrize("codec", sorted(CODECS))
 def test_averaged_gradients_are_bitwise_those_of_the_pure_functions(codec):
     """Through DDP's rearrangement of its buckets, so the errors outlive it."""
-    first, second = (found[codec] for found in answer("in_codes"))
+    first, second = (found[codec] for found in case.answer("in_codes"))
     for found, expected, _, sent, steps in (first, second):
         assert same(found, expected)
         assert 0 < sent < 4 * sum(p.numel() for p in Net().parameters()) / 2
@@ -324,7 +323,7 @@ def averaged_and_resumed() -> tuple[list, list]:
 
 
 def test_averaged_gradients_continue_bit_for_bit():
-    assert all(same(*ends) for ends in answer("averaged_and_resumed"))
+    assert all(same(*ends) for ends in case.answer("averaged_and_resumed"))
 
 
 @case
@@ -335,7 +334,7 @@ def local_schedule() -> str:
 
 
 def test_averaged_gradients_have_no_local_phase():
-    assert all("schedule: asks for the local phase" in text for text in answer("local_schedule"))
+    assert all("schedule: asks for the local phase" in text for text in case.answer("local_schedule"))
 
 
 # Gradients that DDP has averaged already.
@@ -362,7 +361,7 @@ def allowed_to_be_averaged() -> int:
 
 
 def test_gradients_that_are_the_same_on_purpose_are_allowed():
-    assert answer("allowed_to_be_averaged") == [5, 5]
+    assert case.answer("allowed_to_be_averaged") == [5, 5]
 
 
 # Arguments, on no rank.

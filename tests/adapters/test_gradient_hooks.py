@@ -2,38 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
-from ddp_cases import Net, arrays, backward, batch, build, same, train
-from ranks import run
+from ddp_cases import Net, Plain, arrays, backward, batch, build, same, train
+from ranks import Cases
+from torch.utils.checkpoint import checkpoint
 
 import fn
 from fn.adapters.ddp import overlap
 from fn.adapters.overlap import Overlap
 
-CASES: dict[str, Callable[[], Any]] = {}
-
-
-def case(f: Callable[[], Any]) -> Callable[[], Any]:
-    CASES[f.__name__] = f
-    return f
-
-
-def answer_all() -> dict[str, Any]:
-    return {name: f() for name, f in CASES.items()}
-
-
-@functools.cache
-def answers() -> list[dict[str, Any]]:
-    return run(2, answer_all)
-
-
-def answer(name: str) -> list[Any]:
-    return [found[name] for found in answers()]
+case = Cases(2)
 
 
 def both(name: str = "onebit_adam", **more: Any) -> tuple[list[tuple[Net, fn.Optimizer]], Overlap]:
@@ -60,7 +44,7 @@ def all_phases() -> dict[str, tuple[bool, int]]:
 
 @pytest.mark.parametrize("name", ["onebit_adam", "lazy", "onebit_lamb", "zero_one_adam"])
 def test_overlapped_steps_are_bitwise_the_serial_ones_through_all_phases(name):
-    for equal, sent in (found[name] for found in answer("all_phases")):
+    for equal, sent in (found[name] for found in case.answer("all_phases")):
         assert equal
         assert sent > 0
 
@@ -87,7 +71,7 @@ def accumulated() -> tuple[bool, list[int]]:
 
 
 def test_gradients_are_added_up_in_no_sync_and_sent_once():
-    for equal, counts in answer("accumulated"):
+    for equal, counts in case.answer("accumulated"):
         assert equal
         assert set(counts) == {0}
 
@@ -108,7 +92,7 @@ def in_two_passes() -> bool:
 
 
 def test_gradients_of_several_passes_count_together():
-    assert answer("in_two_passes") == [True, True]
+    assert case.answer("in_two_passes") == [True, True]
 
 
 @case
@@ -125,7 +109,7 @@ def unused() -> list[bool]:
 
 
 def test_a_layer_without_a_part_stays_and_can_join():
-    assert answer("unused") == [[True, True]] * 2
+    assert case.answer("unused") == [[True, True]] * 2
 
 
 def refusal(f: Callable[[], Any]) -> str:
@@ -172,7 +156,7 @@ def unlike() -> dict[str, tuple[str, bool, bool]]:
 
 @pytest.mark.parametrize(("what", "text"), [("missing", "RanksDisagree: "), ("bad", "RanksDisagree: ")])
 def test_what_one_rank_cannot_do_is_refused_by_all_and_changes_nothing(what, text):
-    for said, unchanged, equal in (found[what] for found in answer("unlike")):
+    for said, unchanged, equal in (found[what] for found in case.answer("unlike")):
         assert said.startswith(text)
         assert said != "nothing raised"
         assert unchanged
@@ -192,30 +176,55 @@ def not_finite() -> tuple[int, bool]:
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all():
-    assert answer("not_finite") == [(1, True)] * 2
-
-
-class Stop(Exception):
-    """Raised in the middle of a backward pass."""
+    assert case.answer("not_finite") == [(1, True)] * 2
 
 
 @case
-def broken_off() -> bool:
-    pairs, _ = both()
-    for model, opt in pairs:
-        train(model, opt, range(5))
-        handle = model.layers[2].weight.register_hook(lambda g: (_ for _ in ()).throw(Stop))
-        try:
+def broken_off() -> list[bool]:
+    """One group has been sent when the pass breaks off, and there are gradients of all parameters."""
+    pairs = [(model, build(model)) for model in (Plain(), Plain())]
+    overlap(*pairs[1], least_wire_seconds=0.0)
+    found = []
+    for then in ("zero_grad", "step", "backward"):
+        for model, opt in pairs:
+            train(model, opt, range(5))
             backward(model, 5)
-        except Stop:
-            opt.zero_grad()
-        handle.remove()
-        train(model, opt, range(5, 7))
+            opt.zero_grad(set_to_none=False)
+            model.break_off(partial(backward, model, 6))
+            if then == "step":
+                opt.step()
+            if then != "backward":
+                opt.zero_grad()
+            train(model, opt, range(7, 9))
+        found.append(ends(pairs))
+    return found
+
+
+def test_a_pass_that_breaks_off_on_all_ranks_is_forgotten_or_counts_as_far_as_it_came():
+    assert case.answer("broken_off") == [[True, True, True]] * 2
+
+
+class InParts(Net):
+    """The same net, whose layers are computed a second time in the backward pass, as autograd passes of their own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.requires_grad_()
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return x
+
+
+@case
+def reentrant() -> bool:
+    pairs = [(model, build(model)) for model in (InParts(), InParts())]
+    overlap(*pairs[1], least_wire_seconds=0.0)
+    for model, opt in pairs:
+        train(model, opt, range(7))
     return ends(pairs)
 
 
-def test_a_pass_that_breaks_off_on_all_ranks_is_forgotten():
-    assert answer("broken_off") == [True, True]
+def test_passes_inside_of_a_pass_give_the_serial_numbers():
+    assert case.answer("reentrant") == [True, True]
 
 
 @case
@@ -225,7 +234,7 @@ def without_a_group() -> str:
 
 
 def test_an_axis_without_a_process_group_is_refused():
-    assert all("communicates over the axes {}; allowed is one" in text for text in answer("without_a_group"))
+    assert all("communicates over the axes {}; allowed is one" in text for text in case.answer("without_a_group"))
 
 
 def test_what_is_no_module_is_refused():

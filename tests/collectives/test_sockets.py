@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket
 import threading
@@ -175,13 +176,23 @@ def test_a_peer_that_is_gone_is_an_error_long_before_the_timeout(exchange):
     assert time.monotonic() - start < 25
 
 
-def unreachable() -> list[Any]:
+def no_port(backlog: int) -> None:
+    raise OSError("no port")
+
+
+BREAKS = {
+    "no port": lambda: setattr(rendezvous, "_listen", no_port),
+    "this system has no select.poll": lambda: delattr(select, "poll"),
+}
+
+
+def unreachable(why: str) -> list[Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
     rendezvous.logger.addHandler(handler)
     if dist.get_rank() == 1:
-        rendezvous._listen = lambda backlog: (_ for _ in ()).throw(OSError("no port"))
+        BREAKS[why]()
     x = rows(dist.get_rank(), 2, 5)
     everybody = [rows(r, 2, 5) for r in range(2)]
     with fn.bind({"data": dist.group.WORLD}):
@@ -190,9 +201,10 @@ def unreachable() -> list[Any]:
     return [all(map(torch.equal, found, expected)), connections(dist.group.WORLD) is None, said]
 
 
-def test_ranks_that_cannot_connect_go_over_gloo_together_and_say_why():
-    first, second = run(2, unreachable)
-    text = "codes go over gloo instead of connections of their own: rank 1 cannot listen: no port"
+@pytest.mark.parametrize("why", sorted(BREAKS))
+def test_ranks_that_cannot_connect_go_over_gloo_together_and_say_why(why):
+    first, second = run(2, unreachable, why)
+    text = f"codes go over gloo instead of connections of their own: rank 1 cannot listen: {why}"
     assert first == [True, True, [text]]
     assert second == [True, True, []]
 
