@@ -4,8 +4,9 @@
 
 Every rank has one thread. Each round times, interleaved: the whole sharded step; its messages alone, that is, the same
 bytes between the same ranks, from the memory of the gradient and into that of the params, nothing added or copied; the
-public collectives, that is, the shard of the mean gradient and the gathered params, written where they belong; AdamW on
-one rank over all elements, without any exchange; and LoCo, with gradients in 4 bits. With several tensors the gradients
+public collectives, that is, the shard of the mean gradient and the gathered params, written where they belong; the same
+two by `torch.distributed`; AdamW on one rank over all elements, without any exchange; and LoCo, with gradients in 4
+bits. With several tensors the gradients
 are either apart, or views of one buffer (`flatten_parameters`) with the layout "fused". Memory is what torch allocates
 on the CPU in a step, by its profiler; blocks of the pool are not allocations.
 """
@@ -69,6 +70,18 @@ def exchange(n: int, ranks: int, binding: Any) -> Step:
     return run
 
 
+def of_torch(n: int, ranks: int) -> Step:
+    """Return a reduce-scatter and an all-gather of the same sizes by `torch.distributed` itself."""
+    shard, params = torch.empty(-(-n // ranks)), torch.empty(-(-n // ranks) * ranks)
+    gradient = torch.randn_like(params)
+
+    def run() -> None:
+        dist.reduce_scatter_tensor(shard, gradient)
+        dist.all_gather_into_tensor(params, shard)
+
+    return run
+
+
 def allocated(step: Step) -> int:
     """Return the bytes that torch allocates on the CPU in a step, each allocation counted."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
@@ -91,6 +104,7 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> 
             "sharded": optimizer(make, sizes, rank, fn.Phase.WARMUP, flat),
             "messages": messages(n, ranks, binding),
             "exchange": exchange(n, ranks, binding),
+            "torch": of_torch(n, ranks),
             "flat": optimizer(partial(fn.adamw, axis=None), [n], rank, fn.Phase.WARMUP, False),
             "loco": optimizer(make, sizes, rank, fn.Phase.COMPRESSED, flat),
         }
@@ -120,7 +134,7 @@ def main() -> None:
     print(f"{n:,} parameters, {arguments.tensors} tensors, {arguments.layout}, {ranks} ranks of a thread each")
     for name, seconds in times.items():
         print(f"{name:10s} {1e3 * seconds:8.1f} ms   {found['allocated'][name] / n:6.2f} bytes allocated per parameter")
-    for name in ("messages", "exchange"):
+    for name in ("messages", "exchange", "torch"):
         ratio = times["sharded"] / (times["flat"] / ranks + times[name])
         found[f"against_flat_and_{name}"] = ratio
         print(f"sharded / (flat / {ranks} + {name}) = {ratio:.2f}")
