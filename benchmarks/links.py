@@ -14,6 +14,15 @@ DEVICE = "fn-link"
 QUEUE = 32 << 20
 """Bytes that may wait for the bucket: more than TCP sends ahead, so that nothing is dropped."""
 
+SLOW = 5e8
+"""Bit/s below which a bucket holds little."""
+
+LARGEST = 1 << 16
+"""Bytes of the largest packet that Linux hands to a card by default."""
+
+PACKET = 10 * 1460
+"""Bytes of the largest packet on a slow link, which fits into its bucket as a whole."""
+
 HEADER = 14 + 20 + 32
 """Bytes of Ethernet, IP and TCP, with its time stamps, in front of a packet."""
 
@@ -65,7 +74,15 @@ def pair(name: str) -> Iterator[tuple[str, str]]:
 
 
 def throttle(rate: float | None) -> None:
-    """Limit what leaves the namespace of this process to a rate in bit/s, None for no limit."""
+    """Limit what leaves the namespace of this process to a rate in bit/s, None for no limit.
+
+    The bucket cuts packets that are larger than itself into frames, in software and on the core of whoever sends or
+    receives; a card that segments does it for nothing. So on slow links the packets are no larger than the bucket. The
+    headers of the frames count for the rate either way.
+    """
+    size = PACKET if rate is not None and rate < SLOW else LARGEST
+    _run("ip", "link", "set", DEVICE, "gso_max_size", str(size))
+    _run("ip", "route", "flush", "cache")  # open connections read the size with the route
     if rate is None:
         subprocess.run(["tc", "qdisc", "del", "dev", DEVICE, "root"], capture_output=True, check=False)
     else:
@@ -92,9 +109,6 @@ def sent() -> Sent:
 
 
 def _bucket(rate: float) -> list[str]:
-    """Let through a packet of the largest size at once, or a quarter of a millisecond's worth.
-
-    On slow links the packets are cut to single frames instead, or a bucket would be worth a part of a message.
-    """
-    burst = 16 << 10 if rate < 5e8 else max(72 << 10, int(rate / 8 * 250e-6))
+    """Let through a packet of the largest size at once, or a quarter of a millisecond's worth."""
+    burst = 16 << 10 if rate < SLOW else max(72 << 10, int(rate / 8 * 250e-6))
     return ["tbf", "rate", f"{int(rate)}bit", "burst", str(burst), "limit", str(QUEUE)]
