@@ -47,6 +47,11 @@ from fn.kernels.simd import (
 )
 
 
+SOON, AHEAD = 1 << 9, 1 << 11
+"""Elements that are asked for ahead, measured: where several tensors are read, and one. Processors do not look beyond
+a page of memory by themselves, and a core reads as fast as it has lines under way."""
+
+
 @compiled
 def padded_into(out, first, x, count, length):
     """Write `count` elements of x, from `first`, and zeros up to `length`."""
@@ -133,6 +138,10 @@ def adamw_places(
         p, g, mu, nu = get_int(ps, s) + start, get_int(gs, s) + start, get_int(mus, s) + start, get_int(nus, s) + start
         whole = length - length % LANES
         for i in range(0, whole, LANES):
+            prefetch(p, i + SOON)
+            prefetch(g, i + SOON)
+            prefetch(mu, i + SOON)
+            prefetch(nu, i + SOON)
             x, m = load(g, i), load(mu, i)
             m = multiply_add(weight_, sub(m, x), x if small else m)
             v = load(nu, i)
@@ -208,10 +217,6 @@ def adamw_into_places(
         put(peaks, 2 * k + 1, largest(most_p))
 
 
-AHEAD = 1 << 11
-"""Elements that are asked for ahead, measured: processors do not look beyond a page of memory by themselves."""
-
-
 @compiled
 def magnitude_places(low, high, places, table, segments, valid, n, past_cache, xs, peaks):
     """Note the largest magnitude of every place."""
@@ -219,14 +224,16 @@ def magnitude_places(low, high, places, table, segments, valid, n, past_cache, x
         place = table + 32 * k
         length, s, offset = get_int(place, 1), get_int(place, 2), get_int(place, 3)
         x = get_int(xs, s) + 4 * offset
-        a, b = no_magnitude(), no_magnitude()
-        whole = length - length % (2 * LANES)
-        for i in range(0, whole, 2 * LANES):
+        a, b, c, d = no_magnitude(), no_magnitude(), no_magnitude(), no_magnitude()
+        whole = length - length % (4 * LANES)
+        for i in range(0, whole, 4 * LANES):
             prefetch(x, i + AHEAD)
             a, b = larger(a, magnitude(load(x, i))), larger(b, magnitude(load(x, i + LANES)))
+            prefetch(x, i + 2 * LANES + AHEAD)
+            c, d = larger(c, magnitude(load(x, i + 2 * LANES))), larger(d, magnitude(load(x, i + 3 * LANES)))
         for i in range(whole, length):
             a = larger(a, magnitude(splat(get(x, i))))
-        put(peaks, k, largest(larger(a, b)))
+        put(peaks, k, largest(larger(larger(a, b), larger(c, d))))
 
 
 BLOCK = 1 << 16
