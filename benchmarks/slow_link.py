@@ -26,6 +26,8 @@ from slow_link_rank import RATES
 
 RANK = Path(__file__).with_name("slow_link_rank.py")
 
+LOSS_OF = ["DDP fp32", "DDP bf16", "DDP PowerSGD 1", "fn LoCo int4, int8 back", "fn 1-bit Adam"]
+
 
 def parse() -> argparse.Namespace:
     """Read the flags."""
@@ -39,9 +41,9 @@ def parse() -> argparse.Namespace:
     add("--loopback", action="store_true", help="do not throttle")
     add("--only", nargs="+", help="names of contenders (all); 'no communication' and 'DDP fp32' must be among them")
     add("--loss-seconds", type=float, default=0.0, help="train for so long for the curve of the loss (0: not)")
-    add("--loss-warm-up", type=int, default=60, help="steps of 1-bit Adam before its second moment is frozen")
+    add("--loss-warm-up", type=int, default=120, help="steps of 1-bit Adam before its second moment is frozen")
     add("--loss-rate", default="1 Gbit/s", choices=list(RATES))
-    add("--loss-of", nargs="+", default=["DDP fp32", "DDP bf16", "DDP PowerSGD 1", "fn 1-bit Adam"])
+    add("--loss-of", nargs="+", default=LOSS_OF)
     add("--json", metavar="FILE")
     add("--png", metavar="FILE")
     return parser.parse_args()

@@ -133,6 +133,7 @@ class Bench:
             if throttled:
                 links.throttle(RATES[self.settings["loss_rate"]])
             names = [n for n in self.settings["loss_of"] if n in self.names]
+            result["loss rate"] = self.settings["loss_rate"] if throttled else "unthrottled"
             result["loss"] = {name: self.descent(name, self.settings["loss_seconds"]) for name in names}
         model = build(self.size)
         result["shapes"] = [list(p.shape) for p in model.parameters()]

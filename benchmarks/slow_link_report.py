@@ -136,7 +136,7 @@ def draw(found: list[Row], ranks: list[dict[str, Any]], path: str) -> None:
     for name, curve in curves.items():
         all_axes[0][-1].plot(*zip(*smooth(curve), strict=True), label=name)
     if curves:
-        all_axes[0][-1].set(title="loss over time", xlabel="seconds", ylabel="nats per byte")
+        all_axes[0][-1].set(title=f"loss over time, {ranks[0]['loss rate']}", xlabel="seconds", ylabel="nats per byte")
         all_axes[0][-1].legend(fontsize="small")
         all_axes[0][-1].grid(alpha=0.3)
     figure.savefig(path, dpi=130)

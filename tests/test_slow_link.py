@@ -51,4 +51,4 @@ def test_everything_is_in_the_table_and_the_picture(result):
         assert row["predicted"] > 0
         assert row["limit"] == alone  # without a rate the computation is the limit
     assert (result["folder"] / "x.png").read_bytes().startswith(b"\x89PNG")
-    assert set(result["raw"][0]["loss"]) == {"DDP fp32", "DDP bf16", "DDP PowerSGD 1", "fn 1-bit Adam"}
+    assert set(result["raw"][0]["loss"]) == set(result["about"]["loss_of"])
