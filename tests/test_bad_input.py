@@ -153,3 +153,26 @@ def test_simulated_ranks_agree_without_a_message():
     with fn.ledger() as book:
         fn.simulate(lambda x: (check_agreement("data", {"a": 1}), x)[1], "data", 2)(torch.ones(2))
     assert book.total == 0
+
+
+@each_optimizer
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+def test_a_hyper_parameter_that_is_no_finite_number_is_refused_by_name(optimizer, name, value):
+    """In a step it would write NaN into the parameters: the guard looks at gradients, not at what it is given."""
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=f"{name}: is {value}"):
+        fn.Optimizer([p], partial(optimizer.make, axis="data"), **{"lr": 0.1, name: value})
+
+
+@pytest.mark.parametrize("lr", ["0.1", None, [0.1], torch.ones(1)])
+def test_a_learning_rate_of_another_kind_is_refused_by_name(lr):
+    with pytest.raises(ValueError, match="lr: is "):
+        fn.Optimizer([torch.nn.Parameter(torch.ones(3))], fn.adamw, lr=lr)
+
+
+def test_a_norm_to_clip_by_that_is_nan_is_refused():
+    with pytest.raises(ValueError, match="max_norm: is nan"):
+        fn.clip_by_global_norm(float("nan"))
+    with pytest.raises(ValueError, match="max_norm: is nan"):
+        fn.Optimizer([torch.nn.Parameter(torch.ones(3))], fn.adamw, max_norm=float("nan"))

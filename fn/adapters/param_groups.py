@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,10 +25,11 @@ def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def learning_rate(group: Mapping[str, Any]) -> Tensor:
     """Return a group's learning rate as a new 0-d tensor. Raises ValueError if it is none."""
+    given = group["lr"]
     wide = torch.float64 if any(p.dtype == torch.float64 for p in group["params"]) else torch.float32
-    lr = torch.as_tensor(group["lr"], dtype=wide).detach().clone()
-    if lr.ndim or not lr >= 0:
-        raise ValueError(f"lr: is {group['lr']}; allowed are numbers and 0-d tensors of at least 0")
+    lr = torch.as_tensor(given if isinstance(given, numbers.Real | Tensor) else math.nan, dtype=wide).detach().clone()
+    if lr.ndim or not 0 <= lr < math.inf:
+        raise ValueError(f"lr: is {given!r}; allowed are finite numbers and 0-d tensors of at least 0")
     return lr
 
 

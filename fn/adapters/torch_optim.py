@@ -103,7 +103,7 @@ class Optimizer(torch.optim.Optimizer):
         listed = as_list(params)
         with self._binding:
             check_listed(self._axes(), listed, {"max_norm": max_norm, **describe(self.schedule)})
-        if max_norm is not None and (max_norm <= 0 or len(self._axes()) > 1):
+        if max_norm is not None and (not max_norm > 0 or len(self._axes()) > 1):
             raise ValueError(f"max_norm: is {max_norm} on the axes {self._axes()}; allowed is more than 0 on one axis")
         super().__init__(listed, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):

@@ -29,7 +29,7 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
 
     Paper: Pascanu et al., On the difficulty of training recurrent neural networks (arXiv 1211.5063), algorithm 1.
     """
-    if max_norm <= 0:
+    if not max_norm > 0:
         raise ValueError(f"max_norm: is {max_norm}; allowed is more than 0")
 
     def own(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:

@@ -19,6 +19,7 @@ from fn.transforms.moments import (
     moving_average_of_squares,
     start_moments,
 )
+from fn.transforms.weights import check_decay
 
 Tree = Any
 
@@ -258,8 +259,7 @@ def check_hyper(h: LambHyper) -> None:
     """Refuse hyper-parameters that are out of range with a ValueError."""
     check_betas(h.b1, h.b2, h.eps)
     _check_bounds(h.min_coeff, h.max_coeff)
-    if h.weight_decay < 0:
-        raise ValueError(f"weight_decay: is {h.weight_decay}; allowed is at least 0")
+    check_decay(h.weight_decay)
     if not 0 <= h.coeff_beta < 1:
         raise ValueError(f"coeff_beta: is {h.coeff_beta}; allowed is [0, 1)")
     if not 0 < h.factor_min <= h.factor_max:

@@ -6,6 +6,7 @@ weight that an average has gathered, itself a moving average of ones: 1 - b**t, 
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         mu <- b1 mu + (1 - b1) g        nu <- b2 nu + (1 - b2) g^2
         u = (mu / (1 - b1^t)) / (sqrt(nu / (1 - b2^t)) + eps)
 
-    Raises: ValueError if b1 or b2 is outside [0, 1) or eps is negative.
+    Raises: ValueError if b1 or b2 is outside [0, 1), or eps is negative or not finite.
 
     Paper: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1.
     """
@@ -89,7 +90,7 @@ def scale_by_onebit_adam(
         bias_correction: divide mu by 1 - b1^t and nu by 1 - b2^T, T the last warm-up step.
         keep_zeros: keep the momentum at zero where nu is zero, that is, where no gradient ever came: one bit cannot
             say zero, and such an element would drift by +-scale / eps.
-    Raises: ValueError if b1 or b2 is outside [0, 1) or eps is negative.
+    Raises: ValueError if b1 or b2 is outside [0, 1), or eps is negative or not finite.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
     Differs: `bias_correction` and `keep_zeros` are not in the paper; DeepSpeed needs a hand-written mask.
@@ -128,12 +129,12 @@ def scale_by_onebit_adam(
 
 
 def check_betas(b1: float, b2: float, eps: float) -> None:
-    """Refuse decay rates outside [0, 1) and a negative eps with a ValueError."""
+    """Refuse decay rates outside [0, 1) and an eps that is negative or not finite with a ValueError."""
     for name, b in (("b1", b1), ("b2", b2)):
         if not 0.0 <= b < 1.0:
             raise ValueError(f"{name}: is {b}; allowed is [0, 1)")
-    if eps < 0.0:
-        raise ValueError(f"eps: is {eps}; allowed is at least 0")
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps: is {eps}; allowed are finite numbers of at least 0")
 
 
 def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:

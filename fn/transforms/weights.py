@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -17,12 +18,11 @@ Tree = Any
 def add_decayed_weights(weight_decay: float) -> Transform:
     """Add weight_decay * p to the updates, before the learning rate: decoupled weight decay.
 
-    Raises: ValueError if weight_decay is negative.
+    Raises: ValueError if weight_decay is negative or not finite.
 
     Paper: Loshchilov and Hutter, Decoupled weight decay (arXiv 1711.05101), algorithm 2, line 12.
     """
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay: is {weight_decay}; allowed is at least 0")
+    check_decay(weight_decay)
 
     def add(updates: Tree, params: Tree) -> Tree:
         if weight_decay == 0:
@@ -32,17 +32,23 @@ def add_decayed_weights(weight_decay: float) -> Transform:
     return stateless(add)
 
 
+def check_decay(weight_decay: float) -> None:
+    """Refuse a weight decay that is negative or not finite with a ValueError."""
+    if not 0 <= weight_decay < math.inf:
+        raise ValueError(f"weight_decay: is {weight_decay}; allowed are finite numbers of at least 0")
+
+
 def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     """Multiply the updates by -lr, so that `apply_updates` descends.
 
     Args: lr: a float, or a 0-d tensor, which a scheduler may fill in place between steps without a recompile.
-    Raises: ValueError if lr is negative or a tensor with more than one element.
+    Raises: ValueError if lr is negative or not finite, or a tensor with a dimension.
     """
     if isinstance(lr, Tensor):
         if lr.ndim:
             raise ValueError(f"lr: has shape {tuple(lr.shape)}; allowed are floats and 0-d tensors")
-    elif lr < 0:
-        raise ValueError(f"lr: is {lr}; allowed is at least 0")
+    elif not 0 <= lr < math.inf:
+        raise ValueError(f"lr: is {lr}; allowed are finite numbers of at least 0")
 
     tensors = (lr,) if isinstance(lr, Tensor) else ()
 

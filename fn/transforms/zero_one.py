@@ -16,6 +16,7 @@ from fn.transforms.moments import (
     moving_average_of_squares,
     start_moments,
 )
+from fn.transforms.weights import check_decay
 
 Tree = Any
 
@@ -96,14 +97,13 @@ def scale_by_zero_one_adam(
         not finite in a local step leaves that step out alone, and counts it: no message tells the others.
     """
     check_betas(b1, b2, eps)
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay: is {weight_decay}; allowed is at least 0")
+    check_decay(weight_decay)
     if compress not in ("steps", "gradients"):
         raise ValueError(f"compress: is {compress!r}; allowed are 'steps' and 'gradients'")
 
     def init(params: Tree) -> ZeroOneAdamState:
         step, mu, nu, elapsed, _ = start_moments(params)
-        peak = torch.zeros((), device=step.device)
+        peak = torch.zeros((), dtype=torch.float32, device=step.device)
         anchor = tree.map(lambda p, m: p.detach().to(m.dtype, copy=True), params, mu) if anchored else ()
         went = () if anchored else tree.map(torch.zeros_like, mu)
         return ZeroOneAdamState(step, mu, nu, anchor, went, elapsed, torch.zeros_like(step), peak, sync.init(mu))
@@ -141,7 +141,8 @@ def scale_by_zero_one_adam(
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         moves, mu = step_alone(updates, state, params)
-        ok = torch.stack([torch.isfinite(u).all() for u in tree.leaves(moves)]).all()
+        each = [torch.isfinite(u).all() for u in tree.leaves(moves)]
+        ok = torch.stack(each).all() if each else torch.ones_like(state.dropped, dtype=torch.bool)
         moves = tree.map(lambda u: torch.where(ok, u, -0.0), moves)
         mu = tree.map(lambda new, old: torch.where(ok, new, old), mu, state.mu)
         went = () if anchored else tree.map(torch.add, state.went, moves)
@@ -175,4 +176,4 @@ def largest(updates: Tree) -> Tensor:
     """Return the largest magnitude over all leaves, 0-d float32; NaN or Inf where an element is."""
     leaves = [u for u in tree.leaves(updates) if u.numel()]
     ends = [end.abs().to(leaves[0].device, torch.float32) for u in leaves for end in torch.aminmax(u)]
-    return torch.stack(ends).max() if ends else torch.zeros(())
+    return torch.stack(ends).max() if ends else torch.zeros((), dtype=torch.float32)
