@@ -8,6 +8,7 @@ once, and sleeps until `WAKE` bytes are there. `rendezvous` opens the connection
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import struct
@@ -48,6 +49,7 @@ class Connections:
         self._lock = threading.Lock()
         self._count = 0
         weakref.finalize(self, _close, self._peers)
+        _here.add(self)
         for connection in self._peers.values():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -125,6 +127,23 @@ class Connections:
     def close(self) -> None:
         """Close all connections; the peers hear of it at once."""
         _close(self._peers)
+
+    def leave_to_parent(self) -> None:
+        """Forget all connections in a process that was forked: they are its parent's, who goes on and may die."""
+        while self._peers:
+            self._peers.popitem()[1].close()  # without a shutdown, which would end the parent's, too
+
+
+_here: weakref.WeakSet[Connections] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    for connections in list(_here):
+        connections.leave_to_parent()
+
+
+if hasattr(os, "register_at_fork"):  # else a loader's workers would end the connections, or keep a dead rank's alive
+    os.register_at_fork(after_in_child=_leave_all)
 
 
 def _close(peers: dict[int, socket.socket]) -> None:

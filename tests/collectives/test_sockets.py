@@ -7,6 +7,8 @@ import os
 import select
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -138,6 +140,48 @@ def test_a_silent_peer_is_lost_after_the_timeout_and_a_closed_one_at_once():
         first.exchange({1: torch.zeros(4)}, {1: torch.empty(4)})
     with pytest.raises(RuntimeError, match="Connection closed by rank 0"):  # it closed its end when it gave up
         second.exchange({0: torch.zeros(4)}, {0: torch.empty(5)})
+
+
+FORKED = """
+import os, socket, sys, threading, time, torch
+from fn.collectives.sockets import Connections
+
+def a_pair():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        first = socket.create_connection(listener.getsockname())
+        return Connections({1: first}, 20.0), Connections({0: listener.accept()[0]}, 20.0)
+
+first, second = a_pair()
+child = os.fork()
+if not child:
+    sys.exit()  # through Python's exit handlers
+os.waitpid(child, 0)
+out = torch.zeros(4)
+other = threading.Thread(target=lambda: second.exchange({0: torch.ones(4)}, {0: out}))
+other.start()
+first.exchange({1: torch.full((4,), 7.0)}, {1: torch.empty(4)})
+other.join()
+print("goes on", out.tolist())
+
+child = os.fork()
+if not child:
+    time.sleep(60)
+for connection in first._peers.values():
+    connection.close()  # as when this process is killed
+began = time.monotonic()
+try:
+    second.exchange({0: out}, {0: out})
+except RuntimeError as error:
+    print("is lost", time.monotonic() - began < 5.0, error)
+os.kill(child, 9)
+"""
+
+
+def test_a_forked_process_neither_ends_the_connections_nor_keeps_them_alive():
+    """As the workers of a data loader are forked, and outlive a rank that is killed by seconds."""
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=60, check=False)
+    assert "goes on [7.0, 7.0, 7.0, 7.0]" in done.stdout, done.stderr
+    assert "is lost True Connection closed by rank 0" in done.stdout, done.stdout + done.stderr
 
 
 def in_a_collective(x: torch.Tensor) -> None:
