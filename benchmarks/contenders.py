@@ -34,6 +34,9 @@ INTERVAL = 4
 WARM_UP = 2
 LR = 3e-4
 
+EPS = 1e-5
+"""As in the demo: after a second moment is frozen, tiny ones make large steps."""
+
 Batch = tuple[Tensor, Tensor]
 Step = Callable[[Batch], Tensor]
 
@@ -79,7 +82,7 @@ def _wrap(world: World, model: nn.Module, bucket_mb: int | None) -> DistributedD
 
 def alone(world: World, model: nn.Module) -> Step:
     """Step without any communication: what no method can beat."""
-    return _stepper(model, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+    return _stepper(model, torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, fused=True))
 
 
 def exact(world: World, model: nn.Module, hook: Any = None, state: Any = None, bucket_mb: int | None = None) -> Step:
@@ -87,7 +90,7 @@ def exact(world: World, model: nn.Module, hook: Any = None, state: Any = None, b
     wrapped = _wrap(world, model, bucket_mb)
     if hook is not None:
         wrapped.register_comm_hook(world.group if state is None else state, hook)
-    return _stepper(wrapped, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
+    return _stepper(wrapped, torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS, fused=True))
 
 
 def half_precision(state, bucket):  # DDP looks at annotations, and these would be strings
@@ -136,7 +139,7 @@ def ours(make: Any, world: World, model: nn.Module, schedule: Any = freeze) -> S
     make = partial(make, axis="data")
     check = world.group.size() > 1  # where messages come back all ranks seem to have the same gradients
     with world.binding:
-        optimizer = fn.Optimizer(model.parameters(), make, schedule=schedule, lr=LR, refuse_averaged=check)
+        optimizer = fn.Optimizer(model.parameters(), make, schedule=schedule, lr=LR, eps=EPS, refuse_averaged=check)
     return _stepper(model, optimizer)
 
 
@@ -144,7 +147,7 @@ def overlapped(make: Any, world: World, model: nn.Module, schedule: Any = freeze
     """Step with one of ours behind the backward pass, however fast the wire is."""
     with world.binding:
         groups = ddp.bucketed(model.parameters())
-        optimizer = fn.Optimizer(groups, partial(make, axis="data"), schedule=schedule, lr=LR)
+        optimizer = fn.Optimizer(groups, partial(make, axis="data"), schedule=schedule, lr=LR, eps=EPS)
         ddp.overlap(model, optimizer, least_wire_seconds=0.0)
     return _stepper(model, optimizer)
 
