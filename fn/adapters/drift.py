@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fn import tree
-from fn.adapters.rank_checks import device_among
+from fn.adapters.rank_checks import checksum, device_among
 from fn.adapters.state_dict import OWN, SAME, kinds
 from fn.collectives.agreement import check_agreement
 from fn.collectives.primitives import all_gather
@@ -21,15 +21,6 @@ from fn.errors import RanksDrifted
 
 if TYPE_CHECKING:
     from fn.adapters.torch_optim import Optimizer
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def checksum(x: Tensor) -> Tensor:
-    """Return the sum of a tensor's words as integers, modulo 2^64, 0-d int64: any single flipped bit changes it."""
-    words = x.detach().contiguous().view(-1).view(_WORDS[x.element_size()])
-    return words.sum(dtype=torch.int64)
-
 
 def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     """Compare before every `every`-th step what all ranks should hold alike, until the returned handle is removed.

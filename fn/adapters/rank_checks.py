@@ -9,7 +9,11 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.collectives.agreement import check_agreement
+from fn.adapters.state_dict import OWN, kinds
+from fn.base import Transform
+from fn.collectives.agreement import check_agreement, describe
+from fn.collectives.primitives import all_gather
+from fn.errors import RanksDisagree
 
 
 def device_among(params: Any) -> torch.device:
@@ -44,6 +48,46 @@ def check_accepted(axes: Sequence[str], group: int, problem: BaseException | Non
         check_agreement(axis, {f"param group {group}": verdict}, device)
     if problem is not None:
         raise problem
+
+
+def check_start(
+    axes: Sequence[str], transform: Transform, state: Any, group: Mapping[str, Any], place: int
+) -> None:
+    """Refuse a param group whose numbers differ between ranks that are to train one model.
+
+    Updates are the same on all ranks, so parameters that start apart stay apart, and nothing would say so. Not looked
+    at are axes that the transform does not communicate over, and transforms, such as 0/1 Adam, that lead each rank to
+    parameters of its own. All ranks must call it; one pass over the parameters, and 8 bytes for each on the wire.
+
+    Args: state: of the transform. group, place: the param group and its number.
+    Raises: `RanksDisagree`, on every rank.
+    """
+    params = group["params"]
+    named = set(describe(transform).values())
+    if not params or OWN in tree.leaves(kinds(state)):
+        return
+    sums = torch.stack([checksum(p).to(params[0].device) for p in params])
+    for axis in [axis for axis in axes if repr(axis) in named]:
+        differs = (rows := all_gather(sums, axis)) != rows[:1]
+        if differs.any():
+            rank, i = (int(found) for found in differs.nonzero()[0])
+            name = (group.get("param_names") or range(len(params)))[i]
+            raise RanksDisagree(
+                f"ranks disagree: the numbers of parameter {name} in group {place} are others on rank {rank} of axis "
+                f"{axis!r} than on rank 0; start from the same ones: the same seed before the model is made, "
+                f"torch.distributed.broadcast, or DistributedDataParallel, which does that",
+                rank=rank,
+                field=f"parameter {name} in group {place}",
+            )
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Return the sum of a tensor's words as integers, modulo 2^64, 0-d int64: any single flipped bit changes it."""
+    words = x.detach().contiguous().view(-1).view(_WORDS[x.element_size()])
+    return words.sum(dtype=torch.int64)
 
 
 def refuse_sharded(params: Iterable[Tensor]) -> None:

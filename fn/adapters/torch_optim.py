@@ -17,7 +17,7 @@ from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.param_groups import as_list, follow, hyper_parameters, learning_rate, same
-from fn.adapters.rank_checks import check_accepted, check_listed, device_among, refuse_sharded
+from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_sharded
 from fn.adapters.staged import apply, commit, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.base import Phase, Transform, UpdateFn
@@ -54,7 +54,7 @@ class Optimizer(torch.optim.Optimizer):
             something averaged before, such as DDP without `fn.adapters.ddp.keep_local`.
         **defaults: further hyper-parameters for `make`.
     Raises: TypeError if params is a tensor; what `make` and the transform's init raise: the axis is not bound, the
-        ranks disagree.
+        ranks disagree, also in the numbers that parameters start from.
 
     The axes that are bound when the optimizer is built stay bound in its steps. Parameters and moments keep their
     buffers from step to step, errors their tensors. Where the device has kernels for a whole step they take it, see
@@ -186,6 +186,7 @@ class Optimizer(torch.optim.Optimizer):
             if not guarded:  # a chain of the caller's own: guarded like the named ones
                 transform = skip_nonfinite(transform)
                 state = transform.init(params)
+            check_start(self._axes(), transform, state, group, len(self._transforms))
         group["lr"] = lr
         self._lrs.append(lr)
         self._guarded.append(guarded)
