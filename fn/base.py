@@ -105,7 +105,13 @@ def chain(*links: Transform) -> Transform:
     """Apply links one after the other; the state is the tuple of their states.
 
     A phase that one link lacks, the chain lacks.
+
+    Raises: TypeError if a link is no transform.
     """
+    for place, link in enumerate(links):
+        if not hasattr(link, "warmup_update"):
+            found = getattr(link, "__name__", type(link).__name__)
+            raise TypeError(f"links: number {place} is {found}; allowed are transforms, such as fn.scale_by_adam()")
 
     def init(params: Tree) -> Tree:
         return tuple(link.init(params) for link in links)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from fn.base import Phase
 
@@ -18,7 +19,23 @@ def freeze_after(steps: int) -> Schedule:
     """
     if steps < 0:
         raise ValueError(f"steps: is {steps}; allowed is at least 0")
-    return lambda step: Phase.WARMUP if step < steps else Phase.COMPRESSED
+    return FreezeAfter(steps)
+
+
+@dataclass(frozen=True)
+class FreezeAfter:
+    """What `freeze_after` returns: a function that can be pickled. steps: of the warm-up."""
+
+    steps: int
+
+    def __call__(self, step: int) -> Phase:
+        """Return the phase of a step."""
+        return Phase.WARMUP if step < self.steps else Phase.COMPRESSED
+
+
+def always_warm_up(step: int) -> Phase:
+    """Return WARMUP for every step: the schedule of optimizers that do not compress."""
+    return Phase.WARMUP
 
 
 def zero_one_schedule(
@@ -54,26 +71,39 @@ def zero_one_schedule(
         if value < 1:
             raise ValueError(f"{name}: is {value}; allowed is at least 1")
 
-    def interval_at(step: int, frozen: bool) -> int:
-        """Return the interval in force in a step, counted from the start of its regime."""
-        if frozen:  # doubles with the number of steps
-            return int(min(local_step_clipper, 2 ** min((step - var_freeze_step) // local_step_scaler, 62)))
-        interval, updates = 1, 0  # doubles with the number of variance steps: replayed, a few numbers per doubling
-        number = first
-        while True:
-            nth = -(-number // interval) * interval + interval * (var_update_scaler - 1 - updates)
-            if nth >= step + first:
-                return interval
-            number, interval, updates = nth + 1, interval * 2, 0
+    return ZeroOneSchedule(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper, first)
 
-    def schedule(step: int) -> Phase:
-        frozen = step >= var_freeze_step
-        due = (step + first) % interval_at(step, frozen) == 0
+
+@dataclass(frozen=True)
+class ZeroOneSchedule:
+    """What `zero_one_schedule` returns: a function that can be pickled. Its fields are the arguments of that."""
+
+    var_freeze_step: int
+    var_update_scaler: int
+    local_step_scaler: int
+    local_step_clipper: int
+    first: int
+
+    def __call__(self, step: int) -> Phase:
+        """Return the phase of a step."""
+        frozen = step >= self.var_freeze_step
+        due = (step + self.first) % self._interval(step, frozen) == 0
         if frozen:
             return Phase.COMPRESSED if due else Phase.LOCAL
         return Phase.WARMUP if due else Phase.COMPRESSED
 
-    return schedule
+    def _interval(self, step: int, frozen: bool) -> int:
+        """Return the interval in force in a step, counted from the start of its regime."""
+        if frozen:  # doubles with the number of steps
+            doubled = min((step - self.var_freeze_step) // self.local_step_scaler, 62)
+            return int(min(self.local_step_clipper, 2**doubled))
+        interval, updates = 1, 0  # doubles with the number of variance steps: replayed, a few numbers per doubling
+        number = self.first
+        while True:
+            nth = -(-number // interval) * interval + interval * (self.var_update_scaler - 1 - updates)
+            if nth >= step + self.first:
+                return interval
+            number, interval, updates = nth + 1, interval * 2, 0
 
 
 class FreezeWhenStable:

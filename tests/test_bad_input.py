@@ -176,3 +176,30 @@ def test_a_norm_to_clip_by_that_is_nan_is_refused():
         fn.clip_by_global_norm(float("nan"))
     with pytest.raises(ValueError, match="max_norm: is nan"):
         fn.Optimizer([torch.nn.Parameter(torch.ones(3))], fn.adamw, max_norm=float("nan"))
+
+
+def optimizer_of(make=fn.adamw, **more):
+    return fn.Optimizer([torch.nn.Parameter(torch.ones(3))], make, **more)
+
+
+@pytest.mark.parametrize(
+    ("use", "text"),
+    [
+        (lambda: optimizer_of(fn.adamw()), "make: is Transform; allowed is a function such as partial"),
+        (lambda: optimizer_of(schedule=0), "schedule: is int; allowed is a function such as fn.freeze_after"),
+        (lambda: fn.chain(fn.scale_by_adam, fn.scale_by_learning_rate(0.1)), "links: number 0 is scale_by_adam;"),
+        (lambda: fn.chain([fn.scale_by_adam()]), "links: number 0 is list; allowed are transforms"),
+        (lambda: fn.onebit_adam(axis="data", codec=fn.sign), "codec: is <function sign.*allowed is a Codec, fn.sign"),
+        (lambda: fn.onebit_adam(axis="data", codec="sign"), "codec: is 'sign'; allowed is a Codec,"),
+        (lambda: fn.onebit_adam(axis="data", feedback=fn.classic), "feedback: is <function .*fn.classic"),
+    ],
+)
+def test_what_was_not_called_or_is_of_another_kind_is_refused_by_name(use, text):
+    with pytest.raises(TypeError, match=text):
+        use()
+
+
+@pytest.mark.parametrize("axis", [3, None, ()])
+def test_an_axis_that_is_no_name_is_refused(axis):
+    with pytest.raises(ValueError, match=r"axis: is .*; allowed are a name"):
+        fn.pmean(torch.ones(3), axis)

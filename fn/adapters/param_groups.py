@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,9 +19,38 @@ def as_list(params: Any) -> list[Any]:
     return list(params)
 
 
+def check_callable(argument: str, value: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as it is. Raises TypeError that names the argument and what is allowed if it is none."""
+    if not callable(value):
+        example = {"make": "partial(fn.onebit_adam, axis='data')", "schedule": "fn.freeze_after(1000)"}[argument]
+        raise TypeError(f"{argument}: is {type(value).__name__}; allowed is a function such as {example}")
+    return value
+
+
 def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a param group that its transform is made from, the learning rate aside."""
-    return {k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")}
+    return {k: v for k, v in group.items() if k not in _OTHERS}
+
+
+_OTHERS = frozenset({"params", "lr", "initial_lr", "param_names"})
+
+_SCHEDULERS = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
+"""What torch's schedulers write into a group for themselves."""
+
+
+def current(group: Mapping[str, Any], before: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+    """Return the hyper-parameters that a group holds now: those of `before`, and new ones that `make` knows.
+
+    Raises: KeyError if one of `before` is gone.
+    """
+    found = {k: group[k] for k in before}
+    added = group.keys() - found.keys() - _OTHERS - _SCHEDULERS
+    if added:
+        known = inspect.signature(make).parameters.values()
+        names = {p.name for p in known}
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known)
+        found.update({k: group[k] for k in group if k in added and (takes_any or k in names)})
+    return found
 
 
 def learning_rate(group: Mapping[str, Any]) -> Tensor:

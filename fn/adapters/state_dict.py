@@ -68,6 +68,9 @@ def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype; nothing
         is copied then.
     """
+    if {"state", "param_groups"} <= saved.keys():
+        text = "state_dict: is of an optimizer of torch; allowed is what fn.Optimizer.state_dict returned; start anew"
+        raise ValueError(f"{text}, with a warm-up in which the moments build up again")
     own = flat_state(optimizer)
     saved, text = _without_foreign_errors(optimizer, own, {SAVED_BY: torch.tensor((0, 1)), **saved})
     check_fits(own, saved)

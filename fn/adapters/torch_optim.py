@@ -16,7 +16,7 @@ from fn.adapters.carried import Carried, added, due
 from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
-from fn.adapters.param_groups import as_list, follow, hyper_parameters, learning_rate, same
+from fn.adapters.param_groups import as_list, check_callable, current, follow, hyper_parameters, learning_rate, same
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_sharded
 from fn.adapters.staged import apply, commit, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
@@ -24,7 +24,7 @@ from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.agreement import describe
 from fn.collectives.axis import current_binding, rank_dims
 from fn.collectives.peers import named
-from fn.schedules import FreezeWhenStable, Schedule
+from fn.schedules import FreezeWhenStable, Schedule, always_warm_up
 from fn.transforms.finite import SkipState, skip_nonfinite, together
 from fn.transforms.in_place import InPlace, Staged
 
@@ -80,8 +80,8 @@ class Optimizer(torch.optim.Optimizer):
         refuse_averaged: bool = True,
         **defaults: Any,
     ):
-        self.make = make
-        self.schedule: Schedule = schedule or (lambda step: Phase.WARMUP)
+        self.make = check_callable("make", make)
+        self.schedule: Schedule = check_callable("schedule", always_warm_up if schedule is None else schedule)
         self.steps = 0
         self.states: Tree = ()
         """The transform's state, the live buffers: a tuple with an entry per param group."""
@@ -305,7 +305,7 @@ class Optimizer(torch.optim.Optimizer):
             before = self._hypers[i]
             try:
                 follow(group, lr)
-                hyper = {k: group[k] for k in before}  # schedulers add keys of their own
+                hyper = current(group, before, self.make)
                 if not same(hyper, before):
                     self._hypers[i] = hyper
                     self._remake(i)

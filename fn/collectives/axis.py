@@ -212,7 +212,7 @@ def names(axis: AxisNames) -> tuple[str, ...]:
 
     Raises: ValueError if there is none, or one of them twice.
     """
-    found = (axis,) if isinstance(axis, str) else tuple(axis)
+    found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
     if not found or len(set(found)) != len(found):
         raise ValueError(f"axis: is {axis!r}; allowed are a name, or a tuple of different names")
     return found

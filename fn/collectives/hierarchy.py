@@ -47,7 +47,7 @@ def hops(axis: AxisNames, codec: Codecs, feedback: Feedbacks) -> list[Hop]:
 
     Args: axis: one name or several. codec: one per name; or a single one, for the last hop, the others being exact.
         feedback: one per name; or a single one for all hops that have a codec given.
-    Raises: ValueError if there are not as many codecs or feedbacks as names.
+    Raises: ValueError if there are not as many codecs or feedbacks as names; TypeError for anything else.
     """
     found = names(axis)
     exact = 0
@@ -56,7 +56,10 @@ def hops(axis: AxisNames, codec: Codecs, feedback: Feedbacks) -> list[Hop]:
         codec = (*(identity(),) * exact, codec)
     if isinstance(feedback, Feedback):
         feedback = (*(off(),) * exact, *(feedback,) * (len(found) - exact))
-    for argument, values in (("codec", codec), ("feedback", feedback)):
+    for argument, values, kind in (("codec", codec, Codec), ("feedback", feedback, Feedback)):
+        if not isinstance(values, tuple | list) or not all(isinstance(value, kind) for value in values):
+            example = {"codec": "fn.sign()", "feedback": "fn.classic()"}[argument]
+            raise TypeError(f"{argument}: is {values!r}; allowed is a {kind.__name__}, {example} say, or one per axis")
         if len(values) != len(found):
             raise ValueError(f"{argument}: has {len(values)} entries for the axes {found}; allowed is one for each")
     return [Hop(*each) for each in zip(found, codec, feedback, strict=True)]

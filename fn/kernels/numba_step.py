@@ -46,7 +46,6 @@ from fn.kernels.simd import (
     sub,
 )
 
-
 SOON, AHEAD = 1 << 9, 1 << 11
 """Elements that are asked for ahead, measured: where several tensors are read, and one. Processors do not look beyond
 a page of memory by themselves, and a core reads as fast as it has lines under way."""
