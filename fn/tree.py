@@ -69,7 +69,7 @@ def check_real(tree: Tree, argument: str) -> None:
     """
     each = leaves(tree)
     plain = {type(leaf) for leaf in each} <= _TENSORS and {leaf.layout for leaf in each} <= {torch.strided}
-    if plain and all(leaf.is_floating_point() for leaf in each):
+    if plain and all(dtype.is_floating_point for dtype in {leaf.dtype for leaf in each}):
         return  # a step looks at many
     for place, leaf in enumerate(each):
         if not isinstance(leaf, Tensor):
@@ -90,6 +90,8 @@ def fields(tree: Tree, name: str) -> list[Tree]:
         own = [getattr(tree, name)] if name in tree._fields else []
         return own + [found for value in tree for found in fields(value, name)]
     if isinstance(tree, tuple | list):
+        if {type(value) for value in tree} <= _TENSORS:
+            return []  # without a look at each: states hold long lists
         return [found for value in tree if not isinstance(value, Tensor) for found in fields(value, name)]
     if isinstance(tree, dict):
         return [found for value in tree.values() for found in fields(value, name)]

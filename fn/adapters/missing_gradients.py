@@ -37,17 +37,22 @@ class Gradients:
             problem: why this rank cannot take the step at all.
         Raises: the problem, or a TypeError for a sparse or complex gradient, where nobody needs to be asked.
         """
-        self._now = _absent(groups)
-        self._problem = problem or _refused(groups)
+        found = [[p.grad for p in params] for params in groups]
+        self._now = _absent(found)
+        self._problem = problem or _refused(groups, found)
         if self._problem is not None and not (ask and any(p.numel() for params in groups for p in params)):
             raise self._problem
         if self._problem is not None or (ask and self.absent != self._now):
             return tuple([torch.full_like(p, float("nan")) for p in params] for params in groups)
-        return tuple([torch.zeros_like(p) if p.grad is None else p.grad for p in params] for params in groups)
+        pairs = zip(groups, found, strict=True)
+        return tuple(
+            [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
+            for params, grads in pairs
+        )
 
     def changed(self, groups: Sequence[Sequence[Tensor]]) -> bool:
         """Tell whether other gradients are absent here than those that the ranks agreed on."""
-        return self.absent != _absent(groups)
+        return self.absent != _absent([[p.grad for p in params] for params in groups])
 
     def settle(self, axes: Sequence[str], groups: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> bool:
         """After a skipped step: compare with the other ranks; tell whether the step should be taken again.
@@ -71,14 +76,15 @@ class Gradients:
         return changed
 
 
-def _absent(groups: Sequence[Sequence[Tensor]]) -> frozenset[Place]:
-    return frozenset((g, i) for g, params in enumerate(groups) for i, p in enumerate(params) if p.grad is None)
+def _absent(found: Sequence[Sequence[Tensor | None]]) -> frozenset[Place]:
+    return frozenset([(g, i) for g, grads in enumerate(found) for i, grad in enumerate(grads) if grad is None])
 
 
-def _refused(groups: Sequence[Sequence[Tensor]]) -> TypeError | None:
-    for g, params in enumerate(groups):
+def _refused(groups: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor | None]]) -> TypeError | None:
+    for g, (params, grads) in enumerate(zip(groups, found, strict=True)):
+        there = [p if grad is None else grad for p, grad in zip(params, grads, strict=True)]
         try:
-            tree.check_real([p if p.grad is None else p.grad for p in params], f"gradients of param group {g}")
+            tree.check_real(there, f"gradients of param group {g}")
         except TypeError as error:
             return error
     return None

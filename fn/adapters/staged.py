@@ -37,6 +37,15 @@ def staged(update: InPlace, otherwise: UpdateFn, allowed: Callable[[], bool]) ->
     return step
 
 
+def detached(update: UpdateFn) -> UpdateFn:
+    """Return an update that sees params, lists of them in a tuple, without their history."""
+
+    def step(grads: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        return update(grads, state, tuple([p.detach() for p in group] for group in params))
+
+    return step
+
+
 def stage(update: UpdateFn, grads: list[Tensor], state: Tree, params: list[Tensor]) -> Staged:
     """Take the step of a param group up to where it would be written. Nothing is changed.
 
@@ -44,6 +53,7 @@ def stage(update: UpdateFn, grads: list[Tensor], state: Tree, params: list[Tenso
     """
     if isinstance(update, InPlace) and update.fits(grads, state, params):
         return update.stage(grads, state, params)
+    params = [p.detach() for p in params]
     moves, after = update(grads, state, params)
 
     def commit() -> None:

@@ -18,7 +18,7 @@ from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.param_groups import as_list, check_callable, current, follow, hyper_parameters, learning_rate, same
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_sharded
-from fn.adapters.staged import apply, commit, stage, staged
+from fn.adapters.staged import apply, commit, detached, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.agreement import describe
@@ -240,9 +240,8 @@ class Optimizer(torch.optim.Optimizer):
             if self._max_norm is not None:
                 joined = clipped(joined, phase, self._max_norm, next(iter(self._axes()), None))
             update = donate(joined)
-            if self._compile:
-                update = torch.compile(update, fullgraph=True)
-            elif isinstance(joined, InPlace):
+            update = detached(torch.compile(update, fullgraph=True) if self._compile else update)
+            if isinstance(joined, InPlace) and not self._compile:
                 update = staged(joined, update, lambda: not self._gradients.absent)
             self._updates[phase] = update
         return self._updates[phase]
@@ -251,12 +250,13 @@ class Optimizer(torch.optim.Optimizer):
         """Return the transform of all param groups, whose state is `self.states`."""
         return together(self._transforms)
 
+    @torch.no_grad()
     def stage_group(self, index: int, phase: Phase, grads: list[Tensor]) -> Staged:
         """Take a step of a param group up to where it would be written. Nothing is changed.
 
         Args: index: of the group. phase: of the step. grads: one per parameter. The axes must be bound.
         """
-        params = [p.detach() for p in self.param_groups[index]["params"]]
+        params = self.param_groups[index]["params"]
         update = self._transforms[index].update(phase)
         if self._gradients.absent and isinstance(update, InPlace):  # as `staged` does
             update = update.pure
@@ -274,7 +274,7 @@ class Optimizer(torch.optim.Optimizer):
     def _advance(self, update: UpdateFn, phase: Phase, problem: Exception | None) -> tuple[list[Tensor], ...] | None:
         """Move the states; return the updates of the parameters, None if these moved too."""
         groups = [group["params"] for group in self.param_groups]
-        state, params = self.states, tuple([p.detach() for p in params] for params in groups)
+        state, params = self.states, tuple(groups)
         before = [int(count) for count in self._skip_counts()]
         grads = self._collect(groups, phase is not Phase.LOCAL, problem)
         if self._unsure and phase is Phase.COMPRESSED:

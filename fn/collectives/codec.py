@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fn.collectives.feedback import Classic, LazyError
 from fn.collectives.segments import Segments, tile
+from fn.kernels import ops
 from fn.kernels.eager import is_eager, pooled
 
 Tree = Any
@@ -190,7 +191,7 @@ def _sign_with_feedback(
         if isinstance(error, LazyError):
             return LazyError(b.reshape(-1), scales)
         if is_eager(b):  # b is a kernel's result and nobody else's
-            torch.ops.fn.sign_residual_(b, scales, at.valid, at.runs)
+            ops.direct("sign_residual_", b, scales, at.valid, at.runs)
             return b.reshape(-1)
         return torch.ops.fn.sign_residual(b, scales, at.valid, at.runs).reshape(-1)
 
@@ -214,7 +215,7 @@ def _sign_with_feedback(
     ) -> tuple[SignPayload, Tree]:
         assert segments is not None
         at = place(rows, segments.row_length, mu[0].device)
-        b, bits, sums = torch.ops.fn.momentum_encode(mu, grads, decay, *sent(error, at), at.valid, at.runs)
+        b, bits, sums = ops.direct("momentum_encode", mu, grads, decay, *sent(error, at), at.valid, at.runs)
         payload, scales = finish(rows, at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
 

@@ -15,7 +15,7 @@ def is_eager(*tensors: Tensor) -> bool:
     return {*map(type, tensors)} <= _PLAIN and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
 
 
-_PLAIN = {Tensor}
+_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 def pooled(like: Tensor, *others: Tensor) -> dict[str, Tensor]:

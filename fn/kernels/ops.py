@@ -88,7 +88,8 @@ def _check_alike(lists: dict[str, Sequence[Tensor]]) -> None:
 
 def _unlike(values: Sequence[Any], device: torch.device) -> list[Tensor]:
     """Return the tensors of a list that a check has something to say of."""
-    tensors = [t for t in values if isinstance(t, Tensor)]
+    plain = {type(t) for t in values} <= {Tensor, torch.nn.Parameter}
+    tensors = values if plain else [t for t in values if isinstance(t, Tensor)]
     if all(map(Tensor.is_floating_point, tensors)) and {t.device for t in tensors} <= {device}:
         return []  # without a look at each: steps have many
     return [t for t in tensors if not (t.is_floating_point() and t.device == device)]
@@ -124,18 +125,27 @@ def _check_lengths(named: dict[str, Any]) -> None:
             )
 
 
+def direct(name: str, *args: Any) -> Any:
+    """Run a kernel past the dispatcher, to which every tensor of a list has its price, and past the checks.
+
+    Args: name: of the op. args: its own; tensors that hold numbers now (`is_eager`), without grad mode, checked by the
+        caller.
+    """
+    for cell in cells(name, device_of(args).type):
+        found = cell.kernel(*args)
+        if found is not NotImplemented:
+            for place in _WRITTEN[name]:  # so that autograd refuses a backward pass through what was overwritten
+                torch.autograd.graph.increment_version(args[place])
+            return found
+    return REFERENCES[name](*args)
+
+
 def _define(library: torch.library.Library, name: str, schema: str) -> None:
     plain = REFERENCES[name]
 
     def run(*args: Any) -> Any:
         check(name, args)
-        for cell in cells(name, device_of(args).type):
-            found = cell.kernel(*args)
-            if found is not NotImplemented:
-                for place in _WRITTEN[name]:  # so that autograd refuses a backward pass through what was overwritten
-                    torch.autograd.graph.increment_version(args[place])
-                return found
-        return plain(*args)
+        return direct(name, *args)
 
     def fake(*args: Any) -> Any:
         check(name, args)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fn import tree
@@ -12,10 +11,11 @@ from fn.base import Transform
 from fn.collectives import primitives
 from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.hierarchy import Codecs, Feedbacks
+from fn.kernels import ops
 from fn.transforms import layout as layouts
 from fn.transforms.coded_in_place import wire_of
 from fn.transforms.finite import SkipState
-from fn.transforms.in_place import InPlace, Staged, has_kernel, same_shapes
+from fn.transforms.in_place import Fits, InPlace, Staged
 from fn.transforms.moments import AdamState, OnebitAdamState
 
 Tree = Any
@@ -44,11 +44,12 @@ def with_adam_in_place(tx: Transform, axis: AxisNames | None, h: Descent) -> Tra
     """
     if axis is not None and not isinstance(axis, str):
         return tx
+    kernel_fits = Fits("adamw_")
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         moments: AdamState | OnebitAdamState = state.inner[1]
-        lists = [tree.leaves(t) for t in (params, updates, moments.mu, moments.nu)]
-        return h.eps > 0 and same_shapes(lists) and has_kernel("adamw_", lists)
+        kept = [tree.leaves(moments.mu), tree.leaves(moments.nu)]
+        return h.eps > 0 and kernel_fits(tree.leaves(params), kept, tree.leaves(updates))
 
     def stage(updates: Tree, state: SkipState, params: Tree) -> Staged:
         moments: AdamState | OnebitAdamState = state.inner[1]
@@ -57,7 +58,7 @@ def with_adam_in_place(tx: Transform, axis: AxisNames | None, h: Descent) -> Tra
         def commit() -> None:
             step_weights(moments, h, warmup=True)
             lists = [tree.leaves(params), grads, tree.leaves(moments.mu), tree.leaves(moments.nu)]
-            torch.ops.fn.adamw_(*lists, h.b1, h.b2, *h.tail(moments), False)
+            ops.direct("adamw_", *lists, h.b1, h.b2, *h.tail(moments), False)
 
         return Staged(ok, commit)
 
@@ -74,15 +75,16 @@ def with_onebit_adam_in_place(
     wire = wire_of(axis, codec, feedback, layout)
     if wire is None:
         return tx
+    kernel_fits = Fits("onebit_adam_")
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         moments: OnebitAdamState = state.inner[1]
-        lists = [tree.leaves(t) for t in (params, updates, moments.mu, moments.nu)]
-        if axis_size(axis) == 1 or h.eps <= 0 or not has_kernel("onebit_adam_", lists):
+        leaves, kept = tree.leaves(params), [tree.leaves(moments.mu), tree.leaves(moments.nu)]
+        if axis_size(axis) == 1 or h.eps <= 0 or not kernel_fits(leaves, kept, tree.leaves(updates)):
             return False
-        if not same_shapes(lists) or (h.corrected and not moments.nu_weight > 0):  # nothing to divide by: pure, skipped
+        if h.corrected and not moments.nu_weight > 0:  # nothing to divide by: pure, skipped
             return False
-        return keep_zeros or wire.in_signs(lists[0], moments.sync)
+        return keep_zeros or wire.in_signs(leaves, moments.sync)
 
     def stage(updates: Tree, state: SkipState, params: Tree) -> Staged:
         moments: OnebitAdamState = state.inner[1]
@@ -110,7 +112,7 @@ def averaged(leaves: list[Tensor], axis: str | None) -> tuple[list[Tensor], bool
 
 def squares_are_finite(leaves: list[Tensor]) -> bool:
     """Return whether the square of every element is finite."""
-    return not leaves or bool(torch.ops.fn.largest_magnitude(leaves).square().isfinite())
+    return not leaves or bool(ops.direct("largest_magnitude", leaves).square().isfinite())
 
 
 def step_weights(moments: AdamState | OnebitAdamState, h: Descent, *, warmup: bool) -> None:

@@ -18,7 +18,7 @@ from fn.collectives.compressed import ErrorFeedbackState, compressed_all_reduce,
 from fn.collectives.feedback import Feedback
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.collectives.observe import step_range
-from fn.kernels import buffers
+from fn.kernels import buffers, ops
 from fn.transforms import layout as layouts
 from fn.transforms.finite import all_finite
 from fn.transforms.in_place import swap
@@ -62,10 +62,10 @@ class Agreed(NamedTuple):
                 if isinstance(found, SignPayload):
                     codes = found.bits, found.scales if factor == 1 else found.scales * factor
                     place = bucket.segments.valid, bucket.segments.runs
-                    torch.ops.fn.onebit_adam_(*lists, *codes, *place, *tail, keep_zeros)
+                    ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros)
                 else:
                     write(found if factor == 1 else found.mul_(factor), bucket, m)
-                    torch.ops.fn.adamw_(p, m, m, v, 0.0, 0.0, *tail, True)
+                    ops.direct("adamw_", p, m, m, v, 0.0, 0.0, *tail, True)
 
     def keep(self, sync: ErrorFeedbackState) -> None:
         """Write the errors."""

@@ -12,6 +12,7 @@ A step in place has two parts: `stage` does all that can fail, communication fir
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -66,6 +67,37 @@ def side_by_side(updates: Sequence[UpdateFn], pure: UpdateFn) -> UpdateFn:
         return Staged(all(part.ok for part in parts), commit)
 
     return InPlace(pure, fits, stage)
+
+
+class Fits:
+    """Whether the table has a kernel for the whole step of lists of tensors: plain, contiguous, of one kind and shape.
+
+    A look at every tensor takes longer than a small step. So params and state, which stay from step to step, are looked
+    at once, and then only whether they are the same objects at the same addresses; gradients are always looked at.
+
+    Args: op: the kernel.
+    """
+
+    def __init__(self, op: str) -> None:
+        self._op = op
+        # the tensors, their identities, their addresses, the shapes of params
+        self._seen: tuple[list[Tensor], list[int], list[int], list[torch.Size]] | None = None
+
+    def __call__(self, params: list[Tensor], state: Sequence[list[Tensor]], grads: list[Tensor]) -> bool:
+        """Return the answer for params, lists of the state, and gradients."""
+        kept, shapes = [*chain(params, *state)], [p.shape for p in params]
+        if torch.compiler.is_compiling() or not self._as_before(kept, shapes):
+            self._seen = None
+            if not same_shapes([params, *state]) or not has_kernel(self._op, [params, *state]):
+                return False
+            self._seen = kept, [*map(id, kept)], [*map(Tensor.data_ptr, kept)], shapes
+        alike = [g.shape for g in grads] == shapes and has_kernel(self._op, [grads])
+        return alike and grads[0].device == params[0].device
+
+    def _as_before(self, kept: list[Tensor], shapes: list[torch.Size]) -> bool:
+        if self._seen is None or [*map(id, kept)] != self._seen[1]:
+            return False
+        return [*map(Tensor.data_ptr, kept)] == self._seen[2] and shapes == self._seen[3]
 
 
 def has_kernel(op: str, lists: Sequence[Sequence[Tensor]]) -> bool:

@@ -15,7 +15,7 @@ from fn.transforms import layout as layouts
 from fn.transforms.adam_in_place import averaged
 from fn.transforms.coded_in_place import moving_averages, wire_of
 from fn.transforms.finite import SkipState
-from fn.transforms.in_place import InPlace, Staged, has_kernel, same_shapes
+from fn.transforms.in_place import Fits, InPlace, Staged
 from fn.transforms.lamb import (
     LambHyper,
     OnebitLambState,
@@ -42,11 +42,12 @@ def with_onebit_lamb_in_place(
     wire = wire_of(axis, codec, feedback, layout)
     if wire is None:
         return tx
+    kernel_fits = Fits("lamb_step_")
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         link: OnebitLambState = state.inner[1]
-        lists = [tree.leaves(t) for t in (params, updates, link.mu, link.nu, link.nu_fresh)]
-        return h.eps > 0 and same_shapes(lists) and has_kernel("lamb_step_", lists)
+        kept = [tree.leaves(t) for t in (link.mu, link.nu, link.nu_fresh)]
+        return h.eps > 0 and kernel_fits(tree.leaves(params), kept, tree.leaves(updates))
 
     def fits_codes(updates: Tree, state: SkipState, params: Tree) -> bool:
         return layout == "fused" and axis_size(wire.axis) > 1 and fits(updates, state, params)

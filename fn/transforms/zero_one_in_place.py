@@ -14,7 +14,7 @@ from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.transforms.adam_in_place import Descent, averaged, squares_are_finite
 from fn.transforms.coded_in_place import wire_of
 from fn.transforms.finite import SkipState
-from fn.transforms.in_place import InPlace, Staged, has_kernel, same_shapes
+from fn.transforms.in_place import Fits, InPlace, Staged
 from fn.transforms.layout import Bucket
 from fn.transforms.zero_one import ZeroOneAdamState, largest
 
@@ -32,11 +32,12 @@ def with_zero_one_in_place(
     wire = wire_of(axis, codec, feedback, layout)
     if wire is None:
         return tx
+    kernel_fits = Fits("adamw_")
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         link: ZeroOneAdamState = state.inner[1]
-        lists = [tree.leaves(t) for t in (params, updates, link.mu, link.nu, link.anchor)]
-        return h.eps > 0 and same_shapes(lists) and has_kernel("adamw_", lists)
+        kept = [tree.leaves(t) for t in (link.mu, link.nu, link.anchor)]
+        return h.eps > 0 and kernel_fits(tree.leaves(params), kept, tree.leaves(updates))
 
     def descend(link: ZeroOneAdamState, params: Tree, grads: list[Tensor], *, frozen: bool) -> None:
         lists = [tree.leaves(params), grads, tree.leaves(link.mu), tree.leaves(link.nu)]

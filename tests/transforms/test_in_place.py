@@ -265,6 +265,30 @@ def test_tensors_of_other_sizes_than_the_params_are_never_staged():
     assert torch.equal(p.detach(), torch.ones(100_000))
 
 
+@pytest.mark.parametrize("change", ["nothing", "memory", "transposed", "gradient", "state"])
+def test_steps_notice_what_changed_since_the_last_one(change):
+    """What is only compared from step to step: tensors at their addresses."""
+    torch.manual_seed(0)
+    start, grads = torch.randn(40, 40), torch.randn(4, 40, 40)
+    ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+    opt, reference = fn.Optimizer([ours], fn.adamw, lr=1e-2), torch.optim.AdamW([theirs], lr=1e-2)
+    for step, grad in enumerate(grads):
+        if step == 2:
+            if change == "memory":
+                ours.data, theirs.data = ours.data.clone(), theirs.data.clone()
+            elif change == "transposed":  # the same memory, seen in another way
+                ours.data, theirs.data = ours.data.t(), theirs.data.t()
+            elif change == "gradient":
+                grad = grad.t().contiguous().t()
+            elif change == "state":
+                moments = opt.states[0].inner[1]
+                moments.mu[0] = moments.mu[0].clone()
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        opt.step()
+        reference.step()
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
 def test_a_param_without_elements_takes_its_step():
     p = torch.nn.Parameter(torch.ones(0))
     opt = fn.Optimizer([p], fn.adamw)
