@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fn.collectives import primitives
+from fn.collectives import payloads
 from fn.collectives.agreement import check_agreement, describe_leaves, device_of
 from fn.collectives.axis import axis_size
 from fn.collectives.codec import identity
@@ -158,10 +158,10 @@ def reduce_tensor(
     e1, e2 = errors if errors is not None else (None, None)
     first = _stage(tensor.reshape(-1), groups, e1, beta)
     codes, scales = (_by_receiver(x, nodes, ranks) for x in (first.codes, first.scales))
-    rows = _decode(primitives.exchange((codes, scales), local_axis), tensor.dtype)
+    rows = _decode(payloads.exchange((codes, scales), local_axis), tensor.dtype)
     second = _stage(_add(rows), groups // ranks, e2, beta)
     parts = (second.codes.view(nodes, -1), second.scales.view(nodes, -1))
-    total = _add(_decode(primitives.exchange(parts, node_axis), tensor.dtype))
+    total = _add(_decode(payloads.exchange(parts, node_axis), tensor.dtype))
     out = (total.float() * (1.0 / nodes)).to(tensor.dtype)
     return Reduction(out, first._replace(codes=codes.flatten(), scales=scales.flatten()), second)
 

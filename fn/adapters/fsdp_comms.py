@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from fn import tree
-from fn.collectives import primitives
+from fn.collectives import payloads
 from fn.collectives.axis import Binding, bind
 from fn.collectives.codec import Codec, mean_of_rows, segmented
 from fn.collectives.compressed import all_gather_shards, encode, initial_errors
@@ -115,9 +115,9 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
     def _mean(self, x: Tensor) -> Tensor:
         payload, error = encode(self.codec, self.feedback, x, self.error)
         if not tree.leaves(self.error):  # nothing that a NaN could spoil
-            return mean_of_rows(self.own, primitives.exchange(payload, self.axis))
+            return mean_of_rows(self.own, payloads.exchange(payload, self.axis))
         ok = all_finite([p for p in tree.leaves(payload) if p.is_floating_point()])
-        payload, oks = primitives.exchange((payload, ok.to(torch.uint8).expand(x.shape[0], 1)), self.axis)
+        payload, oks = payloads.exchange((payload, ok.to(torch.uint8).expand(x.shape[0], 1)), self.axis)
         ok = oks.bool().all()
         self.error = keep(ok, error, self.error)
         self.skipped += ~ok

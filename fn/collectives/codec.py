@@ -22,7 +22,7 @@ from torch import Tensor
 from fn.collectives.feedback import Classic, LazyError
 from fn.collectives.segments import Segments, tile
 from fn.kernels import ops
-from fn.kernels.eager import is_eager, pooled
+from fn.kernels.eager import is_eager, pooled, remembered
 
 Tree = Any
 
@@ -101,11 +101,15 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
 
 
 class _Place(NamedTuple):
-    """How R rows of n elements are given to the kernels: as K rows with runs; valid (K, S)."""
+    """How R rows of n elements are given to the kernels: as K rows with runs; valid (K, S).
+
+    roots: float64, square roots of what each scale counts, at least 1: (K, S), or (1, S) for scales of whole tensors.
+    """
 
     rows: int
     valid: Tensor
     runs: list[int]
+    roots: Tensor
 
     def of(self, x: Tensor) -> Tensor:
         """Return x as the kernels' rows."""
@@ -113,6 +117,11 @@ class _Place(NamedTuple):
 
 
 def _sign(block: int | None, padding_counts: bool, segments: Segments | None) -> Codec:
+    def placed(rows: int, valid: Tensor, runs: list[int]) -> _Place:
+        counts = valid if block is not None else valid.sum(0, keepdim=True)
+        return _Place(rows, valid, runs, counts.clamp(min=1).double().sqrt())
+
+    @remembered
     def place(rows: int, n: int, device: torch.device, merge: bool = True) -> _Place:
         if segments is None:
             widths: tuple[int, ...] = (n,)
@@ -122,17 +131,16 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
             if padding_counts:
                 valid = torch.tensor(widths, device=device).expand(rows, -1)
         if block is not None:
-            return _Place(rows, *tile(widths, valid, block))
+            return placed(rows, *tile(widths, valid, block))
         if merge and len(widths) == 1:  # one tensor: its rows are one vector, and its norm is taken as of one vector
-            return _Place(1, valid.sum(0, keepdim=True), [1, rows * n])
-        return _Place(rows, valid, [v for w in widths for v in (1, w)])
+            return placed(1, valid.sum(0, keepdim=True), [1, rows * n])
+        return placed(rows, valid.contiguous(), [v for w in widths for v in (1, w)])
 
     def finish(rows: int, at: _Place, bits: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[SignPayload, Tensor]:
-        """Return the payload, and the scales (K, S) as the kernels take them."""
-        counts = at.valid
-        if block is None:  # a tensor's scale is the same in all rows
-            sums, counts = sums.sum(0, keepdim=True), counts.sum(0, keepdim=True)
-        scales = root_mean_square(sums, counts, dtype)
+        """Return the payload, and the scales (K, S) as the kernels take them: root mean squares, 0 where nothing is."""
+        if block is None and sums.shape[0] > 1:  # a tensor's scale is the same in all rows
+            sums = sums.sum(0, keepdim=True)
+        scales = sums.sqrt().to(dtype) / at.roots.to(dtype)
         return SignPayload(scales.expand(rows, -1), bits.reshape(rows, -1)), scales.expand(at.rows, -1).contiguous()
 
     def encode(x: Tensor) -> SignPayload:
@@ -151,11 +159,12 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], at.valid, at.runs)
         return mean[0]
 
+    with_feedback = _sign_with_feedback(place, finish, segments)
+    if block is not None:
+        with_feedback = with_feedback._replace(averages=None)  # a segment must be a tensor
+
     def fused(rule: Any) -> Fused | None:
-        if not isinstance(rule, Classic):
-            return None
-        with_feedback = _sign_with_feedback(place, finish, segments)
-        return with_feedback if block is None else with_feedback._replace(averages=None)  # a segment must be a tensor
+        return with_feedback if isinstance(rule, Classic) else None
 
     return Codec(
         encode,
@@ -237,11 +246,6 @@ def _sign_with_feedback(
     return Fused(init, accepts, encode, settle, serve, averages if segments is not None else None, encode_over)
 
 
-def root_mean_square(sums: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return sqrt(sums / counts), rounded as norm / sqrt(count) in `dtype`; zero where the count is zero."""
-    return sums.sqrt().to(dtype) / counts.clamp(min=1).double().sqrt().to(dtype)
-
-
 def identity(dtype: torch.dtype | None = None) -> Codec:
     """Send the numbers themselves, rounded to `dtype` if one is given.
 
@@ -268,6 +272,7 @@ def mean_of_rows(codec: Codec, payload: Tree) -> Tensor:
     return torch.mul(total, 1.0 / rows.shape[0], out=pooled(total).get("out"))
 
 
+@remembered
 def segmented(codec: Codec, segments: Segments) -> Codec:
     """Return the codec for rows in which several tensors lie side by side; padding decodes to zero."""
     if codec.segmented is not None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.collectives import primitives
+from fn.collectives import payloads
 from fn.collectives.axis import axis_index, axis_size
 from fn.collectives.codec import Codec, Fused, Segments, mean_of_rows, segmented
 from fn.collectives.feedback import Feedback, Off
@@ -61,7 +61,7 @@ def reduce_scatter_wide(
     size = axis_size(axis)
     _check(x, error, size * codec.align, "x")
     payload, error = encode(_codec(codec, segments), feedback, x.view(size, -1), error)
-    received = primitives.exchange(payload, axis)
+    received = payloads.exchange(payload, axis)
     with step_range("decode"):
         shard = mean_of_rows(_own_codec(codec, segments, axis), received)
     return (shard.float() if shard.element_size() < 4 else shard), error
@@ -82,7 +82,7 @@ def all_gather_shards(
     _check(shard, error, codec.align, "shard")
     own = _own_codec(codec, segments, axis)
     payload, error = encode(own, feedback, shard.view(1, -1), error, worker=False)
-    gathered = primitives.gather(payload, axis)
+    gathered = payloads.gather(payload, axis)
     return _decode(_codec(codec, segments), gathered, shard.dtype), error
 
 
@@ -134,12 +134,12 @@ def pass_on(
     fused = _fused(_own_codec(codec, segments, axis), feedback)
     if fused is None or fused.serve is None:
         raise TypeError("codec: has no kernel that serves; use reduce_scatter_mean and all_gather_shards")
-    received = primitives.exchange(payload, axis)
+    received = payloads.exchange(payload, axis)
     with step_range("serve"):
         payload, server = fused.serve(received, server)
     if observed():
         observe_kept(fused.settle(server, 1))
-    return primitives.gather(payload, axis), server
+    return payloads.gather(payload, axis), server
 
 
 def encode_averages(

@@ -10,6 +10,7 @@ from torch import Tensor
 from fn.collectives.codec import Codec, Fused
 from fn.collectives.feedback import Damped, DampedError, since_reset
 from fn.collectives.segments import Segments, tile
+from fn.kernels.eager import remembered
 
 Tree = Any
 
@@ -61,6 +62,7 @@ def _checked(block: int) -> int:
 
 
 def _int(width: int, block: int, segments: Segments | None) -> Codec:
+    @remembered
     def place(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int]]:
         if segments is None:
             return tile((n,), torch.full((rows, 1), n, device=device), block)

@@ -24,7 +24,7 @@ from fn.collectives.peers import is_loss, peer_lost
 from fn.collectives.rendezvous import connections
 from fn.collectives.transports import carry, registered
 from fn.kernels import buffers
-from fn.kernels.eager import is_eager, pooled
+from fn.kernels.eager import is_eager, pooled, runs_as_written
 
 Tree = Any
 
@@ -118,48 +118,6 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
     return tree.map(divide, total)
 
 
-def exchange(payload: Tree, axis: str) -> Tree:
-    """Exchange the rows of a payload, as `all_to_all`, in one uint8 message."""
-    message, unpack = _as_message(payload)
-    with step_range("exchange"):
-        received = all_to_all(message, axis)
-    return unpack(received)
-
-
-def gather(payload: Tree, axis: str) -> Tree:
-    """Gather payloads of one row from every rank, as `all_gather`, in one uint8 message: W rows."""
-    message, unpack = _as_message(payload)
-    with step_range("gather"):
-        gathered = all_gather(message, axis)
-    return unpack(gathered.flatten(0, 1))
-
-
-def _as_message(payload: Tree) -> tuple[Tensor, Callable[[Tensor], Tree]]:
-    """Join the leaves (R, ...) of a payload into (R, bytes) uint8; return it and what takes such a message apart.
-
-    Wide dtypes come first, so that no value lies across an alignment boundary of its own.
-    """
-    leaves, structure = tree.flatten(payload)
-    if len(leaves) == 1:
-        return leaves[0], lambda message: tree.unflatten(structure, [message])
-    order = sorted(range(len(leaves)), key=lambda i: -leaves[i].element_size())
-    shapes = [leaf.shape[1:] for leaf in leaves]
-    dtypes = [leaf.dtype for leaf in leaves]
-    parts = [leaves[i].contiguous().flatten(1).view(torch.uint8) for i in order]
-    widths = [part.shape[1] for part in parts]
-
-    def unpack(message: Tensor) -> Tree:
-        found: list[Any] = [None] * len(leaves)
-        for i, part in zip(order, message.split(widths, dim=1), strict=True):
-            if dtypes[i] != torch.uint8:
-                part = part.clone(memory_format=torch.contiguous_format)
-                part = part.view(dtypes[i]) if part.numel() else part.to(dtypes[i])  # no bytes have no stride to view
-            found[i] = part.reshape(part.shape[0], *shapes[i])
-        return tree.unflatten(structure, found)
-
-    return torch.cat(parts, dim=1), unpack
-
-
 def _stays(x: Tensor, size: int, transport: str) -> bool:
     """Tell whether there is nothing to exchange. Simulated ranks always exchange: their vmap level must end there."""
     return transport != axes.SIMULATED and (size == 1 or x.numel() == 0)
@@ -168,11 +126,13 @@ def _stays(x: Tensor, size: int, transport: str) -> bool:
 def count(x: Tensor, axis: str, collective: str, times: int, per: int) -> None:
     """Enter times / per of the bytes of x in the ledgers.
 
-    An op counts, so that a compiled graph counts in every run of it and does not look at the ledgers when it is
-    traced. It is said to mutate a tensor, so that no compiler removes it.
+    Where code is traced an op counts, so that a compiled graph counts in every run of it and does not look at the
+    ledgers when it is traced. It is said to mutate a tensor, so that no compiler removes it.
     """
     size = x.numel() * x.element_size() * times
-    if size and (torch.compiler.is_compiling() or is_open()):
+    if size and runs_as_written():
+        record(axis, collective, -(-size // per))
+    elif size and (torch.compiler.is_compiling() or is_open()):
         torch.ops.fn.count(x, axes.all_ranks(), _tally, axis, collective, size, per)
 
 

@@ -5,20 +5,55 @@ They are `all_to_all` and `all_gather` for a step in memory that it has. They ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fn.collectives import axis as axes
 from fn.collectives import primitives
+from fn.collectives.ledger import record
 from fn.collectives.observe import step_range
 from fn.collectives.peers import is_loss, peer_lost
 from fn.collectives.rendezvous import connections
-from fn.collectives.sockets import Connections
+from fn.collectives.sockets import Connections, bytes_of
 from fn.collectives.transports import registered
 from fn.kernels import buffers
+from fn.kernels.eager import is_eager
+
+Parts = Sequence[memoryview]
+
+
+class Direct(NamedTuple):
+    """How rows of an axis go over connections of our own. size: ranks. me: this one."""
+
+    axis: str
+    size: int
+    me: int
+    transport: str
+    connections: Connections
+
+    def pass_rows(self, collective: str, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> None:
+        """Send bytes to every other rank and fill bytes from it, and count them as a collective's.
+
+        Raises: `PeerLost` if a rank ends or does not answer in time.
+        """
+        record(self.axis, collective, sum(len(part) for parts in sends.values() for part in parts))
+        with _named(collective, self.transport):
+            self.connections.exchange(sends, receives)
+
+
+def direct(tensors: Sequence[Tensor], axis: str) -> Direct | None:
+    """Return the way over connections of our own; None where a collective carries tensors like these."""
+    size, rank, transport = axes.resolve(axis)
+    if size == 1 or transport in registered or transport == axes.SIMULATED or not is_eager(*tensors):
+        return None
+    if any(t.device.type != "cpu" for t in tensors) or not any(t.numel() for t in tensors):
+        return None
+    found = connections(primitives.group_of(transport))
+    return None if found is None else Direct(axis, size, int(rank), transport, found)
 
 
 def swap_rows(rows: Sequence[Tensor], axis: str) -> list[Tensor]:
@@ -28,17 +63,15 @@ def swap_rows(rows: Sequence[Tensor], axis: str) -> list[Tensor]:
     Returns: as many tensors of that shape; this rank's own is the one that was given.
     Raises: as `all_to_all`.
     """
-    size, rank, transport = axes.resolve(axis)
-    others = _connections(rows[0], size, transport)
+    way = direct(rows, axis)
     with step_range("exchange"):
-        if others is None:
-            found: Tensor = primitives.all_to_all(torch.stack(list(rows)), axis) if size > 1 else rows[0][None]
-            return list(found.unbind(0))
-        primitives.count(rows[0], axis, "all_to_all", size - 1, 1)
-        me = int(rank)
-        received = [row if r == me else buffers.empty(row.shape, row.dtype) for r, row in enumerate(rows)]
-        with _named("all_to_all", transport):
-            others.pass_rows(rows, received)
+        if way is None:
+            found = primitives.all_to_all(torch.stack(list(rows)), axis) if len(rows) > 1 else rows[0][None]
+            return [*found.unbind(0)]
+        received = [row if r == way.me else buffers.empty(row.shape, row.dtype) for r, row in enumerate(rows)]
+        others = [p for p in range(way.size) if p != way.me]
+        sends, receives = ({p: [bytes_of(each[p])] for p in others} for each in (rows, received))
+        way.pass_rows("all_to_all", sends, receives)
         return received
 
 
@@ -48,23 +81,14 @@ def fill_rows(out: Tensor, axis: str) -> None:
     Args: out: (W, ...), contiguous, of which this rank's own row is there. axis: the axis' name.
     Raises: as `all_gather`.
     """
-    size, rank, transport = axes.resolve(axis)
-    others, mine = _connections(out[0], size, transport), out[int(rank)]
+    way = direct([out], axis)
     with step_range("gather"):
-        if others is None:
-            if size > 1:
-                out.copy_(primitives.all_gather(mine, axis))
+        if way is None:
+            if out.shape[0] > 1:
+                out.copy_(primitives.all_gather(out[int(axes.axis_index(axis))], axis))
             return
-        primitives.count(mine, axis, "all_gather", size - 1, 1)
-        with _named("all_gather", transport):
-            others.pass_rows([mine] * size, out)
-
-
-def _connections(row: Tensor, size: int, transport: str) -> Connections | None:
-    """Return the connections over which rows are sent as they are; None where a collective carries them."""
-    if size == 1 or transport in registered or transport == axes.SIMULATED or row.device.type != "cpu":
-        return None
-    return connections(primitives.group_of(transport))
+        mine, others = [bytes_of(out[way.me])], [p for p in range(way.size) if p != way.me]
+        way.pass_rows("all_gather", dict.fromkeys(others, mine), {p: [bytes_of(out[p])] for p in others})
 
 
 @contextmanager

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from fn.kernels.eager import is_eager, remembered
 
 
 class Segments(NamedTuple):
@@ -31,6 +32,8 @@ class Segments(NamedTuple):
 
     def row(self, index: Tensor) -> Segments:
         """Return the segments of one row, chosen by a 0-d index."""
+        if is_eager(index, self.valid):
+            return _row(self, int(index))
         return Segments(self.widths, self.valid.to(index.device).index_select(0, index.view(1)))
 
     def mask(self, device: torch.device) -> Tensor:
@@ -40,13 +43,18 @@ class Segments(NamedTuple):
         return places < counts
 
 
+@remembered
+def _row(segments: Segments, index: int) -> Segments:
+    return Segments(segments.widths, segments.valid[index : index + 1])
+
+
 def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, list[int]]:
     """Cut every segment into blocks, the last one shorter: return valid (R, blocks) and the runs."""
-    grid = _grid if torch.compiler.is_compiling() else _cached_grid
-    owners, starts, lengths, runs = grid(widths, block, valid.device)
+    owners, starts, lengths, runs = _grid(widths, block, valid.device)
     return (valid.index_select(1, owners) - starts).clamp(min=0).minimum(lengths), [*runs]
 
 
+@remembered
 def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """Return per block its segment, its first element there and its length; and the runs."""
     runs: list[int] = []
@@ -58,6 +66,3 @@ def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Te
     owners = [torch.full_like(first, s) for s, first in enumerate(starts)]
     lengths = [(width - first).clamp(max=block) for width, first in zip(widths, starts, strict=True)]
     return torch.cat([*owners, empty]), torch.cat([*starts, empty]), torch.cat([*lengths, empty]), tuple(runs)
-
-
-_cached_grid = lru_cache(maxsize=64)(_grid)  # a step finds the blocks of the one before

@@ -14,7 +14,7 @@ import socket
 import struct
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -60,37 +60,41 @@ class Connections:
         Raises: as `exchange`.
         """
         others = self._ranks
-        self.exchange({p: send[p] for p in others}, {p: receive[p] for p in others})
+        self.exchange({p: [bytes_of(send[p])] for p in others}, {p: [bytes_of(receive[p])] for p in others})
 
-    def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> None:
-        """Send a tensor to each peer and fill one from each. All are contiguous, in host memory.
+    def exchange(
+        self, sends: Mapping[int, Sequence[memoryview]], receives: Mapping[int, Sequence[memoryview]]
+    ) -> None:
+        """Send bytes to each peer and fill bytes from each, which may lie in several pieces of memory.
 
         Raises: RuntimeError if a peer ends, or does not answer in time, or sends another number of bytes. Then all
             connections are closed, so that the other ranks hear of it.
         """
         with self._lock:
             try:
-                self._exchange({p: _bytes(x) for p, x in sends.items()}, {p: _bytes(x) for p, x in receives.items()})
+                self._exchange(sends, receives)
             except BaseException:
                 self.close()
                 raise
             self._count += 1
 
-    def _exchange(self, sends: Mapping[int, memoryview], receives: Mapping[int, memoryview]) -> None:
+    def _exchange(
+        self, sends: Mapping[int, Sequence[memoryview]], receives: Mapping[int, Sequence[memoryview]]
+    ) -> None:
         if not self._peers:
             raise RuntimeError("Connection closed after an earlier failure")
-        out = {
-            p: _Flow(c, p, struct.pack(HEADER, self._count, len(sends[p])), sends[p]) for p, c in self._peers.items()
-        }
-        heads = {p: bytearray(HEADER_BYTES) for p in self._peers}
-        into = {p: _Flow(c, p, heads[p], receives[p]) for p, c in self._peers.items()}
+        out, into, heads = {}, {}, {}
+        for p, connection in self._peers.items():
+            first = struct.pack(HEADER, self._count, sum(map(len, sends[p])))
+            out[p] = _Flow(connection, p, [memoryview(first), *sends[p]])
+            heads[p] = bytearray(HEADER_BYTES)
+            into[p] = _Flow(connection, p, [memoryview(heads[p]), *receives[p]])
         for flow in out.values():
             flow.send()
         self._wait_for(out, into)
         for p, head in heads.items():
-            expected = self._count, len(receives[p])
-            if struct.unpack(HEADER, head) != expected:
-                found = struct.unpack(HEADER, head)
+            expected, found = (self._count, sum(map(len, receives[p]))), struct.unpack(HEADER, head)
+            if found != expected:
                 raise RuntimeError(f"rank {p} sent (exchange, bytes) {found}, but this rank expects {expected}")
 
     def _wait_for(self, out: Mapping[int, _Flow], into: Mapping[int, _Flow]) -> None:
@@ -163,18 +167,18 @@ HEADER_BYTES = struct.calcsize(HEADER)
 class _Flow:
     """What is left of a header and a row on their way over one connection, in one direction."""
 
-    def __init__(self, connection: socket.socket, peer: int, head: Any, body: memoryview):
+    def __init__(self, connection: socket.socket, peer: int, parts: Sequence[memoryview]):
         self._connection, self._peer = connection, peer
-        self._parts = [part for part in (memoryview(head), body) if len(part)]
+        self._parts = [part for part in parts if len(part)]
         self.left = sum(map(len, self._parts))
         self._wake = 0
 
     def send(self) -> None:
         if self.left:
-            self._go(lambda: self._connection.sendmsg(self._parts))
+            self._go(self._connection.sendmsg)
 
     def receive(self) -> None:
-        self._go(lambda: self._connection.recvmsg_into(self._parts)[0])
+        self._go(lambda parts: self._connection.recvmsg_into(parts)[0])
 
     def wake_me(self) -> None:
         """Let the connection count as readable once `WAKE` bytes are there, or all that is left."""
@@ -183,9 +187,10 @@ class _Flow:
             self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wake)
             self._wake = wake
 
-    def _go(self, move: Any) -> None:
+    def _go(self, move: Callable[[Sequence[memoryview]], int]) -> None:
+        """Let a system call move what is left, as far as it goes now."""
         try:
-            count = move()
+            count = move(self._parts)
         except BlockingIOError:
             return
         except OSError as error:
@@ -193,6 +198,8 @@ class _Flow:
         if count == 0:
             raise RuntimeError(f"Connection closed by rank {self._peer}")
         self.left -= count
+        if self.left == 0:
+            self._parts = []
         while count and self._parts:
             taken = min(count, len(self._parts[0]))
             count -= taken
@@ -200,6 +207,7 @@ class _Flow:
             self._parts = [rest, *self._parts[1:]] if len(rest) else self._parts[1:]
 
 
-def _bytes(x: Tensor) -> memoryview:
+def bytes_of(x: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the host."""
     array: Any = x.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)

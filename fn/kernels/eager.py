@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
+
 import torch
 from torch import Tensor
 
 from fn.kernels import buffers
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 
 
 def is_eager(*tensors: Tensor) -> bool:
@@ -16,6 +23,30 @@ def is_eager(*tensors: Tensor) -> bool:
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def runs_as_written() -> bool:
+    """Return whether no compiler, no tracer and no transform of `torch.func` looks at what is done."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+def remembered(make: Callable[_Args, _Result], size: int = 256) -> Callable[_Args, _Result]:
+    """Return a function that plans a step from hashable arguments once, so that the next step finds the plan.
+
+    What it makes must depend on nothing else, and nobody may write into it. Under a tracer it is made anew, for tensors
+    that are made there belong to the trace.
+    """
+    if torch.compiler.is_compiling():  # a plan within a plan
+        return make
+    kept: Callable[_Args, _Result] = lru_cache(maxsize=size)(make)  # type: ignore[assignment]
+
+    @wraps(make)
+    def get(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        return (kept if runs_as_written() else make)(*args, **kwargs)
+
+    return get
 
 
 def pooled(like: Tensor, *others: Tensor) -> dict[str, Tensor]:

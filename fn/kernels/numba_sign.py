@@ -12,7 +12,7 @@ from torch import Tensor
 from fn.kernels import numba_sign_loops as loops
 from fn.kernels import reference
 from fn.kernels.buffers import empty
-from fn.kernels.places import Places, add_up, places, run
+from fn.kernels.places import Places, places, places_of_segments, run
 from fn.kernels.reference import NORM_BLOCK
 
 
@@ -48,7 +48,10 @@ def finish(
 ) -> tuple[Tensor, Tensor]:
     """Return the bits, and the sums of squares of the segments from those of the places."""
     if _norms_agree(64 if at.whole else 63):
-        return bits, add_up(squares, runs)
+        lengths = places_of_segments(tuple(runs), NORM_BLOCK, squares.device)
+        sums = torch.empty((squares.shape[0], len(lengths)), dtype=torch.float64)
+        loops.add_up(squares.data_ptr(), lengths.data_ptr(), *sums.shape, sums.data_ptr())
+        return bits, sums
     return bits, reference.sum_of_squares(torch.where(reference.padding_mask(b, valid, runs), b, 0.0), runs)
 
 

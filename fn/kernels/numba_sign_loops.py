@@ -21,6 +21,7 @@ from fn.kernels.simd import (
     fused_multiply_add,
     get,
     get_byte,
+    get_double,
     get_int,
     lane_sum,
     load,
@@ -169,6 +170,18 @@ def encode(low, high, places, table, segments, valid, n, past_cache, x, buffer, 
             past_cache,
         )
         put_double(squares, k, square)
+
+
+@compiled
+def add_up(squares, lengths, rows, segments, sums):
+    """Add the squared norms of places (R, places) up to those of segments (R, S), in the order of the places."""
+    k = 0
+    for i in range(rows * segments):
+        total = 0.0
+        for _ in range(get_int(lengths, i % segments)):
+            total += get_double(squares, k)
+            k += 1
+        put_double(sums, i, total)
 
 
 @compiled

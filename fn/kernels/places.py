@@ -59,7 +59,7 @@ def _places(runs: tuple[int, ...], block: int) -> Places:
 
 def add_up(squares: Tensor, runs: Sequence[int], block: int = NORM_BLOCK) -> Tensor:
     """Add the squared norms of places (R, places) up to those of segments, in the order of the places: (R, S)."""
-    lengths = _places_of_segments(tuple(runs), block, squares.device)
+    lengths = places_of_segments(tuple(runs), block, squares.device)
     if not squares.numel():
         return squares.new_zeros((squares.shape[0], len(lengths)))
     columns = squares.t().contiguous()
@@ -67,7 +67,8 @@ def add_up(squares: Tensor, runs: Sequence[int], block: int = NORM_BLOCK) -> Ten
 
 
 @lru_cache(maxsize=64)
-def _places_of_segments(runs: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+def places_of_segments(runs: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    """Return how many places each segment has, (S,) int64."""
     counts = [-(-width // block) for count, width in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
     return torch.tensor(counts, dtype=torch.int64, device=device)
 

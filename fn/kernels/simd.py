@@ -244,6 +244,12 @@ def put_double(builder: Any, address: Any, i: Any, value: Any) -> None:
     builder.store(value, _place(builder, address, i, ir.DoubleType(), 3), align=8)
 
 
+@_define(types.float64, _i64, _i64)
+def get_double(builder: Any, address: Any, i: Any) -> Any:
+    """Return element i of a float64 array."""
+    return builder.load(_place(builder, address, i, ir.DoubleType(), 3), align=8)
+
+
 @_define(_i64, _i64, _i64)
 def get_int(builder: Any, address: Any, i: Any) -> Any:
     """Return element i of an int64 array."""

@@ -11,7 +11,6 @@ each tensor, and scales and blocks of a codec never cross from one tensor into a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives.codec import Segments
 from fn.kernels import buffers
-from fn.kernels.eager import is_eager
+from fn.kernels.eager import is_eager, remembered
 
 Tree = Any
 
@@ -54,13 +53,13 @@ def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) 
     for i, leaf in enumerate(leaves):
         key = i if layout == "per_tensor" else (leaf.dtype, leaf.device)
         groups.setdefault(key, []).append(i)
-    bucket = _bucket if torch.compiler.is_compiling() else _cached_bucket
     return [
-        bucket(tuple(places), tuple(leaves[i].shape for i in places), world_size, align, layout == "fused")
+        _bucket(tuple(places), tuple(leaves[i].shape for i in places), world_size, align, layout == "fused")
         for places in groups.values()
     ]
 
 
+@remembered
 def _bucket(
     places: tuple[int, ...], shapes: tuple[torch.Size, ...], world_size: int, align: int, fused: bool
 ) -> Bucket:
@@ -69,9 +68,6 @@ def _bucket(
     widths = [-(-n // (world_size * align)) * align for n in lengths]
     valid = [[min(max(n - r * w, 0), w) for n, w in zip(lengths, widths, strict=True)] for r in range(world_size)]
     return Bucket(places, shapes, Segments(tuple(widths), torch.tensor(valid, dtype=torch.int64)), fused)
-
-
-_cached_bucket = lru_cache(maxsize=256)(_bucket)  # a step finds the arrangement of the one before
 
 
 def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
