@@ -148,12 +148,15 @@ def test_a_silent_peer_is_lost_after_the_timeout_and_a_closed_one_at_once():
 
 FORKED = """
 import os, socket, sys, threading, time, torch
-from fn.collectives.sockets import Connections
+from fn.collectives.sockets import Connections, bytes_of
 
 def a_pair():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         first = socket.create_connection(listener.getsockname())
         return Connections({1: first}, 20.0), Connections({0: listener.accept()[0]}, 20.0)
+
+def swap(connections, peer, send, receive):
+    connections.exchange({peer: [bytes_of(send)]}, {peer: [bytes_of(receive)]})
 
 first, second = a_pair()
 child = os.fork()
@@ -161,9 +164,9 @@ if not child:
     sys.exit()  # through Python's exit handlers
 os.waitpid(child, 0)
 out = torch.zeros(4)
-other = threading.Thread(target=lambda: second.exchange({0: torch.ones(4)}, {0: out}))
+other = threading.Thread(target=lambda: swap(second, 0, torch.ones(4), out))
 other.start()
-first.exchange({1: torch.full((4,), 7.0)}, {1: torch.empty(4)})
+swap(first, 1, torch.full((4,), 7.0), torch.empty(4))
 other.join()
 print("goes on", out.tolist())
 
@@ -174,7 +177,7 @@ for connection in first._peers.values():
     connection.close()  # as when this process is killed
 began = time.monotonic()
 try:
-    second.exchange({0: out}, {0: out})
+    swap(second, 0, out, out)
 except RuntimeError as error:
     print("is lost", time.monotonic() - began < 5.0, error)
 os.kill(child, 9)
