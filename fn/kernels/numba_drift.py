@@ -69,7 +69,7 @@ def drift(
     if not plain(*lists):
         return NotImplemented
     at = places(runs)
-    tables = *map(addresses, lists), *extents(params, runs)
+    tables = *map(addresses, lists), *extents(params, at)
     out = empty((rows, at.n), torch.float32)
     numbers = *lerp_weight(decay), np.float32(eps), np.float32(lr)
     run(drift_places, at, whole(rows, at), *(t.ctypes.data for t in tables), *numbers, out.data_ptr())

@@ -19,7 +19,6 @@ from fn.kernels.buffers import empty
 from fn.kernels.numba_sign import finish
 from fn.kernels.numba_sign_loops import ZERO, compiled, encode_place, write
 from fn.kernels.places import Places, places, run
-from fn.kernels.reference_step import widths_of
 from fn.kernels.simd import (
     LANES,
     above_zero,
@@ -244,9 +243,9 @@ def addresses(tensors: Sequence[Tensor]) -> np.ndarray:
     return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
 
 
-def extents(tensors: Sequence[Tensor], runs: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def extents(tensors: Sequence[Tensor], at: Places) -> tuple[np.ndarray, np.ndarray]:
     """Return the widths of the segments and the sizes of the tensors, which can end before the valid elements do."""
-    return np.array(widths_of(runs), dtype=np.int64), np.array([t.numel() for t in tensors], dtype=np.int64)
+    return at.widths, np.fromiter(map(Tensor.numel, tensors), np.int64, len(tensors))
 
 
 def plain(*lists: Sequence[Tensor]) -> bool:
@@ -280,7 +279,7 @@ def momentum_encode(
     b = empty((buffer.shape[0], at.n), torch.float32)
     small, weight = lerp_weight(decay)
     ends, weight = ((grads, mu), -weight) if small else ((mu, grads), weight)  # from one end or from the other
-    tables = *map(addresses, ends), *extents(mu, runs)
+    tables = *map(addresses, ends), *extents(mu, at)
     outs = [t.data_ptr() for t in (buffer, sent, b, bits, squares)]
     run(encode_averages, at, valid, *(t.ctypes.data for t in tables), weight, *outs, scratch=8 * reference.NORM_BLOCK)
     return (b, *finish(b, bits, squares, at, valid, runs))
@@ -295,7 +294,7 @@ def onebit_adam_(
     at = places(runs)
     if not at.aligned or not plain(params, mu, nu, (scales,)) or bits.stride(-1) != 1:
         return NotImplemented
-    tables = addresses(params), addresses(mu), addresses(nu), *extents(params, runs)
+    tables = addresses(params), addresses(mu), addresses(nu), *extents(params, at)
     numbers = map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
     message = bits.data_ptr(), bits.stride(0), scales.data_ptr()
     run(onebit_places, at, valid.contiguous(), *(t.ctypes.data for t in tables), *message, *numbers, keep_zeros)

@@ -8,6 +8,7 @@ mixes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -111,9 +112,15 @@ def _check_dtype(key: str, value: Tensor) -> None:
         raise TypeError(f"{key}: has dtype {value.dtype}; allowed is {' or '.join(map(str, _INTEGERS[key]))}")
 
 
+@lru_cache(maxsize=64)
+def _row_of(runs: tuple[int, ...]) -> tuple[int, int]:
+    """Return the elements and the segments of a row."""
+    return reference.row_length(runs), sum(runs[::2])
+
+
 def _check_lengths(named: dict[str, Any]) -> None:
     runs, width = named["runs"], named.get("width", 8)
-    n, segments = reference.row_length(runs), sum(runs[::2])
+    n, segments = _row_of(tuple(runs))
     if width == 4 and n % 2:
         raise ValueError(f"runs: describe {n} elements; codes of 4 bits need an even number")
     lengths = {"x": n, "b": n, "buffer": n, "error": n, "bits": reference.bytes_for(n), "codes": n * width // 8}

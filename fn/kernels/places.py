@@ -25,7 +25,7 @@ class Places(NamedTuple):
     """The places of one row.
 
     table: (places, 4) int64: first element, length, segment, offset in the segment.
-    n: elements of a row. segments: how many it has.
+    n: elements of a row. segments: how many it has. widths: (segments,) int64, theirs.
     aligned: every place starts at a multiple of 8. whole: and every length is one.
     even: every place starts at an even element and has an even length.
     """
@@ -33,6 +33,7 @@ class Places(NamedTuple):
     table: np.ndarray
     n: int
     segments: int
+    widths: np.ndarray
     aligned: bool
     whole: bool
     even: bool
@@ -54,7 +55,8 @@ def _places(runs: tuple[int, ...], block: int) -> Places:
         n, segments = start + count * width, segment + count
     table = np.ascontiguousarray(np.concatenate(parts))
     aligned, whole, even = (not (table[:, columns] % k).any() for columns, k in ((0, 8), ([0, 1], 8), ([0, 1], 2)))
-    return Places(table, n, segments, aligned, whole, even)
+    widths = np.repeat(np.array(runs[1::2], dtype=np.int64), np.array(runs[::2], dtype=np.int64))
+    return Places(table, n, segments, widths, aligned, whole, even)
 
 
 def add_up(squares: Tensor, runs: Sequence[int], block: int = NORM_BLOCK) -> Tensor:

@@ -50,9 +50,12 @@ def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) 
     if layout not in LAYOUTS:
         raise ValueError(f"layout: is {layout!r}; allowed are {LAYOUTS}")
     groups: dict[Any, list[int]] = {}
-    for i, leaf in enumerate(leaves):
-        key = i if layout == "per_tensor" else (leaf.dtype, leaf.device)
-        groups.setdefault(key, []).append(i)
+    if layout != "per_tensor" and len({leaf.dtype for leaf in leaves}) == 1 == len({leaf.device for leaf in leaves}):
+        groups[None] = [*range(len(leaves))]  # without a look at each key: a step asks every time
+    else:
+        for i, leaf in enumerate(leaves):
+            key = i if layout == "per_tensor" else (leaf.dtype, leaf.device)
+            groups.setdefault(key, []).append(i)
     return [
         _bucket(tuple(places), tuple(leaves[i].shape for i in places), world_size, align, layout == "fused")
         for places in groups.values()
