@@ -115,6 +115,8 @@ def _show(arguments: argparse.Namespace, net: Network, memory: float, coding: Ma
     made = plan(found, net, arguments.compute, model.params, memory=memory, coding=coding)
     title = f"{model.params:,} parameters; {report.describe(net)}"
     print(title, "", report.table(made, net), "", made.verdict, sep="\n")
+    if made.pays:
+        print(report.about_warm_up(made))
     if arguments.png:
         report.draw(made, arguments.png, title)
     if arguments.json:

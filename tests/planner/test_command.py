@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,17 @@ def test_nodes_of_one_rank_need_no_intra(capsys):
     text = capsys.readouterr().out
     assert "Compression pays" in text
     assert "bf16 gradients" not in text
+
+
+def test_the_warm_up_is_counted_against_the_gain(capsys):
+    main([*ETHERNET.split()])
+    said = re.search(r"onebit_adam is ([0-9.]+)x as fast as adamw after it, ([0-9.]+)x over", capsys.readouterr().out)
+    assert said
+    after, whole = map(float, said.groups())
+    assert after > 2
+    assert whole == pytest.approx(1 / (0.2 + 0.8 / after), abs=0.02)
+    main([*NVLINK.split()])
+    assert "over a run" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
