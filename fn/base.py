@@ -137,7 +137,9 @@ def chain(*links: Transform) -> Transform:
 def apply_updates(params: Tree, updates: Tree) -> Tree:
     """Return params + updates, leaf by leaf, in the dtype of the params.
 
-    The sum is taken in the wider of the two dtypes and rounded once.
+    The sum is taken in the wider of the two dtypes and rounded once. It is differentiable: hand in params that do not
+    require grad, `{k: p.detach() for ...}`, unless you differentiate through the step; a loop would otherwise keep the
+    graph of all its steps.
     """
 
     def add(p: Tensor, u: Tensor) -> Tensor:

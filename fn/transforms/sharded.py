@@ -17,6 +17,7 @@ Inner links do not know: they see this rank's shard of gradients and params, as 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -61,6 +62,19 @@ class ShardedState(NamedTuple):
         return frozenset({"inner", "master", "place"})
 
 
+_TAKE_NORMS = ("clip_by_global_norm", "scale_by_trust_ratio", "onebit_lamb_by_tensor")
+
+
+def _check_elementwise(described: Mapping[str, str]) -> None:
+    """Refuse an inner, as `describe` shows it, whose norms would be those of a shard, another one on each rank."""
+    found = [name for name in _TAKE_NORMS if any(key.startswith(f"{name}.") for key in described)]
+    if found:
+        raise ValueError(
+            f"inner: holds {found[0]}, which takes norms, and would take those of this rank's shard; allowed are "
+            f"element-wise links; to clip, use fn.Optimizer(max_norm=...) or a link in front of fn.sharded"
+        )
+
+
 def sharded(
     inner: Transform,
     axis: AxisNames,
@@ -102,8 +116,8 @@ def sharded(
             rests after the warm-up this is 1-bit Adam; see `sharded_onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase and a `ShardedState`.
     Raises: ValueError if the layout or the momentum is not one, or if gather_feedback is given together with momentum,
-        whose second half has the server errors; from init, if the ranks disagree; from the update, if the state
-        belongs to other params or another number of ranks.
+        whose second half has the server errors; from init, if the ranks disagree or inner holds a link of this library
+        that takes norms; from the update, if the state belongs to other params or another number of ranks.
 
     Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5; Wang et al., ZeRO++ (arXiv 2306.10209), sections
         4.1 and 4.3, for codes in both halves.
@@ -120,7 +134,9 @@ def sharded(
 
     def init(params: Tree) -> ShardedState:
         tree.check_real(params, "params")
-        check_agreement(axis, {**describe((rules, inner)), **describe_leaves(params)}, device_of(params))
+        described = describe((rules, inner))
+        _check_elementwise(described)
+        check_agreement(axis, {**described, **describe_leaves(params)}, device_of(params))
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
         index, owned, masters, kept = axis_index(axis), [], [], []
         for bucket in rules.arrange(leaves):

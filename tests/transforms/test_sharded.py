@@ -346,3 +346,13 @@ def test_over_two_axes_it_compiles_to_one_graph_and_agrees_with_eager(graphs):
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
         state = expected[1]
     assert graphs.count == 1
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [fn.lamb(), fn.chain(fn.clip_by_global_norm(1.0), fn.scale_by_adam()), fn.onebit_lamb(axis="other")],
+    ids=["lamb", "clipping", "onebit_lamb"],
+)
+def test_links_that_take_norms_are_refused_for_a_shard_has_others(inner):
+    with pytest.raises(ValueError, match=r"inner: holds .*element-wise.*max_norm"):
+        fn.sharded(inner, "data").init([torch.ones(3)])
