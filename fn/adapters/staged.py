@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fn import tree
@@ -64,6 +65,7 @@ def stage(update: UpdateFn, grads: list[Tensor], state: Tree, params: list[Tenso
     return Staged(after.skipped is state.skipped or bool(after.skipped == state.skipped), commit)
 
 
+@torch.no_grad()
 def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor]) -> None:
     """Write the steps of all param groups, or count the step as skipped if one of them is not finite.
 
