@@ -105,8 +105,8 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
             raise RuntimeError(
                 f"fsdp: {self.name} reduces {input_tensor.shape[0]} elements of {input_tensor.dtype}, but was "
                 f"compressed with {expected} of {self.dtype}; a parameter without a gradient takes part after "
-                "module.set_reduce_scatter_unused_params(True), and a change of requires_grad or of dtypes needs "
-                "remove() and compress(module) again"
+                "module.set_reduce_scatter_unused_params(True), where torch has it, and a change of requires_grad or of "
+                "dtypes needs remove() and compress(module) again"
             )
         with bind({self.axis: group}), self.sent:
             mean = self._mean(self.rows.widen(input_tensor).view(group.size(), -1))
@@ -209,6 +209,8 @@ def _factor(op: Any, size: int) -> float:
         return 1
     if kind == dist.ReduceOp.SUM:
         return size
-    if kind == dist.ReduceOp.PREMUL_SUM and isinstance(getattr(op, "factor", None), float):
-        return float(size * op.factor)
+    if kind == dist.ReduceOp.PREMUL_SUM:
+        factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]  # until torch 2.12 it is only pickled
+        if isinstance(factor, float):
+            return size * factor
     raise NotImplementedError(f"op: is {op}; allowed are SUM, AVG and PREMUL_SUM of a number")

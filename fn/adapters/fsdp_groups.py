@@ -96,11 +96,14 @@ def _group(name: str, module: FSDPModule, inside: Any, names: dict[int, str]) ->
         raise TypeError(f"module: {name} is replicated, not sharded; allowed are modules of fully_shard")
     params = inside.fsdp_params
     trained = [p for p in params if p.sharded_param.requires_grad]
-    policy, kinds = inside.mp_policy, {p.sharded_param.dtype for p in trained}
+    kinds = {p.sharded_param.dtype for p in trained}
     if any(not kind.is_floating_point for kind in kinds):
         raise TypeError(f"module: {name} has gradients of dtypes {kinds}; allowed are floating dtypes")
     plain = all(not hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in params)
-    sent = {policy.param_dtype or p.sharded_param.dtype for p in params}
+    sent = {p.mp_policy.param_dtype or p.sharded_param.dtype for p in params}
+    reduced = {_reduced(p) for p in trained}
+    if len(reduced) > 1:
+        raise TypeError(f"module: {name} reduces gradients in the dtypes {reduced}; allowed is one for a module")
     dims = mesh.mesh.mesh_dim_names
     return Group(
         name=name,
@@ -111,10 +114,18 @@ def _group(name: str, module: FSDPModule, inside: Any, names: dict[int, str]) ->
         parameters=_segments(params, mesh.shard_mesh_size),
         gathered=sent.pop() if plain and len(sent) == 1 else None,
         gradients=_segments(trained, mesh.shard_mesh_size),
-        reduced=policy.reduce_dtype or policy.param_dtype or next(iter(kinds), torch.float32),
+        reduced=next(iter(reduced), torch.float32),
         names=tuple(names.get(id(p.sharded_param), "?") for p in trained),
         inside=inside,
     )
+
+
+def _reduced(param: Any) -> torch.dtype:
+    """Return the dtype in which FSDP2 reduces the gradient of one of its parameters."""
+    follows_forward = not hasattr(type(param), "unsharded_grad_dtype")  # until torch 2.14
+    cast = param.mp_policy.param_dtype if follows_forward else param.sharded_param.grad_dtype
+    found: torch.dtype = param.mp_policy.reduce_dtype or cast or param.sharded_param.dtype
+    return found
 
 
 def _segments(params: Sequence[Any], world_size: int) -> Segments:

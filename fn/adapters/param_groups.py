@@ -13,9 +13,11 @@ from torch import Tensor
 
 
 def as_list(params: Any) -> list[Any]:
-    """Return what an optimizer was given as a list. Raises TypeError if it is a single tensor, as torch does."""
+    """Return what an optimizer was given as a list. Raises TypeError if it is a single tensor, or has no order."""
     if isinstance(params, Tensor):
         raise TypeError("params: is a tensor; allowed are iterables of tensors, of (name, tensor), of param groups")
+    if isinstance(params, set | frozenset):
+        raise TypeError("params: is a set, whose order differs from rank to rank; allowed are lists and the like")
     return list(params)
 
 

@@ -56,7 +56,7 @@ def job() -> Iterator[Job]:
     """
     if not {"RANK", "WORLD_SIZE"} <= set(os.environ):
         raise ValueError("--calibrate: no job is running; start it with torchrun ... -m fn plan --calibrate ...")
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
         device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
         torch.accelerator.set_device_index(device.index)

@@ -154,6 +154,15 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [(torch.ones(2), "is a tensor; allowed are"), ({torch.nn.Parameter(torch.ones(2))}, "is a set, whose order")],
+)
+def test_params_without_an_order_and_single_tensors_are_refused(params, text):
+    with pytest.raises(TypeError, match=f"params: {text}"):
+        fn.Optimizer(params, fn.adamw)
+
+
 @pytest.mark.parametrize("name", sorted(SCHEDULERS))
 def test_torchs_schedulers_drive_the_learning_rate(name):
     ours, opt, theirs, reference = twins(lr=0.1)
