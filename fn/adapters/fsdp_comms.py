@@ -105,8 +105,8 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
             raise RuntimeError(
                 f"fsdp: {self.name} reduces {input_tensor.shape[0]} elements of {input_tensor.dtype}, but was "
                 f"compressed with {expected} of {self.dtype}; a parameter without a gradient takes part after "
-                "module.set_reduce_scatter_unused_params(True), where torch has it, and a change of requires_grad or of "
-                "dtypes needs remove() and compress(module) again"
+                "module.set_reduce_scatter_unused_params(True), where torch has it, and a change of requires_grad or "
+                "of dtypes needs remove() and compress(module) again"
             )
         with bind({self.axis: group}), self.sent:
             mean = self._mean(self.rows.widen(input_tensor).view(group.size(), -1))

@@ -79,7 +79,7 @@ def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], li
     order = _wide_first(leaves)
     shapes = [leaf.shape[1:] for leaf in leaves]
     dtypes = [leaf.dtype for leaf in leaves]
-    parts = [leaves[i].contiguous().flatten(1).view(torch.uint8) for i in order]
+    parts = [_view(leaves[i].contiguous().flatten(1), torch.uint8) for i in order]
     widths = [part.shape[1] for part in parts]
 
     def unpack(message: Tensor) -> list[Tensor]:
@@ -87,8 +87,32 @@ def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], li
         for i, part in zip(order, message.split(widths, dim=1), strict=True):
             if dtypes[i] != torch.uint8:
                 part = part.clone(memory_format=torch.contiguous_format)
-                part = part.view(dtypes[i]) if part.numel() else part.to(dtypes[i])  # no bytes have no stride to view
+                part = _view(part, dtypes[i]) if part.numel() else part.to(dtypes[i])  # no bytes have no stride to view
             found[i] = part.reshape(part.shape[0], *shapes[i])
         return found
 
     return torch.cat(parts, dim=1), unpack
+
+
+_VMAP_CAN_VIEW = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def _view(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `x.view(dtype)`, for which vmap has a rule since torch 2.13; before that, a copy of it."""
+    found: Tensor = x.view(dtype) if _VMAP_CAN_VIEW else torch.ops.fn.reinterpret(x, dtype)
+    return found
+
+
+def _reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x.view(dtype).clone()
+
+
+def _vmap_reinterpret(info: Any, in_dims: tuple[int, None], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+    return torch.ops.fn.reinterpret(x.movedim(in_dims[0], 0).contiguous(), dtype), 0
+
+
+_library = torch.library.Library("fn", "FRAGMENT")
+_library.define("reinterpret(Tensor x, ScalarType dtype) -> Tensor")
+_library.impl("reinterpret", _reinterpret, "CompositeExplicitAutograd")
+torch.library.register_fake("fn::reinterpret", _reinterpret, lib=_library)
+torch.library.register_vmap("fn::reinterpret", _vmap_reinterpret, lib=_library)
