@@ -11,7 +11,7 @@ TORCH  ?= torch==2.13.0
 BIN := .venv/bin
 HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 HAS_VENV := import ensurepip, venv
-HAS_TORCH := import torch; v = torch.__version__.split("."); assert (2, 11) <= (int(v[0]), int(v[1])) < (2, 14)
+HAS_TORCH := import torch; v = torch.__version__.split("."); assert (2, 11) <= (int(v[0]), int(v[1])) < (2, 16)
 
 .PHONY: help demo test lint notebooks docs reliability-test deepspeed-test
 

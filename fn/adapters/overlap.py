@@ -208,7 +208,8 @@ class Overlap:
             if not torch.allclose(now, before * factor, rtol=1e-3, atol=0.0, equal_nan=True):
                 raise ValueError(
                     f"gradients of param group {group}: changed between backward and step, by clipping perhaps, but "
-                    f"the step was taken behind backward; leave out what changes them, or do not overlap"
+                    f"the step was taken behind backward; leave out what changes them, or give the optimizer max_norm "
+                    f"to clip by, with keep_local(model) instead of overlap"
                 )
 
     def _read_settings(self) -> list[Any]:
