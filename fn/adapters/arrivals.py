@@ -64,13 +64,19 @@ def leaving_order(parcels: Sequence[Parcel], params: Iterable[Tensor]) -> list[i
 
 
 def split(params: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
-    """Cut a list of parameters, from its end, into parcels of at least `elements` elements, the last one smaller."""
+    """Cut a list of parameters, from its end, into parcels of about `elements` elements.
+
+    A parcel is closed as soon as it is large enough. The first, of the layers where a backward pass begins, is half as
+    large, so that the wire starts early. The last ones take half of what is left each, down to an eighth of
+    `elements`, so that little is on its way when the backward pass ends.
+    """
     parcels: list[list[Tensor]] = [[]]
-    count = 0
+    count, left, enough = 0, sum(p.numel() for p in params), elements / 2
     for p in reversed(params):
-        if parcels[-1] and count >= elements:
+        if parcels[-1] and count >= enough:
             parcels.append([])
-            count = 0
+            left -= count
+            count, enough = 0, min(elements, max(left / 2, elements / 8))
         parcels[-1].insert(0, p)
         count += p.numel()
     return parcels

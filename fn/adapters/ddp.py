@@ -64,7 +64,8 @@ def keep_local(model: Any) -> Any:
 def bucketed(params: Iterable[Any], elements: int = BUCKET) -> list[dict[str, Any]]:
     """Split parameters, or param groups, into param groups that `overlap` sends one by one.
 
-    Args: params: as for an optimizer, but no named ones. elements: the size from which on a group is closed.
+    Args: params: as for an optimizer, but no named ones. elements: the size from which on a group is closed; the first
+        one is half as large and the last ones get smaller, so that the wire starts early and ends soon.
     Returns: param groups with the hyper-parameters of those that they are parts of, the last parameters first.
     Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors.
     """

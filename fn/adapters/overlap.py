@@ -225,7 +225,8 @@ class Overlap:
         logger.log(level, text, state, phase.value, size, 1e3 * seconds, 1e3 * self._least)
 
 
+@torch.no_grad()
 def _sample(grads: list[Tensor]) -> Tensor:
     """Return the first element of each gradient."""
-    first = [g.detach()[(0,) * g.ndim] for g in grads if g.numel()]
+    first = [g.as_strided((), ()) for g in grads if g.numel()]
     return torch.stack(first).double().cpu() if first else torch.zeros(0)

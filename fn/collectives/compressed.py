@@ -28,6 +28,7 @@ from fn.collectives.axis import axis_index, axis_size
 from fn.collectives.codec import Codec, Fused, Segments, mean_of_rows, segmented
 from fn.collectives.feedback import Feedback, Off
 from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
+from fn.kernels.eager import remembered
 
 Tree = Any
 
@@ -153,10 +154,15 @@ def encode_averages(
     if fused is None or fused.averages is None or fused.serve is None:
         return None
     shape = (segments.valid.shape[0], segments.row_length)
-    like = torch.empty(shape, device="meta")
+    like = _like(shape)
     if not fused.accepts(like, worker) or not fused.accepts(like[:1], server):
         return None
     return partial(_averages, fused, _codec(codec, segments), error=worker, rows=shape[0])
+
+
+@remembered
+def _like(shape: tuple[int, int]) -> Tensor:
+    return torch.empty(shape, device="meta")
 
 
 def _averages(

@@ -7,6 +7,7 @@ where it lies and received where it belongs; a collective carries bytes that are
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,28 +25,36 @@ Tree = Any
 
 def exchange(payload: Tree, axis: str) -> Tree:
     """Exchange the rows of a payload, as `all_to_all`, in one uint8 message."""
-    leaves, structure = tree.flatten(payload)
+    leaves, restore = _flatten(payload)
     way = direct(leaves, axis)
     with step_range("exchange"):
         if way is None:
             message, unpack = _as_message(leaves)
-            return tree.unflatten(structure, unpack(primitives.all_to_all(message, axis)))
+            return restore(unpack(primitives.all_to_all(message, axis)))
         received = [buffers.empty(leaf.shape, leaf.dtype) for leaf in leaves]
         _pass(way, "all_to_all", [leaf.contiguous() for leaf in leaves], received, way.size)
-        return tree.unflatten(structure, received)
+        return restore(received)
 
 
 def gather(payload: Tree, axis: str) -> Tree:
     """Gather payloads of one row from every rank, as `all_gather`, in one uint8 message: W rows."""
-    leaves, structure = tree.flatten(payload)
+    leaves, restore = _flatten(payload)
     way = direct(leaves, axis)
     with step_range("gather"):
         if way is None:
             message, unpack = _as_message(leaves)
-            return tree.unflatten(structure, unpack(primitives.all_gather(message, axis).flatten(0, 1)))
+            return restore(unpack(primitives.all_gather(message, axis).flatten(0, 1)))
         gathered = [buffers.empty((way.size, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
         _pass(way, "all_gather", [leaf.contiguous() for leaf in leaves], gathered, 1)
-        return tree.unflatten(structure, gathered)
+        return restore(gathered)
+
+
+def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
+    """Return the leaves and what puts them back; of a NamedTuple of tensors, as codecs have them, without a walk."""
+    if hasattr(payload, "_make") and {type(leaf) for leaf in payload} == {Tensor}:
+        return [*payload], payload._make
+    leaves, structure = tree.flatten(payload)
+    return leaves, partial(tree.unflatten, structure)
 
 
 def _pass(way: Direct, collective: str, leaves: Sequence[Tensor], into: Sequence[Tensor], rows: int) -> None:

@@ -209,5 +209,12 @@ class _Flow:
 
 def bytes_of(x: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host."""
-    array: Any = x.detach().view(-1).view(torch.uint8).numpy()
+    array: Any
+    if x.dtype in _OF_PYTHON and x.numel() and not x.requires_grad:
+        array = x.numpy()
+        return memoryview(array).cast("B")
+    array = x.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
+
+
+_OF_PYTHON = {torch.uint8, torch.int8, torch.float32, torch.float64}  # dtypes that a memoryview knows
