@@ -29,9 +29,24 @@ def check_callable(argument: str, value: Callable[..., Any]) -> Callable[..., An
     return value
 
 
-def hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a param group that its transform is made from, the learning rate aside."""
-    return {k: v for k, v in group.items() if k not in _OTHERS}
+def hyper_parameters(group: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+    """Return the entries of a param group that its transform is made from, the learning rate aside.
+
+    Raises: TypeError if `make` does not take one of them.
+    """
+    found = {k: v for k, v in group.items() if k not in _OTHERS}
+    names, takes_any = _arguments(make)
+    for name in () if takes_any else found.keys() - set(names):
+        called = getattr(getattr(make, "func", make), "__name__", "make")
+        allowed = ", ".join(n for n in names if n != "lr")
+        raise TypeError(f"{name}: is no argument of {called}; allowed are {allowed}")
+    return found
+
+
+def _arguments(make: Callable[..., Any]) -> tuple[list[str], bool]:
+    """Return the names of a function's arguments, and whether it takes any others, too."""
+    known = inspect.signature(make).parameters.values()
+    return [p.name for p in known], any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known)
 
 
 _OTHERS = frozenset({"params", "lr", "initial_lr", "param_names"})
@@ -48,9 +63,7 @@ def current(group: Mapping[str, Any], before: Mapping[str, Any], make: Callable[
     found = {k: group[k] for k in before}
     added = group.keys() - found.keys() - _OTHERS - _SCHEDULERS
     if added:
-        known = inspect.signature(make).parameters.values()
-        names = {p.name for p in known}
-        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known)
+        names, takes_any = _arguments(make)
         found.update({k: group[k] for k in group if k in added and (takes_any or k in names)})
     return found
 

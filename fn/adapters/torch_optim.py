@@ -175,7 +175,7 @@ class Optimizer(torch.optim.Optimizer):
         """Return a group's learning rate as a tensor and its transform; asks no other rank."""
         lr = learning_rate(group)
         with self._binding:
-            return lr, self.make(lr=lr, **hyper_parameters(group))
+            return lr, self.make(lr=lr, **hyper_parameters(group, self.make))
 
     def _start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         assert transform is not None
@@ -190,7 +190,7 @@ class Optimizer(torch.optim.Optimizer):
         group["lr"] = lr
         self._lrs.append(lr)
         self._guarded.append(guarded)
-        self._hypers.append(hyper_parameters(group))
+        self._hypers.append(hyper_parameters(group, self.make))
         self._transforms.append(transform)
         self.states = (*self.states, state)
         self._updates.clear()

@@ -154,6 +154,12 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.parametrize("name", ["betas", "foreach"])
+def test_what_the_optimizer_does_not_take_is_refused_with_what_it_takes(name):
+    with pytest.raises(TypeError, match=f"{name}: is no argument of adamw; allowed are b1, b2, eps"):
+        fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(fn.adamw), **{name: (0.9, 0.95)})
+
+
 @pytest.mark.parametrize(
     ("params", "text"),
     [(torch.ones(2), "is a tensor; allowed are"), ({torch.nn.Parameter(torch.ones(2))}, "is a set, whose order")],
