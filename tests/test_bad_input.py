@@ -203,3 +203,12 @@ def test_what_was_not_called_or_is_of_another_kind_is_refused_by_name(use, text)
 def test_an_axis_that_is_no_name_is_refused(axis):
     with pytest.raises(ValueError, match=r"axis: is .*; allowed are a name"):
         fn.pmean(torch.ones(3), axis)
+
+
+def test_an_init_that_failed_in_a_meta_context_leaves_no_plan_behind():
+    tx, params = fn.loco_adamw(axis="data"), {"w": torch.zeros(4111)}
+    with torch.device("meta"), pytest.raises(RuntimeError, match="meta"):
+        tx.init(params)
+    grads = {"w": torch.ones(4111)}
+    updates, _ = tx.warmup_update(grads, tx.init(params), params)
+    assert updates["w"].isfinite().all()

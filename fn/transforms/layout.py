@@ -70,7 +70,8 @@ def _bucket(
     lengths = [sum(lengths)] if fused else lengths
     widths = [-(-n // (world_size * align)) * align for n in lengths]
     valid = [[min(max(n - r * w, 0), w) for n, w in zip(lengths, widths, strict=True)] for r in range(world_size)]
-    return Bucket(places, shapes, Segments(tuple(widths), torch.tensor(valid, dtype=torch.int64)), fused)
+    counts = torch.tensor(valid, dtype=torch.int64, device="cpu")  # wherever others are made, in a meta context say
+    return Bucket(places, shapes, Segments(tuple(widths), counts), fused)
 
 
 def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
