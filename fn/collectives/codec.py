@@ -172,7 +172,7 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         align=8,
         bits=1.0 if block is None else 1.0 + 32.0 / block,
         decode_mean=decode_mean,
-        segmented=lambda s: _sign(block, padding_counts, s),
+        segmented=remembered(lambda s: _sign(block, padding_counts, s)),  # in the codec, so that both end together
         fused=fused,
     )
 
@@ -273,7 +273,6 @@ def mean_of_rows(codec: Codec, payload: Tree) -> Tensor:
     return torch.mul(total, 1.0 / rows.shape[0], out=pooled(total).get("out"))
 
 
-@remembered
 def segmented(codec: Codec, segments: Segments) -> Codec:
     """Return the codec for rows in which several tensors lie side by side; padding decodes to zero."""
     if codec.segmented is not None:

@@ -92,7 +92,7 @@ def _int(width: int, block: int, segments: Segments | None) -> Codec:
         align=8 // width,
         bits=width + 32.0 / block,
         decode_mean=decode_mean,
-        segmented=lambda s: _int(width, block, s),
+        segmented=remembered(lambda s: _int(width, block, s)),  # in the codec, so that both end together
         fused=fused,
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +46,18 @@ def test_the_sign_kernels_compute_the_algebra(codec, segments, dtype):
         same((first, one), (second, two))
         same((first, one), (third, codec.fused(plain.rule).settle(lazy, 2)))
         assert isinstance(lazy, LazyError)
+
+
+@pytest.mark.parametrize("make", [fn.sign, fn.int4, fn.int8, lambda: fn.sign()._replace(segmented=None)])
+def test_what_is_planned_for_a_codec_ends_with_the_codec(make):
+    """Every optimizer that is built without a codec makes one; a notebook builds many."""
+    codec = make()
+    assert codec.segmented is None or codec.segmented(SEGMENTS) is codec.segmented(SEGMENTS)
+    segmented(codec, SEGMENTS).encode(torch.ones(2, 352))
+    alive = weakref.ref(codec.encode)
+    del codec
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=range(len(CODECS)))
