@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,13 +14,13 @@ Schedule = Callable[[int], Phase]
 def freeze_after(steps: int) -> Schedule:
     """Warm up for `steps` steps, then compress.
 
-    Raises: ValueError if steps is negative.
+    Raises: ValueError if steps is negative or no whole number.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1: T_w.
     """
-    if steps < 0:
-        raise ValueError(f"steps: is {steps}; allowed is at least 0")
-    return FreezeAfter(steps)
+    if not isinstance(steps, numbers.Real) or steps < 0 or steps != int(steps):
+        raise ValueError(f"steps: is {steps!r}; allowed are whole numbers of at least 0, int(0.2 * total) say")
+    return FreezeAfter(int(steps))
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ class FreezeAfter:
     def __call__(self, step: int) -> Phase:
         """Return the phase of a step."""
         return Phase.WARMUP if step < self.steps else Phase.COMPRESSED
+
+
+def phase_of(schedule: Schedule, step: int) -> Phase:
+    """Return the phase that a schedule gives for a step. Raises ValueError if it is none."""
+    found = schedule(step)
+    try:
+        return Phase(found)
+    except ValueError as error:
+        text = f"schedule: gives {found} for step {step}; allowed are fn.Phase.WARMUP and the like"
+        raise ValueError(text) from error
 
 
 def always_warm_up(step: int) -> Phase:

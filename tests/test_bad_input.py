@@ -100,9 +100,14 @@ def test_a_hyperparameter_that_it_does_not_have_is_refused_by_name(optimizer):
 
 def test_a_schedule_that_returns_no_phase_is_refused_and_nothing_moves():
     p = torch.nn.Parameter(torch.ones(2))
-    opt = fn.Optimizer([p], fn.adamw, schedule=lambda step: "frozen")
+    for wrong, found in ((lambda step: step > 10, "False"), (fn.freeze_after, r"FreezeAfter\(steps=0\)")):
+        with pytest.raises(ValueError, match=f"schedule: gives {found} for step 0; allowed are fn.Phase.WARMUP"):
+            fn.Optimizer([p], fn.adamw, schedule=wrong)
+    asked = []
+    opt = fn.Optimizer([p], fn.adamw, schedule=lambda step: Phase.WARMUP if len(asked) < 2 else "frozen")
+    asked += [0, 0]
     p.grad = torch.ones(2)
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(ValueError, match="schedule: gives frozen for step 0"):
         opt.step()
     assert torch.equal(p, torch.ones(2))
     assert opt.steps == 0

@@ -15,9 +15,12 @@ def test_freeze_after_warms_up_for_exactly_that_many_steps(steps, step):
     assert fn.freeze_after(steps)(step) is (Phase.WARMUP if step < steps else Phase.COMPRESSED)
 
 
-def test_freeze_after_refuses_a_negative_number_by_name():
-    with pytest.raises(ValueError, match=r"steps.*-1"):
-        fn.freeze_after(-1)
+@pytest.mark.parametrize("steps", [-1, 0.2, "10"])
+def test_freeze_after_refuses_what_is_no_number_of_steps(steps):
+    """A fraction of the run, for one: it would freeze before the second step."""
+    with pytest.raises(ValueError, match=f"steps: is {steps!r}; allowed are whole numbers of at least 0, int"):
+        fn.freeze_after(steps)
+    assert fn.freeze_after(1e3) == fn.freeze_after(1000)
 
 
 def fed(norms, **options) -> int | None:

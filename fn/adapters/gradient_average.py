@@ -22,7 +22,7 @@ from fn.adapters.state_dict import check_fits
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding
 from fn.collectives.ledger import ledger
-from fn.schedules import Schedule
+from fn.schedules import Schedule, phase_of
 from fn.transforms.finite import all_finite
 
 Tree = Any
@@ -56,7 +56,7 @@ class GradientAverage:
     @property
     def phase(self) -> Phase:
         """Return the phase of the next step."""
-        return Phase(self.schedule(self.steps))
+        return phase_of(self.schedule, self.steps)
 
     def _start(self, phase: Phase) -> None:
         self._phase, self._arrivals = phase, Arrivals(self._parcels, self._order)

@@ -6,41 +6,99 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fn.schedules import Schedule, phase_of
+
 
 def as_list(params: Any) -> list[Any]:
-    """Return what an optimizer was given as a list. Raises TypeError if it is a single tensor, or has no order."""
-    if isinstance(params, Tensor):
-        raise TypeError("params: is a tensor; allowed are iterables of tensors, of (name, tensor), of param groups")
+    """Return what an optimizer was given as a list. Raises TypeError if it is no iterable, or has no order."""
+    if isinstance(params, Tensor | torch.nn.Module):
+        found = "a tensor" if isinstance(params, Tensor) else "a module, whose model.parameters() are meant"
+        raise TypeError(f"params: is {found}; allowed are iterables of tensors, of (name, tensor), of param groups")
     if isinstance(params, set | frozenset):
         raise TypeError("params: is a set, whose order differs from rank to rank; allowed are lists and the like")
     return list(params)
 
 
-def check_callable(argument: str, value: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function as it is. Raises TypeError that names the argument and what is allowed if it is none."""
+def check_schedule(schedule: Schedule) -> Schedule:
+    """Return a schedule as it is. Raises TypeError if it is no function, ValueError if it gives no phase."""
+    _check_callable("schedule", schedule, "fn.freeze_after(1000)")
+    phase_of(schedule, 0)
+    return schedule
+
+
+def _check_callable(argument: str, value: Callable[..., Any], example: str) -> None:
     if not callable(value):
-        example = {"make": "partial(fn.onebit_adam, axis='data')", "schedule": "fn.freeze_after(1000)"}[argument]
         raise TypeError(f"{argument}: is {type(value).__name__}; allowed is a function such as {example}")
-    return value
+
+
+def check_make(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what makes transforms as it is.
+
+    Raises: TypeError if it is no function, or a partial with arguments that its function does not take; ValueError if
+        it holds a learning rate, which nobody would use.
+    """
+    _check_callable("make", make, "partial(fn.onebit_adam, axis='data')")
+    if isinstance(make, partial):
+        _refuse_unknown(make.keywords, make.func)
+        if "lr" in make.keywords:
+            text = "allowed is fn.Optimizer(..., lr=...) or a param group's own, which schedulers change"
+            raise ValueError(f"lr: is given to make, as {make.keywords['lr']}; {text}")
+    return make
+
+
+def shown(group: dict[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+    """Write the numbers that `make` is called with into a param group, those that were not given, too; return them.
+
+    Raises: as `hyper_parameters`.
+    """
+    found = hyper_parameters(group, make)
+    for name, argument in inspect.signature(make).parameters.items():
+        if isinstance(argument.default, int | float) and name not in {*_OTHERS, *found}:
+            group[name] = found[name] = argument.default
+    return found
 
 
 def hyper_parameters(group: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """Return the entries of a param group that its transform is made from, the learning rate aside.
 
-    Raises: TypeError if `make` does not take one of them.
+    Raises: TypeError if `make` does not take one of them; ValueError for betas that are no pair.
     """
-    found = {k: v for k, v in group.items() if k not in _OTHERS}
+    found = _without_betas({k: v for k, v in group.items() if k not in _OTHERS}, make)
+    _refuse_unknown(found, make)
+    return found
+
+
+def _refuse_unknown(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
     names, takes_any = _arguments(make)
-    for name in () if takes_any else found.keys() - set(names):
+    for name in () if takes_any else given.keys() - set(names):
         called = getattr(getattr(make, "func", make), "__name__", "make")
         allowed = ", ".join(n for n in names if n != "lr")
         raise TypeError(f"{name}: is no argument of {called}; allowed are {allowed}")
-    return found
+
+
+def _without_betas(given: dict[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
+    """Return hyper-parameters with torch's `betas` as b1 and b2, where `make` takes these."""
+    if "betas" not in given or "betas" not in _known(make):
+        return given
+    betas = given.pop("betas")
+    twice = ", ".join(sorted(given.keys() & _MOMENTS))
+    if twice:
+        raise TypeError(f"betas: is in a param group with {twice}; allowed is one of the two spellings")
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas: is {betas!r}; allowed is a pair, (b1, b2)")
+    return {**given, "b1": betas[0], "b2": betas[1]}
+
+
+def _known(make: Callable[..., Any]) -> set[str]:
+    """Return the names of the hyper-parameters that a param group may hold: the arguments of `make`, and `betas`."""
+    names = set(_arguments(make)[0])
+    return names | {"betas"} if names >= _MOMENTS else names
 
 
 def _arguments(make: Callable[..., Any]) -> tuple[list[str], bool]:
@@ -49,7 +107,9 @@ def _arguments(make: Callable[..., Any]) -> tuple[list[str], bool]:
     return [p.name for p in known], any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known)
 
 
-_OTHERS = frozenset({"params", "lr", "initial_lr", "param_names"})
+_MOMENTS = {"b1", "b2"}
+
+_OTHERS = frozenset({"params", "lr", "initial_lr", "param_names", "name"})
 
 _SCHEDULERS = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 """What torch's schedulers write into a group for themselves."""
@@ -58,14 +118,15 @@ _SCHEDULERS = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "s
 def current(group: Mapping[str, Any], before: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """Return the hyper-parameters that a group holds now: those of `before`, and new ones that `make` knows.
 
-    Raises: KeyError if one of `before` is gone.
+    Raises: KeyError if one of `before` is gone; as `hyper_parameters` for betas.
     """
-    found = {k: group[k] for k in before}
-    added = group.keys() - found.keys() - _OTHERS - _SCHEDULERS
-    if added:
-        names, takes_any = _arguments(make)
-        found.update({k: group[k] for k in group if k in added and (takes_any or k in names)})
-    return found
+    added = group.keys() - before.keys() - _OTHERS - _SCHEDULERS
+    if not added:  # asked in every step
+        return {k: group[k] for k in before}
+    known, takes_any = _known(make), _arguments(make)[1]
+    found = {k: v for k, v in group.items() if k in before or (k in added and (takes_any or k in known))}
+    found = _without_betas(found, make)
+    return {**{k: found[k] for k in before}, **found}
 
 
 def learning_rate(group: Mapping[str, Any]) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,21 +9,22 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters import param_groups
 from fn.adapters.amp import unscaled
 from fn.adapters.averaged import refuse_averaged
 from fn.adapters.carried import Carried, added, due
 from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
-from fn.adapters.param_groups import as_list, check_callable, current, follow, hyper_parameters, learning_rate, same
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_sharded
 from fn.adapters.staged import apply, commit, detached, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
+from fn.adapters.unmoved import warn_of_late_group, warn_of_schedule, warn_of_thawed
 from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.agreement import describe
 from fn.collectives.axis import current_binding, rank_dims
 from fn.collectives.peers import named
-from fn.schedules import FreezeWhenStable, Schedule, always_warm_up
+from fn.schedules import FreezeWhenStable, Schedule, always_warm_up, phase_of
 from fn.transforms.finite import SkipState, skip_nonfinite, together
 from fn.transforms.in_place import InPlace, Staged
 
@@ -80,8 +80,8 @@ class Optimizer(torch.optim.Optimizer):
         refuse_averaged: bool = True,
         **defaults: Any,
     ):
-        self.make = check_callable("make", make)
-        self.schedule: Schedule = check_callable("schedule", always_warm_up if schedule is None else schedule)
+        self.make = param_groups.check_make(make)
+        self.schedule: Schedule = param_groups.check_schedule(always_warm_up if schedule is None else schedule)
         self.steps = 0
         self.states: Tree = ()
         """The transform's state, the live buffers: a tuple with an entry per param group."""
@@ -100,7 +100,7 @@ class Optimizer(torch.optim.Optimizer):
         self._gradients = Gradients()
         self.ahead: Callable[[Phase], Sequence[Staged] | None] | None = None
         """Set by `fn.adapters.ddp.overlap`: the parts of a step that was staged behind the backward pass, or None."""
-        listed = as_list(params)
+        listed = param_groups.as_list(params)
         with self._binding:
             check_listed(self._axes(), listed, {"max_norm": max_norm, **describe(self.schedule)})
         if max_norm is not None and (not max_norm > 0 or len(self._axes()) > 1):
@@ -108,9 +108,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(listed, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):
             self._second_moment_norm()
-        if self.schedule(0) in (Phase.COMPRESSED, Phase.LOCAL) and tree.fields(self.states, "nu"):
-            text = "schedule: has no warm-up; the first step is one, for there is no second moment yet"
-            warnings.warn(text, stacklevel=2)
+        warn_of_schedule(self, given=schedule is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: all but the transforms, which hold this one's learning rates."""
@@ -138,7 +136,7 @@ class Optimizer(torch.optim.Optimizer):
 
         The first step of a transform with a second moment is a warm-up step, whatever the schedule says.
         """
-        phase = Phase(self.schedule(self.steps))
+        phase = phase_of(self.schedule, self.steps)
         first = self.steps == 0 and bool(tree.fields(self.states, "nu"))
         return Phase.WARMUP if first else phase
 
@@ -167,15 +165,13 @@ class Optimizer(torch.optim.Optimizer):
         except BaseException:
             del self.param_groups[before:]
             raise
-        if self.steps and self.phase is not Phase.WARMUP and tree.fields(self.states[-1], "nu"):
-            text = "params: come after the warm-up; where it freezes the second moment, theirs is 0 and they never move"
-            warnings.warn(text, stacklevel=2)
+        warn_of_late_group(self)
 
     def _prepare(self, group: dict[str, Any]) -> tuple[Tensor, Transform | None]:
         """Return a group's learning rate as a tensor and its transform; asks no other rank."""
-        lr = learning_rate(group)
+        lr = param_groups.learning_rate(group)
         with self._binding:
-            return lr, self.make(lr=lr, **hyper_parameters(group, self.make))
+            return lr, self.make(lr=lr, **param_groups.shown(group, self.make))
 
     def _start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         assert transform is not None
@@ -190,7 +186,7 @@ class Optimizer(torch.optim.Optimizer):
         group["lr"] = lr
         self._lrs.append(lr)
         self._guarded.append(guarded)
-        self._hypers.append(hyper_parameters(group, self.make))
+        self._hypers.append(param_groups.hyper_parameters(group, self.make))
         self._transforms.append(transform)
         self.states = (*self.states, state)
         self._updates.clear()
@@ -287,9 +283,10 @@ class Optimizer(torch.optim.Optimizer):
 
     def _settle(self, groups: list[list[Tensor]], before: list[int]) -> bool:
         names = [g.get("param_names") or [str(i) for i in range(len(g["params"]))] for g in self.param_groups]
-        again = True
+        absent, again = self._gradients.absent, True
         try:
             again = self._gradients.settle(self._axes(), groups, names)
+            warn_of_thawed(self, absent - self._gradients.absent)
         finally:
             if again:  # the step was not skipped for its numbers, but to ask the other ranks
                 for count, own in zip(self._skip_counts(), before, strict=True):
@@ -304,9 +301,9 @@ class Optimizer(torch.optim.Optimizer):
         for i, (group, lr) in enumerate(zip(self.param_groups, self._lrs, strict=True)):
             before = self._hypers[i]
             try:
-                follow(group, lr)
-                hyper = current(group, before, self.make)
-                if not same(hyper, before):
+                param_groups.follow(group, lr)
+                hyper = param_groups.current(group, before, self.make)
+                if not param_groups.same(hyper, before):
                     self._hypers[i] = hyper
                     self._remake(i)
                     self._updates.clear()

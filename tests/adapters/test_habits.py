@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from registry import OPTIMIZERS, each_optimizer
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import tree
+from fn import Phase, tree
 
 
 def run(optimizer, groups, steps: int = 30) -> fn.Optimizer:
@@ -119,3 +120,92 @@ def test_a_hyper_parameter_takes_effect_whether_or_not_the_constructor_was_given
     with pytest.raises(ValueError, match="weight_decay: is -1"):
         go_on(opt, 3, 4)
     assert torch.equal(p, before)
+
+
+def test_a_param_group_shows_every_number_that_its_transform_was_made_of():
+    """What people print, and what they write into."""
+    p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    groups = [{"params": [p], "name": "head"}, {"params": [q], "betas": (0.8, 0.99), "weight_decay": 0.5}]
+    opt = fn.Optimizer(groups, partial(fn.onebit_adam, axis="data", eps=1e-5), lr=0.1)
+    flags = {"bias_correction": False, "keep_zeros": True}
+    found = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in opt.param_groups]
+    assert found[0] == {"name": "head", "b1": 0.9, "b2": 0.999, "eps": 1e-5, "weight_decay": 0.0, **flags}
+    assert found[1] == {"betas": (0.8, 0.99), "eps": 1e-5, "weight_decay": 0.5, **flags}
+    assert "weight_decay: 0.5" in repr(opt)
+
+
+def test_betas_are_another_spelling_of_b1_and_b2():
+    ends = []
+    for given, change in (({"betas": (0.5, 0.9)}, {"betas": (0.7, 0.9)}), ({"b1": 0.5, "b2": 0.9}, {"b1": 0.7})):
+        p = torch.nn.Parameter(torch.ones(3))
+        opt = fn.Optimizer([p], fn.adamw, lr=0.1, **given)
+        go_on(opt, 0, 3)
+        opt.param_groups[0].update(change)
+        go_on(opt, 3, 6)
+        ends.append(p.detach())
+    assert torch.equal(*ends)
+    with pytest.raises(TypeError, match="betas: is in a param group with b1; allowed is one of the two spellings"):
+        fn.Optimizer([p], fn.adamw, betas=(0.5, 0.9), b1=0.5)
+    with pytest.raises(ValueError, match=r"betas: is 0\.9; allowed is a pair, \(b1, b2\)"):
+        fn.Optimizer([p], fn.adamw, betas=0.9)
+
+
+@pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
+def test_schedulers_that_cycle_the_momentum_cycle_the_first_of_the_betas(scheduler):
+    """As with torch's Adam: the values that were written are those of the step, through the freeze, too."""
+    made = []
+
+    def make(lr, b1=0.9, b2=0.999):
+        made.append(b1)
+        return fn.onebit_adam(lr, b1, b2, axis="data")
+
+    p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    opt = fn.Optimizer([p], make, schedule=fn.freeze_after(4), lr=0.01, betas=(0.9, 0.999))
+    theirs = torch.optim.Adam([q], lr=0.01, betas=(0.9, 0.999))
+    options = {"total_steps": 10} if scheduler == "OneCycleLR" else {"step_size_up": 4}
+    rates = {"max_lr": 0.1} if scheduler == "OneCycleLR" else {"base_lr": 0.01, "max_lr": 0.1}
+    schedulers = [getattr(torch.optim.lr_scheduler, scheduler)(o, **rates, **options) for o in (opt, theirs)]
+    for t in range(8):
+        go_on(opt, t, t + 1)
+        theirs.step()
+        assert made[-1] == theirs.param_groups[0]["betas"][0]
+        for s in schedulers:
+            s.step()
+    assert len(set(made)) > 4
+    assert torch.isfinite(p).all()
+
+
+def compresses_without_a_schedule() -> list[str]:
+    """Return what building each optimizer without a schedule warned of."""
+    found = []
+    for optimizer in OPTIMIZERS:
+        with warnings.catch_warnings(record=True) as caught, fn.bind({"data": dist.group.WORLD}):
+            warnings.simplefilter("always")
+            fn.Optimizer([torch.nn.Parameter(torch.ones(3))], partial(optimizer.make, axis="data"))
+        found.append(" ".join(str(w.message) for w in caught))
+    return found
+
+
+def test_without_a_schedule_several_ranks_are_warned_that_nothing_is_compressed():
+    text = "schedule: is None, so every step is a warm-up step and nothing is compressed; pass fn.freeze_after(n)"
+    for found in ranks.run(2, compresses_without_a_schedule):
+        assert found == [text if Phase.COMPRESSED in o.phases else "" for o in OPTIMIZERS]
+
+
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam", "loco_adamw"])
+@pytest.mark.parametrize("thaw", [1, 4])
+def test_a_parameter_whose_first_gradient_comes_after_the_warm_up_is_warned_of_if_it_cannot_move(name, thaw):
+    """A backbone that is thawed: its second moment is zero, and the freeze keeps it there."""
+    make = next(o.make for o in OPTIMIZERS if o.name == name)
+    body, head = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    schedule = lambda t: Phase.WARMUP if t < 3 else Phase.COMPRESSED  # noqa: E731
+    opt = fn.Optimizer([("body", body), ("head", head)], partial(make, axis="data"), schedule=schedule)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(8):
+            head.grad = torch.ones(3)
+            body.grad = torch.ones(3) if t >= thaw else None
+            opt.step()
+    stuck = thaw == 4 and name != "loco_adamw"
+    assert torch.equal(body, torch.ones(3)) == stuck
+    assert ["params: body of group 0: get first gradients after" in str(w.message) for w in caught] == [True] * stuck

@@ -154,15 +154,27 @@ SCHEDULERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["betas", "foreach"])
+@pytest.mark.parametrize("name", ["momentum", "foreach"])
 def test_what_the_optimizer_does_not_take_is_refused_with_what_it_takes(name):
-    with pytest.raises(TypeError, match=f"{name}: is no argument of adamw; allowed are b1, b2, eps"):
-        fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(fn.adamw), **{name: (0.9, 0.95)})
+    text = f"{name}: is no argument of adamw; allowed are b1, b2, eps"
+    with pytest.raises(TypeError, match=text):
+        fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(fn.adamw), **{name: 0.5})
+    with pytest.raises(TypeError, match=text):
+        fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(fn.adamw, **{name: 0.5}))
+
+
+def test_a_learning_rate_that_make_holds_would_be_overruled_and_is_refused():
+    with pytest.raises(ValueError, match=r"lr: is given to make, as 5\.0; allowed is fn\.Optimizer\(\.\.\., lr="):
+        fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(fn.adamw, lr=5.0))
 
 
 @pytest.mark.parametrize(
     ("params", "text"),
-    [(torch.ones(2), "is a tensor; allowed are"), ({torch.nn.Parameter(torch.ones(2))}, "is a set, whose order")],
+    [
+        (torch.ones(2), "is a tensor; allowed are"),
+        (torch.nn.Linear(2, 2), r"is a module, whose model\.parameters\(\) are meant; allowed are"),
+        ({torch.nn.Parameter(torch.ones(2))}, "is a set, whose order"),
+    ],
 )
 def test_params_without_an_order_and_single_tensors_are_refused(params, text):
     with pytest.raises(TypeError, match=f"params: {text}"):
