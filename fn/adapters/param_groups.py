@@ -16,13 +16,21 @@ from fn.schedules import Schedule, phase_of
 
 
 def as_list(params: Any) -> list[Any]:
-    """Return what an optimizer was given as a list. Raises TypeError if it is no iterable, or has no order."""
+    """Return what an optimizer was given as a list, and generators in param groups as lists: all is read twice.
+
+    Raises: TypeError if it is no iterable, or has no order.
+    """
     if isinstance(params, Tensor | torch.nn.Module):
         found = "a tensor" if isinstance(params, Tensor) else "a module, whose model.parameters() are meant"
         raise TypeError(f"params: is {found}; allowed are iterables of tensors, of (name, tensor), of param groups")
     if isinstance(params, set | frozenset):
         raise TypeError("params: is a set, whose order differs from rank to rank; allowed are lists and the like")
-    return list(params)
+    return [_listed(entry) if isinstance(entry, dict) else entry for entry in params]
+
+
+def _listed(group: dict[str, Any]) -> dict[str, Any]:
+    params = group.get("params", ())
+    return group if isinstance(params, Tensor) or "params" not in group else {**group, "params": as_list(params)}
 
 
 def check_schedule(schedule: Schedule) -> Schedule:

@@ -133,10 +133,14 @@ def test_named_parameters_are_accepted():
     assert not any(map(torch.equal, bits(list(model.parameters())), before))
 
 
-def test_a_generator_of_parameters_is_accepted():
+def test_generators_of_parameters_are_accepted_in_param_groups_too():
     model = torch.nn.Linear(3, 2)
-    opt = fn.Optimizer(model.parameters(), fn.adamw)
-    assert len(opt.param_groups[0]["params"]) == 2
+    groups = [{"params": model.parameters(), "lr": 0.1}]
+    named = [{"params": model.named_parameters()}]
+    one = [{"params": model.weight}, {"params": [model.bias]}]
+    for params, sizes in ((model.parameters(), [2]), (groups, [2]), (named, [2]), (one, [1, 1])):
+        opt = fn.Optimizer(params, fn.adamw)
+        assert [len(group["params"]) for group in opt.param_groups] == sizes
 
 
 # Learning rates.
@@ -172,6 +176,7 @@ def test_a_learning_rate_that_make_holds_would_be_overruled_and_is_refused():
     ("params", "text"),
     [
         (torch.ones(2), "is a tensor; allowed are"),
+        ([{"params": torch.nn.Linear(2, 2)}], "is a module"),
         (torch.nn.Linear(2, 2), r"is a module, whose model\.parameters\(\) are meant; allowed are"),
         ({torch.nn.Parameter(torch.ones(2))}, "is a set, whose order"),
     ],
