@@ -125,7 +125,7 @@ def overlap(
     found = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds, in_ddp)
     if isinstance(model, DistributedDataParallel):
         buckets = DdpBuckets(found)
-        model.register_comm_hook(None, lambda state, bucket: buckets(bucket))
+        model.register_comm_hook(None, lambda state, bucket: buckets(_dense(bucket)))
     else:
         GradientHooks(params, found)
     optimizer.ahead = found.ahead
@@ -198,7 +198,7 @@ def average_gradients(
         check_agreement(AXIS, {"elements": elements, **describe(schedule)}, params[0].device)
         states = tuple(transform.init([p.detach() for p in parcel]) for parcel in parcels)
     found = GradientAverage(parcels, params, transform, states, bind_twin(AXIS, group), schedule, scaler)
-    model.register_comm_hook(None, lambda state, bucket: found.on_bucket(bucket))
+    model.register_comm_hook(None, lambda state, bucket: found.on_bucket(_dense(bucket)))
     return found
 
 
@@ -206,6 +206,14 @@ def _check(model: Any) -> DistributedDataParallel:
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel")
     return model
+
+
+def _dense(bucket: Any) -> Any:
+    if bucket.buffer().layout != torch.strided:
+        shapes = ", ".join(str(tuple(p.shape)) for p in bucket.parameters())
+        text = "is sparse; allowed are dense ones, of torch.nn.Embedding(..., sparse=False)"
+        raise TypeError(f"gradients: that of the parameter of shape {shapes} {text}")
+    return bucket
 
 
 def _check_params(params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:

@@ -54,6 +54,7 @@ class Overlap:
         alike: bool,
     ):
         self._params, self._optimizer, self._scaler = params, optimizer, scaler
+        self._known, self._said_thawed = {*map(id, params)}, False
         self._threads = [CommunicationThread(binding, params[0].device) for binding in bindings]
         self._rate, self._least, self._alike = rate, least, alike
         self._is_first = all(int(axis.rank) == 0 for axis in bindings[0].axes.values())
@@ -99,13 +100,22 @@ class Overlap:
         for job in (self._jobs or {}).values():
             job.exception()
         self._reset(optimizer.phase)
-        if not self.is_on(self._phase):
+        if not self.is_on(self._phase) or self._has_thawed():
             return
         parcels = [group["params"] for group in optimizer.param_groups]
         self._arrivals = Arrivals(parcels, leaving_order(parcels, self._params))
         self._jobs = {}
         self._scale = None if self._scaler is None else self._scaler.get_scale()
         self._settings = self._read_settings()
+
+    def _has_thawed(self) -> bool:
+        """Tell whether a parameter needs gradients that did not need them when this was made: nobody reports these."""
+        params = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        found = not self._known.issuperset(map(id, params))
+        if found and not self._said_thawed and self._is_first:
+            logger.warning("overlap is off: parameters were thawed; wrap the model and make its optimizer anew for it")
+        self._said_thawed = self._said_thawed or found
+        return found
 
     def _reset(self, phase: Phase) -> None:
         self._phase, self._jobs, self._arrivals = phase, None, None

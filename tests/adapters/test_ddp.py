@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ddp_cases import Net, Plain, arrays, backward, build, same, train, wrapped
 from ranks import Cases, Raised, outcomes
+from torch.nn.parallel import DistributedDataParallel
 
 import fn
 from fn import Phase
@@ -24,6 +25,62 @@ case = Cases(2)
 
 
 # Steps that are taken ahead.
+
+
+@case
+def thawed() -> list[tuple[list, list, bool]]:
+    """A layer that is thawed in the warm-up: in a group from the start, or in one that is added then."""
+    found = []
+    for model_of, added in ((wrapped, False), (wrapped, True), (Plain, True)):
+        ends = []
+        for ahead in (False, True):
+            net = Plain()
+            layer = net.layers[2].requires_grad_(False)
+            model = wrapped(lambda net=net: net) if model_of is wrapped else net
+            parts = [net.layers[0], net.layers[4]] if added else [net]
+            with fn.bind({"data": dist.group.WORLD}):
+                groups = [{"params": part.parameters()} for part in parts]
+                opt = fn.Optimizer(groups, partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_after(4), lr=0.01)
+            if ahead:
+                overlap(model, opt, least_wire_seconds=0.0)
+            elif model is not net:
+                keep_local(model)
+            train(model, opt, range(2))
+            before = layer.weight.clone()
+            layer.requires_grad_(True)
+            if added:
+                opt.add_param_group({"params": layer.parameters()})
+            train(model, opt, range(2, 8))
+            ends.append(arrays(list(net.parameters()), opt.states))
+        found.append((*ends, not torch.equal(layer.weight, before)))
+    return found
+
+
+def test_a_layer_that_is_thawed_after_ddp_was_made_trains_as_in_serial_steps():
+    """Neither DDP nor the hooks of a plain module report its gradients."""
+    for found in case.answer("thawed"):
+        for serial, ahead, moved in found:
+            assert same(serial, ahead)
+            assert moved
+
+
+@case
+def sparse() -> list[str]:
+    found = []
+    for use in (overlap, lambda model, opt: average_gradients(model, fn.sign())):
+        model = DistributedDataParallel(torch.nn.Embedding(5, 3, sparse=True))
+        use(model, build(model))
+        try:
+            model(torch.tensor([1, 2])).sum().backward()
+        except TypeError as error:
+            found.append(str(error))
+    return found
+
+
+def test_sparse_gradients_are_refused_before_they_are_sent():
+    text = "gradients: that of the parameter of shape (5, 3) is sparse; allowed are dense ones, of torch.nn.Embedding"
+    assert [[found.startswith(text) for found in each] for each in case.answer("sparse")] == [[True, True]] * 2
+
 
 WAYS = [("onebit_adam", 1, False), ("lazy", 3, True), ("onebit_lamb", 2, False), ("zero_one_adam", 1, True)]
 
