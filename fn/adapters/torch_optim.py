@@ -42,7 +42,7 @@ class Optimizer(torch.optim.Optimizer):
 
     Args:
         params: parameters, named parameters or param groups, as for torch. A group's own keys override the defaults.
-        make: (lr=tensor, **hyper-parameters) -> Transform, called once per param group.
+        make: (lr=tensor, **hyper-parameters) -> Transform, called once per param group, in which its numbers are shown.
         schedule: step -> Phase, steps from 0. None: always warm-up, for optimizers that do not compress.
         lr: the learning rate. In a group it becomes a 0-d tensor that torch's schedulers fill in place; a float
             that is written into `group["lr"]` works too, and so do other hyper-parameters of a group, for which the
@@ -52,7 +52,7 @@ class Optimizer(torch.optim.Optimizer):
             ranks agree on in the compressed phase (see `fn.adapters.clipping`). None: do not clip.
         refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
             something averaged before, such as DDP without `fn.adapters.ddp.keep_local`.
-        **defaults: further hyper-parameters for `make`.
+        **defaults: further hyper-parameters for `make`; `betas` for b1 and b2, as `OneCycleLR` asks for.
     Raises: TypeError if params is a tensor; what `make` and the transform's init raise: the axis is not bound, the
         ranks disagree, also in the numbers that parameters start from.
 
