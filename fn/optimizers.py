@@ -64,6 +64,7 @@ def onebit_adam(
     axis: AxisNames,
     codec: Codecs | None = None,
     feedback: Feedbacks | None = None,
+    warmup: Codecs | None = None,
     layout: str = "flat",
     bias_correction: bool = False,
     keep_zeros: bool = True,
@@ -76,6 +77,7 @@ def onebit_adam(
         codec: what the momentum travels as; None is `sign()`, one bit per element and one scale per tensor.
         feedback: what becomes of what was not delivered; None is `classic()`, and `classic(lazy=True)` the same in
             fewer passes over memory.
+        warmup: what gradients travel as in the warm-up, with `damped()`; None is exactly. See `average`.
         layout, bias_correction, keep_zeros: as for `compressed_average` and `scale_by_onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 
@@ -85,14 +87,14 @@ def onebit_adam(
     codec, feedback = codec or sign(), feedback or classic()
     sync = compressed_average(axis, codec, feedback, layout=layout)
     tx = chain(
-        average(axis),
+        average(axis, warmup),
         scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )
     tx = agreed(skip_nonfinite(tx), axis)
     descent = Descent(lr, b1, b2, eps, weight_decay, corrected=bias_correction)
-    tx = with_adam_in_place(tx, axis, descent)
+    tx = with_adam_in_place(tx, axis, descent, warmup)
     return with_onebit_adam_in_place(tx, axis, descent, codec, feedback, layout, keep_zeros=keep_zeros)
 
 
@@ -135,6 +137,7 @@ def onebit_lamb(
     axis: AxisNames,
     codec: Codecs | None = None,
     feedback: Feedbacks | None = None,
+    warmup: Codecs | None = None,
     layout: str = "fused",
     max_coeff: float = 10.0,
     min_coeff: float = 0.01,
@@ -148,7 +151,7 @@ def onebit_lamb(
 
     Args:
         lr: a float or a 0-d tensor. axis: the ranks that train together.
-        codec, feedback: as for `onebit_adam`. layout: "fused" is one scale for the whole model, as in
+        codec, feedback, warmup: as for `onebit_adam`. layout: "fused" is one scale for the whole model, as in
             the paper; "flat" keeps one per tensor, which the momentum scaling then does not change.
         others: as for `scale_by_onebit_lamb`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
@@ -161,8 +164,10 @@ def onebit_lamb(
     )
     sync = compressed_average(axis, codec, feedback, layout=layout)
     link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros)
-    tx = agreed(skip_nonfinite(chain(average(axis), link, scale_by_learning_rate(lr))), axis)
-    return with_onebit_lamb_in_place(tx, axis, lr, hyper, codec, feedback, layout, keep_zeros=keep_zeros)
+    tx = agreed(skip_nonfinite(chain(average(axis, warmup), link, scale_by_learning_rate(lr))), axis)
+    return with_onebit_lamb_in_place(
+        tx, axis, lr, hyper, codec, feedback, layout, keep_zeros=keep_zeros, warmup=warmup
+    )
 
 
 def zero_one_adam(
@@ -175,6 +180,7 @@ def zero_one_adam(
     axis: AxisNames,
     codec: Codecs | None = None,
     feedback: Feedbacks | None = None,
+    warmup: Codecs | None = None,
     layout: str = "flat",
     compress: Literal["steps", "gradients"] = "steps",
     keep_zeros: bool = True,
@@ -183,8 +189,8 @@ def zero_one_adam(
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
-        axis: the ranks that train together. codec, feedback: as for `onebit_adam`. layout: as for
-            `compressed_average`.
+        axis: the ranks that train together. codec, feedback: as for `onebit_adam`. warmup: as there, for the variance
+            steps. layout: as for `compressed_average`.
         compress, keep_zeros: as for `scale_by_zero_one_adam`.
     Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule.
 
@@ -201,12 +207,12 @@ def zero_one_adam(
         compress=compress,
         keep_zeros=keep_zeros,
     )
-    tx = agreed(skip_nonfinite(chain(average(axis), link), watch=WATCHED), axis)
+    tx = agreed(skip_nonfinite(chain(average(axis, warmup), link), watch=WATCHED), axis)
     if not keep_zeros:
         return tx
     descent = Descent(lr, b1, b2, eps, weight_decay, corrected=False)
     steps = compress == "steps"
-    return with_zero_one_in_place(tx, axis, descent, codec, feedback, layout, steps=steps)
+    return with_zero_one_in_place(tx, axis, descent, codec, feedback, layout, steps=steps, warmup=warmup)
 
 
 def loco_adamw(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ class Named(NamedTuple):
     lr: a learning rate at which it trains the problems of the contract.
     replicated: params stay the same on all ranks, and provably so. False: they differ between synchronisations.
     adamw: phase -> the hyper-parameters under which it is torch's AdamW on one rank.
+    coded_warmup: its warm-up is not exact.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Named(NamedTuple):
     lr: float = 0.02
     replicated: bool = True
     adamw: Mapping[Phase, Mapping[str, Any]] = NOTHING
+    coded_warmup: bool = False
 
 
 OPTIMIZERS = (
@@ -42,6 +45,14 @@ OPTIMIZERS = (
         (Phase.WARMUP, Phase.COMPRESSED),
         fn.freeze_after(20),
         adamw={Phase.WARMUP: {"bias_correction": True}},
+    ),
+    Named(
+        "onebit_adam, warm-up in codes",
+        partial(fn.onebit_adam, warmup=fn.int8()),
+        (Phase.WARMUP, Phase.COMPRESSED),
+        fn.freeze_after(20),
+        adamw={Phase.WARMUP: {"bias_correction": True}},
+        coded_warmup=True,
     ),
     Named("lamb", fn.lamb, (Phase.WARMUP,), lambda step: Phase.WARMUP),
     Named("onebit_lamb", fn.onebit_lamb, (Phase.WARMUP, Phase.COMPRESSED), fn.freeze_after(20)),
@@ -65,6 +76,12 @@ OPTIMIZERS = (
 NAMES = [optimizer.name for optimizer in OPTIMIZERS]
 
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)
+
+EXACT_AT_FIRST = tuple(optimizer for optimizer in OPTIMIZERS if not optimizer.coded_warmup)
+
+each_with_an_exact_warmup = pytest.mark.parametrize(
+    "optimizer", EXACT_AT_FIRST, ids=[optimizer.name for optimizer in EXACT_AT_FIRST]
+)
 
 _CASES = [(optimizer, phase) for optimizer in OPTIMIZERS for phase in optimizer.phases]
 

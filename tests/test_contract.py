@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from registry import OPTIMIZERS, each_missing_phase, each_optimizer, each_phase
+from registry import OPTIMIZERS, each_missing_phase, each_optimizer, each_phase, each_with_an_exact_warmup
 
 import fn
 from fn import Phase, tree
@@ -142,7 +142,7 @@ def test_one_rank_is_torchs_adamw(optimizer, phase, hyper, dtype, weight_decay):
         torch.testing.assert_close(p, q.detach(), rtol=tolerance, atol=tolerance)
 
 
-@each_optimizer
+@each_with_an_exact_warmup
 def test_a_warm_up_step_is_the_step_on_the_mean_gradient(optimizer):
     """Four ranks in the warm-up are one rank with the mean."""
     params = {name: torch.randn(shape, dtype=torch.float64) for name, shape in SHAPES.items()}

@@ -1,8 +1,8 @@
 """What was undelivered when the number of ranks changed and errors of few bits do not hold.
 
 Errors in 8 bits are rounded once more when they move to another number of ranks. What that loses is a tensor per
-parameter, the same on all ranks, in float32. The first step that compresses adds it to the gradients, once; then it is
-gone, and so is its memory.
+parameter, the same on all ranks, in float32. The first step in which ranks hear of each other adds it to the gradients,
+once; then it is gone, and so is its memory.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def added(carried: Carried, grads: tuple[list[Tensor], ...]) -> tuple[list[Tenso
 
 
 def due(optimizer: Optimizer, phase: Phase) -> Carried:
-    """Return what is carried if a step of a phase compresses, which takes several ranks; () if it does not."""
+    """Return what is carried if several ranks meet in a step of a phase; () if they do not."""
     several = any(bound.size > 1 for bound in optimizer._binding.axes.values())
-    return optimizer.carried if several and phase is Phase.COMPRESSED else ()
+    return optimizer.carried if several and phase is not Phase.LOCAL else ()
 
 
 def flat(carried: Carried) -> dict[str, Tensor]:

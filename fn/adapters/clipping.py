@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fn import tree
 from fn.base import Phase, UpdateFn, chain
 from fn.collectives.axis import ALONE, Axis, Binding
 from fn.transforms.average import average
@@ -15,16 +16,20 @@ from fn.transforms.in_place import InPlace, Staged
 Tree = Any
 
 
-def clipped(update: UpdateFn, phase: Phase, max_norm: float, axis: str | None) -> UpdateFn:
+def clipped(update: UpdateFn, phase: Phase, max_norm: float, axis: str | None, state: Tree) -> UpdateFn:
     """Clip gradients by their global norm before an update.
 
     In the warm-up the gradients are averaged first, those of all groups in one message, and their norm is that of the
     averaged gradient. The update is then that of one rank on the mean gradient. In the compressed phase the averaged
     gradient is not known before it has been sent; all ranks scale by one factor, from the root of the mean squared
-    norm, which is an upper bound of the norm of the mean. It is a 4-byte message ahead of the others.
+    norm, which is an upper bound of the norm of the mean. It is a 4-byte message ahead of the others. So it is in a
+    warm-up in codes.
 
-    Args: update: of a transform over all groups. phase: of the update. max_norm: positive. axis: the ranks.
+    Args: update: of a transform over all groups. phase: of the update. max_norm: positive. axis: the ranks. state: of
+        the transform; it tells whether the warm-up is in codes.
     """
+    if phase is Phase.WARMUP and tree.fields(state, "gradient_errors"):
+        phase = Phase.COMPRESSED
     links = chain(average(axis), clip_by_global_norm(max_norm, axis))
     alone = Binding({} if axis is None or phase is not Phase.WARMUP else {axis: Axis(1, torch.tensor(0), ALONE)})
 

@@ -48,8 +48,8 @@ class Optimizer(torch.optim.Optimizer):
             that is written into `group["lr"]` works too, and so do other hyper-parameters of a group, for which the
             transform is made again.
         compile: run the update of each phase through `torch.compile`.
-        max_norm: clip by the global norm over all groups: of the averaged gradient in the warm-up, by a norm that the
-            ranks agree on in the compressed phase (see `fn.adapters.clipping`). None: do not clip.
+        max_norm: clip by the global norm over all groups: of the averaged gradient in an exact warm-up, by a norm that
+            the ranks agree on where codes travel (see `fn.adapters.clipping`). None: do not clip.
         refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
             something averaged before, such as DDP without `fn.adapters.ddp.keep_local`.
         **defaults: further hyper-parameters for `make`; `betas` for b1 and b2, as `OneCycleLR` asks for.
@@ -234,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
         if phase not in self._updates:
             joined = self._joined(phase).update(phase)
             if self._max_norm is not None:
-                joined = clipped(joined, phase, self._max_norm, next(iter(self._axes()), None))
+                joined = clipped(joined, phase, self._max_norm, next(iter(self._axes()), None), self.states)
             update = donate(joined)
             update = detached(torch.compile(update, fullgraph=True) if self._compile else update)
             if isinstance(joined, InPlace) and not self._compile:

@@ -60,12 +60,16 @@ WARM_UP = 0.2
 
 
 def about_warm_up(plan: Plan) -> str:
-    """Say what 1-bit Adam's warm-up, whose steps are like adamw's, leaves of its gain: the table is of later steps."""
-    base, after = plan.of("adamw").step, plan.of("onebit_adam").step
-    whole = base / (WARM_UP * base + (1 - WARM_UP) * after)
+    """Say what 1-bit Adam's warm-up leaves of its gain, exact or in 8 bits: the table is of later steps."""
+    base, in_bytes, after = (plan.of(name).step for name in ("adamw", "onebit_adam, int8", "onebit_adam"))
+
+    def over_the_run(warm_up: float) -> str:
+        return f"{base / (WARM_UP * warm_up + (1 - WARM_UP) * after):.2f}x"
+
     return (
         f"Steps are those after a warm-up, in which 1-bit methods send what adamw sends: onebit_adam is "
-        f"{base / after:.2f}x as fast as adamw after it, {whole:.2f}x over a run that it is {100 * WARM_UP:.0f} % of."
+        f"{base / after:.2f}x as fast as adamw after it, {over_the_run(base)} over a run that it is "
+        f"{100 * WARM_UP:.0f} % of, and {over_the_run(in_bytes)} with warmup=fn.int8()."
     )
 
 

@@ -8,11 +8,10 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Transform
-from fn.collectives import primitives
 from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.kernels import ops
-from fn.transforms import layout as layouts
+from fn.transforms.average_in_place import averaging
 from fn.transforms.coded_in_place import wire_of
 from fn.transforms.finite import SkipState
 from fn.transforms.in_place import Fits, InPlace, Staged
@@ -37,14 +36,16 @@ class Descent(NamedTuple):
         return self.eps, self.weight_decay, float(self.lr), *weights
 
 
-def with_adam_in_place(tx: Transform, axis: AxisNames | None, h: Descent) -> Transform:
+def with_adam_in_place(
+    tx: Transform, axis: AxisNames | None, h: Descent, warmup: Codecs | None = None
+) -> Transform:
     """Let the warm-up of a chain (average, Adam's moments, weight decay, learning rate) be staged.
 
-    Over several axes it stays the pure one.
+    Over several axes it stays the pure one. warmup: the codec of the average.
     """
     if axis is not None and not isinstance(axis, str):
         return tx
-    kernel_fits = Fits("adamw_")
+    kernel_fits, average = Fits("adamw_"), averaging(axis, warmup)
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         moments: AdamState | OnebitAdamState = state.inner[1]
@@ -53,14 +54,15 @@ def with_adam_in_place(tx: Transform, axis: AxisNames | None, h: Descent) -> Tra
 
     def stage(updates: Tree, state: SkipState, params: Tree) -> Staged:
         moments: AdamState | OnebitAdamState = state.inner[1]
-        grads, ok = averaged(tree.leaves(updates), axis)
+        mean = average(tree.leaves(updates), state.inner[0])
 
         def commit() -> None:
             step_weights(moments, h, warmup=True)
-            lists = [tree.leaves(params), grads, tree.leaves(moments.mu), tree.leaves(moments.nu)]
+            lists = [tree.leaves(params), mean.grads, tree.leaves(moments.mu), tree.leaves(moments.nu)]
             ops.direct("adamw_", *lists, h.b1, h.b2, *h.tail(moments), False)
+            mean.keep()
 
-        return Staged(ok, commit)
+        return Staged(mean.ok, commit)
 
     return tx._replace(warmup_update=InPlace(tx.warmup_update, fits, stage))
 
@@ -99,20 +101,6 @@ def with_onebit_adam_in_place(
         return Staged(mean.ok, commit)
 
     return tx._replace(compressed_update=InPlace(tx.compressed_update, fits, stage))
-
-
-def averaged(leaves: list[Tensor], axis: str | None) -> tuple[list[Tensor], bool]:
-    """Return the gradients' means over the ranks, and whether they and their squares are finite."""
-    if axis is not None and axis_size(axis) > 1:
-        (bucket,) = layouts.buckets(leaves, 1, 1, "flat")
-        mean = primitives.pmean(layouts.join(leaves, bucket), axis)
-        return layouts.part(mean, bucket), squares_are_finite([mean])
-    return leaves, squares_are_finite(leaves)
-
-
-def squares_are_finite(leaves: list[Tensor]) -> bool:
-    """Return whether the square of every element is finite."""
-    return not leaves or bool(ops.direct("largest_magnitude", leaves).square().isfinite())
 
 
 def step_weights(moments: AdamState | OnebitAdamState, h: Descent, *, warmup: bool) -> None:

@@ -1,10 +1,13 @@
-"""The two ways to agree on a mean: `average`, exact, and `compressed_average`, in codes with error feedback."""
+"""The two ways to agree on a mean: `average`, in the warm-up, and `compressed_average`, in codes afterwards.
+
+The first is exact unless it is given a codec, too.
+"""
 
 from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,7 +17,7 @@ from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.feedback import classic
+from fn.collectives.feedback import classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, exact_mean, hops, initial_errors
 from fn.transforms import layout as layouts
 from fn.transforms.resharding import Half, errors_reshape, note
@@ -22,16 +25,55 @@ from fn.transforms.resharding import Half, errors_reshape, note
 Tree = Any
 
 
-def average(axis: AxisNames | None) -> Transform:
+class CodedAverageState(NamedTuple):
+    """The state of `average` in codes. gradient_errors: what was not delivered of the gradients yet."""
+
+    gradient_errors: ErrorFeedbackState
+
+
+def average(
+    axis: AxisNames | None,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
+    *,
+    layout: str = "flat",
+) -> Transform:
     """Average the updates over the ranks of an axis in the warm-up, in one message per (dtype, device).
 
     Afterwards it is the identity: the ranks' updates stay their own, and a compressed mean further down the chain
     brings the ranks together.
 
-    Args: axis: the axis' name, or several names from the fastest network to the slowest. None: nothing is averaged.
-    Raises: ValueError from the update if the axis is not bound.
-    """
+    Args:
+        axis: the axis' name, or several names from the fastest network to the slowest. None: nothing is averaged.
+        codec: what the updates travel as. None: exactly. Where a warm-up is a fifth of a run whose other steps send one
+            bit per element, it is most of what the run sends; `int8()` sends a quarter of it, `int4()` an eighth.
+        feedback: what becomes of what was not delivered, where there is a codec; None is `damped()`.
+        layout: as for `compressed_average`.
+    Returns: a transform without state if there is no codec, else with a `CodedAverageState`.
+    Raises: ValueError for a feedback without a codec, or a codec without an axis; from the update if the axis is not
+        bound.
 
+    Paper: in codes, Xie et al., LoCo (arXiv 2407.04480), whose gradients for Adam travel in 4 bits.
+    """
+    if codec is None:
+        if feedback is not None:
+            raise ValueError("feedback: is given without a codec; an exact average leaves nothing undelivered")
+        return _exact_average(axis)
+    if axis is None:
+        raise ValueError("codec: is given without an axis; nothing travels")
+    inner = _in_codes(axis, codec, damped() if feedback is None else feedback, layout, of_gradients=True)
+
+    def warmup(updates: Tree, state: CodedAverageState, params: Tree, /) -> tuple[Tree, CodedAverageState]:
+        mean, errors = inner.compressed_update(updates, state.gradient_errors, params)
+        return mean, CodedAverageState(errors)
+
+    def rest(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        return updates, state
+
+    return Transform(lambda params: CodedAverageState(inner.init(params)), warmup, rest, rest)
+
+
+def _exact_average(axis: AxisNames | None) -> Transform:
     def init(params: Tree) -> Tree:
         if axis is not None:
             check_agreement(axis, {"average": axis, **describe_leaves(params)}, device_of(params))
@@ -85,7 +127,11 @@ def compressed_average(
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1, lines 5-10.
     Differs: DeepSpeed exchanges tensor by tensor, four collectives each.
     """
-    feedback = classic() if feedback is None else feedback
+    return _in_codes(axis, codec, classic() if feedback is None else feedback, layout, of_gradients=False)
+
+
+def _in_codes(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, *, of_gradients: bool) -> Transform:
+    """Do what `compressed_average` says. of_gradients: whether that is what is averaged."""
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout: is {layout!r}; allowed are {layouts.LAYOUTS}")
 
@@ -111,7 +157,7 @@ def compressed_average(
             (hop,) = hops(axis, codec, feedback)
             half = Half(hop.codec, hop.feedback)
             plan = partial(layouts.buckets, leaves, align=align, layout=layout)
-            note(state, errors_reshape(leaves, axis, plan, half, half))
+            note(state, errors_reshape(leaves, axis, plan, half, half, of_gradients=of_gradients))
         return state
 
     def compressed(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:

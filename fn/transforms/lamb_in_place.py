@@ -12,7 +12,7 @@ from fn.base import Transform
 from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.transforms import layout as layouts
-from fn.transforms.adam_in_place import averaged
+from fn.transforms.average_in_place import averaging
 from fn.transforms.coded_in_place import moving_averages, wire_of
 from fn.transforms.finite import SkipState
 from fn.transforms.in_place import Fits, InPlace, Staged
@@ -33,7 +33,7 @@ Tree = Any
 
 def with_onebit_lamb_in_place(
     tx: Transform, axis: AxisNames, lr: float | Tensor, h: LambHyper, codec: Codecs, feedback: Feedbacks, layout: str,
-    *, keep_zeros: bool,
+    *, keep_zeros: bool, warmup: Codecs | None = None,
 ) -> Transform:  # fmt: skip
     """Let the steps of a chain (average, 1-bit LAMB, learning rate) be staged.
 
@@ -42,7 +42,7 @@ def with_onebit_lamb_in_place(
     wire = wire_of(axis, codec, feedback, layout)
     if wire is None:
         return tx
-    kernel_fits = Fits("lamb_step_")
+    kernel_fits, average = Fits("lamb_step_"), averaging(axis, warmup)
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         link: OnebitLambState = state.inner[1]
@@ -59,21 +59,22 @@ def with_onebit_lamb_in_place(
         _write(link.ratio, ratio)
         link.step.add_(1)
 
-    def warmup(updates: Tree, state: SkipState, params: Tree) -> Staged:
+    def warm_up(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: OnebitLambState = state.inner[1]
         leaves, mu, nu = (tree.leaves(t) for t in (params, link.mu, link.nu))
-        grads, ok = averaged(tree.leaves(updates), wire.axis)
+        mean = average(tree.leaves(updates), state.inner[0])
 
         def commit() -> None:
-            squares = torch.ops.fn.lamb_moments_(leaves, grads, mu, nu, h.b1, h.b2, h.eps, h.weight_decay)
+            squares = torch.ops.fn.lamb_moments_(leaves, mean.grads, mu, nu, h.b1, h.b2, h.eps, h.weight_decay)
             weight, update, rms = squares.sqrt().unbind(1)
             ratio = ratio_of(weight.float(), update.float(), h.min_coeff, h.max_coeff)
             _write(link.coefficient, moved_coefficient(h, _read(link.coefficient), ratio))
             _write(link.scaling, common_scale_of(rms / _counts(mu).clamp(min=1).sqrt()).float())
             torch._foreach_copy_(tree.leaves(link.nu_fresh), nu)
             descend(link, leaves, ratio)
+            mean.keep()
 
-        return Staged(ok, commit)
+        return Staged(mean.ok, commit)
 
     def compressed(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: OnebitLambState = state.inner[1]
@@ -105,7 +106,7 @@ def with_onebit_lamb_in_place(
         return Staged(bool(bound.isfinite()), commit)
 
     return tx._replace(
-        warmup_update=InPlace(tx.warmup_update, fits, warmup),
+        warmup_update=InPlace(tx.warmup_update, fits, warm_up),
         compressed_update=InPlace(tx.compressed_update, fits_codes, compressed),
     )
 

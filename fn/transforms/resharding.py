@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codec import Codec
+from fn.collectives.codec import Codec, Segments
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import Damped, Feedback, StoredClassic
 from fn.collectives.plain_errors import age_of, from_plain, to_plain
@@ -110,16 +110,34 @@ def errors_reshape(
 
     def rest(total: Tree, state: ErrorFeedbackState) -> list[Tensor]:
         found, parts = [torch.zeros(leaf.shape, dtype=torch.float64) for leaf in leaves], iter(total)
-        for bucket, e in zip(plan(axis_size(axis)), state.worker, strict=True):
-            held = to_plain(e, *worker, bucket.segments, leaves[bucket.places[0]].dtype)
-            for place, part in zip(bucket.places, parts_of(held, bucket), strict=True):
-                found[place] = next(parts) - part
-            for _ in range(len(bucket.places) + 2):  # the server's, and the ages
-                next(parts)
+        for bucket, e, d in zip(plan(axis_size(axis)), state.worker, state.server, strict=True):
+            at, dtype = bucket.segments, leaves[bucket.places[0]].dtype
+            sent, own = take_parts(parts, bucket), take_parts(parts, bucket)
+            _, age = next(parts), next(parts).long()
+            held = to_plain(e, *worker, at, dtype)
+            lost = sent - (0.0 if held is None else held.double().cpu())
+            lost += _lost_by_servers(own, d, server, at, age, dtype)
+            for place, part in zip(bucket.places, parts_of(lost, bucket), strict=True):
+                found[place] = part
         return found
 
     rounded = of_gradients and isinstance(worker.feedback.rule, Damped | StoredClassic)
     return Reshape(shares, adopt, rest if rounded else None)
+
+
+def _lost_by_servers(own: Tensor, like: Tree, half: Half, at: Segments, age: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return what the servers' errors, end to end (n,), lose when each rank keeps its own; every rank can tell.
+
+    Args: like: this rank's error. The rest as for `to_plain` and `from_plain`.
+    """
+    if isinstance(like, tuple) and not like:
+        return own
+    lost = own.clone().view(at.valid.shape[0], -1)
+    for rank, piece in enumerate(lost):
+        row = at.row(torch.tensor(rank))
+        held = to_plain(from_plain(piece, like, row, half.feedback, age), *half, row, dtype)
+        piece -= 0.0 if held is None else held.double().cpu()
+    return lost.view(-1)
 
 
 def _age(error: Tree, rank: int) -> Tensor:

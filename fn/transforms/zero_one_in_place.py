@@ -11,7 +11,8 @@ from fn import tree
 from fn.base import Transform
 from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.hierarchy import Codecs, Feedbacks
-from fn.transforms.adam_in_place import Descent, averaged, squares_are_finite
+from fn.transforms.adam_in_place import Descent
+from fn.transforms.average_in_place import averaging, squares_are_finite
 from fn.transforms.coded_in_place import wire_of
 from fn.transforms.finite import SkipState
 from fn.transforms.in_place import Fits, InPlace, Staged
@@ -22,8 +23,9 @@ Tree = Any
 
 
 def with_zero_one_in_place(
-    tx: Transform, axis: AxisNames, h: Descent, codec: Codecs, feedback: Feedbacks, layout: str, *, steps: bool
-) -> Transform:
+    tx: Transform, axis: AxisNames, h: Descent, codec: Codecs, feedback: Feedbacks, layout: str,
+    *, steps: bool, warmup: Codecs | None = None,
+) -> Transform:  # fmt: skip
     """Let the steps of a chain (average, anchored 0/1 Adam) be staged.
 
     Over several axes they stay the pure ones. steps: whether steps are what is compressed; if not, synchronising
@@ -32,7 +34,7 @@ def with_zero_one_in_place(
     wire = wire_of(axis, codec, feedback, layout)
     if wire is None:
         return tx
-    kernel_fits = Fits("adamw_")
+    kernel_fits, average = Fits("adamw_"), averaging(axis, warmup)
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         link: ZeroOneAdamState = state.inner[1]
@@ -47,15 +49,16 @@ def with_zero_one_in_place(
 
     def variance(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: ZeroOneAdamState = state.inner[1]
-        grads, ok = averaged(tree.leaves(updates), wire.axis)
-        peak = largest(grads)
+        mean = average(tree.leaves(updates), state.inner[0])
+        peak = largest(mean.grads)
 
         def commit() -> None:
-            descend(link, params, grads, frozen=False)
+            descend(link, params, mean.grads, frozen=False)
             torch._foreach_copy_(tree.leaves(link.anchor), tree.leaves(params))
             link.peak.copy_(peak)
+            mean.keep()
 
-        return Staged(ok, commit)
+        return Staged(mean.ok, commit)
 
     def local(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: ZeroOneAdamState = state.inner[1]

@@ -1,4 +1,4 @@
-"""What is carried over a change of the number of ranks is added to the gradients once, by a step that compresses."""
+"""What is carried over a change of the number of ranks is added to gradients once, by a step in which ranks meet."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ import torch.distributed as dist
 from test_transactions import bits, build, same, set_gradients
 
 import fn
-from fn.adapters.carried import restored
+from fn.adapters.carried import due, restored
 from fn.adapters.staged import commit
 
-WARMUP_STEPS = 2
+STEPS = 3
 
 
-def trained(carries: bool) -> tuple[list[torch.nn.Parameter], fn.Optimizer, list[torch.Tensor]]:
-    """Return an optimizer before its first compressed step, and what it carries, or what another one does."""
-    params, opt = build("loco_adamw", 1, fn.freeze_after(WARMUP_STEPS + 1))
+def trained(
+    carries: bool, freeze_step: int = STEPS
+) -> tuple[list[torch.nn.Parameter], fn.Optimizer, list[torch.Tensor]]:
+    """Return an optimizer after a few steps, and what it carries, or what another one does."""
+    params, opt = build("loco_adamw", 1, fn.freeze_after(freeze_step))
     generator = torch.Generator().manual_seed(9)
     rest = [torch.randn(p.shape, generator=generator) for p in params]
-    opt.carried = ([r.clone() for r in rest],) if carries else ()
-    for t in range(WARMUP_STEPS + 1):
+    for t in range(STEPS):
         set_gradients(params, t)
         opt.step()
+    opt.carried = ([r.clone() for r in rest],) if carries else ()
     return params, opt, rest
 
 
-def delivered() -> dict[str, Any]:
-    params, opt, rest = trained(True)
-    others, by_hand, _ = trained(False)
-    found = {"a warm-up step leaves it": len(opt.carried) == 1 and same(bits(params), bits(others))}
+def delivered(freeze_step: int) -> dict[str, Any]:
+    params, opt, rest = trained(True, freeze_step)
+    others, by_hand, _ = trained(False, freeze_step)
+    found = {"a local step leaves it": due(opt, fn.Phase.LOCAL) == () != due(opt, opt.phase)}
     set_gradients(params, 50)
     if dist.get_rank() == 0:
         params[0].grad[0, 0] = float("nan")
     opt.step()
     by_hand.steps += 1
     found["a skipped step keeps it"] = opt.skipped == 1 and same(bits(opt.carried), bits((rest,)))
-    again = build("loco_adamw", 1, fn.freeze_after(WARMUP_STEPS + 1))[1]
+    again = build("loco_adamw", 1, fn.freeze_after(freeze_step))[1]
     again.load_state_dict(opt.state_dict())
     found["a state dict keeps it"] = same(bits(again.carried), bits((rest,)))
     again.load_state_dict(by_hand.state_dict())
@@ -73,8 +75,9 @@ def staged_ahead() -> bool:
     return same(bits((params, opt.states)), bits((others, by_hand.states))) and opt.carried == ()
 
 
-def test_it_waits_for_a_step_that_compresses_and_succeeds_and_is_delivered_once():
-    for found in ranks.run(2, delivered):
+@pytest.mark.parametrize("freeze_step", [STEPS, 2 * STEPS], ids=["compressed", "warm-up"])
+def test_it_waits_for_a_step_that_succeeds_and_is_delivered_once(freeze_step):
+    for found in ranks.run(2, delivered, freeze_step):
         assert all(found.values()), found
 
 

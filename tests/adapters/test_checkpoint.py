@@ -102,9 +102,10 @@ MAKES = {
     "lamb": (partial(fn.onebit_lamb, **PLAIN), COMPRESSES),
     "sharded": (partial(fn.sharded_onebit_adam, **PLAIN), COMPRESSES),
     "loco": (partial(fn.loco_adamw, axis="data"), COMPRESSES),
+    "coded": (partial(fn.onebit_adam, axis="data", warmup=fn.int4()), [Phase.WARMUP] * 11),
     "zero_one": (partial(fn.zero_one_adam, **PLAIN), [Phase.WARMUP] * 2 + [Phase.COMPRESSED] + [Phase.LOCAL] * 8),
 }
-ALIGN = {"loco": 2}
+ALIGN = {"loco": 2, "coded": 2}
 
 
 def make(name: str) -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
@@ -117,7 +118,8 @@ def make(name: str) -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
 def report(params: list[Any], opt: fn.Optimizer) -> dict[str, Any]:
     """Return this rank's errors as plain vectors, its moments and its params."""
     (state,) = opt.states
-    (errors,) = [x for x in (*tree.fields(state, "sync"), *tree.fields(state, "errors")) if hasattr(x, "worker")]
+    places = [x for name in ("gradient_errors", "errors", "sync") for x in tree.fields(state, name)]
+    errors = next(x for x in places if hasattr(x, "worker"))
 
     def plain(error: Any) -> torch.Tensor | None:
         if isinstance(error, torch.Tensor):
@@ -232,7 +234,7 @@ def test_another_world_keeps_the_undelivered_mean_and_goes_on(old, new, tmp_path
             was = undelivered(before["classic" if name == "lazy" else name], ALIGN.get(name, 8))
             assert distance(was, undelivered(found, ALIGN.get(name, 8))) < 1e-6, name
             assert max(float(x.norm()) for x in was) > 1e-5, name
-        assert any(x.any() for x in after["loco"][0]["carried"])  # which 8 bits do not hold
+        assert all(any(x.any() for x in after[name][0]["carried"]) for name in ALIGN)  # which 8 bits do not hold
         assert max(float(x.norm()) for x in undelivered(before["loco"], 2)) > 1e-3
     assert distance(before["classic"][0]["mu"], after["classic"][0]["mu"]) == 0
     shards = [torch.cat([r["mu"][0] for r in each]) for each in (before["loco"], after["loco"])]

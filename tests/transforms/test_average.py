@@ -49,6 +49,63 @@ def test_average_without_an_axis_averages_nothing():
     assert all(found[name] is leaf for name, leaf in u.items())
 
 
+@pytest.mark.parametrize(("codec", "share"), [(fn.int8(), 1 / 4), (fn.int4(), 1 / 8), (fn.sign(), 1 / 32)])
+def test_average_in_codes_is_the_compressed_mean_in_the_warm_up_and_the_identity_afterwards(codec, share):
+    world, u = 4, {"matrix": torch.randn(4, 64, 64), "vector": torch.randn(4, 100)}
+    tx, same = fn.average("data", codec), fn.compressed_average("data", codec, fn.damped())
+    state = other = None
+    for _ in range(3):
+        with fn.ledger() as book:
+            found, state = run(tx, Phase.WARMUP, world, u, state)
+        expected, other = run(same, Phase.COMPRESSED, world, u, other)
+        assert all(map(torch.equal, tree.leaves((found, state)), tree.leaves((expected, other))))
+    with fn.ledger() as exact:
+        run(fn.average("data"), Phase.WARMUP, world, u)
+    assert share < book.total / exact.total < 1.1 * share
+    assert fn.rank_dims(state) == tree.map(lambda _: 0, state)
+    for phase in (Phase.COMPRESSED, Phase.LOCAL):
+        found, after = run(tx, phase, world, u, state, out=0)
+        assert all(map(torch.equal, tree.leaves((found, after)), tree.leaves((u, state))))
+
+
+def test_what_average_in_codes_does_not_deliver_is_kept():
+    """With a feedback that forgets nothing, all that is sent arrives or is an error."""
+    tx, state, sent, delivered = fn.average("data", fn.int4(16), fn.classic()), None, 0.0, 0.0
+    for _ in range(5):
+        u = {"x": torch.randn(3, 96, dtype=torch.float64)}
+        found, state = run(tx, Phase.WARMUP, 3, u, state)
+        sent, delivered = sent + u["x"].mean(0), delivered + found["x"]
+    kept = state.gradient_errors.worker[0].mean(0) + state.gradient_errors.server[0].flatten()
+    assert kept.norm() > 1e-3
+    torch.testing.assert_close(delivered + kept, sent, rtol=0, atol=1e-11)
+
+
+def test_average_in_codes_over_two_axes_is_exact_inside_a_node():
+    x = torch.randn(2, 2, 1, 64) + torch.randn(2, 1, 1, 64)  # (node, local, ...)
+    tx = fn.average(("local", "node"), fn.int8())
+
+    def on_rank(x):
+        return tx.warmup_update(x, tx.init(x), x)[0]
+
+    over_locals = lambda x: fn.simulate(on_rank, "local", 2, out_dims=None)(x)  # noqa: E731
+    found = fn.simulate(over_locals, "node", 2, out_dims=None)(x)
+    mean = x.mean((0, 1))
+    assert 0 < (found - mean).abs().max() < 2 * x.mean(1).abs().max() / 127
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"axis": "data", "feedback": fn.classic()}, "feedback: is given without a codec"),
+        ({"axis": None, "codec": fn.int8()}, "codec: is given without an axis"),
+        ({"axis": "data", "codec": fn.int8(), "layout": "flt"}, "layout: is 'flt'"),
+    ],
+)
+def test_average_refuses_what_has_no_meaning(arguments, text):
+    with pytest.raises(ValueError, match=text):
+        fn.average(**arguments)
+
+
 def test_average_sends_one_message_per_dtype():
     u = {"a": torch.ones(2, 3), "b": torch.ones(2, 4), "c": torch.ones(2, 5).double()}
     with fn.ledger() as book:

@@ -32,6 +32,7 @@ CASES = [
     {"codec": fn.int4(64), "feedback": fn.damped(block=64), "layout": "per_tensor", "bias_correction": True},
     {"codec": fn.int8(), "weight_decay": 0.1},
     {"codec": fn.identity(torch.bfloat16), "layout": "fused"},
+    {"warmup": fn.int8(), "bias_correction": True},
 ]
 
 
@@ -48,6 +49,7 @@ LAMB_CASES = [
     {},
     {"weight_decay": 0.1, "feedback": fn.classic(lazy=True)},
     {"codec": fn.int8(), "feedback": fn.damped(), "keep_zeros": False, "b1": 0.3, "weight_decay": 0.1},
+    {"warmup": fn.int4()},
 ]
 
 
@@ -136,10 +138,17 @@ def check_cases(cases: Any, outcomes: Any) -> None:
 
 
 def difference(a: Any, b: Any) -> float:
-    """Return the largest difference, but for errors in integers, which say nothing where all of them is rounding."""
+    """Return the largest difference, relative to numbers above 1.
+
+    Errors in integers are left out: they say nothing where all of them is rounding.
+    """
     rounded = {id(x) for name in ("codes", "scales") for x in tree.leaves(tree.fields(a, name))}
     pairs = zip(tree.leaves(a), tree.leaves(b), strict=True)
-    return max(float((x.detach() - y).abs().max()) for x, y in pairs if x.numel() and id(x) not in rounded)
+    return max(
+        float((x.detach() - y).abs().max() / y.abs().max().clamp(min=1))
+        for x, y in pairs
+        if x.numel() and id(x) not in rounded
+    )
 
 
 ZERO_ONE_CASES = [
@@ -147,6 +156,7 @@ ZERO_ONE_CASES = [
     {"feedback": fn.classic(lazy=True), "layout": "per_tensor"},
     {"codec": fn.sign(block=64)},
     {"codec": fn.int8(), "feedback": fn.damped()},
+    {"warmup": fn.int8()},
 ]
 
 

@@ -1,0 +1,55 @@
+"""The average of gradients that the staged steps of a warm-up begin with, beside the pure `average`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fn import tree
+from fn.collectives import primitives
+from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives.hierarchy import Codecs
+from fn.kernels import ops
+from fn.transforms import layout as layouts
+from fn.transforms.average import average
+from fn.transforms.in_place import swap
+
+Tree = Any
+
+
+class Mean(NamedTuple):
+    """Averaged gradients. ok: they and their squares are finite. keep: write the errors, if there are any."""
+
+    grads: list[Tensor]
+    ok: bool
+    keep: Callable[[], None]
+
+
+def averaging(axis: AxisNames | None, codec: Codecs | None) -> Callable[[list[Tensor], Tree], Mean]:
+    """Return (gradients, the state of `average`) -> their mean over the ranks of an axis, as `average` has it."""
+    link = average(axis, codec)
+
+    def exact(leaves: list[Tensor], state: Tree) -> Mean:
+        if axis is None or axis_size(axis) == 1:
+            return Mean(leaves, squares_are_finite(leaves), lambda: None)
+        (bucket,) = layouts.buckets(leaves, 1, 1, "flat")
+        mean = primitives.pmean(layouts.join(leaves, bucket), axis)
+        return Mean(layouts.part(mean, bucket), squares_are_finite([mean]), lambda: None)
+
+    def coded(leaves: list[Tensor], state: Tree) -> Mean:
+        grads, after = link.warmup_update(leaves, state, leaves)
+
+        def keep() -> None:
+            for old, new in zip(tree.leaves(state), tree.leaves(after), strict=True):
+                swap(old, new)
+
+        return Mean(grads, squares_are_finite(grads), keep)
+
+    return exact if codec is None else coded
+
+
+def squares_are_finite(leaves: list[Tensor]) -> bool:
+    """Return whether the square of every element is finite."""
+    return not leaves or bool(ops.direct("largest_magnitude", leaves).square().isfinite())
