@@ -157,6 +157,9 @@ def rarely_agree(freeze_step: int) -> Callable[[int], fn.Phase]:
 RECIPES = {
     "adamw": Recipe(fn.adamw, never_freeze, "adamw"),
     "onebit_adam": Recipe(partial(fn.onebit_adam, bias_correction=True), fn.freeze_after, "adamw"),
+    "onebit_adam_int8": Recipe(  # the warm-up in 8 bits
+        partial(fn.onebit_adam, bias_correction=True, warmup=fn.int8()), fn.freeze_after, "adamw"
+    ),
     "loco_adamw": Recipe(fn.loco_adamw, fn.freeze_after, "adamw"),
     "zero_one_adam": Recipe(fn.zero_one_adam, rarely_agree, "adamw"),
     "lamb": Recipe(fn.lamb, never_freeze, "lamb", lr=10.0, eps=100.0),
@@ -245,7 +248,7 @@ def train(name: str, args: argparse.Namespace, mesh: DeviceMesh, text: Tensor, h
     lr = LambdaLR(opt, partial(learning_rate_factor, steps=args.steps))
     draw = torch.Generator().manual_seed(args.seed * dist.get_world_size() + rank)
     run = Run(name, [], [], [], [], {})
-    bar = tqdm(range(1, args.steps + 1), desc=f"{name:>12}", disable=rank != 0, dynamic_ncols=True)
+    bar = tqdm(range(1, args.steps + 1), desc=f"{name:>16}", disable=rank != 0, dynamic_ncols=True)
     for step in bar:
         start = time.perf_counter()
         batch = cut(text, torch.randint(len(text) - args.context, (args.batch,), generator=draw), args.context)
@@ -338,7 +341,7 @@ def draw_picture(runs: list[Run], path: Path, freeze_step: int) -> None:
                 marker="o",
                 markersize=3,
                 color=f"C{place}",
-                linewidth=max(1.5, 5 - 3 * place),  # curves that coincide can be seen one inside the other
+                linewidth=max(1.5, 6 - 2 * place),  # curves that coincide can be seen one inside the other
                 label=run.optimizer,
             )
     if any("compressed" in run.phases for run in runs):
@@ -368,14 +371,15 @@ def parse_arguments() -> argparse.Namespace:
     add("--context", type=int, default=64, help="bytes of a sequence")
     add("--batch", type=int, default=8, help="sequences of a rank's batch")
     add("--steps", type=int, default=1000, help="optimizer steps of each run")
-    add("--freeze-step", type=int, default=200, help="steps in full precision before compression starts")
+    add("--freeze-step", type=int, default=200, help="steps of warm-up before compression starts")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--b1", type=float, default=0.9, help="decay of the momentum")
     add("--b2", type=float, default=0.98, help="decay of the second moment")
     add("--eps", type=float, default=1e-5, help="added to the root of the second moment")
     add("--weight-decay", type=float, default=0.1, help="decoupled weight decay")
     add("--seed", type=int, default=0, help="of the parameters and of the batches")
-    add("--optimizers", default="adamw,onebit_adam", help=f"names with commas, of {', '.join(RECIPES)}")
+    names = f"names with commas, of {', '.join(RECIPES)}"
+    add("--optimizers", default="adamw,onebit_adam,onebit_adam_int8", help=names)
     add("--out", type=Path, default=Path("out"), help="folder for the picture")
     add("--json", type=Path, metavar="FILE", help="write the table's numbers to this file")
     args = parser.parse_args()
