@@ -208,8 +208,15 @@ CONTENDERS: Mapping[str, Contender] = {
 """What is compared, in the order in which it runs."""
 
 
+IN_PHASES = {
+    "fn 1-bit Adam": partial(_lazy, bias_correction=True),
+    "fn 1-bit Adam, warm-up in int8": partial(_lazy, bias_correction=True, warmup=fn.int8()),
+}
+"""What trains in a warm-up and a compressed phase, where steps alone say little."""
+
+
 def for_training(name: str, warm_up: int) -> Callable[[World, nn.Module], Step]:
     """Return how a contender trains, not only steps: 1-bit Adam with a warm-up of so many steps."""
-    if name != "fn 1-bit Adam":
+    if name not in IN_PHASES:
         return CONTENDERS[name].make
-    return partial(ours, partial(_lazy, bias_correction=True), schedule=fn.freeze_after(warm_up))
+    return partial(ours, IN_PHASES[name], schedule=fn.freeze_after(warm_up))

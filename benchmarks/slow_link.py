@@ -22,11 +22,12 @@ from typing import Any
 import links
 import measure
 import slow_link_report as report
+from contenders import IN_PHASES
 from slow_link_rank import RATES
 
 RANK = Path(__file__).with_name("slow_link_rank.py")
 
-LOSS_OF = ["DDP fp32", "DDP bf16", "DDP PowerSGD 1", "fn LoCo int4, int8 back", "fn 1-bit Adam"]
+LOSS_OF = ["DDP fp32", "DDP bf16", "DDP PowerSGD 1", "fn LoCo int4, int8 back", *IN_PHASES]
 
 
 def parse() -> argparse.Namespace:

@@ -17,7 +17,7 @@ from typing import Any
 import links
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, DDP, NONE, Batch, Step, World, build, for_training
+from contenders import CONTENDERS, DDP, IN_PHASES, NONE, Batch, Step, World, build, for_training
 from train_lm import cut, read_standard_library
 
 import fn
@@ -132,7 +132,7 @@ class Bench:
         if self.settings["loss_seconds"]:
             if throttled:
                 links.throttle(RATES[self.settings["loss_rate"]])
-            names = [n for n in self.settings["loss_of"] if n in self.names]
+            names = [n for n in self.settings["loss_of"] if n in (*self.names, *IN_PHASES)]
             result["loss rate"] = self.settings["loss_rate"] if throttled else "unthrottled"
             result["loss"] = {name: self.descent(name, self.settings["loss_seconds"]) for name in names}
         model = build(self.size)
