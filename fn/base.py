@@ -16,6 +16,7 @@ other: full precision in the warm-up, codes in the compressed phase, nothing in 
 from __future__ import annotations
 
 import enum
+import numbers
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
@@ -87,6 +88,19 @@ def has_phase(transform: Transform, phase: Phase) -> bool:
     return not isinstance(getattr(transform, f"{phase.value}_update"), _Missing)
 
 
+def check_transform(argument: str, value: Any) -> None:
+    """Raise a TypeError that names the argument if a value is no transform, but the function that makes one, say."""
+    if not hasattr(value, "warmup_update"):
+        found = getattr(value, "__name__", type(value).__name__)
+        raise TypeError(f"{argument} is {found}; allowed are transforms, such as fn.scale_by_adam()")
+
+
+def check_number(argument: str, value: Any) -> None:
+    """Raise a TypeError that names the argument if a value is no number, but its text, as from a file of settings."""
+    if not isinstance(value, numbers.Real | Tensor):
+        raise TypeError(f"{argument}: is {value!r}; allowed are numbers")
+
+
 def lift(init: Callable[[Tree], Tree], update: UpdateFn) -> Transform:
     """Make a link that does not communicate: the same update in every phase."""
     return Transform(init, update, update, update)
@@ -109,9 +123,7 @@ def chain(*links: Transform) -> Transform:
     Raises: TypeError if a link is no transform.
     """
     for place, link in enumerate(links):
-        if not hasattr(link, "warmup_update"):
-            found = getattr(link, "__name__", type(link).__name__)
-            raise TypeError(f"links: number {place} is {found}; allowed are transforms, such as fn.scale_by_adam()")
+        check_transform(f"links: number {place}", link)
 
     def init(params: Tree) -> Tree:
         return tuple(link.init(params) for link in links)

@@ -197,11 +197,37 @@ def optimizer_of(make=fn.adamw, **more):
         (lambda: fn.onebit_adam(axis="data", codec=fn.sign), "codec: is <function sign.*allowed is a Codec, fn.sign"),
         (lambda: fn.onebit_adam(axis="data", codec="sign"), "codec: is 'sign'; allowed is a Codec,"),
         (lambda: fn.onebit_adam(axis="data", feedback=fn.classic), "feedback: is <function .*fn.classic"),
+        (lambda: fn.sharded(fn.scale_by_adam, "data"), "inner: is scale_by_adam; allowed are transforms"),
+        (lambda: fn.skip_nonfinite(fn.adamw), "inner: is adamw; allowed are transforms"),
+        (lambda: fn.mask(fn.adamw, True), "inner: is adamw; allowed are transforms"),
+        (lambda: fn.partition({"a": fn.adamw}, "a"), "transforms: 'a' is adamw; allowed are transforms"),
+        (lambda: optimizer_of(lambda lr: fn.adamw), "make: its result is adamw; allowed are transforms"),
+        (lambda: fn.simulate("data", lambda x: x, 4), "f: is str; allowed is a function"),
+        (lambda: optimizer_of().load_state_dict(None), "state_dict: is NoneType; allowed is what fn.Optimizer"),
+        (lambda: fn.flatten_parameters(torch.nn.Linear(2, 2), dtype="bf16"), "dtype: is bf16; allowed are floating"),
+        (lambda: fn.onebit_adam(axis="data", eps="1e-8"), "eps: is '1e-8'; allowed are numbers"),
+        (lambda: fn.adamw(b1=None), "b1: is None; allowed are numbers"),
+        (lambda: fn.lamb("1e-3"), "lr: is '1e-3'; allowed are numbers"),
+        (lambda: fn.zero_one_adam("1e-3", axis="data"), "lr: is '1e-3'; allowed are numbers"),
+        (lambda: optimizer_of(weight_decay="0.1"), "weight_decay: is '0.1'; allowed are numbers"),
+        (lambda: fn.clip_by_global_norm("1"), "max_norm: is '1'; allowed are numbers"),
+        (lambda: fn.damped("0.8"), "beta: is '0.8'; allowed are numbers"),
     ],
 )
 def test_what_was_not_called_or_is_of_another_kind_is_refused_by_name(use, text):
     with pytest.raises(TypeError, match=text):
         use()
+
+
+@each_optimizer
+@pytest.mark.parametrize("axis", ["data", None])
+def test_a_model_or_a_generator_instead_of_its_parameters_is_refused_at_init(optimizer, axis):
+    model = torch.nn.Linear(2, 2)
+    if axis is None and optimizer.name not in ("adamw", "lamb"):
+        return
+    for params, found in ((model, "Linear"), (model.parameters(), "generator"), ({"a": 1.0}, "float")):
+        with pytest.raises(TypeError, match=f"params: leaf .* is {found}; allowed are dense real"):
+            optimizer.make(lr=0.1, axis=axis).init(params)
 
 
 @pytest.mark.parametrize("axis", [3, None, ()])

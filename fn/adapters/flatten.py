@@ -60,7 +60,7 @@ def flatten_parameters(
 
 
 def _check(params: list[Tensor], dtype: torch.dtype | None, align: int) -> None:
-    if dtype is not None and not dtype.is_floating_point:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(f"dtype: is {dtype}; allowed are floating dtypes and None")
     if align < 1:
         raise ValueError(f"align: is {align}; allowed is at least 1")

@@ -68,6 +68,8 @@ def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype; nothing
         is copied then.
     """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"state_dict: is {type(saved).__name__}; allowed is what fn.Optimizer.state_dict returned")
     if {"state", "param_groups"} <= saved.keys():
         text = "state_dict: is of an optimizer of torch; allowed is what fn.Optimizer.state_dict returned; start anew"
         raise ValueError(f"{text}, with a warm-up in which the moments build up again")

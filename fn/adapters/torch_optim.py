@@ -20,7 +20,7 @@ from fn.adapters.rank_checks import check_accepted, check_listed, check_start, d
 from fn.adapters.staged import apply, commit, detached, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.adapters.unmoved import warn_of_late_group, warn_of_schedule, warn_of_thawed
-from fn.base import Phase, Transform, UpdateFn
+from fn.base import Phase, Transform, UpdateFn, check_transform
 from fn.collectives.agreement import describe
 from fn.collectives.axis import current_binding, rank_dims
 from fn.collectives.peers import named
@@ -171,7 +171,9 @@ class Optimizer(torch.optim.Optimizer):
         """Return a group's learning rate as a tensor and its transform; asks no other rank."""
         lr = param_groups.learning_rate(group)
         with self._binding:
-            return lr, self.make(lr=lr, **param_groups.shown(group, self.make))
+            made = self.make(lr=lr, **param_groups.shown(group, self.make))
+        check_transform("make: its result", made)
+        return lr, made
 
     def _start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         assert transform is not None

@@ -124,9 +124,11 @@ def simulate(
             None in `in_dims` hands every rank the same value. None in `out_dims` says that the result is the same
             on every rank, and is checked: a result that depends on the rank is refused.
     Returns: a function of the same arguments. Simulations of different axes may be nested.
-    Raises: ValueError if size < 1, or from the returned function if out_dims promises a replication that is
-        not there.
+    Raises: TypeError if f is no function; ValueError if size < 1, or from the returned function if out_dims promises a
+        replication that is not there.
     """
+    if not callable(f):
+        raise TypeError(f"f: is {type(f).__name__}; allowed is a function of trees of tensors")
     if size < 1:
         raise ValueError(f"size: is {size}; allowed is at least 1")
 

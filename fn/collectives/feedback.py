@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fn.base import check_number
 from fn.collectives.segments import tile
 from fn.collectives.store import store_of
 
@@ -142,6 +143,7 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
     Differs: beta weights the old error, as in DeepSpeed; the scale of the stored error is taken from each block's
         maximum, not given. DeepSpeed resets one parameter at a time by a shared counter, here each error has its own.
     """
+    check_number("beta", beta)
     if not 0 <= beta < 1:
         raise ValueError(f"beta: is {beta}; allowed is 0 <= beta < 1")
     for name, value in (("every", every), ("block", block)):

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
+from fn import tree
 from fn.base import Transform
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames
@@ -21,6 +24,8 @@ def agreed(inner: Transform, axis: AxisNames | None) -> Transform:
         return inner
 
     def init(params: Tree) -> Tree:
+        if not all(isinstance(leaf, Tensor) for leaf in tree.leaves(params)):  # a model or a generator, for one
+            tree.check_real(params, "params")
         check_agreement(axis, {**describe_leaves(params), **describe(inner)}, device_of(params))
         return inner.init(params)
 

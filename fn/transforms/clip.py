@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform
+from fn.base import Transform, check_number
 from fn.collectives.axis import AxisNames
 from fn.collectives.primitives import pmean
 from fn.kernels.eager import pooled
@@ -29,6 +29,7 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
 
     Paper: Pascanu et al., On the difficulty of training recurrent neural networks (arXiv 1211.5063), algorithm 1.
     """
+    check_number("max_norm", max_norm)
     if not max_norm > 0:
         raise ValueError(f"max_norm: is {max_norm}; allowed is more than 0")
 

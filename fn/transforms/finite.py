@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, has_phase
+from fn.base import Phase, Transform, UpdateFn, check_transform, has_phase
 from fn.collectives.axis import rank_dims
 from fn.kernels.eager import is_eager
 from fn.transforms.in_place import side_by_side
@@ -41,7 +41,10 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
     Returns: a transform with the phases of `inner`.
     """
 
+    check_transform("inner:", inner)
+
     def init(params: Tree) -> SkipState:
+        tree.check_real(params, "params")
         leaves = tree.leaves(params)
         device = leaves[0].device if leaves else torch.device("cpu")
         return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device))

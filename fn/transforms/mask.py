@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, has_phase
+from fn.base import Phase, Transform, UpdateFn, check_transform, has_phase
 
 Tree = Any
 
@@ -24,6 +24,8 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
     Example, no weight decay on vectors: `mask(add_decayed_weights(0.1), lambda p: tree.map(lambda x: x.ndim > 1, p))`.
     """
+
+    check_transform("inner:", inner)
 
     def chosen(params: Tree) -> list[bool]:
         found = mask(params) if callable(mask) else mask
@@ -72,6 +74,9 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         partition({"codes": onebit_adam(axis="data"), "full": full},
                   lambda params: tree.map(lambda p: "full" if p.ndim < 2 else "codes", params))
     """
+
+    for label, transform in transforms.items():
+        check_transform(f"transforms: {label!r}", transform)
 
     def places(params: Tree) -> dict[str, list[int]]:
         found = labels(params) if callable(labels) else labels

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, lift, missing
+from fn.base import Phase, Transform, check_number, lift, missing
 from fn.kernels import reference
 from fn.kernels.eager import is_eager, pooled
 
@@ -131,8 +131,10 @@ def scale_by_onebit_adam(
 def check_betas(b1: float, b2: float, eps: float) -> None:
     """Refuse decay rates outside [0, 1) and an eps that is negative or not finite with a ValueError."""
     for name, b in (("b1", b1), ("b2", b2)):
+        check_number(name, b)
         if not 0.0 <= b < 1.0:
             raise ValueError(f"{name}: is {b}; allowed is [0, 1)")
+    check_number("eps", eps)
     if not 0.0 <= eps < math.inf:
         raise ValueError(f"eps: is {eps}; allowed are finite numbers of at least 0")
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, has_phase, missing
+from fn.base import Phase, Transform, UpdateFn, check_transform, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size
 from fn.collectives.codec import identity
@@ -124,6 +124,7 @@ def sharded(
     Differs: params stay whole on every rank, so this is not stage 3; `fn.adapters.fsdp` is for that. Where a state of
         inner is not finite or a guard inside of it skips, the shard's updates are NaN, for all ranks to see and skip.
     """
+    check_transform("inner:", inner)
     rules = rules_of(
         axis, codec, feedback, gather=gather, gather_feedback=gather_feedback, master=master, layout=layout,
         momentum=momentum,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, stateless
+from fn.base import Transform, check_number, stateless
 from fn.kernels.eager import pooled
 
 Tree = Any
@@ -34,8 +34,19 @@ def add_decayed_weights(weight_decay: float) -> Transform:
 
 def check_decay(weight_decay: float) -> None:
     """Refuse a weight decay that is negative or not finite with a ValueError."""
+    check_number("weight_decay", weight_decay)
     if not 0 <= weight_decay < math.inf:
         raise ValueError(f"weight_decay: is {weight_decay}; allowed are finite numbers of at least 0")
+
+
+def check_rate(lr: float | Tensor) -> None:
+    """Refuse a learning rate that is no number, negative, not finite, or a tensor with a dimension."""
+    check_number("lr", lr)
+    if isinstance(lr, Tensor):
+        if lr.ndim:
+            raise ValueError(f"lr: has shape {tuple(lr.shape)}; allowed are floats and 0-d tensors")
+    elif not 0 <= lr < math.inf:
+        raise ValueError(f"lr: is {lr}; allowed are finite numbers of at least 0")
 
 
 def scale_by_learning_rate(lr: float | Tensor) -> Transform:
@@ -44,12 +55,7 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     Args: lr: a float, or a 0-d tensor, which a scheduler may fill in place between steps without a recompile.
     Raises: ValueError if lr is negative or not finite, or a tensor with a dimension.
     """
-    if isinstance(lr, Tensor):
-        if lr.ndim:
-            raise ValueError(f"lr: has shape {tuple(lr.shape)}; allowed are floats and 0-d tensors")
-    elif not 0 <= lr < math.inf:
-        raise ValueError(f"lr: is {lr}; allowed are finite numbers of at least 0")
-
+    check_rate(lr)
     tensors = (lr,) if isinstance(lr, Tensor) else ()
 
     def scale(updates: Tree, params: Tree) -> Tree:

@@ -16,7 +16,7 @@ from fn.transforms.moments import (
     moving_average_of_squares,
     start_moments,
 )
-from fn.transforms.weights import check_decay
+from fn.transforms.weights import check_decay, check_rate
 
 Tree = Any
 
@@ -98,6 +98,7 @@ def scale_by_zero_one_adam(
     """
     check_betas(b1, b2, eps)
     check_decay(weight_decay)
+    check_rate(lr)
     if compress not in ("steps", "gradients"):
         raise ValueError(f"compress: is {compress!r}; allowed are 'steps' and 'gradients'")
 
