@@ -25,18 +25,25 @@ class Arrivals:
         self._waiting = list(order)
         self._places = {id(p): (i, j) for i, parcel in enumerate(parcels) for j, p in enumerate(parcel)}
         self._found: list[dict[int, Tensor]] = [{} for _ in parcels]
+        self._missing = [sum(p.requires_grad for p in parcel) for parcel in parcels]
 
     def add(self, params: Iterable[Tensor], grads: Iterable[Tensor]) -> list[int]:
         """Note gradients; return the parcels that can leave now. Parameters of no parcel are passed over."""
         for p, g in zip(params, grads, strict=True):
-            if id(p) in self._places:
-                i, j = self._places[id(p)]
+            place = self._places.get(id(p))
+            if place is not None:
+                i, j = place
+                self._missing[i] -= j not in self._found[i]
                 self._found[i][j] = g
-        count = 0
-        while count < len(self._waiting) and self._is_complete(self._waiting[count]):
-            count += 1
-        ready, self._waiting = self._waiting[:count], self._waiting[count:]
+        ready: list[int] = []
+        while self._waiting and self._missing[self._waiting[0]] == 0:
+            ready.append(self._waiting.pop(0))
         return ready
+
+    def missing(self) -> list[Tensor]:
+        """Return the parameters whose gradients have not come."""
+        pairs = zip(self._parcels, self._found, strict=True)
+        return [p for parcel, found in pairs for j, p in enumerate(parcel) if j not in found]
 
     def rest(self) -> list[int]:
         """Return the parcels that have not left; at the end of a pass, those with parameters outside of it."""
@@ -47,9 +54,6 @@ class Arrivals:
         """Return a gradient per parameter of a parcel, zeros where none came."""
         found = self._found[parcel]
         return [found[j] if j in found else p.new_zeros(p.shape) for j, p in enumerate(self._parcels[parcel])]
-
-    def _is_complete(self, parcel: int) -> bool:
-        return len(self._found[parcel]) == sum(p.requires_grad for p in self._parcels[parcel])
 
 
 def leaving_order(parcels: Sequence[Parcel], params: Iterable[Tensor]) -> list[int]:

@@ -52,9 +52,8 @@ class GradientHooks:
     """
 
     def __init__(self, params: Sequence[Tensor], running: Overlap):
-        self._params, self._running = params, running
+        self._running = running
         self._pass: int | None = None
-        self._arrived: set[int] = set()
         for p in params:
             p.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -63,16 +62,15 @@ class GradientHooks:
             return
         now = torch._C._current_graph_task_id()
         if now != self._pass:  # the one before may have broken off
-            self._pass, self._arrived = now, set()
+            self._pass = now
             self._running.begin()
             Variable._execution_engine.queue_callback(self._on_end)
-        self._arrived.add(id(p))
-        if self._running.is_taking and p.grad is not None:
-            self._running.arrive([p], [p.grad])
+        if self._running.is_taking and (grad := p.grad) is not None:
+            self._running.arrive([p], [grad])
 
     def _on_end(self) -> None:
         self._pass = None
         if self._running.is_taking:
-            earlier = [p for p in self._params if id(p) not in self._arrived and p.grad is not None]
-            self._running.arrive(earlier, [p.grad for p in earlier if p.grad is not None])
+            earlier = [(p, grad) for p in self._running.missing() if (grad := p.grad) is not None]
+            self._running.arrive([p for p, _ in earlier], [grad for _, grad in earlier])
             self._running.end()

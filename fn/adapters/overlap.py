@@ -128,6 +128,10 @@ class Overlap:
         if self._arrivals is not None:
             self._send(self._arrivals.add(params, grads))
 
+    def missing(self) -> list[Tensor]:
+        """Return the parameters whose gradients have not come in this backward pass."""
+        return [] if self._arrivals is None else self._arrivals.missing()
+
     def end(self) -> None:
         """End the backward pass: send the param groups that were not complete, zeros for what is missing."""
         if self._arrivals is not None:
@@ -212,15 +216,15 @@ class Overlap:
         if self._scaler is None and hasattr(self._optimizer, "found_inf"):
             raise ValueError("scaler: scales the loss, but overlap does not know it; pass overlap(..., scaler=scaler)")
         factor = 1.0 / self._scale if unscaled_since and self._scale else 1.0
-        for group, before in self._samples.items():
-            params = self._optimizer.param_groups[group]["params"]
-            now = _sample([p.new_zeros(()).expand(p.shape) if p.grad is None else p.grad for p in params])
-            if not torch.allclose(now, before * factor, rtol=1e-3, atol=0.0, equal_nan=True):
-                raise ValueError(
-                    f"gradients of param group {group}: changed between backward and step, by clipping perhaps, but "
-                    f"the step was taken behind backward; leave out what changes them, or give the optimizer max_norm "
-                    f"to clip by, with keep_local(model) instead of overlap"
-                )
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        now = {group: _sample([_grad(p) for p in groups[group]]) for group in self._samples}
+        if not _near(now.values(), self._samples.values(), factor):
+            group = next(g for g in now if not _near([now[g]], [self._samples[g]], factor))
+            raise ValueError(
+                f"gradients of param group {group}: changed between backward and step, by clipping perhaps, but "
+                f"the step was taken behind backward; leave out what changes them, or give the optimizer max_norm "
+                f"to clip by, with keep_local(model) instead of overlap"
+            )
 
     def _read_settings(self) -> list[Any]:
         optimizer = self._optimizer
@@ -239,4 +243,15 @@ class Overlap:
 def _sample(grads: list[Tensor]) -> Tensor:
     """Return the first element of each gradient."""
     first = [g.as_strided((), ()) for g in grads if g.numel()]
-    return torch.stack(first).double().cpu() if first else torch.zeros(0)
+    return torch.stack(first).cpu() if first else torch.zeros(0)
+
+
+def _near(now: Iterable[Tensor], before: Iterable[Tensor], factor: float) -> bool:
+    """Tell whether samples are, but for rounding, `factor` times what they were."""
+    ours, theirs = torch.cat([*now]).double(), torch.cat([*before]).double() * factor
+    return torch.allclose(ours, theirs, rtol=1e-3, atol=0.0, equal_nan=True)
+
+
+def _grad(p: Tensor) -> Tensor:
+    """Return the gradient of a parameter, a zero where there is none."""
+    return p.new_zeros(()).expand(p.shape) if p.grad is None else p.grad

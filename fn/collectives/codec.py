@@ -141,7 +141,11 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         if block is None and sums.shape[0] > 1:  # a tensor's scale is the same in all rows
             sums = sums.sum(0, keepdim=True)
         scales = sums.sqrt().to(dtype) / at.roots.to(dtype)
-        return SignPayload(scales.expand(rows, -1), bits.reshape(rows, -1)), scales.expand(at.rows, -1).contiguous()
+        if scales.shape[0] != at.rows:
+            scales = scales.expand(at.rows, -1).contiguous()
+        if rows == at.rows:
+            return SignPayload(scales, bits), scales
+        return SignPayload(scales.expand(rows, -1), bits.reshape(rows, -1)), scales
 
     def encode(x: Tensor) -> SignPayload:
         at = place(x.shape[0], x.shape[1], x.device)

@@ -10,9 +10,7 @@ The pool holds at most what was in use at the same time: a block is made only wh
 
 from __future__ import annotations
 
-import ctypes
 import math
-import weakref
 from collections import deque
 from collections.abc import Sequence
 
@@ -27,7 +25,7 @@ ALIGNMENT = 64
 FORGET_AFTER = 256
 """Leases after which free blocks of a size that nobody asked for are given back."""
 
-Block = np.ndarray  # uint8; owns the memory
+Block = np.ndarray  # uint8, aligned
 
 _free: dict[int, deque[Block]] = {}  # bytes -> free blocks; deques, because a finalizer may run inside any line here
 _asked: dict[int, int] = {}  # bytes -> number of the last lease
@@ -45,10 +43,19 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if size < SMALLEST:
         return torch.empty(tuple(shape), dtype=dtype)
     block = _take(size)
-    offset = -block.ctypes.data % ALIGNMENT
-    lease = (ctypes.c_char * size).from_buffer(block.data, offset)
-    weakref.finalize(lease, _give_back, size, block).atexit = False
-    return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
+    lease = block.view(_Lease)
+    lease.block = block
+    return torch.frombuffer(lease, dtype=dtype).view(tuple(shape))
+
+
+class _Lease(np.ndarray):
+    """A block in use: what the storage of a tensor holds on to."""
+
+    block: Block
+
+    def __del__(self) -> None:
+        if _free is not None:  # as names of modules are when Python ends
+            _free.setdefault(self.size, deque()).append(self.block)
 
 
 def _take(size: int) -> Block:
@@ -59,11 +66,9 @@ def _take(size: int) -> Block:
         return _free.setdefault(size, deque()).pop()
     except IndexError:
         _forget()
-        return np.empty(size + ALIGNMENT, dtype=np.uint8)
-
-
-def _give_back(size: int, block: Block) -> None:
-    _free.setdefault(size, deque()).append(block)
+        memory = np.empty(size + ALIGNMENT, dtype=np.uint8)
+        offset = -memory.ctypes.data % ALIGNMENT
+        return memory[offset : offset + size]
 
 
 def _forget() -> None:

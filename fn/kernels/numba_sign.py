@@ -20,7 +20,11 @@ def _single(*tensors: Tensor) -> list[Tensor] | None:
     """Return the tensors as contiguous float32, or None if one of them is float64."""
     if any(t.dtype == torch.float64 for t in tensors):
         return None
-    return [t.to(torch.float32).contiguous() for t in tensors]
+    return [t if _is_plain(t) else t.to(torch.float32).contiguous() for t in tensors]
+
+
+def _is_plain(t: Tensor) -> bool:
+    return t.dtype == torch.float32 and t.is_contiguous()
 
 
 @lru_cache(maxsize=2)
@@ -79,8 +83,7 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
 def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_encode_feedback_`."""
     at = places(runs)
-    plain = all(t.dtype == torch.float32 and t.is_contiguous() for t in (x, buffer, sent))
-    if not plain or not at.aligned:
+    if not all(map(_is_plain, (x, buffer, sent))) or not at.aligned:
         return NotImplemented
     valid = valid.contiguous()
     bits = empty((x.shape[0], reference.bytes_for(at.n)), torch.uint8)
@@ -102,7 +105,7 @@ def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int])
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual_`."""
-    if not all(t.dtype == torch.float32 and t.is_contiguous() for t in (b, scales)):
+    if not all(map(_is_plain, (b, scales))):
         return NotImplemented
     addresses = b.data_ptr(), scales.data_ptr(), b.data_ptr()
     run(loops.residual, places(runs), valid.contiguous(), *addresses, over=True)

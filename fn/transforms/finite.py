@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -127,8 +128,8 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
         return torch.tensor(True)
     device = leaves[0].device
     if device.type == "cpu" and is_eager(*leaves):
-        sums = torch.stack([x.sum(dtype=x.dtype).double() for x in leaves])
-        if torch.isfinite(sums).all():  # a finite sum proves it in half the time; an infinite one proves nothing
+        sums = [float(x.sum(dtype=x.dtype)) for x in leaves]
+        if all(map(math.isfinite, sums)):  # finite sums prove it in half the time; an infinite one proves nothing
             return torch.tensor(True)
     # Smallest and largest are NaN or Inf where any element is: one pass, and no temporary of the leaf's size.
     ends = [end.double().to(device) for x in leaves for end in torch.aminmax(x)]
