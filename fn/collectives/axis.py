@@ -146,6 +146,8 @@ def simulate(
             return tuple(x for x, d in pairs if d is not None)
 
         dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
+        for number, (arg, dim) in enumerate(zip(args, dims, strict=False)):
+            _check_slices(number, arg, dim, size)
         mapped = iter(torch.func.vmap(on_rank, in_dims=(0, *dims))(torch.arange(size), *args))
         structure, dims, same = kept
         pairs = zip(dims, same, strict=True)
@@ -153,6 +155,20 @@ def simulate(
         return tree.unflatten(structure, leaves)
 
     return run
+
+
+def _check_slices(number: int, arg: Any, dims: Any, size: int) -> None:
+    """Refuse an argument of a simulation that has no slice for each rank where `dims` says so."""
+    leaves, structure = tree.flatten(arg)
+    for place, (leaf, dim) in enumerate(zip(leaves, tree.broadcast(dims, structure) or (), strict=False)):
+        if not isinstance(leaf, Tensor) or dim is None:
+            continue
+        if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != size:
+            raise ValueError(
+                f"in_dims: is {dim} for leaf {tree.paths(arg)[place] or 'the root'!r} of argument {number}, which has "
+                f"the shape {tuple(leaf.shape)}; allowed are {size} slices there, one for each rank; None is for what "
+                f"all ranks share, fn.rank_dims(state) for a state"
+            )
 
 
 def _replicated(x: Any, rank: Tensor) -> Any:

@@ -15,6 +15,19 @@ from fn import tree
 from fn.collectives.axis import current_binding
 
 
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        ((torch.ones(2), torch.ones(3)), r"leaf 'the root' of argument 1, which has the shape \(3,\)"),
+        (({"b": torch.ones(())}, torch.ones(2)), r"leaf 'b' of argument 0, which has the shape \(\)"),
+    ],
+)
+def test_an_argument_without_a_slice_for_each_rank_is_refused_by_leaf(args, text):
+    """A state, for one, of which some leaves are the same on all ranks."""
+    with pytest.raises(ValueError, match="in_dims: is 0 for " + text + r"; allowed are 2 slices .* fn\.rank_dims"):
+        fn.simulate(lambda x, y: y, "data", 2)(*args)
+
+
 def test_without_any_binding_an_axis_has_one_rank():
     assert fn.axis_size("data") == 1
     assert fn.axis_index("data") == 0
