@@ -18,7 +18,7 @@ def warn_of_schedule(optimizer: Optimizer, given: bool) -> None:
     """Warn of a schedule without a first warm-up step, and of none where several ranks could compress."""
     several = any(optimizer._binding.axes[axis].size > 1 for axis in optimizer._axes())
     if not given and several and ERROR in tree.leaves(kinds(optimizer.states)):
-        text = "schedule: is None, so every step is a warm-up step and nothing is compressed; pass fn.freeze_after(n)"
+        text = "schedule: is None, so every step is a warm-up step; pass fn.freeze_after(n) for the compressed phase"
         warnings.warn(text, stacklevel=3)
     if optimizer.schedule(0) in (Phase.COMPRESSED, Phase.LOCAL) and tree.fields(optimizer.states, "nu"):
         text = "schedule: has no warm-up; the first step is one, for there is no second moment yet"

@@ -187,7 +187,7 @@ def compresses_without_a_schedule() -> list[str]:
 
 
 def test_without_a_schedule_several_ranks_are_warned_that_nothing_is_compressed():
-    text = "schedule: is None, so every step is a warm-up step and nothing is compressed; pass fn.freeze_after(n)"
+    text = "schedule: is None, so every step is a warm-up step; pass fn.freeze_after(n) for the compressed phase"
     for found in ranks.run(2, compresses_without_a_schedule):
         assert found == [text if Phase.COMPRESSED in o.phases else "" for o in OPTIMIZERS]
 
