@@ -70,17 +70,15 @@ def leaving_order(parcels: Sequence[Parcel], params: Iterable[Tensor]) -> list[i
 def split(params: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
     """Cut a list of parameters, from its end, into parcels of about `elements` elements.
 
-    A parcel is closed as soon as it is large enough. The first, of the layers where a backward pass begins, is half as
-    large, so that the wire starts early. The last ones take half of what is left each, down to an eighth of
+    A parcel is closed as soon as it is large enough. The last ones take half of what is left each, down to a quarter of
     `elements`, so that little is on its way when the backward pass ends.
     """
     parcels: list[list[Tensor]] = [[]]
-    count, left, enough = 0, sum(p.numel() for p in params), elements / 2
+    count, left = 0, sum(p.numel() for p in params)
     for p in reversed(params):
-        if parcels[-1] and count >= enough:
+        if parcels[-1] and count >= min(elements, max(left / 2, elements / 4)):
             parcels.append([])
-            left -= count
-            count, enough = 0, min(elements, max(left / 2, elements / 8))
+            left, count = left - count, 0
         parcels[-1].insert(0, p)
         count += p.numel()
     return parcels

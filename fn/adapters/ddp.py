@@ -37,8 +37,8 @@ from fn.collectives.transports import registered
 from fn.schedules import Schedule
 from fn.transforms.average import average, compressed_average
 
-BUCKET = 1 << 21
-"""Elements that travel together: small enough to start early, large enough for few messages."""
+BUCKET = 3 << 20
+"""Elements that travel together: small enough to start early, large enough for few messages, for each has its price."""
 
 AXIS = "data"
 """What the ranks of a model are called here."""
@@ -64,8 +64,8 @@ def keep_local(model: Any) -> Any:
 def bucketed(params: Iterable[Any], elements: int = BUCKET) -> list[dict[str, Any]]:
     """Split parameters, or param groups, into param groups that `overlap` sends one by one.
 
-    Args: params: as for an optimizer, but no named ones. elements: the size from which on a group is closed; the first
-        one is half as large and the last ones get smaller, so that the wire starts early and ends soon.
+    Args: params: as for an optimizer, but no named ones. elements: the size from which on a group is closed; the last
+        ones get smaller, so that the wire ends soon.
     Returns: param groups with the hyper-parameters of those that they are parts of, the last parameters first.
     Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors.
     """
