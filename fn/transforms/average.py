@@ -63,6 +63,9 @@ def average(
         raise ValueError("codec: is given without an axis; nothing travels")
     inner = _in_codes(axis, codec, damped() if feedback is None else feedback, layout, of_gradients=True)
 
+    def init(params: Tree) -> CodedAverageState:
+        return CodedAverageState(inner.init(params))
+
     def warmup(updates: Tree, state: CodedAverageState, params: Tree, /) -> tuple[Tree, CodedAverageState]:
         mean, errors = inner.compressed_update(updates, state.gradient_errors, params)
         return mean, CodedAverageState(errors)
@@ -70,7 +73,7 @@ def average(
     def rest(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         return updates, state
 
-    return Transform(lambda params: CodedAverageState(inner.init(params)), warmup, rest, rest)
+    return Transform(init, warmup, rest, rest)
 
 
 def _exact_average(axis: AxisNames | None) -> Transform:
