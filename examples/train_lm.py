@@ -341,7 +341,7 @@ def draw_picture(runs: list[Run], path: Path, freeze_step: int) -> None:
                 marker="o",
                 markersize=3,
                 color=f"C{place}",
-                linewidth=max(1.5, 6 - 2 * place),  # curves that coincide can be seen one inside the other
+                linewidth=max(1.5, 5 - 1.5 * place),  # curves that coincide can be seen one inside the other
                 label=run.optimizer,
             )
     if any("compressed" in run.phases for run in runs):

@@ -45,9 +45,11 @@ def average(
 
     Args:
         axis: the axis' name, or several names from the fastest network to the slowest. None: nothing is averaged.
-        codec: what the updates travel as. None: exactly. Where a warm-up is a fifth of a run whose other steps send one
-            bit per element, it is most of what the run sends; `int8()` sends a quarter of it, `int4()` an eighth.
-        feedback: what becomes of what was not delivered, where there is a codec; None is `damped()`.
+        codec: what the updates travel as. None: exactly. An exact warm-up of a fifth of a run whose other steps send
+            one bit per element is most of what the run sends; in `int8()` it takes a quarter of the bytes of float32,
+            in `int4()` an eighth.
+        feedback: what becomes of what was not delivered, where there is a codec; None is `damped()`, which keeps a byte
+            per element.
         layout: as for `compressed_average`.
     Returns: a transform without state if there is no codec, else with a `CodedAverageState`.
     Raises: ValueError for a feedback without a codec, or a codec without an axis; from the update if the axis is not
