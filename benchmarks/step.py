@@ -162,6 +162,8 @@ def all_contenders(total: int, compiled: bool, only: str = "") -> Contenders:
         found.add(f"1-bit Adam compressed, fn.Optimizer{name}", make, streams + 1)
     ints = partial(fn.onebit_adam, axis="data", codec=fn.int8(), feedback=fn.damped())
     found.add("1-bit Adam in int8, fn.Optimizer", partial(adapter, make=ints, phase=fn.Phase.COMPRESSED), 9)
+    coded = partial(fn.onebit_adam, axis="data", warmup=fn.int8())
+    found.add("1-bit Adam warm-up in int8, fn.Optimizer", partial(adapter, make=coded, phase=fn.Phase.WARMUP), 9)
     zero_one = partial(fn.zero_one_adam, axis="data")
     found.add("0/1 Adam local, fn.Optimizer", partial(adapter, make=zero_one, phase=fn.Phase.LOCAL), 6)
     found.add("0/1 Adam synchronisation, fn.Optimizer", partial(adapter, make=zero_one, phase=fn.Phase.COMPRESSED), 15)
