@@ -27,7 +27,8 @@ with fn.bind(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("
     opt = fn.Optimizer(params, partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_after(4), lr=0.01)
 if (folder / "latest").exists():
     checkpoint.load(folder, opt)
-    print("resumed from step", opt.steps, flush=True)
+    sys.stdout.write(f"resumed from step {opt.steps}\n")  # at once: two ranks write to one terminal
+    sys.stdout.flush()
 while opt.steps < 12:
     generator = torch.Generator().manual_seed(1000 * opt.steps + dist.get_rank())
     for p in params:
