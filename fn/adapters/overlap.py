@@ -194,37 +194,42 @@ class Overlap:
         """
         if self._jobs is None or phase is not self._phase:
             return None
+        absent_elsewhere = self._optimizer._gradients.changed([g["params"] for g in self._optimizer.param_groups])
+        problem = self._find_change()  # while the last codes are on the wire
         jobs, self._jobs = self._jobs, None
         steps = [jobs[group].result() for group in sorted(jobs)]
         for thread in self._threads:
             thread.catch_up()
         if len(steps) < len(self._optimizer.param_groups) or not all(step.ok for step in steps):
             return None
-        if self._optimizer._gradients.changed([group["params"] for group in self._optimizer.param_groups]):
+        if absent_elsewhere:
             return None  # DDP knows on all ranks alike which parameters had no part; the step asks once more
-        self._check_unchanged()
+        if problem is not None:
+            raise problem
         if phase not in self.bytes:
             self.bytes[phase] = sum(self._sent.values())
             self._say(phase)
         return steps
 
-    def _check_unchanged(self) -> None:
+    def _find_change(self) -> ValueError | None:
+        """Return what is wrong if gradients or hyper-parameters are others than those the step was taken with."""
         if self._read_settings() != self._settings:
             text = "param_groups or state: changed between backward and step, but the step was taken behind backward"
-            raise ValueError(text)
+            return ValueError(text)
         unscaled_since = self._scale is not None and getattr(self._optimizer, "grad_scale", None) is None
         if self._scaler is None and hasattr(self._optimizer, "found_inf"):
-            raise ValueError("scaler: scales the loss, but overlap does not know it; pass overlap(..., scaler=scaler)")
+            return ValueError("scaler: scales the loss, but overlap does not know it; pass overlap(..., scaler=scaler)")
         factor = 1.0 / self._scale if unscaled_since and self._scale else 1.0
         groups = [group["params"] for group in self._optimizer.param_groups]
         now = {group: _sample([_grad(p) for p in groups[group]]) for group in self._samples}
-        if not _near(now.values(), self._samples.values(), factor):
-            group = next(g for g in now if not _near([now[g]], [self._samples[g]], factor))
-            raise ValueError(
-                f"gradients of param group {group}: changed between backward and step, by clipping perhaps, but "
-                f"the step was taken behind backward; leave out what changes them, or give the optimizer max_norm "
-                f"to clip by, with keep_local(model) instead of overlap"
-            )
+        if _near(now.values(), self._samples.values(), factor):
+            return None
+        group = next(g for g in now if not _near([now[g]], [self._samples[g]], factor))
+        return ValueError(
+            f"gradients of param group {group}: changed between backward and step, by clipping perhaps, but "
+            f"the step was taken behind backward; leave out what changes them, or give the optimizer max_norm "
+            f"to clip by, with keep_local(model) instead of overlap"
+        )
 
     def _read_settings(self) -> list[Any]:
         optimizer = self._optimizer

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fn.adapters.arrivals import Arrivals, leaving_order, split
+from fn.adapters.arrivals import SHARE, Arrivals, leaving_order, split
 
 
 def parameters(sizes: list[int]) -> list[torch.Tensor]:
@@ -23,14 +23,19 @@ def test_splitting_keeps_every_parameter_once_from_the_end_in_parcels_that_are_l
     assert [id(p) for parcel in reversed(parcels) for p in parcel] == [id(p) for p in params]
     for i, parcel in enumerate(parcels[:-1]):
         left = sum(p.numel() for later in parcels[i:] for p in later)
-        enough = min(elements, max(left / 2, elements / 4))
-        assert sum(p.numel() for p in parcel) >= enough
-        assert sum(p.numel() for p in parcel[1:]) < enough  # it was closed as soon as it was large enough
+        size, before_the_last = sum(p.numel() for p in parcel), sum(p.numel() for p in parcel[1:])
+        enough = min(elements, max(left * SHARE, elements / 4))
+        assert size >= enough
+        assert left - size > elements / 8
+        assert before_the_last < enough  # it was closed as soon as it was large enough
 
 
-def test_the_last_parcels_are_smaller():
-    sizes = [sum(p.numel() for p in parcel) for parcel in split(parameters([1] * 100), 20)]
-    assert sizes == [20, 20, 20, 20, 10, 5, 5]
+def test_the_last_parcels_are_smaller_and_a_small_rest_goes_with_the_one_before():
+    def sized(count: int) -> list[int]:
+        return [sum(p.numel() for p in parcel) for parcel in split(parameters([1] * count), 20)]
+
+    assert sized(100) == [20, 20, 18, 13, 9, 6, 5, 5, 4]
+    assert sized(7) == [7]
 
 
 @given(sizes, st.integers(1, 12), st.randoms())
