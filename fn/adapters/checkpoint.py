@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,10 +31,8 @@ from fn.adapters import checkpoint_files as files
 from fn.adapters import checkpoint_state as portable
 from fn.adapters.carried import PREFIX
 from fn.adapters.state_dict import SAVED_BY, flat_state, restore_flat
+from fn.adapters.torch_optim import Optimizer
 from fn.collectives.peers import named, remember
-
-if TYPE_CHECKING:
-    from fn.adapters.torch_optim import Optimizer
 
 Tree = Any
 Group = dist.ProcessGroup | None
@@ -55,9 +53,10 @@ def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: 
         keep: how many checkpoints stay.
         group: over all ranks; None is the default group.
     Returns: the folder of this checkpoint.
-    Raises: ValueError if the optimizer's axes are not all ranks; `PeerLost` if a rank ends.
+    Raises: ValueError if the optimizer's axes are not all ranks; TypeError if `extra` holds anything but tensors;
+        `PeerLost` if a rank ends.
     """
-    _check_save(keep)
+    _check_save(optimizer, extra, keep)
     return _write(Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group, optimizer._wires)
 
 
@@ -73,7 +72,7 @@ def save_async(
     """
     if portable.world()[1] > 1 and group is None:
         raise ValueError('group: is None; allowed is a group of its own, dist.new_group(backend="gloo")')
-    _check_save(keep)
+    _check_save(optimizer, extra, keep)
     wires = {} if group is None else {"checkpoint": remember(group)}
     return _writer.submit(_write, Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group, wires)
 
@@ -89,6 +88,7 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     Raises: FileNotFoundError if there is no checkpoint; `CheckpointDamaged` on all ranks if a file of it is not what
         was saved; ValueError if it is of another optimizer. Nothing is loaded then.
     """
+    _check(optimizer)
     rank, size = portable.world()
     with named(optimizer._wires):
         found, old = _verified(Path(folder), name, rank, size)
@@ -111,7 +111,18 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     return None if extra is None else _extra(extra, state)
 
 
-def _check_save(keep: int) -> None:
+def _check(optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer, after the folder")
+
+
+def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
+    _check(optimizer)
+    named_leaves = [] if extra is None else zip(tree.paths(extra), tree.leaves(extra), strict=True)
+    for path, leaf in named_leaves:
+        if not isinstance(leaf, Tensor):
+            text = "allowed are tensors, as in a model's state_dict(); torch.save keeps a scheduler's numbers"
+            raise TypeError(f"extra: leaf {path or 'the root'!r} is {type(leaf).__name__}; {text}")
     if keep < 1:
         raise ValueError(f"keep: is {keep}; allowed is at least 1")
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

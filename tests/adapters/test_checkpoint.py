@@ -381,6 +381,22 @@ def test_a_missing_file_an_empty_folder_and_another_optimizer_are_refused(tmp_pa
         checkpoint.load(tmp_path, opt)
 
 
+@pytest.mark.parametrize(
+    ("give", "text"),
+    [
+        (lambda folder, opt: checkpoint.save(folder, torch.nn.Linear(2, 2), opt), "optimizer: is Linear"),
+        (lambda folder, opt: checkpoint.load(folder, torch.optim.SGD([torch.ones(2)])), "optimizer: is SGD"),
+        (lambda folder, opt: checkpoint.save(folder, opt, torch.nn.Linear(2, 2)), "extra: leaf 'the root' is Linear"),
+        (lambda folder, opt: checkpoint.save(folder, opt, {"s": {"epoch": 3}}), "extra: leaf 's.epoch' is int"),
+        (lambda folder, opt: checkpoint.save_async(folder, opt, {"s": None}), "extra: leaf 's' is NoneType"),
+    ],
+)
+def test_what_cannot_be_saved_is_refused_by_name_before_a_file_is_written(give, text, tmp_path):
+    with pytest.raises(TypeError, match=f"{text}; allowed"):
+        give(tmp_path, alone(0)[1])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_old_checkpoints_are_removed_and_an_async_save_is_of_the_moment_it_was_asked_for(tmp_path):
     params, opt = alone(1)
     for _ in range(3):
