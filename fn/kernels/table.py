@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
@@ -73,6 +73,7 @@ _registered: dict[str, list[Accelerator]] = {}  # device type -> rows, the newes
 _loaded: dict[str, list[Accelerator]] = {}  # rows of entry points and of this package
 _refused: dict[tuple[str, str, str], str] = {}  # (device type, provider, op or "") -> reason
 _accepted: dict[tuple[str, str], tuple[Cell, ...]] = {}
+_asked: set[tuple[str, str]] = set()  # (op, device type) whose kernels are asked for known answers now
 
 
 def register(row: Accelerator) -> None:
@@ -162,21 +163,31 @@ def cells(op: str, device_type: str) -> tuple[Cell, ...]:
 
 
 def _accept(op: str, device_type: str) -> tuple[Cell, ...]:
+    key = op, device_type
+    with _lock:  # a thread that comes second must not go on with the reference: its rank would round otherwise
+        if key in _accepted:
+            return _accepted[key]
+        if key in _asked:
+            return ()  # the reference, for what the kernels that are asked need themselves
+        _asked.add(key)
+        try:
+            _accepted[key] = tuple(_believed(op, device_type))
+        finally:
+            _asked.remove(key)
+        return _accepted[key]
+
+
+def _believed(op: str, device_type: str) -> Iterator[Cell]:
     from fn.kernels import acceptance  # it uses the ops, which use the table
 
-    with _lock:
-        found = []
-        _accepted[op, device_type] = ()  # the reference, for what runs meanwhile
-        for row in rows(device_type):
-            if op not in row.kernels:
-                continue
-            reason = acceptance.complaint(op, row.kernels[op], torch.device(device_type))
-            if reason is None:
-                found.append(Cell(row.name, row.kernels[op]))
-            else:
-                _refuse(device_type, row.name, op, reason)
-        _accepted[op, device_type] = tuple(found)
-        return _accepted[op, device_type]
+    for row in rows(device_type):
+        if op not in row.kernels:
+            continue
+        reason = acceptance.complaint(op, row.kernels[op], torch.device(device_type))
+        if reason is None:
+            yield Cell(row.name, row.kernels[op])
+        else:
+            _refuse(device_type, row.name, op, reason)
 
 
 def registered_devices() -> list[str]:

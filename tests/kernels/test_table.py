@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import warnings
 
 import pytest
@@ -81,6 +82,31 @@ def test_a_kernel_may_decline(registered):
     registered(kernels.Accelerator("cpu", {"pack_bits": picky}, provider="picky"))
     assert provider("pack_bits")[0] == "picky"
     assert torch.ops.fn.pack_bits(torch.ones(1, 9, dtype=torch.float64)).tolist() == [[255, 1]]
+
+
+def test_a_thread_that_asks_while_a_kernel_is_tried_waits_for_the_answer(registered):
+    """It went on with the reference: of two ranks that communicate on two threads, one then rounded otherwise."""
+    tried, found = threading.Event(), {}
+
+    def ask(thread):
+        found[thread] = provider("pack_bits")
+
+    second = threading.Thread(target=ask, args=("second",))
+
+    def pack(x):
+        if not tried.is_set():
+            tried.set()
+            found["itself"] = provider("pack_bits")
+            second.start()
+            second.join(0.3)  # as long as it takes to answer without having waited
+        return cpu.pack_bits(x)
+
+    registered(kernels.Accelerator("cpu", {"pack_bits": pack}, provider="slow"))
+    ask("first")
+    second.join()
+    assert found["itself"] == []
+    assert found["first"][0] == "slow"
+    assert found["second"] == found["first"]
 
 
 def test_a_row_that_is_none_is_refused():
