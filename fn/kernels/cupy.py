@@ -72,11 +72,26 @@ def _launch(name: str, at: Places, table: Tensor, valid: Tensor, *args: Tensor |
 
 def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_encode_feedback`."""
+    return _encode(x, buffer, sent, valid, runs, None)
+
+
+def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_encode_feedback_`. A thread reads its elements before it writes them."""
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        return NotImplemented
+    found = _encode(x, buffer, sent, valid, runs, x)
+    return found if found is NotImplemented else found[1:]
+
+
+def _encode(
+    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], out: Tensor | None
+) -> Any:
     at, table = _cut(tuple(runs), x.device)
     if not at.aligned or any(t.dtype == torch.float64 for t in (x, buffer, sent)):
         return NotImplemented
     inputs = [t.to(torch.float32).contiguous() for t in (x, buffer, sent)]
-    out, bits = torch.empty_like(inputs[1]), x.new_empty((x.shape[0], bytes_for(at.n)), dtype=torch.uint8)
+    out = torch.empty_like(inputs[1]) if out is None else out
+    bits = x.new_empty((x.shape[0], bytes_for(at.n)), dtype=torch.uint8)
     squares = torch.empty((x.shape[0], len(at.table)), dtype=torch.float64, device=x.device)
     _launch("encode", at, table, valid, *inputs, out, bits, squares)
     return out, bits, add_up(squares, runs)
@@ -84,12 +99,20 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
 
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual`."""
+    return _residual(b, scales, valid, runs, torch.empty(b.shape, dtype=torch.float32, device=b.device))
+
+
+def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_residual_`."""
+    found = _residual(b, scales, valid, runs, b) if b.is_contiguous() else NotImplemented
+    return found if found is NotImplemented else None
+
+
+def _residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], out: Tensor) -> Any:
     at, table = _cut(tuple(runs), b.device)
     if b.dtype != torch.float32 or scales.dtype != torch.float32:
         return NotImplemented
-    b, scales = b.contiguous(), scales.contiguous()
-    out = torch.empty_like(b)
-    _launch("residual", at, table, valid, b, scales, out)
+    _launch("residual", at, table, valid, b.contiguous(), scales.contiguous(), out)
     return out
 
 
@@ -115,5 +138,6 @@ def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) ->
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    found = (pack_bits, unpack_bits, sign_encode_feedback, sign_residual, sign_decode, sign_decode_mean)
+    found = (pack_bits, unpack_bits, sign_encode_feedback, sign_encode_feedback_, sign_residual, sign_residual_,
+             sign_decode, sign_decode_mean)  # fmt: skip
     return Accelerator(device_type, {f.__name__: f for f in found}, provider="cupy")

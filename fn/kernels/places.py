@@ -59,6 +59,24 @@ def _places(runs: tuple[int, ...], block: int) -> Places:
     return Places(table, n, segments, widths, aligned, whole, even)
 
 
+def same_places(tensors: Sequence[Tensor], table: Tensor, widths: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return views of vectors and views of the rows (R, n) that hold R pieces of each, pair by pair alike.
+
+    Together they are all elements of the vectors. widths: of the pieces, padding included.
+    """
+    flats, rows, start = [], [], 0
+    for flat, width in zip(tensors, widths, strict=True):
+        whole, rest = divmod(flat.shape[0], max(1, width))
+        if whole:
+            flats.append(flat[: whole * width].view(whole, width))
+            rows.append(table[:whole, start : start + width])
+        if rest:
+            flats.append(flat[whole * width :])
+            rows.append(table[whole, start : start + rest])
+        start += width
+    return flats, rows
+
+
 def add_up(squares: Tensor, runs: Sequence[int], block: int = NORM_BLOCK) -> Tensor:
     """Add the squared norms of places (R, places) up to those of segments, in the order of the places: (R, S)."""
     lengths = places_of_segments(tuple(runs), block, squares.device)

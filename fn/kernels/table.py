@@ -30,10 +30,10 @@ GROUP = "fn.accelerators"
 """The entry-point group; an entry point is named after its device type and is a row, or a function returning one."""
 
 BUILT_IN: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("fn.kernels.numba", "fn.kernels.cpu"),
-    "cuda": ("fn.kernels.triton", "fn.kernels.cupy"),
-    "xpu": ("fn.kernels.triton", "fn.kernels.xpu"),
-    "npu": ("fn.kernels.npu",),
+    "cpu": ("fn.kernels.numba", "fn.kernels.cpu", "fn.kernels.foreach"),
+    "cuda": ("fn.kernels.triton", "fn.kernels.cupy", "fn.kernels.foreach"),
+    "xpu": ("fn.kernels.triton", "fn.kernels.xpu", "fn.kernels.foreach"),
+    "npu": ("fn.kernels.npu", "fn.kernels.foreach"),
 }
 """The rows of this package by device type, the fastest first. Each module has a function `row(device_type)`."""
 

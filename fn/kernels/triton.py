@@ -43,14 +43,17 @@ def _launch(kernel: Any, x: Tensor, programs: int, *args: Any, **constants: Any)
         kernel[(programs,)](*args, **constants, num_warps=8, enable_fp_fusion=False)
 
 
-def _encode(x: Tensor, error: tuple[Tensor, Tensor] | None, valid: Tensor, runs: Sequence[int]) -> Any:
+def _encode(
+    x: Tensor, error: tuple[Tensor, Tensor] | None, valid: Tensor, runs: Sequence[int], out: Tensor | None = None
+) -> Any:
     at, table, block = _cut(tuple(runs), SIGN_BLOCK, x.device)
     if not at.aligned or any(t.dtype == torch.float64 for t in (x, *(error or ()))):
         return NotImplemented
     rows = x.shape[0]
     x = x.contiguous()
     buffer, sent = (t.to(torch.float32).contiguous() for t in error or (x.new_empty(1), x.new_empty(1)))
-    out = torch.empty((rows, at.n) if error else (1,), dtype=torch.float32, device=x.device)
+    if out is None:
+        out = torch.empty((rows, at.n) if error else (1,), dtype=torch.float32, device=x.device)
     bits = torch.empty((rows, bytes_for(at.n)), dtype=torch.uint8, device=x.device)
     squares = torch.empty((rows, len(at.table)), dtype=torch.float64, device=x.device)
     _launch(kernels.encode, x, squares.numel(), x, buffer, sent, out, bits, squares, table, valid.contiguous(), at.n,
@@ -84,12 +87,30 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
     return _encode(x, (buffer, sent), valid, runs)
 
 
+def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_encode_feedback_`. A program reads its block before it writes it."""
+    if x.dtype != torch.float32 or not x.is_contiguous():
+        return NotImplemented
+    found = _encode(x, (buffer, sent), valid, runs, x)
+    return found if found is NotImplemented else found[1:]
+
+
+def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.sign_residual_`."""
+    found = _residual(b, scales, valid, runs, b) if b.is_contiguous() else NotImplemented
+    return found if found is NotImplemented else None
+
+
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual`."""
+    return _residual(b, scales, valid, runs, torch.empty(b.shape, dtype=torch.float32, device=b.device))
+
+
+def _residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], out: Tensor) -> Any:
     at, table, block = _cut(tuple(runs), SIGN_BLOCK, b.device)
     if b.dtype != torch.float32 or scales.dtype != torch.float32:
         return NotImplemented
-    b, out = b.contiguous(), torch.empty(b.shape, dtype=torch.float32, device=b.device)
+    b = b.contiguous()
     _launch(kernels.residual, b, b.shape[0] * len(at.table), b, scales.contiguous(), out, table, valid.contiguous(),
             at.n, len(at.table), at.segments, BLOCK=block)  # fmt: skip
     return out
@@ -136,6 +157,6 @@ def row(device_type: str) -> Accelerator:
     """Return the row."""
     from fn.kernels import triton_blocks
 
-    found = (pack_bits, unpack_bits, sign_encode, sign_encode_feedback, sign_residual, sign_serve, sign_decode,
-             sign_decode_mean)  # fmt: skip
+    found = (pack_bits, unpack_bits, sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual,
+             sign_residual_, sign_serve, sign_decode, sign_decode_mean)  # fmt: skip
     return Accelerator(device_type, {f.__name__: f for f in found} | triton_blocks.KERNELS, provider="triton")

@@ -18,7 +18,9 @@ from fn.collectives.compressed import ErrorFeedbackState, compressed_all_reduce,
 from fn.collectives.feedback import Feedback
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.collectives.observe import step_range
+from fn.collectives.segments import Segments
 from fn.kernels import buffers, ops
+from fn.kernels.eager import remembered
 from fn.transforms import layout as layouts
 from fn.transforms.finite import all_finite
 from fn.transforms.in_place import swap
@@ -61,7 +63,7 @@ class Agreed(NamedTuple):
             with step_range("decode and apply"):
                 if isinstance(found, SignPayload):
                     codes = found.bits, found.scales if factor == 1 else found.scales * factor
-                    place = bucket.segments.valid, bucket.segments.runs
+                    place = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
                     ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros)
                 else:
                     write(found if factor == 1 else found.mul_(factor), bucket, m)
@@ -72,6 +74,11 @@ class Agreed(NamedTuple):
         after = ErrorFeedbackState(*(tuple(half) for half in zip(*self.errors, strict=True)))
         for old, new in zip(tree.leaves(sync), tree.leaves(after), strict=True):
             swap(old, new)
+
+
+@remembered
+def _valid_on(segments: Segments, device: torch.device) -> Tensor:
+    return segments.valid.to(device)
 
 
 class Wire(NamedTuple):
@@ -153,7 +160,8 @@ def moving_averages(
 
     factors: 0-d, by which the averages of a fused bucket are multiplied; one per tensor.
     """
-    out = buffers.empty((bucket.segments.valid.shape[0], bucket.segments.row_length), mu[0].dtype)
+    shape = bucket.segments.valid.shape[0], bucket.segments.row_length
+    out = buffers.empty(shape, mu[0].dtype, mu[0].device)
     if bucket.fused:
         flat, pieces = out.view(-1), layouts.part(out.view(-1), bucket)
         flat[sum(p.numel() for p in pieces) :].zero_()

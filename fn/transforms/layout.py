@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.codec import Segments
-from fn.kernels import buffers
+from fn.kernels import buffers, places
 from fn.kernels.eager import is_eager, remembered
 
 Tree = Any
@@ -103,17 +103,7 @@ def same_places(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tup
 
     Together they are all elements of the vectors. Not for buckets that are fused.
     """
-    flats, rows, start = [], [], 0
-    for flat, width in zip(tensors, bucket.segments.widths, strict=True):
-        whole, rest = divmod(flat.shape[0], max(1, width))
-        if whole:
-            flats.append(flat[: whole * width].view(whole, width))
-            rows.append(table[:whole, start : start + width])
-        if rest:
-            flats.append(flat[whole * width :])
-            rows.append(table[whole, start : start + rest])
-        start += width
-    return flats, rows
+    return places.same_places(tensors, table, bucket.segments.widths)
 
 
 def clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> None:

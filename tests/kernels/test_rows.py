@@ -28,6 +28,31 @@ def test_the_numpy_row_conforms():
     assert kernels.conformance(cpu.row("cpu"))
 
 
+def test_the_row_of_torchs_functions_of_lists_conforms():
+    from fn.kernels import foreach
+
+    assert kernels.conformance(foreach.row("cpu"))
+
+
+def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
+    """Whether a tensor is cut, or several make a chunk, the numbers are the same."""
+    from fn.kernels import foreach
+
+    def step(chunk: int) -> list[torch.Tensor]:
+        monkeypatch.setattr(foreach, "CHUNK_OF_CPU", chunk)
+        draw = torch.Generator().manual_seed(0)
+        lists = [[torch.rand(shape, generator=draw) for shape in [(7, 5), (), (0,), (64,), (3,)]] for _ in range(4)]
+        sizes = [sum(map(torch.Tensor.numel, part)) for part, *_ in foreach.chunks(*lists)]
+        assert sum(sizes) == 103
+        assert all(size >= min(chunk, 103) for size in sizes[:-1])
+        foreach.adamw_(*lists, 0.9, 0.99, 1e-8, 0.1, 1e-2, 0.5, 0.25, True)
+        return [*lists[0], *lists[2], *lists[3]]
+
+    whole = step(1 << 15)
+    for chunk in (1, 16, 64):
+        assert all(map(torch.equal, step(chunk), whole))
+
+
 @pytest.mark.slow
 def test_the_numba_row_conforms():
     pytest.importorskip("numba", reason="the extra `cpu` is not installed")

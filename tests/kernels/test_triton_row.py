@@ -32,6 +32,7 @@ KERNELS = ("encode", "decode", "serve", "residual", "quantize", "quantize_feedba
 
 
 @pytest.mark.parametrize("ops", ["'sign_encode', 'sign_encode_feedback', 'sign_residual', 'sign_serve'",
+                                 "'sign_encode_feedback_', 'sign_residual_'",
                                  "'pack_bits', 'unpack_bits', 'sign_decode', 'sign_decode_mean'",
                                  "'quantize', 'quantize_feedback', 'dequantize', 'dequantize_mean'"])  # fmt: skip
 def test_the_row_conforms_in_the_interpreter(ops):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -15,12 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import Phase, tree
 from fn.adapters import torch_optim
+from fn.kernels.table import cells
 from fn.transforms.coded_in_place import Agreed
 from fn.transforms.in_place import InPlace
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
 SHAPES = [(37, 5), (7,), (), (0,), (4097,), (8, 16)]
+BFLOAT16 = fn.identity(torch.bfloat16)
 CASES = [
     {},
     {"feedback": fn.classic(lazy=True), "weight_decay": 0.1},
@@ -31,7 +34,7 @@ CASES = [
     {"codec": fn.int8(), "feedback": fn.damped()},
     {"codec": fn.int4(64), "feedback": fn.damped(block=64), "layout": "per_tensor", "bias_correction": True},
     {"codec": fn.int8(), "weight_decay": 0.1},
-    {"codec": fn.identity(torch.bfloat16), "layout": "fused"},
+    {"codec": BFLOAT16, "layout": "fused"},
     {"warmup": fn.int8(), "bias_correction": True},
 ]
 
@@ -56,7 +59,14 @@ LAMB_CASES = [
 BY_NAME = {"onebit_adam": CASES, "onebit_lamb": LAMB_CASES}
 
 
-def against_the_pure_chain(name: str) -> list[dict[str, Any]]:
+def against_the_pure_chain(name: str, rows: str = "numba") -> list[dict[str, Any]]:
+    """Return, case by case, how many steps were taken in place, and what they differ in from the pure ones.
+
+    Args: rows: "numba", or "torch" as where the extra `cpu` is not installed.
+    """
+    if rows == "torch":
+        sys.modules["fn.kernels.table"].BUILT_IN = {"cpu": ("fn.kernels.cpu", "fn.kernels.foreach")}
+        assert [cell.provider for cell in cells("adamw_", "cpu")] == ["torch"]
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     found = []
     for hyper in BY_NAME[name]:
@@ -119,9 +129,9 @@ def count_means():
         Agreed.step = original
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_a_step_in_place_is_the_pure_step(world):
-    check_cases(CASES, ranks.run(world, against_the_pure_chain, "onebit_adam"))
+@pytest.mark.parametrize(("world", "rows"), [(2, "numba"), (3, "numba"), (2, "torch"), (3, "torch")])
+def test_a_step_in_place_is_the_pure_step(world, rows):
+    check_cases(CASES, ranks.run(world, against_the_pure_chain, "onebit_adam", rows), rows)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -129,12 +139,15 @@ def test_onebit_lamb_in_place_is_the_pure_one(world):
     check_cases(LAMB_CASES, ranks.run(world, against_the_pure_chain, "onebit_lamb"))
 
 
-def check_cases(cases: Any, outcomes: Any) -> None:
+def check_cases(cases: Any, outcomes: Any, rows: str = "numba") -> None:
     for outcome in outcomes:
         for case, found in zip(cases, outcome, strict=True):
             assert found["taken"] == 8, case
             assert found["skipped"] == [0, 0, 0, 0, 1, 1, 1, 1]
-            assert max(found["differences"]) < 3e-6, (case, found["differences"])
+            bound = 3e-6
+            if rows == "torch":  # moments differ in their last bits, which decide how a momentum is rounded to bfloat16
+                bound = 1e-3 if case.get("codec") is BFLOAT16 else 1e-5
+            assert max(found["differences"]) < bound, (case, found["differences"])
 
 
 def difference(a: Any, b: Any) -> float:

@@ -1,0 +1,119 @@
+"""Take every optimizer's steps with tensors of a device that is not there, and say where one of the CPU is mixed in.
+
+torch's fake tensors have a device and a shape, but no numbers, and refuse to be combined across devices. What a step
+decides by a number is given here: all is finite.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import registry
+
+import fn
+from fn import tree
+from fn.collectives import segments, transports
+from fn.collectives.axis import Axis, Binding
+from fn.kernels import eager, foreach
+from fn.transforms import adam_in_place, average_in_place, coded_in_place, shards
+from fn.transforms.in_place import InPlace
+
+NAME = "elsewhere"
+SHAPES = [(37, 5), (7,), (), (0,), (4097,)]
+HYPERS: dict[str, list[dict[str, Any]]] = {
+    "onebit_adam": [
+        {},
+        {"feedback": fn.classic(lazy=True), "weight_decay": 0.1, "bias_correction": True},
+        {"layout": "fused"},
+        {"layout": "per_tensor", "keep_zeros": False},
+        {"codec": fn.int8(), "feedback": fn.damped()},
+    ],
+    "loco_adamw": [{}, {"gather": fn.int8()}],
+}
+
+
+IN_PLACE = ("adamw", "onebit_adam")
+"""Optimizers whose steps `foreach` can take in place."""
+
+
+def echo() -> Binding:
+    """Bind the axis "data" to two ranks, of which the other one says what this one says."""
+    way = transports.Transport(
+        all_to_all=lambda x: x.clone(), all_gather=lambda x: torch.stack([x, x]), psum=lambda x: x.add_(x)
+    )
+    return Binding({"data": Axis(2, torch.tensor(0), transports.register("echo", way))})
+
+
+def pretend(device: torch.device) -> None:
+    """Let fake tensors pass for real ones where no number is asked for, and answer where one is."""
+    table = sys.modules["fn.kernels.table"]
+    for op in table.SCHEMAS:
+        table._accepted[op, NAME] = ()
+    for op, kernel in foreach.row(NAME).kernels.items():
+        table._accepted[op, NAME] = (table.Cell("torch", kernel),)
+    eager._PLAIN.add(FakeTensor)
+    segments.Segments.row = lambda self, index: segments.Segments(self.widths, self.valid[:1])
+    vars(shards)["int"] = lambda index: 0
+    coded_in_place.Agreed.ok = property(lambda self: all(x.device == device for x in self.numbers))
+    average_in_place.squares_are_finite = lambda leaves: all(x.device == device for x in leaves)
+    adam_in_place.Descent.tail = lambda self, state: (self.eps, self.weight_decay, 1e-3, 1.0, 1.0)
+    made = torch.tensor
+
+    def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:
+        found = made(data, dtype=dtype)
+        there = device is not None and torch.device(device).type == NAME
+        return torch.empty(found.shape, dtype=found.dtype, device=device) if there else found
+
+    torch.tensor = tensor
+
+
+def step(update: Any, staged: bool, grads: list[Any], state: Any, params: list[Any]) -> None:
+    if staged:
+        found = update.stage(grads, state, params)
+        assert found.ok
+        found.commit()
+        return
+    updates, after = (update.pure if isinstance(update, InPlace) else update)(grads, state, params)
+    fn.apply_updates(params, updates)
+    for old, new in zip(tree.leaves(state), tree.leaves(after), strict=True):
+        assert new.device == old.device, (old.device, new.device)
+
+
+def main() -> None:
+    _setup_privateuseone_for_python_backend(NAME)
+    device = torch.device(NAME, 0)
+    pretend(device)
+    steps, wrong = 0, 0
+    for optimizer in registry.OPTIMIZERS:
+        for hyper in HYPERS.get(optimizer.name, [{}]):
+            with echo():
+                tx = optimizer.make(lr=1e-3, axis="data", **hyper)
+                state = tx.init([torch.zeros(shape) for shape in SHAPES])
+                for phase in optimizer.phases:
+                    update = tx.update(phase)
+                    for staged in (False, True) if optimizer.name.split(",")[0] in IN_PLACE else (False,):
+                        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+                            params = [torch.empty(shape, device=device) for shape in SHAPES]
+                            there = tree.map(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device), state)
+                            try:
+                                step(update, staged, [torch.empty_like(p) for p in params], there, params)
+                                steps += 1
+                            except Exception:
+                                wrong += 1
+                                print(optimizer.name, hyper, phase.value, "in place" if staged else "pure")
+                                traceback.print_exc(limit=-8, file=sys.stdout)
+    print(f"{steps} steps took place elsewhere, {wrong} did not")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

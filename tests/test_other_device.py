@@ -1,0 +1,25 @@
+"""Steps on a device other than the CPU, without one: no tensor of the CPU is mixed in."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.utils import backend_registration
+
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot pretend to have a device",
+)
+def test_steps_of_every_optimizer_stay_on_the_device_of_their_tensors():
+    code = [sys.executable, str(TESTS / "scripts" / "other_device.py")]
+    env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "0 did not" in found.stdout
