@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fn.kernels import ops
 from fn.kernels.places import same_places
-from fn.kernels.reference_step import widths_of
+from fn.kernels.reference_lamb import lamb_moments_, lamb_step_, onebit_lamb_moments_
+from fn.kernels.reference_step import drift, widths_of
 from fn.kernels.table import Accelerator
 
 CHUNK = 1 << 22
@@ -159,8 +160,13 @@ def _descend(
     torch._foreach_add_(p, u, alpha=-lr)
 
 
+AS_THEY_ARE = (drift, lamb_moments_, onebit_lamb_moments_, lamb_step_)
+"""References that are good enough: their temporaries are those of one tensor, and without these LAMB's and 0/1 Adam's
+steps would be the pure ones."""
+
+
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    found = (momentum_encode, onebit_adam_, adamw_, *((largest_magnitude,) if device_type != "cpu" else ()))
-    kernels = {f.__name__: f for f in found}
+    found = (momentum_encode, onebit_adam_, adamw_, *AS_THEY_ARE)
+    kernels = {f.__name__: f for f in (*found, *((largest_magnitude,) if device_type != "cpu" else ()))}
     return Accelerator(device_type, kernels, provider="torch")

@@ -81,7 +81,7 @@ def with_onebit_lamb_in_place(
         leaves, mu, nu, fresh = (tree.leaves(t) for t in (params, link.mu, link.nu, link.nu_fresh))
         scaling = _read(link.scaling)
         sent, grads = [*mu, link.tail], [*tree.leaves(updates), link.tail]
-        factors = [*tree.leaves(link.scaling), torch.ones(())]
+        factors = [*tree.leaves(link.scaling), torch.ones_like(scaling[0])]
 
         def rows(bucket: Bucket) -> Tensor:
             return moving_averages(sent, grads, h.b1, bucket, factors)
@@ -121,4 +121,5 @@ def _write(numbers: Tree, values: Tensor) -> None:
 
 
 def _counts(tensors: list[Tensor]) -> Tensor:
-    return torch.tensor([t.numel() for t in tensors], dtype=torch.float64)
+    device = tensors[0].device if tensors else None
+    return torch.tensor([t.numel() for t in tensors], dtype=torch.float64, device=device)

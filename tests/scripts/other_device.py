@@ -24,7 +24,14 @@ from fn import tree
 from fn.collectives import segments, transports
 from fn.collectives.axis import Axis, Binding
 from fn.kernels import eager, foreach
-from fn.transforms import adam_in_place, average_in_place, coded_in_place, shards
+from fn.transforms import (
+    adam_in_place,
+    average_in_place,
+    coded_in_place,
+    lamb_in_place,
+    shards,
+    zero_one_in_place,
+)
 from fn.transforms.in_place import InPlace
 
 NAME = "elsewhere"
@@ -41,7 +48,7 @@ HYPERS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-IN_PLACE = ("adamw", "onebit_adam")
+IN_PLACE = ("adamw", "onebit_adam", "onebit_lamb", "zero_one_adam")
 """Optimizers whose steps `foreach` can take in place."""
 
 
@@ -64,7 +71,10 @@ def pretend(device: torch.device) -> None:
     segments.Segments.row = lambda self, index: segments.Segments(self.widths, self.valid[:1])
     vars(shards)["int"] = lambda index: 0
     coded_in_place.Agreed.ok = property(lambda self: all(x.device == device for x in self.numbers))
-    average_in_place.squares_are_finite = lambda leaves: all(x.device == device for x in leaves)
+    for module in (average_in_place, zero_one_in_place):
+        module.squares_are_finite = lambda leaves: all(x.device == device for x in leaves)
+    vars(lamb_in_place)["bool"] = lambda number: number.device == device
+    vars(zero_one_in_place).update(bool=lambda number: True, float=lambda number: 1e-3)
     adam_in_place.Descent.tail = lambda self, state: (self.eps, self.weight_decay, 1e-3, 1.0, 1.0)
     made = torch.tensor
 

@@ -59,14 +59,18 @@ LAMB_CASES = [
 BY_NAME = {"onebit_adam": CASES, "onebit_lamb": LAMB_CASES}
 
 
+def use(rows: str) -> None:
+    if rows == "torch":
+        sys.modules["fn.kernels.table"].BUILT_IN = {"cpu": ("fn.kernels.cpu", "fn.kernels.foreach")}
+        assert [cell.provider for cell in cells("adamw_", "cpu")] == ["torch"]
+
+
 def against_the_pure_chain(name: str, rows: str = "numba") -> list[dict[str, Any]]:
     """Return, case by case, how many steps were taken in place, and what they differ in from the pure ones.
 
     Args: rows: "numba", or "torch" as where the extra `cpu` is not installed.
     """
-    if rows == "torch":
-        sys.modules["fn.kernels.table"].BUILT_IN = {"cpu": ("fn.kernels.cpu", "fn.kernels.foreach")}
-        assert [cell.provider for cell in cells("adamw_", "cpu")] == ["torch"]
+    use(rows)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     found = []
     for hyper in BY_NAME[name]:
@@ -134,9 +138,9 @@ def test_a_step_in_place_is_the_pure_step(world, rows):
     check_cases(CASES, ranks.run(world, against_the_pure_chain, "onebit_adam", rows), rows)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_onebit_lamb_in_place_is_the_pure_one(world):
-    check_cases(LAMB_CASES, ranks.run(world, against_the_pure_chain, "onebit_lamb"))
+@pytest.mark.parametrize(("world", "rows"), [(2, "numba"), (3, "numba"), (2, "torch")])
+def test_onebit_lamb_in_place_is_the_pure_one(world, rows):
+    check_cases(LAMB_CASES, ranks.run(world, against_the_pure_chain, "onebit_lamb", rows), rows)
 
 
 def check_cases(cases: Any, outcomes: Any, rows: str = "numba") -> None:
@@ -202,15 +206,16 @@ def zero_one_against_the_pure_chain(hyper: dict[str, Any]) -> list[float]:
     return differences
 
 
-def zero_one_cases() -> list[list[float]]:
+def zero_one_cases(rows: str) -> list[list[float]]:
+    use(rows)
     return [zero_one_against_the_pure_chain(hyper) for hyper in ZERO_ONE_CASES]
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_zero_one_adam_in_place_is_the_pure_one(world):
-    for outcome in ranks.run(world, zero_one_cases):
+@pytest.mark.parametrize(("world", "rows"), [(2, "numba"), (3, "numba"), (2, "torch")])
+def test_zero_one_adam_in_place_is_the_pure_one(world, rows):
+    for outcome in ranks.run(world, zero_one_cases, rows):
         for case, differences in zip(ZERO_ONE_CASES, outcome, strict=True):
-            assert max(differences) < 3e-6, (case, differences)
+            assert max(differences) < (3e-6 if rows == "numba" else 1e-5), (case, differences)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
