@@ -19,7 +19,7 @@ from fn.adapters.missing_gradients import Gradients
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_sharded
 from fn.adapters.staged import apply, commit, detached, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
-from fn.adapters.unmoved import warn_of_late_group, warn_of_schedule, warn_of_thawed
+from fn.adapters.unmoved import warn_at_start, warn_of_late_group, warn_of_thawed
 from fn.base import Phase, Transform, UpdateFn, check_transform
 from fn.collectives.agreement import describe
 from fn.collectives.axis import current_binding, rank_dims
@@ -108,7 +108,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(listed, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):
             self._second_moment_norm()
-        warn_of_schedule(self, given=schedule is not None)
+        warn_at_start(self, given=schedule is not None)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: all but the transforms, which hold this one's learning rates."""

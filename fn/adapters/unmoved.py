@@ -1,4 +1,4 @@
-"""Warnings of what would go on without an error: nothing is compressed, or parameters do not move."""
+"""Warnings of what would go on without an error: nothing is compressed, slowly, or parameters do not move."""
 
 from __future__ import annotations
 
@@ -6,23 +6,44 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from fn import tree
 from fn.adapters.state_dict import ERROR, kinds
 from fn.base import Phase
+from fn.kernels.table import cells
 
 if TYPE_CHECKING:
     from fn.adapters.torch_optim import Optimizer
 
 
-def warn_of_schedule(optimizer: Optimizer, given: bool) -> None:
-    """Warn of a schedule without a first warm-up step, and of none where several ranks could compress."""
+LARGE = 1 << 20
+"""Elements from which it matters whether kernels are fused."""
+
+
+def warn_at_start(optimizer: Optimizer, given: bool) -> None:
+    """Warn of a schedule without a warm-up, and, where ranks could compress, of none and of codes in plain torch.
+
+    Args: given: whether there is a schedule.
+    """
     several = any(optimizer._binding.axes[axis].size > 1 for axis in optimizer._axes())
-    if not given and several and ERROR in tree.leaves(kinds(optimizer.states)):
+    compresses = several and ERROR in tree.leaves(kinds(optimizer.states))
+    if compresses:
+        _warn_of_plain_torch([p for group in optimizer.param_groups for p in group["params"]])
+    if not given and compresses:
         text = "schedule: is None, so every step is a warm-up step; pass fn.freeze_after(n) for the compressed phase"
         warnings.warn(text, stacklevel=3)
     if optimizer.schedule(0) in (Phase.COMPRESSED, Phase.LOCAL) and tree.fields(optimizer.states, "nu"):
         text = "schedule: has no warm-up; the first step is one, for there is no second moment yet"
         warnings.warn(text, stacklevel=3)
+
+
+def _warn_of_plain_torch(params: list[Tensor]) -> None:
+    for device in sorted({p.device.type for p in params}):
+        count = sum(p.numel() for p in params if p.device.type == device)
+        if count >= LARGE and not (cells("sign_encode_feedback", device) or cells("quantize_feedback", device)):
+            text = "are fused, so codes are made in plain torch, which takes ten times as long and more memory"
+            warnings.warn(f"kernels: none for {device!r} {text}; `python -m fn` says what to install", stacklevel=4)
 
 
 def warn_of_late_group(optimizer: Optimizer) -> None:

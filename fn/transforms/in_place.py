@@ -2,7 +2,7 @@
 
 A transform is pure, and that costs memory traffic: every link reads and writes what the next one reads again, and the
 new state is copied back into the buffers of the old one. Where the table has a kernel for a whole step, a named
-optimizer offers it beside its pure update; for AdamW and 1-bit Adam torch's functions of lists are one (`foreach`). The
+optimizer offers it beside its pure update; where nothing is faster torch's functions of lists are one (`foreach`). The
 numbers are the same up to rounding; only adapters, which own their buffers, use it.
 
 A step in place has two parts: `stage` does all that can fail, communication first of all, and writes nothing;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import sys
 import warnings
 from functools import partial
 
@@ -190,6 +191,26 @@ def test_without_a_schedule_several_ranks_are_warned_that_nothing_is_compressed(
     text = "schedule: is None, so every step is a warm-up step; pass fn.freeze_after(n) for the compressed phase"
     for found in ranks.run(2, compresses_without_a_schedule):
         assert found == [text if Phase.COMPRESSED in o.phases else "" for o in OPTIMIZERS]
+
+
+def warned_of_kernels(rows: tuple[str, ...], elements: int) -> list[str]:
+    """Return what building optimizers warned of where only some rows of the table are installed."""
+    sys.modules["fn.kernels.table"].BUILT_IN = {"cpu": rows}
+    with warnings.catch_warnings(record=True) as caught, fn.bind({"data": dist.group.WORLD}):
+        warnings.simplefilter("always")
+        for make in (fn.onebit_adam, fn.adamw):
+            params = [torch.nn.Parameter(torch.ones(elements))]
+            fn.Optimizer(params, partial(make, axis="data"), schedule=fn.freeze_after(3))
+    return [str(w.message) for w in caught]
+
+
+@pytest.mark.parametrize("numba", [True, False])
+@pytest.mark.parametrize("elements", [3, 1 << 20])
+def test_where_no_kernel_makes_codes_large_models_are_warned_of(numba, elements):
+    rows = ("fn.kernels.numba",) * numba + ("fn.kernels.cpu", "fn.kernels.foreach")
+    for found in ranks.run(2, warned_of_kernels, rows, elements):
+        text = "kernels: none for 'cpu' are fused, so codes are made in plain torch"
+        assert [text in said for said in found] == [True] * (elements > 3 and not numba)
 
 
 @pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam", "loco_adamw"])
