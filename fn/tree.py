@@ -84,6 +84,39 @@ def check_real(tree: Tree, argument: str) -> None:
         raise TypeError(f"{argument}: leaf {path!r} is {found}; allowed are dense real floating-point tensors")
 
 
+def check_like(tree: Tree, like: Tree, argument: str) -> None:
+    """Refuse a tree that has another structure than `like`, or tensors of other shapes, which would be broadcast.
+
+    Raises: ValueError that names `argument` and what differs.
+    """
+    flat = _flat_shapes(tree)
+    if flat is not None and type(tree) is type(like) and flat == _flat_shapes(like):
+        return  # a step looks at many
+    try:
+        shapes = leaves(map(_other_shape, like, tree))
+    except ValueError as error:
+        text = f"has the leaves {paths(tree)}; allowed are those at init, {paths(like)}"
+        raise ValueError(f"{argument}: {text}") from error
+    if any(shapes):
+        place = next(i for i, shape in enumerate(shapes) if shape)
+        raise ValueError(f"{argument}: leaf {paths(like)[place] or 'the root'!r} {shapes[place]}")
+
+
+def _flat_shapes(tree: Tree) -> tuple[list[Any], list[torch.Size]] | None:
+    """Return the keys and the shapes of a list or dict of tensors, in their order; None for other trees."""
+    if type(tree) is not list and type(tree) is not dict:
+        return None
+    keys, each = ([*tree], [*tree.values()]) if type(tree) is dict else ([], tree)
+    return (keys, [x.shape for x in each]) if {type(x) for x in each} <= _TENSORS else None
+
+
+def _other_shape(like: Tensor, leaf: Any) -> str:
+    if isinstance(leaf, Tensor) and leaf.shape == like.shape:
+        return ""
+    found = f"has the shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {type(leaf).__name__}"
+    return f"{found}; allowed is the shape at init, {tuple(like.shape)}"
+
+
 def fields(tree: Tree, name: str) -> list[Tree]:
     """Return the values of every field of that name in the NamedTuples of a tree, outermost first."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

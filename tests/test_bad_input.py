@@ -77,8 +77,18 @@ def test_params_of_such_a_kind_are_refused_at_init(optimizer, dtype):
 def test_gradients_of_another_structure_than_the_state_are_refused(phase):
     tx = fn.onebit_adam(axis="data")
     p = {"a": torch.ones(3), "b": torch.ones(3)}
-    with pytest.raises(ValueError, match=r"(?i)mismatch|expected"):
+    with pytest.raises(ValueError, match=r"updates: has the leaves \['a'\]; allowed are .* \['a', 'b'\]"):
         tx.update(phase)({"a": torch.ones(3)}, tx.init(p), p)
+
+
+@each_phase
+def test_gradients_of_another_shape_are_refused_by_leaf_instead_of_being_broadcast(optimizer, phase):
+    tx = optimizer.make(lr=0.1, axis="data")
+    p = {"a": torch.ones(3, 1), "b": torch.ones(3)}
+    state = tx.init(p)
+    text = r"updates: leaf 'a' has the shape \(1, 3\); allowed is the shape at init, \(3, 1\)"
+    with pytest.raises(ValueError, match=text):
+        tx.update(phase)({"a": torch.ones(1, 3), "b": torch.ones(3)}, state, p)
 
 
 @pytest.mark.parametrize("block", [0, -8, 12])

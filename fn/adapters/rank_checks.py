@@ -90,9 +90,17 @@ def checksum(x: Tensor) -> Tensor:
     return words.sum(dtype=torch.int64)
 
 
-def refuse_sharded(params: Iterable[Tensor]) -> None:
-    """Refuse the parameters of FSDP2 with a TypeError that says what to do instead."""
+def refuse_elsewhere(params: Iterable[Tensor]) -> None:
+    """Refuse the parameters of FSDP2 with a TypeError, and those on the meta device with a ValueError.
+
+    Both say what to do instead.
+    """
     for i, p in enumerate(params):
+        if p.is_meta:
+            raise ValueError(
+                f"params: parameter {i} is on the meta device, which holds no numbers, and module.to_empty(device=...) "
+                "makes other parameters of it; make the optimizer after that"
+            )
         if hasattr(p, "device_mesh"):
             raise TypeError(
                 f"params: parameter {i} is a DTensor, whose gradients FSDP2 reduces before an optimizer sees them; "

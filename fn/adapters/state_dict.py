@@ -91,7 +91,11 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     """
     optional = {path for path in {*own, *saved} if path.endswith(".initial_lr") or path.startswith(carried.PREFIX)}
     for path in sorted((set(own) ^ set(saved)) - optional):
-        raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}")
+        hint = ""
+        if path.startswith("schedule."):
+            what = "opt.state_dict() has it" if path in own else "leave it out"
+            hint = f"; only fn.freeze_when_stable has it, so the schedules differ; if that is meant, {what}"
+        raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}{hint}")
     for path, mine in own.items():
         theirs = saved.get(path, mine)
         if not isinstance(theirs, Tensor):

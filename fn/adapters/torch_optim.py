@@ -16,7 +16,7 @@ from fn.adapters.carried import Carried, added, due
 from fn.adapters.clipping import clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
-from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_sharded
+from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_elsewhere
 from fn.adapters.staged import apply, commit, detached, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.adapters.unmoved import warn_at_start, warn_of_late_group, warn_of_thawed
@@ -154,7 +154,7 @@ class Optimizer(torch.optim.Optimizer):
         try:
             try:
                 super().add_param_group(param_group)
-                refuse_sharded(self.param_groups[-1]["params"])
+                refuse_elsewhere(self.param_groups[-1]["params"])
                 tree.check_real(self.param_groups[-1]["params"], "params")
                 prepared = self._prepare(self.param_groups[-1])
             except Exception as error:

@@ -113,7 +113,7 @@ def current_binding() -> Binding:
 
 
 def simulate(
-    f: Callable[..., Any], axis: str, size: int, *, in_dims: Any = 0, out_dims: Any = 0
+    f: Callable[..., Any], axis: str, size: int, *, in_dims: Any = 0, out_dims: Any = 0, randomness: str = "error"
 ) -> Callable[..., Any]:
     """Run f on `size` simulated ranks of an axis, in this process.
 
@@ -123,14 +123,18 @@ def simulate(
         in_dims, out_dims: as for `torch.func.vmap`: where the ranks' dimension is in each argument and result.
             None in `in_dims` hands every rank the same value. None in `out_dims` says that the result is the same
             on every rank, and is checked: a result that depends on the rank is refused.
-    Returns: a function of the same arguments. Simulations of different axes may be nested.
-    Raises: TypeError if f is no function; ValueError if size < 1, or from the returned function if out_dims promises a
-        replication that is not there.
+        randomness: as for `torch.func.vmap`: "different" numbers on each rank, for dropout say, the "same" on all, or
+            "error". Simulations around this one must be given it, too.
+    Returns: a function of the same positional arguments. Simulations of different axes may be nested.
+    Raises: TypeError if f is no function; ValueError if size is no whole number of at least 1 or randomness none of the
+        three, or from the returned function if out_dims promises a replication that is not there.
     """
     if not callable(f):
         raise TypeError(f"f: is {type(f).__name__}; allowed is a function of trees of tensors")
-    if size < 1:
-        raise ValueError(f"size: is {size}; allowed is at least 1")
+    if not isinstance(size, int) or size < 1:
+        raise ValueError(f"size: is {size!r}; allowed are whole numbers of at least 1")
+    if randomness not in ("error", "different", "same"):
+        raise ValueError(f"randomness: is {randomness!r}; allowed are 'error', 'different' and 'same'")
 
     def run(*args: Any) -> Any:
         kept: list[Any] = []
@@ -148,7 +152,8 @@ def simulate(
         dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
         for number, (arg, dim) in enumerate(zip(args, dims, strict=False)):
             _check_slices(number, arg, dim, size)
-        mapped = iter(torch.func.vmap(on_rank, in_dims=(0, *dims))(torch.arange(size), *args))
+        each = torch.func.vmap(on_rank, in_dims=(0, *dims), randomness=randomness)
+        mapped = iter(each(torch.arange(size), *args))
         structure, dims, same = kept
         pairs = zip(dims, same, strict=True)
         leaves = [x if d is None else next(mapped).movedim(0, d).contiguous() for d, x in pairs]

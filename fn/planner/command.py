@@ -28,7 +28,7 @@ On a running cluster, which then measures its own links:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.description = __doc__.partition("\n")[0] if __doc__ else None
+    parser.description = "What each method costs on a given network, and whether it pays."
     parser.epilog = EXAMPLE
     add = parser.add_argument
     add("--params", type=_as(units.count), required=True, help="number of parameters: 1.3e9")
@@ -72,7 +72,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
                     _show(arguments, net, memory, calibrate.coding(arguments.params, job.device))
         else:
             _show(arguments, _given(arguments), arguments.memory or MEMORY, {})
-    except (ValueError, ImportError) as error:
+    except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
 
 

@@ -151,6 +151,7 @@ def onebit_lamb_by_tensor(
 
     def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         tree.check_real(updates, "updates")
+        tree.check_like(updates, state.mu, "updates")
         rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
         out, mu, nu, coefficient, ratio = _columns(results, updates, 5)
@@ -167,6 +168,7 @@ def onebit_lamb_by_tensor(
 
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         tree.check_real(updates, "updates")
+        tree.check_like(updates, state.mu, "updates")
         leaves, structure = tree.flatten(updates)
         each = hypers(len(leaves))
         own = [

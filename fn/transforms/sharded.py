@@ -162,6 +162,7 @@ def sharded(
             given, (leaves, structure) = tree.leaves(updates), tree.flatten(params)
             plan, index = rules.arrange(leaves), axis_index(axis)
             check_state(state, plan, index)
+            tree.check_like(updates, params, "updates")
             shards, kept, owned = [], [], []
             for bucket, before, precise in zip(plan, kept_of(state), state.master, strict=True):
                 shard, after = exchange.reduce(layouts.join(given, bucket), before, bucket, rules, codes)

@@ -122,11 +122,13 @@ def scale_by_zero_one_adam(
 
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         tree.check_real(updates, "updates")
+        tree.check_like(updates, state.mu, "updates")
         nu = moving_average_of_squares(state.nu, updates, b2)
         return agreed_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
 
     def compress_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         tree.check_real(updates, "updates")
+        tree.check_like(updates, state.mu, "updates")
         wide = tree.map(lambda g, m: g.to(m.dtype), updates, state.mu)
         mean, sync_state = sync.compressed_update(wide, state.sync, params)
         mu = zeros_kept(moving_average(state.mu, mean, b1), state.nu)
@@ -134,6 +136,7 @@ def scale_by_zero_one_adam(
 
     def step_alone(updates: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, Tree]:
         tree.check_real(updates, "updates")
+        tree.check_like(updates, state.mu, "updates")
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
         moves = tree.map(lambda u: -lr * u, adam_direction(mu, state.nu, eps))
         if decay_in_momentum and weight_decay > 0:

@@ -541,6 +541,24 @@ def test_a_fed_schedule_continues_too():
     assert same_bits(q, p)
 
 
+def test_a_schedule_that_saved_something_else_is_refused_with_the_way_to_change_it():
+    p = parameters()
+    fixed = fn.Optimizer(p, onebit, schedule=fn.freeze_after(3), lr=0.1)
+    fed = fn.Optimizer(p, onebit, schedule=fn.freeze_when_stable(), lr=0.1)
+    with pytest.raises(ValueError, match=r"'schedule\.frozen_at' is missing; .* opt\.state_dict\(\) has it"):
+        fed.load_state_dict(fixed.state_dict())
+    fed.load_state_dict({**fed.state_dict(), **fixed.state_dict()})
+    with pytest.raises(ValueError, match=r"'schedule\.frozen_at' is unexpected; .* leave it out"):
+        fixed.load_state_dict(fed.state_dict())
+
+
+def test_parameters_on_the_meta_device_are_refused_by_number():
+    """What to_empty makes of them are other parameters; the optimizer would train those that are gone."""
+    p = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, device="meta"))]
+    with pytest.raises(ValueError, match=r"params: parameter 1 is on the meta device, .* make the optimizer after"):
+        fn.Optimizer(p, onebit)
+
+
 def without_one(d):
     return {k: v for k, v in d.items() if not k.endswith("nu.0")}
 

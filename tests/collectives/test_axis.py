@@ -70,10 +70,22 @@ def test_out_dims_that_do_not_fit_the_result_are_refused_by_name():
         fn.simulate(lambda x: x, "data", 2, out_dims=(0, 0))(torch.ones(2))
 
 
-@pytest.mark.parametrize("size", [0, -1])
+@pytest.mark.parametrize("size", [0, -1, 2.0, "2"])
 def test_simulate_refuses_less_than_one_rank_by_name(size):
     with pytest.raises(ValueError, match="size"):
         fn.simulate(lambda x: x, "data", size)
+
+
+def test_random_numbers_of_a_simulation_are_each_ranks_own_the_same_or_refused():
+    """As in a model with dropout."""
+    x = torch.ones(3, 64)
+    with pytest.raises(RuntimeError, match="randomness"):
+        fn.simulate(torch.nn.functional.dropout, "data", 3)(x)
+    own, same = (fn.simulate(torch.nn.functional.dropout, "data", 3, randomness=r)(x) for r in ("different", "same"))
+    assert not torch.equal(own[0], own[1])
+    assert torch.equal(same[0], same[1])
+    with pytest.raises(ValueError, match="randomness: is True; allowed are"):
+        fn.simulate(torch.relu, "data", 3, randomness=True)
 
 
 def test_an_unknown_axis_inside_a_simulation_is_refused_and_the_known_ones_named():

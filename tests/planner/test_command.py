@@ -37,6 +37,12 @@ def test_a_picture(tmp_path, capsys):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_file_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*LINE.split(), "--json", str(tmp_path / "nowhere" / "plan.json")])
+    assert "No such file or directory" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_nvlink_does_not_pay(capsys):
     main([*NVLINK.split()])
     assert "Compression does not pay here" in capsys.readouterr().out
