@@ -29,8 +29,9 @@ demo: .venv/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/train_lm.py --out $(OUT) --json $(OUT)/train_lm.json
 
+# Every core runs tests, up to four: beside the processes that tests start themselves, more would wait for each other.
 test: lint
-	$(BIN)/python -m pytest -m "not reliability"
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal -m "not reliability"
 
 # Every exchange of every optimizer with a killed rank, kills during a save, long runs: minutes, not seconds.
 reliability-test: .venv/.test

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels import ops
+from fn.kernels.eager import remembered
 from fn.kernels.places import same_places
 from fn.kernels.reference_lamb import lamb_moments_, lamb_step_, onebit_lamb_moments_
 from fn.kernels.reference_step import drift, widths_of
@@ -116,7 +117,7 @@ def _fused_adamw_(
     the numbers they would divide.
     """
     root = nu_weight**0.5
-    steps = [torch.tensor(ENDLESS, device=params[0].device)] * len(params)
+    steps = [_endless(params[0].device)] * len(params)
     torch._fused_adamw_(
         list(params), list(grads), list(mu), list(nu), [], steps,
         lr=lr * root / mu_weight, beta1=b1, beta2=b2, weight_decay=weight_decay * mu_weight / root, eps=eps * root,
@@ -130,6 +131,11 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     if not found or not fit(grads):
         return NotImplemented
     return torch.stack(torch._foreach_norm(found, float("inf"))).amax()
+
+
+@remembered
+def _endless(device: torch.device) -> Tensor:
+    return torch.tensor(ENDLESS, device=device)
 
 
 def _decode_into(mu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> None:
