@@ -29,6 +29,29 @@ Tree = Any
 __all__ = ["Codec", "Fused", "Segments", "SignPayload", "identity", "mean_of_rows", "segmented", "sign"]
 
 
+class Sent(NamedTuple):
+    """What a kernel writes the next error over an error from: error (R, n), the scales (R, S) that were sent, place."""
+
+    error: Tensor
+    scales: Tensor
+    valid: Tensor
+    runs: list[int]
+
+
+class Later(NamedTuple):
+    """What `Fused` does, in two passes, for errors that are vectors: codes first, the next error once it is certain.
+
+    averages: (mu, grads, decay, error=, rows=R) -> payload of `Fused.averages`, and what its next error is formed from
+        by the kernel that takes the step.
+    serve: (payload of W rows, error) -> payload of their mean.
+    keep: (payload of W rows, error, payload of their mean): write the next error of `serve` over the error.
+    """
+
+    averages: Callable[..., tuple[Tree, Sent]]
+    serve: Callable[[Tree, Tensor], Tree]
+    keep: Callable[[Tree, Tensor, Tree], None]
+
+
 class Fused(NamedTuple):
     """A codec and a feedback in one kernel. What it computes is what the two compute one after the other.
 
@@ -40,6 +63,7 @@ class Fused(NamedTuple):
     serve: (payload of W rows, error) -> payload of their mean, one row, and the next error. None: in two steps.
     averages: (mu, grads, decay, error=, rows=R) -> payload, next error: encode of the moving averages
         decay * mu + (1 - decay) * grad of the tensors that are the segments. None: they are formed first.
+    later: `averages` and `serve` in two passes, where they are not None. None: not possible.
     """
 
     init: Callable[[Tensor], Tree]
@@ -49,6 +73,7 @@ class Fused(NamedTuple):
     serve: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None
     averages: Callable[..., tuple[Tree, Tree]] | None = None
     encode_over: Callable[[Tensor, Tree], tuple[Tree, Tree]] | None = None
+    later: Later | None = None
 
 
 class Codec(NamedTuple):
@@ -240,6 +265,30 @@ def _sign_with_feedback(
         payload, scales = finish(1, at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
 
+    def averages_first(
+        mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tensor, rows: int
+    ) -> tuple[SignPayload, Sent]:
+        assert segments is not None
+        here = rows, segments.row_length, mu[0].device
+        at = place(*here)
+        bits, sums = ops.direct("momentum_signs", mu, grads, decay, at.of(error), at.valid, at.runs)
+        payload, _ = finish(rows, at, bits, sums, error.dtype)
+        at = place(*here, merge=False)
+        return payload, Sent(at.of(error), payload.scales.contiguous(), at.valid, at.runs)
+
+    def messages(received: SignPayload) -> tuple[_Place, Tensor, Tensor]:
+        at = place(1, received.bits.shape[1] * 8, received.bits.device)
+        return at, received.bits[None], received.scales.contiguous()[None]
+
+    def serve_first(received: SignPayload, error: Tensor) -> SignPayload:
+        at, bits, scales = messages(received)
+        bits, sums = ops.direct("serve_signs", bits, scales, at.of(error), at.valid, at.runs)
+        return finish(1, at, bits, sums, error.dtype)[0]
+
+    def keep_served(received: SignPayload, error: Tensor, mean: SignPayload) -> None:
+        at, bits, scales = messages(received)
+        ops.direct("serve_feedback_", at.of(error), bits, scales, mean.scales, at.valid, at.runs)
+
     def settle(error: Tree, rows: int) -> Tensor:
         if not isinstance(error, LazyError):
             plain: Tensor = error
@@ -248,7 +297,9 @@ def _sign_with_feedback(
         residual: Tensor = torch.ops.fn.sign_residual(*sent(error, at), at.valid, at.runs)
         return residual.reshape(-1)
 
-    return Fused(init, accepts, encode, settle, serve, averages if segments is not None else None, encode_over)
+    later = Later(averages_first, serve_first, keep_served)
+    by_tensor = averages if segments is not None else None
+    return Fused(init, accepts, encode, settle, serve, by_tensor, encode_over, later)
 
 
 def identity(dtype: torch.dtype | None = None) -> Codec:

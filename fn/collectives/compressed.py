@@ -25,7 +25,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives import payloads
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codec import Codec, Fused, Segments, mean_of_rows, segmented
+from fn.collectives.codec import Codec, Fused, Later, Segments, Sent, mean_of_rows, segmented
 from fn.collectives.feedback import Feedback, Off
 from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
 from fn.kernels.eager import remembered
@@ -143,21 +143,53 @@ def pass_on(
     return payloads.gather(payload, axis), server
 
 
+def pass_on_later(
+    payload: Tree, server: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+) -> tuple[Tree, Callable[[], None]] | None:
+    """Do what `pass_on` does, and leave the server's error as it is.
+
+    Returns: the payload of the mean, and what writes the next error over the error, which is not kept until then but
+        formed once more from what was received. None where the codec or the error is not made for that.
+    """
+    fused = _fused(_own_codec(codec, segments, axis), feedback)
+    if fused is None or fused.later is None or not isinstance(server, Tensor) or observed():
+        return None
+    received = payloads.exchange(payload, axis)
+    with step_range("serve"):
+        mean = fused.later.serve(received, server)
+    return payloads.gather(mean, axis), partial(fused.later.keep, received, server, mean)
+
+
+class Averages(NamedTuple):
+    """How moving averages of tensors are encoded with an error, without being formed.
+
+    encode: (mu, grads, decay) -> payload, next error. first: (mu, grads, decay) -> payload, what the next error is
+    formed from when the step is taken; None where the codec or the error is not made for that.
+    """
+
+    encode: Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Tree]]
+    first: Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Sent]] | None
+
+
 def encode_averages(
     codec: Codec, feedback: Feedback, segments: Segments, worker: Tree, server: Tree
-) -> Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Tree]] | None:
-    """Return (mu, grads, decay) -> payload, next error: moving averages of tensors, encoded without being formed.
+) -> Averages | None:
+    """Return how moving averages are encoded with a worker's error.
 
     None where the codec has no kernels for that and for the server's part, or not for errors like these.
     """
-    fused = _fused(_codec(codec, segments), feedback)
+    half = _codec(codec, segments)
+    fused = _fused(half, feedback)
     if fused is None or fused.averages is None or fused.serve is None:
         return None
     shape = (segments.valid.shape[0], segments.row_length)
     like = _like(shape)
     if not fused.accepts(like, worker) or not fused.accepts(like[:1], server):
         return None
-    return partial(_averages, fused, _codec(codec, segments), error=worker, rows=shape[0])
+    encode = partial(_averages, fused, half, error=worker, rows=shape[0])
+    if fused.later is None or not isinstance(worker, Tensor) or observed():
+        return Averages(encode, None)
+    return Averages(encode, partial(_averages_first, fused.later, error=worker, rows=shape[0]))
 
 
 @remembered
@@ -176,6 +208,13 @@ def _averages(
         observe_kept(kept)
         observe_loss(decoded.add_(kept), kept)
     return payload, error
+
+
+def _averages_first(
+    later: Later, mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tensor, rows: int
+) -> tuple[Tree, Sent]:
+    with step_range("encode"):
+        return later.averages(mu, grads, decay, error=error, rows=rows)
 
 
 def initial_errors(

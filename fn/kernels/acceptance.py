@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fn.kernels.schemas import WRITTEN
+
 RUNS = (2, 64, 1, 4104, 1, 22)
 """Runs of the examples: two short segments, one longer than a block of norms, one with a tail."""
 
@@ -74,6 +76,10 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "sign_serve": lambda: [
         (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])
     ],
+    "serve_signs": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _valid(), [*RUNS])],
+    "serve_feedback_": lambda: [
+        (_wave(2, _N), _bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _S).abs(), _valid(), [*RUNS])
+    ],
     "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*RUNS])],
     "sign_decode_mean": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), [*RUNS])],
     "direction": lambda: [(_wave(2, _N), (_wave(2, _N, seed=2) - 1).clamp(min=0), 1e-8)],
@@ -86,10 +92,20 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "momentum_encode": lambda: [
         (*_momentum()[:2], 0.9, _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*_EACH]),
     ],
+    "momentum_signs": lambda: [
+        (*_momentum()[:2], decay, _wave(2, _N, seed=2), _valid(), [*_EACH]) for decay in (0.9, 0.2)
+    ],
     "drift": lambda: [(*_drift(), decay, 1e-6, 1e-2, 2, [*_EACH]) for decay in (0.9, 0.2)],
     "onebit_adam_": lambda: [
         (*_momentum(keep), _bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*_EACH], 1e-6, 0.1, 1e-2, 0.5, 0.25, keep)
         for keep in (True, False)
+    ],
+    "onebit_adam_feedback_": lambda: [
+        (
+            *_momentum(keep), _momentum()[0], decay, _wave(2, _N, seed=4), _wave(2, _S, seed=2).abs(),
+            _bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*_EACH], 1e-6, 0.1, 1e-2, 0.5, 0.25, keep,
+        )
+        for keep, decay in ((True, 0.9), (False, 0.2))
     ],
     "adamw_": lambda: [
         (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 1e-6, 0.1, 1e-2, 0.5, 0.25, frozen)
@@ -184,9 +200,9 @@ def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: to
     args = on(device, args)
     written: list[Any] = []
     if op.endswith("_"):
-        args[0] = _guarded(args[0], device) if isinstance(args[0], Tensor) else args[0]
-        lists = [x for a in args if isinstance(a, list) for x in a if isinstance(x, Tensor)]
-        written = [args[0]] if isinstance(args[0], Tensor) else lists
+        args = [_guarded(a, device) if i in WRITTEN[op] and isinstance(a, Tensor) else a for i, a in enumerate(args)]
+        written = [x for a in args if isinstance(a, list) for x in a if isinstance(x, Tensor)]
+        written += [args[i] for i in WRITTEN[op] if isinstance(args[i], Tensor)]
     found = kernel(*args)
     if found is NotImplemented or not written:
         return found

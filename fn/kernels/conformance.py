@@ -199,6 +199,13 @@ def arguments(
             integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), numbers(wide, 2, n),
             scales(2, segments), *place,
         ),
+        "serve_signs": lambda: (
+            integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), numbers(wide, 2, n), *place,
+        ),
+        "serve_feedback_": lambda: (
+            numbers(wide, 2, n), integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments),
+            scales(2, segments), *place,
+        ),
         "sign_decode": lambda: (integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *place),
         "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), *place),
         "direction": lambda: (numbers(wide, 2, n), numbers(wide, 2, n).clamp(min=0), 1e-8),
@@ -210,12 +217,17 @@ def arguments(
         "momentum_encode": lambda: (
             tensors(), tensors(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *each,
         ),
+        "momentum_signs": lambda: (tensors(), tensors(), 0.9, numbers(wide, 2, n).contiguous(), *each),
         "drift": lambda: (
             tensors(), tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 1e-6, 1e-2, 2, each[1],
         ),
         "onebit_adam_": lambda: (
             tensors(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *each,
             *descent, True,
+        ),
+        "onebit_adam_feedback_": lambda: (
+            tensors(), tensors(), tensors(min=0.0), tensors(), 0.9, numbers(wide, 2, n).contiguous(),
+            scales(2, segments), integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *each, *descent, frozen,
         ),
         "adamw_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
         "lamb_moments_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, 1e-6, 0.01),

@@ -47,15 +47,25 @@ def _encode(
     return b, bits, squares
 
 
+def norms_agree(at: Places) -> bool:
+    """Return whether this torch adds squares in the order of the loops."""
+    return _norms_agree(64 if at.whole else 63)
+
+
+def sums_of(squares: Tensor, runs: Sequence[int]) -> Tensor:
+    """Return the sums of squares of the segments from those of the places, (R, S) float64."""
+    lengths = places_of_segments(tuple(runs), NORM_BLOCK, squares.device)
+    sums = torch.empty((squares.shape[0], len(lengths)), dtype=torch.float64)
+    loops.add_up(squares.data_ptr(), lengths.data_ptr(), *sums.shape, sums.data_ptr())
+    return sums
+
+
 def finish(
     b: Tensor, bits: Tensor, squares: Tensor, at: Places, valid: Tensor, runs: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
     """Return the bits, and the sums of squares of the segments from those of the places."""
-    if _norms_agree(64 if at.whole else 63):
-        lengths = places_of_segments(tuple(runs), NORM_BLOCK, squares.device)
-        sums = torch.empty((squares.shape[0], len(lengths)), dtype=torch.float64)
-        loops.add_up(squares.data_ptr(), lengths.data_ptr(), *sums.shape, sums.data_ptr())
-        return bits, sums
+    if norms_agree(at):
+        return bits, sums_of(squares, runs)
     return bits, reference.sum_of_squares(torch.where(reference.padding_mask(b, valid, runs), b, 0.0), runs)
 
 
@@ -112,7 +122,7 @@ def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]
     return None
 
 
-def _messages(bits: Tensor) -> tuple[Tensor, int, int]:
+def messages(bits: Tensor) -> tuple[Tensor, int, int]:
     """Return bits (R, W, bytes), the bytes from row to row, and those from message to message."""
     bits = bits if bits.stride(-1) == 1 or bits.shape[-1] <= 1 else bits.contiguous()
     return bits, bits.stride(0), bits.stride(1)
@@ -126,7 +136,7 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
     scales, buffer, sent = found
     rows, ranks = bits.shape[:2]
     valid = valid.contiguous()
-    received, row_stride, stride = _messages(bits)
+    received, row_stride, stride = messages(bits)
     out, mine = empty((rows, at.n), torch.float32), empty((rows, reference.bytes_for(at.n)), torch.uint8)
     squares = torch.empty((rows, len(at.table)), dtype=torch.float64)
     message = (received.data_ptr(), row_stride, stride, ranks, scales.data_ptr())
@@ -139,7 +149,7 @@ def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) ->
     at, found = places(runs), _single(scales)
     if found is None or not at.aligned:
         return NotImplemented
-    received, row_stride, stride = _messages(bits)
+    received, row_stride, stride = messages(bits)
     rows, ranks = bits.shape[:2]
     out = empty((rows, at.n), torch.float32)
     message = (received.data_ptr(), row_stride, stride, ranks, found[0].data_ptr())

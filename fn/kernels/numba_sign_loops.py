@@ -189,7 +189,7 @@ def serve(
     low, high, places, table, segments, valid, n, past_cache,
     received, row_stride, stride, ranks, scales, buffer, sent, out, bits, squares, scratch,
 ):  # fmt: skip
-    """Encode with feedback the mean of W messages, which goes place by place through `scratch`."""
+    """Encode with feedback the mean of W messages, which goes place by place through `scratch`. out can be 0."""
     for k in range(low, high):
         r, place = k // places, table + 32 * (k % places)
         first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
@@ -201,8 +201,8 @@ def serve(
                    False)  # fmt: skip
         row = 4 * r * n
         square = encode_place(
-            mean, 0, ZERO, buffer + row, out + row, bits + r * ((n + 7) // 8), get(sent, here), first, length,
-            real, past_cache
+            mean, 0, ZERO, buffer + row, out + row if out else out, bits + r * ((n + 7) // 8), get(sent, here), first,
+            length, real, past_cache
         )  # fmt: skip
         put_double(squares, k, square)
 

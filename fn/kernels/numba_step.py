@@ -14,9 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fn.kernels import reference
-from fn.kernels.buffers import empty
-from fn.kernels.numba_sign import finish
 from fn.kernels.numba_sign_loops import ZERO, compiled, encode_place, write
 from fn.kernels.places import Places, places, run
 from fn.kernels.simd import (
@@ -64,7 +61,7 @@ def encode_averages(
     low, high, places, table, segments, valid, n, past_cache,
     mus, gs, widths, sizes, weight, buffer, sent, out, bits, squares, scratch,
 ):  # fmt: skip
-    """Encode with feedback the moving averages of tensors; the last place of one is padded in `scratch`."""
+    """Encode with feedback the moving averages of tensors, as `encode_place`; ends are padded in `scratch`."""
     for k in range(low, high):
         r, place = k // places, table + 32 * (k % places)
         first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
@@ -78,7 +75,7 @@ def encode_averages(
             padded_into(padded + 4 * length, first, g, count, length)
             mu, g = padded, padded + 4 * length
         row = 4 * r * n
-        square = encode_place(g, mu, weight, buffer + row, out + row, bits + r * ((n + 7) // 8),
+        square = encode_place(g, mu, weight, buffer + row, out + row if out else out, bits + r * ((n + 7) // 8),
                               get(sent, here), first, length, get_int(valid, here) - offset, past_cache)  # fmt: skip
         put_double(squares, k, square)
 
@@ -265,26 +262,6 @@ def lerp_weight(decay: float) -> tuple[bool, np.float32]:
     return small, np.float32(decay if small else np.float32(decay) - np.float32(1))
 
 
-def momentum_encode(
-    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
-    runs: Sequence[int],
-) -> Any:  # fmt: skip
-    """See `reference_step.momentum_encode`."""
-    at = places(runs)
-    if not at.aligned or not plain(mu, grads, (buffer, sent)):
-        return NotImplemented
-    valid = valid.contiguous()
-    bits = empty((buffer.shape[0], reference.bytes_for(at.n)), torch.uint8)
-    squares = torch.empty((buffer.shape[0], len(at.table)), dtype=torch.float64)
-    b = empty((buffer.shape[0], at.n), torch.float32)
-    small, weight = lerp_weight(decay)
-    ends, weight = ((grads, mu), -weight) if small else ((mu, grads), weight)  # from one end or from the other
-    tables = *map(addresses, ends), *extents(mu, at)
-    outs = [t.data_ptr() for t in (buffer, sent, b, bits, squares)]
-    run(encode_averages, at, valid, *(t.ctypes.data for t in tables), weight, *outs, scratch=8 * reference.NORM_BLOCK)
-    return (b, *finish(b, bits, squares, at, valid, runs))
-
-
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
@@ -342,4 +319,4 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     return peaks.amax()
 
 
-KERNELS = {f.__name__: f for f in (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)}
+KERNELS = {f.__name__: f for f in (onebit_adam_, adamw_, adamw_into_, largest_magnitude)}

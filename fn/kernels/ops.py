@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels import reference, reference_int, reference_lamb, reference_step
-from fn.kernels.schemas import ON_LISTS, SCHEMAS
+from fn.kernels.schemas import ON_LISTS, SCHEMAS, WRITTEN
 from fn.kernels.table import cells
 
 Kernel = Callable[..., Any]
@@ -28,10 +28,6 @@ REFERENCES: dict[str, Kernel] = {
 
 _ARGUMENTS = {
     name: [a.split()[-1] for a in schema[1 : schema.rindex(") ->")].split(", ")] for name, schema in SCHEMAS.items()
-}
-_WRITTEN = {
-    name: [i for i, a in enumerate(schema[: schema.rindex(") ->")].split(", ")) if "!" in a]
-    for name, schema in SCHEMAS.items()
 }
 _ALIKE = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh")  # lists of as many elements
 _FLOATING = (*_ALIKE, "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling", "rates")
@@ -141,7 +137,7 @@ def direct(name: str, *args: Any) -> Any:
     for cell in cells(name, device_of(args).type):
         found = cell.kernel(*args)
         if found is not NotImplemented:
-            for place in _WRITTEN[name]:  # so that autograd refuses a backward pass through what was overwritten
+            for place in WRITTEN[name]:  # so that autograd refuses a backward pass through what was overwritten
                 torch.autograd.graph.increment_version(args[place])
             return found
     return REFERENCES[name](*args)

@@ -55,6 +55,23 @@ def momentum_encode(
     return reference.sign_encode_feedback(rows_of(averages, buffer.shape[0], runs), buffer, sent, valid, runs)
 
 
+def momentum_signs(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, valid: Tensor, runs: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the bits and sums of what `momentum_encode` returns for an error that is a vector.
+
+    Args: as there; buffer (R, n) the error.
+    """
+    return reference.sign_encode(_compensated(mu, grads, decay, buffer, runs), valid, runs)
+
+
+def _compensated(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, runs: Sequence[int]
+) -> Tensor:
+    averages = [torch.lerp(g.to(m.dtype), m, decay) for m, g in zip(mu, grads, strict=True)]
+    return rows_of(averages, buffer.shape[0], runs) + buffer
+
+
 def drift(
     params: Sequence[Tensor],
     anchors: Sequence[Tensor],
@@ -107,6 +124,38 @@ def onebit_adam_(
     for p, m, v, x in zip(params, mu, nu, found, strict=True):
         m.copy_(torch.where(v > 0, x, 0.0) if keep_zeros else x)
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+
+
+def onebit_adam_feedback_(
+    params: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    decay: float,
+    buffer: Tensor,
+    sent: Tensor,
+    bits: Tensor,
+    scales: Tensor,
+    valid: Tensor,
+    runs: Sequence[int],
+    eps: float,
+    weight_decay: float,
+    lr: float,
+    mu_weight: float,
+    nu_weight: float,
+    keep_zeros: bool,
+) -> None:
+    """Take the step of `onebit_adam_`, and write over an error the next one.
+
+        buffer <- b - sent * sgn(b),   b = decay * mu + (1 - decay) * grad + buffer
+
+    Args: grads, decay, buffer (R, n): as `momentum_signs` had them. sent (R, S): the scales that its codes were sent
+        with. The rest as there.
+    """
+    b = _compensated(mu, grads, decay, buffer, runs)
+    descent = eps, weight_decay, lr, mu_weight, nu_weight
+    onebit_adam_(params, mu, nu, bits, scales, valid, runs, *descent, keep_zeros)
+    buffer.copy_(reference.sign_residual(b, sent, valid, runs))
 
 
 def adamw_(

@@ -96,7 +96,7 @@ def with_onebit_adam_in_place(
         def commit() -> None:
             step_weights(moments, h, warmup=False)
             mean.step(leaves, mu, nu, h.tail(moments), keep_zeros=keep_zeros)
-            mean.keep(moments.sync)
+            mean.keep()
 
         return Staged(mean.ok, commit)
 

@@ -6,6 +6,7 @@ Where the codes are signs with a scale per tensor, the kernels read them as they
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +14,15 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import AxisNames, axis_size
-from fn.collectives.codec import Codec, SignPayload, segmented
-from fn.collectives.compressed import ErrorFeedbackState, compressed_all_reduce, encode, encode_averages, pass_on
+from fn.collectives.codec import Codec, Sent, SignPayload, segmented
+from fn.collectives.compressed import (
+    ErrorFeedbackState,
+    compressed_all_reduce,
+    encode,
+    encode_averages,
+    pass_on,
+    pass_on_later,
+)
 from fn.collectives.feedback import Feedback
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.collectives.observe import step_range
@@ -30,19 +38,30 @@ from fn.transforms.shards import write
 Tree = Any
 
 
-class Agreed(NamedTuple):
-    """What the ranks agreed on, and is not written yet.
+class Part(NamedTuple):
+    """What was agreed on of a bucket: the codes of the mean, or the mean (n,).
 
-    parts: per bucket the codes of the mean, or the mean (n,). errors: per bucket a worker's and a server's.
+    keep: write the errors, but a worker's that is formed from `sent` with the step.
     """
 
-    parts: list[tuple[Bucket, SignPayload | Tensor]]
-    errors: list[tuple[Tree, Tree]]
+    bucket: Bucket
+    found: SignPayload | Tensor
+    keep: Callable[[], None]
+    sent: Sent | None = None
+
+
+class Agreed(NamedTuple):
+    """What the ranks agreed on, and is not written yet. grads, decay: of the averages, for parts that have `sent`."""
+
+    parts: list[Part]
+    grads: Sequence[Tensor] = ()
+    decay: float = 0.0
 
     @property
     def numbers(self) -> list[Tensor]:
         """Return tensors whose elements are finite if the mean is, and as large as its largest one."""
-        return [found.scales if isinstance(found, SignPayload) else found for _, found in self.parts]
+        found = [part.found for part in self.parts]
+        return [mean.scales if isinstance(mean, SignPayload) else mean for mean in found]
 
     @property
     def ok(self) -> bool:
@@ -53,27 +72,31 @@ class Agreed(NamedTuple):
         self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], tail: Sequence[float], *,
         factor: float = 1.0, keep_zeros: bool = True,
     ) -> None:  # fmt: skip
-        """Write factor times the mean into mu, and take the step of `onebit_adam_` from it.
+        """Write factor times the mean into mu, and take the step of `onebit_adam_` from it; errors too, from `sent`.
 
         Args: tail: eps, weight decay, learning rate and the weights of the moments. keep_zeros: must be true where the
             mean is no codes.
         """
-        for bucket, found in self.parts:
+        for bucket, found, _, sent in self.parts:
             p, m, v = lists = [[t[i] for i in bucket.places] for t in (params, mu, nu)]
             with step_range("decode and apply"):
                 if isinstance(found, SignPayload):
                     codes = found.bits, found.scales if factor == 1 else found.scales * factor
-                    place = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
-                    ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros)
+                    if sent is not None:
+                        feedback = [self.grads[i] for i in bucket.places], self.decay, sent.error, sent.scales
+                        rule = *codes, sent.valid, sent.runs, *tail, keep_zeros
+                        ops.direct("onebit_adam_feedback_", *lists, *feedback, *rule)
+                    else:
+                        place = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
+                        ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros)
                 else:
                     write(found if factor == 1 else found.mul_(factor), bucket, m)
                     ops.direct("adamw_", p, m, m, v, 0.0, 0.0, *tail, True)
 
-    def keep(self, sync: ErrorFeedbackState) -> None:
-        """Write the errors."""
-        after = ErrorFeedbackState(*(tuple(half) for half in zip(*self.errors, strict=True)))
-        for old, new in zip(tree.leaves(sync), tree.leaves(after), strict=True):
-            swap(old, new)
+    def keep(self) -> None:
+        """Write the errors that are not written with the step."""
+        for part in self.parts:
+            part.keep()
 
 
 @remembered
@@ -97,8 +120,8 @@ class Wire(NamedTuple):
         """Return per bucket the errors and, where the codes are signs by tensor, `encode_averages`; else None."""
         found = []
         for bucket, e, d in zip(self.arrange(leaves), sync.worker, sync.server, strict=True):
-            fused = not bucket.fused and encode_averages(self.codec, self.feedback, bucket.segments, e, d)
-            found.append((bucket, e, d, fused or None))
+            fused = None if bucket.fused else encode_averages(self.codec, self.feedback, bucket.segments, e, d)
+            found.append((bucket, e, d, fused))
         return found
 
     def in_signs(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> bool:
@@ -109,41 +132,63 @@ class Wire(NamedTuple):
         self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor]
     ) -> Agreed:
         """Average vectors that are formed for this and may be overwritten. rows: bucket -> (n,)."""
-        return self._average(leaves, sync, rows, None)
+        parts = []
+        for bucket, e, d, fused in self.plan(leaves, sync):
+            if fused is None:
+                parts.append(self._decoded(bucket, rows(bucket), e, d))
+                continue
+            x = rows(bucket).view(bucket.segments.valid.shape[0], -1)
+            payload, after = encode(segmented(self.codec, bucket.segments), self.feedback, x, e, consume=True)
+            parts.append(self._served(bucket, payload, d, partial(replace, e, after)))
+        return Agreed(parts)
 
     def average_moments(
         self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float
     ) -> Agreed:
         """Average decay * mu + (1 - decay) * grad."""
-
-        def encoded(bucket: Bucket, fused: Any) -> tuple[Tree, Tree]:
-            found: tuple[Tree, Tree] = fused([mu[i] for i in bucket.places], [grads[i] for i in bucket.places], decay)
-            return found
-
-        return self._average(mu, sync, lambda bucket: moving_averages(mu, grads, decay, bucket), encoded)
-
-    def _average(
-        self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor],
-        encoded: Callable[[Bucket, Any], tuple[Tree, Tree]] | None,
-    ) -> Agreed:  # fmt: skip
-        parts: list[tuple[Bucket, SignPayload | Tensor]] = []
-        errors = []
-        for bucket, e, d, fused in self.plan(leaves, sync):
-            rule: Any = self.axis, self.codec, self.feedback
+        parts = []
+        for bucket, e, d, fused in self.plan(mu, sync):
+            averages = [mu[i] for i in bucket.places], [grads[i] for i in bucket.places], decay
             if fused is None:
-                mean, kept = compressed_all_reduce(rows(bucket), (e, d), *rule, segments=bucket.segments, consume=True)
-                parts.append((bucket, mean))
-                errors.append(kept)
-                continue
-            if encoded is not None:
-                payload, e = encoded(bucket, fused)
+                parts.append(self._decoded(bucket, moving_averages(mu, grads, decay, bucket), e, d))
+            elif fused.first is not None:
+                payload, sent = fused.first(*averages)
+                parts.append(self._served(bucket, payload, d, nothing)._replace(sent=sent))
             else:
-                x = rows(bucket).view(bucket.segments.valid.shape[0], -1)
-                payload, e = encode(segmented(self.codec, bucket.segments), self.feedback, x, e, consume=True)
-            gathered, d = pass_on(payload, d, *rule, segments=bucket.segments)
-            parts.append((bucket, gathered))
-            errors.append((e, d))
-        return Agreed(parts, errors)
+                payload, after = fused.encode(*averages)
+                parts.append(self._served(bucket, payload, d, partial(replace, e, after)))
+        return Agreed(parts, grads, decay)
+
+    def _decoded(self, bucket: Bucket, x: Tensor, e: Tree, d: Tree) -> Part:
+        """Average x (n,), which may be overwritten."""
+        rule = self.axis, self.codec, self.feedback
+        mean, after = compressed_all_reduce(x, (e, d), *rule, segments=bucket.segments, consume=True)
+        return Part(bucket, mean, partial(replace, (e, d), after))
+
+    def _served(self, bucket: Bucket, payload: Tree, d: Tree, keep: Callable[[], None]) -> Part:
+        """Average what is encoded. keep: write the worker's error."""
+        rule = self.axis, self.codec, self.feedback
+        found = pass_on_later(payload, d, *rule, segments=bucket.segments)
+        if found is None:
+            gathered, after = pass_on(payload, d, *rule, segments=bucket.segments)
+            found = gathered, partial(replace, d, after)
+        gathered, serve = found
+
+        def keep_both() -> None:
+            keep()
+            serve()
+
+        return Part(bucket, gathered, keep_both)
+
+
+def replace(error: Tree, after: Tree) -> None:
+    """Let an error be the next one."""
+    for old, new in zip(tree.leaves(error), tree.leaves(after), strict=True):
+        swap(old, new)
+
+
+def nothing() -> None:
+    """Write nothing."""
 
 
 def wire_of(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str) -> Wire | None:

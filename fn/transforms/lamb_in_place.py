@@ -87,7 +87,7 @@ def with_onebit_lamb_in_place(
             return moving_averages(sent, grads, h.b1, bucket, factors)
 
         mean = wire.average_rows(sent, link.sync, rows)
-        ((bucket, vector),) = mean.parts
+        ((bucket, vector, *_),) = mean.parts
         *averages, tail = layouts.part(vector, bucket)  # type: ignore[arg-type]
         # No square of a gradient can overflow, nor what is divided by the scaling.
         bound = (largest(mean.numbers) / scaling.min() * 2 / (1 - h.b1)).square()
@@ -101,7 +101,7 @@ def with_onebit_lamb_in_place(
             _write(link.factor, factor)
             link.tail.copy_(tail)
             descend(link, leaves, frozen_ratio(_read(link.coefficient), factor))
-            mean.keep(link.sync)
+            mean.keep()
 
         return Staged(bool(bound.isfinite()), commit)
 

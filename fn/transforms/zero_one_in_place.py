@@ -103,7 +103,7 @@ def with_zero_one_in_place(
             link.peak.copy_(peak)
             link.step.add_(1)
             link.elapsed.zero_()
-            mean.keep(link.sync)
+            mean.keep()
 
         return Staged(mean.ok, commit)
 
