@@ -21,35 +21,14 @@ from torch import Tensor
 
 from fn.collectives.feedback import Classic, LazyError
 from fn.collectives.segments import Segments, tile
+from fn.collectives.two_passes import Later, Sent
 from fn.kernels import ops
 from fn.kernels.eager import is_eager, pooled, remembered
+from fn.kernels.table import cells
 
 Tree = Any
 
 __all__ = ["Codec", "Fused", "Segments", "SignPayload", "identity", "mean_of_rows", "segmented", "sign"]
-
-
-class Sent(NamedTuple):
-    """What a kernel writes the next error over an error from: error (R, n), the scales (R, S) that were sent, place."""
-
-    error: Tensor
-    scales: Tensor
-    valid: Tensor
-    runs: list[int]
-
-
-class Later(NamedTuple):
-    """What `Fused` does, in two passes, for errors that are vectors: codes first, the next error once it is certain.
-
-    averages: (mu, grads, decay, error=, rows=R) -> payload of `Fused.averages`, and what its next error is formed from
-        by the kernel that takes the step.
-    serve: (payload of W rows, error) -> payload of their mean.
-    keep: (payload of W rows, error, payload of their mean): write the next error of `serve` over the error.
-    """
-
-    averages: Callable[..., tuple[Tree, Sent]]
-    serve: Callable[[Tree, Tensor], Tree]
-    keep: Callable[[Tree, Tensor, Tree], None]
 
 
 class Fused(NamedTuple):
@@ -206,6 +185,9 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
     )
 
 
+_IN_TWO_PASSES = ("momentum_signs", "onebit_adam_feedback_", "serve_signs", "serve_feedback_")
+
+
 def _sign_with_feedback(
     place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]], segments: Segments | None
 ) -> Fused:
@@ -265,6 +247,10 @@ def _sign_with_feedback(
         payload, scales = finish(1, at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
 
+    def waits(error: Tree) -> bool:
+        found = isinstance(error, Tensor) and is_eager(error)
+        return found and all(cells(op, error.device.type) for op in _IN_TWO_PASSES)
+
     def averages_first(
         mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tensor, rows: int
     ) -> tuple[SignPayload, Sent]:
@@ -297,7 +283,7 @@ def _sign_with_feedback(
         residual: Tensor = torch.ops.fn.sign_residual(*sent(error, at), at.valid, at.runs)
         return residual.reshape(-1)
 
-    later = Later(averages_first, serve_first, keep_served)
+    later = Later(waits, averages_first, serve_first, keep_served)
     by_tensor = averages if segments is not None else None
     return Fused(init, accepts, encode, settle, serve, by_tensor, encode_over, later)
 

@@ -25,9 +25,10 @@ from torch import Tensor
 from fn import tree
 from fn.collectives import payloads
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codec import Codec, Fused, Later, Segments, Sent, mean_of_rows, segmented
+from fn.collectives.codec import Codec, Fused, Segments, mean_of_rows, segmented
 from fn.collectives.feedback import Feedback, Off
 from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
+from fn.collectives.two_passes import Later, Sent
 from fn.kernels.eager import remembered
 
 Tree = Any
@@ -152,7 +153,7 @@ def pass_on_later(
         formed once more from what was received. None where the codec or the error is not made for that.
     """
     fused = _fused(_own_codec(codec, segments, axis), feedback)
-    if fused is None or fused.later is None or not isinstance(server, Tensor) or observed():
+    if fused is None or fused.later is None or observed() or not fused.later.accepts(server):
         return None
     received = payloads.exchange(payload, axis)
     with step_range("serve"):
@@ -187,7 +188,7 @@ def encode_averages(
     if not fused.accepts(like, worker) or not fused.accepts(like[:1], server):
         return None
     encode = partial(_averages, fused, half, error=worker, rows=shape[0])
-    if fused.later is None or not isinstance(worker, Tensor) or observed():
+    if fused.later is None or observed() or not fused.later.accepts(worker):
         return Averages(encode, None)
     return Averages(encode, partial(_averages_first, fused.later, error=worker, rows=shape[0]))
 

@@ -18,7 +18,7 @@ from fn.kernels import reference
 from fn.kernels.buffers import empty
 from fn.kernels.numba_sign import finish, messages, norms_agree, sums_of
 from fn.kernels.numba_sign_loops import ZERO, compiled, mean_place, serve
-from fn.kernels.numba_step import SOON, addresses, encode_averages, extents, lerp_weight, plain
+from fn.kernels.numba_step import addresses, encode_averages, extents, lerp_weight, plain
 from fn.kernels.places import Places, places, run
 from fn.kernels.simd import (
     LANES,
@@ -35,7 +35,6 @@ from fn.kernels.simd import (
     mul,
     multiply_add,
     positive,
-    prefetch,
     put,
     select,
     splat,
@@ -66,11 +65,6 @@ def feedback_places(
         up, down, my_up, my_down = splat(scale), splat(-scale), splat(mine), splat(-mine)
         whole = count - count % LANES
         for i in range(0, whole, LANES):
-            prefetch(p, i + SOON)
-            prefetch(g, i + SOON)
-            prefetch(mu, i + SOON)
-            prefetch(nu, i + SOON)
-            prefetch(error, i + SOON)
             x, m = load(g, i), load(mu, i)
             b = add(multiply_add(weight_, sub(m, x), x if small else m), load(error, i))
             store(error, i, sub(b, select(positive(b), my_up, my_down)))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import AxisNames, axis_size
-from fn.collectives.codec import Codec, Sent, SignPayload, segmented
+from fn.collectives.codec import Codec, SignPayload, segmented
 from fn.collectives.compressed import (
     ErrorFeedbackState,
     compressed_all_reduce,
@@ -27,6 +27,7 @@ from fn.collectives.feedback import Feedback
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.collectives.observe import step_range
 from fn.collectives.segments import Segments
+from fn.collectives.two_passes import Sent
 from fn.kernels import buffers, ops
 from fn.kernels.eager import remembered
 from fn.transforms import layout as layouts

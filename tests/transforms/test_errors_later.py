@@ -1,0 +1,142 @@
+"""Compressed steps that form the next errors when they write them: the same numbers, no memory for a second error."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fn
+from fn import Phase, tree
+from fn.collectives.observe import Observer
+from fn.kernels import ops
+
+pytest.importorskip("numba", reason="the extra `cpu` is not installed")
+
+STEP = Path(__file__).parents[2] / "benchmarks" / "step.py"
+SHAPES = [(37, 5), (7,), (), (0,), (4097,), (8, 16), (130, 130)]
+CASES = [
+    {},
+    {"layout": "per_tensor", "bias_correction": True},
+    {"codec": fn.sign(padding_counts=True), "b1": 0.3, "weight_decay": 0.1},
+    {"keep_zeros": False},
+]
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    if step == 5 and dist.get_rank() == 1:
+        grads[4][9] = float("inf")  # all ranks skip this one
+    return grads
+
+
+def bits(t: object) -> list[torch.Tensor]:
+    return [leaf.detach().flatten().clone().view(torch.uint8) for leaf in tree.leaves(t)]
+
+
+def same(a: object, b: object) -> bool:
+    return all(x.shape == y.shape and torch.equal(x, y) for x, y in zip(bits(a), bits(b), strict=True))
+
+
+def kernels_of_a_step(opt: fn.Optimizer) -> list[str]:
+    names, original = [], ops.direct
+
+    def noted(name, *args):
+        names.append(name)
+        return original(name, *args)
+
+    ops.direct = noted
+    try:
+        opt.step()
+    finally:
+        ops.direct = original
+    return names
+
+
+def three_ways() -> None:
+    """Train without an observer, with one, for whom each error is formed at once, and by the pure chain."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    for hyper in CASES:
+        make, schedule = partial(fn.onebit_adam, axis="data", **hyper), fn.freeze_after(2)
+        ours, watched = ([torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES] for _ in range(2))
+        with fn.bind(mesh):
+            opt, other = (fn.Optimizer(p, make, schedule=schedule, lr=1e-2) for p in (ours, watched))
+            update = make(lr=1e-2).compressed_update
+        for step in range(8):
+            if step == 2:  # the moments of a warm-up agree but for rounding
+                plain = [p.detach().clone() for p in ours]
+                state = tree.map(torch.clone, opt.states[0])
+            for params in (ours, watched):
+                for p, g in zip(params, gradients(step), strict=True):
+                    p.grad = g
+            later = "onebit_adam_feedback_" in kernels_of_a_step(opt)
+            observer = Observer().start()
+            at_once = "onebit_adam_" in kernels_of_a_step(other)
+            observer.stop()
+            assert later == at_once == (step >= 2 and step != 5), (step, hyper)
+            assert same([ours, opt.states], [watched, other.states]), (step, hyper)
+            if step < 2:
+                continue
+            with fn.bind(mesh):
+                _, state = update(gradients(step), state, plain)
+            mine, pure = opt.states[0].inner[1], state.inner[1]
+            assert same([mine.mu, mine.sync], [pure.mu, pure.sync]), (step, hyper)
+            if later:
+                (worker, *_), (server, *_) = mine.sync
+                assert worker.any(), (step, hyper)
+                assert server.any(), (step, hyper)
+                kept = sum(float(e.double().square().sum()) for e in tree.leaves(mine.sync))
+                assert observer.kept == pytest.approx(kept, rel=1e-4)
+        assert opt.skipped == 1
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_errors_that_are_formed_later_are_those_that_are_formed_at_once(world):
+    ranks.run(world, three_ways)
+
+
+def staged_twice() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    for make in (fn.onebit_adam, fn.zero_one_adam):
+        params = [torch.randn(shape, generator=torch.Generator().manual_seed(1)) for shape in SHAPES]
+        with fn.bind(mesh):
+            tx = make(1e-2, axis="data")
+            state = tx.init(params)
+            for step, phase in enumerate([Phase.WARMUP, Phase.WARMUP, Phase.COMPRESSED, Phase.COMPRESSED]):
+                update, before = tx.update(phase), [x.clone() for x in tree.leaves([params, state])]
+                thrown_away, found = (update.stage(gradients(step), state, params) for _ in range(2))
+                assert thrown_away.ok
+                assert same(before, [params, state]), (make, step)
+                found.commit()
+                changed = [not same(a, b) for a, b in zip(before, tree.leaves([params, state]), strict=True)]
+                assert any(changed), (make, step)
+
+
+def test_a_step_that_is_thrown_away_leaves_the_errors():
+    ranks.run(2, staged_twice)
+
+
+def peak_per_parameter(name: str, parameters: int = 4_000_000) -> float:
+    """Return the bytes that a step holds above parameters, gradients and state, in a process of its own."""
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    command = [sys.executable, str(STEP), "--peak", name, "--parameters", str(parameters)]
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    found = int(done.stdout.split()[-1])
+    if found < 0:
+        pytest.skip("this system does not forget the peak of a process")
+    return found / parameters
+
+
+def test_a_compressed_step_holds_less_than_a_twentieth_of_parameters_gradients_and_state():
+    held = 4 * (1 + 1 + 2 + 1) + 4 / 2  # params, grads, moments, worker errors; server errors of two ranks
+    assert peak_per_parameter("1-bit Adam compressed, fn.Optimizer") < 0.05 * held
+    assert peak_per_parameter("1-bit Adam compressed, fn.Optimizer, lazy error") > 0.2 * held  # memory is seen
