@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from fn.base import Phase
 
@@ -18,9 +20,15 @@ def freeze_after(steps: int) -> Schedule:
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1: T_w.
     """
-    if not isinstance(steps, numbers.Real) or steps < 0 or steps != int(steps):
-        raise ValueError(f"steps: is {steps!r}; allowed are whole numbers of at least 0, int(0.2 * total) say")
-    return FreezeAfter(int(steps))
+    return FreezeAfter(_whole("steps", steps, 0))
+
+
+def _whole(argument: str, value: Any, least: int) -> int:
+    number = float(value) if isinstance(value, numbers.Real) else math.nan
+    if not number >= least or not number.is_integer():
+        text = f"allowed are whole numbers of at least {least}, int(0.2 * total) say"
+        raise ValueError(f"{argument}: is {value!r}; {text}")
+    return int(number)
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,14 @@ def phase_of(schedule: Schedule, step: int) -> Phase:
     except ValueError as error:
         text = f"schedule: gives {found} for step {step}; allowed are fn.Phase.WARMUP and the like"
         raise ValueError(text) from error
+
+
+def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
+    """Return the phases after the warm-up that a schedule of this module comes to; of any other function, none."""
+    if isinstance(schedule, ZeroOneSchedule) and schedule.local_step_clipper > 1:
+        return Phase.COMPRESSED, Phase.LOCAL
+    known = isinstance(schedule, FreezeAfter | FreezeWhenStable | ZeroOneSchedule)
+    return (Phase.COMPRESSED,) if known else ()
 
 
 def always_warm_up(step: int) -> Phase:
@@ -68,21 +84,17 @@ def zero_one_schedule(
         var_update_scaler, local_step_scaler: after how many the interval doubles.
         local_step_clipper: the longest interval.
         first: the number of the first step, of which multiples are taken; DeepSpeed's first update has number 2.
-    Raises: ValueError if an argument is out of range.
+    Raises: ValueError if an argument is out of range or no whole number.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), section 6: the policies for T_v and T_u.
     """
-    if var_freeze_step < 0:
-        raise ValueError(f"var_freeze_step: is {var_freeze_step}; allowed is at least 0")
-    for name, value in (
-        ("var_update_scaler", var_update_scaler),
-        ("local_step_scaler", local_step_scaler),
-        ("local_step_clipper", local_step_clipper),
-    ):
-        if value < 1:
-            raise ValueError(f"{name}: is {value}; allowed is at least 1")
-
-    return ZeroOneSchedule(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper, first)
+    return ZeroOneSchedule(
+        _whole("var_freeze_step", var_freeze_step, 0),
+        _whole("var_update_scaler", var_update_scaler, 1),
+        _whole("local_step_scaler", local_step_scaler, 1),
+        _whole("local_step_clipper", local_step_clipper, 1),
+        first,
+    )
 
 
 @dataclass(frozen=True)

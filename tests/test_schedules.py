@@ -15,6 +15,15 @@ def test_freeze_after_warms_up_for_exactly_that_many_steps(steps, step):
     assert fn.freeze_after(steps)(step) is (Phase.WARMUP if step < steps else Phase.COMPRESSED)
 
 
+@pytest.mark.parametrize("value", [-1, 0.2, "10"])
+@pytest.mark.parametrize(
+    "name", ["var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"]
+)
+def test_zero_one_schedule_refuses_what_is_no_number_of_steps(name, value):
+    with pytest.raises(ValueError, match=f"{name}: is {value!r}; allowed are whole numbers of at least"):
+        fn.zero_one_schedule(**{name: value})
+
+
 @pytest.mark.parametrize("steps", [-1, 0.2, "10"])
 def test_freeze_after_refuses_what_is_no_number_of_steps(steps):
     """A fraction of the run, for one: it would freeze before the second step."""

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from fn.adapters.torch_optim import Optimizer
 from fn.base import Phase
 from fn.collectives.ledger import Ledger
 from fn.collectives.observe import Observer
-
-if TYPE_CHECKING:
-    from fn.adapters.torch_optim import Optimizer
 
 
 class StepMetrics(NamedTuple):
@@ -101,8 +99,10 @@ def watch(optimizer: Optimizer, callback: Callable[[StepMetrics], Any], every: i
 
     Args: callback: takes a `StepMetrics`. every: steps, at least 1; 0, every, 2 every, ... are watched.
     Returns: a handle with `remove()`.
-    Raises: ValueError if every is less than 1.
+    Raises: ValueError if every is less than 1; TypeError for an optimizer of torch.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer")
     if every < 1:
         raise ValueError(f"every: is {every}; allowed is at least 1")
     return Watch(optimizer, callback, every)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.schedules import Schedule, phase_of
+from fn.base import Transform, check_transform
+from fn.schedules import Schedule, phase_of, phases_of
 
 
 def as_list(params: Any) -> list[Any]:
@@ -43,6 +44,21 @@ def check_schedule(schedule: Schedule) -> Schedule:
 def _check_callable(argument: str, value: Callable[..., Any], example: str) -> None:
     if not callable(value):
         raise TypeError(f"{argument}: is {type(value).__name__}; allowed is a function such as {example}")
+
+
+def check_made(made: Transform, schedule: Schedule) -> Transform:
+    """Return what `make` made as it is. Raises TypeError if it is no transform, ValueError if it lacks a phase.
+
+    A schedule of this library says now what it comes to; a step would say so after thousands of others.
+    """
+    check_transform("make: its result", made)
+    for phase in phases_of(schedule):
+        try:
+            made.update(phase)
+        except ValueError as error:
+            kind = type(schedule).__name__
+            raise ValueError(f"schedule: is {kind}, which does not fit this optimizer; {error}") from error
+    return made
 
 
 def check_make(make: Callable[..., Any]) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from fn.adapters.rank_checks import check_accepted, check_listed, check_start, d
 from fn.adapters.staged import apply, commit, detached, stage, staged
 from fn.adapters.state_dict import flat_state, restore_flat
 from fn.adapters.unmoved import warn_at_start, warn_of_late_group, warn_of_thawed
-from fn.base import Phase, Transform, UpdateFn, check_transform
+from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.agreement import describe
 from fn.collectives.axis import current_binding, rank_dims
 from fn.collectives.peers import named
@@ -172,8 +172,7 @@ class Optimizer(torch.optim.Optimizer):
         lr = param_groups.learning_rate(group)
         with self._binding:
             made = self.make(lr=lr, **param_groups.shown(group, self.make))
-        check_transform("make: its result", made)
-        return lr, made
+        return lr, param_groups.check_made(made, self.schedule)
 
     def _start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         assert transform is not None

@@ -162,6 +162,8 @@ def test_every_skips_and_removal() -> None:
     assert len(found) == 3
     with pytest.raises(ValueError, match="every: is 0"):
         watch(opt, found.append, every=0)
+    with pytest.raises(TypeError, match="optimizer: is SGD; allowed is"):
+        watch(torch.optim.SGD([torch.ones(2)]), found.append)
 
 
 def test_a_step_that_raises_leaves_nothing_open() -> None:

@@ -552,6 +552,21 @@ def test_a_schedule_that_saved_something_else_is_refused_with_the_way_to_change_
         fixed.load_state_dict(fed.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("make", "schedule", "missing"),
+    [
+        (fn.adamw, fn.freeze_after(9), "COMPRESSED"),
+        (fn.lamb, fn.freeze_when_stable(), "COMPRESSED"),
+        (onebit, fn.zero_one_schedule(), "LOCAL"),
+    ],
+)
+def test_a_schedule_with_a_phase_that_the_optimizer_lacks_is_refused_at_once(make, schedule, missing):
+    """It was refused in the first step of that phase, after thousands of others."""
+    with pytest.raises(ValueError, match=rf"schedule: is \w+, which does not fit.*{missing} was asked for.*has only"):
+        fn.Optimizer(parameters(), make, schedule=schedule)
+    fn.Optimizer(parameters(), onebit, schedule=fn.zero_one_schedule(local_step_clipper=1))
+
+
 def test_parameters_on_the_meta_device_are_refused_by_number():
     """What to_empty makes of them are other parameters; the optimizer would train those that are gone."""
     p = [torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2, device="meta"))]
