@@ -30,12 +30,14 @@ demo: .venv/.demo
 		examples/train_lm.py --out $(OUT) --json $(OUT)/train_lm.json
 
 # Every core runs tests, up to four: beside the processes that tests start themselves, more would wait for each other.
+PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
 test: lint
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal -m "not reliability"
+	$(PYTEST) -m "not reliability"
 
 # Every exchange of every optimizer with a killed rank, kills during a save, long runs: minutes, not seconds.
 reliability-test: .venv/.test
-	$(BIN)/python -m pytest -m reliability
+	$(PYTEST) -m reliability
 
 lint: .venv/.test
 	$(BIN)/ruff check .
