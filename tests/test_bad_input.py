@@ -221,6 +221,7 @@ def optimizer_of(make=fn.adamw, **more):
         (lambda: fn.zero_one_adam("1e-3", axis="data"), "lr: is '1e-3'; allowed are numbers"),
         (lambda: optimizer_of(weight_decay="0.1"), "weight_decay: is '0.1'; allowed are numbers"),
         (lambda: fn.clip_by_global_norm("1"), "max_norm: is '1'; allowed are numbers"),
+        (lambda: optimizer_of(max_norm="1"), "max_norm: is '1'; allowed are numbers"),
         (lambda: fn.damped("0.8"), "beta: is '0.8'; allowed are numbers"),
     ],
 )

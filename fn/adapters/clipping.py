@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from fn import tree
-from fn.base import Phase, UpdateFn, chain
+from fn.base import Phase, UpdateFn, chain, check_number
 from fn.collectives.axis import ALONE, Axis, Binding
 from fn.transforms.average import average
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.in_place import InPlace, Staged
 
 Tree = Any
+
+
+def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
+    """Refuse a norm that gradients cannot be clipped by. Raises: TypeError if it is no number; ValueError."""
+    if max_norm is None:
+        return
+    check_number("max_norm", max_norm)
+    if not max_norm > 0 or len(axes) > 1:
+        raise ValueError(f"max_norm: is {max_norm} on the axes {list(axes)}; allowed is more than 0 on one axis")
 
 
 def clipped(update: UpdateFn, phase: Phase, max_norm: float, axis: str | None, state: Tree) -> UpdateFn:

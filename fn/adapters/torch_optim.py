@@ -13,7 +13,7 @@ from fn.adapters import param_groups
 from fn.adapters.amp import unscaled
 from fn.adapters.averaged import refuse_averaged
 from fn.adapters.carried import Carried, added, due
-from fn.adapters.clipping import clipped
+from fn.adapters.clipping import check_max_norm, clipped
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_elsewhere
@@ -103,8 +103,7 @@ class Optimizer(torch.optim.Optimizer):
         listed = param_groups.as_list(params)
         with self._binding:
             check_listed(self._axes(), listed, {"max_norm": max_norm, **describe(self.schedule)})
-        if max_norm is not None and (not max_norm > 0 or len(self._axes()) > 1):
-            raise ValueError(f"max_norm: is {max_norm} on the axes {self._axes()}; allowed is more than 0 on one axis")
+        check_max_norm(max_norm, self._axes())
         super().__init__(listed, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):
             self._second_moment_norm()
