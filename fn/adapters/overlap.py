@@ -194,7 +194,7 @@ class Overlap:
         """
         if self._jobs is None or phase is not self._phase:
             return None
-        absent_elsewhere = self._optimizer._gradients.changed([g["params"] for g in self._optimizer.param_groups])
+        others_absent = self._optimizer._gradients.changed([g["params"] for g in self._optimizer.param_groups])
         problem = self._find_change()  # while the last codes are on the wire
         jobs, self._jobs = self._jobs, None
         steps = [jobs[group].result() for group in sorted(jobs)]
@@ -202,7 +202,7 @@ class Overlap:
             thread.catch_up()
         if len(steps) < len(self._optimizer.param_groups) or not all(step.ok for step in steps):
             return None
-        if absent_elsewhere:
+        if others_absent:
             return None  # DDP knows on all ranks alike which parameters had no part; the step asks once more
         if problem is not None:
             raise problem

@@ -42,8 +42,9 @@ def _warn_of_plain_torch(params: list[Tensor]) -> None:
     for device in sorted({p.device.type for p in params}):
         count = sum(p.numel() for p in params if p.device.type == device)
         if count >= LARGE and not (cells("sign_encode_feedback", device) or cells("quantize_feedback", device)):
-            text = "are fused, so codes are made in plain torch, which takes ten times as long and more memory"
-            warnings.warn(f"kernels: none for {device!r} {text}; `python -m fn` says what to install", stacklevel=4)
+            text = "are fused, so codes are made in plain torch, which takes many times as long and more memory"
+            hint = "`python -m fn` says what can be installed"
+            warnings.warn(f"kernels: none for {device!r} {text}; {hint}", stacklevel=4)
 
 
 def warn_of_late_group(optimizer: Optimizer) -> None:

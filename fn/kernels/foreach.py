@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fn.kernels import ops
 from fn.kernels.eager import remembered
-from fn.kernels.places import same_places
+from fn.kernels.places import plain, same_places
 from fn.kernels.reference_lamb import lamb_moments_, lamb_step_, onebit_lamb_moments_
 from fn.kernels.reference_step import drift, widths_of
 from fn.kernels.table import Accelerator
@@ -49,18 +49,12 @@ def chunks(*lists: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
         yield found
 
 
-def fit(*lists: Sequence[Tensor]) -> bool:
-    """Return whether these functions take such tensors: float32 without gaps."""
-    tensors = [t for each in lists for t in each]
-    return {t.dtype for t in tensors} <= {torch.float32} and all(map(Tensor.is_contiguous, tensors))
-
-
 def momentum_encode(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
     runs: Sequence[int],
 ) -> Any:  # fmt: skip
     """See `reference_step.momentum_encode`. The device's own `sign_encode_feedback_` encodes."""
-    if not fit(mu, grads, (buffer, sent)):
+    if not plain(mu, grads, (buffer, sent)):
         return NotImplemented
     x, widths = torch.zeros_like(buffer), widths_of(runs)
     fresh, places = same_places([g.view(-1) for g in grads], x, widths)
@@ -77,7 +71,7 @@ def onebit_adam_(
     keep_zeros: bool,
 ) -> Any:  # fmt: skip
     """See `reference_step.onebit_adam_`. The device's own `sign_decode` decodes."""
-    if not fit(params, mu, nu, (scales,)):
+    if not plain(params, mu, nu, (scales,)):
         return NotImplemented
     _decode_into(mu, bits, scales, valid, runs)
     for p, m, v in chunks(params, mu, nu):
@@ -92,7 +86,7 @@ def adamw_(
     b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference_step.adamw_`."""
-    if not fit(params, grads, mu, nu):
+    if not plain(params, grads, mu, nu):
         return NotImplemented
     if not frozen and params and params[0].device.type in FUSED:
         return _fused_adamw_(params, grads, mu, nu, b1, b2, eps, weight_decay, lr, mu_weight, nu_weight)
@@ -128,7 +122,7 @@ def _fused_adamw_(
 def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     """See `reference_step.largest_magnitude`."""
     found = [g for g in grads if g.numel()]
-    if not found or not fit(grads):
+    if not found or not plain(grads):
         return NotImplemented
     return torch.stack(torch._foreach_norm(found, float("inf"))).amax()
 

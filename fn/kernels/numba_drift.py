@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fn.kernels.buffers import empty
 from fn.kernels.numba_sign_loops import ZERO, compiled
-from fn.kernels.numba_step import addresses, extents, lerp_weight, plain, whole
-from fn.kernels.places import places, run
+from fn.kernels.numba_step import addresses, extents, lerp_weight, whole
+from fn.kernels.places import places, plain, run
 from fn.kernels.simd import (
     LANES,
     above_zero,

@@ -18,8 +18,8 @@ from fn.kernels import reference
 from fn.kernels.buffers import empty
 from fn.kernels.numba_sign import finish, messages, norms_agree, sums_of
 from fn.kernels.numba_sign_loops import ZERO, compiled, mean_place, serve
-from fn.kernels.numba_step import addresses, encode_averages, extents, lerp_weight, plain
-from fn.kernels.places import Places, places, run
+from fn.kernels.numba_step import addresses, encode_averages, extents, lerp_weight
+from fn.kernels.places import Places, places, plain, run
 from fn.kernels.simd import (
     LANES,
     above_zero,

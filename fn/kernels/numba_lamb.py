@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fn.kernels.numba_int import raise_peak
 from fn.kernels.numba_sign_loops import ZERO, compiled
-from fn.kernels.numba_step import addresses, lerp_weight, plain, whole
-from fn.kernels.places import Places, places, run
+from fn.kernels.numba_step import addresses, lerp_weight, whole
+from fn.kernels.places import Places, places, plain, run
 from fn.kernels.simd import (
     LANES,
     above_zero,

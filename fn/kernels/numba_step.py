@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels.numba_sign_loops import ZERO, compiled, encode_place, write
-from fn.kernels.places import Places, places, run
+from fn.kernels.places import Places, places, plain, run
 from fn.kernels.simd import (
     LANES,
     above_zero,
@@ -243,12 +243,6 @@ def addresses(tensors: Sequence[Tensor]) -> np.ndarray:
 def extents(tensors: Sequence[Tensor], at: Places) -> tuple[np.ndarray, np.ndarray]:
     """Return the widths of the segments and the sizes of the tensors, which can end before the valid elements do."""
     return at.widths, np.fromiter(map(Tensor.numel, tensors), np.int64, len(tensors))
-
-
-def plain(*lists: Sequence[Tensor]) -> bool:
-    """Return whether all tensors are what the loops address: contiguous float32."""
-    dtypes = {t.dtype for tensors in lists for t in tensors}
-    return dtypes <= {torch.float32} and all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists)
 
 
 def whole(rows: int, at: Places) -> Tensor:

@@ -59,6 +59,12 @@ def _places(runs: tuple[int, ...], block: int) -> Places:
     return Places(table, n, segments, widths, aligned, whole, even)
 
 
+def plain(*lists: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are what kernels on lists take: contiguous float32."""
+    dtypes = {t.dtype for tensors in lists for t in tensors}
+    return dtypes <= {torch.float32} and all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists)
+
+
 def same_places(tensors: Sequence[Tensor], table: Tensor, widths: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
     """Return views of vectors and views of the rows (R, n) that hold R pieces of each, pair by pair alike.
 
