@@ -248,7 +248,7 @@ def loco_adamw(
     codec = int4() if codec is None else codec
     tx = sharded(inner, axis, codec, feedback, gather=gather, master=master, layout=layout)
     rules = rules_of(axis, codec, feedback, gather=gather, master=master, layout=layout)
-    tx = agreed(skip_nonfinite(tx), axis)
+    tx = agreed(skip_nonfinite(tx), axis, kernel="adamw_into_")
     return with_sharded_adam_in_place(tx, rules, Descent(lr, b1, b2, eps, weight_decay, corrected=True))
 
 

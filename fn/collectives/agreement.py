@@ -19,8 +19,18 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.collectives.axis import SIMULATED, AxisNames, axis_size, current_binding, names, ranks_around, resolve
+from fn.collectives.axis import (
+    SIMULATED,
+    AxisNames,
+    axis_index,
+    axis_size,
+    current_binding,
+    names,
+    ranks_around,
+    resolve,
+)  # fmt: skip
 from fn.collectives.primitives import all_gather
+from fn.collectives.same_kernels import rows_here, warn_of_other_kernels
 from fn.errors import RanksDisagree
 from fn.version import __version__
 
@@ -32,7 +42,8 @@ _PLAIN = (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device,
 def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch.device | str = "cpu") -> None:
     """Compare fields over the ranks of an axis, or of several; every rank must call it.
 
-    Simulated ranks run the same call and always agree.
+    Simulated ranks run the same call and always agree. Kernels may differ, with a warning on rank 0: ranks with other
+    devices can train together, but round differently.
 
     Args:
         axis: the axis' name, or several names; these must reach as many ranks as their sizes' product.
@@ -46,14 +57,15 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
         _check_grid(names(axis), device)
     mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}}
     text = json.dumps(mine).encode()  # in the order of the fields, so that the first that differs is the first named
-    digest = hashlib.blake2b(json.dumps(mine, sort_keys=True).encode(), digest_size=24).digest()
-    digest += len(text).to_bytes(8, "little")
-    digests = _gather_bytes(digest, axis, device)
-    if all(d == digests[0] for d in digests):
-        return
-    longest = max(int.from_bytes(d[24:], "little") for d in digests)
-    texts = [json.loads(t.rstrip(b" ")) for t in _gather_bytes(text.ljust(longest), axis, device)]
-    _refuse(texts)
+    kernels = rows_here(device).encode()
+    digest = _digest(json.dumps(mine, sort_keys=True).encode()) + len(text).to_bytes(8, "little")
+    digests = _gather_bytes(digest + _digest(kernels) + len(kernels).to_bytes(8, "little"), axis, device)
+    if any(d[:32] != digests[0][:32] for d in digests):
+        _refuse([json.loads(t) for t in _gather_texts(text, [d[24:32] for d in digests], axis, device)])
+    if any(d[32:] != digests[0][32:] for d in digests):
+        found = _gather_texts(kernels, [d[56:] for d in digests], axis, device)
+        if not axis_index(axis):
+            warn_of_other_kernels([t.decode() for t in found], axis)
 
 
 def _surroundings() -> dict[str, str]:
@@ -76,6 +88,18 @@ def _check_grid(axis: tuple[str, ...], device: torch.device | str) -> None:
             f"axis: the sizes of {axis}, {sizes}, do not multiply to the world of {around} ranks; if the others are "
             f"meant to train apart, bind the axis that tells them apart too"
         )
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=24).digest()
+
+
+def _gather_texts(
+    text: bytes, lengths: list[bytes], axis: AxisNames, device: torch.device | str
+) -> list[bytes]:
+    """Return the text of every rank, of which the lengths are known."""
+    longest = max(int.from_bytes(n, "little") for n in lengths)
+    return [t.rstrip(b" ") for t in _gather_bytes(text.ljust(longest), axis, device)]
 
 
 def _gather_bytes(data: bytes, axis: AxisNames, device: torch.device | str) -> list[bytes]:
