@@ -101,6 +101,15 @@ def check_number(argument: str, value: Any) -> None:
         raise TypeError(f"{argument}: is {value!r}; allowed are numbers")
 
 
+def check_state(state: Tree, kind: type) -> None:
+    """Raise a TypeError that says the order of the arguments if a state is none, but the params, say."""
+    if not isinstance(state, kind):
+        raise TypeError(
+            f"state: is {type(state).__name__}; allowed is what init returned; the arguments of an update are "
+            f"(updates, state, params)"
+        )
+
+
 def lift(init: Callable[[Tree], Tree], update: UpdateFn) -> Transform:
     """Make a link that does not communicate: the same update in every phase."""
     return Transform(init, update, update, update)
@@ -135,6 +144,7 @@ def chain(*links: Transform) -> Transform:
                 return found
 
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            check_state(state, tuple)
             after = []
             for link, link_state in zip(updates_of, state, strict=True):
                 updates, link_state = link(updates, link_state, params)

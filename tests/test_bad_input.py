@@ -91,6 +91,16 @@ def test_gradients_of_another_shape_are_refused_by_leaf_instead_of_being_broadca
         tx.update(phase)({"a": torch.ones(1, 3), "b": torch.ones(3)}, state, p)
 
 
+@each_phase
+@pytest.mark.parametrize("params", [[torch.ones(3)], {"a": torch.ones(3)}])
+def test_params_in_the_place_of_the_state_are_refused_by_name(optimizer, phase, params):
+    tx = optimizer.make(lr=0.1, axis="data")
+    state, text = tx.init(params), rf"state: is {type(params).__name__}; allowed is .* \(updates, state, params\)"
+    for update in (tx.update(phase), fn.chain(tx).update(phase)):
+        with pytest.raises(TypeError, match=text):
+            update(params, params, state)
+
+
 @pytest.mark.parametrize("block", [0, -8, 12])
 def test_a_block_that_does_not_fill_bytes_is_refused_by_name(block):
     with pytest.raises(ValueError, match=f"block: is {block}"):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_transform, has_phase
+from fn.base import Phase, Transform, UpdateFn, check_state, check_transform, has_phase
 from fn.collectives.axis import rank_dims
 from fn.kernels.eager import is_eager
 from fn.transforms.in_place import side_by_side
@@ -56,10 +56,12 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
             return found
 
         def local(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
+            check_state(state, SkipState)
             out, after = found(updates, state.inner, params)
             return out, state._replace(inner=after)
 
         def update(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
+            check_state(state, SkipState)
             out, after = found(updates, state.inner, params)
             if watch:
                 ok = all_finite([x for name in watch for x in tree.leaves(tree.fields(after, name))])
