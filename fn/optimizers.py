@@ -10,7 +10,7 @@ from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames
 from fn.collectives.codec import sign
 from fn.collectives.feedback import classic, damped
-from fn.collectives.hierarchy import Codecs, Feedbacks
+from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.collectives.int_codec import int4
 from fn.transforms.adam_in_place import Descent, with_adam_in_place, with_onebit_adam_in_place
 from fn.transforms.agreed import agreed
@@ -25,6 +25,13 @@ from fn.transforms.sharded_in_place import with_sharded_adam_in_place
 from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.zero_one import WATCHED, scale_by_zero_one_adam
 from fn.transforms.zero_one_in_place import with_zero_one_in_place
+
+
+def _warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
+    """Return the average of a warm-up, exact or in codes."""
+    if warmup is not None:
+        hops(axis, warmup, damped(), ("warmup", "feedback"))
+    return average(axis, warmup)
 
 
 def adamw(
@@ -87,7 +94,7 @@ def onebit_adam(
     codec, feedback = codec or sign(), feedback or classic()
     sync = compressed_average(axis, codec, feedback, layout=layout)
     tx = chain(
-        average(axis, warmup),
+        _warm_up(axis, warmup),
         scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
@@ -164,7 +171,7 @@ def onebit_lamb(
     )
     sync = compressed_average(axis, codec, feedback, layout=layout)
     link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros)
-    tx = agreed(skip_nonfinite(chain(average(axis, warmup), link, scale_by_learning_rate(lr))), axis)
+    tx = agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)
     return with_onebit_lamb_in_place(
         tx, axis, lr, hyper, codec, feedback, layout, keep_zeros=keep_zeros, warmup=warmup
     )
@@ -207,7 +214,7 @@ def zero_one_adam(
         compress=compress,
         keep_zeros=keep_zeros,
     )
-    tx = agreed(skip_nonfinite(chain(average(axis, warmup), link), watch=WATCHED), axis)
+    tx = agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link), watch=WATCHED), axis)
     if not keep_zeros:
         return tx
     descent = Descent(lr, b1, b2, eps, weight_decay, corrected=False)

@@ -217,6 +217,18 @@ def optimizer_of(make=fn.adamw, **more):
         (lambda: fn.onebit_adam(axis="data", codec=fn.sign), "codec: is <function sign.*allowed is a Codec, fn.sign"),
         (lambda: fn.onebit_adam(axis="data", codec="sign"), "codec: is 'sign'; allowed is a Codec,"),
         (lambda: fn.onebit_adam(axis="data", feedback=fn.classic), "feedback: is <function .*fn.classic"),
+        (lambda: fn.onebit_adam(axis="data", warmup=fn.int8), "warmup: is <function int8.*allowed is a Codec"),
+        (lambda: fn.onebit_lamb(axis="data", warmup="int8"), "warmup: is 'int8'; allowed is a Codec"),
+        (lambda: fn.zero_one_adam(axis="data", warmup=fn.int8), "warmup: is <function int8.*allowed is a Codec"),
+        (lambda: fn.loco_adamw(axis="data", gather=fn.int8), "gather: is <function int8.*allowed is a Codec"),
+        (lambda: fn.sharded(fn.chain(), "d", gather=fn.int8(), gather_feedback=fn.off), "gather_feedback: is <func"),
+        (lambda: fn.scale_by_onebit_adam(sync=fn.sign()), "sync: is Codec; allowed are transforms"),
+        (lambda: fn.scale_by_onebit_lamb(sync=fn.compressed_average), "sync: is compressed_average; allowed are tr"),
+        (lambda: fn.scale_by_zero_one_adam(0.1, sync=fn.average), "sync: is average; allowed are transforms"),
+        (lambda: fn.sign("64"), "block: is '64'; allowed are numbers"),
+        (lambda: fn.int4(block=None), "block: is None; allowed are numbers"),
+        (lambda: fn.damped(every="9"), "every: is '9'; allowed are numbers"),
+        (lambda: fn.classic(block="9"), "block: is '9'; allowed are numbers"),
         (lambda: fn.sharded(fn.scale_by_adam, "data"), "inner: is scale_by_adam; allowed are transforms"),
         (lambda: fn.skip_nonfinite(fn.adamw), "inner: is adamw; allowed are transforms"),
         (lambda: fn.mask(fn.adamw, True), "inner: is adamw; allowed are transforms"),
@@ -251,10 +263,14 @@ def test_a_model_or_a_generator_instead_of_its_parameters_is_refused_at_init(opt
             optimizer.make(lr=0.1, axis=axis).init(params)
 
 
-@pytest.mark.parametrize("axis", [3, None, ()])
+@pytest.mark.parametrize("axis", [3, None, (), (1, 2), ("data", 0)])
 def test_an_axis_that_is_no_name_is_refused(axis):
     with pytest.raises(ValueError, match=r"axis: is .*; allowed are a name"):
         fn.pmean(torch.ones(3), axis)
+    with pytest.raises(ValueError, match=r"axis: is .*; allowed is a name"):
+        fn.all_to_all(torch.ones(1, 3), axis)
+    with pytest.raises(ValueError, match=r"axis: is .*; allowed is a name"):
+        fn.simulate(lambda x: x, axis, 2)
 
 
 def test_an_init_that_failed_in_a_meta_context_leaves_no_plan_behind():

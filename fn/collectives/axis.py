@@ -131,6 +131,8 @@ def simulate(
     """
     if not callable(f):
         raise TypeError(f"f: is {type(f).__name__}; allowed is a function of trees of tensors")
+    if not isinstance(axis, str):
+        raise ValueError(f"axis: is {axis!r}; allowed is a name")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"size: is {size!r}; allowed are whole numbers of at least 1")
     if randomness not in ("error", "different", "same"):
@@ -201,6 +203,8 @@ def resolve(axis: str) -> Axis:
     Raises: ValueError if the name is not bound although other names are, or although this process belongs to a
         group of several ranks: a silent local step would train W different models.
     """
+    if not isinstance(axis, str):
+        raise ValueError(f"axis: is {axis!r}; allowed is a name")
     if axis in _bound.axes:
         return _bound.axes[axis]
     if _bound.axes:
@@ -236,7 +240,7 @@ def names(axis: AxisNames) -> tuple[str, ...]:
     Raises: ValueError if there is none, or one of them twice.
     """
     found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
-    if not found or len(set(found)) != len(found):
+    if not found or not all(isinstance(name, str) for name in found) or len(set(found)) != len(found):
         raise ValueError(f"axis: is {axis!r}; allowed are a name, or a tuple of different names")
     return found
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fn.base import check_number
 from fn.collectives.feedback import Classic, LazyError
 from fn.collectives.segments import Segments, tile
 from fn.collectives.two_passes import Later, Sent
@@ -99,6 +100,8 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
         majority vote, taken in the 2-norm as the authors' code does.
     Differs: by default padding is neither counted nor given an error.
     """
+    if block is not None:
+        check_number("block", block)
     if block is not None and (block <= 0 or block % 8):
         raise ValueError(f"block: is {block}; allowed are None and positive multiples of 8")
     return _sign(block, padding_counts, None)

@@ -42,11 +42,14 @@ class Hop(NamedTuple):
     feedback: Feedback
 
 
-def hops(axis: AxisNames, codec: Codecs, feedback: Feedbacks) -> list[Hop]:
+def hops(
+    axis: AxisNames, codec: Codecs, feedback: Feedbacks, called: tuple[str, str] = ("codec", "feedback")
+) -> list[Hop]:
     """Return the hops of an exchange, from the fastest network to the slowest.
 
     Args: axis: one name or several. codec: one per name; or a single one, for the last hop, the others being exact.
-        feedback: one per name; or a single one for all hops that have a codec given.
+        feedback: one per name; or a single one for all hops that have a codec given. called: what the caller calls the
+            two, for messages.
     Raises: ValueError if there are not as many codecs or feedbacks as names; TypeError for anything else.
     """
     found = names(axis)
@@ -56,9 +59,9 @@ def hops(axis: AxisNames, codec: Codecs, feedback: Feedbacks) -> list[Hop]:
         codec = (*(identity(),) * exact, codec)
     if isinstance(feedback, Feedback):
         feedback = (*(off(),) * exact, *(feedback,) * (len(found) - exact))
-    for argument, values, kind in (("codec", codec, Codec), ("feedback", feedback, Feedback)):
+    for argument, values, kind in zip(called, (codec, feedback), (Codec, Feedback), strict=True):
         if not isinstance(values, tuple | list) or not all(isinstance(value, kind) for value in values):
-            example = {"codec": "fn.sign()", "feedback": "fn.classic()"}[argument]
+            example = "fn.sign()" if kind is Codec else "fn.classic()"
             raise TypeError(f"{argument}: is {values!r}; allowed is a {kind.__name__}, {example} say, or one per axis")
         if len(values) != len(found):
             raise ValueError(f"{argument}: has {len(values)} entries for the axes {found}; allowed is one for each")

@@ -77,7 +77,7 @@ def rules_of(
     codec, feedback = (identity(), feedback or off()) if codec is None else (codec, feedback or classic())
     rules = Rules(axis, codec, feedback, gather, gather_feedback or off(), momentum, master, layout)
     hops(axis, codec, feedback)
-    hops(axis, gather or identity(), rules.gather_feedback)
+    hops(axis, gather or identity(), rules.gather_feedback, ("gather", "gather_feedback"))
     return rules
 
 

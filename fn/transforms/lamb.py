@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, missing, stateless
+from fn.base import Phase, Transform, check_transform, missing, stateless
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -138,6 +138,7 @@ def onebit_lamb_by_tensor(
             DeepSpeed's padding does.
     Raises: ValueError if a hyper-parameter is out of range.
     """
+    check_transform("sync:", sync)
     for hyper in hypers(1):
         check_hyper(hyper)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, check_number, lift, missing
+from fn.base import Phase, Transform, check_number, check_transform, lift, missing
 from fn.kernels import reference
 from fn.kernels.eager import is_eager, pooled
 
@@ -96,6 +96,7 @@ def scale_by_onebit_adam(
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
     Differs: `bias_correction` and `keep_zeros` are not in the paper; DeepSpeed needs a hand-written mask.
     """
+    check_transform("sync:", sync)
     check_betas(b1, b2, eps)
 
     def init(params: Tree) -> OnebitAdamState:

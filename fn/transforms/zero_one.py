@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform
+from fn.base import Transform, check_transform
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -96,6 +96,7 @@ def scale_by_zero_one_adam(
         anchor instead of taking their steps back, so they do not drift apart by rounding. A rank whose gradient is
         not finite in a local step leaves that step out alone, and counts it: no message tells the others.
     """
+    check_transform("sync:", sync)
     check_betas(b1, b2, eps)
     check_decay(weight_decay)
     check_rate(lr)
