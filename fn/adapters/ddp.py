@@ -176,7 +176,8 @@ def average_gradients(
 
     What travels together is fixed by the order of the model's parameters, so errors outlive the rearrangement of
     DDP's buckets. `no_sync` adds gradients up and communicates once. Gradients are averaged when `backward` returns,
-    so `clip_grad_norm_` clips by the global norm of their mean.
+    so `clip_grad_norm_` clips by the global norm of their mean. Parameters that are thawed later are not averaged, as
+    under DDP, with a warning.
 
     Args:
         model: a `DistributedDataParallel` without a communication hook.
@@ -197,7 +198,8 @@ def average_gradients(
     with bind({AXIS: group}), torch.no_grad():
         check_agreement(AXIS, {"elements": elements, **describe(schedule)}, params[0].device)
         states = tuple(transform.init([p.detach() for p in parcel]) for parcel in parcels)
-    found = GradientAverage(parcels, params, transform, states, bind_twin(AXIS, group), schedule, scaler)
+    frozen = [p for p in model.module.parameters() if not p.requires_grad]
+    found = GradientAverage(parcels, params, transform, states, bind_twin(AXIS, group), schedule, scaler, frozen)
     model.register_comm_hook(None, lambda state, bucket: found.on_bucket(_dense(bucket)))
     return found
 

@@ -7,6 +7,7 @@ opt = torch.optim.AdamW(model.parameters())        # finds averaged gradients, a
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -45,10 +46,12 @@ class GradientAverage:
         binding: Binding,
         schedule: Schedule,
         scaler: Any,
+        frozen: Sequence[Tensor] = (),
     ):
         self.steps, self.skipped, self.states, self.schedule = 0, 0, states, schedule
         self.bytes: dict[Phase, int] = {}
         self._parcels, self._transform, self._scaler = parcels, transform, scaler
+        self._frozen = frozen
         self._order = leaving_order(parcels, params)
         self._thread = CommunicationThread(binding, params[0].device)
         self._start(Phase.WARMUP)
@@ -75,6 +78,7 @@ class GradientAverage:
                 raise ValueError(
                     "schedule: asks for the local phase; gradients have only a warm-up and a compressed one"
                 )
+            self._warn_of_thawed()
             self._start(self.phase)
         device = bucket.buffer().device
         done: Any = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
@@ -85,6 +89,16 @@ class GradientAverage:
         if bucket.is_last():
             self._thread.submit(self._finish)
         return done
+
+    def _warn_of_thawed(self) -> None:
+        """Warn, once, of parameters that DDP does not know: their gradients stay each rank's own."""
+        if count := sum(p.requires_grad for p in self._frozen):
+            self._frozen = ()
+            text = (
+                f"gradients: {count} parameters were thawed after DistributedDataParallel was made; nobody averages "
+                f"theirs, and the ranks drift apart; wrap the model anew, and call average_gradients for it"
+            )
+            warnings.warn(text, stacklevel=2)
 
     def _job(self, parcel: int, grads: list[Tensor]) -> Any:
         def run() -> tuple[bool, Tree]:

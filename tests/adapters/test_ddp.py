@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -62,6 +63,28 @@ def test_a_layer_that_is_thawed_after_ddp_was_made_trains_as_in_serial_steps():
         for serial, ahead, moved in found:
             assert same(serial, ahead)
             assert moved
+
+
+@case
+def thawed_under_average_gradients() -> list[list[str]]:
+    net = Plain()
+    layer = net.layers[2].requires_grad_(False)
+    model = wrapped(lambda: net)
+    average_gradients(model, fn.int8())
+    found = []
+    for thaw in (False, True, True):
+        layer.requires_grad_(thaw)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            backward(model, 0)
+        found.append([str(w.message) for w in caught])
+    return found
+
+
+def test_a_layer_that_is_thawed_and_that_nobody_averages_is_warned_of_once():
+    for before, first, second in case.answer("thawed_under_average_gradients"):
+        assert "2 parameters were thawed after DistributedDataParallel was made; nobody averages" in " ".join(first)
+        assert not any("thawed" in text for text in before + second)
 
 
 @case
