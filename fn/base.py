@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -89,14 +89,14 @@ def has_phase(transform: Transform, phase: Phase) -> bool:
 
 
 def check_transform(argument: str, value: Any) -> None:
-    """Raise a TypeError that names the argument if a value is no transform, but the function that makes one, say."""
+    """Raise a TypeError that names the argument unless a value is a transform; a function that makes one is not."""
     if not hasattr(value, "warmup_update"):
         found = getattr(value, "__name__", type(value).__name__)
         raise TypeError(f"{argument} is {found}; allowed are transforms, such as fn.scale_by_adam()")
 
 
 def check_number(argument: str, value: Any) -> None:
-    """Raise a TypeError that names the argument if a value is no number, but its text, as from a file of settings."""
+    """Raise a TypeError that names the argument unless a value is a number; text from a configuration file is not."""
     if not isinstance(value, numbers.Real | Tensor):
         raise TypeError(f"{argument}: is {value!r}; allowed are numbers")
 
@@ -124,6 +124,23 @@ def stateless(f: Callable[[Tree, Tree], Tree]) -> Transform:
     return lift(lambda params: (), update)
 
 
+def unchanged(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+    """Return updates and state as they are: the update of a phase in which a link does nothing."""
+    return updates, state
+
+
+def combine(
+    inner: Sequence[Transform], init: Callable[[Tree], Tree], compose: Callable[[Phase, list[UpdateFn]], UpdateFn]
+) -> Transform:
+    """Make a transform of others: in each phase `compose(phase, their updates)`. A phase that one lacks, it lacks."""
+
+    def update(phase: Phase) -> UpdateFn:
+        found: list[UpdateFn] = [getattr(transform, f"{phase.value}_update") for transform in inner]
+        return next((f for f in found if isinstance(f, _Missing)), None) or compose(phase, found)
+
+    return Transform(init, *map(update, Phase))
+
+
 def chain(*links: Transform) -> Transform:
     """Apply links one after the other; the state is the tuple of their states.
 
@@ -137,12 +154,7 @@ def chain(*links: Transform) -> Transform:
     def init(params: Tree) -> Tree:
         return tuple(link.init(params) for link in links)
 
-    def compose(phase: Phase) -> UpdateFn:
-        updates_of = [getattr(link, f"{phase.value}_update") for link in links]
-        for found in updates_of:
-            if isinstance(found, _Missing):
-                return found
-
+    def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             check_state(state, tuple)
             after = []
@@ -153,7 +165,7 @@ def chain(*links: Transform) -> Transform:
 
         return update
 
-    return Transform(init, *(compose(phase) for phase in Phase))
+    return combine(links, init, compose)
 
 
 def apply_updates(params: Tree, updates: Tree) -> Tree:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, missing
+from fn.base import Phase, Transform, missing, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size
@@ -72,10 +72,7 @@ def average(
         mean, errors = inner.compressed_update(updates, state.gradient_errors, params)
         return mean, CodedAverageState(errors)
 
-    def rest(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return updates, state
-
-    return Transform(init, warmup, rest, rest)
+    return Transform(init, warmup, unchanged, unchanged)
 
 
 def _exact_average(axis: AxisNames | None) -> Transform:
@@ -96,16 +93,13 @@ def _exact_average(axis: AxisNames | None) -> Transform:
             found.update(zip(bucket.places, layouts.part(mean, bucket), strict=True))
         return layouts.restore(structure, found), state
 
-    def local(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return updates, state
-
-    return Transform(init, warmup, local, local)
+    return Transform(init, warmup, unchanged, unchanged)
 
 
 def always_average(axis: AxisNames | None) -> Transform:
     """Average as `average` does, and have no other phase: for optimizers that do not compress."""
     others = [missing(phase, "an optimizer that always averages exactly") for phase in (Phase.COMPRESSED, Phase.LOCAL)]
-    return Transform(average(axis).init, average(axis).warmup_update, *others)
+    return Transform(*average(axis)[:2], *others)
 
 
 def compressed_average(
@@ -180,7 +174,4 @@ def _in_codes(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, 
             server.append(d)
         return layouts.restore(structure, found), ErrorFeedbackState(tuple(worker), tuple(server))
 
-    def rest(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return updates, state
-
-    return Transform(init, rest, compressed, rest)
+    return Transform(init, unchanged, compressed, unchanged)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_state, check_transform, has_phase
+from fn.base import Phase, Transform, UpdateFn, check_state, check_transform, combine
 from fn.collectives.axis import rank_dims
 from fn.kernels.eager import is_eager
 from fn.transforms.in_place import side_by_side
@@ -50,10 +50,8 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
         device = leaves[0].device if leaves else torch.device("cpu")
         return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device))
 
-    def guard(phase: Phase) -> UpdateFn:
-        found: UpdateFn = getattr(inner, f"{phase.value}_update")
-        if not has_phase(inner, phase):
-            return found
+    def guard(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
+        (found,) = updates_of
 
         def local(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
             check_state(state, SkipState)
@@ -73,7 +71,7 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
 
         return local if phase is Phase.LOCAL else update
 
-    return Transform(init, *(guard(phase) for phase in Phase))
+    return combine([inner], init, guard)
 
 
 def together(transforms: Sequence[Transform]) -> Transform:
@@ -86,12 +84,7 @@ def together(transforms: Sequence[Transform]) -> Transform:
     def init(params: tuple[Tree, ...]) -> tuple[Tree, ...]:
         return tuple(t.init(p) for t, p in zip(transforms, params, strict=True))
 
-    def compose(phase: Phase) -> UpdateFn:
-        found: list[UpdateFn] = [getattr(t, f"{phase.value}_update") for t in transforms]
-        for t, f in zip(transforms, found, strict=True):
-            if not has_phase(t, phase):
-                return f
-
+    def compose(phase: Phase, found: list[UpdateFn]) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             results = [f(*args) for f, args in zip(found, zip(updates, state, params, strict=True), strict=True)]
             pairs = [(new, old) for (_, new), old in zip(results, state, strict=True) if isinstance(old, SkipState)]
@@ -105,7 +98,7 @@ def together(transforms: Sequence[Transform]) -> Transform:
 
         return side_by_side(found, update)
 
-    return Transform(init, *(compose(phase) for phase in Phase))
+    return combine(transforms, init, compose)
 
 
 def _keep_or_skip(ok: Tensor, updates: Tree, after: Tree, state: SkipState) -> tuple[Tree, SkipState]:

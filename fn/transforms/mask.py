@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_transform, has_phase
+from fn.base import Phase, Transform, UpdateFn, check_transform, combine, unchanged
 
 Tree = Any
 
@@ -42,10 +42,8 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
     def init(params: Tree) -> Tree:
         return inner.init(pick(params, chosen(params)))
 
-    def masked(phase: Phase) -> UpdateFn:
-        found: UpdateFn = getattr(inner, f"{phase.value}_update")
-        if not has_phase(inner, phase):
-            return found
+    def masked(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
+        (found,) = updates_of
 
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             keep = chosen(params)
@@ -56,7 +54,7 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
         return update
 
-    return Transform(init, *(masked(phase) for phase in Phase))
+    return combine([inner], init, masked)
 
 
 def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree], Tree]) -> Transform:
@@ -95,30 +93,21 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
     def init(params: Tree) -> dict[str, Tree]:
         return {label: transforms[label].init(pick(params, chosen)) for label, chosen in places(params).items()}
 
-    def compose(phase: Phase) -> UpdateFn:
-        for transform in transforms.values():
-            if not has_phase(transform, phase):
-                return transform_update(transform, phase)
+    def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
+        found = dict(zip(transforms, updates_of, strict=True))
 
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             leaves, structure = tree.flatten(updates)
             leaves, after = list(leaves), {}
             for label, chosen in places(params).items():
-                f = transform_update(transforms[label], phase)
-                new, after[label] = f(pick(updates, chosen), state[label], pick(params, chosen))
+                new, after[label] = found[label](pick(updates, chosen), state[label], pick(params, chosen))
                 for i, leaf in zip(chosen, new, strict=True):
                     leaves[i] = leaf
             return tree.unflatten(structure, leaves), after
 
         return update
 
-    return Transform(init, *(compose(phase) for phase in Phase))
-
-
-def transform_update(transform: Transform, phase: Phase) -> UpdateFn:
-    """Return the update of a phase, also where the transform lacks it."""
-    found: UpdateFn = getattr(transform, f"{phase.value}_update")
-    return found
+    return combine([*transforms.values()], init, compose)
 
 
 def unfrozen(inner: Transform) -> Transform:
@@ -143,7 +132,4 @@ def apply_mask(mask: Tree) -> Transform:
             return tree.map(lambda u: keep(u, mask), updates), state
         return tree.map(keep, updates, mask), state
 
-    def rest(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return updates, state
-
-    return Transform(lambda params: (), rest, multiply, rest)
+    return Transform(lambda params: (), unchanged, multiply, unchanged)

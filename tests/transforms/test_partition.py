@@ -9,7 +9,6 @@ import torch
 
 import fn
 from fn import tree
-from fn.transforms.mask import transform_update
 
 
 def labels(params: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -55,7 +54,7 @@ def test_a_phase_that_one_label_lacks_the_partition_lacks() -> None:
     tx = fn.partition({"codes": fn.onebit_adam(axis="data"), "full": fn.adamw(axis="data")}, labels)
     with pytest.raises(ValueError, match="COMPRESSED"):
         tx.update(fn.Phase.COMPRESSED)
-    assert transform_update(tx, fn.Phase.WARMUP) is tx.warmup_update
+    assert tx.update(fn.Phase.WARMUP) is tx.warmup_update
 
 
 @pytest.mark.parametrize("bad", [{"w": "other", "b": "full"}, {"w": "full"}])
