@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from fn.base import check_number
-from fn.collectives.segments import tile
-from fn.collectives.store import store_of
+from fn.collectives.store import from_blocks, store_of, to_blocks
 
 Tree = Any
 
@@ -153,9 +152,6 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
             raise ValueError(f"{name}: is {value}; allowed is at least 1")
     beta = float(torch.tensor(beta, dtype=torch.float32))  # 1 - beta is taken of what the kernels see
 
-    def place(n: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        return tile((n,), torch.full((1, 1), n, device=device), block)
-
     def init(x: Tensor) -> DampedError:
         age = torch.zeros((), dtype=torch.int64, device=x.device)
         dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -165,10 +161,7 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
     def remembered(error: DampedError) -> Tensor:
         if error.scales.ndim != 1:
             raise TypeError("error: is laid out for another codec; make the state with the codec in use")
-        scales = since_reset(error, every)[None]
-        at = place(error.codes.shape[0], error.codes.device)
-        e: Tensor = torch.ops.fn.dequantize(error.codes[None], scales, *at, 8)
-        return e[0]
+        return from_blocks(error.codes, since_reset(error, every), block)
 
     def compensate(x: Tensor, error: DampedError) -> Tensor:
         return x + remembered(error).to(x.dtype)
@@ -177,9 +170,7 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
         wide = decoded.dtype
         lost = compensated.to(wide) - decoded.to(compensated.dtype).to(wide)
         kept = beta * remembered(error).to(compensated.dtype).to(wide) + (1.0 - beta) * lost
-        at = place(kept.shape[0], kept.device)
-        codes, scales = torch.ops.fn.quantize(kept.to(compensated.dtype)[None], *at, 8)
-        return DampedError(codes[0], scales[0], error.age + 1)
+        return DampedError(*to_blocks(kept.to(compensated.dtype), block), error.age + 1)
 
     return Feedback(init, compensate, residual, Damped(beta, every, block))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fn.collectives.codec import Codec, segmented
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredClassic
 from fn.collectives.segments import Segments, tile
+from fn.collectives.store import to_blocks
 
 Tree = Any
 
@@ -45,11 +46,10 @@ def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedbac
         rows, block = segments.valid.shape[0], feedback.rule.block
         wide = vector.to(like.scales.dtype)
         if like.scales.ndim == 1:
-            whole = torch.full((1, 1), wide.shape[0], device=wide.device)
-            at, wide = tile((wide.shape[0],), whole, block), wide[None]
+            codes, scales = to_blocks(wide, block)
         else:
-            at, wide = tile(segments.widths, segments.valid.to(wide.device), block), wide.view(rows, -1)
-        codes, scales = torch.ops.fn.quantize(wide, *at, 8)
+            at = tile(segments.widths, segments.valid.to(wide.device), block)
+            codes, scales = torch.ops.fn.quantize(wide.view(rows, -1), *at, 8)
         return DampedError(codes.reshape(-1), scales.view(like.scales.shape), like.age if age is None else age)
     if isinstance(feedback.rule, StoredClassic):
         return feedback.residual(vector.float(), torch.zeros_like(vector, dtype=torch.float32), like)

@@ -57,18 +57,26 @@ def store_of(kind: torch.dtype | str | None, block: int) -> Store:
 
 
 def _in_blocks(block: int) -> Store:
-    def place(n: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        return tile((n,), torch.full((1, 1), n, device=device), block)
-
-    def save(e: Tensor) -> StoredError:
-        codes, scales = torch.ops.fn.quantize(e[None], *place(e.shape[0], e.device), 8)
-        return StoredError(codes[0], scales[0])
-
     def load(kept: StoredError) -> Tensor:
         if not isinstance(kept, StoredError):
             raise TypeError("error: is not what this feedback keeps, 8-bit blocks; a state belongs to its store")
-        at = place(kept.codes.shape[0], kept.codes.device)
-        e: Tensor = torch.ops.fn.dequantize(kept.codes[None], kept.scales[None], *at, 8)
-        return e[0]
+        return from_blocks(*kept, block)
 
-    return Store(save, load)
+    return Store(lambda e: StoredError(*to_blocks(e, block)), load)
+
+
+def to_blocks(vector: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return a vector (n,) as codes (n,) int8 and scales (ceil(n / block),)."""
+    codes, scales = torch.ops.fn.quantize(vector[None], *_place(vector, block), 8)
+    return codes[0], scales[0]
+
+
+def from_blocks(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Return the vector (n,) of codes and scales, in the dtype of the scales."""
+    vector: Tensor = torch.ops.fn.dequantize(codes[None], scales[None], *_place(codes, block), 8)
+    return vector[0]
+
+
+def _place(vector: Tensor, block: int) -> tuple[Tensor, list[int]]:
+    n = vector.shape[0]
+    return tile((n,), torch.full((1, 1), n, device=vector.device), block)

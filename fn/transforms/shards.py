@@ -31,11 +31,10 @@ def row(vector: Tensor, index: Tensor, rows: int) -> Tensor:
     return table.index_select(0, index.to(vector.device).view(1)).view(-1)
 
 
-def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor, *, copy: bool = False) -> Tensor:
+def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     """Return row `index` of the joined bucket, (n / W,); where tensors hold numbers, without joining the other rows.
 
-    Args: leaves, bucket: as for `layout.join`. index: 0-d int64. copy: where tensors hold numbers, whether the vector
-        must have memory of its own.
+    Args: leaves, bucket: as for `layout.join`. index: 0-d int64.
     Returns: a vector that may share memory with a leaf.
     """
     tensors = [leaves[i].reshape(-1) for i in bucket.places]
@@ -54,7 +53,7 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor, *, copy: bool 
         pieces += [tensors[0].new_zeros(missing)] if missing else []
     elif missing:
         pieces = [F.pad(p, (0, w - p.shape[0])) for p, w in zip(pieces, widths, strict=True)]
-    if len(pieces) == 1 and not copy:
+    if len(pieces) == 1:
         return pieces[0]
     if pieces[0].device.type == "cpu":
         return torch.cat(pieces, out=buffers.empty((sum(p.shape[0] for p in pieces),), pieces[0].dtype))
