@@ -84,22 +84,23 @@ def check_real(tree: Tree, argument: str) -> None:
         raise TypeError(f"{argument}: leaf {path!r} is {found}; allowed are dense real floating-point tensors")
 
 
-def check_like(tree: Tree, like: Tree, argument: str) -> None:
-    """Refuse a tree that has another structure than `like`, or tensors of other shapes, which would be broadcast.
+def check_updates(updates: Tree, like: Tree) -> None:
+    """Refuse updates that are not real tensors of the structure and the shapes of `like`; others would be broadcast.
 
-    Raises: ValueError that names `argument` and what differs.
+    Raises: TypeError as `check_real`; ValueError that names what differs.
     """
-    flat = _flat_shapes(tree)
-    if flat is not None and type(tree) is type(like) and flat == _flat_shapes(like):
+    check_real(updates, "updates")
+    flat = _flat_shapes(updates)
+    if flat is not None and type(updates) is type(like) and flat == _flat_shapes(like):
         return  # a step looks at many
     try:
-        shapes = leaves(map(_other_shape, like, tree))
+        shapes = leaves(map(_other_shape, like, updates))
     except ValueError as error:
-        text = f"has the leaves {paths(tree)}; allowed are those at init, {paths(like)}"
-        raise ValueError(f"{argument}: {text}") from error
+        text = f"has the leaves {paths(updates)}; allowed are those at init, {paths(like)}"
+        raise ValueError(f"updates: {text}") from error
     if any(shapes):
         place = next(i for i, shape in enumerate(shapes) if shape)
-        raise ValueError(f"{argument}: leaf {paths(like)[place] or 'the root'!r} {shapes[place]}")
+        raise ValueError(f"updates: leaf {paths(like)[place] or 'the root'!r} {shapes[place]}")
 
 
 def _flat_shapes(tree: Tree) -> tuple[list[Any], list[torch.Size]] | None:

@@ -238,25 +238,19 @@ def initial_errors(
 
 
 def settle_errors(
-    errors: tuple[Tree, Tree], axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+    x: Tensor,
+    errors: tuple[Tree, Tree],
+    axis: str,
+    codec: Codec,
+    feedback: Feedback,
+    *,
+    segments: Segments | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return a worker's and a server's error as the plain vectors (n,) and (n / W,) that they stand for."""
-    halves = (_codec(codec, segments), axis_size(axis)), (_own_codec(codec, segments, axis), 1)
-    found = [(_fused(half, feedback), rows) for half, rows in halves]
-    worker, server = (
-        fused.settle(error, rows) if fused else _plain(error, feedback)
-        for error, (fused, rows) in zip(errors, found, strict=True)
-    )
-    return worker, server
-
-
-def _plain(error: Tree, feedback: Feedback) -> Tree:
-    """Return what an error adds to a vector of zeros."""
-    leaves = tree.leaves(error)
-    if not leaves:
-        return error
-    dtype = torch.float64 if any(leaf.dtype == torch.float64 for leaf in leaves) else torch.float32
-    return feedback.compensate(torch.zeros_like(leaves[0], dtype=dtype), error)
+    """Return a worker's and a server's error as the plain vectors (n,) and (n / W,) that they stand for; x as sent."""
+    size, (worker, server) = axis_size(axis), errors
+    shard = x[: x.shape[0] // size]
+    sent = settle(_codec(codec, segments), feedback, worker, x.view(size, -1))
+    return sent, settle(_own_codec(codec, segments, axis), feedback, server, shard.view(1, -1))
 
 
 def encode(
@@ -269,18 +263,18 @@ def encode(
     if not observed() or codec.bits >= 32:
         with step_range("encode"):
             return _encode(codec, feedback, x, error, consume)
-    compensated = x.reshape(-1) + _settle(codec, feedback, error, x) if worker else x  # before x is consumed
+    compensated = x.reshape(-1) + settle(codec, feedback, error, x) if worker else x  # before x is consumed
     with step_range("encode"):
         payload, after = _encode(codec, feedback, x, error, consume)
     if worker:
         observe_loss(compensated, compensated - codec.decode(payload).reshape(-1))
     if not isinstance(feedback.rule, Off):
-        observe_kept(_settle(codec, feedback, after, x))
+        observe_kept(settle(codec, feedback, after, x))
     return payload, after
 
 
-def _settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
-    """Return what an error would add to x (R, n) in the next step, as a vector (R * n,)."""
+def settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
+    """Return the plain vector (R * n,) that an error stands for: what it would add to x (R, n) in the next step."""
     fused = _fused(codec, feedback)
     if fused is not None and fused.accepts(x, error):
         return fused.settle(error, x.shape[0])

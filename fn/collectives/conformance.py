@@ -198,7 +198,7 @@ def _all_reduce(codec: Codec, feedback: Feedback, n: int, rounds: int = 1) -> Ca
         errors = initial_errors(x, "data", codec, feedback)
         for k in range(rounds):
             y, errors = compressed_all_reduce(x * (1 + k), errors, "data", codec, feedback)
-        return y, settle_errors(errors, "data", codec, feedback) if rounds > 1 else ()
+        return y, settle_errors(x, errors, "data", codec, feedback) if rounds > 1 else ()
 
     return simulate(on_rank, "data", 2, out_dims=(None, 0))
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fn.collectives.codec import Codec, segmented
+from fn.collectives.compressed import settle
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredClassic
 from fn.collectives.segments import Segments, tile
 from fn.collectives.store import to_blocks
@@ -22,13 +23,9 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
     """
     if isinstance(feedback.rule, Off) or (isinstance(error, tuple) and not error):
         return None
-    half = segmented(codec, segments)
-    fused = half.fused(feedback.rule) if half.fused is not None and feedback.rule is not None else None
-    if fused is not None:
-        return fused.settle(error, segments.valid.shape[0])
-    n = segments.valid.shape[0] * segments.row_length
     device = error.device if isinstance(error, Tensor) else error[0].device
-    return feedback.compensate(torch.zeros(n, dtype=dtype, device=device), error)
+    like = torch.zeros(segments.valid.shape[0], segments.row_length, dtype=dtype, device=device)
+    return settle(segmented(codec, segments), feedback, error, like)
 
 
 def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedback, age: Tensor | None) -> Tree:

@@ -64,6 +64,3 @@ ON_LISTS = tuple(name for name, schema in SCHEMAS.items() if "[] " in schema.rep
 
 A trailing underscore means in place. Such kernels serve owners of buffers, never a simulation, so they have no batches.
 """
-
-MINIMAL = ("pack_bits", "unpack_bits")
-"""What a row must bring to be of use."""

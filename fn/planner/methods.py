@@ -86,7 +86,7 @@ def _two_level(model: Model, net: Network, bucket: int, interval: int) -> list[M
     def between(send: Callable[..., list[Message]]) -> Sends:
         def sends(part: Model) -> list[Message]:
             shard = Model(tuple((-(-n // net.per_node),) for n in part.lengths), part.width)
-            scatter, gather = traffic.halves(part, net.per_node, "local", ("reduce_scatter", "all_gather"))
+            scatter, gather = traffic.halves(part, net.per_node)
             return [scatter, *send(shard, net.nodes, axis="node"), gather]
 
         return sends

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-COLLECTIVES = ("all_reduce", "all_to_all", "all_gather", "reduce_scatter")
 AXES = ("data", "local", "node")
 
 

@@ -78,10 +78,10 @@ def exact(shapes: Model, ranks: int, axis: str = "data", width: int | None = Non
     return [Message(axis, "all_reduce", _all_reduce(shapes.params * (width or shapes.width), ranks))]
 
 
-def halves(shapes: Model, ranks: int, axis: str, collectives: Sequence[str]) -> list[Message]:
-    """Return exact reduce-scatters or all-gathers of everything, as ZeRO makes them."""
-    shard = -(-shapes.params // ranks) * shapes.width
-    return [Message(axis, collective, (ranks - 1) * shard) for collective in collectives]
+def halves(shapes: Model, ranks: int, axis: str = "local") -> list[Message]:
+    """Return an exact reduce-scatter and an all-gather of everything, as ZeRO makes them."""
+    size = (ranks - 1) * -(-shapes.params // ranks) * shapes.width
+    return [Message(axis, "reduce_scatter", size), Message(axis, "all_gather", size)]
 
 
 def codes(shapes: Model, ranks: int, codec: Codec, axis: str = "data", *, layout: str = "flat") -> list[Message]:

@@ -151,8 +151,7 @@ def onebit_lamb_by_tensor(
         return OnebitLambState(step, mu, nu, fresh, zero, factor, ratio, scaling, rest, sync.init((mu, rest)))
 
     def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
-        tree.check_real(updates, "updates")
-        tree.check_like(updates, state.mu, "updates")
+        tree.check_updates(updates, state.mu)
         rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
         out, mu, nu, coefficient, ratio = _columns(results, updates, 5)
@@ -168,8 +167,7 @@ def onebit_lamb_by_tensor(
         return out, state
 
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
-        tree.check_real(updates, "updates")
-        tree.check_like(updates, state.mu, "updates")
+        tree.check_updates(updates, state.mu)
         leaves, structure = tree.flatten(updates)
         each = hypers(len(leaves))
         own = [

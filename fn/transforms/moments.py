@@ -57,8 +57,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         return AdamState(*start_moments(params))
 
     def update(updates: Tree, state: AdamState, params: Tree, /) -> tuple[Tree, AdamState]:
-        tree.check_real(updates, "updates")
-        tree.check_like(updates, state.mu, "updates")
+        tree.check_updates(updates, state.mu)
         mu, nu = moving_average(state.mu, updates, b1), moving_average_of_squares(state.nu, updates, b2)
         mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
         after = AdamState(state.step + 1, mu, nu, mu_weight, nu_weight)
@@ -108,8 +107,7 @@ def scale_by_onebit_adam(
         return adam_direction(state.mu, state.nu, eps, *weights)
 
     def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
-        tree.check_real(updates, "updates")
-        tree.check_like(updates, state.mu, "updates")
+        tree.check_updates(updates, state.mu)
         mu, sync_state = sync.warmup_update(moving_average(state.mu, updates, b1), state.sync, params)
         nu = moving_average_of_squares(state.nu, updates, b2)
         mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
@@ -117,8 +115,7 @@ def scale_by_onebit_adam(
         return direction(state), state
 
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
-        tree.check_real(updates, "updates")
-        tree.check_like(updates, state.mu, "updates")
+        tree.check_updates(updates, state.mu)
         mu, sync_state = sync.compressed_update(moving_average(state.mu, updates, b1), state.sync, params)
         weight = b1 * state.mu_weight + (1 - b1)
         state = state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=sync_state)

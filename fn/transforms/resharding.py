@@ -62,11 +62,10 @@ def noting() -> Iterator[list[tuple[Tree, Reshape]]]:
         _open.notes = before
 
 
-def note(state: Tree, reshape: Reshape) -> Tree:
-    """Say how a state that was just made moves to other worlds; return the state."""
+def note(state: Tree, reshape: Reshape) -> None:
+    """Say how a state that was just made moves to other worlds."""
     if _open.notes is not None:
         _open.notes.append((state, reshape))
-    return state
 
 
 class Half(NamedTuple):

@@ -157,12 +157,11 @@ def sharded(
         move: UpdateFn = getattr(inner, f"{own.value}_update")
 
         def update(updates: Tree, state: ShardedState, params: Tree, /) -> tuple[Tree, ShardedState]:
-            tree.check_real(updates, "updates")
             codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
             given, (leaves, structure) = tree.leaves(updates), tree.flatten(params)
             plan, index = rules.arrange(leaves), axis_index(axis)
             check_state(state, plan, index)
-            tree.check_like(updates, params, "updates")
+            tree.check_updates(updates, params)
             shards, kept, owned = [], [], []
             for bucket, before, precise in zip(plan, kept_of(state), state.master, strict=True):
                 shard, after = exchange.reduce(layouts.join(given, bucket), before, bucket, rules, codes)

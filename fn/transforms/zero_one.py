@@ -122,22 +122,19 @@ def scale_by_zero_one_adam(
         return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor)
 
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
-        tree.check_real(updates, "updates")
-        tree.check_like(updates, state.mu, "updates")
+        tree.check_updates(updates, state.mu)
         nu = moving_average_of_squares(state.nu, updates, b2)
         return agreed_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
 
     def compress_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
-        tree.check_real(updates, "updates")
-        tree.check_like(updates, state.mu, "updates")
+        tree.check_updates(updates, state.mu)
         wide = tree.map(lambda g, m: g.to(m.dtype), updates, state.mu)
         mean, sync_state = sync.compressed_update(wide, state.sync, params)
         mu = zeros_kept(moving_average(state.mu, mean, b1), state.nu)
         return agreed_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params)
 
     def step_alone(updates: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, Tree]:
-        tree.check_real(updates, "updates")
-        tree.check_like(updates, state.mu, "updates")
+        tree.check_updates(updates, state.mu)
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
         moves = tree.map(lambda u: -lr * u, adam_direction(mu, state.nu, eps))
         if decay_in_momentum and weight_decay > 0:

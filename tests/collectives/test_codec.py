@@ -175,7 +175,7 @@ def test_the_whole_all_reduce_is_its_two_halves(codec, segments, lazy):
         errors = initial_errors(x, "data", codec, feedback, segments=segments)
         for k in range(3):
             y, errors = compressed_all_reduce(x * (1 + k), errors, "data", codec, feedback, segments=segments)
-        return y, settle_errors(errors, "data", codec, feedback, segments=segments)
+        return y, settle_errors(x, errors, "data", codec, feedback, segments=segments)
 
     def halves(x):
         worker, server = fn.classic().init(x), fn.classic().init(x[: x.shape[0] // 2])

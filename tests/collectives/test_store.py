@@ -104,7 +104,7 @@ def test_both_halves_take_every_store_and_their_errors_settle_to_vectors(name, s
         errors = initial_errors(x, "data", codec, feedback)
         shard, worker = fn.reduce_scatter_mean(x, errors[0], "data", codec, feedback)
         y, server = fn.all_gather_shards(shard, errors[1], "data", codec, feedback)
-        return shard, y, settle_errors((worker, server), "data", codec, feedback)
+        return shard, y, settle_errors(x, (worker, server), "data", codec, feedback)
 
     x = torch.randn(2, 256)
     shard, y, (worker, server) = fn.simulate(on_rank, "data", 2, out_dims=(0, None, 0))(x)
