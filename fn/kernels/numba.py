@@ -7,12 +7,12 @@ float64 is left to the reference.
 
 from __future__ import annotations
 
-from fn.kernels import numba_blocks, numba_direction, numba_drift, numba_feedback, numba_lamb, numba_sign, numba_step
+from fn.kernels import numba_direction, numba_feedback, numba_int, numba_lamb, numba_sign, numba_step
 from fn.kernels.table import Accelerator
 
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    modules = (numba_sign, numba_blocks, numba_direction, numba_step, numba_feedback, numba_drift, numba_lamb)
+    modules = (numba_sign, numba_int, numba_direction, numba_step, numba_feedback, numba_lamb)
     kernels = {name: kernel for module in modules for name, kernel in module.KERNELS.items()}
     return Accelerator(device_type, kernels, provider="numba")

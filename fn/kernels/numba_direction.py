@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Momentum to direction on a CPU: one pass instead of six, compiled by Numba."""
+"""From momentum to steps on a CPU, compiled by Numba: Adam's direction, and the drift that 0/1 Adam sends."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,13 +12,18 @@ from torch import Tensor
 
 from fn.kernels.buffers import empty
 from fn.kernels.numba_sign_loops import ZERO, compiled
+from fn.kernels.numba_step import addresses, extents, lerp_weight, whole
+from fn.kernels.places import places, plain, run
 from fn.kernels.simd import (
     LANES,
     above_zero,
     add,
     divide,
     get,
+    get_int,
     load,
+    mul,
+    multiply_add,
     put,
     select,
     splat,
@@ -28,16 +34,60 @@ from fn.kernels.simd import (
 
 
 @compiled
+def drift_places(
+    low, high, places, table, segments, valid, n, past_cache,
+    ps, anchors, mus, gs, nus, widths, sizes, small, weight, eps, lr, out,
+):  # fmt: skip
+    """Write the drift of tensors into rows, place by place."""
+    weight_, eps_, lr_, zero = splat(weight), splat(eps), splat(lr), splat(ZERO)
+    for k in range(low, high):
+        r, place = k // places, table + 32 * (k % places)
+        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        start = r * get_int(widths, s) + offset
+        count = max(min(get_int(sizes, s) - start, length), 0)
+        p, anchor, mu = get_int(ps, s) + 4 * start, get_int(anchors, s) + 4 * start, get_int(mus, s) + 4 * start
+        g, nu, to = get_int(gs, s) + 4 * start, get_int(nus, s) + 4 * start, out + 4 * (r * n + first)
+        full = count - count % LANES
+        for i in range(0, full, LANES):
+            x, m, v = load(g, i), load(mu, i), load(nu, i)
+            m = select(above_zero(v), multiply_add(weight_, sub(m, x), x if small else m), zero)
+            went = mul(sub(load(p, i), load(anchor, i)), add(square_root(v), eps_))
+            store(to, i, sub(went, mul(lr_, m)))
+        for i in range(full, count):
+            x, m, v = get(g, i), get(mu, i), get(nu, i)
+            m = (x if small else m) + weight * (m - x) if v > ZERO else ZERO
+            put(to, i, (get(p, i) - get(anchor, i)) * (np.float32(np.sqrt(v)) + eps) - lr * m)
+        for i in range(count, length):
+            put(to, i, ZERO)
+
+
+def drift(
+    params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
+    nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
+) -> Any:  # fmt: skip
+    """See `reference_step.drift`."""
+    lists = params, anchors, mu, grads, nu
+    if not plain(*lists):
+        return NotImplemented
+    at = places(runs)
+    tables = *map(addresses, lists), *extents(params, at)
+    out = empty((rows, at.n), torch.float32)
+    numbers = *lerp_weight(decay), np.float32(eps), np.float32(lr)
+    run(drift_places, at, whole(rows, at), *(t.ctypes.data for t in tables), *numbers, out.data_ptr())
+    return out
+
+
+@compiled
 def write_direction(n, x, nu, eps, kept, out):
     """Write x where nu > 0 and x - x elsewhere, and that over sqrt(nu) + eps."""
     wide = splat(eps)
-    whole = n - n % LANES
-    for i in range(0, whole, LANES):
+    full = n - n % LANES
+    for i in range(0, full, LANES):
         m, v = load(x, i), load(nu, i)
         m = select(above_zero(v), m, sub(m, m))
         store(kept, i, m)
         store(out, i, divide(m, add(square_root(v), wide)))
-    for i in range(whole, n):
+    for i in range(full, n):
         value, square = get(x, i), get(nu, i)
         value = value if square > ZERO else value - value
         put(kept, i, value)
@@ -54,4 +104,4 @@ def direction(x: Tensor, nu: Tensor, eps: float) -> Any:
     return kept, out
 
 
-KERNELS = {"direction": direction}
+KERNELS = {"drift": drift, "direction": direction}

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fn.kernels.numba_int import raise_peak
+from fn.kernels.numba_int_loops import raise_peak
 from fn.kernels.numba_sign_loops import ZERO, compiled
 from fn.kernels.numba_step import addresses, lerp_weight, whole
 from fn.kernels.places import Places, places, plain, run

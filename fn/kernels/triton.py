@@ -155,8 +155,8 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    from fn.kernels import triton_blocks
+    from fn.kernels import triton_int
 
     found = (pack_bits, unpack_bits, sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual,
              sign_residual_, sign_serve, sign_decode, sign_decode_mean)  # fmt: skip
-    return Accelerator(device_type, {f.__name__: f for f in found} | triton_blocks.KERNELS, provider="triton")
+    return Accelerator(device_type, {f.__name__: f for f in found} | triton_int.KERNELS, provider="triton")

@@ -8,7 +8,7 @@ import torch
 from fn.kernels import places, reference, reference_int
 
 numba = pytest.importorskip("numba", reason="the extra `cpu` is not installed")
-from fn.kernels import numba_blocks as blocks  # noqa: E402
+from fn.kernels import numba_int as blocks  # noqa: E402
 from fn.kernels import numba_sign as fused  # noqa: E402
 
 RUNS = [
