@@ -78,8 +78,8 @@ def _checks(codec: Codec) -> Iterator[Check]:
     yield "kernels", lambda: _kernels(codec)
 
 
-def _length(codec: Codec, at_least: int = 600) -> int:
-    return -(-at_least // codec.align) * codec.align
+def _length(codec: Codec) -> int:
+    return -(-600 // codec.align) * codec.align
 
 
 def _numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:

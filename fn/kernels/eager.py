@@ -32,7 +32,7 @@ def runs_as_written() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
-def remembered(make: Callable[_Args, _Result], size: int = 256) -> Callable[_Args, _Result]:
+def remembered(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Return a function that plans a step from hashable arguments once, so that the next step finds the plan.
 
     What it makes must depend on nothing else, and nobody may write into it. Under a tracer it is made anew, for tensors
@@ -40,7 +40,7 @@ def remembered(make: Callable[_Args, _Result], size: int = 256) -> Callable[_Arg
     """
     if torch.compiler.is_compiling():  # a plan within a plan
         return make
-    kept: Callable[_Args, _Result] = lru_cache(maxsize=size)(make)  # type: ignore[assignment]
+    kept: Callable[_Args, _Result] = lru_cache(maxsize=256)(make)  # type: ignore[assignment]
 
     @wraps(make)
     def get(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:

@@ -130,21 +130,21 @@ def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
     return max(0.0, statistics.median(time - slope * size for size, time in small)), slope
 
 
-def coding(params: int, device: torch.device, ranks: int = 2, repeat: int = REPEAT) -> dict[str, float]:
+def coding(params: int, device: torch.device, repeat: int = REPEAT) -> dict[str, float]:
     """Return, by the method's name, the seconds that encoding, serving and decoding `params` elements take.
 
     A collective runs whose messages go nowhere: each rank receives what it sent itself.
     """
     found = {
-        "onebit_adam": _coding(sign(), classic(), params, device, ranks, repeat),
-        "onebit_adam, int8": _coding(int8(), off(), params, device, ranks, repeat),
-        "loco_adamw, int4": _coding(int4(), damped(), params, device, ranks, repeat),
+        "onebit_adam": _coding(sign(), classic(), params, device, repeat),
+        "onebit_adam, int8": _coding(int8(), off(), params, device, repeat),
+        "loco_adamw, int4": _coding(int4(), damped(), params, device, repeat),
     }
     return found | dict.fromkeys(("onebit_adam, overlapped", "onebit_lamb", "zero_one_adam"), found["onebit_adam"])
 
 
-def _coding(codec: Codec, feedback: Feedback, params: int, device: torch.device, ranks: int, repeat: int) -> float:
-    with nowhere("data", ranks):
+def _coding(codec: Codec, feedback: Feedback, params: int, device: torch.device, repeat: int) -> float:
+    with nowhere("data", 2):
         x = torch.randn(CODED, device=device)
         errors = initial_errors(x, "data", codec, feedback)
         taken = _time(lambda: compressed_all_reduce(x, errors, "data", codec, feedback), repeat)

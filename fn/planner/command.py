@@ -30,23 +30,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.description = "What each method costs on a given network, and whether it pays."
     parser.epilog = EXAMPLE
-    add = parser.add_argument
-    add("--params", type=_as(units.count), required=True, help="number of parameters: 1.3e9")
-    add("--compute", type=_as(units.seconds), required=True, help="a step without communication: 350ms")
-    add("--world", type=_as(units.count), help="ranks")
-    add("--per-node", type=_as(units.count), help="ranks of a node; all of them if there is no --inter")
-    add("--intra", type=_as(units.bits_per_second), help="each rank's bandwidth inside a node: 900gbit")
-    add("--inter", type=_as(units.bits_per_second), help="each node's bandwidth to the others: 10gbit")
-    add("--intra-latency", type=_as(units.seconds), default=5e-6, help="of a message inside a node (5us)")
-    add("--inter-latency", type=_as(units.seconds), default=30e-6, help="of a message between nodes (30us)")
-    add("--memory", type=_as(units.bits_per_second), help="bandwidth of the device's memory (2tbyte)")
-    add("--tensors", type=_as(units.count), default=150, help="number of tensors of the parameters (150)")
-    add("--dtype", choices=sorted(WIDTHS), default="fp32", help="of the gradients (fp32)")
-    add("--bucket", type=_as(units.count), default=traffic.BUCKET, help="bytes that overlapped methods send together")
-    add("--interval", type=_as(units.count), default=INTERVAL, help=f"of 0/1 Adam's synchronisations ({INTERVAL})")
-    add("--calibrate", action="store_true", help="measure the links of this job; run it under torchrun")
-    add("--png", metavar="FILE", help="draw the table")
-    add("--json", metavar="FILE", help="write the table's numbers")
+
+    def add(flag: str, parse: Callable[[str], Any], metavar: str, text: str, **rest: Any) -> None:
+        parser.add_argument(flag, type=_as(parse), metavar=metavar, help=text, **rest)
+
+    add("--params", units.count, "N", "number of parameters, such as 1.3e9", required=True)
+    add("--compute", units.seconds, "TIME", "time of a step without communication, such as 350ms", required=True)
+    add("--world", units.count, "RANKS", "number of ranks")
+    add("--per-node", units.count, "RANKS", "ranks in a node; all of them if --inter is not given")
+    add("--intra", units.bits_per_second, "RATE", "each rank's bandwidth inside a node, such as 900gbit")
+    add("--inter", units.bits_per_second, "RATE", "each node's bandwidth to the other nodes, such as 10gbit")
+    add("--intra-latency", units.seconds, "TIME", "latency of a message inside a node (default: 5us)", default=5e-6)
+    add("--inter-latency", units.seconds, "TIME", "latency of a message between nodes (default: 30us)", default=30e-6)
+    add("--memory", units.bits_per_second, "RATE", "bandwidth of the device's memory (default: 2tbyte, or measured)")
+    add("--tensors", units.count, "N", "number of parameter tensors (default: 150)", default=150)
+    add("--bucket", units.count, "BYTES", "bytes that overlapped methods send together (default: 25 MiB)",
+        default=traffic.BUCKET)  # fmt: skip
+    add("--interval", units.count, "STEPS", f"steps between 0/1 Adam's synchronisations (default: {INTERVAL})",
+        default=INTERVAL)  # fmt: skip
+    parser.add_argument("--dtype", choices=sorted(WIDTHS), default="fp32", help="of the gradients (default: fp32)")
+    parser.add_argument("--calibrate", action="store_true", help="measure the running job's links; under torchrun")
+    parser.add_argument("--png", metavar="FILE", help="draw the steps as a bar chart")
+    parser.add_argument("--json", metavar="FILE", help="write the table's numbers")
 
 
 def _as(parse: Callable[[str], Any]) -> Callable[[str], Any]:
