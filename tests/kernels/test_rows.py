@@ -66,6 +66,14 @@ def test_the_reference_conforms_to_itself():
     assert kernels.conformance(row, sizes=(0, 9))
 
 
+@pytest.mark.parametrize("op", kernels.ops.REFERENCES)
+def test_an_op_is_traced_with_dynamic_shapes(op):
+    """The part of torch's checks of ops that does not depend on the row, and that the kit therefore leaves to us."""
+    (args, *_) = acceptance.examples(op)
+    found = tuple(acceptance.on(torch.device("cpu"), args))
+    torch.library.opcheck(getattr(torch.ops.fn, op).default, found, test_utils="test_aot_dispatch_dynamic")
+
+
 def test_conformance_sees_a_kernel_that_is_wrong_in_the_tail():
     def wrong(x):
         packed = reference.pack_bits(x)
