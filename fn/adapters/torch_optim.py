@@ -14,6 +14,7 @@ from fn.adapters.amp import unscaled
 from fn.adapters.averaged import refuse_averaged
 from fn.adapters.carried import Carried, added, due
 from fn.adapters.clipping import check_max_norm, clipped
+from fn.adapters.compiled import check_changes, compiled
 from fn.adapters.donate import donate
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_elsewhere
@@ -47,7 +48,7 @@ class Optimizer(torch.optim.Optimizer):
         lr: the learning rate. In a group it becomes a 0-d tensor that torch's schedulers fill in place; a float
             that is written into `group["lr"]` works too, and so do other hyper-parameters of a group, for which the
             transform is made again.
-        compile: run the update of each phase through `torch.compile`.
+        compile: run the update of each phase through `torch.compile`, anew if a number but lr changes.
         max_norm: clip by the global norm over all groups: of the averaged gradient in an exact warm-up, by a norm that
             the ranks agree on where codes travel (see `fn.adapters.clipping`). None: do not clip.
         refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
@@ -96,6 +97,7 @@ class Optimizer(torch.optim.Optimizer):
         self._lrs: list[Tensor] = []
         self._guarded: list[bool] = []
         self._hypers: list[dict[str, Any]] = []
+        self._changed: set[int] | None = set() if compile else None  # steps with other hyper-parameters
         self._updates: dict[Phase, UpdateFn] = {}
         self._gradients = Gradients()
         self.ahead: Callable[[Phase], Sequence[Staged] | None] | None = None
@@ -236,7 +238,7 @@ class Optimizer(torch.optim.Optimizer):
             if self._max_norm is not None:
                 joined = clipped(joined, phase, self._max_norm, next(iter(self._axes()), None), self.states)
             update = donate(joined)
-            update = detached(torch.compile(update, fullgraph=True) if self._compile else update)
+            update = detached(compiled(update) if self._compile else update)
             if isinstance(joined, InPlace) and not self._compile:
                 update = staged(joined, update, lambda: not self._gradients.absent)
             self._updates[phase] = update
@@ -304,6 +306,7 @@ class Optimizer(torch.optim.Optimizer):
                 param_groups.follow(group, lr)
                 hyper = param_groups.current(group, before, self.make)
                 if not param_groups.same(hyper, before):
+                    check_changes(before, hyper, self._changed, self.steps)
                     self._hypers[i] = hyper
                     self._remake(i)
                     self._updates.clear()

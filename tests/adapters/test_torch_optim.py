@@ -627,6 +627,26 @@ def test_compiled_steps_agree_with_eager_ones_and_keep_their_buffers(graphs):
     assert [x.data_ptr() for x in tree.leaves(fast.states)] == pointers
 
 
+@pytest.mark.slow
+def test_compiled_steps_follow_a_hyper_parameter_a_few_times_and_refuse_one_that_always_changes():
+    """As inputs of the graph, numbers came in stale: from the third of the betas on the steps were wrong."""
+    torch._dynamo.reset()
+    ends = []
+    for compile in (False, True):
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 9))
+        opt = fn.Optimizer([p], fn.adamw, lr=0.1, betas=(0.9, 0.99), compile=compile)
+        for t in range(4):
+            opt.param_groups[0]["betas"] = (0.9 - 0.2 * t, 0.99)
+            p.grad = torch.linspace(2, -1, 9) * (-1) ** t
+            opt.step()
+        ends.append(p.detach().clone())
+    torch.testing.assert_close(*ends)
+    opt.param_groups[0]["betas"] = (0.1, 0.99)
+    with pytest.raises(ValueError, match=r"b1: changed in 3 steps before; with compile=True .*cycle_momentum=False"):
+        opt.step()
+    assert torch.equal(p, ends[1])
+
+
 def test_each_phase_is_compiled_once_whatever_the_step_and_the_learning_rate(graphs, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
     p = parameters()

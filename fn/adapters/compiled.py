@@ -1,0 +1,44 @@
+"""Compiled updates: the numbers in them are constants, each of which takes a compilation of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fn.base import Tree, UpdateFn
+
+CHANGES = 3
+"""Steps that may come with other hyper-parameters: torch gives up after 8 compilations of a function."""
+
+
+def compiled(update: UpdateFn) -> UpdateFn:
+    """Compile an update. Numbers are constants: as inputs of the graph, torch (2.13) hands some of them in stale."""
+    import torch._dynamo.config as config
+
+    run: UpdateFn = torch.compile(update, fullgraph=True)
+
+    def step(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        with config.patch(specialize_float=True):
+            return run(updates, state, params)
+
+    return step
+
+
+def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], changed: set[int] | None, step: int) -> None:
+    """Refuse hyper-parameters that a scheduler writes in every step, for each of which a step would be compiled.
+
+    Args: before, now: hyper-parameters. changed: steps in which they changed so far; this one is added; None: nothing
+        is compiled. step: its number.
+    Raises: ValueError that names those that changed.
+    """
+    if changed is None:
+        return
+    if len(changed | {step}) > CHANGES:
+        names = ", ".join(name for name in now if now[name] is not before.get(name))
+        raise ValueError(
+            f"{names}: changed in {CHANGES} steps before; with compile=True each value is compiled anew, for seconds; "
+            f"build the optimizer without compile, or leave them alone: cycle_momentum=False of OneCycleLR, for one"
+        )
+    changed.add(step)
