@@ -14,6 +14,7 @@ is the row; a row is what one rank receives. `sign` sends a bit per element and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fn.base import check_number
 from fn.collectives.feedback import Classic, LazyError
+from fn.collectives.remade import reduced
 from fn.collectives.segments import Segments, tile
 from fn.collectives.two_passes import Later, Sent
 from fn.kernels import ops
@@ -67,6 +69,7 @@ class Codec(NamedTuple):
     segmented: Segments -> the same codec for several tensors in a row, blocks and scales not crossing from one
         tensor into the next. None: `segmented` does it tensor by tensor.
     fused: a feedback's `rule` -> encoding with that feedback in one kernel, or None where there is no such kernel.
+    make: makes it again, where it was unpickled. None: then it cannot be pickled.
     """
 
     encode: Callable[[Tensor], Tree]
@@ -76,6 +79,11 @@ class Codec(NamedTuple):
     decode_mean: Callable[[Tree], Tensor] | None = None
     segmented: Callable[[Segments], Codec] | None = None
     fused: Callable[[Any], Fused | None] | None = None
+    make: Callable[[], Codec] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs."""
+        return reduced(self, self.make)
 
 
 class SignPayload(NamedTuple):
@@ -104,7 +112,7 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
         check_number("block", block)
     if block is not None and (block <= 0 or block % 8):
         raise ValueError(f"block: is {block}; allowed are None and positive multiples of 8")
-    return _sign(block, padding_counts, None)
+    return _sign(block, padding_counts, None)._replace(make=partial(sign, block, padding_counts=padding_counts))
 
 
 class _Place(NamedTuple):
@@ -303,7 +311,8 @@ def identity(dtype: torch.dtype | None = None) -> Codec:
         return payload.float() if payload.dtype in (torch.float16, torch.bfloat16) else payload
 
     bits = float(torch.finfo(dtype or torch.float32).bits)
-    return Codec(lambda x: x.to(dtype) if dtype else x, decode, 1, bits, segmented=lambda s: identity(dtype))
+    made: dict[str, Any] = {"segmented": lambda s: identity(dtype), "make": partial(identity, dtype)}
+    return Codec(lambda x: x.to(dtype) if dtype else x, decode, 1, bits, **made)
 
 
 def mean_of_rows(codec: Codec, payload: Tree) -> Tensor:

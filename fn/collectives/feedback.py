@@ -7,12 +7,14 @@ average of it in 8 bits, `off` none.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fn.base import check_number
+from fn.collectives.remade import reduced
 from fn.collectives.store import from_blocks, store_of, to_blocks
 
 Tree = Any
@@ -25,12 +27,18 @@ class Feedback(NamedTuple):
     compensate: (x, error) -> (n,), what is encoded.
     residual: (compensated, decoded, error) -> the next error.
     rule: what these three do, as data, for codecs that have a kernel for it. None: not told.
+    make: makes it again, where it was unpickled. None: then it cannot be pickled.
     """
 
     init: Callable[[Tensor], Tree]
     compensate: Callable[[Tensor, Tree], Tensor]
     residual: Callable[[Tensor, Tensor, Tree], Tree]
     rule: Any = None
+    make: Callable[[], Feedback] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return what pickle needs."""
+        return reduced(self, self.make)
 
 
 class Classic(NamedTuple):
@@ -116,7 +124,9 @@ def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block
     def residual(compensated: Tensor, decoded: Tensor, error: Tree) -> Tree:
         return kept.save(compensated - decoded)
 
-    return Feedback(init, compensate, residual, Classic(lazy) if store is None else StoredClassic(str(store), block))
+    rule = Classic(lazy) if store is None else StoredClassic(str(store), block)
+    make = partial(classic, lazy=lazy, store=store, block=block)
+    return Feedback(init, compensate, residual, rule, make)
 
 
 def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedback:
@@ -172,7 +182,7 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
         kept = beta * remembered(error).to(compensated.dtype).to(wide) + (1.0 - beta) * lost
         return DampedError(*to_blocks(kept.to(compensated.dtype), block), error.age + 1)
 
-    return Feedback(init, compensate, residual, Damped(beta, every, block))
+    return Feedback(init, compensate, residual, Damped(beta, every, block), partial(damped, beta, every, block=block))
 
 
 def since_reset(error: DampedError, every: int) -> Tensor:
@@ -182,4 +192,4 @@ def since_reset(error: DampedError, every: int) -> Tensor:
 
 def off() -> Feedback:
     """Forget what was not delivered. The error is the empty tree."""
-    return Feedback(lambda x: (), lambda x, error: x, lambda compensated, decoded, error: (), Off())
+    return Feedback(lambda x: (), lambda x, error: x, lambda compensated, decoded, error: (), Off(), off)

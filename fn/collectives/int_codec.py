@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ def int4(block: int = 256) -> Codec:
 
     Paper: Wang et al., ZeRO++ (arXiv 2306.10209), section 4.3; the arithmetic is that of DeepSpeed's kernels.
     """
-    return _int(4, _checked(block), None)
+    return _int(4, _checked(block), None)._replace(make=partial(int4, block))
 
 
 def int8(block: int = 256) -> Codec:
@@ -53,7 +54,7 @@ def int8(block: int = 256) -> Codec:
     Paper: Dettmers et al., 8-bit Optimizers (arXiv 2110.02861), for the blocks; Wang et al., ZeRO++ (arXiv
         2306.10209), section 4.1. The arithmetic is that of DeepSpeed's kernels.
     """
-    return _int(8, _checked(block), None)
+    return _int(8, _checked(block), None)._replace(make=partial(int8, block))
 
 
 def _checked(block: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from registry import OPTIMIZERS, each_optimizer, each_with_an_exact_warmup
+from registry import OPTIMIZERS, each_optimizer
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
@@ -88,7 +88,7 @@ def test_a_group_without_parameters_takes_part_in_every_phase(optimizer):
     assert opt.skipped == 0
 
 
-@each_with_an_exact_warmup  # codecs are functions, which cannot be pickled
+@each_optimizer
 def test_a_pickled_optimizer_goes_on_bit_for_bit(optimizer):
     """With its schedule, its parameters and its errors, as what a trainer sends to another process."""
     p = torch.nn.Parameter(torch.linspace(-1, 1, 9))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import weakref
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import fn
+from fn.collectives.agreement import describe
 from fn.collectives.codec import Segments, mean_of_rows, segmented
 from fn.collectives.compressed import compressed_all_reduce, encode, initial_errors, settle_errors
 from fn.collectives.feedback import LazyError
@@ -29,6 +32,20 @@ def algebra(codec):
 def same(a, b):
     for x, y in zip(torch.utils._pytree.tree_leaves(a), torch.utils._pytree.tree_leaves(b), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+
+
+FEEDBACKS = [fn.classic(), fn.classic(lazy=True), fn.classic(store="int8"), fn.damped(0.5, 3, block=64), fn.off()]
+
+
+@pytest.mark.parametrize("which", [*CODECS, fn.sign(padding_counts=True), fn.identity(), *FEEDBACKS])
+def test_codecs_and_feedbacks_can_be_pickled_and_copied(which):
+    for again in (pickle.loads(pickle.dumps(which)), copy.deepcopy(which)):
+        assert type(again) is type(which)
+        assert describe(again) == describe(which)
+    changed = which._replace(**{which._fields[0]: lambda x: x})
+    assert copy.deepcopy(changed)[:-1] == changed[:-1]
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):  # and not what it was before
+        pickle.dumps(changed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
