@@ -15,7 +15,7 @@ from typing import Any
 
 from fn import tree
 from fn.adapters import deepspeed_numerics as numerics
-from fn.adapters.deepspeed_base import AXIS, DeepSpeedOptimizer, Group, refuse_amsgrad, warn_unused
+from fn.adapters.deepspeed_base import AXIS, DeepSpeedOptimizer, Group, check_unused
 from fn.adapters.deepspeed_loco import LocoErrors, loco_quant_reduce, quant_reduce
 from fn.adapters.donate import write_back
 from fn.adapters.torch_optim import Params
@@ -75,13 +75,7 @@ class OnebitAdam(DeepSpeedOptimizer):
         process_group: Group | None = None,
         initialising_call: bool = False,
     ):
-        refuse_amsgrad(amsgrad, "1-bit Adam")
-        warn_unused(
-            bias_correction=(bias_correction, True),
-            eps_inside_sqrt=(eps_inside_sqrt, False),
-            max_grad_norm=(max_grad_norm, 0.0),
-            cuda_aware=(cuda_aware, False),
-        )
+        check_unused("1-bit Adam", amsgrad, bias_correction, eps_inside_sqrt, max_grad_norm, cuda_aware)
         self.freeze_step = freeze_step
         self.comm_backend_name = comm_backend_name
         super().__init__(
@@ -138,13 +132,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         process_group: Group | None = None,
         initialising_call: bool = False,
     ):
-        refuse_amsgrad(amsgrad, "0/1 Adam")
-        warn_unused(
-            bias_correction=(bias_correction, True),
-            eps_inside_sqrt=(eps_inside_sqrt, False),
-            max_grad_norm=(max_grad_norm, 0.0),
-            cuda_aware=(cuda_aware, False),
-        )
+        check_unused("0/1 Adam", amsgrad, bias_correction, eps_inside_sqrt, max_grad_norm, cuda_aware)
         self.var_freeze_step = var_freeze_step
         self.comm_backend_name = comm_backend_name
         super().__init__(
@@ -216,13 +204,7 @@ class OnebitLamb(DeepSpeedOptimizer):
         process_group: Group | None = None,
         initialising_call: bool = False,
     ):
-        refuse_amsgrad(amsgrad, "1-bit LAMB")
-        warn_unused(
-            bias_correction=(bias_correction, True),
-            eps_inside_sqrt=(eps_inside_sqrt, False),
-            max_grad_norm=(max_grad_norm, 0.0),
-            cuda_aware=(cuda_aware, False),
-        )
+        check_unused("1-bit LAMB", amsgrad, bias_correction, eps_inside_sqrt, max_grad_norm, cuda_aware)
         self.freeze_step = freeze_step
         self.comm_backend_name = comm_backend_name
         self._factors: Mapping[str, float] = {

@@ -195,14 +195,17 @@ def _binding(group: Group | None) -> Binding:
     return Binding({}) if group is None else bind({AXIS: group})
 
 
-def refuse_amsgrad(amsgrad: bool, name: str) -> None:
-    """Raise a RuntimeError if amsgrad is asked for, as DeepSpeed does."""
+UNUSED = {"bias_correction": True, "eps_inside_sqrt": False, "max_grad_norm": 0.0, "cuda_aware": False}
+"""Arguments that had no effect on DeepSpeed's numbers, with their defaults."""
+
+
+def check_unused(method: str, amsgrad: bool, *given: Any) -> None:
+    """Raise a RuntimeError if amsgrad is asked for, as DeepSpeed does, and warn about values of `UNUSED` that are set.
+
+    Args: given: in the order of `UNUSED`.
+    """
     if amsgrad:
-        raise RuntimeError(f"amsgrad: is True; {name} does not support the AMSGrad variant")
-
-
-def warn_unused(**given: tuple[Any, Any]) -> None:
-    """Warn about arguments, each a pair (given, default), that differ from a default and had no effect there."""
-    for name, (value, default) in given.items():
+        raise RuntimeError(f"amsgrad: is True; {method} does not support the AMSGrad variant")
+    for (name, default), value in zip(UNUSED.items(), given, strict=True):
         if value != default:
             warnings.warn(f"{name}: had no effect on DeepSpeed's numbers and has none here", stacklevel=4)
