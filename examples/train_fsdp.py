@@ -37,6 +37,7 @@ from train_lm import (
     loss_of,
     read_standard_library,
     readable,
+    training_flags,
     validate,
 )
 
@@ -143,25 +144,10 @@ def table(runs: list[Run]) -> str:
 
 def parse_arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Read the flags."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = training_flags(__doc__.partition("\n")[0])
     add = parser.add_argument
-    add("--layers", type=int, default=4, help="transformer blocks")
-    add("--width", type=int, default=96, help="size of the residual stream")
-    add("--heads", type=int, default=4, help="attention heads")
-    add("--context", type=int, default=64, help="bytes of a sequence")
-    add("--batch", type=int, default=8, help="sequences of a rank's batch")
-    add("--steps", type=int, default=1000, help="optimizer steps of each run")
-    add("--lr", type=float, default=3e-3, help="peak learning rate")
-    add("--b1", type=float, default=0.9, help="decay of the momentum")
-    add("--b2", type=float, default=0.98, help="decay of the second moment")
-    add("--eps", type=float, default=1e-5, help="added to the root of the second moment")
-    add("--weight-decay", type=float, default=0.1, help="decoupled weight decay")
-    add("--seed", type=int, default=0, help="of the parameters and of the batches")
     add("--methods", default=",".join(METHODS), help=f"names with commas, of {', '.join(METHODS)}")
     add("--quiet", action="store_true", help="no progress bar")
-    add("--json", type=Path, metavar="FILE", help="write the table's numbers to this file")
     args = parser.parse_args(given)
     args.methods = args.methods.split(",")
     unknown = [name for name in args.methods if name not in METHODS]

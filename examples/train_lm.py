@@ -359,10 +359,10 @@ def draw_picture(runs: list[Run], path: Path, freeze_step: int) -> None:
 # ------------------------------------------------------------------------------------------------------ the flags
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Read the flags, and refuse those that do not fit together."""
+def training_flags(description: str) -> argparse.ArgumentParser:
+    """Return a parser of the flags that every script which trains this model has."""
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
     add("--layers", type=int, default=4, help="transformer blocks")
@@ -371,17 +371,24 @@ def parse_arguments() -> argparse.Namespace:
     add("--context", type=int, default=64, help="bytes of a sequence")
     add("--batch", type=int, default=8, help="sequences of a rank's batch")
     add("--steps", type=int, default=1000, help="optimizer steps of each run")
-    add("--freeze-step", type=int, default=200, help="steps of warm-up before compression starts")
     add("--lr", type=float, default=3e-3, help="peak learning rate")
     add("--b1", type=float, default=0.9, help="decay of the momentum")
     add("--b2", type=float, default=0.98, help="decay of the second moment")
     add("--eps", type=float, default=1e-5, help="added to the root of the second moment")
     add("--weight-decay", type=float, default=0.1, help="decoupled weight decay")
     add("--seed", type=int, default=0, help="of the parameters and of the batches")
+    add("--json", type=Path, metavar="FILE", help="write the table's numbers to this file")
+    return parser
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read the flags, and refuse those that do not fit together."""
+    parser = training_flags(__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("--freeze-step", type=int, default=200, help="steps of warm-up before compression starts")
     names = f"names with commas, of {', '.join(RECIPES)}"
     add("--optimizers", default="adamw,onebit_adam,onebit_adam_int8", help=names)
     add("--out", type=Path, default=Path("out"), help="folder for the picture")
-    add("--json", type=Path, metavar="FILE", help="write the table's numbers to this file")
     args = parser.parse_args()
     args.optimizers = args.optimizers.split(",")
     for flag in ("layers", "width", "heads", "context", "batch", "steps", "freeze_step"):

@@ -1,7 +1,7 @@
 """The types that everything is made of: `Phase`, `Transform`, and how transforms compose.
 
 A `Transform` is a NamedTuple of pure functions. `init` makes a state from parameters; each of the three
-updates maps (updates, state, params) to (updates, state). They differ in how much the ranks say to each
+updates maps (updates, state, params) to (updates, state). They differ in what the ranks send to each
 other: full precision in the warm-up, codes in the compressed phase, nothing in the local one.
 
     >>> import torch, fn
@@ -28,7 +28,7 @@ Tree = Any
 
 
 class Phase(enum.Enum):
-    """How much the ranks say to each other in a step. A host value, never a tensor condition."""
+    """What the ranks send to each other in a step. A host value, never a tensor condition."""
 
     WARMUP = "warmup"
     COMPRESSED = "compressed"
@@ -102,7 +102,7 @@ def check_number(argument: str, value: Any) -> None:
 
 
 def check_state(state: Tree, kind: type) -> None:
-    """Raise a TypeError that says the order of the arguments if a state is none, but the params, say."""
+    """Raise a TypeError that gives the order of the arguments if a state is not one; often it is the params."""
     if not isinstance(state, kind):
         raise TypeError(
             f"state: is {type(state).__name__}; allowed is what init returned; the arguments of an update are "
@@ -146,7 +146,7 @@ def chain(*links: Transform) -> Transform:
 
     A phase that one link lacks, the chain lacks.
 
-    Raises: TypeError if a link is no transform.
+    Raises: TypeError if a link is not a transform.
     """
     for place, link in enumerate(links):
         check_transform(f"links: number {place}", link)

@@ -1,4 +1,8 @@
-"""Named optimizers: each is a chain under its docstring."""
+"""Named optimizers: each is a chain under its docstring, in the same wrappers.
+
+`skip_nonfinite` skips steps that are not finite, `agreed` compares the ranks' settings at init, and `with_..._in_place`
+adds the same steps written over the old state, which adapters take.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def freeze_after(steps: int) -> Schedule:
 def _whole(argument: str, value: Any, least: int) -> int:
     number = float(value) if isinstance(value, numbers.Real) else math.nan
     if not number >= least or not number.is_integer():
-        text = f"allowed are whole numbers of at least {least}, int(0.2 * total) say"
+        text = f"allowed are whole numbers of at least {least}, such as int(0.2 * total)"
         raise ValueError(f"{argument}: is {value!r}; {text}")
     return int(number)
 

@@ -27,7 +27,7 @@ def test_zero_one_schedule_refuses_what_is_no_number_of_steps(name, value):
 @pytest.mark.parametrize("steps", [-1, 0.2, "10"])
 def test_freeze_after_refuses_what_is_no_number_of_steps(steps):
     """A fraction of the run, for one: it would freeze before the second step."""
-    with pytest.raises(ValueError, match=f"steps: is {steps!r}; allowed are whole numbers of at least 0, int"):
+    with pytest.raises(ValueError, match=f"steps: is {steps!r}; allowed are whole numbers of at least 0, such as int"):
         fn.freeze_after(steps)
     assert fn.freeze_after(1e3) == fn.freeze_after(1000)
 

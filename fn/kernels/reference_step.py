@@ -51,8 +51,8 @@ def momentum_encode(
 
     Args: mu, grads: S tensors each; decay; the rest, and the results, as for `reference.sign_encode_feedback`.
     """
-    averages = [torch.lerp(g.to(m.dtype), m, decay) for m, g in zip(mu, grads, strict=True)]
-    return reference.sign_encode_feedback(rows_of(averages, buffer.shape[0], runs), buffer, sent, valid, runs)
+    averages = _averages(mu, grads, decay, buffer.shape[0], runs)
+    return reference.sign_encode_feedback(averages, buffer, sent, valid, runs)
 
 
 def momentum_signs(
@@ -62,14 +62,14 @@ def momentum_signs(
 
     Args: as there; buffer (R, n) the error.
     """
-    return reference.sign_encode(_compensated(mu, grads, decay, buffer, runs), valid, runs)
+    return reference.sign_encode(_averages(mu, grads, decay, buffer.shape[0], runs) + buffer, valid, runs)
 
 
-def _compensated(
-    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, runs: Sequence[int]
+def _averages(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, rows: int, runs: Sequence[int]
 ) -> Tensor:
     averages = [torch.lerp(g.to(m.dtype), m, decay) for m, g in zip(mu, grads, strict=True)]
-    return rows_of(averages, buffer.shape[0], runs) + buffer
+    return rows_of(averages, rows, runs)
 
 
 def drift(
@@ -152,7 +152,7 @@ def onebit_adam_feedback_(
     Args: grads, decay, buffer (R, n): as `momentum_signs` had them. sent (R, S): the scales that its codes were sent
         with. The rest as there.
     """
-    b = _compensated(mu, grads, decay, buffer, runs)
+    b = _averages(mu, grads, decay, buffer.shape[0], runs) + buffer
     descent = eps, weight_decay, lr, mu_weight, nu_weight
     onebit_adam_(params, mu, nu, bits, scales, valid, runs, *descent, keep_zeros)
     buffer.copy_(reference.sign_residual(b, sent, valid, runs))

@@ -70,7 +70,7 @@ def _bucket(
     lengths = [sum(lengths)] if fused else lengths
     widths = [-(-n // (world_size * align)) * align for n in lengths]
     valid = [[min(max(n - r * w, 0), w) for n, w in zip(lengths, widths, strict=True)] for r in range(world_size)]
-    counts = torch.tensor(valid, dtype=torch.int64, device="cpu")  # wherever others are made, in a meta context say
+    counts = torch.tensor(valid, dtype=torch.int64, device="cpu")  # in a meta context, too
     return Bucket(places, shapes, Segments(tuple(widths), counts), fused)
 
 

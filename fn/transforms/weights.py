@@ -40,7 +40,7 @@ def check_decay(weight_decay: float) -> None:
 
 
 def check_rate(lr: float | Tensor) -> None:
-    """Refuse a learning rate that is no number, negative, not finite, or a tensor with a dimension."""
+    """Refuse a learning rate that is not a number, negative, not finite, or a tensor with a dimension."""
     check_number("lr", lr)
     if isinstance(lr, Tensor):
         if lr.ndim:
