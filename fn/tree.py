@@ -6,6 +6,7 @@ pytree module, so a change of it is a change of this file.
 
 from __future__ import annotations
 
+from builtins import map as _map
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,7 @@ def map(f: Callable[..., Any], tree: Tree, *rest: Tree) -> Tree:
 
 def leaves(tree: Tree) -> list[Any]:
     """Return the leaves of a tree, depth first."""
-    if type(tree) is list and {type(leaf) for leaf in tree} <= _TENSORS:
+    if type(tree) is list and {*_map(type, tree)} <= _TENSORS:
         return [*tree]  # what optimizers are given, without a walk
     return pytree.tree_leaves(tree)
 
@@ -68,7 +69,7 @@ def check_real(tree: Tree, argument: str) -> None:
     Raises: TypeError that names `argument` and the leaf's path.
     """
     each = leaves(tree)
-    plain = {type(leaf) for leaf in each} <= _TENSORS and {leaf.layout for leaf in each} <= {torch.strided}
+    plain = {*_map(type, each)} <= _TENSORS and {leaf.layout for leaf in each} <= {torch.strided}
     if plain and all(dtype.is_floating_point for dtype in {leaf.dtype for leaf in each}):
         return  # a step looks at many
     for place, leaf in enumerate(each):
@@ -108,7 +109,7 @@ def _flat_shapes(tree: Tree) -> tuple[list[Any], list[torch.Size]] | None:
     if type(tree) is not list and type(tree) is not dict:
         return None
     keys, each = ([*tree], [*tree.values()]) if type(tree) is dict else ([], tree)
-    return (keys, [x.shape for x in each]) if {type(x) for x in each} <= _TENSORS else None
+    return (keys, [x.shape for x in each]) if {*_map(type, each)} <= _TENSORS else None
 
 
 def _other_shape(like: Tensor, leaf: Any) -> str:
@@ -124,7 +125,7 @@ def fields(tree: Tree, name: str) -> list[Tree]:
         own = [getattr(tree, name)] if name in tree._fields else []
         return own + [found for value in tree for found in fields(value, name)]
     if isinstance(tree, tuple | list):
-        if {type(value) for value in tree} <= _TENSORS:
+        if {*_map(type, tree)} <= _TENSORS:
             return []  # without a look at each: states hold long lists
         return [found for value in tree if not isinstance(value, Tensor) for found in fields(value, name)]
     if isinstance(tree, dict):

@@ -13,7 +13,7 @@ from torch import Tensor
 from fn.kernels.numba_int_loops import raise_peak
 from fn.kernels.numba_sign_loops import ZERO, compiled
 from fn.kernels.numba_step import addresses, lerp_weight, whole
-from fn.kernels.places import Places, places, plain, run
+from fn.kernels.places import Places, places, plain, run, runs_of_tensors
 from fn.kernels.simd import (
     LANES,
     above_zero,
@@ -144,7 +144,7 @@ def step_places(
 
 
 def _places(tensors: Sequence[Tensor]) -> Places:
-    return places([x for t in tensors for x in (1, t.numel())])
+    return places(runs_of_tensors(tensors))
 
 
 def _per_tensor(sums: Tensor, at: Places, *, peaks: bool) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels.numba_sign_loops import ZERO, compiled, encode_place, write
-from fn.kernels.places import Places, places, plain, run
+from fn.kernels.places import Places, places, plain, run, runs_of_tensors
 from fn.kernels.simd import (
     LANES,
     above_zero,
@@ -279,7 +279,7 @@ def adamw_(
     """See `reference_step.adamw_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
-    at = places([x for p in params for x in (1, p.numel())], BLOCK)
+    at = places(runs_of_tensors(params), BLOCK)
     tables = addresses(params), addresses(grads), addresses(mu), addresses(nu)
     numbers = map(np.float32, (b2, 1 - b2, eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
     run(adamw_places, at, whole(1, at), *(t.ctypes.data for t in tables), *lerp_weight(b1), *numbers, frozen)
@@ -307,7 +307,7 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     """See `reference_step.largest_magnitude`."""
     if not grads or not plain(grads):
         return NotImplemented
-    at = places([x for g in grads for x in (1, g.numel())], BLOCK)
+    at = places(runs_of_tensors(grads), BLOCK)
     table, peaks = addresses(grads), torch.zeros(max(1, len(at.table)))
     run(magnitude_places, at, whole(1, at), table.ctypes.data, peaks.data_ptr())
     return peaks.amax()

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import chain
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,7 @@ from fn.kernels.reference import NORM_BLOCK, runs_of
 THREADED = 1 << 22
 """Elements from which several threads share a kernel, if torch may use several."""
 
-PAST_CACHE = 1 << 22
+PAST_CACHE = 1 << 20
 """Elements from which results are written past the cache, where they would not stay anyway."""
 
 
@@ -44,6 +46,13 @@ def places(runs: Sequence[int], block: int = NORM_BLOCK) -> Places:
     return _places(tuple(runs), block)
 
 
+def runs_of_tensors(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the runs of a row in which every tensor is a segment."""
+    runs = [1] * (2 * len(tensors))
+    runs[1::2] = map(Tensor.numel, tensors)
+    return runs
+
+
 @lru_cache(maxsize=64)
 def _places(runs: tuple[int, ...], block: int) -> Places:
     parts, n, segments = [np.zeros((0, 4), dtype=np.int64)], 0, 0
@@ -61,8 +70,11 @@ def _places(runs: tuple[int, ...], block: int) -> Places:
 
 def plain(*lists: Sequence[Tensor]) -> bool:
     """Return whether all tensors are what kernels on lists take: contiguous float32."""
-    dtypes = {t.dtype for tensors in lists for t in tensors}
-    return dtypes <= {torch.float32} and all(all(map(Tensor.is_contiguous, tensors)) for tensors in lists)
+    tensors = [*chain(*lists)]
+    return {*map(_DTYPE, tensors)} <= {torch.float32} and all(map(Tensor.is_contiguous, tensors))
+
+
+_DTYPE = attrgetter("dtype")
 
 
 def same_places(tensors: Sequence[Tensor], table: Tensor, widths: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -80,39 +81,42 @@ class Fits:
 
     def __init__(self, op: str) -> None:
         self._op = op
-        # the tensors, their identities, their addresses, the shapes of params
-        self._seen: tuple[list[Tensor], list[int], list[int], list[torch.Size]] | None = None
+        # the tensors, their addresses, the shapes of params
+        self._seen: tuple[list[Tensor], list[int], list[torch.Size]] | None = None
 
     def __call__(self, params: list[Tensor], state: Sequence[list[Tensor]], grads: list[Tensor]) -> bool:
         """Return the answer for params, lists of the state, and gradients."""
-        kept, shapes = [*chain(params, *state)], [p.shape for p in params]
+        kept, shapes = [*chain(params, *state)], [*map(_SHAPE, params)]
         if torch.compiler.is_compiling() or not self._as_before(kept, shapes):
             self._seen = None
             if not same_shapes([params, *state]) or not has_kernel(self._op, [params, *state]):
                 return False
-            self._seen = kept, [*map(id, kept)], [*map(Tensor.data_ptr, kept)], shapes
-        alike = [g.shape for g in grads] == shapes and has_kernel(self._op, [grads])
+            self._seen = kept, [*map(Tensor.data_ptr, kept)], shapes
+        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, [grads])
         return alike and grads[0].device == params[0].device
 
     def _as_before(self, kept: list[Tensor], shapes: list[torch.Size]) -> bool:
-        if self._seen is None or [*map(id, kept)] != self._seen[1]:
+        if self._seen is None or len(kept) != len(self._seen[0]) or not all(map(is_, kept, self._seen[0])):
             return False
-        return [*map(Tensor.data_ptr, kept)] == self._seen[2] and shapes == self._seen[3]
+        return [*map(Tensor.data_ptr, kept)] == self._seen[1] and shapes == self._seen[2]
+
+
+_SHAPE, _DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "device"))
 
 
 def has_kernel(op: str, lists: Sequence[Sequence[Tensor]]) -> bool:
     """Return whether the table has a kernel for the whole step of these tensors: plain, contiguous, of one kind."""
-    tensors = [t for tensors in lists for t in tensors]
+    tensors = [*chain(*lists)]
     if not tensors or not is_eager(*tensors):
         return False
-    alike = {t.dtype for t in tensors} == {torch.float32} and len({t.device for t in tensors}) == 1
+    alike = {*map(_DTYPE, tensors)} == {torch.float32} and len({*map(_DEVICE, tensors)}) == 1
     return alike and all(map(Tensor.is_contiguous, tensors)) and bool(cells(op, tensors[0].device.type))
 
 
 def same_shapes(lists: Sequence[Sequence[Tensor]]) -> bool:
     """Return whether all lists hold tensors of the same shapes; kernels see addresses and would go on behind an end."""
-    first = [t.shape for t in lists[0]]
-    return all([t.shape for t in tensors] == first for tensors in lists[1:])
+    first, *others = ([*map(_SHAPE, tensors)] for tensors in lists)
+    return all(shapes == first for shapes in others)
 
 
 def swap(old: Tensor, new: Tensor) -> None:
