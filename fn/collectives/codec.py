@@ -31,8 +31,6 @@ from fn.kernels.table import cells
 
 Tree = Any
 
-__all__ = ["Codec", "Fused", "Segments", "SignPayload", "identity", "mean_of_rows", "segmented", "sign"]
-
 
 class Fused(NamedTuple):
     """A codec and a feedback in one kernel. What it computes is what the two compute one after the other.

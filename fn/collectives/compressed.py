@@ -25,9 +25,10 @@ from torch import Tensor
 from fn import tree
 from fn.collectives import payloads
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codec import Codec, Fused, Segments, mean_of_rows, segmented
+from fn.collectives.codec import Codec, Fused, mean_of_rows, segmented
 from fn.collectives.feedback import Feedback, Off
 from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
+from fn.collectives.segments import Segments
 from fn.collectives.two_passes import Later, Sent
 from fn.kernels.eager import remembered
 

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from fn.collectives import compressed, primitives
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
-from fn.collectives.codec import Codec, Segments, identity
+from fn.collectives.codec import Codec, identity
 from fn.collectives.feedback import Feedback, off
+from fn.collectives.segments import Segments
 
 Tree = Any
 Codecs = Codec | tuple[Codec, ...]

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
-from fn.collectives.codec import Segments
+from fn.collectives.segments import Segments
 from fn.kernels import buffers, places
 from fn.kernels.eager import is_eager, remembered
 

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codec import Codec, Segments
+from fn.collectives.codec import Codec
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import Damped, Feedback, StoredClassic
 from fn.collectives.plain_errors import age_of, from_plain, to_plain
+from fn.collectives.segments import Segments
 from fn.transforms import layout as layouts
 
 Tree = Any

@@ -14,9 +14,10 @@ import torch
 
 import fn
 from fn.collectives.agreement import describe
-from fn.collectives.codec import Segments, mean_of_rows, segmented
+from fn.collectives.codec import mean_of_rows, segmented
 from fn.collectives.compressed import compressed_all_reduce, encode, initial_errors, settle_errors
 from fn.collectives.feedback import LazyError
+from fn.collectives.segments import Segments
 
 CODECS = [fn.sign(), fn.sign(block=64), fn.int4(block=64), fn.int8(block=64), fn.identity(torch.bfloat16)]
 SEGMENTS = Segments((64, 8, 264, 16), torch.tensor([[64, 8, 264, 16], [64, 3, 200, 0]]))
