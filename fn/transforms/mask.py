@@ -27,34 +27,39 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
     check_transform("inner:", inner)
 
-    def chosen(params: Tree) -> list[bool]:
+    def places(params: Tree) -> list[int]:
         found = mask(params) if callable(mask) else mask
         if tree.flatten(found)[1] != tree.flatten(params)[1]:
             raise ValueError("mask: has another structure than the params")
         bad = [path for path, leaf in zip(tree.paths(found), tree.leaves(found), strict=True) if type(leaf) is not bool]
         if bad:
             raise TypeError(f"mask: leaf {bad[0]!r} is not a bool; allowed are True and False")
-        return tree.leaves(found)
-
-    def pick(t: Tree, chosen: list[bool]) -> list[Any]:
-        return [leaf for leaf, keep in zip(tree.leaves(t), chosen, strict=True) if keep]
+        return [i for i, keep in enumerate(tree.leaves(found)) if keep]
 
     def init(params: Tree) -> Tree:
-        return inner.init(pick(params, chosen(params)))
+        return inner.init(_pick(params, places(params)))
 
     def masked(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
         (found,) = updates_of
 
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-            keep = chosen(params)
-            new, state = found(pick(updates, keep), state, pick(params, keep))
-            leaves, structure = tree.flatten(updates)
-            rest = iter(new)
-            return tree.unflatten(structure, [next(rest) if k else u for u, k in zip(leaves, keep, strict=True)]), state
+            chosen = places(params)
+            new, state = found(_pick(updates, chosen), state, _pick(params, chosen))
+            return _put(updates, dict(zip(chosen, new, strict=True))), state
 
         return update
 
     return combine([inner], init, masked)
+
+
+def _pick(t: Tree, chosen: list[int]) -> list[Any]:
+    leaves = tree.leaves(t)
+    return [leaves[i] for i in chosen]
+
+
+def _put(t: Tree, new: Mapping[int, Any]) -> Tree:
+    leaves, structure = tree.flatten(t)
+    return tree.unflatten(structure, [new.get(i, leaf) for i, leaf in enumerate(leaves)])
 
 
 def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree], Tree]) -> Transform:
@@ -86,24 +91,19 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
             raise ValueError(f"labels: {unknown} name no transform; allowed are {sorted(transforms)}")
         return {label: [i for i, own in enumerate(flat) if own == label] for label in transforms}
 
-    def pick(t: Tree, chosen: list[int]) -> list[Any]:
-        leaves = tree.leaves(t)
-        return [leaves[i] for i in chosen]
-
     def init(params: Tree) -> dict[str, Tree]:
-        return {label: transforms[label].init(pick(params, chosen)) for label, chosen in places(params).items()}
+        return {label: transforms[label].init(_pick(params, chosen)) for label, chosen in places(params).items()}
 
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
         found = dict(zip(transforms, updates_of, strict=True))
 
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-            leaves, structure = tree.flatten(updates)
-            leaves, after = list(leaves), {}
+            moved: dict[int, Any] = {}
+            after = {}
             for label, chosen in places(params).items():
-                new, after[label] = found[label](pick(updates, chosen), state[label], pick(params, chosen))
-                for i, leaf in zip(chosen, new, strict=True):
-                    leaves[i] = leaf
-            return tree.unflatten(structure, leaves), after
+                new, after[label] = found[label](_pick(updates, chosen), state[label], _pick(params, chosen))
+                moved.update(zip(chosen, new, strict=True))
+            return _put(updates, moved), after
 
         return update
 
