@@ -6,6 +6,7 @@ after that the ranks train different models, and nothing says so. One checksum p
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from fn import tree
 from fn.adapters.rank_checks import checksum, device_among
 from fn.adapters.state_dict import OWN, SAME, kinds
-from fn.collectives.agreement import check_agreement
+from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.primitives import all_gather
 from fn.errors import RanksDrifted
 
@@ -26,7 +27,7 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     """Compare before every `every`-th step what all ranks should hold alike, until the returned handle is removed.
 
     Compared are bits: of parameters, unless the optimizer leads each rank to some of its own, as 0/1 Adam does, of
-    replicated state and of learning rates. All ranks must call it.
+    replicated state and of what param groups hold, such as learning rates. All ranks must call it.
 
     Args: every: steps, at least 1. The cost is one pass over that memory and 8 bytes per tensor on the wire.
     Returns: a handle with `remove()`.
@@ -77,11 +78,21 @@ def _replicated(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return by name what all ranks should hold alike."""
     marks = tree.leaves(kinds(optimizer.states))
     triples = zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), marks, strict=True)
-    found = {f"state.{path}": leaf for path, leaf, mark in triples if mark == SAME}
+    found = _numbers(optimizer)  # first, for the rest follows from them
+    found.update({f"state.{path}": leaf for path, leaf, mark in triples if mark == SAME})
     if OWN not in marks:
         for g, group in enumerate(optimizer.param_groups):
             names = group.get("param_names") or range(len(group["params"]))
             found.update({f"params[{g}].{name}": p for name, p in zip(names, group["params"], strict=True)})
+    return found
+
+
+def _numbers(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the learning rate of every param group, and a checksum of its other hyper-parameters."""
+    found = {}
     for g, group in enumerate(optimizer.param_groups):
         found[f"groups[{g}].lr"] = torch.as_tensor(group["lr"])
+        others = {name: value for name, value in group.items() if name not in ("params", "lr", "param_names")}
+        digest = hashlib.blake2b(repr(sorted(describe(others).items())).encode(), digest_size=8).digest()
+        found[f"groups[{g}], hyper-parameters other than lr,"] = torch.tensor(int.from_bytes(digest, "little") >> 1)
     return found

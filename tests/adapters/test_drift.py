@@ -45,11 +45,26 @@ def drifting(place: str, bit: int) -> tuple:
     return (None,)
 
 
+def written(number: str) -> tuple[int, str]:
+    """Write a number into the param group of one rank, as a scheduler that steps by a loss of its own does."""
+    params, opt = build("onebit_adam", 1, fn.freeze_after(2))
+    check_drift(opt, EVERY)
+    for t in range(12):
+        set_gradients(params, t)
+        if t == FLIPPED_AFTER and dist.get_rank() == 1:
+            opt.param_groups[0][number] = 0.5
+        try:
+            opt.step()
+        except fn.RanksDrifted as error:
+            return t, error.field
+    return -1, ""
+
+
 CASES = [("parameter", 0), ("parameter", 31), ("second moment", 0), ("local phases", 0)]
 
 
 def all_drifting() -> list[tuple]:
-    return [drifting(*case) for case in CASES]
+    return [*(drifting(*case) for case in CASES), written("lr"), written("b1")]
 
 
 @functools.cache
@@ -66,6 +81,11 @@ def test_a_flipped_bit_is_found_within_the_period_and_named_and_the_step_moves_n
         assert rank == 1
         assert field.endswith(PLACES[CASES[case][0]][2])
         assert unchanged
+
+
+def test_a_number_that_one_rank_only_was_given_is_named_and_not_the_parameters_that_follow_from_it():
+    for found in answers():
+        assert found[-2:] == [(6, "groups[0].lr"), (6, "groups[0], hyper-parameters other than lr,")]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
