@@ -58,16 +58,23 @@ def _compare(optimizer: Optimizer, since: int | None) -> None:
         differs = (rows != rows[:1]).cpu()
         if differs.any():
             rank = int(differs.any(1).nonzero()[0])
-            _refuse(optimizer.steps, axis, rank, list(named)[int(differs[rank].nonzero()[0])], since)
+            leaf = list(named)[int(differs[rank].nonzero()[0])]
+            _refuse(optimizer.steps, axis, rank, leaf, since, _uses(optimizer, axis))
 
 
-def _refuse(step: int, axis: str, rank: int, leaf: str, since: int | None) -> None:
+def _refuse(step: int, axis: str, rank: int, leaf: str, since: int | None, is_used: bool) -> None:
+    cause = "" if is_used else f"; the optimizer does not communicate over {axis!r}, for its `make` is given no axis"
     last = "they were not compared earlier" if since is None else f"they were alike before step {since}"
     message = (
-        f"ranks drifted apart: before step {step} {leaf} differs on rank {rank} of axis {axis!r} from rank 0; {last}; "
-        f"look at what rank {rank} does differently, and resume from a checkpoint of before"
+        f"ranks drifted apart: before step {step} {leaf} differs on rank {rank} of axis {axis!r} from rank 0; {last}"
+        f"{cause}; look at what rank {rank} does differently, and resume from a checkpoint of before"
     )
     raise RanksDrifted(message, rank=rank, field=leaf, step=step, since=since)
+
+
+def _uses(optimizer: Optimizer, axis: str) -> bool:
+    """Return whether a transform of the optimizer names the axis."""
+    return repr(axis) in describe(optimizer._transforms).values()
 
 
 def _device(optimizer: Optimizer) -> torch.device:

@@ -104,7 +104,7 @@ class Optimizer(torch.optim.Optimizer):
         """Set by `fn.adapters.ddp.overlap`: the parts of a step that was staged behind the backward pass, or None."""
         listed = param_groups.as_list(params)
         with self._binding:
-            check_listed(self._axes(), listed, {"max_norm": max_norm, **describe(self.schedule)})
+            check_listed(self._axes(), listed, {"max_norm": max_norm, "compile": compile, **describe(self.schedule)})
         check_max_norm(max_norm, self._axes())
         super().__init__(listed, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):

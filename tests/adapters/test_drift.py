@@ -60,11 +60,26 @@ def written(number: str) -> tuple[int, str]:
     return -1, ""
 
 
+def alone(axis: str | None) -> str:
+    """Train with gradients of each rank's own, with an axis or without; return what was said."""
+    p = torch.nn.Parameter(torch.ones(3))
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = fn.Optimizer([p], functools.partial(fn.adamw, axis=axis))
+    check_drift(opt, 1)
+    try:
+        for _ in range(2):
+            p.grad = torch.full((3,), (-1.0) ** dist.get_rank())
+            opt.step()
+    except fn.RanksDrifted as error:
+        return str(error)
+    return "alike"
+
+
 CASES = [("parameter", 0), ("parameter", 31), ("second moment", 0), ("local phases", 0)]
 
 
 def all_drifting() -> list[tuple]:
-    return [*(drifting(*case) for case in CASES), written("lr"), written("b1")]
+    return [*(drifting(*case) for case in CASES), written("lr"), written("b1"), alone(None), alone("data")]
 
 
 @functools.cache
@@ -85,7 +100,13 @@ def test_a_flipped_bit_is_found_within_the_period_and_named_and_the_step_moves_n
 
 def test_a_number_that_one_rank_only_was_given_is_named_and_not_the_parameters_that_follow_from_it():
     for found in answers():
-        assert found[-2:] == [(6, "groups[0].lr"), (6, "groups[0], hyper-parameters other than lr,")]
+        assert found[-4:-2] == [(6, "groups[0].lr"), (6, "groups[0], hyper-parameters other than lr,")]
+
+
+def test_an_optimizer_that_was_given_no_axis_is_named_as_the_cause():
+    for *_, without, with_axis in answers():
+        assert "does not communicate over 'data', for its `make` is given no axis" in without
+        assert with_axis == "alike"
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
