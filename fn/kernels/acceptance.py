@@ -30,7 +30,7 @@ _WIDTHS = (64, 64, 4104, 22)
 
 def examples(op: str) -> list[tuple[Any, ...]]:
     """Return lists of arguments for an op, on the CPU."""
-    return [*_EXAMPLES[op]()]
+    return _EXAMPLES[op]()
 
 
 def _wave(*shape: int, seed: float = 1.0) -> Tensor:
@@ -49,30 +49,17 @@ def _valid() -> Tensor:
     return torch.tensor([_WIDTHS, (64, 40, 4099, 0)])
 
 
-def _bits(op: str) -> Callable[[], list[tuple[Any, ...]]]:
-    known = torch.tensor([KNOWN_SIGNS, KNOWN_SIGNS])
-    if op == "pack_bits":
-        return lambda: [(known,), (_wave(2, 77),)]
-    return lambda: [(_bytes(2, 3), 19, torch.float32)]
-
-
 _EACH = tuple(x for width in _WIDTHS for x in (1, width))
 _N = sum(_WIDTHS)
 _S = len(_WIDTHS)
 _BITS = (_N + 7) // 8
 
 _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
-    "pack_bits": _bits("pack_bits"),
-    "unpack_bits": _bits("unpack_bits"),
+    "pack_bits": lambda: [(torch.tensor([KNOWN_SIGNS, KNOWN_SIGNS]),), (_wave(2, 77),)],
+    "unpack_bits": lambda: [(_bytes(2, 3), 19, torch.float32)],
     "sign_encode": lambda: [(_wave(2, _N), _valid(), [*RUNS])],
-    "sign_encode_feedback": lambda: [
-        (_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*RUNS]),
-    ],
-    "sign_encode_feedback_": lambda: [
-        (_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*RUNS]),
-    ],
+    "sign_encode_feedback": lambda: [(_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*RUNS])],
     "sign_residual": lambda: [(_wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])],
-    "sign_residual_": lambda: [(_wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])],
     "sign_serve": lambda: [
         (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])
     ],
@@ -128,6 +115,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "dequantize_mean": lambda: [(_codes(w, 2, 3), _wave(2, 3, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
 }
+_EXAMPLES |= {f"{op}_": _EXAMPLES[op] for op in ("sign_encode_feedback", "sign_residual")}
 
 
 def _old(n: int) -> list[Tensor]:
