@@ -41,8 +41,9 @@ def warn_at_start(optimizer: Optimizer, given: bool) -> None:
 def _warn_of_plain_torch(params: list[Tensor]) -> None:
     for device in sorted({p.device.type for p in params}):
         count = sum(p.numel() for p in params if p.device.type == device)
-        if count >= LARGE and not (cells("sign_encode_feedback", device) or cells("quantize_feedback", device)):
-            text = "are fused, so codes are made in plain torch, which takes many times as long and more memory"
+        makers = [*cells("sign_encode_feedback", device), *cells("quantize_feedback", device)]
+        if count >= LARGE and all(cell.provider == "torch" for cell in makers):
+            text = "are fused, so codes are made in plain torch, which takes several times as long and more memory"
             hint = "`python -m fn` says what can be installed"
             warnings.warn(f"kernels: none for {device!r} {text}; {hint}", stacklevel=4)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import ops
+from fn.kernels import buffers, ops, tiled_signs
 from fn.kernels.eager import remembered
 from fn.kernels.places import plain, same_places
 from fn.kernels.reference_lamb import lamb_moments_, lamb_step_, onebit_lamb_moments_
@@ -56,7 +56,7 @@ def momentum_encode(
     """See `reference_step.momentum_encode`. The device's own `sign_encode_feedback_` encodes."""
     if not plain(mu, grads, (buffer, sent)):
         return NotImplemented
-    x, widths = torch.zeros_like(buffer), widths_of(runs)
+    x, widths = buffers.empty(buffer.shape, buffer.dtype, buffer.device).zero_(), widths_of(runs)
     fresh, places = same_places([g.view(-1) for g in grads], x, widths)
     moments, _ = same_places([m.view(-1) for m in mu], x, widths)
     if places:
@@ -168,5 +168,6 @@ steps would be the pure ones."""
 def row(device_type: str) -> Accelerator:
     """Return the row."""
     found = (momentum_encode, onebit_adam_, adamw_, *AS_THEY_ARE)
-    kernels = {f.__name__: f for f in (*found, *((largest_magnitude,) if device_type != "cpu" else ()))}
+    kernels: dict[str, Any] = {f.__name__: f for f in found}
+    kernels |= tiled_signs.KERNELS if device_type == "cpu" else {"largest_magnitude": largest_magnitude}
     return Accelerator(device_type, kernels, provider="torch")

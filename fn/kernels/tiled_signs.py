@@ -1,0 +1,198 @@
+"""Sign codes by torch functions on a CPU, tile by tile: where no compiler is there for anything faster.
+
+The reference goes over whole vectors again and again, with a fresh one for every result. Here a tile, some rows of some
+segments or a piece of one, goes through all its steps while it is in the cache, and what is kept comes from the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn.kernels import buffers
+from fn.kernels.eager import remembered
+from fn.kernels.reference import NORM_BLOCK, row_length, runs_of, scale_dtype
+
+TILE = 1 << 16
+"""Elements of a tile, a few of which are in the second-level cache together; a multiple of NORM_BLOCK."""
+
+PACK = 0x0102040810204080
+"""Eight bytes, 0 or 1, times this have their bits side by side in the highest byte: bit i of byte i ends at 56 + i."""
+
+
+class Tile(NamedTuple):
+    """A part of a row-wise tensor: rows, segments, and the elements of the row that are theirs.
+
+    begin: where the elements begin in their segment; 0 if the segments are whole.
+    """
+
+    rows: slice
+    segments: slice
+    elements: slice
+    begin: int
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the part of x (R, n): (rows, segments, width)."""
+        part: Tensor = x[self.rows, self.elements].unflatten(1, (self.segments.stop - self.segments.start, -1))
+        return part
+
+    def scales(self, values: Tensor) -> Tensor:
+        """Return the values (R, S) that go with it: (rows, segments, 1)."""
+        return values[self.rows, self.segments, None]
+
+
+def tiles(rows: int, runs: Sequence[int]) -> Iterator[Tile]:
+    """Yield the tiles of all rows."""
+    for first, start, count, width in runs_of(runs):
+        piece = min(max(width, 1), TILE)
+        together = min(TILE // piece, max(count, 1))  # 1 where a segment is wider than a tile
+        high = TILE // (together * piece)
+        for s in range(0, count, together):
+            last = min(s + together, count) - 1
+            for begin in range(0, width, piece):
+                elements = slice(start + s * width + begin, start + last * width + min(begin + piece, width))
+                for r in range(0, rows, high):
+                    yield Tile(slice(r, min(r + high, rows)), slice(first + s, first + last + 1), elements, begin)
+
+
+def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """See `reference.sign_encode`."""
+    return _encode(x.to(scale_dtype(x)), None, None, valid, runs)
+
+
+def sign_encode_feedback_(
+    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """See `reference.sign_encode_feedback_`."""
+    return _encode(x, buffer, sent, valid, runs)
+
+
+def sign_encode_feedback(
+    x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.sign_encode_feedback`."""
+    b = buffers.empty(x.shape, torch.promote_types(x.dtype, buffer.dtype)).copy_(x)
+    return (b, *_encode(b, buffer, sent, valid, runs))
+
+
+def sign_serve(
+    bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.sign_serve`."""
+    b = sign_decode_mean(bits, scales, valid, runs)
+    return (b, *_encode(b, buffer, sent, valid, runs))
+
+
+def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> None:
+    """See `reference.sign_residual_`."""
+    least = _least(valid)
+    for tile in tiles(b.shape[0], runs):
+        part = tile.of(b)
+        delivered = _delivered(part, tile.scales(scales))
+        _clear(delivered, tile, valid, least)
+        part.sub_(delivered)
+
+
+def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+    """See `reference.sign_residual`."""
+    found = buffers.empty(b.shape, b.dtype).copy_(b)
+    sign_residual_(found, scales, valid, runs)
+    return found
+
+
+def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+    """See `reference.sign_decode`."""
+    return sign_decode_mean(bits[:, None], scales[:, None], valid, runs)
+
+
+def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+    """See `reference.sign_decode_mean`."""
+    rows, ranks, width = bits.shape
+    found = buffers.empty((rows, 8 * width), scales.dtype)
+    each = found if ranks == 1 else buffers.empty(found.shape, found.dtype)
+    signs, scales, least = _signs(scales.dtype), scales * (1.0 / ranks), _least(valid)
+    for r in range(ranks):
+        to = each if r else found
+        torch.index_select(signs, 0, bits[:, r].reshape(-1).int(), out=to.view(-1, 8))
+        for tile in tiles(rows, runs):
+            part = tile.of(to).mul_(tile.scales(scales[:, r]))
+            if r:
+                part = tile.of(found).add_(part)
+            _clear(part, tile, valid, least)
+    return found[:, : row_length(runs)].contiguous()
+
+
+def _least(valid: Tensor) -> list[int]:
+    """Return how many elements of each segment are real in all rows."""
+    found: list[int] = valid.amin(0).tolist()
+    return found
+
+
+def _clear(part: Tensor, tile: Tile, valid: Tensor, least: list[int]) -> Tensor:
+    """Write zeros into the padding of a part. What is real in all rows is not looked at."""
+    low, end = max(min(least[tile.segments]), tile.begin), tile.begin + part.shape[-1]
+    if low < end:
+        part[..., low - tile.begin :].masked_fill_(torch.arange(low, end) >= tile.scales(valid), 0)
+    return part
+
+
+def _delivered(part: Tensor, scales: Tensor) -> Tensor:
+    """Return scale * sgn(part); sgn(-0.0) is 1."""
+    return torch.copysign(scales, part + 0.0)
+
+
+def _encode(
+    x: Tensor, buffer: Tensor | None, sent: Tensor | None, valid: Tensor, runs: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the bits and the squares of x (R, n), to which the residual of a buffer is added first, in place."""
+    rows, n = x.shape
+    signs, least = buffers.empty((rows, n + -n % 8), torch.bool), _least(valid)
+    signs[:, n:] = False
+    sums = torch.zeros(valid.shape, dtype=torch.float64)
+    fresh = sent is not None and not sent.any()  # a buffer that was sent with scale 0 is an error itself
+    for tile in tiles(rows, runs):
+        part, here = tile.of(x), (tile, valid, least)
+        if buffer is not None and sent is not None:
+            old = tile.of(buffer)
+            if not fresh:
+                delivered = _delivered(old, tile.scales(sent))
+                _clear(delivered, *here)
+                old = torch.sub(old, delivered, out=delivered)
+            part.add_(old)
+        _clear(torch.ge(part, 0, out=tile.of(signs)), *here)
+        is_padded = min(least[tile.segments]) < tile.begin + part.shape[-1]
+        sums[tile.rows, tile.segments] += _squares(_clear(part.clone(), *here) if is_padded else part)
+    return _pack(signs), sums
+
+
+def _pack(signs: Tensor) -> Tensor:
+    """Return the bits of signs (R, n), n a multiple of 8, whose memory is used up."""
+    words = signs.view(-1).view(torch.int64).mul_(PACK).bitwise_right_shift_(56)
+    return words.to(torch.uint8).view(signs.shape[0], signs.shape[1] // 8)
+
+
+@remembered
+def _signs(dtype: torch.dtype) -> Tensor:
+    """Return the eight signs that each byte stands for: (256, 8)."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return (2 * bits - 1).to(dtype)
+
+
+def _squares(x: Tensor) -> Tensor:
+    """Return the sums of squares over the last dimension, block after block, as `reference.sum_of_squares`."""
+    whole = x.shape[-1] - x.shape[-1] % NORM_BLOCK
+    total: Tensor = torch.linalg.vector_norm(x[..., whole:], dim=-1).double().square()
+    if whole:
+        blocks = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, NORM_BLOCK)), dim=-1)
+        total += blocks.double().square().sum(-1)
+    return total
+
+
+_FOUND = (
+    sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual, sign_residual_, sign_serve, sign_decode,
+    sign_decode_mean,
+)  # fmt: skip
+KERNELS = {f.__name__: f for f in _FOUND}
