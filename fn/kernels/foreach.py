@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import buffers, ops, tiled_signs
+from fn.kernels import buffers, ops, tiled_ints, tiled_signs
 from fn.kernels.eager import remembered
 from fn.kernels.places import plain, same_places
 from fn.kernels.reference_lamb import lamb_moments_, lamb_step_, onebit_lamb_moments_
@@ -169,5 +169,8 @@ def row(device_type: str) -> Accelerator:
     """Return the row."""
     found = (momentum_encode, onebit_adam_, adamw_, *AS_THEY_ARE)
     kernels: dict[str, Any] = {f.__name__: f for f in found}
-    kernels |= tiled_signs.KERNELS if device_type == "cpu" else {"largest_magnitude": largest_magnitude}
+    if device_type == "cpu":
+        kernels |= tiled_signs.KERNELS | tiled_ints.KERNELS
+    else:
+        kernels["largest_magnitude"] = largest_magnitude
     return Accelerator(device_type, kernels, provider="torch")

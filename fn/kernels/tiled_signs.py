@@ -1,61 +1,23 @@
 """Sign codes by torch functions on a CPU, tile by tile: where no compiler is there for anything faster.
 
-The reference goes over whole vectors again and again, with a fresh one for every result. Here a tile, some rows of some
-segments or a piece of one, goes through all its steps while it is in the cache, and what is kept comes from the pool.
+The reference goes over whole vectors again and again, with a fresh one for every result. Here a tile goes through all
+its steps while it is in the cache, and what is kept comes from the pool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fn.kernels import buffers
 from fn.kernels.eager import remembered
-from fn.kernels.reference import NORM_BLOCK, row_length, runs_of, scale_dtype
-
-TILE = 1 << 16
-"""Elements of a tile, a few of which are in the second-level cache together; a multiple of NORM_BLOCK."""
+from fn.kernels.reference import NORM_BLOCK, row_length, scale_dtype
+from fn.kernels.tiles import clear, least_of, tiles
 
 PACK = 0x0102040810204080
 """Eight bytes, 0 or 1, times this have their bits side by side in the highest byte: bit i of byte i ends at 56 + i."""
-
-
-class Tile(NamedTuple):
-    """A part of a row-wise tensor: rows, segments, and the elements of the row that are theirs.
-
-    begin: where the elements begin in their segment; 0 if the segments are whole.
-    """
-
-    rows: slice
-    segments: slice
-    elements: slice
-    begin: int
-
-    def of(self, x: Tensor) -> Tensor:
-        """Return the part of x (R, n): (rows, segments, width)."""
-        part: Tensor = x[self.rows, self.elements].unflatten(1, (self.segments.stop - self.segments.start, -1))
-        return part
-
-    def scales(self, values: Tensor) -> Tensor:
-        """Return the values (R, S) that go with it: (rows, segments, 1)."""
-        return values[self.rows, self.segments, None]
-
-
-def tiles(rows: int, runs: Sequence[int]) -> Iterator[Tile]:
-    """Yield the tiles of all rows."""
-    for first, start, count, width in runs_of(runs):
-        piece = min(max(width, 1), TILE)
-        together = min(TILE // piece, max(count, 1))  # 1 where a segment is wider than a tile
-        high = TILE // (together * piece)
-        for s in range(0, count, together):
-            last = min(s + together, count) - 1
-            for begin in range(0, width, piece):
-                elements = slice(start + s * width + begin, start + last * width + min(begin + piece, width))
-                for r in range(0, rows, high):
-                    yield Tile(slice(r, min(r + high, rows)), slice(first + s, first + last + 1), elements, begin)
 
 
 def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -88,11 +50,11 @@ def sign_serve(
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> None:
     """See `reference.sign_residual_`."""
-    least = _least(valid)
+    least = least_of(valid)
     for tile in tiles(b.shape[0], runs):
         part = tile.of(b)
         delivered = _delivered(part, tile.scales(scales))
-        _clear(delivered, tile, valid, least)
+        clear(delivered, tile, valid, least)
         part.sub_(delivered)
 
 
@@ -113,7 +75,7 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     rows, ranks, width = bits.shape
     found = buffers.empty((rows, 8 * width), scales.dtype)
     each = found if ranks == 1 else buffers.empty(found.shape, found.dtype)
-    signs, scales, least = _signs(scales.dtype), scales * (1.0 / ranks), _least(valid)
+    signs, scales, least = _signs(scales.dtype), scales * (1.0 / ranks), least_of(valid)
     for r in range(ranks):
         to = each if r else found
         torch.index_select(signs, 0, bits[:, r].reshape(-1).int(), out=to.view(-1, 8))
@@ -121,22 +83,8 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
             part = tile.of(to).mul_(tile.scales(scales[:, r]))
             if r:
                 part = tile.of(found).add_(part)
-            _clear(part, tile, valid, least)
+            clear(part, tile, valid, least)
     return found[:, : row_length(runs)].contiguous()
-
-
-def _least(valid: Tensor) -> list[int]:
-    """Return how many elements of each segment are real in all rows."""
-    found: list[int] = valid.amin(0).tolist()
-    return found
-
-
-def _clear(part: Tensor, tile: Tile, valid: Tensor, least: list[int]) -> Tensor:
-    """Write zeros into the padding of a part. What is real in all rows is not looked at."""
-    low, end = max(min(least[tile.segments]), tile.begin), tile.begin + part.shape[-1]
-    if low < end:
-        part[..., low - tile.begin :].masked_fill_(torch.arange(low, end) >= tile.scales(valid), 0)
-    return part
 
 
 def _delivered(part: Tensor, scales: Tensor) -> Tensor:
@@ -149,7 +97,7 @@ def _encode(
 ) -> tuple[Tensor, Tensor]:
     """Return the bits and the squares of x (R, n), to which the residual of a buffer is added first, in place."""
     rows, n = x.shape
-    signs, least = buffers.empty((rows, n + -n % 8), torch.bool), _least(valid)
+    signs, least = buffers.empty((rows, n + -n % 8), torch.bool), least_of(valid)
     signs[:, n:] = False
     sums = torch.zeros(valid.shape, dtype=torch.float64)
     fresh = sent is not None and not sent.any()  # a buffer that was sent with scale 0 is an error itself
@@ -159,12 +107,12 @@ def _encode(
             old = tile.of(buffer)
             if not fresh:
                 delivered = _delivered(old, tile.scales(sent))
-                _clear(delivered, *here)
+                clear(delivered, *here)
                 old = torch.sub(old, delivered, out=delivered)
             part.add_(old)
-        _clear(torch.ge(part, 0, out=tile.of(signs)), *here)
+        clear(torch.ge(part, 0, out=tile.of(signs)), *here)
         is_padded = min(least[tile.segments]) < tile.begin + part.shape[-1]
-        sums[tile.rows, tile.segments] += _squares(_clear(part.clone(), *here) if is_padded else part)
+        sums[tile.rows, tile.segments] += _squares(clear(part.clone(), *here) if is_padded else part)
     return _pack(signs), sums
 
 

@@ -1,4 +1,4 @@
-"""Signs by torch functions, tile by tile, are the reference's: however rows and segments are cut."""
+"""Codes by torch functions, tile by tile, are the reference's: however rows and segments are cut."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fn.kernels import reference, tiled_signs
+from fn.kernels import reference, reference_int, tiled_ints, tiled_signs, tiles
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -78,5 +78,52 @@ RUNS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 9000)), max_size=3).
 @given(rows=st.integers(1, 4), runs=RUNS, ranks=st.integers(1, 3), dtype=st.sampled_from(DTYPES))
 def test_small_tiles_change_nothing(rows, runs, ranks, dtype):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiled_signs, "TILE", reference.NORM_BLOCK)
+        patch.setattr(tiles, "TILE", reference.NORM_BLOCK)
         check(rows, runs, dtype, ranks)
+
+
+def check_ints(rows: int, runs: list[int], dtype: torch.dtype, width: int, spoil: float | None = None) -> None:
+    """Hold every integer kernel against its reference: all is equal."""
+    a = draw(rows, runs, dtype, 2)
+    x, valid, sent = a["x"], a["valid"], a["sent"]
+    x[:, 4:7] = 0.0
+    if spoil is not None:
+        x[:, -1:] = spoil
+    n = x.shape[1]
+    seeded = torch.Generator().manual_seed(n)
+    error = torch.randint(-128, 128, (rows, n), dtype=torch.int8, generator=seeded)
+    codes = torch.randint(-128, 128, (rows, 2, n * width // 8), dtype=torch.int8, generator=seeded)
+    codes = codes.view(torch.uint8) if width == 4 else codes
+    of = {
+        "quantize": (x, valid, runs, width),
+        "quantize_feedback": (x, error, sent, 0.8, valid, runs, width),
+        "dequantize": (codes[:, 0], a["scales"][:, 0], valid, runs, width),
+        "dequantize_mean": (codes, a["scales"], valid, runs, width),
+    }
+    assert of.keys() == tiled_ints.KERNELS.keys()
+    for name, args in of.items():
+        expected, found = getattr(reference_int, name)(*args), tiled_ints.KERNELS[name](*args)
+        for one, other in zip(*([r] if isinstance(r, Tensor) else r for r in (found, expected)), strict=True):
+            torch.testing.assert_close(one, other, rtol=0.0, atol=0.0, equal_nan=True, msg=name)
+
+
+@pytest.mark.parametrize("width", [4, 8])
+@pytest.mark.parametrize("spoil", [None, float("nan"), float("inf"), -float("inf"), 1e-44])
+def test_integers_by_tiles_are_the_references(width, spoil):
+    for runs in ([], [1, 6], [3, 7, 1, 13], [300, 256, 1, 40], [0, 8, 2, 8]):
+        for rows in (1, 3):
+            check_ints(rows, runs, torch.float32, width, spoil)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.integers(1, 4), runs=RUNS, width=st.sampled_from([4, 8]), dtype=st.sampled_from(DTYPES))
+def test_small_tiles_change_no_integers(rows, runs, width, dtype):
+    runs = [min(v, 700) for v in runs]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiles, "TILE", 1024)
+        check_ints(rows, [*runs, 1, reference.row_length(runs) % 2], dtype, width)
+
+
+def test_a_segment_wider_than_a_tile_is_left_to_the_next_row():
+    args = torch.ones(1, tiles.TILE + 8), torch.full((1, 1), tiles.TILE + 8), [1, tiles.TILE + 8], 8
+    assert tiled_ints.quantize(*args) is NotImplemented
