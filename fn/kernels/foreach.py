@@ -1,4 +1,6 @@
-"""Whole optimizer steps by torch's functions of lists of tensors: for any device, where nothing faster is.
+"""The row "torch": whole optimizer steps by torch's functions of lists, for any device, where nothing faster is.
+
+On a CPU it makes codes, too, tile by tile (`tiled_signs`, `tiled_ints`).
 
 On an accelerator a function of a list is one launch, or a few. The tensors are taken in chunks, so that temporaries
 stay small whatever the size of the model, and on a CPU stay in the cache.

@@ -2,7 +2,7 @@
 
 The loops hold no GIL, are compiled once and cached on disk, and leave torch's thread count alone. Results are bit
 for bit those of the reference, for float32 and what converts to it, but for the last bits of whole optimizer steps;
-float64 is left to the reference.
+float64 is left to the row after it.
 """
 
 from __future__ import annotations

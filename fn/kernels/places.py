@@ -20,7 +20,7 @@ THREADED = 1 << 22
 """Elements from which several threads share a kernel, if torch may use several."""
 
 PAST_CACHE = 1 << 20
-"""Elements from which results are written past the cache, where they would not stay anyway."""
+"""Elements from which results are written past the cache: they are too many for the second level."""
 
 
 class Places(NamedTuple):
