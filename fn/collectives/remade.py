@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,15 @@ def reduced(found: tuple[Any, ...], make: Callable[[], tuple[Any, ...]] | None) 
     return type(found), tuple(found)
 
 
-def _same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
-    """Return whether entries are functions of the same code, or equal."""
-    return all(getattr(x, "__code__", x) == getattr(y, "__code__", y) for x, y in zip(a, b, strict=True))
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two things are equal; functions are if their code is, and all that it closes over."""
+    a, b = (inspect.unwrap(x) if callable(x) else x for x in (a, b))
+    if inspect.isfunction(a) and inspect.isfunction(b):
+        return a.__code__ == b.__code__ and _same(_closed_over(a), _closed_over(b))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a is b or a == b)
+
+
+def _closed_over(f: Callable[..., Any]) -> tuple[Any, ...]:
+    return tuple(cell.cell_contents for cell in f.__closure__ or ())

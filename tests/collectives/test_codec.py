@@ -49,6 +49,13 @@ def test_codecs_and_feedbacks_can_be_pickled_and_copied(which):
         pickle.dumps(changed)
 
 
+def test_a_codec_with_a_function_of_another_one_is_not_pickled_as_its_own():
+    """The two functions have the same code, and differ in what they close over."""
+    mixed = fn.sign(8)._replace(encode=fn.sign(16).encode)
+    with pytest.raises((AttributeError, pickle.PicklingError), match="encode"):
+        pickle.dumps(mixed)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one", "several"])
 @pytest.mark.parametrize("codec", [fn.sign(), fn.sign(block=64), fn.sign(padding_counts=True)], ids=range(3))
