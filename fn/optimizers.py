@@ -19,6 +19,7 @@ from fn.collectives.int_codec import int4
 from fn.transforms.adam_in_place import Descent, with_adam_in_place, with_onebit_adam_in_place
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
+from fn.transforms.coded_in_place import wire_of
 from fn.transforms.exchange import rules_of
 from fn.transforms.finite import skip_nonfinite
 from fn.transforms.lamb import LambHyper, scale_by_onebit_lamb, scale_by_trust_ratio
@@ -77,6 +78,7 @@ def onebit_adam(
     feedback: Feedbacks | None = None,
     warmup: Codecs | None = None,
     layout: str = "flat",
+    servers: bool = True,
     bias_correction: bool = False,
     keep_zeros: bool = True,
 ) -> Transform:
@@ -89,14 +91,15 @@ def onebit_adam(
         feedback: what becomes of what was not delivered; None is `classic()`, and `classic(lazy=True)` the same in
             fewer passes over memory.
         warmup: what gradients travel as in the warm-up, with `damped()`; None is exactly. See `average`.
-        layout, bias_correction, keep_zeros: as for `compressed_average` and `scale_by_onebit_adam`.
+        layout, servers: as for `compressed_average`; servers=False is the better choice for two ranks.
+        bias_correction, keep_zeros: as for `scale_by_onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
     Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made.
     """
     codec, feedback = codec or sign(), feedback or classic()
-    sync = compressed_average(axis, codec, feedback, layout=layout)
+    sync = compressed_average(axis, codec, feedback, layout=layout, servers=servers)
     tx = chain(
         _warm_up(axis, warmup),
         scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros),
@@ -106,7 +109,8 @@ def onebit_adam(
     tx = agreed(skip_nonfinite(tx), axis)
     descent = Descent(lr, b1, b2, eps, weight_decay, corrected=bias_correction)
     tx = with_adam_in_place(tx, axis, descent, warmup)
-    return with_onebit_adam_in_place(tx, axis, descent, codec, feedback, layout, keep_zeros=keep_zeros)
+    wire = wire_of(axis, codec, feedback, layout, servers=servers)
+    return with_onebit_adam_in_place(tx, wire, descent, keep_zeros=keep_zeros)
 
 
 def lamb(
@@ -150,6 +154,7 @@ def onebit_lamb(
     feedback: Feedbacks | None = None,
     warmup: Codecs | None = None,
     layout: str = "fused",
+    servers: bool = True,
     max_coeff: float = 10.0,
     min_coeff: float = 0.01,
     coeff_beta: float = 0.9,
@@ -163,7 +168,8 @@ def onebit_lamb(
     Args:
         lr: a float or a 0-d tensor. axis: the ranks that train together.
         codec, feedback, warmup: as for `onebit_adam`. layout: "fused" is one scale for the whole model, as in
-            the paper; "flat" keeps one per tensor, which the momentum scaling then does not change.
+            the paper; "flat" keeps one per tensor, which the momentum scaling then does not change. servers: as for
+            `onebit_adam`.
         others: as for `scale_by_onebit_lamb`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 
@@ -173,12 +179,11 @@ def onebit_lamb(
     hyper = LambHyper(
         b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
     )
-    sync = compressed_average(axis, codec, feedback, layout=layout)
+    sync = compressed_average(axis, codec, feedback, layout=layout, servers=servers)
     link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros)
     tx = agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)
-    return with_onebit_lamb_in_place(
-        tx, axis, lr, hyper, codec, feedback, layout, keep_zeros=keep_zeros, warmup=warmup
-    )
+    wire = wire_of(axis, codec, feedback, layout, servers=servers)
+    return with_onebit_lamb_in_place(tx, wire, lr, hyper, keep_zeros=keep_zeros, warmup=warmup)
 
 
 def zero_one_adam(
@@ -193,6 +198,7 @@ def zero_one_adam(
     feedback: Feedbacks | None = None,
     warmup: Codecs | None = None,
     layout: str = "flat",
+    servers: bool = True,
     compress: Literal["steps", "gradients"] = "steps",
     keep_zeros: bool = True,
 ) -> Transform:
@@ -201,7 +207,7 @@ def zero_one_adam(
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
         axis: the ranks that train together. codec, feedback: as for `onebit_adam`. warmup: as there, for the variance
-            steps. layout: as for `compressed_average`.
+            steps. layout, servers: as for `compressed_average`.
         compress, keep_zeros: as for `scale_by_zero_one_adam`.
     Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule.
 
@@ -214,7 +220,7 @@ def zero_one_adam(
         b2,
         eps,
         weight_decay,
-        sync=compressed_average(axis, codec, feedback, layout=layout),
+        sync=compressed_average(axis, codec, feedback, layout=layout, servers=servers),
         compress=compress,
         keep_zeros=keep_zeros,
     )
@@ -222,8 +228,8 @@ def zero_one_adam(
     if not keep_zeros:
         return tx
     descent = Descent(lr, b1, b2, eps, weight_decay, corrected=False)
-    steps = compress == "steps"
-    return with_zero_one_in_place(tx, axis, descent, codec, feedback, layout, steps=steps, warmup=warmup)
+    wire = wire_of(axis, codec, feedback, layout, servers=servers)
+    return with_zero_one_in_place(tx, wire, descent, steps=compress == "steps", warmup=warmup)
 
 
 def loco_adamw(

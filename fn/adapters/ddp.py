@@ -171,6 +171,7 @@ def average_gradients(
     schedule: Schedule | None = None,
     scaler: Any = None,
     elements: int = BUCKET,
+    servers: bool = True,
 ) -> GradientAverage:
     """Let DDP average gradients in codes, behind the backward pass, for any optimizer.
 
@@ -186,6 +187,7 @@ def average_gradients(
         scaler: the `torch.amp.GradScaler` that scales the loss, if one does: gradients are unscaled before they are
             encoded and scaled again after that.
         elements: that travel together, at least.
+        servers: as for `compressed_average`; False is the better choice for two ranks.
     Returns: what runs it; its `states` are the errors, `state_dict` and `load_state_dict` continue it.
     Raises: TypeError if the model is of another type; ValueError, on all ranks, if they disagree.
     """
@@ -193,7 +195,7 @@ def average_gradients(
     params = [p for p in model.module.parameters() if p.requires_grad]
     _check_params(params, [])
     schedule = schedule or (lambda step: Phase.COMPRESSED)
-    transform = chain(average(AXIS), compressed_average(AXIS, codec, feedback))
+    transform = chain(average(AXIS), compressed_average(AXIS, codec, feedback, servers=servers))
     parcels = split(params, elements)
     with bind({AXIS: group}), torch.no_grad():
         check_agreement(AXIS, {"elements": elements, **describe(schedule)}, params[0].device)

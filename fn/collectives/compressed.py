@@ -62,7 +62,7 @@ def reduce_scatter_wide(
         not floating.
     """
     size = axis_size(axis)
-    _check(x, error, size * codec.align, "x")
+    check_vector(x, error, size * codec.align, "x")
     payload, error = encode(_codec(codec, segments), feedback, x.view(size, -1), error)
     received = payloads.exchange(payload, axis)
     with step_range("decode"):
@@ -82,7 +82,7 @@ def all_gather_shards(
     Returns: the vector (n,) in the dtype of the shard, the same on every rank, and the next error.
     Raises: as `reduce_scatter_wide`.
     """
-    _check(shard, error, codec.align, "shard")
+    check_vector(shard, error, codec.align, "shard")
     own = _own_codec(codec, segments, axis)
     payload, error = encode(own, feedback, shard.view(1, -1), error, worker=False)
     gathered = payloads.gather(payload, axis)
@@ -118,8 +118,8 @@ def compressed_all_reduce(
         shard, worker = reduce_scatter_wide(x, worker, axis, codec, feedback, segments=segments)
         y, server = all_gather_shards(shard.to(x.dtype), server, axis, codec, feedback, segments=segments)
         return y, (worker, server)
-    _check(x, worker, size * codec.align, "x")
-    _check(shard[0], server, codec.align, "shard")
+    check_vector(x, worker, size * codec.align, "x")
+    check_vector(shard[0], server, codec.align, "shard")
     payload, worker = encode(_codec(codec, segments), feedback, x.view(size, -1), worker, consume=consume)
     gathered, server = pass_on(payload, server, axis, codec, feedback, segments=segments)
     return _decode(_codec(codec, segments), gathered, x.dtype), (worker, server)
@@ -174,19 +174,22 @@ class Averages(NamedTuple):
 
 
 def encode_averages(
-    codec: Codec, feedback: Feedback, segments: Segments, worker: Tree, server: Tree
+    codec: Codec, feedback: Feedback, segments: Segments, worker: Tree, server: Tree, *, servers: bool = True
 ) -> Averages | None:
     """Return how moving averages are encoded with a worker's error.
 
-    None where the codec has no kernels for that and for the server's part, or not for errors like these.
+    None where the codec has no kernels for that and, unless there are no servers, for theirs, or not for errors like
+    these.
     """
     half = _codec(codec, segments)
     fused = _fused(half, feedback)
-    if fused is None or fused.averages is None or fused.serve is None:
+    if fused is None or fused.averages is None:
         return None
     shape = (segments.valid.shape[0], segments.row_length)
     like = _like(shape)
-    if not fused.accepts(like, worker) or not fused.accepts(like[:1], server):
+    if not fused.accepts(like, worker):
+        return None
+    if servers and (fused.serve is None or not fused.accepts(like[:1], server)):
         return None
     encode = partial(_averages, fused, half, error=worker, rows=shape[0])
     if fused.later is None or observed() or not fused.later.accepts(worker):
@@ -220,14 +223,14 @@ def _averages_first(
 
 
 def initial_errors(
-    x: Tensor, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+    x: Tensor, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None, servers: bool = True
 ) -> tuple[Tree, Tree]:
     """Return the errors with which a worker and a server start, for vectors like x (n,).
 
     They have the form in which the codec's kernels are fastest where the feedback leaves that open: `classic` with
-    lazy=True, and `damped` with the codec's own block.
+    lazy=True, and `damped` with the codec's own block. Without servers, as for `all_gather_mean`, theirs is ().
     """
-    size = axis_size(axis)
+    size = axis_size(axis) if servers else 1
     shard = x[: x.shape[0] // size]
 
     def initial(codec: Codec, x: Tensor, rows: int) -> Tree:
@@ -235,7 +238,8 @@ def initial_errors(
         free = fused is not None and getattr(feedback.rule, "lazy", True)
         return fused.init(x.view(rows, -1)) if fused is not None and free else feedback.init(x)
 
-    return initial(_codec(codec, segments), x, size), initial(_own_codec(codec, segments, axis), shard, 1)
+    worker = initial(_codec(codec, segments), x, size)
+    return worker, initial(_own_codec(codec, segments, axis), shard, 1) if servers else ()
 
 
 def settle_errors(
@@ -314,7 +318,8 @@ def _own_codec(codec: Codec, segments: Segments | None, axis: str) -> Codec:
     return codec if segments is None else segmented(codec, segments.row(axis_index(axis)))
 
 
-def _check(x: Tensor, error: Tree, align: int, argument: str) -> None:
+def check_vector(x: Tensor, error: Tree, align: int, argument: str) -> None:
+    """Refuse a vector that cannot travel, or does not fit its error. argument: what the caller calls it."""
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
         raise TypeError(f"{argument}: has dtype {x.dtype}; allowed are float16, bfloat16, float32 and float64")
     if x.ndim != 1 or x.shape[0] % align:

@@ -28,6 +28,7 @@ from fn.collectives import compressed, primitives
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codec import Codec, identity
 from fn.collectives.feedback import Feedback, off
+from fn.collectives.gathered import all_gather_mean
 from fn.collectives.segments import Segments
 
 Tree = Any
@@ -134,39 +135,43 @@ def compressed_all_reduce(
     *,
     segments: Segments | None = None,
     consume: bool = False,
+    servers: bool = True,
 ) -> tuple[Tensor, tuple[Tree, Tree]]:
     """Average a vector in codes: `reduce_scatter_mean`, then `all_gather_shards`; at the last hop in one pass.
 
     Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_mean`. consume: x is not
-        needed any more, and its memory may be used for the error.
+        needed any more, and its memory may be used for the error. servers: False for `gathered.all_gather_mean` at
+        the last hop, to whose ranks segments then give one row together.
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
     Raises: as `reduce_scatter_mean`.
     """
     plan = hops(axis, codec, feedback)
+    over_last = compressed.compressed_all_reduce if servers else all_gather_mean
     if isinstance(axis, str):
-        return compressed.compressed_all_reduce(x, errors, *plan[0], segments=segments, consume=consume)
+        return over_last(x, errors, *plan[0], segments=segments, consume=consume)
     worker, server = (list(_each(half, plan)) for half in errors)
-    places, dtype, last = levels(segments, axis), x.dtype, len(plan) - 1
+    places, dtype, last = levels(segments, axis, servers=servers), x.dtype, len(plan) - 1
     for i, hop in enumerate(plan[:last]):
         x, worker[i] = compressed.reduce_scatter_wide(x, worker[i], *hop, segments=places[i])
     ends = (worker[last], server[last])
-    x, (worker[last], server[last]) = compressed.compressed_all_reduce(x, ends, *plan[last], segments=places[last])
+    x, (worker[last], server[last]) = over_last(x, ends, *plan[last], segments=places[last])
     for i in reversed(range(last)):
         x, server[i] = compressed.all_gather_shards(x, server[i], *plan[i], segments=places[i])
     return x.to(dtype), (tuple(worker), tuple(server))
 
 
 def initial_errors(
-    x: Tensor, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
-) -> tuple[Tree, Tree]:
+    x: Tensor, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None,
+    servers: bool = True,
+) -> tuple[Tree, Tree]:  # fmt: skip
     """Return the errors with which a worker and a server start, for vectors like x (n,); see `compressed`."""
     plan = hops(axis, codec, feedback)
     if isinstance(axis, str):
-        return compressed.initial_errors(x, *plan[0], segments=segments)
+        return compressed.initial_errors(x, *plan[0], segments=segments, servers=servers)
     found = []
-    for i, (hop, at) in enumerate(zip(plan, levels(segments, axis), strict=True)):
+    for i, (hop, at) in enumerate(zip(plan, levels(segments, axis, servers=servers), strict=True)):
         x = x if i == 0 or x.element_size() >= 4 else x.float()  # between the hops nothing is rounded
-        found.append(compressed.initial_errors(x, *hop, segments=at))
+        found.append(compressed.initial_errors(x, *hop, segments=at, servers=servers or i + 1 < len(plan)))
         x = x[: x.shape[0] // axis_size(hop.axis)]
     worker, server = zip(*found, strict=True)
     return worker, server
@@ -186,8 +191,13 @@ def exact_mean(x: Tensor, axis: AxisNames) -> Tensor:
     return whole[: x.shape[0]]
 
 
-def levels(segments: Segments | None, axis: AxisNames) -> list[Segments | None]:
-    """Return the segments of every hop, one row for each rank of its axis.
+def rows_of(axis: AxisNames, *, servers: bool = True) -> int:
+    """Return how many rows a vector has that travels over an axis, or several: one for each rank that serves."""
+    return axis_size(axis) // (1 if servers else axis_size(names(axis)[-1]))
+
+
+def levels(segments: Segments | None, axis: AxisNames, *, servers: bool = True) -> list[Segments | None]:
+    """Return the segments of every hop, one row for each rank of its axis that serves.
 
     Rows that a later hop divides lie side by side in one row of the hop before it.
     """
@@ -197,11 +207,13 @@ def levels(segments: Segments | None, axis: AxisNames) -> list[Segments | None]:
         if rows is None:
             found.append(None)
             continue
-        size = axis_size(name)
+        is_last = name == names(axis)[-1]
+        size = axis_size(name) if servers or not is_last else 1
         parts, tensors = rows.valid.shape[0] // size, len(rows.widths)
         hop = Segments(rows.widths * parts, rows.valid.reshape(size, parts * tensors))
         found.append(hop)
-        rows = Segments(rows.widths, hop.row(axis_index(name)).valid.reshape(parts, tensors))
+        if not is_last:
+            rows = Segments(rows.widths, hop.row(axis_index(name)).valid.reshape(parts, tensors))
     return found
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WAKE = 1 << 16
+WAKE = 1 << 20
 """Bytes that must have come before a waiting rank is woken, unless fewer are missing."""
 
 

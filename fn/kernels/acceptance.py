@@ -84,15 +84,18 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "drift": lambda: [(*_drift(), decay, 1e-6, 1e-2, 2, [*_EACH]) for decay in (0.9, 0.2)],
     "onebit_adam_": lambda: [
-        (*_momentum(keep), _bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*_EACH], 1e-6, 0.1, 1e-2, 0.5, 0.25, keep)
-        for keep in (True, False)
+        (
+            *_momentum(keep), _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), [*_EACH],
+            1e-6, 0.1, 1e-2, 0.5, 0.25, keep,
+        )
+        for keep, ranks in ((True, 1), (False, 1), (True, 3))
     ],
     "onebit_adam_feedback_": lambda: [
         (
             *_momentum(keep), _momentum()[0], decay, _wave(2, _N, seed=4), _wave(2, _S, seed=2).abs(),
-            _bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*_EACH], 1e-6, 0.1, 1e-2, 0.5, 0.25, keep,
+            _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), [*_EACH], 1e-6, 0.1, 1e-2, 0.5, 0.25, keep,
         )
-        for keep, decay in ((True, 0.9), (False, 0.2))
+        for keep, decay, ranks in ((True, 0.9, 1), (False, 0.2, 1), (True, 0.9, 3))
     ],
     "adamw_": lambda: [
         (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 1e-6, 0.1, 1e-2, 0.5, 0.25, frozen)

@@ -228,12 +228,13 @@ def arguments(
             tensors(), tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 1e-6, 1e-2, 2, each[1],
         ),
         "onebit_adam_": lambda: (
-            tensors(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *each,
-            *descent, True,
+            tensors(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
+            scales(2, 1 + 2 * frozen, segments), *each, *descent, True,
         ),
         "onebit_adam_feedback_": lambda: (
             tensors(), tensors(), tensors(min=0.0), tensors(), 0.9, numbers(wide, 2, n).contiguous(),
-            scales(2, segments), integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *each, *descent, frozen,
+            scales(2, segments), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
+            scales(2, 1 + 2 * frozen, segments), *each, *descent, frozen,
         ),
         "adamw_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
         "lamb_moments_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, 1e-6, 0.01),

@@ -72,7 +72,7 @@ def onebit_adam_(
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
     keep_zeros: bool,
 ) -> Any:  # fmt: skip
-    """See `reference_step.onebit_adam_`. The device's own `sign_decode` decodes."""
+    """See `reference_step.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
     if not plain(params, mu, nu, (scales,)):
         return NotImplemented
     _decode_into(mu, bits, scales, valid, runs)
@@ -135,7 +135,7 @@ def _endless(device: torch.device) -> Tensor:
 
 
 def _decode_into(mu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> None:
-    found = ops.direct("sign_decode", bits, scales, valid, runs)
+    found = ops.direct("sign_decode_mean", bits, scales, valid, runs)
     flats, rows = same_places([m.view(-1) for m in mu], found, widths_of(runs))
     if flats:
         torch._foreach_copy_(flats, rows)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from fn.kernels import reference
 from fn.kernels.buffers import empty
-from fn.kernels.numba_sign import finish, messages, norms_agree, sums_of
-from fn.kernels.numba_sign_loops import ZERO, compiled, mean_place, serve
+from fn.kernels.numba_sign import finish, messages, norms_agree, shares, sums_of
+from fn.kernels.numba_sign_loops import ZERO, compiled, mean_of_lanes, mean_of_one, mean_place, serve
 from fn.kernels.numba_step import addresses, encode_averages, extents, lerp_weight
 from fn.kernels.places import Places, places, plain, run
 from fn.kernels.simd import (
@@ -28,10 +28,8 @@ from fn.kernels.simd import (
     divide,
     fused_multiply_add,
     get,
-    get_byte,
     get_int,
     load,
-    load_bits,
     mul,
     multiply_add,
     positive,
@@ -47,10 +45,10 @@ from fn.kernels.simd import (
 @compiled
 def feedback_places(
     low, high, places, table, segments, valid, n, past_cache,
-    ps, mus, nus, gs, widths, sizes, small, weight, buffer, sent, bits, row_stride, scales,
-    eps, decay, lr, c1, c2, keep_zeros,
+    ps, mus, nus, gs, widths, sizes, small, weight, buffer, sent, bits, row_stride, stride, ranks, scales,
+    eps, decay, lr, c1, c2, keep_zeros, scratch,
 ):  # fmt: skip
-    """Write the errors of moving averages that were sent, decode their mean and take 1-bit Adam's step with it."""
+    """Write the errors of moving averages that were sent, and take the step of `onebit_places`."""
     zero, eps_, decay_, lr_, c1_, c2_ = splat(ZERO), splat(eps), splat(decay), splat(lr), splat(c1), splat(c2)
     weight_ = splat(weight)
     for k in range(low, high):
@@ -61,15 +59,20 @@ def feedback_places(
         count = max(min(get_int(sizes, s) - start, length), 0)
         p, mu, nu = get_int(ps, s) + 4 * start, get_int(mus, s) + 4 * start, get_int(nus, s) + 4 * start
         g, error, real = get_int(gs, s) + 4 * start, buffer + 4 * (r * n + first), get_int(valid, here) - offset
-        theirs, scale, mine = bits + r * row_stride + first // 8, get(scales, here), get(sent, here)
-        up, down, my_up, my_down = splat(scale), splat(-scale), splat(mine), splat(-mine)
+        theirs, factors = bits + r * row_stride, scales + 4 * (r * ranks * segments + s)
+        if ranks > 2:
+            mean_place(theirs, stride, ranks, factors, segments, scratch - 4 * first, first, length, length, False)
+        theirs, scale, other = theirs + first // 8, get(factors, 0), get(factors, segments) if ranks == 2 else ZERO
+        up, down, other_up, other_down = splat(scale), splat(-scale), splat(other), splat(-other)
+        mine = get(sent, here)
+        my_up, my_down = splat(mine), splat(-mine)
         whole = count - count % LANES
         for i in range(0, whole, LANES):
             x, m = load(g, i), load(mu, i)
             b = add(multiply_add(weight_, sub(m, x), x if small else m), load(error, i))
             store(error, i, sub(b, select(positive(b), my_up, my_down)))
             v = load(nu, i)
-            m = select(load_bits(theirs, i), up, down)
+            m = mean_of_lanes(theirs, stride, ranks, up, down, other_up, other_down, scratch, i)
             if keep_zeros:
                 m = select(above_zero(v), m, zero)
             store(mu, i, m)
@@ -81,7 +84,7 @@ def feedback_places(
             b = fused_multiply_add(weight, m - x, x if small else m) + get(error, i)
             put(error, i, b - (mine if b >= ZERO else -mine))
             v = get(nu, i)
-            m = scale if (get_byte(theirs, i // 8) >> (i % 8)) & 1 else -scale
+            m = mean_of_one(theirs, stride, ranks, factors, segments, i)
             if keep_zeros and not v > ZERO:
                 m = ZERO
             put(mu, i, m)
@@ -164,20 +167,21 @@ def onebit_adam_feedback_(
 ) -> Any:  # fmt: skip
     """See `reference_step.onebit_adam_feedback_`."""
     at = places(runs)
-    if not at.aligned or not plain(params, mu, nu, grads, (buffer, sent, scales)) or bits.stride(-1) != 1:
+    if not at.aligned or not plain(params, mu, nu, grads, (buffer, sent, scales)):
         return NotImplemented
     tables = addresses(params), addresses(mu), addresses(nu), addresses(grads), *extents(params, at)
     numbers = map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
     mine = *lerp_weight(decay), buffer.data_ptr(), sent.data_ptr()
-    message = bits.data_ptr(), bits.stride(0), scales.data_ptr()
-    addressed = (t.ctypes.data for t in tables)
-    run(feedback_places, at, valid.contiguous(), *addressed, *mine, *message, *numbers, keep_zeros)
+    (received, row_stride, stride), scales = messages(bits), shares(scales)
+    message = received.data_ptr(), row_stride, stride, bits.shape[1], scales.data_ptr()
+    ends = *(t.ctypes.data for t in tables), *mine, *message, *numbers, keep_zeros
+    run(feedback_places, at, valid.contiguous(), *ends, scratch=4 * reference.NORM_BLOCK)
     return None
 
 
 def serve_signs(bits: Tensor, scales: Tensor, buffer: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.serve_signs`."""
-    at, scales = places(runs), (scales * (1.0 / bits.shape[1])).contiguous()
+    at, scales = places(runs), shares(scales)
     if not at.aligned or not plain((scales, buffer)) or not norms_agree(at):
         return NotImplemented
     received, row_stride, stride = messages(bits)
@@ -195,7 +199,7 @@ def serve_feedback_(
     buffer: Tensor, bits: Tensor, scales: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
 ) -> Any:
     """See `reference.serve_feedback_`."""
-    at, scales = places(runs), (scales * (1.0 / bits.shape[1])).contiguous()
+    at, scales = places(runs), shares(scales)
     if not at.aligned or not plain((buffer, scales, sent)):
         return NotImplemented
     received, row_stride, stride = messages(bits)

@@ -107,6 +107,17 @@ def encode_place(x, mu, weight, buffer, out, bits, sent, first, length, valid, p
 
 
 @compiled
+def mean_of_one(bits, stride, ranks, scales, segments, i):
+    """Return one element of the mean of W messages."""
+    value = ZERO
+    for r in range(ranks):
+        scale = get(scales, r * segments)
+        scale = scale if (get_byte(bits + r * stride, i // 8) >> (i % 8)) & 1 else -scale
+        value = scale if r == 0 else value + scale
+    return value
+
+
+@compiled
 def mean_place(bits, stride, ranks, scales, segments, out, first, length, valid, past_cache):
     """Write the sum over the ranks of scale * sign; rank r's bits lie r * stride bytes behind."""
     zero = splat(ZERO)
@@ -123,13 +134,16 @@ def mean_place(bits, stride, ranks, scales, segments, out, first, length, valid,
                 v = select(below(first + valid - i), v, zero)
             write(out, i, v, past_cache)
     for i in range(first + whole, first + length):
-        value = ZERO
-        if i < first + valid:
-            for r in range(ranks):
-                scale = get(scales, r * segments)
-                scale = scale if (get_byte(bits + r * stride, i // 8) >> (i % 8)) & 1 else -scale
-                value = scale if r == 0 else value + scale
-        put(out, i, value)
+        put(out, i, mean_of_one(bits, stride, ranks, scales, segments, i) if i < first + valid else ZERO)
+
+
+@compiled
+def mean_of_lanes(bits, stride, ranks, up, down, other_up, other_down, scratch, i):
+    """Return the mean of one or two messages; of more, what `mean_place` wrote into `scratch`."""
+    if ranks > 2:
+        return load(scratch, i)
+    v = select(load_bits(bits, i), up, down)
+    return v if ranks == 1 else add(v, select(load_bits(bits + stride, i), other_up, other_down))
 
 
 @compiled

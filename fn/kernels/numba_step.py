@@ -14,20 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fn.kernels.numba_sign_loops import ZERO, compiled, encode_place, write
+from fn.kernels.numba_sign import messages, shares
+from fn.kernels.numba_sign_loops import ZERO, compiled, encode_place, mean_of_lanes, mean_of_one, mean_place, write
 from fn.kernels.places import Places, places, plain, run, runs_of_tensors
+from fn.kernels.reference import NORM_BLOCK
 from fn.kernels.simd import (
     LANES,
     above_zero,
     add,
     divide,
     get,
-    get_byte,
     get_int,
     larger,
     largest,
     load,
-    load_bits,
     magnitude,
     mul,
     multiply_add,
@@ -83,24 +83,26 @@ def encode_averages(
 @compiled
 def onebit_places(
     low, high, places, table, segments, valid, n, past_cache,
-    ps, mus, nus, widths, sizes, bits, row_stride, scales, eps, decay, lr, c1, c2, keep_zeros,
+    ps, mus, nus, widths, sizes, bits, row_stride, stride, ranks, scales, eps, decay, lr, c1, c2, keep_zeros, scratch,
 ):  # fmt: skip
-    """Decode the momentum and take 1-bit Adam's step with it, place by place."""
+    """Decode the mean momentum of W messages and take 1-bit Adam's step with it."""
     zero, eps_, decay_, lr_, c1_, c2_ = splat(ZERO), splat(eps), splat(decay), splat(lr), splat(c1), splat(c2)
     for k in range(low, high):
         r, place = k // places, table + 32 * (k % places)
         first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
-        here = r * segments + s
         start = r * get_int(widths, s) + offset
         count = max(min(get_int(sizes, s) - start, length), 0)
         p, mu, nu = get_int(ps, s) + 4 * start, get_int(mus, s) + 4 * start, get_int(nus, s) + 4 * start
-        theirs, scale = bits + r * row_stride + first // 8, get(scales, here)
-        up, down = splat(scale), splat(-scale)
+        theirs, factors = bits + r * row_stride, scales + 4 * (r * ranks * segments + s)
+        if ranks > 2:
+            mean_place(theirs, stride, ranks, factors, segments, scratch - 4 * first, first, length, length, False)
+        theirs, scale, other = theirs + first // 8, get(factors, 0), get(factors, segments) if ranks == 2 else ZERO
+        up, down, other_up, other_down = splat(scale), splat(-scale), splat(other), splat(-other)
         aside = past_cache and mu % 32 == 0
         whole = count - count % LANES
         for i in range(0, whole, LANES):
             v = load(nu, i)
-            m = select(load_bits(theirs, i), up, down)
+            m = mean_of_lanes(theirs, stride, ranks, up, down, other_up, other_down, scratch, i)
             if keep_zeros:
                 m = select(above_zero(v), m, zero)
             write(mu, i, m, aside)
@@ -109,7 +111,7 @@ def onebit_places(
             store(p, i, sub(old, mul(lr_, multiply_add(decay_, old, u))))
         for i in range(whole, count):
             v = get(nu, i)
-            m = scale if (get_byte(theirs, i // 8) >> (i % 8)) & 1 else -scale
+            m = mean_of_one(theirs, stride, ranks, factors, segments, i)
             if keep_zeros and not v > ZERO:
                 m = ZERO
             put(mu, i, m)
@@ -263,12 +265,14 @@ def onebit_adam_(
 ) -> Any:  # fmt: skip
     """See `reference_step.onebit_adam_`."""
     at = places(runs)
-    if not at.aligned or not plain(params, mu, nu, (scales,)) or bits.stride(-1) != 1:
+    if not at.aligned or not plain(params, mu, nu, (scales,)):
         return NotImplemented
     tables = addresses(params), addresses(mu), addresses(nu), *extents(params, at)
     numbers = map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
-    message = bits.data_ptr(), bits.stride(0), scales.data_ptr()
-    run(onebit_places, at, valid.contiguous(), *(t.ctypes.data for t in tables), *message, *numbers, keep_zeros)
+    (received, row_stride, stride), scales = messages(bits), shares(scales)
+    message = received.data_ptr(), row_stride, stride, bits.shape[1], scales.data_ptr()
+    ends = *(t.ctypes.data for t in tables), *message, *numbers, keep_zeros
+    run(onebit_places, at, valid.contiguous(), *ends, scratch=4 * NORM_BLOCK)
     return None
 
 

@@ -112,15 +112,16 @@ def onebit_adam_(
     nu_weight: float,
     keep_zeros: bool,
 ) -> None:
-    """Take the step of 1-bit Adam's compressed phase from the codes of the averaged momentum.
+    """Take the step of 1-bit Adam's compressed phase from the momentum of W messages, their mean.
 
-        mu <- D(codes), 0 where nu = 0          p <- p - lr ((mu / w_mu) / (sqrt(nu / w_nu) + eps) + weight_decay p)
+        mu <- mean_r D(codes_r), 0 where nu = 0
+        p <- p - lr ((mu / w_mu) / (sqrt(nu / w_nu) + eps) + weight_decay p)
 
-    Args: params, mu, nu: S tensors each; params and mu are written. bits, scales, valid, runs: as for
-        `reference.sign_decode`. mu_weight, nu_weight: w_mu, w_nu, 1 for no bias correction. keep_zeros: without it,
-        mu is not masked.
+    Args: params, mu, nu: S tensors each; params and mu are written. bits (R, W, ceil(n / 8)), scales (R, W, S), valid,
+        runs: as for `reference.sign_decode_mean`; W is 1 for codes of the mean. mu_weight, nu_weight: w_mu, w_nu, 1
+        for no bias correction. keep_zeros: without it, mu is not masked.
     """
-    found = tensors_of(reference.sign_decode(bits, scales, valid, runs), params, runs)
+    found = tensors_of(reference.sign_decode_mean(bits, scales, valid, runs), params, runs)
     for p, m, v, x in zip(params, mu, nu, found, strict=True):
         m.copy_(torch.where(v > 0, x, 0.0) if keep_zeros else x)
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)

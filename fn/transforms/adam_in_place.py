@@ -9,10 +9,10 @@ from torch import Tensor
 from fn import tree
 from fn.base import Transform
 from fn.collectives.axis import AxisNames, axis_size
-from fn.collectives.hierarchy import Codecs, Feedbacks
+from fn.collectives.hierarchy import Codecs
 from fn.kernels import ops
 from fn.transforms.average_in_place import averaging
-from fn.transforms.coded_in_place import wire_of
+from fn.transforms.coded_in_place import Wire
 from fn.transforms.finite import SkipState
 from fn.transforms.in_place import Fits, InPlace, Staged
 from fn.transforms.moments import AdamState, OnebitAdamState
@@ -68,13 +68,12 @@ def with_adam_in_place(
 
 
 def with_onebit_adam_in_place(
-    tx: Transform, axis: AxisNames, h: Descent, codec: Codecs, feedback: Feedbacks, layout: str, *, keep_zeros: bool
+    tx: Transform, wire: Wire | None, h: Descent, *, keep_zeros: bool
 ) -> Transform:
     """Let the compressed phase of a chain (average, 1-bit Adam's moments, decay, learning rate) be staged.
 
-    Over several axes it stays the pure one.
+    Over several axes, of which there is no wire, it stays the pure one.
     """
-    wire = wire_of(axis, codec, feedback, layout)
     if wire is None:
         return tx
     kernel_fits = Fits("onebit_adam_")
@@ -82,7 +81,7 @@ def with_onebit_adam_in_place(
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         moments: OnebitAdamState = state.inner[1]
         leaves, kept = tree.leaves(params), [tree.leaves(moments.mu), tree.leaves(moments.nu)]
-        if axis_size(axis) == 1 or h.eps <= 0 or not kernel_fits(leaves, kept, tree.leaves(updates)):
+        if axis_size(wire.axis) == 1 or h.eps <= 0 or not kernel_fits(leaves, kept, tree.leaves(updates)):
             return False
         if h.corrected and not moments.nu_weight > 0:  # nothing to divide by: pure, skipped
             return False

@@ -6,7 +6,6 @@ The first is exact unless it is given a codec, too.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -18,7 +17,15 @@ from fn.collectives.agreement import check_agreement, describe, describe_leaves,
 from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import classic, damped
-from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, exact_mean, hops, initial_errors
+from fn.collectives.hierarchy import (
+    Codecs,
+    Feedbacks,
+    compressed_all_reduce,
+    exact_mean,
+    hops,
+    initial_errors,
+    rows_of,
+)
 from fn.transforms import layout as layouts
 from fn.transforms.resharding import Half, errors_reshape, note
 
@@ -103,7 +110,7 @@ def always_average(axis: AxisNames | None) -> Transform:
 
 
 def compressed_average(
-    axis: AxisNames, codec: Codecs, feedback: Feedbacks | None = None, *, layout: str = "flat"
+    axis: AxisNames, codec: Codecs, feedback: Feedbacks | None = None, *, layout: str = "flat", servers: bool = True
 ) -> Transform:
     """Average the updates over the ranks of an axis in codes; the errors are its state.
 
@@ -119,17 +126,30 @@ def compressed_average(
         layout: "flat" exchanges one vector per (dtype, device), "per_tensor" one per tensor. Scales and blocks of
             the codec belong to single tensors in both, so these differ in messages, not in meaning. "fused" lays
             the tensors end to end and treats them as one, with one scale for all where a scale is per tensor.
-    Returns: a transform with an `ErrorFeedbackState`: for each vector a worker error (n,) and a server error (n / W,).
+        servers: each rank averages a share of the elements and encodes the mean once more. False: every rank sends its
+            codes to all others and averages what it gets, in one message instead of two that wait for each other, and
+            nothing is lost a second time:
+
+                y = mean_r C(x_r + worker error_r)
+
+            That is W - 1 times the codes on the wire per rank, instead of 2 (W - 1) / W times: as much for two
+            ranks, or two nodes, which makes it the better choice there; twice as much for four. Over several axes it
+            is about the last.
+    Returns: a transform with an `ErrorFeedbackState`: for each vector a worker error (n,) and a server error (n / W,),
+        or () where there are no servers.
     Raises: ValueError if the layout is unknown; from the update, if the axis is not bound or has another size than
         at init.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1, lines 5-10.
     Differs: DeepSpeed exchanges tensor by tensor, four collectives each.
     """
-    return _in_codes(axis, codec, classic() if feedback is None else feedback, layout, of_gradients=False)
+    feedback = classic() if feedback is None else feedback
+    return _in_codes(axis, codec, feedback, layout, servers=servers, of_gradients=False)
 
 
-def _in_codes(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, *, of_gradients: bool) -> Transform:
+def _in_codes(
+    axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, *, servers: bool = True, of_gradients: bool
+) -> Transform:
     """Do what `compressed_average` says. of_gradients: whether that is what is averaged."""
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout: is {layout!r}; allowed are {layouts.LAYOUTS}")
@@ -137,25 +157,28 @@ def _in_codes(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, 
     align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))
 
     def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
-        return layouts.buckets(leaves, axis_size(axis), align, layout)
+        return layouts.buckets(leaves, rows_of(axis, servers=servers), align, layout)
 
     def init(params: Tree) -> ErrorFeedbackState:
         tree.check_real(params, "params")
-        fields = {**describe((codec, feedback)), **describe_leaves(params), "layout": layout}
+        fields = {**describe((codec, feedback)), **describe_leaves(params), "layout": layout, "servers": servers}
         check_agreement(axis, fields, device_of(params))
         leaves = [leaf.detach() for leaf in tree.leaves(params)]
         worker, server = [], []
         for bucket in arrange(leaves):
             segments = bucket.segments
             like = leaves[bucket.places[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
-            e, d = initial_errors(like, axis, codec, feedback, segments=segments)
+            e, d = initial_errors(like, axis, codec, feedback, segments=segments, servers=servers)
             worker.append(e)
             server.append(d)
         state = ErrorFeedbackState(tuple(worker), tuple(server))
         if isinstance(axis, str):
             (hop,) = hops(axis, codec, feedback)
             half = Half(hop.codec, hop.feedback)
-            plan = partial(layouts.buckets, leaves, align=align, layout=layout)
+
+            def plan(world: int) -> list[layouts.Bucket]:
+                return layouts.buckets(leaves, world if servers else 1, align, layout)
+
             note(state, errors_reshape(leaves, axis, plan, half, half, of_gradients=of_gradients))
         return state
 
@@ -168,7 +191,8 @@ def _in_codes(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, 
         for bucket, e, d in zip(arrange(leaves), state.worker, state.server, strict=True):
             x, segments = layouts.join(leaves, bucket), bucket.segments
             joined = len(bucket.places) > 1 and not bucket.fused  # else x may be the caller's memory
-            y, (e, d) = compressed_all_reduce(x, (e, d), axis, codec, feedback, segments=segments, consume=joined)
+            rule = axis, codec, feedback
+            y, (e, d) = compressed_all_reduce(x, (e, d), *rule, segments=segments, consume=joined, servers=servers)
             found.update(zip(bucket.places, layouts.part(y, bucket), strict=True))
             worker.append(e)
             server.append(d)

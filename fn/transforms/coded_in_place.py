@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives import payloads
+from fn.collectives.axis import AxisNames
 from fn.collectives.codec import Codec, SignPayload, segmented
 from fn.collectives.compressed import (
     ErrorFeedbackState,
-    compressed_all_reduce,
     encode,
     encode_averages,
     pass_on,
     pass_on_later,
 )
 from fn.collectives.feedback import Feedback
-from fn.collectives.hierarchy import Codecs, Feedbacks
+from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, rows_of
 from fn.collectives.observe import step_range
 from fn.collectives.segments import Segments
 from fn.collectives.two_passes import Sent
@@ -40,7 +40,7 @@ Tree = Any
 
 
 class Part(NamedTuple):
-    """What was agreed on of a bucket: the codes of the mean, or the mean (n,).
+    """What was agreed on of a bucket: the codes of the mean, or of all ranks, or the mean (n,).
 
     keep: write the errors, but a worker's that is formed from `sent` with the step.
     """
@@ -82,7 +82,9 @@ class Agreed(NamedTuple):
             p, m, v = lists = [[t[i] for i in bucket.places] for t in (params, mu, nu)]
             with step_range("decode and apply"):
                 if isinstance(found, SignPayload):
-                    codes = found.bits, found.scales if factor == 1 else found.scales * factor
+                    rows = bucket.segments.valid.shape[0]
+                    scales, bits = (t.unflatten(0, (rows, -1)) for t in found)
+                    codes = bits, scales if factor == 1 else scales * factor
                     if sent is not None:
                         feedback = [self.grads[i] for i in bucket.places], self.decay, sent.error, sent.scales
                         rule = *codes, sent.valid, sent.runs, *tail, keep_zeros
@@ -106,23 +108,24 @@ def _valid_on(segments: Segments, device: torch.device) -> Tensor:
 
 
 class Wire(NamedTuple):
-    """How vectors travel: over which ranks, as what, with which feedback, in which layout."""
+    """How vectors travel: over which ranks, as what, with which feedback, in which layout, through servers or not."""
 
     axis: str
     codec: Codec
     feedback: Feedback
     layout: str
+    servers: bool
 
     def arrange(self, leaves: Sequence[Tensor]) -> list[Bucket]:
         """Return the vectors that leaves make."""
-        return layouts.buckets(leaves, axis_size(self.axis), self.codec.align, self.layout)
+        return layouts.buckets(leaves, rows_of(self.axis, servers=self.servers), self.codec.align, self.layout)
 
     def plan(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> list[tuple[Bucket, Tree, Tree, Any]]:
         """Return per bucket the errors and, where the codes are signs by tensor, `encode_averages`; else None."""
-        found = []
+        found, rule = [], (self.codec, self.feedback)
         for bucket, e, d in zip(self.arrange(leaves), sync.worker, sync.server, strict=True):
-            fused = None if bucket.fused else encode_averages(self.codec, self.feedback, bucket.segments, e, d)
-            found.append((bucket, e, d, fused))
+            signs = None if bucket.fused else encode_averages(*rule, bucket.segments, e, d, servers=self.servers)
+            found.append((bucket, e, d, signs))
         return found
 
     def in_signs(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> bool:
@@ -162,12 +165,14 @@ class Wire(NamedTuple):
 
     def _decoded(self, bucket: Bucket, x: Tensor, e: Tree, d: Tree) -> Part:
         """Average x (n,), which may be overwritten."""
-        rule = self.axis, self.codec, self.feedback
-        mean, after = compressed_all_reduce(x, (e, d), *rule, segments=bucket.segments, consume=True)
+        rule, at = (self.axis, self.codec, self.feedback), bucket.segments
+        mean, after = compressed_all_reduce(x, (e, d), *rule, segments=at, consume=True, servers=self.servers)
         return Part(bucket, mean, partial(replace, (e, d), after))
 
     def _served(self, bucket: Bucket, payload: Tree, d: Tree, keep: Callable[[], None]) -> Part:
         """Average what is encoded. keep: write the worker's error."""
+        if not self.servers:
+            return Part(bucket, payloads.gather(payload, self.axis), keep)
         rule = self.axis, self.codec, self.feedback
         found = pass_on_later(payload, d, *rule, segments=bucket.segments)
         if found is None:
@@ -192,10 +197,10 @@ def nothing() -> None:
     """Write nothing."""
 
 
-def wire_of(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str) -> Wire | None:
+def wire_of(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, *, servers: bool = True) -> Wire | None:
     """Return how vectors travel over one axis; None over several."""
     if isinstance(axis, str) and isinstance(codec, Codec) and isinstance(feedback, Feedback):
-        return Wire(axis, codec, feedback, layout)
+        return Wire(axis, codec, feedback, layout, servers)
     return None
 
 

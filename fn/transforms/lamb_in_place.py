@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Transform
-from fn.collectives.axis import AxisNames, axis_size
-from fn.collectives.hierarchy import Codecs, Feedbacks
+from fn.collectives.axis import axis_size
+from fn.collectives.hierarchy import Codecs
 from fn.transforms import layout as layouts
 from fn.transforms.average_in_place import averaging
-from fn.transforms.coded_in_place import moving_averages, wire_of
+from fn.transforms.coded_in_place import Wire, moving_averages
 from fn.transforms.finite import SkipState
 from fn.transforms.in_place import Fits, InPlace, Staged
 from fn.transforms.lamb import (
@@ -32,17 +32,16 @@ Tree = Any
 
 
 def with_onebit_lamb_in_place(
-    tx: Transform, axis: AxisNames, lr: float | Tensor, h: LambHyper, codec: Codecs, feedback: Feedbacks, layout: str,
-    *, keep_zeros: bool, warmup: Codecs | None = None,
-) -> Transform:  # fmt: skip
+    tx: Transform, wire: Wire | None, lr: float | Tensor, h: LambHyper, *, keep_zeros: bool, warmup: Codecs | None
+) -> Transform:
     """Let the steps of a chain (average, 1-bit LAMB, learning rate) be staged.
 
-    Over several axes they stay the pure ones, and the compressed ones with other layouts than "fused".
+    Over several axes, of which there is no wire, they stay the pure ones, and the compressed ones with other layouts
+    than "fused".
     """
-    wire = wire_of(axis, codec, feedback, layout)
     if wire is None:
         return tx
-    kernel_fits, average = Fits("lamb_step_"), averaging(axis, warmup)
+    kernel_fits, average = Fits("lamb_step_"), averaging(wire.axis, warmup)
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         link: OnebitLambState = state.inner[1]
@@ -50,7 +49,7 @@ def with_onebit_lamb_in_place(
         return h.eps > 0 and kernel_fits(tree.leaves(params), kept, tree.leaves(updates))
 
     def fits_codes(updates: Tree, state: SkipState, params: Tree) -> bool:
-        return layout == "fused" and axis_size(wire.axis) > 1 and fits(updates, state, params)
+        return wire.layout == "fused" and axis_size(wire.axis) > 1 and fits(updates, state, params)
 
     def descend(link: OnebitLambState, params: list[Tensor], ratio: Tensor) -> None:
         torch.ops.fn.lamb_step_(

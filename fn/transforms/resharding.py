@@ -101,11 +101,14 @@ def errors_reshape(
         workers, servers = [], []
         for bucket, e, d in zip(plan(world), fresh.worker, fresh.server, strict=True):
             at = bucket.segments
-            sent, own = take_parts(rest, bucket), take_parts(rest, bucket).view(world, -1)[rank]
+            sent, own = take_parts(rest, bucket), take_parts(rest, bucket)
             ages = [next(rest).long() for _ in range(2)]
             workers.append(e if isinstance(e, tuple) and not e else from_plain(sent, e, at, worker.feedback, ages[0]))
-            row = at.row(torch.tensor(rank))
-            servers.append(d if isinstance(d, tuple) and not d else from_plain(own, d, row, server.feedback, ages[1]))
+            if isinstance(d, tuple) and not d:
+                servers.append(d)
+            else:
+                row, mine = at.row(torch.tensor(rank)), own.view(world, -1)[rank]
+                servers.append(from_plain(mine, d, row, server.feedback, ages[1]))
         return ErrorFeedbackState(tuple(workers), tuple(servers))
 
     def rest(total: Tree, state: ErrorFeedbackState) -> list[Tensor]:

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Transform
-from fn.collectives.axis import AxisNames, axis_size
-from fn.collectives.hierarchy import Codecs, Feedbacks
+from fn.collectives.axis import axis_size
+from fn.collectives.hierarchy import Codecs
 from fn.transforms.adam_in_place import Descent
 from fn.transforms.average_in_place import averaging, squares_are_finite
-from fn.transforms.coded_in_place import wire_of
+from fn.transforms.coded_in_place import Wire
 from fn.transforms.finite import SkipState
 from fn.transforms.in_place import Fits, InPlace, Staged
 from fn.transforms.layout import Bucket
@@ -23,18 +23,16 @@ Tree = Any
 
 
 def with_zero_one_in_place(
-    tx: Transform, axis: AxisNames, h: Descent, codec: Codecs, feedback: Feedbacks, layout: str,
-    *, steps: bool, warmup: Codecs | None = None,
-) -> Transform:  # fmt: skip
+    tx: Transform, wire: Wire | None, h: Descent, *, steps: bool, warmup: Codecs | None = None
+) -> Transform:
     """Let the steps of a chain (average, anchored 0/1 Adam) be staged.
 
-    Over several axes they stay the pure ones. steps: whether steps are what is compressed; if not, synchronising
-    steps stay pure.
+    Over several axes, of which there is no wire, they stay the pure ones. steps: whether steps are what is compressed;
+    if not, synchronising steps stay pure.
     """
-    wire = wire_of(axis, codec, feedback, layout)
     if wire is None:
         return tx
-    kernel_fits, average = Fits("adamw_"), averaging(axis, warmup)
+    kernel_fits, average = Fits("adamw_"), averaging(wire.axis, warmup)
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
         link: ZeroOneAdamState = state.inner[1]
@@ -77,7 +75,7 @@ def with_zero_one_in_place(
 
     def moved(updates: Tree, state: SkipState, params: Tree) -> bool:
         link: ZeroOneAdamState = state.inner[1]
-        whole = layout != "fused" and axis_size(wire.axis) > 1
+        whole = wire.layout != "fused" and axis_size(wire.axis) > 1
         return whole and bool(link.elapsed + h.lr > 0) and fits(updates, state, params)
 
     def synchronise(updates: Tree, state: SkipState, params: Tree) -> Staged:
