@@ -47,6 +47,13 @@ OPTIMIZERS = (
         adamw={Phase.WARMUP: {"bias_correction": True}},
     ),
     Named(
+        "onebit_adam, no servers",
+        partial(fn.onebit_adam, servers=False),
+        (Phase.WARMUP, Phase.COMPRESSED),
+        fn.freeze_after(20),
+        adamw={Phase.WARMUP: {"bias_correction": True}},
+    ),
+    Named(
         "onebit_adam, warm-up in codes",
         partial(fn.onebit_adam, warmup=fn.int8()),
         (Phase.WARMUP, Phase.COMPRESSED),

@@ -31,15 +31,17 @@ def same_bits(found, expected):
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
-@given(sizes, st.integers(1, 3), st.sampled_from([0.9, 0.3, 0.0]), st.booleans(), st.booleans(), seeds)
-def test_of_a_worker(runner, sizes, ranks, decay, padding_counts, keep_zeros, seed):
+@given(
+    sizes, st.integers(1, 3), st.integers(1, 3), st.sampled_from([0.9, 0.3, 0.0]), st.booleans(), st.booleans(), seeds
+)
+def test_of_a_worker(runner, sizes, ranks, messages, decay, padding_counts, keep_zeros, seed):
     run, g = RUNNERS[runner], torch.Generator().manual_seed(seed)
     valid, runs = rows(sizes, ranks, padding_counts)
     params, mu, nu, grads = ([torch.randn(n, generator=g) for n in sizes] for _ in range(4))
     nu = [v.clamp(min=0) for v in nu]
     error = torch.randn(ranks, sum(runs[1::2]), generator=g)
-    scales, mean = (torch.rand(valid.shape, generator=g) for _ in range(2))
-    theirs = torch.randint(0, 256, (ranks, error.shape[1] // 8), dtype=torch.uint8, generator=g)
+    scales, mean = torch.rand(valid.shape, generator=g), torch.rand((ranks, messages, len(sizes)), generator=g)
+    theirs = torch.randint(0, 256, (ranks, messages, error.shape[1] // 8), dtype=torch.uint8, generator=g)
     b, *codes = run("momentum_encode", mu, grads, decay, error, torch.zeros_like(scales), valid, runs)
     same_bits(run("momentum_signs", mu, grads, decay, error, valid, runs), codes)
     message = theirs, mean, valid, runs, *DESCENT, keep_zeros

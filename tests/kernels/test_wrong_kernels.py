@@ -90,7 +90,7 @@ WRONG = {
     "onebit_adam_feedback_: error on a copy": with_argument("onebit_adam_feedback_", 5, torch.clone),
     "onebit_adam_feedback_: decay of the other": with_argument("onebit_adam_feedback_", 4, lambda b: 1 - b),
     "onebit_adam_feedback_: the mean's scales": lambda *args: REFERENCES["onebit_adam_feedback_"](
-        *args[:6], args[8], *args[7:]
+        *args[:6], args[8][:, 0], *args[7:]
     ),
     "onebit_adam_feedback_: tails": without_the_last("onebit_adam_feedback_", [0, 1]),
     "onebit_adam_feedback_: past the end of the error": past_the_end("onebit_adam_feedback_", lambda args: args[5]),
