@@ -291,6 +291,8 @@ def _encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree, consume: b
     fused = _fused(codec, feedback)
     if fused is not None and fused.accepts(x, error):
         return (fused.encode_over if consume and fused.encode_over else fused.encode)(x, error)
+    if isinstance(error, tuple) and not error and feedback.rule is not None and not isinstance(feedback.rule, Off):
+        raise ValueError("error: is empty, but this feedback keeps one; a state belongs to what it was made for")
     compensated = feedback.compensate(x.reshape(-1), error)
     payload = codec.encode(compensated.view_as(x))
     if isinstance(feedback.rule, Off):  # nothing is kept, so nothing needs decoding

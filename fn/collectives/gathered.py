@@ -45,9 +45,11 @@ def all_gather_mean(
         errors: the worker's, and () in place of a server's.
         axis, codec, feedback: as for `compressed_all_reduce`. segments: in one row. consume: x is not needed any more.
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
-    Raises: as `compressed_all_reduce`.
+    Raises: as `compressed_all_reduce`, and ValueError for an error with a server's part.
     """
     worker, server = errors
+    if not isinstance(server, tuple) or server:
+        raise ValueError("error: has a server's part, but no rank serves; a state belongs to what it was made for")
     check_vector(x, worker, codec.align, "x")
     codec = codec if segments is None else segmented(codec, segments)
     payload, worker = encode(codec, feedback, x.view(1, -1), worker, consume=consume)

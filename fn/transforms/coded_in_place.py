@@ -60,7 +60,7 @@ class Agreed(NamedTuple):
 
     @property
     def numbers(self) -> list[Tensor]:
-        """Return tensors whose elements are finite if the mean is, and as large as its largest one."""
+        """Return tensors whose elements are finite if the mean is, and as large as its largest one or larger."""
         found = [part.found for part in self.parts]
         return [mean.scales if isinstance(mean, SignPayload) else mean for mean in found]
 
@@ -138,7 +138,7 @@ class Wire(NamedTuple):
         """Average vectors that are formed for this and may be overwritten. rows: bucket -> (n,)."""
         parts = []
         for bucket, e, d, fused in self.plan(leaves, sync):
-            if fused is None:
+            if fused is None or not self.servers:  # whose codes do not tell how large the mean is
                 parts.append(self._decoded(bucket, rows(bucket), e, d))
                 continue
             x = rows(bucket).view(bucket.segments.valid.shape[0], -1)

@@ -99,6 +99,7 @@ PLAIN = {"axis": "data", "feedback": fn.classic()}
 MAKES = {
     "classic": (partial(fn.onebit_adam, **PLAIN), COMPRESSES),
     "lazy": (partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=True)), COMPRESSES),
+    "gathered": (partial(fn.onebit_adam, servers=False, **PLAIN), COMPRESSES),
     "lamb": (partial(fn.onebit_lamb, **PLAIN), COMPRESSES),
     "sharded": (partial(fn.sharded_onebit_adam, **PLAIN), COMPRESSES),
     "loco": (partial(fn.loco_adamw, axis="data"), COMPRESSES),
@@ -138,6 +139,7 @@ def report(params: list[Any], opt: fn.Optimizer) -> dict[str, Any]:
         "server": [plain(e) for e in errors.server],
         "mu": [m.clone() for mu in tree.fields(state, "mu") for m in tree.leaves(mu)],
         "params": [p.detach().clone() for p in params],
+        "gathered": not opt.make.keywords.get("servers", True),
         "fused": opt.make.func is fn.onebit_lamb,  # its tensors lie end to end
         "carried": [r.clone() for r in opt.carried[0]] if opt.carried else [],
     }
@@ -179,6 +181,8 @@ def undelivered(found: list[dict[str, Any]], align: int) -> list[torch.Tensor]:
     """Return (1 / W) sum of the worker errors + the server errors, tensor by tensor, as the layout's picture says."""
     world = len(found)
     total = sum(r["worker"][0].double() for r in found) / world
+    if found[0]["gathered"]:  # in one row
+        return apart(total, 1, align)
     if found[0]["server"] and found[0]["server"][0] is not None:
         total = total + torch.cat([r["server"][0].double() for r in found])
     carried = found[0]["carried"]

@@ -36,6 +36,9 @@ CASES = [
     {"codec": fn.int8(), "weight_decay": 0.1},
     {"codec": BFLOAT16, "layout": "fused"},
     {"warmup": fn.int8(), "bias_correction": True},
+    {"servers": False},
+    {"servers": False, "layout": "per_tensor", "keep_zeros": False, "feedback": fn.classic(lazy=True)},
+    {"servers": False, "codec": fn.int8(), "feedback": fn.damped(), "layout": "fused"},
 ]
 
 
@@ -53,6 +56,7 @@ LAMB_CASES = [
     {"weight_decay": 0.1, "feedback": fn.classic(lazy=True)},
     {"codec": fn.int8(), "feedback": fn.damped(), "keep_zeros": False, "b1": 0.3, "weight_decay": 0.1},
     {"warmup": fn.int4()},
+    {"servers": False},
 ]
 
 
@@ -174,6 +178,8 @@ ZERO_ONE_CASES = [
     {"codec": fn.sign(block=64)},
     {"codec": fn.int8(), "feedback": fn.damped()},
     {"warmup": fn.int8()},
+    {"servers": False},
+    {"servers": False, "codec": fn.int8(), "feedback": fn.classic(lazy=True), "layout": "per_tensor"},
 ]
 
 
