@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def draw(plan: Plan, path: str | Path, title: str = "") -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(9, 1.2 + 0.34 * len(plan.predictions)), layout="constrained")
+    figure, axes = plt.subplots(figsize=(10, 1.2 + 0.3 * len(plan.predictions)), layout="constrained")
     found: Sequence[Prediction] = plan.predictions[::-1]
     names = [f"{p.method.name} ({p.method.topology})" for p in found]
     left = [0.0] * len(found)
@@ -115,8 +116,10 @@ def draw(plan: Plan, path: str | Path, title: str = "") -> None:
     ):
         axes.barh(names, values, left=left, label=label, color=color)
         left = [a + b for a, b in zip(left, values, strict=True)]
-    axes.set(xlabel="seconds a step, predicted", title=title)
-    axes.legend(loc="lower right")
+    figure.suptitle(textwrap.fill(title, 130), fontsize="medium")
+    axes.set(xlabel="seconds a step, predicted")
+    axes.margins(y=0.02)
+    axes.legend(loc="upper right")  # the fastest are at the top, and short
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=150)
     plt.close(figure)
