@@ -18,11 +18,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from fn.collectives import primitives, transports
 from fn.collectives.axis import Axis, Binding, axis_size, bind
 from fn.collectives.codec import Codec, sign
-from fn.collectives.compressed import compressed_all_reduce, initial_errors
 from fn.collectives.feedback import Feedback, classic, damped, off
+from fn.collectives.hierarchy import compressed_all_reduce, initial_errors
 from fn.collectives.int_codec import int4, int8
 from fn.collectives.ledger import ledger
-from fn.planner.network import Cost, Link
+from fn.planner.methods import label
+from fn.planner.network import Cost, Link, Network
 from fn.planner.units import show_rate, show_seconds
 
 SIZES = tuple(4**k for k in range(5, 13))
@@ -130,25 +131,38 @@ def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
     return max(0.0, statistics.median(time - slope * size for size, time in small)), slope
 
 
-def coding(params: int, device: torch.device, repeat: int = REPEAT) -> dict[str, float]:
-    """Return, by the method's name, the seconds that encoding, serving and decoding `params` elements take.
+def coding(params: int, net: Network, device: torch.device, repeat: int = REPEAT) -> dict[str, float]:
+    """Return, by the method's label, the seconds that encoding, serving and decoding `params` elements take.
 
-    A collective runs whose messages go nowhere: each rank receives what it sent itself.
+    A collective runs whose messages go nowhere: each rank receives what it sent itself. Two ranks stand for any number,
+    but not without servers, where a rank decodes the codes of all: there it is a line through two and four.
     """
+    signs = _coding(sign(), classic(), device, repeat)
+    two, four = (_coding(sign(), classic(), device, repeat, ranks=w, servers=False) for w in (2, 4))
     found = {
-        "onebit_adam": _coding(sign(), classic(), params, device, repeat),
-        "onebit_adam, int8": _coding(int8(), off(), params, device, repeat),
-        "loco_adamw, int4": _coding(int4(), damped(), params, device, repeat),
+        **dict.fromkeys(("onebit_adam", "onebit_adam, overlapped", "onebit_lamb", "zero_one_adam"), signs),
+        "onebit_adam, int8": _coding(int8(), off(), device, repeat),
+        "loco_adamw, int4": _coding(int4(), damped(), device, repeat),
     }
-    return found | dict.fromkeys(("onebit_adam, overlapped", "onebit_lamb", "zero_one_adam"), found["onebit_adam"])
+
+    def among(ranks: int, elements: float) -> dict[str, float]:
+        direct = two + max(0.0, four - two) / 2 * max(0, ranks - 2)
+        names = ("onebit_adam, servers=False", "onebit_adam, servers=False, overlapped")
+        return {name: elements * time for name, time in (found | dict.fromkeys(names, direct)).items()}
+
+    shards = among(net.nodes, params / net.per_node)
+    return among(net.world, params) | {label(name, "two-level"): time for name, time in shards.items()}
 
 
-def _coding(codec: Codec, feedback: Feedback, params: int, device: torch.device, repeat: int) -> float:
-    with nowhere("data", 2):
-        x = torch.randn(CODED, device=device)
-        errors = initial_errors(x, "data", codec, feedback)
-        taken = _time(lambda: compressed_all_reduce(x, errors, "data", codec, feedback), repeat)
-    return statistics.median(taken) * params / CODED
+def _coding(
+    codec: Codec, feedback: Feedback, device: torch.device, repeat: int, *, ranks: int = 2, servers: bool = True
+) -> float:
+    """Return the seconds an element."""
+    with nowhere("data", ranks):
+        x, rule = torch.randn(CODED, device=device), ("data", codec, feedback)
+        errors = initial_errors(x, *rule, servers=servers)
+        taken = _time(lambda: compressed_all_reduce(x, errors, *rule, servers=servers), repeat)
+    return statistics.median(taken) / CODED
 
 
 def memory(device: torch.device, repeat: int = REPEAT) -> float:

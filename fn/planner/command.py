@@ -74,7 +74,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
                 net = _calibrated(arguments, job)
                 if job.rank == 0:
                     memory = arguments.memory or calibrate.memory(job.device)
-                    _show(arguments, net, memory, calibrate.coding(arguments.params, job.device))
+                    _show(arguments, net, memory, calibrate.coding(arguments.params, net, job.device))
         else:
             _show(arguments, _given(arguments), arguments.memory or MEMORY, {})
     except (ValueError, ImportError, OSError) as error:

@@ -49,6 +49,11 @@ class Method(NamedTuple):
         return sum(message.size for message in self.messages) / self.interval
 
 
+def label(name: str, topology: str) -> str:
+    """Return what a method on a topology is called in a sentence."""
+    return name if topology == "flat" else f"{name} ({topology})"
+
+
 def methods(model: Model, net: Network, *, bucket: int = traffic.BUCKET, interval: int = INTERVAL) -> list[Method]:
     """Return all methods on all topologies that the network has.
 
@@ -63,6 +68,7 @@ def methods(model: Model, net: Network, *, bucket: int = traffic.BUCKET, interva
 def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
     exact = partial(traffic.exact, ranks=ranks)
     signs = partial(traffic.codes, ranks=ranks, codec=sign())
+    direct, direct_passes = partial(signs, servers=False), passes_without_servers(ranks)
     loco = partial(traffic.sharded, ranks=ranks, codec=int4(), gather=identity())
     made = partial(_method, model, "flat", bucket)
     return [
@@ -73,6 +79,8 @@ def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
         made("1-bit, tensor by tensor", partial(traffic.textbook_onebit, ranks=ranks), overlapped=False, passes=200),
         made("onebit_adam", signs, overlapped=False, passes=32),
         made("onebit_adam, overlapped", signs, passes=32),
+        made("onebit_adam, servers=False", direct, overlapped=False, passes=direct_passes),
+        made("onebit_adam, servers=False, overlapped", direct, passes=direct_passes),
         made("onebit_lamb", partial(signs, layout="fused"), overlapped=False, passes=40),
         made("zero_one_adam", signs, overlapped=False, passes=32, interval=interval),
         made("loco_adamw, int4", loco, overlapped=False, passes=28),
@@ -92,12 +100,16 @@ def _two_level(model: Model, net: Network, bucket: int, interval: int) -> list[M
         return sends
 
     signs = between(partial(traffic.codes, codec=sign()))
+    direct = between(partial(traffic.codes, codec=sign(), servers=False))
+    direct_passes = passes_without_servers(net.nodes) / net.per_node
     made = partial(_method, model, "two-level", bucket)
     return [
         made("adamw", between(traffic.exact), compressed=False),
         made("bf16 gradients", between(partial(traffic.exact, width=2)), compressed=False, passes=12),
         made("onebit_adam", signs, overlapped=False, passes=32 / net.per_node),
         made("onebit_adam, overlapped", signs, passes=32 / net.per_node),
+        made("onebit_adam, servers=False", direct, overlapped=False, passes=direct_passes),
+        made("onebit_adam, servers=False, overlapped", direct, passes=direct_passes),
         made("zero_one_adam", signs, overlapped=False, passes=32 / net.per_node, interval=interval),
         made(
             "onebit_adam, int8",
@@ -106,6 +118,16 @@ def _two_level(model: Model, net: Network, bucket: int, interval: int) -> list[M
             passes=36 / net.per_node,
         ),
     ]
+
+
+def passes_without_servers(ranks: int) -> float:
+    """Return 1-bit Adam's passes where every rank decodes the codes of all.
+
+    Of the 32 bytes with servers 8 are, at two ranks, a server's: for half the elements it reads an error, writes the
+    mean that it encodes, reads that again and writes the next error, 16 bytes of float32. Here the codes that are
+    decoded grow by a bit a parameter with every rank.
+    """
+    return 24 + ranks / 8
 
 
 def _method(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from fn.planner.methods import Method
+from fn.planner.methods import Method, label
 from fn.planner.network import Network, duration
 from fn.planner.units import show_seconds
 
@@ -93,13 +93,13 @@ def plan(
     Args:
         compute: seconds of a step without communication. params: the number of parameters.
         memory: bit/s of the device's memory, from which coding is estimated.
-        coding: seconds by the name of a method, where they were measured.
+        coding: seconds by the `label` of a method, where they were measured.
     Raises: ValueError if compute is not above 0.
     """
     if not compute > 0:
         raise ValueError(f"compute: is {compute}; allowed is above 0")
     measured = coding or {}
-    found = [predict(m, net, compute, measured.get(m.name, 8 * m.passes * params / memory)) for m in methods]
+    found = [predict(m, net, compute, measured.get(_label(m), 8 * m.passes * params / memory)) for m in methods]
     ranked = tuple(sorted(found, key=lambda prediction: prediction.step))
     return Plan(ranked, *_verdict(ranked))
 
@@ -139,4 +139,4 @@ def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:
 
 
 def _label(method: Method) -> str:
-    return method.name if method.topology == "flat" else f"{method.name} ({method.topology})"
+    return label(method.name, method.topology)

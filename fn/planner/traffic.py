@@ -85,10 +85,12 @@ def halves(shapes: Model, ranks: int, axis: str = "local") -> list[Message]:
     return [Message(axis, "reduce_scatter", size), Message(axis, "all_gather", size)]
 
 
-def codes(shapes: Model, ranks: int, codec: Codec, axis: str = "data", *, layout: str = "flat") -> list[Message]:
-    """Return the two halves of a compressed all-reduce: `fn.compressed_average`.
+def codes(
+    shapes: Model, ranks: int, codec: Codec, axis: str = "data", *, layout: str = "flat", servers: bool = True
+) -> list[Message]:
+    """Return the two halves of a compressed all-reduce, `fn.compressed_average`; without servers one all-gather.
 
-    Args: layout: "flat", "per_tensor" or "fused", as there.
+    Args: layout: "flat", "per_tensor" or "fused", as there. servers: as there.
     """
     if ranks == 1:
         return []
@@ -96,8 +98,8 @@ def codes(shapes: Model, ranks: int, codec: Codec, axis: str = "data", *, layout
     together = [lengths] if layout != "per_tensor" else [[n] for n in lengths]
     found = []
     for group in together:
-        size = (ranks - 1) * row_bytes(codec, group, ranks, width=shapes.width)
-        found += [Message(axis, "all_to_all", size), Message(axis, "all_gather", size)]
+        size = (ranks - 1) * row_bytes(codec, group, ranks if servers else 1, width=shapes.width)
+        found += [Message(axis, name, size) for name in (("all_to_all", "all_gather") if servers else ("all_gather",))]
     return found
 
 

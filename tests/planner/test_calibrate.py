@@ -8,7 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fn
+from fn.planner import traffic
 from fn.planner.calibrate import SIZES, coding, fit, memory, nowhere
+from fn.planner.methods import methods
+from fn.planner.network import Cost, network
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-6))
@@ -41,7 +44,13 @@ def test_messages_to_nowhere_come_back():
 
 
 def test_coding_is_measured_for_the_methods_that_code():
-    found = coding(10**6, torch.device("cpu"), repeat=1)
+    net = network(8, 4, Cost(0, 1), Cost(0, 1))
+    found = coding(10**6, net, torch.device("cpu"), repeat=1)
     assert min(found.values()) > 0
-    assert {"onebit_adam", "zero_one_adam", "onebit_adam, int8", "loco_adamw, int4"} <= set(found)
+    coded = {m.name for m in methods(traffic.model(10**6), net) if m.name.startswith(("onebit", "zero_one", "loco"))}
+    assert coded | {f"{name} (two-level)" for name in coded} == set(found)
+    for name in ("onebit_adam", "onebit_adam, int8"):
+        assert found[f"{name} (two-level)"] == pytest.approx(found[name] / 4)  # of shards
+    direct = "onebit_adam, servers=False"
+    assert found[f"{direct} (two-level)"] <= found[direct] / 4  # of shards, and the codes of two ranks, not of eight
     assert memory(torch.device("cpu"), repeat=1) > 1e8

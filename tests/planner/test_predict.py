@@ -126,6 +126,58 @@ def test_two_levels_send_less_between_nodes_than_one():
     assert 3 < flat / two < 6
 
 
+ONEBIT = {
+    "onebit_adam",
+    "onebit_adam, overlapped",
+    "onebit_adam, servers=False",
+    "onebit_adam, servers=False, overlapped",
+}
+
+
+def first_onebit(net):
+    """Return the name of 1-bit Adam's fastest prediction, and all predictions."""
+    found = planned(10**8, net, 0.1)
+    return next(p.method.name for p in found.predictions if p.method.name in ONEBIT), found
+
+
+@pytest.mark.parametrize(
+    ("net", "topology"),
+    [
+        (network(2, 1, Cost(1e-3, 1e9), Cost(1e-3, 1e9)), "flat"),
+        (network(2, 2, Cost(3e-5, 1e8)), "flat"),
+        (network(16, 8, Cost(5e-6, 9e11), Cost(1e-3, 1e10)), "two-level"),
+    ],
+    ids=["two ranks", "a very slow link", "two nodes"],
+)
+def test_two_ranks_or_nodes_on_a_slow_link_need_no_servers(net, topology):
+    name, found = first_onebit(net)
+    assert "servers=False" in name
+    assert found.of(name).method.topology == topology
+    for overlapped in ("", ", overlapped"):
+        direct, through = (found.of(f"onebit_adam{kind}{overlapped}", topology) for kind in (", servers=False", ""))
+        assert direct.step < through.step
+        assert direct.coding < through.coding
+        assert direct.method.size == pytest.approx(through.method.size, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "net",
+    [
+        network(8, 1, Cost(3e-5, 1e9), Cost(3e-5, 1e9)),
+        network(64, 8, Cost(5e-6, 9e11), Cost(3e-5, 1e10)),
+        network(4096, 8, Cost(5e-6, 9e11), Cost(3e-5, 2.5e10)),
+    ],
+    ids=["8 ranks", "8 nodes", "512 nodes"],
+)
+def test_many_ranks_or_nodes_need_servers(net):
+    name, found = first_onebit(net)
+    assert "servers=False" not in name
+    for overlapped in ("", ", overlapped"):
+        direct, through = (found.of(f"onebit_adam{kind}{overlapped}") for kind in (", servers=False", ""))
+        assert direct.step > through.step
+    assert "servers=False" not in found.verdict
+
+
 def test_bert_large_on_64_gpus_and_ethernet():
     """1-bit Adam's profile (arXiv 2102.02888, table 1): 94 % of a step of BERT-Large is all-reduce.
 

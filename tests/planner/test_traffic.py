@@ -76,6 +76,25 @@ def test_a_step_sends_what_was_planned(ranks, tx, phase, messages):
     assert sum(book.messages.values()) == len(found) * (ranks > 1)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("layout", ["flat", "per_tensor", "fused"])
+def test_without_servers_every_rank_gathers_the_codes_of_all(ranks, layout):
+    book = step(fn.onebit_adam(axis="data", layout=layout, servers=False), fn.Phase.COMPRESSED, ranks)
+    found = traffic.codes(MODEL, ranks, fn.sign(), layout=layout, servers=False)
+    assert counted(book) == planned(found)
+    assert {message.collective for message in found} <= {"all_gather"}
+    assert sum(book.messages.values()) == len(found) == (ranks > 1) * (len(SHAPES) if layout == "per_tensor" else 1)
+
+
+def test_without_servers_two_ranks_send_as_much_and_others_more():
+    model = traffic.Model(((2**20,),))
+    for ranks in (2, 4, 64):
+        through, direct = (
+            sum(m.size for m in traffic.codes(model, ranks, fn.sign(), servers=servers)) for servers in (True, False)
+        )
+        assert direct / through == pytest.approx(ranks / 2, rel=3e-3)  # but for the scales of the rows
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(CODECS)), st.integers(1, 6), st.lists(st.integers(1, 700), min_size=1, max_size=4))
 def test_codes_of_any_tensors_on_any_number_of_ranks(name, ranks, lengths):
@@ -91,6 +110,25 @@ def test_codes_of_any_tensors_on_any_number_of_ranks(name, ranks, lengths):
         fn.simulate(run, "data", ranks)(torch.rand(ranks))
     model = traffic.Model(tuple((n,) for n in lengths))
     assert counted(book) == planned(traffic.codes(model, ranks, codec))
+
+
+@pytest.mark.parametrize("nodes", [2, 4])
+@pytest.mark.parametrize("servers", [True, False])
+def test_between_nodes_codes_are_of_shards(nodes, servers):
+    model = traffic.Model(((64, 32), (128,), (256, 16)))
+    params = [torch.ones(shape) for shape in model.shapes]
+    rule = (fn.identity(), fn.sign()), (fn.off(), fn.off())
+    tx = fn.compressed_average(("local", "node"), *rule, servers=servers)
+
+    def run(x):
+        tx.compressed_update([x * p for p in params], tx.init(params), params)
+        return x
+
+    with fn.ledger() as book:
+        fn.simulate(fn.simulate(run, "local", 2), "node", nodes)(torch.rand(nodes, 2))
+    shard = traffic.Model(tuple((n // 2,) for n in model.lengths))
+    found = traffic.codes(shard, nodes, fn.sign(), "node", servers=servers)
+    assert {key: size for key, size in book.sent.items() if key[0] == "node"} == {m[:2]: m.size for m in found}
 
 
 def test_half_precision_gradients_are_half_the_bytes():
