@@ -164,7 +164,9 @@ def _method(send: Any, bucket: int | None = None, interval: int = 1) -> Callable
 
 
 _signs = partial(traffic.codes, codec=sign())
+_direct = partial(_signs, servers=False)
 _lazy = partial(fn.onebit_adam, feedback=fn.classic(lazy=True))
+_serverless = partial(_lazy, servers=False)
 _int8 = partial(fn.onebit_adam, codec=fn.int8(), feedback=fn.damped())
 _loco = partial(traffic.sharded, codec=int4())
 
@@ -182,6 +184,10 @@ CONTENDERS: Mapping[str, Contender] = {
     "1-bit, tensor by tensor": Contender(textbook, _method(traffic.textbook_onebit)),
     "fn 1-bit Adam": Contender(partial(ours, _lazy), _method(_signs)),
     "fn 1-bit Adam, overlapped": Contender(partial(overlapped, _lazy), _method(_signs, 4 * ddp.BUCKET)),
+    "fn 1-bit Adam, no servers": Contender(partial(ours, _serverless), _method(_direct)),
+    "fn 1-bit Adam, no servers, overlapped": Contender(
+        partial(overlapped, _serverless), _method(_direct, 4 * ddp.BUCKET)
+    ),
     "fn 1-bit LAMB": Contender(
         partial(ours, partial(fn.onebit_lamb, feedback=fn.classic(lazy=True))),
         _method(partial(_signs, layout="fused")),
