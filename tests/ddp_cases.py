@@ -18,6 +18,7 @@ from fn.adapters.ddp import bucketed
 MAKES = {
     "onebit_adam": partial(fn.onebit_adam, axis="data"),
     "lazy": partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=True), codec=fn.sign(64)),
+    "no servers": partial(fn.onebit_adam, axis="data", servers=False),
     "onebit_lamb": partial(fn.onebit_lamb, axis="data", layout="flat"),
     "zero_one_adam": partial(fn.zero_one_adam, axis="data"),
 }

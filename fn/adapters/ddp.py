@@ -43,8 +43,8 @@ BUCKET = 3 << 20
 AXIS = "data"
 """What the ranks of a model are called here."""
 
-THREADS = 2
-"""That communicate behind a backward pass: while one waits for the wire, the other encodes."""
+THREADS = 3
+"""That communicate behind a backward pass: while some wait for the wire, another encodes."""
 
 LEAST_WIRE_SECONDS = 0.03
 """Below this time on the wire hiding it costs as much as it saves, where a rank has a single core."""

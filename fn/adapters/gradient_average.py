@@ -51,7 +51,7 @@ class GradientAverage:
         self.steps, self.skipped, self.states, self.schedule = 0, 0, states, schedule
         self.bytes: dict[Phase, int] = {}
         self._parcels, self._transform, self._scaler = parcels, transform, scaler
-        self._frozen = frozen
+        self._frozen, self._place = frozen, _place(binding)
         self._order = leaving_order(parcels, params)
         self._thread = CommunicationThread(binding, params[0].device)
         self._start(Phase.WARMUP)
@@ -136,14 +136,14 @@ class GradientAverage:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return steps, skipped steps and errors as a flat {path: tensor}. The errors are this rank's own."""
-        found = {"steps": torch.tensor(self.steps), "skipped": torch.tensor(self.skipped)}
+        found = {"steps": torch.tensor(self.steps), "skipped": torch.tensor(self.skipped), "errors.place": self._place}
         named = zip(tree.paths(self.states), tree.leaves(self.states), strict=True)
         return {**found, **{f"state.{path}": leaf.clone() for path, leaf in named}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, bit for bit.
 
-        Raises: ValueError that names the first path that does not fit; nothing is loaded then.
+        Raises: ValueError that names the first path that does not fit, or another rank; nothing is loaded then.
         """
         check_fits(self.state_dict(), state_dict)
         self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
@@ -153,3 +153,9 @@ class GradientAverage:
             for path, own in zip(tree.paths(self.states), leaves, strict=True)
         ]
         self.states = tree.unflatten(structure, found)
+
+
+def _place(binding: Binding) -> Tensor:
+    """Return the rank and the world size, to which errors belong."""
+    ((size, rank, _),) = binding.axes.values()
+    return torch.tensor((int(rank), size))

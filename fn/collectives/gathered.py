@@ -9,7 +9,8 @@ The mean is not encoded a second time, so there is no server error. A rank sends
 `compressed_all_reduce` sends 2 (W - 1) / W times, in two messages that wait for each other: the same bytes for two
 ranks, twice as many for four.
 
-Paper: Karimireddy et al., Error feedback fixes SignSGD (ICML 2019), algorithm 2, with codes for the gradients' signs.
+Paper: Stich, Cordonnier and Jaggi, Sparsified SGD with memory (NeurIPS 2018): every worker sends what it compressed and
+    keeps the rest; what was sent is what is applied.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ from fn.collectives.observe import step_range
 from fn.collectives.segments import Segments
 
 Tree = Any
+
+
+def check_no_server(server: Tree) -> None:
+    """Refuse a server's error, which nobody would deliver. Raises: ValueError."""
+    if not isinstance(server, tuple) or server:
+        raise ValueError("error: has a server's part, but no rank serves; a state belongs to what it was made for")
 
 
 def all_gather_mean(
@@ -48,8 +55,7 @@ def all_gather_mean(
     Raises: as `compressed_all_reduce`, and ValueError for an error with a server's part.
     """
     worker, server = errors
-    if not isinstance(server, tuple) or server:
-        raise ValueError("error: has a server's part, but no rank serves; a state belongs to what it was made for")
+    check_no_server(server)
     check_vector(x, worker, codec.align, "x")
     codec = codec if segments is None else segmented(codec, segments)
     payload, worker = encode(codec, feedback, x.view(1, -1), worker, consume=consume)

@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,8 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WAKE = 1 << 20
-"""Bytes that must have come before a waiting rank is woken, unless fewer are missing."""
+WAKE = 1 << 19
+"""Bytes that must have come before a waiting rank is woken, unless fewer are missing: whole messages of codes."""
+
+LOOK = 1.0
+"""Seconds after which a waiting rank looks for fewer bytes, which show that a peer on a slow link is there."""
 
 
 def check_system() -> None:
@@ -99,7 +103,8 @@ class Connections:
 
     def _wait_for(self, out: Mapping[int, _Flow], into: Mapping[int, _Flow]) -> None:
         poll, ranks = select.poll(), {c.fileno(): p for p, c in self._peers.items()}
-        waiting = dict.fromkeys(self._peers, -1)
+        waiting, flows = dict.fromkeys(self._peers, -1), [*out.values(), *into.values()]
+        look, left, moved = 1e3 * min(LOOK, self._timeout / 4), -1, time.monotonic()
         while waiting:
             for p in list(waiting):
                 events = (select.POLLOUT if out[p].left else 0) | (select.POLLIN if into[p].left else 0)
@@ -111,11 +116,14 @@ class Connections:
                 elif events != waiting[p]:
                     poll.register(self._peers[p], events)
                     waiting[p] = events
-            ready = poll.poll(1e3 * self._timeout) if waiting else []
-            if waiting and not ready:
+            before, left = left, sum(flow.left for flow in flows)
+            if left != before:
+                moved = time.monotonic()
+            elif time.monotonic() - moved >= self._timeout:
                 text = f"Timed out: no byte from or to rank {sorted(waiting)} in {self._timeout:g} s"
                 raise RuntimeError(text)
-            for file, event in ready:
+            ready = poll.poll(look) if waiting else []
+            for file, event in ready or [(self._peers[p].fileno(), select.POLLIN) for p in waiting]:
                 p = ranks[file]
                 if event & ~select.POLLOUT and into[p].left:
                     into[p].receive()

@@ -135,7 +135,7 @@ def shares(scales: Tensor) -> Tensor:
 
 def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_serve`."""
-    at, found = places(runs), _single(scales * (1.0 / bits.shape[1]), buffer, sent)
+    at, found = places(runs), _single(shares(scales), buffer, sent)
     if found is None or not at.aligned:
         return NotImplemented
     scales, buffer, sent = found

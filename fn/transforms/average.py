@@ -137,8 +137,8 @@ def compressed_average(
             is about the last.
     Returns: a transform with an `ErrorFeedbackState`: for each vector a worker error (n,) and a server error (n / W,),
         or () where there are no servers.
-    Raises: ValueError if the layout is unknown; from the update, if the axis is not bound or has another size than
-        at init.
+    Raises: ValueError if the layout is unknown; TypeError if servers is no bool; from the update, if the axis is not
+        bound or has another size than at init.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1, lines 5-10.
     Differs: DeepSpeed exchanges tensor by tensor, four collectives each.
@@ -153,6 +153,8 @@ def _in_codes(
     """Do what `compressed_average` says. of_gradients: whether that is what is averaged."""
     if layout not in layouts.LAYOUTS:
         raise ValueError(f"layout: is {layout!r}; allowed are {layouts.LAYOUTS}")
+    if not isinstance(servers, bool):
+        raise TypeError(f"servers: is {servers!r}; allowed are True and False")
 
     align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))
 

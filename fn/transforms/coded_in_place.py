@@ -24,6 +24,7 @@ from fn.collectives.compressed import (
     pass_on_later,
 )
 from fn.collectives.feedback import Feedback
+from fn.collectives.gathered import check_no_server
 from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, rows_of
 from fn.collectives.observe import step_range
 from fn.collectives.segments import Segments
@@ -124,6 +125,8 @@ class Wire(NamedTuple):
         """Return per bucket the errors and, where the codes are signs by tensor, `encode_averages`; else None."""
         found, rule = [], (self.codec, self.feedback)
         for bucket, e, d in zip(self.arrange(leaves), sync.worker, sync.server, strict=True):
+            if not self.servers:
+                check_no_server(d)
             signs = None if bucket.fused else encode_averages(*rule, bucket.segments, e, d, servers=self.servers)
             found.append((bucket, e, d, signs))
         return found

@@ -105,7 +105,13 @@ def test_sparse_gradients_are_refused_before_they_are_sent():
     assert [[found.startswith(text) for found in each] for each in case.answer("sparse")] == [[True, True]] * 2
 
 
-WAYS = [("onebit_adam", 1, False), ("lazy", 3, True), ("onebit_lamb", 2, False), ("zero_one_adam", 1, True)]
+WAYS = [
+    ("onebit_adam", 1, False),
+    ("lazy", 3, True),
+    ("no servers", 1, True),
+    ("onebit_lamb", 2, False),
+    ("zero_one_adam", 1, True),
+]
 
 
 @case
@@ -334,6 +340,7 @@ CODECS = {
     "LoCo": (fn.int4, partial(fn.damped, 0.8, 4)),
     "int8": (fn.int8, fn.off),
     "sign": (fn.sign, fn.classic),
+    "sign, no servers": (fn.sign, fn.classic),
 }
 
 
@@ -342,7 +349,8 @@ def by_hand(codec: str, accumulate: int) -> list:
     model = keep_local(wrapped())
     opt = torch.optim.AdamW(model.parameters(), lr=0.01)
     make, feedback = CODECS[codec]
-    tx = fn.chain(fn.average("data"), fn.compressed_average("data", make(), feedback()))
+    link = fn.compressed_average("data", make(), feedback(), servers="no servers" not in codec)
+    tx = fn.chain(fn.average("data"), link)
     parcels = split(list(model.parameters()), 300)
     with fn.bind({"data": dist.group.WORLD}), torch.no_grad():
         states = [tx.init([p.detach() for p in parcel]) for parcel in parcels]
@@ -362,10 +370,11 @@ def by_hand(codec: str, accumulate: int) -> list:
 @case
 def in_codes() -> dict[str, Any]:
     found = {}
-    for codec, accumulate in (("LoCo", 1), ("int8", 2), ("sign", 3)):
+    for codec, accumulate in (("LoCo", 1), ("int8", 2), ("sign", 3), ("sign, no servers", 1)):
         model = wrapped(gradient_as_bucket_view=codec == "int8")
         make, feedback = CODECS[codec]
-        running = average_gradients(model, make(), feedback(), schedule=fn.freeze_after(3), elements=300)
+        how = {"schedule": fn.freeze_after(3), "elements": 300, "servers": "no servers" not in codec}
+        running = average_gradients(model, make(), feedback(), **how)
         train(model, torch.optim.AdamW(model.parameters(), lr=0.01), range(7), accumulate)
         ends = arrays(list(model.parameters()), running.states), by_hand(codec, accumulate)
         found[codec] = (*ends, arrays(list(model.parameters())), running.bytes[Phase.COMPRESSED], running.steps)
@@ -396,6 +405,9 @@ def averaged_and_resumed() -> tuple[list, list]:
 
     model, mean, opt = start()
     train(model, opt, range(5))
+    of_another = {**mean.state_dict(), "errors.place": torch.tensor((1 - dist.get_rank(), 2))}
+    with pytest.raises(ValueError, match=r"'errors.place' says shard . of 2, but this rank has shard . of 2"):
+        mean.load_state_dict(of_another)
     copy, resumed, other = start(mean.state_dict(), {k: v.clone() for k, v in model.state_dict().items()})
     train(model, opt, range(5, 8))
     train(copy, other, range(5, 8))

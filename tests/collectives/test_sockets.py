@@ -7,6 +7,7 @@ import os
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -25,7 +26,7 @@ import fn
 from fn.collectives import rendezvous
 from fn.collectives.rendezvous import connections
 from fn.collectives.rows import fill_rows, swap_rows
-from fn.collectives.sockets import WAKE, Connections, bytes_of
+from fn.collectives.sockets import HEADER, WAKE, Connections, bytes_of
 
 
 def rows(rank: int, size: int, n: int) -> torch.Tensor:
@@ -144,6 +145,31 @@ def test_a_silent_peer_is_lost_after_the_timeout_and_a_closed_one_at_once():
         swap(first, 1, torch.zeros(4), torch.empty(4))
     with pytest.raises(RuntimeError, match="Connection closed by rank 0"):  # it closed its end when it gave up
         swap(second, 0, torch.zeros(4), torch.empty(5))
+
+
+def test_a_peer_whose_bytes_trickle_in_is_not_lost():
+    """They stay below the mark at which a waiting rank is woken for longer than the timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    connections, x = Connections({1: ours}, timeout=0.4), torch.arange(400.0)
+    message = struct.pack(HEADER, 0, 1600) + x.numpy().tobytes()
+
+    def trickle() -> None:
+        for i in range(0, len(message), 101):
+            theirs.sendall(message[i : i + 101])
+            time.sleep(0.1)
+
+    sender = threading.Thread(target=trickle, daemon=True)
+    sender.start()
+    found = torch.empty(400)
+    swap(connections, 1, torch.zeros(4), found)
+    sender.join()
+    assert torch.equal(found, x)
+    theirs.sendall(message[:50])  # and no more: the timeout counts from what came last
+    with pytest.raises(RuntimeError, match=r"Timed out: no byte from or to rank \[1\] in 0.4 s"):
+        swap(connections, 1, torch.zeros(4), found)
+    theirs.close()
 
 
 FORKED = """
