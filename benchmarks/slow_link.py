@@ -37,7 +37,7 @@ def parse() -> argparse.Namespace:
     add("--model", type=int, nargs=3, default=(8, 320, 8), metavar=("LAYERS", "WIDTH", "HEADS"))
     add("--batch", type=int, default=4, help="sequences of a rank's batch")
     add("--context", type=int, default=56, help="bytes of a sequence")
-    add("--rounds", type=int, default=6, help="counted turns of each contender; half as many below 200 Mbit/s")
+    add("--rounds", type=int, default=6, help="turns of each contender, 3 counted steps each; half below 200 Mbit/s")
     add("--rates", nargs="+", default=list(RATES), choices=list(RATES))
     add("--loopback", action="store_true", help="do not throttle")
     add("--only", nargs="+", help="names of contenders (all); 'no communication' and 'DDP fp32' must be among them")

@@ -24,8 +24,8 @@ import fn
 from fn.planner import calibrate
 
 RATES: Mapping[str, float | None] = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "unthrottled": None}
-COUNTED = 2
-"""Steps of a turn that count."""
+COUNTED = 3
+"""Steps of a turn that count, or periods."""
 
 KEYS = ("seconds", "payload", "headers", "ledger")
 SLOW = 2e8
@@ -60,16 +60,12 @@ class Bench:
                 steps[name](self.batch())
         return steps
 
-    def turn(self, name: str, step: Step) -> tuple[float, ...]:
-        """Take a turn: return, per step, its seconds, what left the interface, its headers, and the ledger's bytes.
+    def take(self, name: str, step: Step) -> tuple[float, ...]:
+        """Take a step, or a period of a method with several kinds.
 
-        The first step, or the first period of a method with several kinds, does not count: another contender had the
-        caches and the link before it, which in a training run nobody has.
+        Returns: per step its seconds, what left the interface, its headers, and the ledger's bytes.
         """
-        period = CONTENDERS[name].steps
-        count = max(COUNTED, period)
-        for _ in range(period):
-            step(self.batch())
+        count = CONTENDERS[name].steps
         batches = [self.batch() for _ in range(count)]
         dist.barrier()
         before = links.sent()
@@ -83,13 +79,17 @@ class Bench:
         return seconds / count, payload / count, headers / count, book.total / count
 
     def measure(self, steps: dict[str, Step], rounds: int) -> dict[str, dict[str, list[float]]]:
-        """Let all contenders take turns."""
+        """Let all contenders take turns.
+
+        What a turn begins with does not count: another contender had the caches and the link before, which in a
+        training run nobody has.
+        """
         found: dict[str, dict[str, list[float]]] = {name: {key: [] for key in KEYS} for name in steps}
-        for turn in range(rounds + 1):
+        for _ in range(rounds):
             for name, step in steps.items():
-                values = self.turn(name, step)
-                for key, value in zip(found[name], values, strict=True):
-                    if turn:
+                self.take(name, step)
+                for values in [self.take(name, step) for _ in range(COUNTED)]:
+                    for key, value in zip(found[name], values, strict=True):
                         found[name][key].append(value)
         return found
 

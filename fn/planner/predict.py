@@ -62,7 +62,8 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
     Parts become ready in the backward pass in proportion to their gradients, and leave one after the other. Of a
     method that does not overlap everything is sent after the backward pass.
 
-    Args: compute: seconds of a step without communication. coding: seconds of it in a step that communicates.
+    Args: compute: seconds of a step without communication. coding: seconds of it in a step that communicates; a method
+        that sends nothing, as on one rank, encodes nothing.
     """
     times = [sum(duration(message, net) for message in messages) for _, messages in method.parts]
     total = sum(times)
@@ -76,7 +77,7 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
     else:
         end = compute + total
     every = method.interval
-    return Prediction(method, compute, total / every, (end - compute) / every, coding / every)
+    return Prediction(method, compute, total / every, (end - compute) / every, coding / every if method.size else 0.0)
 
 
 def plan(
