@@ -160,6 +160,9 @@ RECIPES = {
     "onebit_adam_int8": Recipe(  # the warm-up in 8 bits
         partial(fn.onebit_adam, bias_correction=True, warmup=fn.int8()), fn.freeze_after, "adamw"
     ),
+    "onebit_adam_direct": Recipe(  # for two ranks: codes go straight to the other one
+        partial(fn.onebit_adam, bias_correction=True, servers=False), fn.freeze_after, "adamw"
+    ),
     "loco_adamw": Recipe(fn.loco_adamw, fn.freeze_after, "adamw"),
     "zero_one_adam": Recipe(fn.zero_one_adam, rarely_agree, "adamw"),
     "lamb": Recipe(fn.lamb, never_freeze, "lamb", lr=10.0, eps=100.0),

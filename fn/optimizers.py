@@ -91,7 +91,7 @@ def onebit_adam(
         feedback: what becomes of what was not delivered; None is `classic()`, and `classic(lazy=True)` the same in
             fewer passes over memory.
         warmup: what gradients travel as in the warm-up, with `damped()`; None is exactly. See `average`.
-        layout, servers: as for `compressed_average`; servers=False is the better choice for two ranks.
+        layout, servers: as for `compressed_average`; servers=False is faster for two ranks.
         bias_correction, keep_zeros: as for `scale_by_onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 

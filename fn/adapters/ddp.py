@@ -187,7 +187,7 @@ def average_gradients(
         scaler: the `torch.amp.GradScaler` that scales the loss, if one does: gradients are unscaled before they are
             encoded and scaled again after that.
         elements: that travel together, at least.
-        servers: as for `compressed_average`; False is the better choice for two ranks.
+        servers: as for `compressed_average`; False is faster for two ranks.
     Returns: what runs it; its `states` are the errors, `state_dict` and `load_state_dict` continue it.
     Raises: TypeError if the model is of another type; ValueError, on all ranks, if they disagree.
     """

@@ -133,8 +133,7 @@ def compressed_average(
                 y = mean_r C(x_r + worker error_r)
 
             That is W - 1 times the codes on the wire per rank, instead of 2 (W - 1) / W times: as much for two
-            ranks, or two nodes, which makes it the better choice there; twice as much for four. Over several axes it
-            is about the last.
+            ranks, or two nodes, where it is faster; twice as much for four. Over several axes it is about the last.
     Returns: a transform with an `ErrorFeedbackState`: for each vector a worker error (n,) and a server error (n / W,),
         or () where there are no servers.
     Raises: ValueError if the layout is unknown; TypeError if servers is no bool; from the update, if the axis is not
