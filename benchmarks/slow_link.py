@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/slow_link.py --json out/slow_link.json --png docs/slow_link.png
 
 Needs root, network namespaces and iproute2; without them it says so and runs unthrottled over loopback. Contenders are
-interleaved; figures are medians over the rounds of the slower rank.
+interleaved; figures are medians over the counted steps of the slower rank.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The two compressed collectives that generate everything: `reduce_scatter_wide` and `all_gather_shards`.
 
-One after the other they are `compressed_all_reduce`.
+One after the other they are `compressed_all_reduce`. The way without servers is `gathered`.
 
     x (n,) on each rank
       | compensate with the worker error, encode W rows        } reduce_scatter_wide
