@@ -17,7 +17,7 @@ from typing import Any
 import links
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, DDP, IN_PHASES, NONE, Batch, Step, World, build, for_training
+from contenders import CONTENDERS, DDP, IN_PHASES, LITTLE, NONE, Batch, Step, World, build, for_training
 from train_lm import cut, read_standard_library
 
 import fn
@@ -55,7 +55,7 @@ class Bench:
         """Build contenders and let them take the steps in which connections open and kernels compile."""
         steps = {}
         for name in names:
-            steps[name] = CONTENDERS[name].make(world, build(self.size))
+            steps[name] = CONTENDERS[name].make(world, build(self.size), lr=LITTLE)
             for _ in range(4):
                 steps[name](self.batch())
         return steps

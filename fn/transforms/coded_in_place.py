@@ -61,9 +61,12 @@ class Agreed(NamedTuple):
 
     @property
     def numbers(self) -> list[Tensor]:
-        """Return tensors whose elements are finite if the mean is, and as large as its largest one or larger."""
-        found = [part.found for part in self.parts]
-        return [mean.scales if isinstance(mean, SignPayload) else mean for mean in found]
+        """Return tensors whose elements are finite if the mean is, and as large as its largest one or larger.
+
+        Of codes they are the scales: those of the mean, or the mean of all ranks'.
+        """
+        return [_bound(part.found, part.bucket) if isinstance(part.found, SignPayload) else part.found
+                for part in self.parts]  # fmt: skip
 
     @property
     def ok(self) -> bool:
@@ -101,6 +104,11 @@ class Agreed(NamedTuple):
         """Write the errors that are not written with the step."""
         for part in self.parts:
             part.keep()
+
+
+def _bound(found: SignPayload, bucket: Bucket) -> Tensor:
+    rows = bucket.segments.valid.shape[0]
+    return found.scales.view(rows, -1, found.scales.shape[-1]).mean(1)
 
 
 @remembered
@@ -141,7 +149,7 @@ class Wire(NamedTuple):
         """Average vectors that are formed for this and may be overwritten. rows: bucket -> (n,)."""
         parts = []
         for bucket, e, d, fused in self.plan(leaves, sync):
-            if fused is None or not self.servers:  # whose codes do not tell how large the mean is
+            if fused is None:
                 parts.append(self._decoded(bucket, rows(bucket), e, d))
                 continue
             x = rows(bucket).view(bucket.segments.valid.shape[0], -1)
