@@ -86,7 +86,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "onebit_adam_": lambda: [
         (
             *_momentum(keep), _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), [*_EACH],
-            1e-6, 0.1, 1e-2, 0.5, 0.25, keep,
+            1e-6, 0.1, 1e-2, 0.5, 0.25, keep, _momentum()[0] if ranks > 1 or not keep else [],
         )
         for keep, ranks in ((True, 1), (False, 1), (True, 3))
     ],

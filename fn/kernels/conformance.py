@@ -229,7 +229,7 @@ def arguments(
         ),
         "onebit_adam_": lambda: (
             tensors(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
-            scales(2, 1 + 2 * frozen, segments), *each, *descent, True,
+            scales(2, 1 + 2 * frozen, segments), *each, *descent, True, tensors() if strided else [],
         ),
         "onebit_adam_feedback_": lambda: (
             tensors(), tensors(), tensors(min=0.0), tensors(), 0.9, numbers(wide, 2, n).contiguous(),

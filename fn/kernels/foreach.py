@@ -70,16 +70,18 @@ def momentum_encode(
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
-    keep_zeros: bool,
+    keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference_step.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
-    if not plain(params, mu, nu, (scales,)):
+    if not plain(params, mu, nu, (scales,), copies):
         return NotImplemented
     _decode_into(mu, bits, scales, valid, runs)
     for p, m, v in chunks(params, mu, nu):
         if keep_zeros:
             _clear(m, v)
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+    if copies:
+        torch._foreach_copy_([*copies], [*params])
     return None
 
 

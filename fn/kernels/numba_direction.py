@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from fn.kernels.buffers import empty
-from fn.kernels.numba_sign_loops import ZERO, compiled
+from fn.kernels.numba_sign_loops import ZERO, compiled, write
 from fn.kernels.numba_step import addresses, extents, lerp_weight, whole
 from fn.kernels.places import places, plain, run
 from fn.kernels.simd import (
     LANES,
+    SOON,
     above_zero,
     add,
     divide,
@@ -24,6 +25,7 @@ from fn.kernels.simd import (
     load,
     mul,
     multiply_add,
+    prefetch,
     put,
     select,
     splat,
@@ -48,11 +50,17 @@ def drift_places(
         p, anchor, mu = get_int(ps, s) + 4 * start, get_int(anchors, s) + 4 * start, get_int(mus, s) + 4 * start
         g, nu, to = get_int(gs, s) + 4 * start, get_int(nus, s) + 4 * start, out + 4 * (r * n + first)
         full = count - count % LANES
+        aside = past_cache and to % 32 == 0
         for i in range(0, full, LANES):
+            prefetch(p, i + SOON)
+            prefetch(anchor, i + SOON)
+            prefetch(g, i + SOON)
+            prefetch(mu, i + SOON)
+            prefetch(nu, i + SOON)
             x, m, v = load(g, i), load(mu, i), load(nu, i)
             m = select(above_zero(v), multiply_add(weight_, sub(m, x), x if small else m), zero)
             went = mul(sub(load(p, i), load(anchor, i)), add(square_root(v), eps_))
-            store(to, i, sub(went, mul(lr_, m)))
+            write(to, i, sub(went, mul(lr_, m)), aside)
         for i in range(full, count):
             x, m, v = get(g, i), get(mu, i), get(nu, i)
             m = (x if small else m) + weight * (m - x) if v > ZERO else ZERO

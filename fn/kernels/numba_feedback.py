@@ -22,6 +22,7 @@ from fn.kernels.numba_step import addresses, encode_averages, extents, lerp_weig
 from fn.kernels.places import Places, places, plain, run
 from fn.kernels.simd import (
     LANES,
+    SOON,
     above_zero,
     add,
     below,
@@ -33,6 +34,7 @@ from fn.kernels.simd import (
     mul,
     multiply_add,
     positive,
+    prefetch,
     put,
     select,
     splat,
@@ -68,6 +70,11 @@ def feedback_places(
         my_up, my_down = splat(mine), splat(-mine)
         whole = count - count % LANES
         for i in range(0, whole, LANES):
+            prefetch(p, i + SOON)
+            prefetch(g, i + SOON)
+            prefetch(mu, i + SOON)
+            prefetch(nu, i + SOON)
+            prefetch(error, i + SOON)
             x, m = load(g, i), load(mu, i)
             b = add(multiply_add(weight_, sub(m, x), x if small else m), load(error, i))
             store(error, i, sub(b, select(positive(b), my_up, my_down)))

@@ -15,6 +15,7 @@ from numba import njit
 
 from fn.kernels.simd import (
     LANES,
+    SOON,
     add,
     below,
     both,
@@ -29,6 +30,7 @@ from fn.kernels.simd import (
     mul,
     multiply_add,
     positive,
+    prefetch,
     put,
     put_byte,
     put_double,
@@ -68,6 +70,11 @@ def encode_place(x, mu, weight, buffer, out, bits, sent, first, length, valid, p
     whole = length - length % LANES
     past_cache = past_cache and (out + 4 * first) % 32 == 0
     for i in range(first, first + whole, LANES):
+        prefetch(x, i + SOON)
+        if mu:
+            prefetch(mu, i + SOON)
+        if buffer:
+            prefetch(buffer, i + SOON)
         real = below(first + valid - i)
         b = load(x, i)
         if mu:

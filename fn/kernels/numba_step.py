@@ -19,7 +19,9 @@ from fn.kernels.numba_sign_loops import ZERO, compiled, encode_place, mean_of_la
 from fn.kernels.places import Places, places, plain, run, runs_of_tensors
 from fn.kernels.reference import NORM_BLOCK
 from fn.kernels.simd import (
+    AHEAD,
     LANES,
+    SOON,
     above_zero,
     add,
     divide,
@@ -41,10 +43,6 @@ from fn.kernels.simd import (
     store,
     sub,
 )
-
-SOON, AHEAD = 1 << 9, 1 << 11
-"""Elements that are asked for ahead, measured: where several tensors are read, and one. Processors do not look beyond
-a page of memory by themselves, and a core reads as fast as it has lines under way."""
 
 
 @compiled
@@ -83,9 +81,10 @@ def encode_averages(
 @compiled
 def onebit_places(
     low, high, places, table, segments, valid, n, past_cache,
-    ps, mus, nus, widths, sizes, bits, row_stride, stride, ranks, scales, eps, decay, lr, c1, c2, keep_zeros, scratch,
+    ps, mus, nus, widths, sizes, copies, bits, row_stride, stride, ranks, scales, eps, decay, lr, c1, c2, keep_zeros,
+    scratch,
 ):  # fmt: skip
-    """Decode the mean momentum of W messages and take 1-bit Adam's step with it."""
+    """Decode the mean momentum of W messages and take 1-bit Adam's step with it. copies can be 0."""
     zero, eps_, decay_, lr_, c1_, c2_ = splat(ZERO), splat(eps), splat(decay), splat(lr), splat(c1), splat(c2)
     for k in range(low, high):
         r, place = k // places, table + 32 * (k % places)
@@ -98,9 +97,14 @@ def onebit_places(
             mean_place(theirs, stride, ranks, factors, segments, scratch - 4 * first, first, length, length, False)
         theirs, scale, other = theirs + first // 8, get(factors, 0), get(factors, segments) if ranks == 2 else ZERO
         up, down, other_up, other_down = splat(scale), splat(-scale), splat(other), splat(-other)
-        aside = past_cache and mu % 32 == 0
+        too = get_int(copies, s) + 4 * start if copies else 0
+        aside, too_aside = past_cache and mu % 32 == 0, past_cache and too % 32 == 0
         whole = count - count % LANES
         for i in range(0, whole, LANES):
+            prefetch(p, i + SOON)
+            prefetch(nu, i + SOON)
+            if not aside:
+                prefetch(mu, i + SOON)
             v = load(nu, i)
             m = mean_of_lanes(theirs, stride, ranks, up, down, other_up, other_down, scratch, i)
             if keep_zeros:
@@ -108,7 +112,10 @@ def onebit_places(
             write(mu, i, m, aside)
             u = divide(mul(m, c1_), add(mul(square_root(v), c2_), eps_))
             old = load(p, i)
-            store(p, i, sub(old, mul(lr_, multiply_add(decay_, old, u))))
+            new = sub(old, mul(lr_, multiply_add(decay_, old, u)))
+            store(p, i, new)
+            if too:
+                write(too, i, new, too_aside)
         for i in range(whole, count):
             v = get(nu, i)
             m = mean_of_one(theirs, stride, ranks, factors, segments, i)
@@ -118,6 +125,8 @@ def onebit_places(
             old = get(p, i)
             u = (m * c1) / (np.float32(np.sqrt(v)) * c2 + eps)
             put(p, i, old - lr * (u + decay * old))
+            if too:
+                put(too, i, get(p, i))
 
 
 @compiled
@@ -261,17 +270,17 @@ def lerp_weight(decay: float) -> tuple[bool, np.float32]:
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
-    keep_zeros: bool,
+    keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference_step.onebit_adam_`."""
     at = places(runs)
-    if not at.aligned or not plain(params, mu, nu, (scales,)):
+    if not at.aligned or not plain(params, mu, nu, (scales,), copies):
         return NotImplemented
-    tables = addresses(params), addresses(mu), addresses(nu), *extents(params, at)
+    tables, too = (addresses(params), addresses(mu), addresses(nu), *extents(params, at)), addresses(copies)
     numbers = map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))
     (received, row_stride, stride), scales = messages(bits), shares(scales)
     message = received.data_ptr(), row_stride, stride, bits.shape[1], scales.data_ptr()
-    ends = *(t.ctypes.data for t in tables), *message, *numbers, keep_zeros
+    ends = *(t.ctypes.data for t in tables), too.ctypes.data if copies else 0, *message, *numbers, keep_zeros
     run(onebit_places, at, valid.contiguous(), *ends, scratch=4 * NORM_BLOCK)
     return None
 

@@ -29,7 +29,7 @@ REFERENCES: dict[str, Kernel] = {
 _ARGUMENTS = {
     name: [a.split()[-1] for a in schema[1 : schema.rindex(") ->")].split(", ")] for name, schema in SCHEMAS.items()
 }
-_ALIKE = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh")  # lists of as many elements
+_ALIKE = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh", "copies")  # lists of as many elements
 _FLOATING = (*_ALIKE, "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling", "rates")
 _INTEGERS = {
     "bits": (torch.uint8,),
@@ -61,7 +61,7 @@ def check(name: str, args: Sequence[Any]) -> None:
     if name == "adamw_into_":
         _check_alike({key: named[key] for key in ("new", "old", "rows")})
     elif name in ON_LISTS and "mu" in named:
-        _check_lists({key: named[key] for key in _ALIKE if key in named})
+        _check_lists({key: named[key] for key in _ALIKE if key in named and (named[key] or key != "copies")})
     for key in ("scaling", "rates"):
         if key in named and named[key].shape != (len(named["mu"]),):
             raise ValueError(f"{key}: has shape {tuple(named[key].shape)}; allowed is one number per tensor of mu")

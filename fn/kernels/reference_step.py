@@ -111,6 +111,7 @@ def onebit_adam_(
     mu_weight: float,
     nu_weight: float,
     keep_zeros: bool,
+    copies: Sequence[Tensor],
 ) -> None:
     """Take the step of 1-bit Adam's compressed phase from the momentum of W messages, their mean.
 
@@ -119,12 +120,15 @@ def onebit_adam_(
 
     Args: params, mu, nu: S tensors each; params and mu are written. bits (R, W, ceil(n / 8)), scales (R, W, S), valid,
         runs: as for `reference.sign_decode_mean`; W is 1 for codes of the mean. mu_weight, nu_weight: w_mu, w_nu, 1
-        for no bias correction. keep_zeros: without it, mu is not masked.
+        for no bias correction. keep_zeros: without it, mu is not masked. copies: S tensors into which the new params
+        are copied, or none.
     """
     found = tensors_of(reference.sign_decode_mean(bits, scales, valid, runs), params, runs)
     for p, m, v, x in zip(params, mu, nu, found, strict=True):
         m.copy_(torch.where(v > 0, x, 0.0) if keep_zeros else x)
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+    for copy, p in zip(copies, params, strict=bool(copies)):
+        copy.copy_(p)
 
 
 def onebit_adam_feedback_(
@@ -155,7 +159,7 @@ def onebit_adam_feedback_(
     """
     b = _averages(mu, grads, decay, buffer.shape[0], runs) + buffer
     descent = eps, weight_decay, lr, mu_weight, nu_weight
-    onebit_adam_(params, mu, nu, bits, scales, valid, runs, *descent, keep_zeros)
+    onebit_adam_(params, mu, nu, bits, scales, valid, runs, *descent, keep_zeros, [])
     buffer.copy_(reference.sign_residual(b, sent, valid, runs))
 
 

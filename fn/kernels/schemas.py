@@ -34,7 +34,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "drift": "(Tensor[] params, Tensor[] anchors, Tensor[] mu, Tensor[] grads, Tensor[] nu, float decay, "
         "float eps, float lr, int rows, int[] runs) -> Tensor",
         "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_PLACE}, "
-        f"{_DESCENT}, bool keep_zeros) -> ()",
+        f"{_DESCENT}, bool keep_zeros, Tensor(c!)[] copies) -> ()",
         "onebit_adam_feedback_": "(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor[] grads, float decay, "
         f"Tensor(c!) buffer, Tensor sent, Tensor bits, Tensor scales, {_PLACE}, {_DESCENT}, bool keep_zeros) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "

@@ -25,6 +25,10 @@ from numba.extending import intrinsic
 
 LANES = 8
 
+SOON, AHEAD = 1 << 9, 1 << 11
+"""Elements that are asked for ahead, measured: where several tensors are read, and one. Processors do not look beyond
+a page of memory by themselves, and a core reads as fast as it has lines under way."""
+
 _F32 = ir.FloatType()
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _FLOATS = ir.VectorType(_F32, LANES)

@@ -75,15 +75,16 @@ class Agreed(NamedTuple):
 
     def step(
         self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], tail: Sequence[float], *,
-        factor: float = 1.0, keep_zeros: bool = True,
+        factor: float = 1.0, keep_zeros: bool = True, copies: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         """Write factor times the mean into mu, and take the step of `onebit_adam_` from it; errors too, from `sent`.
 
         Args: tail: eps, weight decay, learning rate and the weights of the moments. keep_zeros: must be true where the
-            mean is no codes.
+            mean is no codes. copies: tensors into which the new params are copied, or none; not with `sent`.
         """
         for bucket, found, _, sent in self.parts:
             p, m, v = lists = [[t[i] for i in bucket.places] for t in (params, mu, nu)]
+            too = [copies[i] for i in bucket.places] if copies else []
             with step_range("decode and apply"):
                 if isinstance(found, SignPayload):
                     rows = bucket.segments.valid.shape[0]
@@ -95,10 +96,12 @@ class Agreed(NamedTuple):
                         ops.direct("onebit_adam_feedback_", *lists, *feedback, *rule)
                     else:
                         place = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
-                        ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros)
+                        ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros, too)
                 else:
                     write(found if factor == 1 else found.mul_(factor), bucket, m)
                     ops.direct("adamw_", p, m, m, v, 0.0, 0.0, *tail, True)
+                    if too:
+                        torch._foreach_copy_(too, p)
 
     def keep(self) -> None:
         """Write the errors that are not written with the step."""

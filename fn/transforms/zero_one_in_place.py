@@ -96,8 +96,7 @@ def with_zero_one_in_place(
 
         def commit() -> None:  # from the anchor, with the mean in place of minus the learning rates times the momentum
             tail = h.eps, h.weight_decay, elapsed, 1.0, 1.0
-            mean.step(anchor, mu, nu, tail, factor=-1 / elapsed)
-            torch._foreach_copy_(tree.leaves(params), anchor)
+            mean.step(anchor, mu, nu, tail, factor=-1 / elapsed, copies=tree.leaves(params))
             link.peak.copy_(peak)
             link.step.add_(1)
             link.elapsed.zero_()

@@ -47,7 +47,7 @@ def test_of_a_worker(runner, sizes, ranks, messages, decay, padding_counts, keep
     message = theirs, mean, valid, runs, *DESCENT, keep_zeros
     once, again = ([[x.clone() for x in tensors] for tensors in (params, mu)] for _ in range(2))
     run("sign_residual_", b, scales, valid, runs)
-    run("onebit_adam_", *once, nu, *message)
+    run("onebit_adam_", *once, nu, *message, [])
     run("onebit_adam_feedback_", *again, nu, grads, decay, error, scales, *message)
     same_bits([error, *again[0], *again[1]], [b, *once[0], *once[1]])
 

@@ -107,6 +107,7 @@ WRONG = {
     "onebit_adam_: bits reversed": with_argument("onebit_adam_", 3, reversed_bits),
     "onebit_adam_: eps": with_argument("onebit_adam_", 7, lambda eps: 0.0),
     "onebit_adam_: zeros": with_argument("onebit_adam_", 12, lambda keep: not keep),
+    "onebit_adam_: no copies": with_argument("onebit_adam_", 13, lambda copies: []),
     "onebit_adam_: tail of params": without_the_last("onebit_adam_", [0]),
     "onebit_adam_: tail of mu": without_the_last("onebit_adam_", [1]),
     "onebit_adam_: past the end of params": past_the_end("onebit_adam_", lambda args: args[0][-1]),
