@@ -266,6 +266,13 @@ def magnitude(builder: Any, v: Any) -> Any:
     return builder.and_(builder.bitcast(v, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
 
 
+@_define(bools, floats)
+def is_normal(builder: Any, v: Any) -> Any:
+    """Return |v| >= 2**-126, the smallest normal number; true for Inf and NaN."""
+    bits = builder.and_(builder.bitcast(v, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
+    return builder.icmp_signed(">=", bits, ir.Constant(_INTS, [0x00800000] * LANES))
+
+
 @_define(ints)
 def no_magnitude(builder: Any) -> Any:
     """Return a vector of zeros."""

@@ -10,6 +10,7 @@ from fn.kernels import places, reference, reference_int
 numba = pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 from fn.kernels import numba_int as blocks  # noqa: E402
 from fn.kernels import numba_sign as fused  # noqa: E402
+from fn.kernels import numba_step as steps  # noqa: E402
 
 RUNS = [
     [1, 8], [1, 1], [1, 7], [1, 9], [1, 4096], [1, 4097], [1, 12296], [3, 8, 1, 40, 2, 4104, 1, 13], [5, 64, 1, 24],
@@ -139,3 +140,20 @@ def test_threads_of_torch_are_left_alone():
     n = places.THREADED
     torch.ops.fn.sign_encode(torch.ones(1, n), torch.tensor([[n]]), [1, n])
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize("n", [3, 8, 29])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_momentum_below_the_normal_numbers_comes_to_rest_at_zero(n, frozen):
+    """Rounding alone would keep it at 5.6e-45 for ever, where some processors take many times as long."""
+    tiny = torch.finfo(torch.float32).tiny
+    start = torch.tensor([4 * 1.4e-45, -1e-39, tiny * 1.2, -tiny * 1.2, tiny, 1e-3, -2.0, float("nan")])
+    mu, nu = start.repeat(4)[:n].clone(), torch.full((n,), 1e-4)
+    lists = [torch.zeros(n)], [torch.zeros(n)], [mu], [nu]
+    steps.adamw_(*lists, 0.9, 0.99, 1e-8, 0.0, 1e-3, 1.0, 1.0, frozen)
+    decayed = 0.9 * start.repeat(4)[:n]
+    expected = torch.where(decayed.abs() < tiny, 0.0, decayed)
+    torch.testing.assert_close(mu, expected, rtol=1e-6, atol=0, equal_nan=True)
+    new, old = [torch.zeros(n) for _ in range(3)], [torch.zeros(n), start.repeat(4)[:n].clone(), nu]
+    steps.adamw_into_(new, [torch.zeros(n)], old, 0.9, 0.99, 1e-8, 0.0, 1e-3, 1.0, 1.0)
+    torch.testing.assert_close(new[1], expected, rtol=1e-6, atol=0, equal_nan=True)
