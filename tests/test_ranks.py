@@ -142,9 +142,7 @@ def through_the_adapter(name: str, dtype: torch.dtype, groups: int = 1, **option
     split = [params] if groups == 1 else [params[:2], params[2:]]
     with bound():
         make = partial(optimizer.make, axis="data")
-        opt = fn.Optimizer(
-            [{"params": p} for p in split], make, schedule=schedule_of(name), lr=optimizer.lr, **options
-        )
+        opt = fn.Optimizer([{"params": p} for p in split], make, schedule=schedule_of(name), lr=optimizer.lr, **options)
     for t in range(STEPS):  # outside of the binding: the optimizer keeps the one it was built in
         for p, g in zip(params, gradient(t, dist.get_rank(), dtype), strict=True):
             p.grad = g
