@@ -10,6 +10,7 @@ from registry import each_optimizer, each_phase
 
 import fn
 from fn import Phase, tree
+from fn.base import has_phase, unchanged
 from fn.collectives.agreement import check_agreement, describe
 
 
@@ -201,6 +202,30 @@ def test_a_norm_to_clip_by_that_is_nan_is_refused():
         fn.clip_by_global_norm(float("nan"))
     with pytest.raises(ValueError, match="max_norm: is nan"):
         fn.Optimizer([torch.nn.Parameter(torch.ones(3))], fn.adamw, max_norm=float("nan"))
+
+
+SYNC = partial(fn.compressed_average, "data", fn.sign())
+LINKS = {
+    "adam": fn.scale_by_adam,
+    "1-bit Adam": lambda: fn.scale_by_onebit_adam(sync=SYNC()),
+    "1-bit LAMB": lambda: fn.scale_by_onebit_lamb(sync=SYNC(layout="fused")),
+    "0/1 Adam": lambda: fn.scale_by_zero_one_adam(0.1, sync=SYNC()),
+    "0/1 Adam of gradients": lambda: fn.scale_by_zero_one_adam(0.1, sync=SYNC(), compress="gradients"),
+    "average in codes": lambda: fn.average("data", fn.int8()),
+    "compressed average": SYNC,
+    "sharded": lambda: fn.sharded(fn.scale_by_adam(), "data"),
+}
+PHASES = [(name, phase) for name, make in LINKS.items() for phase in Phase if has_phase(make(), phase)]
+SPEAKS = [(name, phase) for name, phase in PHASES if getattr(LINKS[name](), f"{phase.value}_update") is not unchanged]
+
+
+@pytest.mark.parametrize(("name", "phase"), SPEAKS)
+def test_a_link_that_is_given_params_for_its_state_names_the_order_of_the_arguments(name, phase):
+    tx, params = LINKS[name](), {"w": torch.ones(8)}
+    state = tx.init(params)
+    with pytest.raises(TypeError, match=r"state: is dict; allowed is what init returned; .*\(updates, state, params\)"):
+        tx.update(phase)(params, params, state)
+    tx.update(phase)(params, state, params)
 
 
 def optimizer_of(make=fn.adamw, **more):

@@ -136,15 +136,13 @@ def pure(name: str, dtype: torch.dtype) -> tuple:
     return params, state
 
 
-def through_the_adapter(name: str, dtype: torch.dtype, groups: int = 1, compile: bool = False) -> tuple:
+def through_the_adapter(name: str, dtype: torch.dtype, groups: int = 1, **options: Any) -> tuple:
     optimizer = BY_NAME[name]
     params = [torch.nn.Parameter(p) for p in start(dtype)]
     split = [params] if groups == 1 else [params[:2], params[2:]]
     with bound():
         make = partial(optimizer.make, axis="data")
-        opt = fn.Optimizer(
-            [{"params": p} for p in split], make, schedule=schedule_of(name), lr=optimizer.lr, compile=compile
-        )
+        opt = fn.Optimizer([{"params": p} for p in split], make, schedule=schedule_of(name), lr=optimizer.lr, **options)
     for t in range(STEPS):  # outside of the binding: the optimizer keeps the one it was built in
         for p, g in zip(params, gradient(t, dist.get_rank(), dtype), strict=True):
             p.grad = g
@@ -218,20 +216,31 @@ def test_two_param_groups_train_what_one_trains(optimizer):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def compiled(name: str) -> tuple:
-    eager = through_the_adapter(name, torch.float32)
+def compiled(name: str, max_norm: float | None) -> tuple:
+    eager = through_the_adapter(name, torch.float32, max_norm=max_norm)
     real = torch.compile
     torch.compile = partial(real, backend="aot_eager")
     try:
-        return eager[0], through_the_adapter(name, torch.float32, compile=True)[0]
+        return eager[0], through_the_adapter(name, torch.float32, max_norm=max_norm, compile=True)[0]
     finally:
         torch.compile = real
 
 
-def test_compiled_steps_agree_with_eager_ones_on_processes():
-    for eager, fast in ranks.run(2, compiled, "onebit_adam"):
+CLIPPED = (("onebit_adam", None), ("onebit_adam", 0.5))
+
+
+@pytest.mark.parametrize("case", CLIPPED, ids=["as they are", "clipped"])
+def test_compiled_steps_agree_with_eager_ones_on_processes(case):
+    first, second = (found[case] for found in answers(2, compiled, CLIPPED))
+    for eager, fast in (first, second):
         for a, b in zip(eager, fast, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert same_bits(first[1], second[1])
+
+
+def test_what_is_clipped_in_these_steps_ends_elsewhere():
+    (plain, _), (clipped, _) = (answers(2, compiled, CLIPPED)[0][case] for case in CLIPPED)
+    assert max(float((a - b).abs().max()) for a, b in zip(plain, clipped, strict=True) if a.numel()) > 1e-3
 
 
 # Bad numbers and missing gradients.

@@ -30,7 +30,7 @@ from fn import tree
 from fn.adapters import checkpoint_files as files
 from fn.adapters import checkpoint_state as portable
 from fn.adapters.carried import PREFIX
-from fn.adapters.state_dict import SAVED_BY, flat_state, restore_flat
+from fn.adapters.state_dict import SAVED_BY, about_servers, flat_state, restore_flat
 from fn.adapters.torch_optim import Optimizer
 from fn.collectives.peers import named, remember
 
@@ -186,7 +186,8 @@ def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> Non
     free = (PREFIX, "extra.") if extra is None else (PREFIX,)
     optional = {k for k in wanted | set(forms) if k.endswith(".initial_lr") or k.startswith(free)}
     for key in sorted((wanted ^ set(forms)) - optional):
-        raise ValueError(f"checkpoint: {key!r} is {'missing' if key in wanted else 'of no use to this optimizer'}")
+        what = "missing" if key in wanted else "of no use to this optimizer"
+        raise ValueError(f"checkpoint: {key!r} is {what}{about_servers(key, wanted, forms)}")
 
 
 def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:

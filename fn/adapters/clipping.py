@@ -35,6 +35,8 @@ def clipped(update: UpdateFn, phase: Phase, max_norm: float, axis: str | None, s
     norm, which is an upper bound of the norm of the mean. It is a 4-byte message ahead of the others. So it is in a
     warm-up in codes.
 
+    An update that is compiled is compiled before: the clipping binds the axis anew, which no compiler can trace.
+
     Args: update: of a transform over all groups. phase: of the update. max_norm: positive. axis: the ranks. state: of
         the transform; it tells whether the warm-up is in codes.
     """

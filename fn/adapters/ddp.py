@@ -189,7 +189,9 @@ def average_gradients(
         elements: that travel together, at least.
         servers: as for `compressed_average`; False is faster for two ranks.
     Returns: what runs it; its `states` are the errors, `state_dict` and `load_state_dict` continue it.
-    Raises: TypeError if the model is of another type; ValueError, on all ranks, if they disagree.
+    Raises: TypeError if the model is of another type; ValueError, on all ranks, if they disagree. From then on
+        `backward` raises what fails behind it, as it is: `PeerLost` if a rank ends or stops answering. Errors and steps
+        are then as before, and gradients of no use. What all ranks raised can be caught, and the pass taken again.
     """
     group = _check(model).process_group
     params = [p for p in model.module.parameters() if p.requires_grad]

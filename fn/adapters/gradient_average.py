@@ -18,11 +18,13 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.amp import unscaled
 from fn.adapters.arrivals import Arrivals, leaving_order
+from fn.adapters.backward_end import raise_at_end
 from fn.adapters.communication_thread import CommunicationThread
 from fn.adapters.state_dict import check_fits
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding
 from fn.collectives.ledger import ledger
+from fn.collectives.peers import named
 from fn.schedules import Schedule, phase_of
 from fn.transforms.finite import all_finite
 
@@ -52,6 +54,7 @@ class GradientAverage:
         self.bytes: dict[Phase, int] = {}
         self._parcels, self._transform, self._scaler = parcels, transform, scaler
         self._frozen, self._place = frozen, _place(binding)
+        self._wires = {axis: bound.transport for axis, bound in binding.axes.items()}
         self._order = leaving_order(parcels, params)
         self._thread = CommunicationThread(binding, params[0].device)
         self._start(Phase.WARMUP)
@@ -69,7 +72,7 @@ class GradientAverage:
         self._sent = 0
 
     def on_bucket(self, bucket: Any) -> Any:
-        """DDP's communication hook: return a future of the bucket, averaged.
+        """DDP's communication hook: return a future of the bucket, averaged; what fails is raised by `backward`.
 
         Raises: ValueError in the local phase, in which nobody would average.
         """
@@ -87,7 +90,7 @@ class GradientAverage:
         for parcel in [*ready, *(self._arrivals.rest() if bucket.is_last() else [])]:
             self._jobs[parcel] = self._thread.submit(self._job(parcel, self._arrivals.grads(parcel)))
         if bucket.is_last():
-            self._thread.submit(self._finish)
+            raise_at_end(self._thread.submit(self._finish))
         return done
 
     def _warn_of_thawed(self) -> None:
@@ -106,7 +109,7 @@ class GradientAverage:
                 if job.done():
                     job.result()
             params = [p.detach() for p in self._parcels[parcel]]
-            with ledger() as sent:
+            with ledger() as sent, named(self._wires):
                 wide = unscaled((grads,), self._scale, None)[0]
                 means, after = self._transform.update(self._phase)(wide, self.states[parcel], params)
             self._sent += sent.total
@@ -117,22 +120,18 @@ class GradientAverage:
         return run
 
     def _finish(self) -> None:
-        """Take the new errors over if all parcels are finite; let DDP go on."""
+        """Take the new errors over if all parcels are finite; let DDP go on, also where a job failed; raise that."""
         try:
             results = [self._jobs[parcel].result() for parcel in range(len(self._parcels))]
-        except BaseException as error:
-            failed: Any = error  # torch annotates it as a tensor
-            for future, _ in self._waiting:
-                future.set_exception(failed)
-            return
-        if all(finite for finite, _ in results):
-            self.states = tuple(after for _, after in results)
-        else:
-            self.skipped += 1
-        self.steps += 1
-        self.bytes[self._phase] = self._sent
-        for future, buffer in self._waiting:
-            future.set_result(buffer)
+            if all(finite for finite, _ in results):
+                self.states = tuple(after for _, after in results)
+            else:
+                self.skipped += 1
+            self.steps += 1
+            self.bytes[self._phase] = self._sent
+        finally:
+            for future, buffer in self._waiting:
+                future.set_result(buffer)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return steps, skipped steps and errors as a flat {path: tensor}. The errors are this rank's own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -91,7 +91,7 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     """
     optional = {path for path in {*own, *saved} if path.endswith(".initial_lr") or path.startswith(carried.PREFIX)}
     for path in sorted((set(own) ^ set(saved)) - optional):
-        hint = ""
+        hint = about_servers(path, own, saved)
         if path.startswith("schedule."):
             what = "opt.state_dict() has it" if path in own else "leave it out"
             hint = f"; only fn.freeze_when_stable has it, so the schedules differ; if that is meant, {what}"
@@ -111,6 +111,19 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
                 f"state_dict: {path!r} says shard {theirs[0]} of {theirs[1]}, but this rank has shard {mine[0]} of "
                 f"{mine[1]}; shards belong to the ranks and the order of axes they were made for"
             )
+
+
+def about_servers(path: str, own: Collection[str], saved: Collection[str]) -> str:
+    """Return what to say of a path of one of two states whose other has no errors of servers beside those of workers.
+
+    Empty if that is not so.
+    """
+    before, errors, _ = path.partition(".server.")
+    lacks = own if path in saved else saved
+    halves = [any(p.startswith(f"{before}.{half}.") for p in lacks) for half in ("worker", "server")]
+    if not errors or halves != [True, False]:
+        return ""
+    return f"; saved with servers={path in saved}, but this has servers={path in own}: make it as the saved one was"
 
 
 def _without_foreign_errors(

@@ -235,10 +235,10 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self, phase: Phase) -> UpdateFn:
         if phase not in self._updates:
             joined = self._joined(phase).update(phase)
+            update = detached(compiled(donate(joined)) if self._compile else donate(joined))
             if self._max_norm is not None:
-                joined = clipped(joined, phase, self._max_norm, next(iter(self._axes()), None), self.states)
-            update = donate(joined)
-            update = detached(compiled(update) if self._compile else update)
+                how = phase, self._max_norm, next(iter(self._axes()), None), self.states
+                joined, update = clipped(joined, *how), clipped(update, *how)
             if isinstance(joined, InPlace) and not self._compile:
                 update = staged(joined, update, lambda: not self._gradients.absent)
             self._updates[phase] = update

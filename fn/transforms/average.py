@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, missing, unchanged
+from fn.base import Phase, Transform, check_state, missing, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size
@@ -76,6 +76,7 @@ def average(
         return CodedAverageState(inner.init(params))
 
     def warmup(updates: Tree, state: CodedAverageState, params: Tree, /) -> tuple[Tree, CodedAverageState]:
+        check_state(state, CodedAverageState)
         mean, errors = inner.compressed_update(updates, state.gradient_errors, params)
         return mean, CodedAverageState(errors)
 
@@ -184,6 +185,7 @@ def _in_codes(
         return state
 
     def compressed(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        check_state(state, ErrorFeedbackState)
         if axis_size(axis) == 1:
             return primitives.pmean(updates, axis), state
         leaves, structure = tree.flatten(updates)

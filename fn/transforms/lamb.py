@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, check_transform, missing, stateless
+from fn.base import Phase, Transform, check_state, check_transform, missing, stateless
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -151,6 +151,7 @@ def onebit_lamb_by_tensor(
         return OnebitLambState(step, mu, nu, fresh, zero, factor, ratio, scaling, rest, sync.init((mu, rest)))
 
     def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
+        check_state(state, OnebitLambState)
         tree.check_updates(updates, state.mu)
         rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
@@ -167,6 +168,7 @@ def onebit_lamb_by_tensor(
         return out, state
 
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
+        check_state(state, OnebitLambState)
         tree.check_updates(updates, state.mu)
         leaves, structure = tree.flatten(updates)
         each = hypers(len(leaves))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, check_number, check_transform, lift, missing
+from fn.base import Phase, Transform, check_number, check_state, check_transform, lift, missing
 from fn.kernels import reference
 from fn.kernels.eager import is_eager, pooled
 
@@ -57,6 +57,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         return AdamState(*start_moments(params))
 
     def update(updates: Tree, state: AdamState, params: Tree, /) -> tuple[Tree, AdamState]:
+        check_state(state, AdamState)
         tree.check_updates(updates, state.mu)
         mu, nu = moving_average(state.mu, updates, b1), moving_average_of_squares(state.nu, updates, b2)
         mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
@@ -107,6 +108,7 @@ def scale_by_onebit_adam(
         return adam_direction(state.mu, state.nu, eps, *weights)
 
     def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
+        check_state(state, OnebitAdamState)
         tree.check_updates(updates, state.mu)
         mu, sync_state = sync.warmup_update(moving_average(state.mu, updates, b1), state.sync, params)
         nu = moving_average_of_squares(state.nu, updates, b2)
@@ -115,6 +117,7 @@ def scale_by_onebit_adam(
         return direction(state), state
 
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
+        check_state(state, OnebitAdamState)
         tree.check_updates(updates, state.mu)
         mu, sync_state = sync.compressed_update(moving_average(state.mu, updates, b1), state.sync, params)
         weight = b1 * state.mu_weight + (1 - b1)

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import base, tree
 from fn.base import Phase, Transform, UpdateFn, check_transform, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size
@@ -157,6 +157,7 @@ def sharded(
         move: UpdateFn = getattr(inner, f"{own.value}_update")
 
         def update(updates: Tree, state: ShardedState, params: Tree, /) -> tuple[Tree, ShardedState]:
+            base.check_state(state, ShardedState)
             codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
             given, (leaves, structure) = tree.leaves(updates), tree.flatten(params)
             plan, index = rules.arrange(leaves), axis_index(axis)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, check_transform
+from fn.base import Transform, check_state, check_transform
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -123,11 +123,13 @@ def scale_by_zero_one_adam(
         return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor)
 
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        check_state(state, ZeroOneAdamState)
         tree.check_updates(updates, state.mu)
         nu = moving_average_of_squares(state.nu, updates, b2)
         return agreed_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
 
     def compress_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        check_state(state, ZeroOneAdamState)
         tree.check_updates(updates, state.mu)
         wide = tree.map(lambda g, m: g.to(m.dtype), updates, state.mu)
         mean, sync_state = sync.compressed_update(wide, state.sync, params)
@@ -135,6 +137,7 @@ def scale_by_zero_one_adam(
         return agreed_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params)
 
     def step_alone(updates: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, Tree]:
+        check_state(state, ZeroOneAdamState)
         tree.check_updates(updates, state.mu)
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
         moves = tree.map(lambda u: -lr * u, adam_direction(mu, state.nu, eps))

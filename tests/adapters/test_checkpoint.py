@@ -385,6 +385,27 @@ def test_a_missing_file_an_empty_folder_and_another_optimizer_are_refused(tmp_pa
         checkpoint.load(tmp_path, opt)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("make", [fn.onebit_adam, fn.onebit_lamb, fn.zero_one_adam])
+def test_a_state_with_other_servers_is_refused_and_the_message_says_so(make, saved, tmp_path):
+    def of(servers: bool, **more: Any) -> fn.Optimizer:
+        params = [torch.nn.Parameter(torch.ones(40, 30)), torch.nn.Parameter(torch.ones(8))]
+        return fn.Optimizer(params, partial(make, axis="data", servers=servers, **more), lr=0.01)
+
+    opt, other = of(saved), of(not saved)
+    before = bits(other.states)
+    checkpoint.save(tmp_path, opt)
+    text = f"'state.0.*.server.0' is .*; saved with servers={saved}, but this has servers={not saved}"
+    with pytest.raises(ValueError, match=f"checkpoint: {text}"):
+        checkpoint.load(tmp_path, other)
+    with pytest.raises(ValueError, match=f"state_dict: {text}"):
+        other.load_state_dict(opt.state_dict())
+    assert same(bits(other.states), before)
+    for error in (fn.off(), fn.classic(lazy=True)):  # which differ in other ways
+        with pytest.raises(ValueError, match=r"'state\..*' is (missing|unexpected)$"):
+            of(True, feedback=error).load_state_dict(of(True).state_dict())
+
+
 @pytest.mark.parametrize(
     ("give", "text"),
     [

@@ -615,10 +615,11 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_path_and_nothing_is_loaded
 # Compiled.
 
 
-def test_compiled_steps_agree_with_eager_ones_and_keep_their_buffers(graphs):
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_compiled_steps_agree_with_eager_ones_and_keep_their_buffers(graphs, max_norm):
     p, q = parameters(), parameters()
-    eager = fn.Optimizer(p, onebit, schedule=fn.freeze_after(2), lr=0.1)
-    fast = fn.Optimizer(q, onebit, schedule=fn.freeze_after(2), lr=0.1, compile=True)
+    eager = fn.Optimizer(p, onebit, schedule=fn.freeze_after(2), lr=0.1, max_norm=max_norm)
+    fast = fn.Optimizer(q, onebit, schedule=fn.freeze_after(2), lr=0.1, max_norm=max_norm, compile=True)
     pointers = [x.data_ptr() for x in tree.leaves(fast.states)]
     for t in range(4):
         steps(eager, p, 1, t)

@@ -1,0 +1,36 @@
+"""Raise at the end of a backward pass under DDP what failed behind it, as the type that it is.
+
+Of an exception in a bucket's future DDP makes a RuntimeError. A callback of autograd may raise any type.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+import torch
+from torch.autograd import Variable
+
+from fn.errors import PeerLost
+
+
+def raise_at_end(finished: Future[None]) -> None:
+    """Raise what a future holds at the end of the running backward pass. For a communication hook, at the last bucket.
+
+    DDP has to end its pass first, or it takes no other one. It queues its end after the last bucket: behind what is
+    queued here, before what that queues in turn. Not so after the loss of a rank: DDP's own messages, those about
+    unused parameters, fail as well, in its end, which would hide what was lost; and there is no other pass.
+    """
+    is_in_pass = torch._C._current_graph_task_id() != -1
+    queue = Variable._execution_engine.queue_callback
+
+    def before_ddp_ends() -> None:
+        if not is_in_pass or isinstance(finished.exception(), PeerLost):
+            finished.result()
+        else:
+            queue(finished.result)
+
+    # No node runs while a static graph sends the buckets of its first pass, or a rank that has joined sends zeros.
+    if torch._C._current_autograd_node() is None:
+        before_ddp_ends()
+    else:
+        queue(before_ddp_ends)
