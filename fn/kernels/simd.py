@@ -31,8 +31,7 @@ a page of memory by themselves, and a core reads as fast as it has lines under w
 
 _F32 = ir.FloatType()
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
-_FLOATS = ir.VectorType(_F32, LANES)
-_INTS = ir.VectorType(_I32, LANES)
+_FLOATS, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _BOOLS = ir.VectorType(ir.IntType(1), LANES)
 
 
