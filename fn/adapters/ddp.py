@@ -191,7 +191,8 @@ def average_gradients(
     Returns: what runs it; its `states` are the errors, `state_dict` and `load_state_dict` continue it.
     Raises: TypeError if the model is of another type; ValueError, on all ranks, if they disagree. From then on
         `backward` raises what fails behind it, as it is: `PeerLost` if a rank ends or stops answering. Errors and steps
-        are then as before, and gradients of no use. What all ranks raised can be caught, and the pass taken again.
+        are then as before, and gradients of no use. What all ranks raised can be caught, and the pass taken again after
+        `zero_grad`, with `no_sync` from its first batch on.
     """
     group = _check(model).process_group
     params = [p for p in model.module.parameters() if p.requires_grad]

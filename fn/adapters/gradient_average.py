@@ -90,7 +90,7 @@ class GradientAverage:
         for parcel in [*ready, *(self._arrivals.rest() if bucket.is_last() else [])]:
             self._jobs[parcel] = self._thread.submit(self._job(parcel, self._arrivals.grads(parcel)))
         if bucket.is_last():
-            raise_at_end(self._thread.submit(self._finish))
+            raise_at_end(self._thread.submit(self._finish), [future for future, _ in self._waiting])
         return done
 
     def _warn_of_thawed(self) -> None:

@@ -26,6 +26,8 @@ from fn.adapters.torch_optim import Optimizer
 from fn.base import Phase
 from fn.collectives.axis import Binding
 from fn.collectives.ledger import ledger
+from fn.collectives.peers import hang_up
+from fn.errors import PeerLost
 from fn.transforms.in_place import Staged
 
 logger = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Overlap:
         self._known, self._said_thawed = {*map(id, params)}, False
         self._threads = [CommunicationThread(binding, params[0].device) for binding in bindings]
         self._rate, self._least, self._alike = rate, least, alike
+        self._wires = [axis.transport for binding in bindings for axis in binding.axes.values()]
         self._is_first = all(int(axis.rank) == 0 for axis in bindings[0].axes.values())
         self.bytes: dict[Phase, int] = {}
         """What a rank sends in a step of each phase, once one has been taken ahead."""
@@ -179,6 +182,9 @@ class Overlap:
                 self._sent[group] = sent.total
             except BaseException as error:
                 self._error = error
+                if isinstance(error, PeerLost):  # others may wait for this rank on the groups of the other threads
+                    for transport in self._wires:
+                        hang_up(transport)
                 raise
             return found
 

@@ -139,8 +139,8 @@ def adamw_places(
 ):  # fmt: skip
     """Take AdamW's step, place by place.
 
-    A momentum below the smallest normal number becomes zero. Where gradients stay zero, such as those of words that
-    are rare, it would otherwise come to rest at 5.6e-45, and some processors take many times as long for such numbers.
+    A momentum below the smallest normal number becomes zero. Where gradients stay zero, as those of rare words do, it
+    would otherwise come to rest at 5.6e-45, and some processors take many times as long for such numbers.
     """
     weight_, b2_, rest2_, eps_, zero = splat(weight), splat(b2), splat(rest2), splat(eps), splat(ZERO)
     decay_, lr_, c1_, c2_ = splat(decay), splat(lr), splat(c1), splat(c2)

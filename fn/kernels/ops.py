@@ -29,8 +29,10 @@ REFERENCES: dict[str, Kernel] = {
 _ARGUMENTS = {
     name: [a.split()[-1] for a in schema[1 : schema.rindex(") ->")].split(", ")] for name, schema in SCHEMAS.items()
 }
-_ALIKE = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh", "copies")  # lists of as many elements
-_FLOATING = (*_ALIKE, "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling", "rates")
+_ALIKE = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh")  # lists of as many elements
+_FLOATING = (
+    *_ALIKE, "copies", "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling", "rates",
+)  # fmt: skip
 _INTEGERS = {
     "bits": (torch.uint8,),
     "valid": (torch.int64,),
@@ -61,10 +63,17 @@ def check(name: str, args: Sequence[Any]) -> None:
     if name == "adamw_into_":
         _check_alike({key: named[key] for key in ("new", "old", "rows")})
     elif name in ON_LISTS and "mu" in named:
-        _check_lists({key: named[key] for key in _ALIKE if key in named and (named[key] or key != "copies")})
+        _check_lists({key: named[key] for key in _ALIKE if key in named})
+        _check_copies(named.get("copies", ()), named.get("params", ()))
     for key in ("scaling", "rates"):
         if key in named and named[key].shape != (len(named["mu"]),):
             raise ValueError(f"{key}: has shape {tuple(named[key].shape)}; allowed is one number per tensor of mu")
+
+
+def _check_copies(copies: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    shapes, allowed = ([tuple(t.shape) for t in tensors] for tensors in (copies, params))
+    if copies and shapes != allowed:
+        raise ValueError(f"copies: has tensors of shapes {shapes}; allowed are those of params, {allowed}, or none")
 
 
 def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:

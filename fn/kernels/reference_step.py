@@ -183,6 +183,9 @@ def adamw_(
 
     Args: params, grads, mu, nu: as many tensors each; all but grads are written. mu_weight, nu_weight: those after
         this step, 1 for no bias correction. frozen: nu rests, and mu stays 0 where nu is.
+
+    A kernel may write zero for a momentum below the smallest normal number, 2**-126 in float32. With a gradient of zero
+    rounding would keep it at a few of the smallest numbers there are, with which some processors are slow.
     """
     for p, g, m, v in zip(params, grads, mu, nu, strict=True):
         g = g.to(m.dtype)

@@ -111,7 +111,8 @@ class Agreed(NamedTuple):
 
 def _bound(found: SignPayload, bucket: Bucket) -> Tensor:
     rows = bucket.segments.valid.shape[0]
-    return found.scales.view(rows, -1, found.scales.shape[-1]).mean(1)
+    scales = found.scales.view(rows, -1, found.scales.shape[-1])
+    return (scales / scales.shape[1]).sum(1)  # divided first, as where codes are decoded: a sum could overflow
 
 
 @remembered

@@ -150,3 +150,28 @@ def test_a_rank_that_has_joined_takes_part_with_zeros():
     (shorter, _, _), (longer, found, expected) = case.answer("joined")
     assert (shorter, longer) == (3, 3)
     assert all(np.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, expected, strict=True))
+
+
+class Stuck(torch.futures.Future):
+    """A future that cannot be completed, as on a device whose events fail."""
+
+    def set_result(self, result: Any) -> None:
+        raise OSError("no event")
+
+
+@case
+def left_open() -> str:
+    model, _, opt = start("plain", Flaky())
+    train(model, opt, range(1))
+    plain, torch.futures.Future = torch.futures.Future, Stuck
+    try:
+        backward(model, 1)
+    except OSError as error:
+        return str(error)
+    finally:
+        torch.futures.Future = plain
+    return "nothing"
+
+
+def test_nobody_waits_for_a_bucket_that_is_left_open():
+    assert case.answer("left_open") == ["no event"] * 2

@@ -206,9 +206,9 @@ def zero_one_against_the_pure_chain(hyper: dict[str, Any]) -> list[float]:
         with fn.bind(mesh):
             updates, state = tx.update(phase)(grads, state, plain)
             plain = fn.apply_updates(plain, updates)
-        (peak,), (exact,) = (tree.fields(x, "peak") for x in (opt.states, state))
-        if "servers" in hyper:  # a bound of it, from the scales of all ranks
-            assert 0 < exact <= peak * (1 + 1e-6), (step, peak, exact)
+        if hyper == {"servers": False} and phase is Phase.COMPRESSED:  # a bound of it, from the scales of all ranks
+            (peak,), (exact,) = (tree.fields(x, "peak") for x in (opt.states, state))
+            assert 0 < exact <= peak * (1 + 1e-6) < 2 * exact, (step, peak, exact)
             exact.copy_(peak)
         differences.append(difference([params, opt.states[0]], [plain, state]))
     assert [int(x) for x in tree.fields(opt.states, "dropped")] == [int(dist.get_rank() == 0)]

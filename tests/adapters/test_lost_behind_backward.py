@@ -1,0 +1,60 @@
+"""A rank that is lost while an optimizer communicates behind the backward pass."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import ranks
+import torch.distributed as dist
+from ddp_cases import arrays, backward, build, same, train, wrapped
+
+import fn
+from fn.adapters.ddp import overlap
+
+AFTER = 4
+"""Steps that are taken before the loss; the third is the last one of the warm-up."""
+
+
+def failed(how: str, parcel: int) -> tuple[str, Any, bool]:
+    """Let rank 1 die, or only give up and stay, when it is to take the step of a parcel."""
+    model = wrapped()
+    opt = build(model)
+    overlap(model, opt, least_wire_seconds=0.0)
+    train(model, opt, range(AFTER))
+    before = arrays([*model.parameters()], opt.states)
+    stage = opt.stage_group
+
+    def fail(group: int, *args: Any) -> Any:
+        if group != parcel:
+            return stage(group, *args)
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise fn.PeerLost("made up", rank=1, axis="data", lost=())
+
+    if dist.get_rank() == 1:
+        opt.stage_group = fail
+    dist.barrier()
+    try:
+        backward(model, AFTER)
+        opt.step()
+    except Exception as error:
+        unchanged = same(before, arrays([*model.parameters()], opt.states))
+        if dist.get_rank() == 1:
+            time.sleep(5)  # it stays: who noticed only its end would name it
+        return type(error).__name__, getattr(error, "lost", None), unchanged
+    return "nothing", None, False
+
+
+@pytest.mark.parametrize("parcel", [0, 1])
+@pytest.mark.parametrize("how", ["dies", "stays"])
+def test_all_others_hear_of_it_and_nothing_moves(how, parcel):
+    found = ranks.outcomes(3, failed, how, parcel, timeout=20)  # less than the group's timeout
+    if how == "dies":
+        assert found.pop(1) == ranks.Died(-signal.SIGKILL)
+    for outcome in found:
+        assert isinstance(outcome, tuple), outcome
+        assert outcome == ("PeerLost", (1,) if how == "dies" else (), True)
