@@ -26,8 +26,7 @@ from fn.adapters.torch_optim import Optimizer
 from fn.base import Phase
 from fn.collectives.axis import Binding
 from fn.collectives.ledger import ledger
-from fn.collectives.peers import hang_up
-from fn.errors import PeerLost
+from fn.collectives.peers import named
 from fn.transforms.in_place import Staged
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,8 @@ class Overlap:
         self._known, self._said_thawed = {*map(id, params)}, False
         self._threads = [CommunicationThread(binding, params[0].device) for binding in bindings]
         self._rate, self._least, self._alike = rate, least, alike
-        self._wires = [axis.transport for binding in bindings for axis in binding.axes.values()]
+        self._wires = {name: axis.transport for name, axis in bindings[0].axes.items()}
+        self._all_wires = {axis.transport for binding in bindings for axis in binding.axes.values()}
         self._is_first = all(int(axis.rank) == 0 for axis in bindings[0].axes.values())
         self.bytes: dict[Phase, int] = {}
         """What a rank sends in a step of each phase, once one has been taken ahead."""
@@ -177,14 +177,12 @@ class Overlap:
             if self._error is not None:  # the peers may be gone
                 raise self._error
             try:
-                with ledger() as sent:
+                # Others may wait for this rank on the groups of the other threads.
+                with ledger() as sent, named(self._wires, self._all_wires):
                     found: Staged = self._optimizer.stage_group(group, phase, unscaled((grads,), scale, None)[0])
                 self._sent[group] = sent.total
             except BaseException as error:
                 self._error = error
-                if isinstance(error, PeerLost):  # others may wait for this rank on the groups of the other threads
-                    for transport in self._wires:
-                        hang_up(transport)
                 raise
             return found
 

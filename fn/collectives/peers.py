@@ -12,7 +12,7 @@ import datetime
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,8 @@ def remember(group: dist.ProcessGroup) -> str:
 
 def is_loss(error: BaseException) -> bool:
     """Return whether an error says that a peer is gone or silent, as gloo, NCCL and the stores word it."""
-    words = ("gloo/transport", "Connection closed", "Connection reset", "Broken pipe", "Timed out", "timed out")
+    closed = "Connection closed", "Connection reset", "Broken pipe", "pair closure"
+    words = ("gloo/transport", *closed, "Timed out", "timed out")
     if isinstance(error, PeerLost) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
@@ -69,19 +70,19 @@ def peer_lost(error: BaseException, collective: str, axis: str | None, transport
 
 
 @contextmanager
-def named(wires: Mapping[str, str]) -> Iterator[None]:
+def named(wires: Mapping[str, str], others: Iterable[str] = ()) -> Iterator[None]:
     """Raise `PeerLost` for a loss inside that no collective has named: those of compiled graphs.
 
     After a loss on one of the axes this rank is not heard of on the others either.
 
-    Args: wires: axis -> transport, the first of which is named.
+    Args: wires: axis -> transport, the first of which is named. others: further transports on which it falls silent.
     """
     try:
         yield
     except RuntimeError as error:
         if not is_loss(error) and not isinstance(error, PeerLost):
             raise
-        for transport in wires.values():
+        for transport in {*wires.values(), *others}:
             hang_up(transport)
         if isinstance(error, PeerLost):
             raise

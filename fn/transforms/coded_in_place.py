@@ -63,10 +63,10 @@ class Agreed(NamedTuple):
     def numbers(self) -> list[Tensor]:
         """Return tensors whose elements are finite if the mean is, and as large as its largest one or larger.
 
-        Of codes they are the scales: those of the mean, or the mean of all ranks'.
+        Of codes they are the scales: those of the mean, or of all ranks.
         """
-        return [_bound(part.found, part.bucket) if isinstance(part.found, SignPayload) else part.found
-                for part in self.parts]  # fmt: skip
+        found = [part.found for part in self.parts]
+        return [mean.scales if isinstance(mean, SignPayload) else mean for mean in found]
 
     @property
     def ok(self) -> bool:
@@ -107,12 +107,6 @@ class Agreed(NamedTuple):
         """Write the errors that are not written with the step."""
         for part in self.parts:
             part.keep()
-
-
-def _bound(found: SignPayload, bucket: Bucket) -> Tensor:
-    rows = bucket.segments.valid.shape[0]
-    scales = found.scales.view(rows, -1, found.scales.shape[-1])
-    return (scales / scales.shape[1]).sum(1)  # divided first, as where codes are decoded: a sum could overflow
 
 
 @remembered

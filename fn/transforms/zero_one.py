@@ -31,7 +31,7 @@ class ZeroOneAdamState(NamedTuple):
     elapsed: the sum of learning rates since, 0-d.
     dropped: local steps that this rank left out because its gradient was not finite, 0-d int64.
     peak: the largest magnitude in the last exchange, 0-d, NaN if it was not finite. Where a step in place takes signs
-        of several ranks as they came, it is a bound of that: the largest mean of their scales.
+        of several ranks as they came, it is a bound of that: the largest of their scales.
     sync: the state of the compressed mean.
     """
 

@@ -15,16 +15,13 @@ from ddp_cases import arrays, backward, build, same, train, wrapped
 import fn
 from fn.adapters.ddp import overlap
 
-AFTER = 4
-"""Steps that are taken before the loss; the third is the last one of the warm-up."""
 
-
-def failed(how: str, parcel: int) -> tuple[str, Any, bool]:
-    """Let rank 1 die, or only give up and stay, when it is to take the step of a parcel."""
+def failed(how: str, parcel: int, at: int) -> tuple[str, Any, bool]:
+    """Let rank 1 die, or only give up and stay, when it is to take the step `at` of a parcel."""
     model = wrapped()
     opt = build(model)
     overlap(model, opt, least_wire_seconds=0.0)
-    train(model, opt, range(AFTER))
+    train(model, opt, range(at))
     before = arrays([*model.parameters()], opt.states)
     stage = opt.stage_group
 
@@ -39,7 +36,7 @@ def failed(how: str, parcel: int) -> tuple[str, Any, bool]:
         opt.stage_group = fail
     dist.barrier()
     try:
-        backward(model, AFTER)
+        backward(model, at)
         opt.step()
     except Exception as error:
         unchanged = same(before, arrays([*model.parameters()], opt.states))
@@ -49,10 +46,11 @@ def failed(how: str, parcel: int) -> tuple[str, Any, bool]:
     return "nothing", None, False
 
 
+@pytest.mark.parametrize("at", [0, 4])  # while connections open; in the compressed phase
 @pytest.mark.parametrize("parcel", [0, 1])
 @pytest.mark.parametrize("how", ["dies", "stays"])
-def test_all_others_hear_of_it_and_nothing_moves(how, parcel):
-    found = ranks.outcomes(3, failed, how, parcel, timeout=20)  # less than the group's timeout
+def test_all_others_hear_of_it_and_nothing_moves(how, parcel, at):
+    found = ranks.outcomes(3, failed, how, parcel, at, timeout=20)  # less than the group's timeout
     if how == "dies":
         assert found.pop(1) == ranks.Died(-signal.SIGKILL)
     for outcome in found:
