@@ -67,21 +67,22 @@ def leaving_order(parcels: Sequence[Parcel], params: Iterable[Tensor]) -> list[i
     return sorted(range(len(parcels)), key=lambda i: (-first[i], i))
 
 
-SHARE = 0.3
+SHARE = 0.25
 """Of what is left, that a parcel takes: while its codes are on the wire the next parcel is computed."""
 
 
 def split(params: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
     """Cut a list of parameters, from its end, into parcels of about `elements` elements.
 
-    A parcel is closed as soon as it is large enough. Each takes `SHARE` of what is left, at most `elements` and at
-    least a quarter of that, so that little is on its way when the backward pass ends.
+    A parcel is closed as soon as it is large enough. The first is a third of `elements`, because nothing is on the wire
+    before it. Each later one takes `SHARE` of what is left, at most `elements` and at least a quarter of that, so that
+    little is on its way when the backward pass ends.
     """
     parcels: list[list[Tensor]] = [[]]
     count, left = 0, sum(p.numel() for p in params)
     for p in reversed(params):
-        is_full = count >= min(elements, max(left * SHARE, elements / 4))
-        if parcels[-1] and is_full and left - count > elements / 8:  # a small rest goes with the parcel before
+        enough = elements / 3 if len(parcels) == 1 else min(elements, max(left * SHARE, elements / 4))
+        if parcels[-1] and count >= enough and left - count > elements / 8:  # a small rest goes with the one before
             parcels.append([])
             left, count = left - count, 0
         parcels[-1].insert(0, p)

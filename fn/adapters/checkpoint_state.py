@@ -57,7 +57,7 @@ def own_rows(optimizer: Optimizer) -> set[str]:
     if OWN in marks:  # such an optimizer also leads each rank to parameters of its own
         found |= {key for key in everything(optimizer) if key.startswith("params.")}
     reached = 1
-    for axis in optimizer._axes():
+    for axis in optimizer._axes:
         reached *= optimizer._binding.axes[axis].size
     if found and reached != world()[1]:
         raise ValueError(
@@ -129,7 +129,7 @@ def moved(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     Args: saved: `everything`; what is one rank's own as `Rows`.
     Raises: ValueError for several axes, and if the rows do not fit the layout of the number of ranks they come from.
     """
-    axes = optimizer._axes()
+    axes = optimizer._axes
     if len(axes) > 1:
         raise ValueError(f"checkpoint: is of another world, and its errors of the axes {axes} belong to that one")
     if len(optimizer._transforms) != len(optimizer.param_groups):

@@ -235,7 +235,7 @@ def _check_params(params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) ->
 
 def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGroup]:
     """Return the optimizer's axis and its process group, which is the model's if that is in DDP."""
-    bound = {axis: optimizer._binding.axes[axis] for axis in optimizer._axes()}
+    bound = {axis: optimizer._binding.axes[axis] for axis in optimizer._axes}
     found = {axis: size for axis, (size, _, _) in bound.items()}
     size = model.process_group.size() if isinstance(model, DistributedDataParallel) else None
     if len(found) != 1 or size not in (None, *found.values()):

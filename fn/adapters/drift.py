@@ -37,7 +37,7 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     if every < 1:
         raise ValueError(f"every: is {every}; allowed is at least 1")
     with optimizer._binding:
-        for axis in optimizer._axes():
+        for axis in optimizer._axes:
             check_agreement(axis, {"steps between drift checks": every, "steps": optimizer.steps}, _device(optimizer))
     since: list[int] = []
 
@@ -53,7 +53,7 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
 def _compare(optimizer: Optimizer, since: int | None) -> None:
     named = _replicated(optimizer)
     sums = torch.stack([checksum(x).to(_device(optimizer)) for x in named.values()])
-    for axis in optimizer._axes():
+    for axis in optimizer._axes:
         rows = all_gather(sums, axis)
         differs = (rows != rows[:1]).cpu()
         if differs.any():

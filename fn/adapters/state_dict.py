@@ -56,7 +56,7 @@ def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
 def _place(optimizer: Optimizer) -> tuple[int, int]:
     """Return this rank's number among those of the optimizer's axes, and how many these are."""
     rank, size = 0, 1
-    for axis in optimizer._axes():
+    for axis in optimizer._axes:
         bound = optimizer._binding.axes[axis]
         rank, size = rank * bound.size + int(bound.rank), size * bound.size
     return rank, size

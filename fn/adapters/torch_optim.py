@@ -91,21 +91,22 @@ class Optimizer(torch.optim.Optimizer):
         self._binding = current_binding()
         self._max_norm = max_norm
         self._unsure = refuse_averaged  # whether gradients are each rank's own
-        self._axis_names = self._find_axes()
-        self._wires = {axis: self._binding.axes[axis].transport for axis in self._axis_names}
+        self._axes = self._find_axes()
+        self._wires = {axis: self._binding.axes[axis].transport for axis in self._axes}
         self._transforms: list[Transform] = []
         self._lrs: list[Tensor] = []
         self._guarded: list[bool] = []
         self._hypers: list[dict[str, Any]] = []
         self._changed: set[int] | None = set() if compile else None  # steps with other hyper-parameters
+        self._counts: tuple[Tree, list[Tensor]] = (), []
         self._updates: dict[Phase, UpdateFn] = {}
         self._gradients = Gradients()
         self.ahead: Callable[[Phase], Sequence[Staged] | None] | None = None
         """Set by `fn.adapters.ddp.overlap`: the parts of a step that was staged behind the backward pass, or None."""
         listed = param_groups.as_list(params)
         with self._binding:
-            check_listed(self._axes(), listed, {"max_norm": max_norm, "compile": compile, **describe(self.schedule)})
-        check_max_norm(max_norm, self._axes())
+            check_listed(self._axes, listed, {"max_norm": max_norm, "compile": compile, **describe(self.schedule)})
+        check_max_norm(max_norm, self._axes)
         super().__init__(listed, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):
             self._second_moment_norm()
@@ -122,9 +123,6 @@ class Optimizer(torch.optim.Optimizer):
         self.defaults.pop("differentiable", None)  # torch adds it; no transform takes it
         for index in range(len(self._transforms)):
             self._remake(index)
-
-    def _axes(self) -> list[str]:
-        return self._axis_names
 
     def _find_axes(self) -> list[str]:
         """Return the bound axes that `make` names; all of them if it names none that can be seen."""
@@ -161,7 +159,7 @@ class Optimizer(torch.optim.Optimizer):
             except Exception as error:
                 problem = error
             with self._binding:
-                check_accepted(self._axes(), before, problem, device_among(self.param_groups))
+                check_accepted(self._axes, before, problem, device_among(self.param_groups))
             self._start(self.param_groups[-1], *prepared)
         except BaseException:
             del self.param_groups[before:]
@@ -184,7 +182,7 @@ class Optimizer(torch.optim.Optimizer):
             if not guarded:  # a chain of the caller's own: guarded like the named ones
                 transform = skip_nonfinite(transform)
                 state = transform.init(params)
-            check_start(self._axes(), transform, state, group, len(self._transforms))
+            check_start(self._axes, transform, state, group, len(self._transforms))
         group["lr"] = lr
         self._lrs.append(lr)
         self._guarded.append(guarded)
@@ -237,7 +235,7 @@ class Optimizer(torch.optim.Optimizer):
             joined = self._joined(phase).update(phase)
             update = detached(compiled(donate(joined)) if self._compile else donate(joined))
             if self._max_norm is not None:
-                how = phase, self._max_norm, next(iter(self._axes()), None), self.states
+                how = phase, self._max_norm, next(iter(self._axes), None), self.states
                 joined, update = clipped(joined, *how), clipped(update, *how)
             if isinstance(joined, InPlace) and not self._compile:
                 update = staged(joined, update, lambda: not self._gradients.absent)
@@ -276,7 +274,7 @@ class Optimizer(torch.optim.Optimizer):
         before = [int(count) for count in self._skip_counts()]
         grads = self._collect(groups, phase is not Phase.LOCAL, problem)
         if self._unsure and phase is Phase.COMPRESSED:
-            self._unsure = not refuse_averaged(grads, self._axes())
+            self._unsure = not refuse_averaged(grads, self._axes)
         updates, _ = update(grads, state, params)
         if self.skipped > max(before, default=0) and self._settle(groups, before):
             updates, _ = update(self._collect(groups), state, params)
@@ -287,7 +285,7 @@ class Optimizer(torch.optim.Optimizer):
         names = [g.get("param_names") or [str(i) for i in range(len(g["params"]))] for g in self.param_groups]
         absent, again = self._gradients.absent, True
         try:
-            again = self._gradients.settle(self._axes(), groups, names)
+            again = self._gradients.settle(self._axes, groups, names)
             warn_of_thawed(self, absent - self._gradients.absent)
         finally:
             if again:  # the step was not skipped for its numbers, but to ask the other ranks
@@ -296,7 +294,9 @@ class Optimizer(torch.optim.Optimizer):
         return again
 
     def _skip_counts(self) -> list[Tensor]:
-        return tree.fields(self.states, "skipped")
+        if self._counts[0] is not self.states:  # a walk through all states takes longer than a small step
+            self._counts = self.states, tree.fields(self.states, "skipped")
+        return self._counts[1]
 
     def _follow_groups(self) -> Exception | None:
         """Take over what was written into the param groups since the last step; return why that is not possible."""

@@ -26,7 +26,7 @@ def warn_at_start(optimizer: Optimizer, given: bool) -> None:
 
     Args: given: whether there is a schedule.
     """
-    several = any(optimizer._binding.axes[axis].size > 1 for axis in optimizer._axes())
+    several = any(optimizer._binding.axes[axis].size > 1 for axis in optimizer._axes)
     compresses = several and ERROR in tree.leaves(kinds(optimizer.states))
     if compresses:
         _warn_of_plain_torch([p for group in optimizer.param_groups for p in group["params"]])

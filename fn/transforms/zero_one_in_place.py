@@ -11,6 +11,7 @@ from fn import tree
 from fn.base import Transform
 from fn.collectives.axis import axis_size
 from fn.collectives.hierarchy import Codecs
+from fn.kernels import ops
 from fn.transforms.adam_in_place import Descent
 from fn.transforms.average_in_place import averaging, squares_are_finite
 from fn.transforms.coded_in_place import Wire
@@ -42,7 +43,7 @@ def with_zero_one_in_place(
     def descend(link: ZeroOneAdamState, params: Tree, grads: list[Tensor], *, frozen: bool) -> None:
         lists = [tree.leaves(params), grads, tree.leaves(link.mu), tree.leaves(link.nu)]
         decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
-        torch.ops.fn.adamw_(*lists, h.b1, h.b2, h.eps, decay, float(h.lr), 1.0, 1.0, frozen)
+        ops.direct("adamw_", *lists, h.b1, h.b2, h.eps, decay, float(h.lr), 1.0, 1.0, frozen)
         link.step.add_(1)
 
     def variance(updates: Tree, state: SkipState, params: Tree) -> Staged:
@@ -88,7 +89,7 @@ def with_zero_one_in_place(
             here = [[t[i] for i in bucket.places] for t in lists]
             segments = bucket.segments
             place = segments.valid.shape[0], segments.runs
-            drift: Tensor = torch.ops.fn.drift(*here, h.b1, h.eps, float(h.lr), *place)
+            drift: Tensor = ops.direct("drift", *here, h.b1, h.eps, float(h.lr), *place)
             return drift.view(-1)
 
         mean = wire.average_rows(anchor, link.sync, drifts)
