@@ -28,8 +28,8 @@ from fn.planner.traffic import Model
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_lm import Transformer, loss_of
 
-INTERVAL = 4
-"""Steps of 0/1 Adam between two synchronisations; a turn of it takes as many."""
+INTERVAL = 16
+"""Steps of 0/1 Adam between two synchronisations, which its paper and DeepSpeed allow at most; a period of it."""
 
 WARM_UP = 2
 LR = 3e-4

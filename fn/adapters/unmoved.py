@@ -1,7 +1,8 @@
-"""Warnings of what would go on without an error: nothing is compressed, slowly, or parameters do not move."""
+"""Warnings of what would go on without an error: nothing is compressed, slowly, or not sent; or nothing moves."""
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -22,12 +23,14 @@ LARGE = 1 << 20
 
 
 def warn_at_start(optimizer: Optimizer, given: bool) -> None:
-    """Warn of a schedule without a warm-up, and, where ranks could compress, of none and of codes in plain torch.
+    """Warn of a schedule without a warm-up, and, where there are other ranks, of what does not compress or send.
 
     Args: given: whether there is a schedule.
     """
     several = any(optimizer._binding.axes[axis].size > 1 for axis in optimizer._axes)
     compresses = several and ERROR in tree.leaves(kinds(optimizer.states))
+    if several:
+        _warn_of_no_axis(optimizer)
     if compresses:
         _warn_of_plain_torch([p for group in optimizer.param_groups for p in group["params"]])
     if not given and compresses:
@@ -36,6 +39,16 @@ def warn_at_start(optimizer: Optimizer, given: bool) -> None:
     if optimizer.schedule(0) in (Phase.COMPRESSED, Phase.LOCAL) and tree.fields(optimizer.states, "nu"):
         text = "schedule: has no warm-up; the first step is one, for there is no second moment yet"
         warnings.warn(text, stacklevel=3)
+
+
+def _warn_of_no_axis(optimizer: Optimizer) -> None:
+    argument = inspect.signature(optimizer.make).parameters.get("axis")
+    is_open = argument is not None and argument.default is None
+    if is_open and any(group.get("axis") is None for group in optimizer.param_groups):
+        bound = " or ".join(repr(axis) for axis in optimizer._axes)
+        text = f"axis: is None, so gradients are not averaged; pass partial(make, axis=...) with {bound}"
+        hint = "or build the optimizer outside of fn.bind if something else averages them, such as DDP"
+        warnings.warn(f"{text}, {hint}", stacklevel=4)
 
 
 def _warn_of_plain_torch(params: list[Tensor]) -> None:

@@ -12,15 +12,17 @@ from torch import Tensor
 
 from fn.kernels.numba_int_loops import raise_peak
 from fn.kernels.numba_sign_loops import ZERO, compiled
-from fn.kernels.numba_step import addresses, lerp_weight, whole
+from fn.kernels.numba_step import SMALLEST, addresses, lerp_weight, whole
 from fn.kernels.places import Places, places, plain, run, runs_of_tensors
 from fn.kernels.simd import (
     LANES,
+    SOON,
     above_zero,
     add,
     divide,
     get,
     get_int,
+    is_normal,
     lane_sum,
     larger,
     largest,
@@ -29,6 +31,7 @@ from fn.kernels.simd import (
     mul,
     multiply_add,
     no_magnitude,
+    prefetch,
     put,
     put_double,
     select,
@@ -44,17 +47,25 @@ def moments_places(
     low, high, places, table, segments, valid, n, past_cache,
     ps, gs, mus, nus, small, weight, b2, rest2, eps, decay, sums,
 ):  # fmt: skip
-    """Move Adam's moments and add up squares, place by place; sums (places, 3) float64."""
+    """Move Adam's moments and add up squares, place by place; sums (places, 3) float64.
+
+    A momentum below the smallest normal number becomes zero, as in `adamw_places`.
+    """
     weight_, b2_, rest2_, eps_, decay_ = splat(weight), splat(b2), splat(rest2), splat(eps), splat(decay)
     for k in range(low, high):
         place = table + 32 * k
         length, s, start = get_int(place, 1), get_int(place, 2), 4 * get_int(place, 3)
         p, g, mu, nu = get_int(ps, s) + start, get_int(gs, s) + start, get_int(mus, s) + start, get_int(nus, s) + start
-        ofp, ofu, ofm = splat(ZERO), splat(ZERO), splat(ZERO)
+        ofp, ofu, ofm, zero = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
         full = length - length % LANES
         for i in range(0, full, LANES):
+            prefetch(p, i + SOON)
+            prefetch(g, i + SOON)
+            prefetch(mu, i + SOON)
+            prefetch(nu, i + SOON)
             x, m, v, old = load(g, i), load(mu, i), load(nu, i), load(p, i)
             m = multiply_add(weight_, sub(m, x), x if small else m)
+            m = select(is_normal(m), m, zero)
             v = multiply_add(mul(x, x), rest2_, mul(b2_, v))
             store(mu, i, m)
             store(nu, i, v)
@@ -64,6 +75,7 @@ def moments_places(
         for i in range(full, length):
             x, m, old = get(g, i), get(mu, i), get(p, i)
             m = (x if small else m) + weight * (m - x)
+            m = ZERO if abs(m) < SMALLEST else m
             v = b2 * get(nu, i) + x * x * rest2
             put(mu, i, m)
             put(nu, i, v)
@@ -90,6 +102,11 @@ def fresh_places(
         factor_, sizes, ofq, ofu = splat(factor), no_magnitude(), zero, zero
         full = length - length % LANES
         for i in range(0, full, LANES):
+            prefetch(p, i + SOON)
+            prefetch(x, i + SOON)
+            prefetch(mu, i + SOON)
+            prefetch(nu, i + SOON)
+            prefetch(fresh, i + SOON)
             m, v, old = divide(load(x, i), factor_), load(nu, i), load(p, i)
             if keep_zeros:
                 m = select(above_zero(v), m, zero)
@@ -134,6 +151,9 @@ def step_places(
         rate_ = splat(rate)
         full = length - length % LANES
         for i in range(0, full, LANES):
+            prefetch(p, i + SOON)
+            prefetch(mu, i + SOON)
+            prefetch(nu, i + SOON)
             old = load(p, i)
             u = multiply_add(decay_, old, divide(load(mu, i), add(square_root(load(nu, i)), eps_)))
             store(p, i, sub(old, mul(rate_, u)))

@@ -28,6 +28,8 @@ def lamb_moments_(
 
     Args: params, grads, mu, nu: S tensors each; mu and nu are written.
     Returns: (S, 3) float64, the sums of squares of p, u and mu.
+
+    A kernel may write zero for a momentum below the smallest normal number, as in `adamw_`.
     """
     sums = []
     for p, g, m, v in zip(params, grads, mu, nu, strict=True):

@@ -193,6 +193,22 @@ def test_without_a_schedule_several_ranks_are_warned_that_nothing_is_compressed(
         assert found == [text if Phase.COMPRESSED in o.phases else "" for o in OPTIMIZERS]
 
 
+def warned_of_no_axis() -> list[bool]:
+    """Return whether building an optimizer warned that nothing is averaged, without an axis and with one."""
+    found = []
+    for make, options in ((fn.adamw, {}), (fn.adamw, {"axis": "data"}), (partial(fn.adamw, axis="data"), {})):
+        with warnings.catch_warnings(record=True) as caught, fn.bind({"data": dist.group.WORLD}):
+            warnings.simplefilter("always")
+            fn.Optimizer([torch.nn.Parameter(torch.ones(3))], make, **options)
+        found.append(any("axis: is None, so gradients are not averaged" in str(w.message) for w in caught))
+    return found
+
+
+def test_without_an_axis_several_ranks_are_warned_that_each_trains_alone():
+    assert ranks.run(2, warned_of_no_axis) == [[True, False, False]] * 2
+    assert ranks.run(1, warned_of_no_axis) == [[False, False, False]]
+
+
 def warned_of_kernels(rows: tuple[str, ...], elements: int) -> list[str]:
     """Return what building optimizers warned of where only some rows of the table are installed."""
     sys.modules["fn.kernels.table"].BUILT_IN = {"cpu": rows}

@@ -9,6 +9,7 @@ from fn.kernels import places, reference, reference_int
 
 numba = pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 from fn.kernels import numba_int as blocks  # noqa: E402
+from fn.kernels import numba_lamb as lambs  # noqa: E402
 from fn.kernels import numba_sign as fused  # noqa: E402
 from fn.kernels import numba_step as steps  # noqa: E402
 
@@ -157,3 +158,6 @@ def test_a_momentum_below_the_normal_numbers_comes_to_rest_at_zero(n, frozen):
     new, old = [torch.zeros(n) for _ in range(3)], [torch.zeros(n), start.repeat(4)[:n].clone(), nu]
     steps.adamw_into_(new, [torch.zeros(n)], old, 0.9, 0.99, 1e-8, 0.0, 1e-3, 1.0, 1.0)
     torch.testing.assert_close(new[1], expected, rtol=1e-6, atol=0, equal_nan=True)
+    moments = [start.repeat(4)[:n].clone()], [nu.clone()]
+    lambs.lamb_moments_([torch.zeros(n)], [torch.zeros(n)], *moments, 0.9, 0.99, 1e-8, 0.0)
+    torch.testing.assert_close(moments[0][0], expected, rtol=1e-6, atol=0, equal_nan=True)
