@@ -24,9 +24,11 @@ torch.set_num_threads(1)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "error")
-    # Raised inside torch's own compiler and profiler, which is not ours to mend.
+    # Raised inside the compilers of torch and Triton and inside torch's profiler, which are not ours to mend.
     config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:torch.*")
     config.addinivalue_line("filterwarnings", "ignore::FutureWarning:torch.*")
+    config.addinivalue_line("filterwarnings", "ignore::DeprecationWarning:triton.*")
+    config.addinivalue_line("filterwarnings", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 
 
 @pytest.fixture(autouse=True)
