@@ -133,10 +133,10 @@ class Optimizer(torch.optim.Optimizer):
     def phase(self) -> Phase:
         """Return the phase of the next step.
 
-        The first step of a transform with a second moment is a warm-up step, whatever the schedule says.
+        Until a transform with a second moment has taken a step, steps are warm-up steps, whatever the schedule says.
         """
         phase = phase_of(self.schedule, self.steps)
-        first = self.steps == 0 and bool(tree.fields(self.states, "nu"))
+        first = self.steps == self.skipped and bool(tree.fields(self.states, "nu"))
         return Phase.WARMUP if first else phase
 
     @property

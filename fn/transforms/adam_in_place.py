@@ -32,7 +32,7 @@ class Descent(NamedTuple):
 
     def tail(self, state: Any) -> tuple[float, float, float, float, float]:
         """Return eps, weight decay, learning rate and the weights of the moments, as the kernels take them."""
-        weights = (float(state.mu_weight), float(state.nu_weight)) if self.corrected else (1.0, 1.0)
+        weights = (float(state.mu_weight), float(state.nu_weight) or 1.0) if self.corrected else (1.0, 1.0)
         return self.eps, self.weight_decay, float(self.lr), *weights
 
 
@@ -82,8 +82,6 @@ def with_onebit_adam_in_place(
         moments: OnebitAdamState = state.inner[1]
         leaves, kept = tree.leaves(params), [tree.leaves(moments.mu), tree.leaves(moments.nu)]
         if axis_size(wire.axis) == 1 or h.eps <= 0 or not kernel_fits(leaves, kept, tree.leaves(updates)):
-            return False
-        if h.corrected and not moments.nu_weight > 0:  # nothing to divide by: pure, skipped
             return False
         return keep_zeros or wire.in_signs(leaves, moments.sync)
 

@@ -88,7 +88,7 @@ def scale_by_onebit_adam(
     Args:
         b1, b2, eps: as for Adam.
         sync: the transform that averages the momentum, such as `compressed_average(axis, sign())`.
-        bias_correction: divide mu by 1 - b1^t and nu by 1 - b2^T, T the last warm-up step.
+        bias_correction: divide mu by 1 - b1^t and nu by 1 - b2^T, T the last warm-up step; nu by 1 if there was none.
         keep_zeros: keep the momentum at zero where nu is zero, that is, where no gradient ever came: one bit cannot
             say zero, and such an element would drift by +-scale / eps.
     Raises: ValueError if b1 or b2 is outside [0, 1), or eps is negative or not finite.
@@ -104,8 +104,10 @@ def scale_by_onebit_adam(
         return OnebitAdamState(*moments, sync.init(moments[1]))
 
     def direction(state: OnebitAdamState) -> Tree:
-        weights = (state.mu_weight, state.nu_weight) if bias_correction else (None, None)
-        return adam_direction(state.mu, state.nu, eps, *weights)
+        if not bias_correction:
+            return adam_direction(state.mu, state.nu, eps)
+        seen = torch.where(state.nu_weight > 0, state.nu_weight, 1.0)  # of params that came after the warm-up: 0
+        return adam_direction(state.mu, state.nu, eps, state.mu_weight, seen)
 
     def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
         check_state(state, OnebitAdamState)
