@@ -13,9 +13,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 SMALLEST = 1 << 18
@@ -25,7 +27,7 @@ ALIGNMENT = 64
 FORGET_AFTER = 256
 """Leases after which free blocks of a size that nobody asked for are given back."""
 
-Block = np.ndarray  # uint8, aligned
+Block: TypeAlias = NDArray[np.uint8]  # aligned
 
 _free: dict[int, deque[Block]] = {}  # bytes -> free blocks; deques, because a finalizer may run inside any line here
 _asked: dict[int, int] = {}  # bytes -> number of the last lease
@@ -48,7 +50,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None 
     return torch.frombuffer(lease, dtype=dtype).view(tuple(shape))
 
 
-class _Lease(np.ndarray):
+class _Lease(np.ndarray[Any, np.dtype[np.uint8]]):
     """A block in use: what the storage of a tensor holds on to."""
 
     block: Block

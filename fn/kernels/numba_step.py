@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fn.kernels.numba_sign import messages, shares
@@ -258,12 +259,12 @@ BLOCK = 1 << 16
 """Elements of a place where no norm is taken."""
 
 
-def addresses(tensors: Sequence[Tensor]) -> np.ndarray:
+def addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
     """Return the table of addresses."""
     return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
 
 
-def extents(tensors: Sequence[Tensor], at: Places) -> tuple[np.ndarray, np.ndarray]:
+def extents(tensors: Sequence[Tensor], at: Places) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the widths of the segments and the sizes of the tensors, which can end before the valid elements do."""
     return at.widths, np.fromiter(map(Tensor.numel, tensors), np.int64, len(tensors))
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fn.kernels.reference import NORM_BLOCK, runs_of
@@ -32,10 +33,10 @@ class Places(NamedTuple):
     even: every place starts at an even element and has an even length.
     """
 
-    table: np.ndarray
+    table: NDArray[np.int64]
     n: int
     segments: int
-    widths: np.ndarray
+    widths: NDArray[np.int64]
     aligned: bool
     whole: bool
     even: bool
