@@ -26,6 +26,9 @@ class DdpBuckets:
         if bucket.index() == 0:
             self._waiting = []  # of a pass that broke off
             self._running.begin()
+        if bucket.is_last() and torch._C._current_autograd_node() is not None:
+            queue = Variable._execution_engine.queue_callback
+            queue(lambda: queue(self._running.remember))  # behind the end of DDP's pass, see `backward_end`
         if not self._running.is_taking:
             done.set_result(buffer)
             return done
@@ -74,3 +77,4 @@ class GradientHooks:
             earlier = [(p, grad) for p in self._running.missing() if (grad := p.grad) is not None]
             self._running.arrive([p for p, _ in earlier], [grad for _, grad in earlier])
             self._running.end()
+        self._running.remember()

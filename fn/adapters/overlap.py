@@ -122,9 +122,11 @@ class Overlap:
 
     def _reset(self, phase: Phase) -> None:
         self._phase, self._jobs, self._arrivals = phase, None, None
+        self._left: list[tuple[Tensor, Tensor | None, int]] | None = None
         self._sent: dict[int, int] = {}
         self._error: BaseException | None = None
         self._samples: dict[int, Tensor] = {}
+        self._scale = None
 
     def arrive(self, params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
         """Take gradients; send the param groups that they complete."""
@@ -139,6 +141,11 @@ class Overlap:
         """End the backward pass: send the param groups that were not complete, zeros for what is missing."""
         if self._arrivals is not None:
             self._send(self._arrivals.rest())
+
+    def remember(self) -> None:
+        """Note which gradients a backward pass has left, once nobody but the user changes them any more."""
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._left = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in params]
 
     def when_sent(self, then: Callable[[], None]) -> None:
         """Call a function, on one of the threads, when all that was submitted has been sent, or has failed."""
@@ -156,9 +163,9 @@ class Overlap:
         assert self._arrivals is not None
         for group in groups:
             grads = self._arrivals.grads(group)
+            self._samples[group] = _sample(grads)
             if self._is_unlike(group):  # the others hear of it, and all meet in the step
                 grads = [torch.full_like(g, float("nan")) for g in grads]
-            self._samples[group] = _sample(grads)
             thread = self._threads[len(self._jobs) % len(self._threads)]  # in the same order on all ranks
             self._jobs[group] = thread.submit(self._job(group, grads))
 
@@ -188,52 +195,79 @@ class Overlap:
 
         return run
 
-    def ahead(self, phase: Phase) -> list[Staged] | None:
-        """Return the step whose backward pass is over, a part per param group.
+    def ahead(self, phase: Phase) -> tuple[list[Staged] | None, ValueError | None]:
+        """Return the step whose backward pass is over, a part per param group, and an error if gradients changed since.
 
-        None if it was not taken ahead, or its pass broke off half way, or if all ranks have to meet in it: a number is
-        not finite, or a rank cannot take it.
+        The step is None if it was not taken ahead, or its pass broke off half way, or if all ranks have to meet in it:
+        a number is not finite, or a rank cannot take it. Then the ranks can agree on the error. A step that was taken
+        is to be written all the same, before the error is raised: the other ranks, whose gradients may be as they were,
+        write it, too.
 
-        Raises: ValueError if gradients or hyper-parameters were changed since; what was raised while communicating.
+        Raises: ValueError if hyper-parameters or the state were changed since, or the loss is scaled and nobody said
+            so; what was raised while communicating.
         """
+        changed = self._change_of_gradients(phase)
         if self._jobs is None or phase is not self._phase:
-            return None
+            return None, changed
         others_absent = self._optimizer._gradients.changed([g["params"] for g in self._optimizer.param_groups])
-        problem = self._find_change()  # while the last codes are on the wire
+        problem = self._change_of_settings()  # while the last codes are on the wire
         jobs, self._jobs = self._jobs, None
         steps = [jobs[group].result() for group in sorted(jobs)]
         for thread in self._threads:
             thread.catch_up()
         if len(steps) < len(self._optimizer.param_groups) or not all(step.ok for step in steps):
-            return None
+            return None, changed
         if others_absent:
-            return None  # DDP knows on all ranks alike which parameters had no part; the step asks once more
+            return None, changed  # DDP knows on all ranks alike which parameters had no part; the step asks once more
         if problem is not None:
             raise problem
         if phase not in self.bytes:
             self.bytes[phase] = sum(self._sent.values())
             self._say(phase)
-        return steps
+        return steps if changed is None else [*steps, Staged(True, self._mend_errors)], changed
 
-    def _find_change(self) -> ValueError | None:
-        """Return what is wrong if gradients or hyper-parameters are others than those the step was taken with."""
+    def _change_of_settings(self) -> ValueError | None:
+        """Return what is wrong if hyper-parameters or state are others than those that the step was taken with."""
         if self._read_settings() != self._settings:
             text = "param_groups or state: changed between backward and step, but the step was taken behind backward"
             return ValueError(text)
-        unscaled_since = self._scale is not None and getattr(self._optimizer, "grad_scale", None) is None
         if self._scaler is None and hasattr(self._optimizer, "found_inf"):
             return ValueError("scaler: scales the loss, but overlap does not know it; pass overlap(..., scaler=scaler)")
-        factor = 1.0 / self._scale if unscaled_since and self._scale else 1.0
-        groups = [group["params"] for group in self._optimizer.param_groups]
-        now = {group: _sample([_grad(p) for p in groups[group]]) for group in self._samples}
-        if _near(now.values(), self._samples.values(), factor):
+        return None
+
+    def _change_of_gradients(self, phase: Phase) -> ValueError | None:
+        """Return what is wrong if gradients are others than those that the backward pass has left.
+
+        Local steps send nothing, and may be taken from any gradients.
+        """
+        left, self._left = self._left or [], None
+        if phase is Phase.LOCAL or phase is not self._phase:
             return None
-        group = next(g for g in now if not _near([now[g]], [self._samples[g]], factor))
+        optimizer = self._optimizer
+        by_scaler = self._scaler is not None or hasattr(optimizer, "found_inf")
+        unscaled = by_scaler and getattr(optimizer, "grad_scale", None) is None
+        factor = 1.0 / self._scale if unscaled and self._scale else 1.0
+        groups = [group["params"] for group in optimizer.param_groups]
+        now = {group: _sample([_grad(p) for p in groups[group]]) for group in self._samples}
+        if not now or _near(now.values(), self._samples.values(), factor):
+            # All gradients are written when they are unscaled, so that their versions say nothing.
+            written = {id(p) for p, grad, version in left if not _is_as_left(p, grad, version) and not unscaled}
+            changed = [g for g, params in enumerate(groups) if not written.isdisjoint(map(id, params))]
+        else:
+            changed = [g for g in now if not _near([now[g]], [self._samples[g]], factor)]
+        if not changed:
+            return None
         return ValueError(
-            f"gradients of param group {group}: changed between backward and step, by clipping perhaps, but "
-            f"the step was taken behind backward; leave out what changes them, or give the optimizer max_norm "
-            f"to clip by, with keep_local(model) instead of overlap"
+            f"gradients of param group {changed[0]}: changed between backward and step, by clipping perhaps, but steps "
+            f"are taken behind backward, from the gradients before; leave out what changes them, or give the optimizer "
+            f"max_norm to clip by, with keep_local(model) instead of overlap; torch.nn.utils.get_total_norm only reads"
         )
+
+    def _mend_errors(self) -> None:
+        """Drop errors that are not finite: they may be formed with the step, from gradients as they are then."""
+        for leaf in tree.leaves(tree.fields(self._optimizer.states, "worker")):
+            if leaf.is_floating_point():
+                leaf.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _read_settings(self) -> list[Any]:
         optimizer = self._optimizer
@@ -246,6 +280,10 @@ class Overlap:
         state = "on" if self.is_on(phase) else "off"
         level = logging.WARNING if state == "off" and self._is_first else logging.INFO
         logger.log(level, text, state, phase.value, size, 1e3 * seconds, 1e3 * self._least)
+
+
+def _is_as_left(p: Tensor, grad: Tensor | None, version: int) -> bool:
+    return p.grad is grad and (grad is None or grad._version == version)
 
 
 @torch.no_grad()

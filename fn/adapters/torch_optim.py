@@ -101,8 +101,8 @@ class Optimizer(torch.optim.Optimizer):
         self._counts: tuple[Tree, list[Tensor]] = (), []
         self._updates: dict[Phase, UpdateFn] = {}
         self._gradients = Gradients()
-        self.ahead: Callable[[Phase], Sequence[Staged] | None] | None = None
-        """Set by `fn.adapters.ddp.overlap`: the parts of a step that was staged behind the backward pass, or None."""
+        self.ahead: Callable[[Phase], tuple[Sequence[Staged] | None, Exception | None]] | None = None
+        """Set by `fn.adapters.ddp.overlap`: see `Overlap.ahead`."""
         listed = param_groups.as_list(params)
         with self._binding:
             check_listed(self._axes, listed, {"max_norm": max_norm, "compile": compile, **describe(self.schedule)})
@@ -207,16 +207,13 @@ class Optimizer(torch.optim.Optimizer):
             `RanksDisagree` on all ranks for what holds on some ranks only, such as a missing or a sparse gradient;
             `PeerLost` if a rank ends or stops answering. Parameters and state are then as before the step.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         phase = self.phase
         problem, skipped = self._follow_groups(), self.skipped if self.carried else 0
         with self._binding, named(self._wires):
-            early = None if self.ahead is None else self.ahead(phase)
+            early, changed = (None, None) if self.ahead is None else self.ahead(phase)
             if early is None:
-                moves = self._advance(self._update(phase), phase, problem)
+                moves = self._advance(self._update(phase), phase, problem or changed)
                 apply(self.param_groups, moves, self._gradients.absent)
             elif problem is not None:
                 raise problem
@@ -228,6 +225,8 @@ class Optimizer(torch.optim.Optimizer):
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
             self.schedule.observe(self.steps - 1, self._second_moment_norm())
+        if early is not None and changed is not None:
+            raise changed
         return loss
 
     def _update(self, phase: Phase) -> UpdateFn:

@@ -66,7 +66,7 @@ def staged_ahead() -> bool:
     params, opt, rest = trained(True)
     others, by_hand, _ = trained(False)
     set_gradients(params, 51)
-    opt.ahead = lambda phase: [opt.stage_group(0, phase, [p.grad for p in params])]
+    opt.ahead = lambda phase: ([opt.stage_group(0, phase, [p.grad for p in params])], None)
     opt.step()
     set_gradients(others, 51)
     with by_hand._binding:
