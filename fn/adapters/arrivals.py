@@ -74,14 +74,15 @@ SHARE = 0.25
 def split(params: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
     """Cut a list of parameters, from its end, into parcels of about `elements` elements.
 
-    A parcel is closed as soon as it is large enough. The first is a third of `elements`, because nothing is on the wire
-    before it. Each later one takes `SHARE` of what is left, at most `elements` and at least a quarter of that, so that
-    little is on its way when the backward pass ends.
+    A parcel is closed as soon as it is large enough. No more than `elements` are one parcel. Of more the first is a third
+    of `elements`, because nothing is on the wire before it. Each later one takes `SHARE` of what is left, at most
+    `elements` and at least a quarter of that, so that little is on its way when the backward pass ends.
     """
     parcels: list[list[Tensor]] = [[]]
     count, left = 0, sum(p.numel() for p in params)
+    first = elements / 3 if left > elements else elements
     for p in reversed(params):
-        enough = elements / 3 if len(parcels) == 1 else min(elements, max(left * SHARE, elements / 4))
+        enough = first if len(parcels) == 1 else min(elements, max(left * SHARE, elements / 4))
         if parcels[-1] and count >= enough and left - count > elements / 8:  # a small rest goes with the one before
             parcels.append([])
             left, count = left - count, 0

@@ -24,7 +24,8 @@ def test_splitting_keeps_every_parameter_once_from_the_end_in_parcels_that_are_l
     for i, parcel in enumerate(parcels[:-1]):
         left = sum(p.numel() for later in parcels[i:] for p in later)
         size, before_the_last = sum(p.numel() for p in parcel), sum(p.numel() for p in parcel[1:])
-        enough = elements / 3 if i == 0 else min(elements, max(left * SHARE, elements / 4))
+        first = elements / 3 if sum(numbers) > elements else elements
+        enough = first if i == 0 else min(elements, max(left * SHARE, elements / 4))
         assert size >= enough
         assert left - size > elements / 8
         assert before_the_last < enough  # it was closed as soon as it was large enough
@@ -35,7 +36,8 @@ def test_the_last_parcels_are_smaller_and_a_small_rest_goes_with_the_one_before(
         return [sum(p.numel() for p in parcel) for parcel in split(parameters([1] * count), 20)]
 
     assert sized(100) == [7, 20, 19, 14, 10, 8, 6, 5, 5, 6]
-    assert sized(7) == [7]
+    assert sized(20) == [20]
+    assert sized(21) == [7, 6, 5, 3]
 
 
 @given(sizes, st.integers(1, 12), st.randoms())
