@@ -377,7 +377,7 @@ def test_another_split_into_param_groups_is_refused_and_the_message_says_where_i
         return fn.Optimizer(groups, partial(fn.onebit_adam, axis="data"))
 
     checkpoint.save(tmp_path, made([[1, 2], [3]] if sizes[-1] != [2, 1] else [[1], [2, 3]]))
-    with pytest.raises(ValueError, match="saved with other param groups: .* belong to their `elements`"):
+    with pytest.raises(ValueError, match=r"saved with other param groups: .* belong to their `elements`"):
         checkpoint.load(tmp_path, made(sizes))
 
 
