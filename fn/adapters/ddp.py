@@ -251,7 +251,7 @@ def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGrou
 def _parcels(params: Any, elements: int) -> list[list[Any]]:
     """Return what `split` makes of tensors or (name, tensor), the names kept."""
     entries = [params] if isinstance(params, Tensor) else list(params)
-    tensors = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
+    tensors: list[Any] = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
     for entry, p in zip(entries, tensors, strict=True):
         if not isinstance(p, Tensor):
             raise TypeError(f"params: hold a {type(entry).__name__}; allowed are tensors, or pairs of (name, tensor)")
