@@ -27,6 +27,8 @@ SECTIONS = (
 
 _ADAPTERS = ("checkpoint", "drift", "metrics", "ddp", "fsdp", "deepspeed")
 MODULES = (
+    "fn.tree",
+    "fn.collectives.hierarchy",
     "fn.kernels",
     "fn.adapters.ddp",
     "fn.adapters.fsdp",
@@ -36,6 +38,9 @@ MODULES = (
     "fn.adapters.deepspeed",
 )
 """Modules that are used by their own name, in sections of their own."""
+
+PARTS = {"fn.collectives.hierarchy": ("hops", "initial_errors")}
+"""Of these modules only what docstrings refer to: the rest stands above, or is for the collectives themselves."""
 
 
 def page() -> str:
@@ -61,9 +66,8 @@ def page() -> str:
 def module_section(name: str) -> list[str]:
     """Return the lines of a module that is used by its own name."""
     module = importlib.import_module(name)
-    names = getattr(module, "__all__", None) or [
-        n for n, x in vars(module).items() if not n.startswith("_") and getattr(x, "__module__", None) == name
-    ]
+    own = [n for n, x in vars(module).items() if not n.startswith("_") and getattr(x, "__module__", None) == name]
+    names = PARTS.get(name) or getattr(module, "__all__", None) or own
     public = {n: getattr(module, n) for n in names if callable(getattr(module, n))}
     head = [summary(module), ""]
     return [*head, *(line for n in sorted(public) for line in entry(f"{name}.{n}", public[n]))]

@@ -43,6 +43,14 @@ def test_the_api_page_is_what_the_docstrings_say() -> None:
     assert text == api.PAGE.read_text(), "docs/api.md is out of date: run `make docs`, or `python docs/api.py`"
 
 
+def test_what_other_pages_use_and_docstrings_refer_to_is_in_the_api_page() -> None:
+    entries = set(re.findall(r"^### `(.*)`$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    used = {name for page in RUNNING for block in blocks(page) for name in re.findall(r"\bfn(?:\.\w+)+(?=\()", block)}
+    assert "fn.tree.map" in used
+    assert used - entries == set()
+    assert {f"fn.collectives.hierarchy.{name}" for name in ("hops", "initial_errors")} <= entries
+
+
 @pytest.mark.parametrize("page", RUNNING, ids=[page.name for page in RUNNING])
 def test_all_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) -> None:
     script = tmp_path / "page.py"

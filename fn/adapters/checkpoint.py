@@ -181,13 +181,17 @@ def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
     return [found for found, _ in both]
 
 
+_SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"
+
+
 def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> None:
     wanted = set(portable.everything(optimizer, extra))
     free = (PREFIX, "extra.") if extra is None else (PREFIX,)
     optional = {k for k in wanted | set(forms) if k.endswith(".initial_lr") or k.startswith(free)}
     for key in sorted((wanted ^ set(forms)) - optional):
         what = "missing" if key in wanted else "of no use to this optimizer"
-        raise ValueError(f"checkpoint: {key!r} is {what}{about_servers(key, wanted, forms)}")
+        split = _SPLIT if key.startswith(("groups.", "params.")) else ""
+        raise ValueError(f"checkpoint: {key!r} is {what}{about_servers(key, wanted, forms)}{split}")
 
 
 def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
@@ -195,7 +199,8 @@ def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     live = {k: v for k, v in portable.everything(optimizer).items() if k in params}
     for key, p in live.items():
         if p.shape != params[key].shape or p.dtype != params[key].dtype:
-            raise ValueError(f"checkpoint: {key!r} is {params[key].dtype} {tuple(params[key].shape)}, not as here")
+            form = f"{params[key].dtype} {tuple(params[key].shape)}"
+            raise ValueError(f"checkpoint: {key!r} is {form}, not as here{_SPLIT}")
     kept = {k: v for k, v in state.items() if not k.startswith(("params.", "extra."))}
     restore_flat(optimizer, {**kept, SAVED_BY: flat_state(optimizer)[SAVED_BY]})
     with torch.no_grad():

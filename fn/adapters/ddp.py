@@ -25,6 +25,7 @@ from fn.adapters.arriving_gradients import DdpBuckets, GradientHooks
 from fn.adapters.communication_thread import bind_twin
 from fn.adapters.gradient_average import GradientAverage
 from fn.adapters.overlap import Overlap
+from fn.adapters.param_groups import as_list
 from fn.adapters.torch_optim import Optimizer
 from fn.adapters.wire import seconds_per_byte
 from fn.base import Phase, Transform, chain
@@ -55,30 +56,26 @@ def keep_local(model: Any) -> Any:
 
     Args: model: a `DistributedDataParallel` without a communication hook.
     Returns: the model. `no_sync` goes on working and changes nothing.
-    Raises: TypeError if it is none; RuntimeError from DDP if it has a hook.
+    Raises: TypeError if it is none; RuntimeError if it has a hook already.
     """
-    _check(model).register_comm_hook(None, noop_hook)
+    _hook(_check(model), noop_hook)
     return model
 
 
 def bucketed(params: Iterable[Any], elements: int = BUCKET) -> list[dict[str, Any]]:
     """Split parameters, or param groups, into param groups that `overlap` sends one by one.
 
-    Args: params: as for an optimizer, but no named ones. elements: the size from which on a group is closed; the last
+    Args: params: as for an optimizer, named ones, too. elements: the size from which on a group is closed; the last
         ones get smaller, so that the wire ends soon.
-    Returns: param groups with the hyper-parameters of those that they are parts of, the last parameters first.
-    Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors.
+    Returns: param groups with the hyper-parameters of those that they are parts of, the last parameters first. A group
+        may be given a "name", by which to look its parts up afterwards.
+    Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors, or have no order.
     """
     if elements < 1:
         raise ValueError(f"elements: is {elements}; allowed is at least 1")
-    listed = list(params)
+    listed = as_list(params)
     groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    return [
-        {**group, "params": parcel}
-        for group in groups
-        for parcel in split(_as_list(group["params"]), elements)
-        if parcel
-    ]
+    return [{**group, "params": parcel} for group in groups for parcel in _parcels(group["params"], elements) if parcel]
 
 
 def overlap(
@@ -101,7 +98,8 @@ def overlap(
         least_wire_seconds: 0 overlaps in any case.
     Returns: what runs it; `is_on(phase)`, `bytes` and `wire_seconds(phase)` say what was decided and why.
     Raises: TypeError if the model or the optimizer is of another type; ValueError if the optimizer is compiled or
-        clips by `max_norm`, has parameters that are not the model's, or an axis that is not the model's process group.
+        clips by `max_norm`, has parameters that are not the model's, or an axis that is not the model's process group;
+        RuntimeError if the model has a hook already.
         From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for
         one: their update is computed already.
     """
@@ -125,7 +123,7 @@ def overlap(
     found = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds, in_ddp)
     if isinstance(model, DistributedDataParallel):
         buckets = DdpBuckets(found)
-        model.register_comm_hook(None, lambda state, bucket: buckets(_dense(bucket)))
+        _hook(model, lambda state, bucket: buckets(_dense(bucket)))
     else:
         GradientHooks(params, found)
     optimizer.ahead = found.ahead
@@ -147,11 +145,12 @@ def optimizer(
     Args:
         model: a `DistributedDataParallel` without a communication hook.
         make: a named optimizer, such as `fn.onebit_adam`; it is given axis="data", the model's process group.
-        params: parameters of the model or param groups of them; None: all.
+        params: parameters of the model, named or not, or param groups of them; None: all. They are split into groups
+            of about `elements`, the last first: see `bucketed`.
         elements: as for `bucketed`. scaler, least_wire_seconds: as for `overlap`.
         **options: schedule, lr and whatever else `fn.Optimizer` takes. With `max_norm` nothing is overlapped: the
             norm is known after the backward pass only.
-    Raises: as `bucketed`, `overlap` and `fn.Optimizer`.
+    Raises: as `bucketed`, `overlap` and `fn.Optimizer`; RuntimeError if the model has a hook already.
     """
     with bind({AXIS: _check(model).process_group}):
         groups = bucketed(model.parameters() if params is None else params, elements)
@@ -205,7 +204,7 @@ def average_gradients(
         states = tuple(transform.init([p.detach() for p in parcel]) for parcel in parcels)
     frozen = [p for p in model.module.parameters() if not p.requires_grad]
     found = GradientAverage(parcels, params, transform, states, bind_twin(AXIS, group), schedule, scaler, frozen)
-    model.register_comm_hook(None, lambda state, bucket: found.on_bucket(_dense(bucket)))
+    _hook(model, lambda state, bucket: found.on_bucket(_dense(bucket)))
     return found
 
 
@@ -249,9 +248,23 @@ def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGrou
     return axis, group_of(transport)
 
 
-def _as_list(params: Any) -> list[Tensor]:
-    found = [params] if isinstance(params, Tensor) else list(params)
-    for p in found:
+def _parcels(params: Any, elements: int) -> list[list[Any]]:
+    """Return what `split` makes of tensors or (name, tensor), the names kept."""
+    entries = [params] if isinstance(params, Tensor) else list(params)
+    tensors: list[Any] = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
+    for entry, p in zip(entries, tensors, strict=True):
         if not isinstance(p, Tensor):
-            raise TypeError(f"params: hold a {type(p).__name__}; allowed are parameters, without names")
-    return found
+            raise TypeError(f"params: hold a {type(entry).__name__}; allowed are tensors, or pairs of (name, tensor)")
+    given = {id(p): entry for entry, p in zip(entries, tensors, strict=True)}
+    return [[given[id(p)] for p in parcel] for parcel in split(tensors, elements)]
+
+
+def _hook(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> None:
+    try:
+        model.register_comm_hook(None, hook)
+    except RuntimeError as error:
+        if "only be called once" not in str(error):
+            raise
+        text = "has a communication hook already, of an optimizer before this one, say, and DDP takes one for good"
+        hint = "allowed is a model without one; wrap the module anew: DistributedDataParallel(model.module)"
+        raise RuntimeError(f"model: {text}; {hint}") from error

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 LARGE = 1 << 20
 """Elements from which it matters whether kernels are fused."""
 
+_SHRINKS = "weight decay, if there is any, shrinks them all the same"
+
 
 def warn_at_start(optimizer: Optimizer, given: bool) -> None:
     """Warn of a schedule without a warm-up, and, where there are other ranks, of what does not compress or send.
@@ -64,8 +66,8 @@ def _warn_of_plain_torch(params: list[Tensor]) -> None:
 def warn_of_late_group(optimizer: Optimizer) -> None:
     """Warn of a param group, the last one, that comes after the warm-up."""
     if optimizer.steps and optimizer.phase is not Phase.WARMUP and tree.fields(optimizer.states[-1], "nu"):
-        text = "params: come after the warm-up; where it freezes the second moment, theirs is 0 and they never move"
-        warnings.warn(text, stacklevel=3)
+        text = "come after the warm-up; where it freezes the second moment, theirs is 0 and no gradient moves them"
+        warnings.warn(f"params: {text}; {_SHRINKS}", stacklevel=3)
 
 
 def warn_of_thawed(optimizer: Optimizer, places: Iterable[tuple[int, int]]) -> None:
@@ -83,5 +85,6 @@ def warn_of_thawed(optimizer: Optimizer, places: Iterable[tuple[int, int]]) -> N
             names = optimizer.param_groups[g].get("param_names") or range(len(params))
             still.append(f"{names[i]} of group {g}")
     if still:
-        text = "their second moment is 0 and frozen, so they do not move until the schedule returns to a warm-up step"
-        warnings.warn(f"params: {', '.join(still)}: get first gradients after the warm-up; {text}", stacklevel=7)
+        text = "their second moment is 0 and frozen, so no gradient moves them until the schedule returns to a warm-up"
+        text = f"get first gradients after the warm-up; {text}; {_SHRINKS}"
+        warnings.warn(f"params: {', '.join(still)}: {text}", stacklevel=7)

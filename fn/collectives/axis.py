@@ -277,7 +277,9 @@ def rank_dims(state: Any) -> Any:
     """Return a tree like `state` with 0 at leaves that belong to one rank and None at replicated ones.
 
     These are the in_dims and out_dims of a state under `simulate`. A state class says which of its fields
-    belong to one rank by a property `rank_local`, as `ErrorFeedbackState` does.
+    belong to one rank by a property `rank_local`, as `ErrorFeedbackState` does. Params are no part of a state: they are
+    None, the same on all ranks, for every named optimizer but `zero_one_adam`, whose ranks differ between
+    synchronisations and whose params are 0 in every phase.
     """
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         local = getattr(state, "rank_local", ())

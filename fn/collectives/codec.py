@@ -59,9 +59,9 @@ class Fused(NamedTuple):
 class Codec(NamedTuple):
     """How rows of numbers travel.
 
-    encode: (R, n) floating -> payload, a tree of tensors (R, ...).
+    encode: (R, n) floating -> payload, a tree of tensors (R, ...). Deterministic: the same numbers, the same payload.
     decode: payload -> (R, n) floating.
-    align: n must be a multiple of it.
+    align: n must be a multiple of it; the collectives pad each rank's piece of a tensor to one.
     bits: on the wire per element, scales of blocks included.
     decode_mean: payload of W rows -> (n,), the mean of the decoded rows, added in the order of the rows.
     segmented: Segments -> the same codec for several tensors in a row, blocks and scales not crossing from one
@@ -95,6 +95,10 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
     """Send one bit per element and the root mean square of the tensor, or of each block, as its scale.
 
         C(x) = (||x||_2 / sqrt(n)) sgn(x),   sgn(0) = +1
+
+    The collectives first cut a tensor into W pieces, one per server, each padded to a multiple of `align`, which is 8
+    here. Blocks start anew at every piece, and a server's scale is that of its piece; a worker's scale without blocks
+    is that of the whole tensor.
 
     Args:
         block: elements of a block. None: one scale for the tensor (all rows that are encoded together).

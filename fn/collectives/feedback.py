@@ -139,9 +139,9 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
     a difference, 1 - beta enters the error, and the error is sent again and again while it fades.
 
     Args:
-        beta: weight of the old error, 0 <= beta < 1. The error is an average over about 1 / (1 - beta) steps. Raise
-            it where single differences are mostly noise, as with small batches; lower it where more of each has to
-            arrive; 0 is `classic` in 8 bits.
+        beta: weight of the old error, 0 <= beta < 1, rounded to float32. The error is an average over about
+            1 / (1 - beta) steps. Raise it where single differences are mostly noise, as with small batches; lower it
+            where more of each has to arrive; 0 is `classic` in 8 bits.
         every: steps between resets. A reset drops what has become stale, after the learning rate or the data changed.
             Lower it if the loss drifts apart from exact training's in a long run; a number above the length of the
             training resets at its start only.

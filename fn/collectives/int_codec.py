@@ -31,7 +31,8 @@ def int4(block: int = 256) -> Codec:
 
     The range is symmetric and used in full. The largest positive element of a block comes back as 7/8 of itself, the
     largest negative one exactly; all others are off by at most M / 16. Zero stays zero. A block with a NaN or an Inf
-    comes back as NaN.
+    comes back as NaN. The collectives first cut a tensor into W pieces, one per server, each padded to a multiple of
+    `align`, which is 2 here and 1 for `int8`; blocks start anew at every piece, so its last one may be shorter.
 
     Args: block: elements that share a scale; blocks do not cross from one tensor into another. The wire carries 4 + 32
         / block bits per element: 4.125 by default. Smaller blocks follow outliers better, 64 costs 4.5 bits; larger

@@ -93,12 +93,19 @@ def scale_by_onebit_lamb(
 ) -> Transform:
     """Run LAMB in the warm-up; then freeze ratios and second moment, and average the momentum in codes.
 
-        warm-up:     u = mu / (sqrt(nu) + eps) + wd p,   c = clamp(||p|| / ||u||, min_coeff, max_coeff)
-                     coefficient <- coeff_beta coefficient + (1 - coeff_beta) c,   step c u
+        q = mu / (sqrt(nu) + eps),   u = q + wd p
+        warm-up:     c = clamp(||p|| / ||u||, min_coeff, max_coeff), 1 where a norm is 0;   step c u
+                     coefficient <- coeff_beta coefficient + (1 - coeff_beta) c, unless c = 1
         compressed:  mu <- C((b1 mu + (1 - b1) g_r) scaling) / scaling
                      g' = (mu - b1 mu_last) / (1 - b1),   nu_fresh <- b2 nu_fresh + (1 - b2) g'^2
-                     factor = max (sqrt(nu) + eps) / (sqrt(nu_fresh) + eps), bounded,   step coefficient factor u
+                     f = max (sqrt(nu) + eps) / (sqrt(nu_fresh) + eps)
+                     share = min(1, ||q|| / ||u||),   f <- share f + 1 - share          (only if wd > 0)
+                     f <- clamp(f, factor_min, factor_max)
+                     factor <- clamp(f, (1 - factor_threshold) factor, (1 + factor_threshold) factor)
+                     step coefficient factor u
 
+    A c of exactly 1 counts as a ratio that was not taken, and does not enter the coefficient. With weight decay only
+    q's share of the step follows the second moment, so f is blended with 1 by that share before it is bounded.
     scaling brings the root mean square of every tensor's momentum to their common mean, so that one scale serves
     the whole model; it is kept current in the warm-up, as nu_fresh and coefficient are.
 

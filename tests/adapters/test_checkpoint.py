@@ -368,6 +368,19 @@ def test_a_file_that_was_cut_or_changed_is_refused_with_the_reason_and_nothing_i
     assert opt.steps == 3
 
 
+@pytest.mark.parametrize("sizes", [[[1, 2, 3]], [[1], [2, 3]], [[3], [2, 1]]])
+def test_another_split_into_param_groups_is_refused_and_the_message_says_where_it_comes_from(sizes, tmp_path):
+    """Another number of groups, as many with other counts of parameters, or of others."""
+
+    def made(sizes: list[list[int]]) -> fn.Optimizer:
+        groups = [{"params": [torch.nn.Parameter(torch.ones(n)) for n in group]} for group in sizes]
+        return fn.Optimizer(groups, partial(fn.onebit_adam, axis="data"))
+
+    checkpoint.save(tmp_path, made([[1, 2], [3]] if sizes[-1] != [2, 1] else [[1], [2, 3]]))
+    with pytest.raises(ValueError, match=r"saved with other param groups: .* belong to their `elements`"):
+        checkpoint.load(tmp_path, made(sizes))
+
+
 def test_a_missing_file_an_empty_folder_and_another_optimizer_are_refused(tmp_path):
     _, opt = alone()
     with pytest.raises(FileNotFoundError, match="no finished checkpoint"):

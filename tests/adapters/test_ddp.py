@@ -18,11 +18,44 @@ from torch.nn.parallel import DistributedDataParallel
 import fn
 from fn import Phase
 from fn.adapters.arrivals import split
-from fn.adapters.ddp import average_gradients, bucketed, keep_local, overlap
+from fn.adapters.ddp import average_gradients, bucketed, keep_local, optimizer, overlap
 
 # All cases run in the same two processes, once.
 
 case = Cases(2)
+
+
+# One hook for one model.
+
+
+@case
+def hooked() -> list[str]:
+    """Everything that hooks into a model, on one that has been hooked into; then on the same module in a new DDP."""
+    model, found = wrapped(), []
+    ways = (
+        lambda model: optimizer(model, fn.onebit_adam, params=model.named_parameters(), schedule=fn.freeze_after(3)),
+        keep_local,
+        lambda model: overlap(model, build(model)),
+        lambda model: average_gradients(model, fn.sign()),
+    )
+    for use in (ways[0], *ways):
+        try:
+            use(model)
+            found.append("taken")
+        except RuntimeError as error:
+            found.append(str(error))
+    again = DistributedDataParallel(model.module)
+    ways[0](again)
+    return [*found, "taken"]
+
+
+def test_a_second_hook_for_a_model_is_refused_with_the_way_out():
+    for first, *others, last in case.answer("hooked"):
+        assert (first, last) == ("taken", "taken")
+        assert len(others) == 4
+        for text in others:
+            assert text.startswith("model: has a communication hook already")
+            assert "wrap the module anew" in text
 
 
 # Steps that are taken ahead.
@@ -473,6 +506,18 @@ def test_bucketed_keeps_groups_and_hyper_parameters_and_every_parameter_once():
     for group in groups:
         inside = {id(p) for p in params[:4]} >= {id(p) for p in group["params"]}
         assert (group.get("lr") == 0.5) == inside
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_bucketed_keeps_the_names_of_parameters(grouped):
+    net = Net()
+    named = list(net.named_parameters())
+    groups = bucketed([{"params": iter(named), "name": "net"}] if grouped else net.named_parameters(), 400)
+    assert len(groups) > 1
+    found = torch.optim.SGD(groups, 0.1).param_groups
+    known = {(name, id(p)) for name, p in named}
+    assert {(n, id(p)) for g in found for n, p in zip(g["param_names"], g["params"], strict=True)} == known
+    assert [g.get("name") for g in found] == ["net" if grouped else None] * len(groups)
 
 
 @pytest.mark.parametrize(("params", "elements", "kind"), [([torch.ones(2)], 0, ValueError), ([("w", 1)], 8, TypeError)])

@@ -246,3 +246,30 @@ def test_a_parameter_whose_first_gradient_comes_after_the_warm_up_is_warned_of_i
     stuck = thaw == 4 and name != "loco_adamw"
     assert torch.equal(body, torch.ones(3)) == stuck
     assert ["params: body of group 0: get first gradients after" in str(w.message) for w in caught] == [True] * stuck
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("added", [False, True])
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb"])
+def test_what_comes_after_the_freeze_is_shrunk_by_weight_decay_as_the_warning_says(name, added, decay):
+    make = next(o.make for o in OPTIMIZERS if o.name == name)
+    body, head = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    given = [head] if added else [body, head]
+    make = partial(make, axis="data", weight_decay=decay)
+    opt = fn.Optimizer(given, make, schedule=fn.freeze_after(3), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for t in range(14):
+            if added and t == 4:
+                opt.add_param_group({"params": [body]})
+            head.grad = torch.ones(3)
+            body.grad = torch.ones(3) if t >= 4 else None
+            opt.step()
+    assert bool((body < 1).all()) == (decay > 0)
+    if name == "onebit_adam":
+        torch.testing.assert_close(body.detach(), torch.full((3,), (1 - 0.1 * decay) ** 10))
+    said = [str(w.message) for w in caught if "after the warm-up" in str(w.message)]
+    assert said
+    for text in said:
+        assert "no gradient moves them" in text
+        assert "weight decay, if there is any, shrinks them" in text
