@@ -74,7 +74,7 @@ SHARE = 0.25
 def split(params: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
     """Cut a list of parameters, from its end, into parcels of about `elements` elements.
 
-    A parcel is closed as soon as it is large enough. No more than `elements` are one parcel. Of more the first is a third
+    A parcel is closed as soon as it is large enough. Up to `elements` are one parcel. Of more the first is a third
     of `elements`, because nothing is on the wire before it. Each later one takes `SHARE` of what is left, at most
     `elements` and at least a quarter of that, so that little is on its way when the backward pass ends.
     """

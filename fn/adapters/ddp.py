@@ -65,8 +65,8 @@ def keep_local(model: Any) -> Any:
 def bucketed(params: Iterable[Any], elements: int = BUCKET) -> list[dict[str, Any]]:
     """Split parameters, or param groups, into param groups that `overlap` sends one by one.
 
-    Args: params: as for an optimizer, named ones, too. elements: the size from which on a group is closed; the last
-        ones get smaller, so that the wire ends soon.
+    Args: params: as for an optimizer, named ones, too. elements: that a group may have; of larger ones the first
+        part and the last ones are smaller, so that the wire begins and ends soon.
     Returns: param groups with the hyper-parameters of those that they are parts of, the last parameters first. A group
         may be given a "name", by which to look its parts up afterwards.
     Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors, or have no order.
@@ -101,7 +101,8 @@ def overlap(
         clips by `max_norm`, has parameters that are not the model's, or an axis that is not the model's process group;
         RuntimeError if the model has a hook already.
         From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for
-        one: their update is computed already.
+        one: their update is computed already, and is written, as on ranks that know of no change. In phases that are
+        not overlapped all ranks raise `RanksDisagree` or that error, and nothing is written.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel or another module")
