@@ -12,7 +12,8 @@ and the all-gather goes the way back. Rank (n, l) ends up with piece l N + n, wh
     (identity(torch.bfloat16), int4()),     bf16, no feedback      int4, damped
         (off(), damped())
 
-Errors are then tuples with an entry per hop, in the order of the axes.
+Errors are then tuples with an entry per hop, in the order of the axes. On the way back every node has servers of the
+same pieces, with errors of their own at an inner hop; the nodes' results are equal because these errors are.
 
 Paper: Wang et al., ZeRO++ (arXiv 2306.10209), section 4.3, hierarchical all-to-all.
 """

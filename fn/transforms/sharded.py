@@ -133,8 +133,9 @@ def sharded(
             rests after the warm-up this is 1-bit Adam; see `sharded_onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase and a `ShardedState`.
     Raises: ValueError if the layout or the momentum is not one, if inner communicates over `axis`, or if
-        gather_feedback is given together with momentum, whose second half has the server errors; from init, if the ranks disagree or inner holds a link of this library
-        that takes norms; from the update, if the state belongs to other params or another number of ranks.
+        gather_feedback is given together with momentum, whose second half has the server errors; from init, if the
+        ranks disagree or inner holds a link of this library that takes norms; from the update, if the state belongs to
+        other params or another number of ranks.
 
     Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5; Wang et al., ZeRO++ (arXiv 2306.10209), sections
         4.1 and 4.3, for codes in both halves.
