@@ -65,8 +65,8 @@ def _place(optimizer: Optimizer) -> tuple[int, int]:
 def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Copy a `flat_state` into an optimizer's buffers. What another rank saved continues with errors of zero.
 
-    Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype; nothing
-        is copied then.
+    Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype, or for what
+        another rank saved if it holds shards, or errors on the way back within a node; nothing is copied then.
     """
     if not isinstance(saved, Mapping):
         raise TypeError(f"state_dict: is {type(saved).__name__}; allowed is what fn.Optimizer.state_dict returned")
@@ -139,12 +139,24 @@ def _without_foreign_errors(
     how = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
     if SHARD in marks.values():
         raise ValueError(f"state_dict: is of {who[0]} and holds its shards only, but this is {who[1]}; {how}")
+    if any(map(_between_nodes, tree.fields(optimizer.states, "server"))):
+        raise ValueError(
+            f"state_dict: is of {who[0]}, but this is {who[1]}, and the ranks of different nodes stay together only "
+            f"while their errors of the hop within a node, which has codes on the way back, are equal; {how}, or make "
+            f"the optimizer without them, feedback=(fn.off(), fn.classic())"
+        )
     zeros = {path: torch.zeros_like(own[path]) for path, mark in marks.items() if mark == ERROR}
     text = (
         f"state_dict: is of {who[0]}, but this is {who[1]}: its own errors, what compression had not delivered yet, "
         f"are lost and start from zero; to keep them {how}"
     )
     return {**saved, **zeros, SAVED_BY: mine}, text if zeros else ""
+
+
+def _between_nodes(servers: Tree) -> bool:
+    """Tell whether servers of several axes have errors at another hop than the last: (one per hop) for each vector."""
+    each = [s for s in servers if isinstance(s, tuple) and not hasattr(s, "_fields")]
+    return any(bool(tree.leaves(s[:-1])) for s in each)
 
 
 def _copy(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:

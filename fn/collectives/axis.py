@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fn import tree
 from fn.collectives.mpi import Communicator, is_communicator, register_communicator
 from fn.collectives.peers import remember
+from fn.kernels.eager import is_eager
 
 SIMULATED = ""
 ALONE = "alone"
@@ -122,7 +123,7 @@ def simulate(
         axis, size: the axis' name and its number of ranks.
         in_dims, out_dims: as for `torch.func.vmap`: where the ranks' dimension is in each argument and result.
             None in `in_dims` hands every rank the same value. None in `out_dims` says that the result is the same
-            on every rank, and is checked: a result that depends on the rank is refused.
+            on every rank, and is checked: a result that depends on the rank is refused by its path.
         randomness: as for `torch.func.vmap`: "different" numbers on each rank, for dropout say, the "same" on all, or
             "error". Simulations around this one must be given it, too.
     Returns: a function of the same positional arguments. Simulations of different axes may be nested.
@@ -143,12 +144,14 @@ def simulate(
 
         def on_rank(rank: Tensor, *local: Any) -> tuple[Any, ...]:
             with Binding({axis: Axis(size, rank, SIMULATED)}):
-                leaves, structure = tree.flatten(f(*local))
+                result = f(*local)
+            leaves, structure = tree.flatten(result)
             dims = tree.broadcast(out_dims, structure)
             if dims is None:
                 raise ValueError(f"out_dims: {out_dims} does not fit a result of the structure {structure}")
             pairs = list(zip(leaves, dims, strict=True))
-            kept.extend((structure, dims, [_replicated(x, rank) if d is None else None for x, d in pairs]))
+            named = zip(tree.paths(result), leaves, dims, strict=True)
+            kept.extend((structure, dims, [_replicated(x, rank, path) if d is None else None for path, x, d in named]))
             return tuple(x for x, d in pairs if d is not None)
 
         dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
@@ -178,23 +181,53 @@ def _check_slices(number: int, arg: Any, dims: Any, size: int) -> None:
             )
 
 
-def _replicated(x: Any, rank: Tensor) -> Any:
-    return torch.ops.fn.replicated(x, rank) if isinstance(x, Tensor) else x
+def _replicated(x: Any, rank: Tensor, path: str) -> Any:
+    return torch.ops.fn.replicated(x, rank, path) if isinstance(x, Tensor) else x
 
 
-def _vmap_replicated(info: Any, dims: Any, x: Tensor, rank: Tensor) -> tuple[Tensor, int | None]:
+def _vmap_replicated(info: Any, dims: Any, x: Tensor, rank: Tensor, path: str) -> tuple[Tensor, int | None]:
     """Take x out of the level of its ranks. vmap's own check of out_dims=None would also refuse outer levels."""
     if dims[1] is None:
-        return torch.ops.fn.replicated(x, rank), dims[0]
+        return torch.ops.fn.replicated(x, rank, path), dims[0]
     if dims[0] is not None:
-        raise ValueError("out_dims: is None for a result that depends on the rank")
+        raise ValueError(
+            f"out_dims: is None for leaf {path or 'the root'!r} of a result that depends on the rank; allowed are None "
+            f"for what is the same on every rank, where the ranks' dimension is, and fn.rank_dims(state) for a state"
+        )
     return x, None
 
 
+def found_alike(x: Tensor, axis: AxisNames) -> Tensor:
+    """Take what the ranks of simulated axes computed each for itself out of their levels, where it is the same.
+
+    For numbers that are made from what is one rank's own, and yet are equal by construction, of which vmap cannot know.
+    Where they differ, or are not known, as under torch.compile, x still depends on the rank. Real ranks keep theirs.
+    """
+    for name in names(axis):
+        bound = resolve(name)
+        if bound.transport == SIMULATED:
+            x = torch.ops.fn.found_alike(x, bound.rank)
+    return x
+
+
+def _vmap_found_alike(info: Any, dims: Any, x: Tensor, rank: Tensor) -> tuple[Tensor, int | None]:
+    if dims[1] is None or dims[0] is None:
+        return (x, None) if dims[1] is not None else (torch.ops.fn.found_alike(x, rank), dims[0])
+    rows = x.movedim(dims[0], 0)
+    first = rows[:1]
+    same = (rows == first) | ((rows != rows) & (first != first))  # NaN beside NaN is no difference
+    while torch._C._functorch.is_batchedtensor(same):  # the levels of other axes: all of their ranks have to agree
+        same = torch._C._functorch.get_unwrapped(same)
+    return (rows[0], None) if is_eager(same) and bool(same.all()) else (x, dims[0])
+
+
 _library = torch.library.Library("fn", "FRAGMENT")
-_library.define("replicated(Tensor x, Tensor rank) -> Tensor")
-_library.impl("replicated", lambda x, rank: x.contiguous(), "CompositeImplicitAutograd")
+_library.define("replicated(Tensor x, Tensor rank, str path) -> Tensor")
+_library.impl("replicated", lambda x, rank, path: x.contiguous(), "CompositeImplicitAutograd")
 torch.library.register_vmap("fn::replicated", _vmap_replicated, lib=_library)
+_library.define("found_alike(Tensor x, Tensor rank) -> Tensor")
+_library.impl("found_alike", lambda x, rank: x.contiguous(), "CompositeImplicitAutograd")
+torch.library.register_vmap("fn::found_alike", _vmap_found_alike, lib=_library)
 
 
 def resolve(axis: str) -> Axis:

@@ -12,7 +12,9 @@ and the all-gather goes the way back. Rank (n, l) ends up with piece l N + n, wh
     (identity(torch.bfloat16), int4()),     bf16, no feedback      int4, damped
         (off(), damped())
 
-Errors are then tuples with an entry per hop, in the order of the axes.
+Errors are then tuples with an entry per hop, in the order of the axes. On the way back every node has servers of the
+same pieces, with errors of their own at an inner hop; the nodes' results are equal because these errors are. A
+simulation looks whether they are, and so cannot be compiled with replicated results; with `off()` there it can.
 
 Paper: Wang et al., ZeRO++ (arXiv 2306.10209), section 4.3, hierarchical all-to-all.
 """
@@ -25,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn.collectives import compressed, primitives
-from fn.collectives.axis import AxisNames, axis_index, axis_size, names
+from fn.collectives.axis import AxisNames, axis_index, axis_size, found_alike, names
 from fn.collectives.codec import Codec, identity
 from fn.collectives.feedback import Feedback, off
 from fn.collectives.gathered import all_gather_mean
@@ -120,8 +122,10 @@ def all_gather_shards(
     if isinstance(axis, str):
         return compressed.all_gather_shards(shard, error, *plan[0], segments=segments)
     x, after = shard, []
-    for hop, at, e in reversed(list(zip(plan, levels(segments, axis), _each(error, plan), strict=True))):
-        x, e = compressed.all_gather_shards(x, e, *hop, segments=at)
+    places, errors = levels(segments, axis), _each(error, plan)
+    for i in reversed(range(len(plan))):
+        x, e = compressed.all_gather_shards(x, errors[i], *plan[i], segments=places[i])
+        x = _alike(x, plan[i + 1 :])
         after.append(e)
     return x, tuple(reversed(after))
 
@@ -157,6 +161,7 @@ def compressed_all_reduce(
     x, (worker[last], server[last]) = over_last(x, ends, *plan[last], segments=places[last])
     for i in reversed(range(last)):
         x, server[i] = compressed.all_gather_shards(x, server[i], *plan[i], segments=places[i])
+        x = _alike(x, plan[i + 1 :])
     return x.to(dtype), (tuple(worker), tuple(server))
 
 
@@ -215,6 +220,14 @@ def levels(segments: Segments | None, axis: AxisNames, *, servers: bool = True) 
         if not is_last:
             rows = Segments(rows.widths, hop.row(axis_index(name)).valid.reshape(parts, tensors))
     return found
+
+
+def _alike(x: Tensor, outer: list[Hop]) -> Tensor:
+    """Return what a hop gathered; where outer axes are simulated, out of their levels if their ranks found the same.
+
+    It is made with servers' errors, which are each rank's own, and equal only because all their history is.
+    """
+    return found_alike(x, tuple(hop.axis for hop in outer)) if outer else x
 
 
 def _each(error: Tree, plan: list[Hop]) -> tuple[Tree, ...]:

@@ -56,9 +56,11 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
     Paper: You et al., LAMB (arXiv 1904.00962), algorithm 2.
     """
     _check_bounds(min_coeff, max_coeff)
-    return stateless(
-        lambda updates, params: tree.map(lambda u, p: u * trust_ratio(p, u, min_coeff, max_coeff), updates, params)
-    )
+
+    def scale(u: Tensor, p: Tensor) -> Tensor:
+        return (u * trust_ratio(p, u, min_coeff, max_coeff)).to(u.dtype)
+
+    return stateless(lambda updates, params: tree.map(scale, updates, params))
 
 
 class LambHyper(NamedTuple):

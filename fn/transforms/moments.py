@@ -202,8 +202,9 @@ def adam_direction(
     """Return mu / (sqrt(nu) + eps), each moment divided by its weight first if that is given."""
 
     def divide(m: Tensor, v: Tensor) -> Tensor:
+        dtype = m.dtype  # a weight of another dtype would decide that of a 0-d moment
         m = m if mu_weight is None else m / mu_weight
         v = v if nu_weight is None else v / nu_weight
-        return m / (v.sqrt() + eps)
+        return (m / (v.sqrt() + eps)).to(dtype)
 
     return tree.map(divide, mu, nu)

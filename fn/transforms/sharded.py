@@ -17,6 +17,7 @@ Inner links do not know: they see this rank's shard of gradients and params, as 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from torch import Tensor
 from fn import base, tree
 from fn.base import Phase, Transform, UpdateFn, check_transform, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
-from fn.collectives.axis import AxisNames, axis_index, axis_size
+from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
@@ -75,6 +76,20 @@ def _check_elementwise(described: Mapping[str, str]) -> None:
         )
 
 
+def _check_silent(inner: Transform, axis: AxisNames) -> None:
+    """Refuse an inner that holds the name of a sharded axis: it would average different shards with each other."""
+    for key, value in describe(inner).items():
+        if _AN_AXIS.search(key) and value in map(repr, names(axis)):
+            link = key.split(".")[0]
+            raise ValueError(
+                f"inner: communicates over the axis {value} ({link}), on which every rank has another shard; allowed "
+                f"are transforms that do not, such as fn.adamw(lr) without an axis; fn.sharded averages the gradients"
+            )
+
+
+_AN_AXIS = re.compile(r"\.axis(\.\d+)?(#\d+)?$")  # what `describe` calls an axis, one of several, or a further one
+
+
 def sharded(
     inner: Transform,
     axis: AxisNames,
@@ -95,9 +110,11 @@ def sharded(
     on the wire, with sums in float32.
 
     Args:
-        inner: what updates the shard. It must not communicate, and must be element-wise: it sees pieces of tensors,
-            so that norms of tensors are not what they seem. Without a compressed phase of its own it is in its
-            warm-up throughout, so that `fn.adamw(lr)` can be an inner.
+        inner: what updates the shard. It must not communicate over `axis`, on which every rank has another shard, and
+            must be element-wise: it sees pieces of tensors, so that norms of tensors are not what they seem. Over
+            another axis, whose ranks have the same shard, it may: with `fn.adamw(lr, axis="node")`, sharded over
+            "local", every node keeps the whole state. Without a compressed phase of its own it is in its warm-up
+            throughout, so that `fn.adamw(lr)` can be an inner.
         axis: the ranks among which the shards are divided; several names, such as ("local", "node"), make it
             hierarchical, and codec, feedback, gather and gather_feedback may then be tuples: see `hierarchy.hops`.
         codec: how gradients travel in the compressed phase; None is `identity()`.
@@ -115,9 +132,10 @@ def sharded(
             the mean. The inner is handed the gradient that leads its own momentum there. With a second moment that
             rests after the warm-up this is 1-bit Adam; see `sharded_onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase and a `ShardedState`.
-    Raises: ValueError if the layout or the momentum is not one, or if gather_feedback is given together with momentum,
-        whose second half has the server errors; from init, if the ranks disagree or inner holds a link of this library
-        that takes norms; from the update, if the state belongs to other params or another number of ranks.
+    Raises: ValueError if the layout or the momentum is not one, if inner communicates over `axis`, or if
+        gather_feedback is given together with momentum, whose second half has the server errors; from init, if the
+        ranks disagree or inner holds a link of this library that takes norms; from the update, if the state belongs to
+        other params or another number of ranks.
 
     Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5; Wang et al., ZeRO++ (arXiv 2306.10209), sections
         4.1 and 4.3, for codes in both halves.
@@ -125,6 +143,7 @@ def sharded(
         inner is not finite or a guard inside of it skips, the shard's updates are NaN, for all ranks to see and skip.
     """
     check_transform("inner:", inner)
+    _check_silent(inner, axis)
     rules = rules_of(
         axis, codec, feedback, gather=gather, gather_feedback=gather_feedback, master=master, layout=layout,
         momentum=momentum,

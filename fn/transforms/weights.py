@@ -59,6 +59,6 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     tensors = (lr,) if isinstance(lr, Tensor) else ()
 
     def scale(updates: Tree, params: Tree) -> Tree:
-        return tree.map(lambda u: torch.mul(u, -lr, **pooled(u, *tensors)), updates)
+        return tree.map(lambda u: torch.mul(u, -lr, **pooled(u, *tensors)).to(u.dtype), updates)
 
     return stateless(scale)

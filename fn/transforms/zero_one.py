@@ -111,6 +111,9 @@ def scale_by_zero_one_adam(
         went = () if anchored else tree.map(torch.zeros_like, mu)
         return ZeroOneAdamState(step, mu, nu, anchor, went, elapsed, torch.zeros_like(step), peak, sync.init(mu))
 
+    def later(elapsed: Tensor) -> Tensor:
+        return (elapsed + lr).to(elapsed.dtype)  # here and below: 0-d tensors of two dtypes meet in the wider one
+
     def zeros_kept(x: Tree, nu: Tree) -> Tree:
         return tree.map(lambda a, v: torch.where(v > 0, a, 0.0), x, nu) if keep_zeros else x
 
@@ -118,7 +121,7 @@ def scale_by_zero_one_adam(
         """Step from a momentum that all ranks share; the new parameters are the anchor."""
         wide = tree.map(lambda p, m: p.to(m.dtype), params, mu)
         direction = adam_direction(mu, state.nu, eps)
-        updates = tree.map(lambda u, p: -lr * (u + weight_decay * p), direction, wide)
+        updates = tree.map(lambda u, p: (-lr * (u + weight_decay * p)).to(u.dtype), direction, wide)
         anchor = tree.map(torch.add, wide, updates) if anchored else ()
         return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor)
 
@@ -140,9 +143,9 @@ def scale_by_zero_one_adam(
         check_state(state, ZeroOneAdamState)
         tree.check_updates(updates, state.mu)
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
-        moves = tree.map(lambda u: -lr * u, adam_direction(mu, state.nu, eps))
+        moves = tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps))
         if decay_in_momentum and weight_decay > 0:
-            moves = tree.map(lambda u, p: u - lr * weight_decay * p.to(u.dtype), moves, params)
+            moves = tree.map(lambda u, p: (u - lr * weight_decay * p.to(u.dtype)).to(u.dtype), moves, params)
         return moves, mu
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
@@ -153,12 +156,12 @@ def scale_by_zero_one_adam(
         mu = tree.map(lambda new, old: torch.where(ok, new, old), mu, state.mu)
         went = () if anchored else tree.map(torch.add, state.went, moves)
         dropped = state.dropped + (~ok).to(torch.int64)
-        state = state._replace(mu=mu, went=went, elapsed=state.elapsed + lr, dropped=dropped)
+        state = state._replace(mu=mu, went=went, elapsed=later(state.elapsed), dropped=dropped)
         return moves, state._replace(step=state.step + 1)
 
     def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         moves, _ = step_alone(updates, state, params)
-        elapsed = state.elapsed + lr
+        elapsed = later(state.elapsed)
         here = tree.map(lambda p, u: p.to(u.dtype) + u, params, moves)
         went = tree.map(torch.sub, here, state.anchor) if anchored else tree.map(torch.add, state.went, moves)
         start = state.anchor if anchored else tree.map(torch.sub, here, went)
@@ -166,9 +169,13 @@ def scale_by_zero_one_adam(
         agreed, sync_state = sync.compressed_update(scaled, state.sync, params)
         peak = largest(agreed)
         agreed = zeros_kept(agreed, state.nu)
-        mu = tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0), agreed)
+        mu = tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0).to(s.dtype), agreed)
         decay = 0.0 if decay_in_momentum else weight_decay
-        there = tree.map(lambda x, s, v: x - elapsed * decay * x + s / (v.sqrt() + eps), start, agreed, state.nu)
+
+        def moved(x: Tensor, s: Tensor, v: Tensor) -> Tensor:
+            return (x - elapsed * decay * x + s / (v.sqrt() + eps)).to(x.dtype)
+
+        there = tree.map(moved, start, agreed, state.nu)
         back = tree.map(lambda x, p: x - p.to(x.dtype), there, params)
         kept = (there, ()) if anchored else ((), tree.map(torch.zeros_like, went))
         zero = torch.zeros_like(state.elapsed)

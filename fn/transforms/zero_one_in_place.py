@@ -83,7 +83,7 @@ def with_zero_one_in_place(
         link: ZeroOneAdamState = state.inner[1]
         mu, nu, anchor = tree.leaves(link.mu), tree.leaves(link.nu), tree.leaves(link.anchor)
         lists = tree.leaves(params), anchor, mu, tree.leaves(updates), nu
-        elapsed = float(link.elapsed + h.lr)
+        elapsed = float(link.elapsed.add(h.lr).to(link.elapsed.dtype))
 
         def drifts(bucket: Bucket) -> Tensor:
             here = [[t[i] for i in bucket.places] for t in lists]

@@ -56,6 +56,15 @@ def test_out_dims_none_refuses_a_result_that_depends_on_the_rank():
         fn.simulate(lambda x: x + 1, "data", 2, out_dims=None)(torch.ones(2))
 
 
+def test_the_leaf_that_depends_on_the_rank_is_named():
+    text = r"^out_dims: is None for leaf '{}' of a result that depends on the rank; allowed are None .*fn.rank_dims"
+    dims = {"a": None, "b": (0, None)}
+    with pytest.raises(ValueError, match=text.format(r"b\.1")):
+        fn.simulate(lambda x: {"a": fn.psum(x, "data"), "b": (x, x)}, "data", 2, out_dims=dims)(torch.ones(2))
+    with pytest.raises(ValueError, match=text.format("the root")):
+        fn.simulate(lambda x: x + 1, "data", 2, out_dims=None)(torch.ones(2))
+
+
 def test_out_dims_none_looks_at_its_own_axis_only():
     """The same on all locals of a node, and different from node to node: replicated over one axis of two."""
     x = torch.arange(6.0).view(2, 3)

@@ -225,6 +225,15 @@ def optimizers():
     return {
         "onebit_adam": fn.onebit_adam(0.1, axis=AXES),
         "loco_adamw": fn.loco_adamw(0.1, axis=AXES, codec=codecs, feedback=damped, gather=fn.int8(), master=True),
+        "codes on both hops": fn.onebit_adam(0.1, axis=AXES, codec=(fn.int8(), fn.sign())),
+        "signs on both, no servers at the last": fn.onebit_lamb(
+            0.1, axis=AXES, codec=(fn.sign(), fn.sign()), servers=False
+        ),
+        "an error of exact numbers": fn.onebit_adam(0.1, axis=AXES, codec=(fn.identity(), fn.sign())),
+        "warm-up in codes": fn.onebit_adam(0.1, axis=AXES, warmup=(fn.int8(), fn.int4())),
+        "updates back in codes": fn.sharded(
+            fn.scale_by_adam(), AXES, codecs, damped, gather=codecs, gather_feedback=fn.classic()
+        ),
     }
 
 
@@ -262,6 +271,46 @@ def refusals() -> list[str]:
 
 def both() -> tuple[Any, Any]:
     return train_for_real(), refusals()
+
+
+def grid_step(tx, dims, out_dims):
+    """Return a step of phase COMPRESSED on a grid of 2 x 2; gradients and state in slices, params the same."""
+    return on_grid(tx.compressed_update, 2, 2, in_dims=(0, dims, None), out_dims=out_dims)
+
+
+def warmed_up() -> tuple[Any, ...]:
+    """Return 1-bit Adam with codes on both hops, the dims of its state, gradients, the state and params."""
+    tx = fn.onebit_adam(0.1, axis=AXES, codec=(fn.int8(), fn.sign()))
+    p, g = {"w": torch.randn(600)}, {"w": torch.randn(2, 2, 600)}
+    dims = fn.rank_dims(tx.init(p))
+    state = on_grid(tx.init, 2, 2, in_dims=None, out_dims=dims)(p)
+    _, state = on_grid(tx.warmup_update, 2, 2, in_dims=(0, dims, None), out_dims=(None, dims))(g, state, p)
+    return tx, dims, g, state, p
+
+
+def test_errors_of_servers_that_differ_between_nodes_are_seen_in_a_simulation():
+    """Nothing is said to be the same on all ranks that is not."""
+    tx, dims, g, state, p = warmed_up()
+    u, state = grid_step(tx, dims, (None, dims))(g, state, p)
+    assert u["w"].shape == (600,)
+    assert u["w"].any()
+    server = tree.fields(state, "server")[0][0][0]
+    assert torch.equal(server[0], server[1])
+    assert not torch.equal(server[:, 0], server[:, 1])
+    server[1, 0] = 0.0  # a node of which one rank was replaced
+    with pytest.raises(ValueError, match=r"^out_dims: is None for leaf '0.w' of a result that depends on the rank"):
+        grid_step(tx, dims, (None, dims))(g, state, p)
+    u, _ = grid_step(tx, dims, 0)(g, state, p)
+    assert not torch.equal(u["w"][0], u["w"][1])
+    assert torch.equal(u["w"][:, 0], u["w"][:, 1])
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_all_nodes_of_a_simulation():
+    tx, dims, g, state, p = warmed_up()
+    g["w"][1, 0, 5] = float("nan")
+    u, state = grid_step(tx, dims, (None, dims))(g, state, p)
+    assert not u["w"].any()
+    assert state.skipped == 1
 
 
 def test_two_nodes_of_two_processes_give_bit_for_bit_what_the_simulation_gives():

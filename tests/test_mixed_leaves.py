@@ -1,0 +1,83 @@
+"""Models with a 0-d leaf beside leaves of other dtypes, and rates in another dtype than the params.
+
+Between 0-d tensors the wider dtype wins, where beside a tensor with dimensions it does not count.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from registry import each_phase
+from test_contract import World, form
+
+import fn
+from fn import Phase, tree
+
+MODELS = {
+    "float32": {"t": torch.float32, "w": torch.float32},
+    "bfloat16": {"t": torch.bfloat16, "w": torch.bfloat16},
+    "float32 beside float64": {"t": torch.float32, "w": torch.float64},
+    "bfloat16 beside float64": {"t": torch.bfloat16, "w": torch.float64},
+    "float64 beside float32": {"t": torch.float64, "w": torch.float32},
+}
+RATES = (0.02, torch.tensor(0.02, dtype=torch.float64), torch.tensor(0.02, dtype=torch.bfloat16))
+SHAPES = {"t": (), "w": (5,)}
+
+
+def model(dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(SHAPES[name]).to(dtype) for name, dtype in dtypes.items()}
+
+
+@each_phase
+@pytest.mark.parametrize("lr", RATES, ids=["float", "float64", "bfloat16"])
+@pytest.mark.parametrize("dtypes", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_params_and_state_keep_their_form(optimizer, phase, dtypes, lr, world):
+    w = World(optimizer, world, params=model(dtypes), lr=lr, weight_decay=0.1)
+    start = form((w.params, w.state))
+    for each in (phase, *optimizer.phases, phase):
+        w.step(each)
+        assert form((w.params, w.state)) == start
+
+
+@pytest.mark.parametrize("compress", ["steps", "gradients"])
+@pytest.mark.parametrize("lr", RATES, ids=["float", "float64", "bfloat16"])
+@pytest.mark.parametrize("dtypes", MODELS.values(), ids=MODELS)
+def test_both_compressed_phases_of_zero_one_adam_do(dtypes, lr, compress):
+    params = model(dtypes)
+    tx = fn.zero_one_adam(lr, weight_decay=0.1, axis="data", compress=compress)
+    state: Any = tx.init(params)
+    start = form((params, state))
+    for phase in (Phase.WARMUP, Phase.COMPRESSED, Phase.COMPRESSED):
+        updates, state = tx.update(phase)(tree.map(torch.ones_like, params), state, params)
+        assert form((fn.apply_updates(params, updates), state)) == start
+
+
+@each_phase
+@pytest.mark.parametrize("dtypes", MODELS.values(), ids=MODELS)
+def test_updates_do_not_take_the_dtype_of_the_rate(optimizer, phase, dtypes):
+    """Those of a float and of a 0-d float64 have the same dtypes."""
+    params, found = model(dtypes), []
+    for lr in RATES[:2]:
+        tx = optimizer.make(lr=lr, axis="data")
+        updates, _ = tx.update(phase)(params, tx.init(params), params)
+        found.append([u.dtype for u in tree.leaves(updates)])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("dtypes", MODELS.values(), ids=MODELS)
+def test_zero_one_adam_takes_steps_in_place_on_them(dtypes):
+    params = [torch.nn.Parameter(p) for p in model(dtypes).values()]
+    phases = (Phase.WARMUP, Phase.LOCAL, Phase.COMPRESSED)
+    opt = fn.Optimizer(
+        params, lambda **k: fn.zero_one_adam(axis="data", **k), schedule=lambda t: phases[t], lr=RATES[1]
+    )
+    start, before = form(opt.states), [p.detach().clone() for p in params]
+    for _ in phases:
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        assert form(opt.states) == start
+        assert all(not torch.equal(p, b) for p, b in zip(params, before, strict=True))
