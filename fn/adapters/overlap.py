@@ -10,7 +10,7 @@ gradients of others are still computed; the optimizer's step writes the results.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -122,10 +122,9 @@ class Overlap:
 
     def _reset(self, phase: Phase) -> None:
         self._phase, self._jobs, self._arrivals = phase, None, None
-        self._left: list[tuple[Tensor, Tensor | None, int]] | None = None
+        self._left: dict[int, Tensor] = {}
         self._sent: dict[int, int] = {}
         self._error: BaseException | None = None
-        self._samples: dict[int, Tensor] = {}
         self._scale = None
 
     def arrive(self, params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
@@ -143,9 +142,8 @@ class Overlap:
             self._send(self._arrivals.rest())
 
     def remember(self) -> None:
-        """Note which gradients a backward pass has left, once nobody but the user changes them any more."""
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        self._left = [(p, p.grad, 0 if p.grad is None else p.grad._version) for p in params]
+        """Note what gradients a backward pass has left, once nobody but the user changes them any more."""
+        self._left = self._sampled()
 
     def when_sent(self, then: Callable[[], None]) -> None:
         """Call a function, on one of the threads, when all that was submitted has been sent, or has failed."""
@@ -163,7 +161,6 @@ class Overlap:
         assert self._arrivals is not None
         for group in groups:
             grads = self._arrivals.grads(group)
-            self._samples[group] = _sample(grads)
             if self._is_unlike(group):  # the others hear of it, and all meet in the step
                 grads = [torch.full_like(g, float("nan")) for g in grads]
             thread = self._threads[len(self._jobs) % len(self._threads)]  # in the same order on all ranks
@@ -240,21 +237,16 @@ class Overlap:
 
         Local steps send nothing, and may be taken from any gradients.
         """
-        left, self._left = self._left or [], None
-        if phase is Phase.LOCAL or phase is not self._phase:
+        left, self._left = self._left, {}
+        if not left or phase is Phase.LOCAL or phase is not self._phase:
             return None
-        optimizer = self._optimizer
-        by_scaler = self._scaler is not None or hasattr(optimizer, "found_inf")
-        unscaled = by_scaler and getattr(optimizer, "grad_scale", None) is None
+        by_scaler = self._scaler is not None or hasattr(self._optimizer, "found_inf")
+        unscaled = by_scaler and getattr(self._optimizer, "grad_scale", None) is None
+        if unscaled and self._scale is None:  # by a number that is not known here
+            return None
         factor = 1.0 / self._scale if unscaled and self._scale else 1.0
-        groups = [group["params"] for group in optimizer.param_groups]
-        now = {group: _sample([_grad(p) for p in groups[group]]) for group in self._samples}
-        if not now or _near(now.values(), self._samples.values(), factor):
-            # All gradients are written when they are unscaled, so that their versions say nothing.
-            written = {id(p) for p, grad, version in left if not _is_as_left(p, grad, version) and not unscaled}
-            changed = [g for g, params in enumerate(groups) if not written.isdisjoint(map(id, params))]
-        else:
-            changed = [g for g in now if not _near([now[g]], [self._samples[g]], factor)]
+        now = self._sampled()
+        changed = [] if _near(now, left, factor) else [g for g in now if not _near({g: now[g]}, left, factor)]
         if not changed:
             return None
         return ValueError(
@@ -269,6 +261,11 @@ class Overlap:
             if leaf.is_floating_point():
                 leaf.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
+    def _sampled(self) -> dict[int, Tensor]:
+        """Return by param group some elements of the gradients that there are now."""
+        groups = [group["params"] for group in self._optimizer.param_groups]
+        return {g: _sample([_grad(p) for p in params]) for g, params in enumerate(groups)}
+
     def _read_settings(self) -> list[Any]:
         optimizer = self._optimizer
         held = [*optimizer._lrs, *tree.leaves(optimizer.states)]
@@ -282,21 +279,22 @@ class Overlap:
         logger.log(level, text, state, phase.value, size, 1e3 * seconds, 1e3 * self._least)
 
 
-def _is_as_left(p: Tensor, grad: Tensor | None, version: int) -> bool:
-    return p.grad is grad and (grad is None or grad._version == version)
+SAMPLES = 64
+"""Elements of each gradient by which changes are noticed: one that every element shares, or every other one."""
 
 
 @torch.no_grad()
 def _sample(grads: list[Tensor]) -> Tensor:
-    """Return the first element of each gradient."""
-    first = [g.as_strided((), ()) for g in grads if g.numel()]
-    return torch.stack(first).cpu() if first else torch.zeros(0)
+    """Return evenly spaced elements of each gradient."""
+    flat = [g.reshape(-1) for g in grads if g.numel()]
+    return torch.cat([g[:: -(-g.numel() // SAMPLES)] for g in flat]) if flat else torch.zeros(0)
 
 
-def _near(now: Iterable[Tensor], before: Iterable[Tensor], factor: float) -> bool:
-    """Tell whether samples are, but for rounding, `factor` times what they were."""
-    ours, theirs = torch.cat([*now]).double(), torch.cat([*before]).double() * factor
-    return torch.allclose(ours, theirs, rtol=1e-3, atol=0.0, equal_nan=True)
+def _near(now: Mapping[int, Tensor], before: Mapping[int, Tensor], factor: float) -> bool:
+    """Tell whether samples are `factor` times what they were, but for rounding."""
+    ours = torch.cat([now[group].double() for group in now])
+    theirs = torch.cat([before[group].double() * factor for group in now])
+    return torch.allclose(ours, theirs, rtol=0.0 if factor == 1.0 else 1e-3, atol=0.0, equal_nan=True)
 
 
 def _grad(p: Tensor) -> Tensor:

@@ -36,10 +36,6 @@ def mask(model: Any) -> None:
     grad.mul_(torch.arange(grad.numel()).view_as(grad) % 2 == 0)
 
 
-def replace(model: Any) -> None:
-    weight(model).grad = weight(model).grad.clone()
-
-
 def clip(model: Any) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
@@ -50,14 +46,15 @@ def of_data(model: Any) -> None:
 
 
 def read(model: Any) -> None:
-    torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    """As transformers' Trainer reads the norm: by clipping to infinity, which writes what was there."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
 
 
 def break_it(model: Any) -> None:
     weight(model).grad.fill_(float("nan"))
 
 
-CHANGES = {f.__name__: f for f in (mask, replace, clip, of_data, break_it)}
+CHANGES = {f.__name__: f for f in (mask, clip, of_data, break_it)}
 
 
 def said(step: Callable[[], Any]) -> str:
@@ -116,7 +113,7 @@ def test_a_change_behind_backward_is_named_and_the_step_is_that_of_all_ranks(nam
 def where_overlap_is_off() -> dict[tuple[str, str], tuple[str, bool, list]]:
     found = {}
     for name, make in MODELS.items():
-        for what in ("mask", "clip", "replace"):
+        for what in ("mask", "clip"):
             model = make()
             opt = build(model)
             running = overlap(model, opt, least_wire_seconds=3600.0)
@@ -135,7 +132,7 @@ def where_overlap_is_off() -> dict[tuple[str, str], tuple[str, bool, list]]:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("what", ["mask", "clip", "replace"])
+@pytest.mark.parametrize("what", ["mask", "clip"])
 def test_where_overlap_is_off_all_ranks_refuse_what_one_changed_and_go_on(name, what):
     answers = [answer[name, what] for answer in case.answer("where_overlap_is_off")]
     for text, unchanged, _ in answers:
