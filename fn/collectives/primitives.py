@@ -125,14 +125,14 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
         tensor(2.)
     """
     size = axes.axis_size(axis)
+    if size == 1:
+        return psum(x, axis)
     for leaf in tree.leaves(x):
         if not (leaf.is_floating_point() or leaf.is_complex()):
             raise TypeError(
                 f"x: has dtype {leaf.dtype}; allowed are floating and complex numbers, since a mean of others is no "
                 f"whole number: fn.psum adds integers, or hand over x.float()"
             )
-    if size == 1:
-        return psum(x, axis)
     refuse_to_differentiate(x, "pmean", axis)
     # Sums of half precision numbers overflow where their mean does not.
     parts = tree.map(lambda leaf: leaf / size if leaf.element_size() < 4 else leaf, x)

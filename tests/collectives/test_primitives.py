@@ -334,9 +334,6 @@ def test_processes_refuse_to_differentiate_a_collective():
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_mean_of_integers_is_refused(dtype, size):
+def test_a_mean_of_integers_is_refused(dtype):
     with pytest.raises(TypeError, match=rf"x: has dtype {dtype}; allowed are floating.*fn\.psum"):
-        world(lambda x: fn.pmean(x, "data"), size, out_dims=None)(torch.ones(size, 3, dtype=dtype))
-    with pytest.raises(TypeError, match="x: has dtype"):
-        fn.pmean(torch.ones(3, dtype=dtype), "data")
+        world(lambda x: fn.pmean(x, "data"), 2, out_dims=None)(torch.ones(2, 3, dtype=dtype))
