@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, check_state, check_transform, missing, stateless
+from fn.base import Phase, Transform, check_params, check_state, check_transform, missing, stateless
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -56,9 +56,12 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
     Paper: You et al., LAMB (arXiv 1904.00962), algorithm 2.
     """
     _check_bounds(min_coeff, max_coeff)
-    return stateless(
-        lambda updates, params: tree.map(lambda u, p: u * trust_ratio(p, u, min_coeff, max_coeff), updates, params)
-    )
+
+    def scale(updates: Tree, params: Tree) -> Tree:
+        check_params(params)
+        return tree.map(lambda u, p: u * trust_ratio(p, u, min_coeff, max_coeff), updates, params)
+
+    return stateless(scale)
 
 
 class LambHyper(NamedTuple):
@@ -152,6 +155,7 @@ def onebit_lamb_by_tensor(
 
     def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         check_state(state, OnebitLambState)
+        check_params(params)
         tree.check_updates(updates, state.mu)
         rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
@@ -169,6 +173,7 @@ def onebit_lamb_by_tensor(
 
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         check_state(state, OnebitLambState)
+        check_params(params)
         tree.check_updates(updates, state.mu)
         leaves, structure = tree.flatten(updates)
         each = hypers(len(leaves))

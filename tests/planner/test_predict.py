@@ -94,6 +94,7 @@ def test_a_verdict_for_a_method_of_fn_names_no_other():
     found = plan([OURS, THEIRS._replace(parts=PLAIN.parts), PLAIN._replace(interval=1)], FLAT, 1e-3, 1, memory=1e30)
     assert "does not have" not in found.verdict
 
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [((10, 4, Cost(0, 1)), "world"), ((0, 1, Cost(0, 1)), "world"), ((8, 4, Cost(0, 1)), "inter: is missing")],
