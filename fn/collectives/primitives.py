@@ -113,8 +113,8 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
 
     Args: x: tree of floating tensors. axis: the axis' name, or several, over which it is done one after the other.
     Returns: the same shapes and dtypes, the same values on every rank.
-    Raises: TypeError for integers and bools; ValueError if the axis is not bound; `PeerLost` if a rank ends or does not
-        answer in time.
+    Raises: TypeError for integers among several ranks; ValueError if the axis is not bound; `PeerLost` if a rank ends
+        or does not answer in time.
 
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     Differentiate the loss of each rank, and average the gradient:
