@@ -110,6 +110,15 @@ def check_state(state: Tree, kind: type) -> None:
         )
 
 
+def check_params(params: Tree) -> None:
+    """Raise a TypeError that gives the order of the arguments where a link needs the params and gets None."""
+    if params is None:
+        raise TypeError(
+            "params: is None; allowed are the params that init was given, which this link needs; the arguments of an "
+            "update are (updates, state, params)"
+        )
+
+
 def lift(init: Callable[[Tree], Tree], update: UpdateFn) -> Transform:
     """Make a link that does not communicate: the same update in every phase."""
     return Transform(init, update, update, update)
@@ -174,9 +183,22 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     The sum is taken in the wider of the two dtypes and rounded once. It is differentiable: hand in params that do not
     require grad, `{k: p.detach() for ...}`, unless you differentiate through the step; a loop would otherwise keep the
     graph of all its steps.
+
+    Raises: ValueError if an update has another shape than its parameter, or the trees another structure.
     """
 
     def add(p: Tensor, u: Tensor) -> Tensor:
+        if u.shape != p.shape:
+            raise ValueError(_misfit(params, updates))
         return (p + u).to(p.dtype)
 
     return tree.map(add, params, updates)
+
+
+def _misfit(params: Tree, updates: Tree) -> str:
+    pairs = zip(tree.paths(params), tree.leaves(params), tree.leaves(updates), strict=True)
+    path, p, u = next(found for found in pairs if found[1].shape != found[2].shape)
+    return (
+        f"updates: leaf {path or 'the root'!r} has the shape {tuple(u.shape)}; allowed is that of its parameter, "
+        f"{tuple(p.shape)}"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -129,14 +130,36 @@ class ZeroOneSchedule:
             number, interval, updates = nth + 1, interval * 2, 0
 
 
+UNFED = 10
+"""Steps without a norm after which a `FreezeWhenStable` warns."""
+
+_UNFED = (
+    f"schedule: freeze_when_stable was asked for {UNFED} steps in a row and given no norm, so it stays in the warm-up "
+    "and never freezes; after each update call schedule.observe(step, float(norm)), where norm is the sum of the "
+    "absolute values of the second moment, the tensors in fn.tree.fields(state, 'nu'). fn.Optimizer does so itself"
+)
+
+
+class _Asked:
+    """The last step that was asked for, and how many later and later ones were since the last norm.
+
+    It is no part of what a schedule is: ranks may ask for other steps and agree on the schedule.
+    """
+
+    last, unfed = -1, 0
+
+
 class FreezeWhenStable:
     """Warm up until the second moment has become stable, then compress for good.
 
         ||v_t||_1 / ||v_{t - D}||_1 >= threshold,   D = 1 / (1 - b2)
 
     A schedule that is fed: after each warm-up step, `observe` takes the norm, a number that is the same on every
-    rank. `fn.Optimizer` feeds it from its state and saves it in its state dict; a custom loop calls
-    `schedule.observe(step, float(norm))` itself.
+    rank. `fn.Optimizer` feeds it from its state and saves it in its state dict. A loop of its own has to feed it, after
+    each update; a schedule that is asked for step after step and never fed warns once, for it would never freeze:
+
+        norm = sum(nu.abs().sum() for leaf in fn.tree.fields(state, "nu") for nu in fn.tree.leaves(leaf))
+        schedule.observe(step, float(norm))
 
         >>> schedule = FreezeWhenStable(b2=0.5)            # D = 2
         >>> for step, norm in enumerate([1.0, 8.0, 9.0, 8.2]):
@@ -167,21 +190,35 @@ class FreezeWhenStable:
         self.distance = max(1, round(1 / (1 - b2)))
         self.norms: list[float] = []
         self.frozen_at: int | None = None
+        self._asked = _Asked()
 
     def observe(self, step: int, norm: float) -> None:
         """Take ||v||_1 after a step; steps must come in order. After the freeze it is ignored."""
         if self.frozen_at is not None:
             return
+        self._asked.last, self._asked.unfed = step, 0
         self.norms = [*self.norms[-self.distance :], norm]
         ready = len(self.norms) > self.distance and step + 1 >= self.min_steps
         if ready and norm > 0 and min(norm, self.norms[0]) / max(norm, self.norms[0]) >= self.threshold:
             self.frozen_at = step + 1
 
     def __call__(self, step: int) -> Phase:
-        """Return the phase of a step."""
+        """Return the phase of a step. Warns, once, where many steps are asked for and no norm came in between."""
+        if self.frozen_at is None and step > self._asked.last:
+            self._asked.last, self._asked.unfed = step, self._asked.unfed + 1
+            if self._asked.unfed == UNFED:
+                warnings.warn(_UNFED, stacklevel=2)
         return Phase.WARMUP if self.frozen_at is None or step < self.frozen_at else Phase.COMPRESSED
 
 
 def freeze_when_stable(b2: float = 0.999, threshold: float = 0.96, min_steps: int = 0) -> FreezeWhenStable:
-    """Return a `FreezeWhenStable` schedule, the 1-bit Adam paper's automatic freeze."""
+    """Return a `FreezeWhenStable` schedule, the 1-bit Adam paper's automatic freeze.
+
+    `fn.Optimizer` feeds it. In a loop of your own nothing freezes unless you do, with two lines after each update:
+
+        norm = sum(nu.abs().sum() for leaf in fn.tree.fields(state, "nu") for nu in fn.tree.leaves(leaf))
+        schedule.observe(step, float(norm))
+
+    Args and Raises: as `FreezeWhenStable`. Warns once if ten steps in a row are asked for and no norm is observed.
+    """
     return FreezeWhenStable(b2, threshold, min_steps)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -97,6 +99,36 @@ def test_apply_updates_keeps_the_dtype_of_the_params_and_rounds_once(dtype):
 def test_apply_updates_refuses_trees_of_different_structure():
     with pytest.raises(ValueError, match=r"(?i)mismatch|expected"):
         fn.apply_updates({"a": torch.ones(1)}, {"b": torch.ones(1)})
+
+
+@pytest.mark.parametrize(("param", "update"), [((3,), (2, 3)), ((2, 3), (3,)), ((3,), (1,)), ((3,), ())])
+def test_apply_updates_refuses_what_would_be_broadcast_by_leaf(param, update):
+    params = {"b": torch.ones(2), "w": [torch.ones(param)]}
+    updates = {"b": torch.ones(2), "w": [torch.ones(update)]}
+    text = f"updates: leaf 'w.0' has the shape {update}; allowed is that of its parameter, {param}"
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        fn.apply_updates(params, updates)
+
+
+NEED_PARAMS = {
+    "add_decayed_weights": fn.add_decayed_weights(0.1),
+    "scale_by_trust_ratio": fn.scale_by_trust_ratio(),
+    "mask": fn.mask(fn.scale_by_adam(), {"w": True}),
+    "partition": fn.partition({"a": fn.scale_by_adam()}, {"w": "a"}),
+    "lamb": fn.lamb(0.1),
+    "onebit_adam": fn.onebit_adam(0.1, axis="data", weight_decay=0.1),
+    "onebit_lamb": fn.onebit_lamb(0.1, axis="data"),
+}
+
+
+@pytest.mark.parametrize("name", NEED_PARAMS)
+@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
+def test_links_that_need_params_say_so(name, phase):
+    tx, params = NEED_PARAMS[name], {"w": torch.ones(3)}
+    if has_phase(tx, phase):
+        state = tx.init(params)
+        with pytest.raises(TypeError, match=r"params: is None; allowed .*\(updates, state, params\)"):
+            tx.update(phase)({"w": torch.ones(3)}, state, None)
 
 
 def test_negative_zero_is_the_update_that_moves_nothing():

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import fn
 from fn import Phase
+from fn.collectives.agreement import describe
 
 
 @given(st.integers(0, 50), st.integers(0, 100))
@@ -85,6 +89,73 @@ def test_a_growing_second_moment_is_not_stable():
 
 def test_a_vanished_second_moment_never_freezes():
     assert fed([0.0] * 60, b2=0.9) is None
+
+
+def warned(run) -> int:
+    """Return how many warnings about norms that never come a function gives."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        run()
+    return sum("schedule.observe(step, float(norm))" in str(w.message) for w in found if w.category is UserWarning)
+
+
+def loop(schedule, steps, observe):
+    """Train on a constant gradient, as a pure loop; return the first compressed step, or None."""
+    tx = fn.onebit_adam(1e-2, b2=0.9, axis="data")
+    params = {"w": torch.ones(4), "b": torch.ones(2)}
+    state = tx.init(params)
+    for step in range(steps):
+        if schedule(step) is Phase.COMPRESSED:
+            return step
+        updates, state = tx.update(schedule(step))(fn.tree.map(torch.ones_like, params), state, params)
+        params = fn.apply_updates(params, updates)
+        if observe:  # the lines of the docstring
+            norm = sum(nu.abs().sum() for leaf in fn.tree.fields(state, "nu") for nu in fn.tree.leaves(leaf))
+            schedule.observe(step, float(norm))
+    return None
+
+
+def test_a_pure_loop_that_feeds_the_schedule_freezes_as_the_optimizer_does():
+    schedule = fn.freeze_when_stable(b2=0.9, min_steps=5)
+    assert warned(lambda: loop(schedule, 100, observe=True)) == 0
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (4, 2)]
+    opt = fn.Optimizer(
+        params,
+        lambda **k: fn.onebit_adam(axis="data", b2=0.9, **k),
+        schedule=fn.freeze_when_stable(b2=0.9, min_steps=5),
+        lr=1e-2,
+    )
+
+    def train():
+        while opt.phase is Phase.WARMUP:
+            for p in params:
+                p.grad = torch.ones_like(p)
+            opt.step()
+
+    assert warned(train) == 0
+    assert schedule.frozen_at == opt.steps > 10
+
+
+def test_a_pure_loop_that_never_feeds_the_schedule_is_warned_once():
+    schedule = fn.freeze_when_stable(b2=0.9, min_steps=5)
+    assert warned(lambda: loop(schedule, 9, observe=False)) == 0
+    assert warned(lambda: loop(schedule, 500, observe=False)) == 1
+    resumed = fn.freeze_when_stable(b2=0.9)
+    assert warned(lambda: [resumed(step) for step in range(5000, 5100)]) == 1
+
+
+def test_asking_the_schedule_for_a_few_steps_is_harmless():
+    schedule = fn.freeze_when_stable(b2=0.9)
+    assert warned(lambda: [schedule(step) for step in [0, 0, 700, 5000, *range(5000, 0, -1), *range(600)]]) == 0
+    for step in range(3):
+        schedule.observe(step, 1.0)
+        assert warned(lambda step=step: [schedule(k) for k in (step, step + 1, 10**6)]) == 0
+
+
+def test_ranks_that_asked_for_other_steps_hold_the_same_schedule():
+    asked, fresh = fn.freeze_when_stable(), fn.freeze_when_stable()
+    asked(7)
+    assert describe(asked) == describe(fresh) != describe(fn.freeze_when_stable(min_steps=1))
 
 
 def test_min_steps_delays_the_freeze_and_no_more():

@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from fn import tree
 from fn.collectives import axis as axes
+from fn.collectives.differentiation import refuse_to_differentiate
 from fn.collectives.ledger import is_open, record
 from fn.collectives.observe import step_range
 from fn.collectives.peers import is_loss, peer_lost
@@ -39,6 +40,8 @@ def all_to_all(x: Tree, axis: str) -> Tree:
     Returns: the same shapes.
     Raises: ValueError if a leaf's first dimension is not the axis size, or the axis is not bound; `PeerLost` if a rank
         ends or does not answer in time.
+
+    Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
     size, rank, transport = axes.resolve(axis)
 
@@ -48,6 +51,7 @@ def all_to_all(x: Tree, axis: str) -> Tree:
             raise ValueError(f"x: has shape {shape}; its first dimension must be {size}, the size of {axis!r}")
         if _stays(leaf, size, transport):
             return leaf
+        refuse_to_differentiate(leaf, "all_to_all", axis)
         count(leaf, axis, "all_to_all", size - 1, size)
         found: Tensor = torch.ops.fn.all_to_all(leaf.contiguous(), rank, size, transport)
         return found
@@ -62,6 +66,8 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
         first; r is then their `axis_index`.
     Returns: a tree of tensors (W, ...), the same on every rank.
     Raises: ValueError if the axis is not bound; `PeerLost` if a rank ends or does not answer in time.
+
+    Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
     first, *rest = axes.names(axis)
     if rest:
@@ -72,6 +78,7 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
     def gather(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
             return leaf.unsqueeze(0).expand(size, *leaf.shape)
+        refuse_to_differentiate(leaf, "all_gather", axis)
         count(leaf, axis, "all_gather", size - 1, 1)
         found: Tensor = torch.ops.fn.all_gather(leaf.contiguous(), rank, size, transport)
         return found
@@ -80,7 +87,10 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
 
 
 def psum(x: Tree, axis: axes.AxisNames) -> Tree:
-    """Sum over the ranks of an axis. Args, Returns and Raises as for `pmean`."""
+    """Sum over the ranks of an axis. Args, Returns and Raises as for `pmean`, but integers are summed, too.
+
+    Not differentiable, as `pmean`.
+    """
     first, *rest = axes.names(axis)
     if rest:
         return psum(psum(x, first), tuple(rest))
@@ -90,6 +100,7 @@ def psum(x: Tree, axis: axes.AxisNames) -> Tree:
     def add(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
             return leaf
+        refuse_to_differentiate(leaf, "psum", axis)
         count(leaf, axis, "all_reduce", 2 * (size - 1), size)
         found: Tensor = torch.ops.fn.psum(leaf.contiguous(), rank, size, transport)
         return found
@@ -102,11 +113,27 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
 
     Args: x: tree of floating tensors. axis: the axis' name, or several, over which it is done one after the other.
     Returns: the same shapes and dtypes, the same values on every rank.
-    Raises: ValueError if the axis is not bound; `PeerLost` if a rank ends or does not answer in time.
+    Raises: TypeError for integers among several ranks; ValueError if the axis is not bound; `PeerLost` if a rank ends
+        or does not answer in time.
+
+    Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
+    Differentiate the loss of each rank, and average the gradient:
+
+        >>> import torch, fn
+        >>> step = lambda w, x: fn.pmean(torch.func.grad(lambda w: (w * x).sum())(w), "data")
+        >>> fn.simulate(step, "data", 2, in_dims=(None, 0), out_dims=None)(torch.ones(()), torch.tensor([1.0, 3.0]))
+        tensor(2.)
     """
     size = axes.axis_size(axis)
     if size == 1:
         return psum(x, axis)
+    for leaf in tree.leaves(x):
+        if not (leaf.is_floating_point() or leaf.is_complex()):
+            raise TypeError(
+                f"x: has dtype {leaf.dtype}; allowed are floating and complex numbers, since a mean of others is no "
+                f"whole number: fn.psum adds integers, or hand over x.float()"
+            )
+    refuse_to_differentiate(x, "pmean", axis)
     # Sums of half precision numbers overflow where their mean does not.
     parts = tree.map(lambda leaf: leaf / size if leaf.element_size() < 4 else leaf, x)
     with step_range("average"):

@@ -147,7 +147,8 @@ def coding(params: int, net: Network, device: torch.device, repeat: int = REPEAT
 
     def among(ranks: int, elements: float) -> dict[str, float]:
         direct = two + max(0.0, four - two) / 2 * max(0, ranks - 2)
-        names = ("onebit_adam, servers=False", "onebit_adam, servers=False, overlapped")
+        names = [f"{name}, servers=False" for name in ("onebit_adam", "zero_one_adam")]
+        names.append("onebit_adam, servers=False, overlapped")
         return {name: elements * time for name, time in (found | dict.fromkeys(names, direct)).items()}
 
     shards = among(net.nodes, params / net.per_node)

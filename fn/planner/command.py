@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,8 @@ def _as(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Plan and print; with --calibrate on the links that are measured first, and from rank 0 only."""
     try:
+        if os.environ.get("RANK", "0") == "0" or not arguments.calibrate:  # where the files are written
+            report.check_paths(arguments.json, arguments.png)
         if arguments.calibrate:
             with calibrate.job() as job:
                 net = _calibrated(arguments, job)
@@ -118,7 +121,7 @@ def _show(arguments: argparse.Namespace, net: Network, memory: float, coding: Ma
     model = traffic.model(arguments.params, min(arguments.tensors, arguments.params), WIDTHS[arguments.dtype])
     found = methods(model, net, bucket=arguments.bucket, interval=arguments.interval)
     made = plan(found, net, arguments.compute, model.params, memory=memory, coding=coding)
-    title = f"{model.params:,} parameters; {report.describe(net)}"
+    title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {report.describe(net)}"
     print(title, "", report.table(made, net), "", made.verdict, sep="\n")
     if made.pays:
         print(report.about_warm_up(made))

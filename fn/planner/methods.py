@@ -28,6 +28,7 @@ class Method(NamedTuple):
     overlapped: a part's messages may leave while the backward pass goes on.
     passes: bytes of device memory that are read and written per parameter, on top of an exact optimizer's.
     interval: it communicates in one of so many steps.
+    ours: fn has it; the others are there to compare.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Method(NamedTuple):
     overlapped: bool
     passes: float = 0.0
     interval: int = 1
+    ours: bool = True
 
     @property
     def messages(self) -> list[Message]:
@@ -74,15 +76,22 @@ def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
     return [
         made("adamw", exact, compressed=False),
         made("bf16 gradients", partial(exact, width=2), compressed=False, passes=12),
-        made("PowerSGD 1", partial(traffic.power_sgd, ranks=ranks, rank=1), passes=48),
-        made("PowerSGD 2", partial(traffic.power_sgd, ranks=ranks, rank=2), passes=48),
-        made("1-bit, tensor by tensor", partial(traffic.textbook_onebit, ranks=ranks), overlapped=False, passes=200),
+        made("PowerSGD 1", partial(traffic.power_sgd, ranks=ranks, rank=1), passes=48, ours=False),
+        made("PowerSGD 2", partial(traffic.power_sgd, ranks=ranks, rank=2), passes=48, ours=False),
+        made(
+            "1-bit, tensor by tensor",
+            partial(traffic.textbook_onebit, ranks=ranks),
+            overlapped=False,
+            passes=200,
+            ours=False,
+        ),
         made("onebit_adam", signs, overlapped=False, passes=32),
         made("onebit_adam, overlapped", signs, passes=32),
         made("onebit_adam, servers=False", direct, overlapped=False, passes=direct_passes),
         made("onebit_adam, servers=False, overlapped", direct, passes=direct_passes),
         made("onebit_lamb", partial(signs, layout="fused"), overlapped=False, passes=40),
         made("zero_one_adam", signs, overlapped=False, passes=32, interval=interval),
+        made("zero_one_adam, servers=False", direct, overlapped=False, passes=direct_passes, interval=interval),
         made("loco_adamw, int4", loco, overlapped=False, passes=28),
         made("onebit_adam, int8", partial(traffic.codes, ranks=ranks, codec=int8()), overlapped=False, passes=36),
     ]
@@ -111,6 +120,7 @@ def _two_level(model: Model, net: Network, bucket: int, interval: int) -> list[M
         made("onebit_adam, servers=False", direct, overlapped=False, passes=direct_passes),
         made("onebit_adam, servers=False, overlapped", direct, passes=direct_passes),
         made("zero_one_adam", signs, overlapped=False, passes=32 / net.per_node, interval=interval),
+        made("zero_one_adam, servers=False", direct, overlapped=False, passes=direct_passes, interval=interval),
         made(
             "onebit_adam, int8",
             between(partial(traffic.codes, codec=int8())),
@@ -142,9 +152,10 @@ def _method(
     overlapped: bool = True,
     passes: float = 0.0,
     interval: int = 1,
+    ours: bool = True,
 ) -> Method:
     parts = parts_of(model, send, bucket if overlapped else None)
-    return Method(name, topology, compressed, parts, overlapped, passes, interval)
+    return Method(name, topology, compressed, parts, overlapped, passes, interval, ours)
 
 
 def parts_of(
@@ -152,4 +163,5 @@ def parts_of(
 ) -> tuple[tuple[float, tuple[Message, ...]], ...]:
     """Return the parts of a method that sends `send(part)` for each bucket of so many bytes; None is one part."""
     pieces = [model] if bucket is None else traffic.buckets(model, bucket, first)
-    return tuple((piece.params / model.params, tuple(send(piece))) for piece in pieces)
+    params = model.params
+    return tuple((piece.params / params, tuple(send(piece))) for piece in pieces)

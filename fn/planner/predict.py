@@ -68,7 +68,7 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
     times = [sum(duration(message, net) for message in messages) for _, messages in method.parts]
     total = sum(times)
     end, done = compute, 0.0
-    if method.overlapped:
+    if method.overlapped and total:  # sums of fractions are not quite 1, by which nothing shall be ranked
         free = FORWARD * compute
         for (fraction, _), time in zip(method.parts, times, strict=True):
             done += fraction
@@ -106,22 +106,36 @@ def plan(
 
 
 def _verdict(ranked: Sequence[Prediction]) -> tuple[bool, str]:
-    """Return whether the best compressed method is worth it against the best that is not, and why."""
+    """Return whether fn's best compressed method is worth it against the best that is not compressed, and why."""
     best = next(p for p in ranked if p.method.compressed)
     plain = next(p for p in ranked if not p.method.compressed)
     exact = next(p for p in ranked if p.method.name == "adamw")
-    if best.step <= (1 - WORTH) * plain.step:
-        return True, (
-            f"Compression pays: {_label(best.method)} takes {show_seconds(best.step)} a step, {_label(plain.method)} "
-            f"{show_seconds(plain.step)} ({plain.step / best.step:.2f}x), of which {show_seconds(plain.exposed)} is "
-            f"communication that the backward pass does not hide."
+    own = next((p for p in ranked if p.method.compressed and p.method.ours), best)
+    others = "" if own is best or exact.communication == 0 else _of_our_own(best, own, plain)
+    if _pays(best, plain):
+        but = "" if _pays(own, plain) else ", but with none of fn's methods"
+        return not but, (
+            f"Compression pays{but}: {_label(best.method)} takes {show_seconds(best.step)} a step, "
+            f"{_label(plain.method)} {show_seconds(plain.step)} ({plain.step / best.step:.2f}x), of which "
+            f"{show_seconds(plain.exposed)} is communication that the backward pass does not hide.{others}"
         )
-    return False, f"Compression does not pay here: {_reason(best, plain, exact)}"
+    return False, f"Compression does not pay here: {_reason(best, plain, exact)}{others}"
+
+
+def _pays(found: Prediction, plain: Prediction) -> bool:
+    return found.step <= (1 - WORTH) * plain.step
+
+
+def _of_our_own(best: Prediction, own: Prediction, plain: Prediction) -> str:
+    return (
+        f" fn does not have {_label(best.method)}; of its own compressed methods {_label(own.method)} is the fastest, "
+        f"{show_seconds(own.step)} a step ({plain.step / own.step:.2f}x)."
+    )
 
 
 def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:
     if exact.communication == 0:
-        return "a single rank sends nothing."
+        return "a single rank has nobody to talk to, so every method takes the step of the computation alone."
     if exact.exposed <= WORTH * exact.step:
         return (
             f"adamw's all-reduce takes {show_seconds(exact.communication)}, of which the backward pass hides all but "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +18,10 @@ HEAD = ("method", "topology", "sent per rank", "per node", "messages", *TIMES)
 
 def describe(net: Network) -> str:
     """Return a line about a network."""
+    if net.world == 1:
+        return "1 rank, which has nobody to talk to"
     ranks = f"{net.world:,} ranks in {net.nodes:,} nodes of {net.per_node}" if net.nodes > 1 else f"{net.world} ranks"
-    links = {"inside a node" if net.nodes > 1 else "between ranks": net.intra}
+    links = {"inside a node" if net.nodes > 1 else "between ranks": net.intra} if net.per_node > 1 else {}
     if net.nodes > 1:
         links["between nodes"] = net.inter
     texts = [f"{show_rate(link.cost.bandwidth)}, {show_seconds(link.cost.latency)} {at}" for at, link in links.items()]
@@ -93,17 +96,44 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {"pays": plan.pays, "verdict": plan.verdict, "predictions": rows}
 
 
+def check_paths(json: str | Path | None, png: str | Path | None) -> None:
+    """Refuse files that could not be written, before there is anything to write.
+
+    Raises: OSError or ValueError that names the flag; ImportError if a picture is wanted and matplotlib not installed.
+    """
+    for flag, name in (("--json", json), ("--png", png)):
+        if name is None:
+            continue
+        path = Path(name)
+        if path.is_dir():
+            raise IsADirectoryError(f"{flag}: {str(name)!r}: Is a directory")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{flag}: {str(name)!r}: No such file or directory")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(f"{flag}: {str(name)!r}: Permission denied")
+    if png is not None:
+        _matplotlib()
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        allowed = FigureCanvasBase.get_supported_filetypes()
+        if Path(png).suffix[1:].lower() not in allowed:
+            raise ValueError(f"--png: {str(png)!r} is no picture; allowed are names that end in {', '.join(allowed)}")
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("--png needs matplotlib: pip install 'fn-optim[demo]'") from error
+    return matplotlib
+
+
 def draw(plan: Plan, path: str | Path, title: str = "") -> None:
     """Write the steps as bars of computation, coding and exposed communication to a PNG.
 
     Raises: ImportError if matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("--png needs matplotlib: pip install 'fn-optim[demo]'") from error
-
-    matplotlib.use("Agg")
+    _matplotlib().use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(10, 1.2 + 0.3 * len(plan.predictions)), layout="constrained")

@@ -7,6 +7,7 @@ data; everything else is a product of shapes and ranks. So 10^5 ranks cost no mo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
@@ -65,12 +66,13 @@ def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> lis
     """Return what DDP sends together: parameters from the last to the first, a bucket closed when it is full."""
     found: list[Model] = []
     taken: list[tuple[int, ...]] = []
+    size = 0
     for place, shape in enumerate(reversed(whole.shapes)):
         taken.append(shape)
-        bucket = Model(tuple(taken), whole.width)
-        if bucket.params * whole.width >= (limit if found else first) or place == len(whole.shapes) - 1:
-            found.append(bucket)
-            taken = []
+        size += math.prod(shape) * whole.width
+        if size >= (limit if found else first) or place == len(whole.shapes) - 1:
+            found.append(Model(tuple(taken), whole.width))
+            taken, size = [], 0
     return found
 
 
@@ -117,11 +119,26 @@ def row_bytes(codec: Codec, lengths: Sequence[int], ranks: int, align: int | Non
     Args: align: pieces are padded to a multiple of it; None is the codec's own. width: bytes of an element.
     """
     align = align or codec.align
-    return _row_bytes(codec, tuple(-(-n // (ranks * align)) * align for n in lengths), _DTYPES[width])
+    pieces = Counter(-(-n // (ranks * align)) * align for n in lengths)  # models repeat their shapes
+    return sum(times * _piece_bytes(codec, n, _DTYPES[width]) for n, times in pieces.items())
+
+
+PERIOD = 2**20
+"""Units of a codec's `align` after which its payload repeats: blocks divide it."""
 
 
 @cache
-def _row_bytes(codec: Codec, widths: tuple[int, ...], dtype: torch.dtype) -> int:
+def _piece_bytes(codec: Codec, n: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor's piece of n elements; longer ones than torch has tensors for cost what they add."""
+    period = PERIOD * codec.align
+    if n < 3 * period:
+        return payload_bytes(codec, (n,), dtype)
+    more = payload_bytes(codec, (2 * period,), dtype) - payload_bytes(codec, (period,), dtype)
+    return payload_bytes(codec, (period + n % period,), dtype) + (n // period - 1) * more
+
+
+def payload_bytes(codec: Codec, widths: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Return the bytes of a row in which pieces of several tensors lie side by side, by making its payload."""
     segments = Segments(widths, torch.tensor([widths]))
     row = torch.empty((1, segments.row_length), device="meta", dtype=dtype)
     return sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(segmented(codec, segments).encode(row)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, check_state, check_transform, missing, stateless
+from fn.base import Phase, Transform, check_params, check_state, check_transform, missing, stateless
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -57,10 +57,14 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
     """
     _check_bounds(min_coeff, max_coeff)
 
-    def scale(u: Tensor, p: Tensor) -> Tensor:
+    def scaled(u: Tensor, p: Tensor) -> Tensor:
         return (u * trust_ratio(p, u, min_coeff, max_coeff)).to(u.dtype)
 
-    return stateless(lambda updates, params: tree.map(scale, updates, params))
+    def scale(updates: Tree, params: Tree) -> Tree:
+        check_params(params)
+        return tree.map(scaled, updates, params)
+
+    return stateless(scale)
 
 
 class LambHyper(NamedTuple):
@@ -161,6 +165,7 @@ def onebit_lamb_by_tensor(
 
     def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         check_state(state, OnebitLambState)
+        check_params(params)
         tree.check_updates(updates, state.mu)
         rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
@@ -178,6 +183,7 @@ def onebit_lamb_by_tensor(
 
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         check_state(state, OnebitLambState)
+        check_params(params)
         tree.check_updates(updates, state.mu)
         leaves, structure = tree.flatten(updates)
         each = hypers(len(leaves))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_transform, combine, unchanged
+from fn.base import Phase, Transform, UpdateFn, check_params, check_transform, combine, unchanged
 
 Tree = Any
 
@@ -28,6 +28,7 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
     check_transform("inner:", inner)
 
     def places(params: Tree) -> list[int]:
+        check_params(params)
         found = mask(params) if callable(mask) else mask
         if tree.flatten(found)[1] != tree.flatten(params)[1]:
             raise ValueError("mask: has another structure than the params")
@@ -82,6 +83,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         check_transform(f"transforms: {label!r}", transform)
 
     def places(params: Tree) -> dict[str, list[int]]:
+        check_params(params)
         found = labels(params) if callable(labels) else labels
         if tree.flatten(found)[1] != tree.flatten(params)[1]:
             raise ValueError("labels: have another structure than the params")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, check_number, stateless
+from fn.base import Transform, check_number, check_params, stateless
 from fn.kernels.eager import pooled
 
 Tree = Any
@@ -27,6 +27,7 @@ def add_decayed_weights(weight_decay: float) -> Transform:
     def add(updates: Tree, params: Tree) -> Tree:
         if weight_decay == 0:
             return updates
+        check_params(params)
         return tree.map(lambda u, p: u + weight_decay * p.to(u.dtype), updates, params)
 
     return stateless(add)

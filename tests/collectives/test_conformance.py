@@ -41,6 +41,31 @@ def test_a_codec_of_four_fields_conforms():
     assert check_codec(ternary()), check_codec(ternary())
 
 
+def float8(noise: float = 0.0) -> fn.Codec:
+    """Payloads of a dtype that torch stores and does not compare."""
+
+    def encode(x):
+        scale = x.abs().amax(-1, keepdim=True).to(torch.promote_types(x.dtype, torch.float32)) / 448
+        louder = 1 + noise * torch.rand(()) if noise else 1
+        return scale, (x / scale.clamp(min=1e-30) * louder).to(torch.float8_e4m3fn)
+
+    return fn.Codec(encode, lambda payload: payload[0] * payload[1].to(payload[0].dtype), align=4, bits=8.0)
+
+
+def test_a_payload_of_float8_conforms():
+    assert check_codec(float8()), check_codec(float8())
+
+
+def test_payloads_of_float8_are_compared():
+    assert any("give another payload" in fault for fault in check_codec(float8(noise=0.5)).faults)
+
+
+@pytest.mark.parametrize("given", [fn.sign, None, "sign", fn.classic()])
+def test_what_is_no_codec_is_refused_at_once(given):
+    with pytest.raises(TypeError, match=r"codec: is .*; allowed is a Codec, fn\.sign\(\) say"):
+        check_codec(given)
+
+
 CODEC = ternary()
 
 

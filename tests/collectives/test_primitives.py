@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import ranks
 import torch
@@ -228,3 +230,110 @@ def test_processes_take_every_dtype_that_the_simulation_takes():
             assert torch.equal(total, x.sum(0).to(dtype))
             assert torch.equal(swapped, x.transpose(0, 1)[rank].to(dtype))
             assert torch.equal(gathered, x.to(dtype))
+
+
+COLLECTIVES = [fn.psum, fn.pmean, fn.all_gather, fn.all_to_all]
+
+
+def in_forward_mode(f, x):
+    return torch.func.jvp(f, (x,), (torch.ones_like(x),))[1]
+
+
+def through_backward(f, x):
+    return torch.autograd.grad(f(x.requires_grad_()), x)[0]
+
+
+DIFFERENTIATIONS = [torch.func.grad, in_forward_mode, through_backward]
+
+
+def differentiated(differentiate, collective, x):
+    def loss(x):
+        return collective(x * x, "data").sum()
+
+    return torch.func.grad(loss)(x) if differentiate is torch.func.grad else differentiate(loss, x)
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("differentiate", DIFFERENTIATIONS)
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_simulated_collective_refuses_to_be_differentiated(collective, differentiate, inside):
+    """At whatever level: of the function of one rank, or of the simulation as a whole."""
+    text = rf"{collective.__name__} is not differentiable.*fn\.pmean\(grad, 'data'\).*x\.detach\(\)"
+    run, x = world(lambda x: collective(x, "data"), 2), torch.ones(2, 2)
+    if not inside:
+        differentiated_run = partial(differentiated, differentiate, lambda x, axis: run(x))
+    elif differentiate is through_backward:
+        differentiated_run, x = run, x.requires_grad_()
+    else:
+        differentiated_run = world(partial(differentiated, differentiate, collective), 2)
+    with pytest.raises(ValueError, match=text):
+        differentiated_run(x)
+
+
+def test_a_simulated_collective_refuses_to_stand_in_a_differentiated_function():
+    """Also of what is not differentiated itself; outside of that function it is taken."""
+
+    def loss(x, inside):
+        value = x.detach().mean()
+        return (x * x).sum(), fn.pmean(value, "data") if inside else value
+
+    def on_rank(x, inside):
+        _, value = torch.func.grad(loss, has_aux=True)(x, inside)
+        return fn.pmean(value, "data")
+
+    x = torch.tensor([[1.0], [3.0]])
+    assert world(lambda x: on_rank(x, False), 2, out_dims=None)(x) == 2
+    with pytest.raises(ValueError, match=r"pmean over the simulated axis 'data'.*has_aux=True"):
+        world(lambda x: on_rank(x, True), 2, out_dims=None)(x)
+
+
+def test_what_is_not_differentiated_is_taken():
+    x = torch.tensor([1.0, 3.0], requires_grad=True)
+    mean = world(lambda x: fn.pmean(x, "data"), 2, out_dims=None)
+    with torch.no_grad():
+        assert mean(x) == 2
+        assert torch.compile(mean, fullgraph=True, backend="aot_eager")(x) == 2
+    assert mean(x.detach()) == 2
+    assert torch.func.grad(lambda x: (x * mean(torch.ones(2))).sum())(torch.ones(2)).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("differentiate", DIFFERENTIATIONS)
+def test_one_rank_is_differentiated(collective, differentiate):
+    found = differentiated(differentiate, collective, torch.ones(1))
+    assert found.tolist() == ([2] if differentiate is not in_forward_mode else 2)
+
+
+def differentiated_on_processes() -> dict:
+    found = {}
+    with fn.bind({"data": dist.group.WORLD}):
+        for differentiate in DIFFERENTIATIONS:
+            for collective in COLLECTIVES:
+                try:
+                    answer = differentiated(differentiate, collective, torch.ones(2, 2))
+                except ValueError as error:
+                    answer = str(error)
+                found[differentiate.__name__, collective.__name__] = answer
+        x = torch.tensor([1.0, 3.0], requires_grad=True)
+        with torch.no_grad():
+            found["no_grad"] = fn.pmean(x, "data")
+        found["detached"] = fn.pmean(x.detach(), "data")
+        found["aux"] = torch.func.grad(lambda x: (x.sum(), fn.pmean(x.detach(), "data")), has_aux=True)(x.detach())[1]
+    return found
+
+
+def test_processes_refuse_to_differentiate_a_collective():
+    """torch gives zeros there, from torch.func without a word."""
+    for found in ranks.run(2, differentiated_on_processes):
+        for name in ("no_grad", "detached", "aux"):
+            assert found.pop(name).tolist() == [1, 3]
+        assert len(found) == 12
+        for (_, name), answer in found.items():
+            assert isinstance(answer, str)
+            assert f"{name} is not differentiable" in answer
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8])
+def test_a_mean_of_integers_is_refused(dtype):
+    with pytest.raises(TypeError, match=rf"x: has dtype {dtype}; allowed are floating.*fn\.psum"):
+        world(lambda x: fn.pmean(x, "data"), 2, out_dims=None)(torch.ones(2, 3, dtype=dtype))

@@ -53,8 +53,46 @@ def test_a_single_rank_sends_nothing_and_needs_nothing():
     net = network(1, 1, Cost(1e-3, 8e6))
     found = planned(10**6, net, 0.1)
     assert not found.pays
-    assert "a single rank" in found.verdict
+    assert "a single rank has nobody to talk to" in found.verdict
     assert {p.step for p in found.predictions} == {0.1}
+
+
+@pytest.mark.parametrize("compute", [0.1, 0.3, 1.0, 7.7])
+def test_what_takes_the_same_time_stays_in_the_order_of_the_methods(compute):
+    net = network(1, 1, Cost(1e-3, 8e6))
+    model = traffic.model(10**8)
+    found = plan(methods(model, net), net, compute, model.params, memory=1.6e13)
+    assert [p.method for p in found.predictions] == methods(model, net)
+
+
+OURS = Method("ours", "flat", True, ((1.0, (Message("data", "all_gather", 30_000),)),), False)
+THEIRS = OURS._replace(name="theirs", parts=((1.0, (Message("data", "all_gather", 300),)),), ours=False)
+PLAIN = OURS._replace(name="adamw", compressed=False)
+
+
+def test_a_verdict_for_a_method_that_fn_does_not_have_says_what_fn_has():
+    def verdict(size):
+        plain = PLAIN._replace(parts=((1.0, (Message("data", "all_gather", size),)),))
+        return plan([OURS, THEIRS, plain], FLAT, 1e-3, 1, memory=1e30)
+
+    found = verdict(300_000)  # both pay
+    assert found.pays
+    assert found.verdict.startswith("Compression pays: theirs takes 4.3 ms a step, adamw 304 ms")
+    assert "fn does not have theirs; of its own compressed methods ours is the fastest, 34 ms a step (8.94x)" in (
+        found.verdict
+    )
+    found = verdict(25_000)  # theirs alone pays
+    assert not found.pays
+    assert found.verdict.startswith("Compression pays, but with none of fn's methods: theirs takes")
+    assert "ours is the fastest, 34 ms a step (0.85x)" in found.verdict
+    found = verdict(100)  # none pays
+    assert not found.pays
+    assert found.verdict.startswith("Compression does not pay here:")
+
+
+def test_a_verdict_for_a_method_of_fn_names_no_other():
+    found = plan([OURS, THEIRS._replace(parts=PLAIN.parts), PLAIN._replace(interval=1)], FLAT, 1e-3, 1, memory=1e30)
+    assert "does not have" not in found.verdict
 
 
 @pytest.mark.parametrize(

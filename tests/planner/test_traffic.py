@@ -174,3 +174,53 @@ def test_parts_send_what_the_whole_sends_up_to_padding():
 def test_ten_to_the_five_ranks_cost_their_shards():
     (scatter, gather) = traffic.codes(traffic.Model(((10**9,),)), 10**5, fn.sign())
     assert scatter.size == gather.size == (10**5 - 1) * (math.ceil(10**9 / 10**5 / 8) + 4)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("width", [2, 4])
+def test_pieces_of_one_row_cost_what_each_of_them_costs(name, width):
+    """The planner adds up a piece at a time what the collective makes of all pieces together."""
+    codec = CODECS[name]()
+    lengths = (5 * 64, 300 * 64, 64, 300 * 64, 7777 * 64, 64)
+    dtype = {2: torch.bfloat16, 4: torch.float32}[width]
+    assert traffic.row_bytes(codec, lengths, 1, width=width) == traffic.payload_bytes(codec, lengths, dtype)
+
+
+@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("extra", [0, 1, 1000])
+def test_a_long_piece_costs_what_its_payload_would(name, extra):
+    codec = CODECS[name]()
+    n = (5 * traffic.PERIOD + extra) * codec.align
+    assert traffic.row_bytes(codec, [n], 1) == traffic.payload_bytes(codec, (n,), torch.float32)
+
+
+def test_more_elements_than_a_tensor_can_have_are_counted():
+    n = 10**18
+    assert traffic.row_bytes(fn.sign(), [n], 1) == pytest.approx(n / 8, rel=1e-9)
+    assert traffic.row_bytes(fn.int8(), [n], 1) == pytest.approx(n * fn.int8().bits / 8, rel=1e-9)
+
+
+def test_the_work_grows_with_the_tensors_and_not_with_their_square(monkeypatch):
+    """Each length is encoded once per codec, and a bucket looks at its own tensors only."""
+    encoded, looked = [], []
+    encode, lengths = traffic.payload_bytes, traffic.Model.lengths.fget
+
+    def counting_encode(codec, widths, dtype):
+        encoded.append(len(widths))
+        return encode(codec, widths, dtype)
+
+    def counting_lengths(model):
+        looked.append(len(model.shapes))
+        return lengths(model)
+
+    monkeypatch.setattr(traffic, "payload_bytes", counting_encode)
+    monkeypatch.setattr(traffic.Model, "lengths", property(counting_lengths))
+    traffic._piece_bytes.cache_clear()
+    work = {}
+    for tensors in (1000, 4000):
+        encoded.clear()
+        looked.clear()
+        methods(traffic.model(10**6 * tensors, tensors), network(64, 8, Cost(1e-6, 1e12), Cost(1e-5, 1e10)))
+        work[tensors] = sum(looked)
+        assert sum(encoded) < 100
+    assert work[4000] < 5 * work[1000]
