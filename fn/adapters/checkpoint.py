@@ -30,7 +30,7 @@ from fn import tree
 from fn.adapters import checkpoint_files as files
 from fn.adapters import checkpoint_state as portable
 from fn.adapters.carried import PREFIX
-from fn.adapters.state_dict import SAVED_BY, about_servers, flat_state, restore_flat
+from fn.adapters.state_dict import SAVED_BY, SPLIT, about_servers, flat_state, restore_flat
 from fn.adapters.torch_optim import Optimizer
 from fn.collectives.peers import named, remember
 
@@ -181,16 +181,13 @@ def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
     return [found for found, _ in both]
 
 
-_SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"
-
-
 def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> None:
     wanted = set(portable.everything(optimizer, extra))
     free = (PREFIX, "extra.") if extra is None else (PREFIX,)
     optional = {k for k in wanted | set(forms) if k.endswith(".initial_lr") or k.startswith(free)}
     for key in sorted((wanted ^ set(forms)) - optional):
         what = "missing" if key in wanted else "of no use to this optimizer"
-        split = _SPLIT if key.startswith(("groups.", "params.")) else ""
+        split = SPLIT if key.startswith(("groups.", "params.")) else ""
         raise ValueError(f"checkpoint: {key!r} is {what}{about_servers(key, wanted, forms)}{split}")
 
 
@@ -200,7 +197,7 @@ def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     for key, p in live.items():
         if p.shape != params[key].shape or p.dtype != params[key].dtype:
             form = f"{params[key].dtype} {tuple(params[key].shape)}"
-            raise ValueError(f"checkpoint: {key!r} is {form}, not as here{_SPLIT}")
+            raise ValueError(f"checkpoint: {key!r} is {form}, not as here{SPLIT}")
     kept = {k: v for k, v in state.items() if not k.startswith(("params.", "extra."))}
     restore_flat(optimizer, {**kept, SAVED_BY: flat_state(optimizer)[SAVED_BY]})
     with torch.no_grad():

@@ -95,6 +95,8 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
         if path.startswith("schedule."):
             what = "opt.state_dict() has it" if path in own else "leave it out"
             hint = f"; only fn.freeze_when_stable has it, so the schedules differ; if that is meant, {what}"
+        if path.startswith("groups."):
+            hint = SPLIT
         raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}{hint}")
     for path, mine in own.items():
         theirs = saved.get(path, mine)
@@ -111,6 +113,10 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
                 f"state_dict: {path!r} says shard {theirs[0]} of {theirs[1]}, but this rank has shard {mine[0]} of "
                 f"{mine[1]}; shards belong to the ranks and the order of axes they were made for"
             )
+
+
+SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"
+"""What to say of a path that belongs to a param group."""
 
 
 def about_servers(path: str, own: Collection[str], saved: Collection[str]) -> str:

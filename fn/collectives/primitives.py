@@ -38,8 +38,9 @@ def all_to_all(x: Tree, axis: str) -> Tree:
 
     Args: x: tree of tensors (W, ...). axis: the axis' name.
     Returns: the same shapes.
-    Raises: ValueError if a leaf's first dimension is not the axis size, or the axis is not bound; `PeerLost` if a rank
-        ends or does not answer in time.
+    Raises: ValueError if a leaf's first dimension is not the axis size, or the axis is not bound although others are,
+        or although there are other processes (without any an axis has one rank); `PeerLost` if a rank ends or does not
+        answer in time.
 
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
@@ -65,7 +66,8 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
     Args: x: tree of tensors of any shape. axis: the axis' name, or several, which are gathered from the last to the
         first; r is then their `axis_index`.
     Returns: a tree of tensors (W, ...), the same on every rank.
-    Raises: ValueError if the axis is not bound; `PeerLost` if a rank ends or does not answer in time.
+    Raises: ValueError if the axis is not bound although others are, or although there are other processes (without any
+        an axis has one rank); `PeerLost` if a rank ends or does not answer in time.
 
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
@@ -113,8 +115,9 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
 
     Args: x: tree of floating tensors. axis: the axis' name, or several, over which it is done one after the other.
     Returns: the same shapes and dtypes, the same values on every rank.
-    Raises: TypeError for integers among several ranks; ValueError if the axis is not bound; `PeerLost` if a rank ends
-        or does not answer in time.
+    Raises: TypeError for integers among several ranks; ValueError if the axis is not bound although others are, or
+        although there are other processes (without any an axis has one rank); `PeerLost` if a rank ends or does not
+        answer in time.
 
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     Differentiate the loss of each rank, and average the gradient:
