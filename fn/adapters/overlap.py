@@ -292,11 +292,11 @@ def _sample(grads: list[Tensor]) -> Tensor:
 
 def _near(now: Mapping[int, Tensor], before: Mapping[int, Tensor], factor: float) -> bool:
     """Tell whether samples are `factor` times what they were, but for rounding."""
-    ours = torch.cat([now[group].double() for group in now])
-    theirs = torch.cat([before[group].double() * factor for group in now])
+    ours = torch.cat([now[group].cpu().double() for group in now])
+    theirs = torch.cat([before[group].cpu().double() * factor for group in now])
     return torch.allclose(ours, theirs, rtol=0.0 if factor == 1.0 else 1e-3, atol=0.0, equal_nan=True)
 
 
 def _grad(p: Tensor) -> Tensor:
-    """Return the gradient of a parameter, a zero where there is none."""
-    return p.new_zeros(()).expand(p.shape) if p.grad is None else p.grad
+    """Return the gradient of a parameter; where there is none a vector of as many zeros, without memory of its own."""
+    return p.new_zeros(1).expand(p.numel()) if p.grad is None else p.grad
