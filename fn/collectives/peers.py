@@ -136,9 +136,9 @@ def _ask(group: Any, number: int, missing: list[int]) -> None:
         store, silent = group.get_group_store(), set(range(group.size()))
         store.set(f"fn/roll call {number}/{group.rank()}", _process())
         while True:
+            here = {rank: _is_alive_here(store, rank) for rank in silent}  # first: one may answer, and end then
             silent = {rank for rank in silent if not _has_answered(store, number, rank)}
-            here = {rank: _is_alive_here(store, rank) for rank in silent}
-            if all(alive is False for alive in here.values()) or time.monotonic() > until:
+            if all(here[rank] is False for rank in silent) or time.monotonic() > until:
                 break
             time.sleep(0.02)  # they may answer, or be about to die
     except (AttributeError, RuntimeError):  # a torch without this method, a store that is gone
