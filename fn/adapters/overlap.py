@@ -143,7 +143,8 @@ class Overlap:
 
     def remember(self) -> None:
         """Note what gradients a backward pass has left, once nobody but the user changes them any more."""
-        self._left = self._sampled()
+        if self._phase is not Phase.LOCAL:  # nobody asks
+            self._left = self._sampled()
 
     def when_sent(self, then: Callable[[], None]) -> None:
         """Call a function, on one of the threads, when all that was submitted has been sent, or has failed."""
