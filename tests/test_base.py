@@ -118,11 +118,15 @@ NEED_PARAMS = {
     "lamb": fn.lamb(0.1),
     "onebit_adam": fn.onebit_adam(0.1, axis="data", weight_decay=0.1),
     "onebit_lamb": fn.onebit_lamb(0.1, axis="data"),
+    "zero_one_adam": fn.zero_one_adam(0.1, axis="data"),
+    "sharded": fn.sharded(fn.scale_by_adam(), "data"),
+    "loco_adamw": fn.loco_adamw(0.1, axis="data"),
+    "sharded_onebit_adam": fn.sharded_onebit_adam(0.1, axis="data"),
 }
 
 
 @pytest.mark.parametrize("name", NEED_PARAMS)
-@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
+@pytest.mark.parametrize("phase", Phase)
 def test_links_that_need_params_say_so(name, phase):
     tx, params = NEED_PARAMS[name], {"w": torch.ones(3)}
     if has_phase(tx, phase):

@@ -177,6 +177,7 @@ def sharded(
 
         def update(updates: Tree, state: ShardedState, params: Tree, /) -> tuple[Tree, ShardedState]:
             base.check_state(state, ShardedState)
+            base.check_params(params)
             codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
             given, (leaves, structure) = tree.leaves(updates), tree.flatten(params)
             plan, index = rules.arrange(leaves), axis_index(axis)

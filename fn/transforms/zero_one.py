@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, check_state, check_transform
+from fn.base import Transform, check_params, check_state, check_transform
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -127,12 +127,14 @@ def scale_by_zero_one_adam(
 
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         check_state(state, ZeroOneAdamState)
+        check_params(params)
         tree.check_updates(updates, state.mu)
         nu = moving_average_of_squares(state.nu, updates, b2)
         return agreed_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
 
     def compress_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         check_state(state, ZeroOneAdamState)
+        check_params(params)
         tree.check_updates(updates, state.mu)
         wide = tree.map(lambda g, m: g.to(m.dtype), updates, state.mu)
         mean, sync_state = sync.compressed_update(wide, state.sync, params)
@@ -141,6 +143,7 @@ def scale_by_zero_one_adam(
 
     def step_alone(updates: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, Tree]:
         check_state(state, ZeroOneAdamState)
+        check_params(params)
         tree.check_updates(updates, state.mu)
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
         moves = tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps))
