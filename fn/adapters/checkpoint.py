@@ -24,7 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from fn import tree
@@ -170,7 +171,8 @@ def _files(act: str, folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         rank, (problem, _) = min(error.failures.items())
-        raise OSError(f"checkpoint: rank {rank} could not {act} {folder}: {type(problem).__name__}: {problem}") from error
+        text = f"checkpoint: rank {rank} could not {act} {folder}: {type(problem).__name__}: {problem}"
+        raise OSError(text) from error
 
 
 def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:

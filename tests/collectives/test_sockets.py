@@ -300,7 +300,7 @@ def test_an_interface_without_ipv4_is_listened_on_by_its_ipv6_address_and_one_wi
         "00000000000000000000000000000001 01 80 10 80     lo",
     ])  # fmt: skip
     assert rendezvous._address_of("lo") == ("::1", socket.AF_INET6)
-    with pytest.raises(OSError, match="no address of the interface 'rv0', which GLOO_SOCKET_IFNAME names: .* 99"):
+    with pytest.raises(OSError, match=r"no address of the interface 'rv0', which GLOO_SOCKET_IFNAME names: .* 99"):
         rendezvous._address_of("rv0")
 
 
