@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,26 +56,27 @@ class GradientHooks:
     """
 
     def __init__(self, params: Sequence[Tensor], running: Overlap):
-        self._running = running
+        self._found = weakref.ref(running)  # a tensor's hooks are no garbage for Python: they would keep it for good
         self._pass: int | None = None
         for p in params:
             p.register_post_accumulate_grad_hook(self._on_gradient)
 
     def _on_gradient(self, p: Tensor) -> None:
-        if self._running.is_paused:
+        running = self._found()
+        if running is None or running.is_paused:
             return
         now = torch._C._current_graph_task_id()
         if now != self._pass:  # the one before may have broken off
             self._pass = now
-            self._running.begin()
-            Variable._execution_engine.queue_callback(self._on_end)
-        if self._running.is_taking and (grad := p.grad) is not None:
-            self._running.arrive([p], [grad])
+            running.begin()
+            Variable._execution_engine.queue_callback(lambda: self._on_end(running))
+        if running.is_taking and (grad := p.grad) is not None:
+            running.arrive([p], [grad])
 
-    def _on_end(self) -> None:
+    def _on_end(self, running: Overlap) -> None:
         self._pass = None
-        if self._running.is_taking:
-            earlier = [(p, grad) for p in self._running.missing() if (grad := p.grad) is not None]
-            self._running.arrive([p for p, _ in earlier], [grad for _, grad in earlier])
-            self._running.end()
-        self._running.remember()
+        if running.is_taking:
+            earlier = [(p, grad) for p in running.missing() if (grad := p.grad) is not None]
+            running.arrive([p for p, _ in earlier], [grad for _, grad in earlier])
+            running.end()
+        running.remember()

@@ -15,8 +15,9 @@ from __future__ import annotations
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 
 from fn import tree
@@ -54,7 +56,7 @@ def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: 
         group: over all ranks; None is the default group.
     Returns: the folder of this checkpoint.
     Raises: ValueError if the optimizer's axes are not all ranks; TypeError if `extra` holds anything but tensors;
-        `PeerLost` if a rank ends.
+        `PeerLost` if a rank ends; OSError, on all ranks, if one of them cannot write.
     """
     _check_save(optimizer, extra, keep)
     return _write(Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group, optimizer._wires)
@@ -90,7 +92,7 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     """
     _check(optimizer)
     rank, size = portable.world()
-    with named(optimizer._wires):
+    with named(optimizer._wires, where="checkpoint.load"):
         found, old = _verified(Path(folder), name, rank, size)
     reader = FileSystemReader(found)
     known: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
@@ -98,7 +100,7 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     own = portable.own_rows(optimizer)
     _check_keys(optimizer, extra, forms)
     filled = portable.to_fill(own, forms)
-    with warnings.catch_warnings(), named(optimizer._wires):
+    with warnings.catch_warnings(), named(optimizer._wires, where="checkpoint.load"), _files("read", found):
         warnings.simplefilter("ignore")  # that a process is alone is no surprise here
         state_dict_loader.load(filled, storage_reader=reader)
     read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()}
@@ -138,11 +140,12 @@ def _write(
     folder: Path, state: dict[str, Tensor], steps: int, keep: int, group: Group, wires: Mapping[str, str]
 ) -> Path:
     rank, size = portable.world()
-    with warnings.catch_warnings(), named(wires):
+    with warnings.catch_warnings(), named(wires, where="checkpoint.save"):
         warnings.simplefilter("ignore")
         names = _all(lambda: files.begin(folder, steps).name if rank == 0 else "", size, group)
         writing = folder / str(names[0])
-        state_dict_saver.save(state, storage_writer=FileSystemWriter(writing), process_group=group)
+        with _files("write", writing):
+            state_dict_saver.save(state, storage_writer=FileSystemWriter(writing), process_group=group)
         _all(lambda: files.seal(writing, rank, size, first=rank == 0), size, group)
         done = folder / writing.name.removeprefix(".writing-")
         _all(lambda: files.finish(folder, writing, keep) if rank == 0 else None, size, group)
@@ -159,6 +162,17 @@ def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Pat
 
     each: list[tuple[Path, int]] = _all(look, size)
     return each[rank]
+
+
+@contextmanager
+def _files(act: str, folder: Path) -> Iterator[None]:
+    """Raise an OSError where torch has an exception that is no `Exception`, and whose message is a traceback."""
+    try:
+        yield
+    except CheckpointException as error:
+        rank, (problem, _) = min(error.failures.items())
+        text = f"checkpoint: rank {rank} could not {act} {folder}: {type(problem).__name__}: {problem}"
+        raise OSError(text) from error
 
 
 def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:

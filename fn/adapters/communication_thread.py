@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -20,10 +21,14 @@ from fn.collectives.ledger import Ledger, counting, open_ledgers
 from fn.collectives.rendezvous import timeout_of
 
 Job = Callable[[], Any]
+Entry = tuple[Job, Any, tuple[Ledger, ...], Future[Any]]
+Jobs = queue.SimpleQueue[Entry | None]
 
 
 class CommunicationThread:
     """Run jobs in the order in which they are submitted, without gradients, with axes bound.
+
+    The thread ends when nobody holds this object any more, after what was submitted.
 
     On an accelerator the jobs run on a stream of their own, behind what was queued when they were submitted.
 
@@ -31,12 +36,13 @@ class CommunicationThread:
     """
 
     def __init__(self, binding: Binding, device: torch.device):
-        self._binding = binding
-        self._jobs: queue.SimpleQueue[tuple[Job, Any, tuple[Ledger, ...], Future[Any]]] = queue.SimpleQueue()
+        self._jobs: Jobs = queue.SimpleQueue()
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
         self._device = device
         # A daemon: a peer that hangs does not keep this process alive.
-        threading.Thread(target=self._run, name="fn-communication", daemon=True).start()
+        what = self._jobs, binding, self._stream  # not self, so that the thread ends with it
+        threading.Thread(target=_run, args=what, name="fn-communication", daemon=True).start()
+        weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Job) -> Future[Any]:
         """Queue a job; the ledgers that are open here count what it sends."""
@@ -50,21 +56,28 @@ class CommunicationThread:
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
 
-    def _run(self) -> None:
-        torch.set_grad_enabled(False)  # holds for this thread only
-        if self._stream is not None:
-            torch.accelerator.set_stream(self._stream)
-        while True:
-            self._do(*self._jobs.get())
 
-    def _do(self, job: Job, event: Any, ledgers: tuple[Ledger, ...], done: Future[Any]) -> None:
-        try:
-            if self._stream is not None:
-                self._stream.wait_event(event)
-            with self._binding, counting(ledgers):
-                done.set_result(job())
-        except BaseException as error:
-            done.set_exception(error)
+def _run(jobs: Jobs, binding: Binding, stream: Any) -> None:
+    torch.set_grad_enabled(False)  # holds for this thread only
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
+    while _do(jobs.get(), binding, stream):  # no name for the job: it would live until the next one
+        pass
+
+
+def _do(entry: Entry | None, binding: Binding, stream: Any) -> bool:
+    """Run a job; return whether there may be more."""
+    if entry is None:
+        return False
+    job, event, ledgers, done = entry
+    try:
+        if stream is not None:
+            stream.wait_event(event)
+        with binding, counting(ledgers):
+            done.set_result(job())
+    except BaseException as error:
+        done.set_exception(error)
+    return True
 
 
 def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:

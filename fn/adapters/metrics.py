@@ -68,7 +68,8 @@ class Watch:
         self._close()
         optimizer = self._optimizer
         moved = optimizer.skipped == skipped
-        elsewhere = optimizer.ahead is not None and phase is not Phase.LOCAL and not sent.total
+        wire = seen.time_in("exchange", "gather", "average")
+        elsewhere = optimizer.ahead is not None and phase is not Phase.LOCAL and wire is None
         metrics = StepMetrics(
             step=optimizer.steps - 1,
             phase=phase,
@@ -77,8 +78,8 @@ class Watch:
             compression_error=seen.compression_error() if moved else None,
             error_norm=seen.error_norm() if moved else None,
             encode_seconds=seen.time_in("encode"),
-            wire_seconds=seen.time_in("exchange", "gather", "average"),
-            decode_seconds=seen.time_in("serve", "decode", "decode and apply"),
+            wire_seconds=wire,
+            decode_seconds=None if elsewhere else seen.time_in("serve", "decode", "decode and apply"),
         )
         self._callback(metrics)
 

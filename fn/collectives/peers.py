@@ -70,12 +70,13 @@ def peer_lost(error: BaseException, collective: str, axis: str | None, transport
 
 
 @contextmanager
-def named(wires: Mapping[str, str], others: Iterable[str] = ()) -> Iterator[None]:
+def named(wires: Mapping[str, str], others: Iterable[str] = (), *, where: str = "a step") -> Iterator[None]:
     """Raise `PeerLost` for a loss inside that no collective has named: those of compiled graphs.
 
     After a loss on one of the axes this rank is not heard of on the others either.
 
     Args: wires: axis -> transport, the first of which is named. others: further transports on which it falls silent.
+        where: what the message says it was noticed in.
     """
     try:
         yield
@@ -87,7 +88,7 @@ def named(wires: Mapping[str, str], others: Iterable[str] = ()) -> Iterator[None
         if isinstance(error, PeerLost):
             raise
         axis = next(iter(wires), None)
-        raise peer_lost(error, "a step", axis, "" if axis is None else wires[axis]) from error
+        raise peer_lost(error, where, axis, "" if axis is None else wires[axis]) from error
 
 
 def hang_up(transport: str) -> None:

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,7 +121,7 @@ def _listen(backlog: int) -> socket.socket:
     """Listen on the address that gloo would use: of the interface it is told, of the host's name, or loopback."""
     name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if name:
-        return _listen_on(_address_of(name), socket.AF_INET, backlog)
+        return _listen_on(*_address_of(name), backlog)
     with suppress(OSError):  # the name may stand for an address of another machine, or for none
         for family, _, _, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError):
@@ -139,13 +140,34 @@ def _listen_on(host: str, family: int, backlog: int) -> socket.socket:
     return listener
 
 
-def _address_of(interface: str) -> str:
-    """Return the IPv4 address of a network interface. Raises: OSError if it has none, or this system cannot tell."""
+def _address_of(interface: str) -> tuple[str, int]:
+    """Return an address of a network interface and its family; IPv6 where it has none of IPv4.
+
+    Raises: OSError if it has none, or this system cannot tell.
+    """
     try:
         import fcntl
     except ImportError as error:
         raise OSError(f"the address of {interface!r} cannot be asked for on this system") from error
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        get_address = 0x8915  # SIOCGIFADDR of Linux
-        reply = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
-    return socket.inet_ntoa(reply[20:24])
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            get_address = 0x8915  # SIOCGIFADDR of Linux
+            reply = fcntl.ioctl(probe.fileno(), get_address, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(reply[20:24]), socket.AF_INET
+    except OSError as error:
+        for line in _lines_of(Path("/proc/net/if_inet6")):
+            number, _, _, scope, _, name = line.split()
+            if name == interface and scope != LINK_LOCAL:
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number)), socket.AF_INET6
+        raise OSError(f"no address of the interface {interface!r}, which GLOO_SOCKET_IFNAME names: {error}") from error
+
+
+LINK_LOCAL = "20"
+"""Scope of addresses that are of no use without the number of an interface, which differs between hosts."""
+
+
+def _lines_of(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # not Linux, or without IPv6
+        return []

@@ -17,6 +17,9 @@ from fn.planner.predict import plan
 MEMORY = 1.6e13
 """Bit/s of a current accelerator's memory, of which coding is estimated where nothing is measured."""
 
+INTRA_LATENCY, INTER_LATENCY = 5e-6, 30e-6
+"""Seconds a message takes inside a node and between nodes, where no flag says it."""
+
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 EXAMPLE = """example:
@@ -41,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--per-node", units.count, "RANKS", "ranks in a node; all of them if --inter is not given")
     add("--intra", units.bits_per_second, "RATE", "each rank's bandwidth inside a node, such as 900gbit")
     add("--inter", units.bits_per_second, "RATE", "each node's bandwidth to the other nodes, such as 10gbit")
-    add("--intra-latency", units.seconds, "TIME", "latency of a message inside a node (default: 5us)", default=5e-6)
-    add("--inter-latency", units.seconds, "TIME", "latency of a message between nodes (default: 30us)", default=30e-6)
+    add("--intra-latency", units.seconds, "TIME", "latency of a message inside a node (default: 5us)")
+    add("--inter-latency", units.seconds, "TIME", "latency of a message between nodes (default: 30us)")
     add("--memory", units.bits_per_second, "RATE", "bandwidth of the device's memory (default: 2tbyte, or measured)")
     add("--tensors", units.count, "N", "number of parameter tensors (default: 150)", default=150)
     add("--bucket", units.count, "BYTES", "bytes that overlapped methods send together (default: 25 MiB)",
@@ -91,11 +94,15 @@ def _given(arguments: argparse.Namespace) -> Network:
     if arguments.inter is None:
         if arguments.intra is None:
             raise ValueError("--intra: missing; give the bandwidth between ranks, or --calibrate under torchrun")
+        if arguments.inter_latency is not None:
+            raise ValueError("--inter-latency: is of no use without --inter; give --inter, or --intra-latency")
         return network(arguments.world, arguments.per_node or arguments.world, _intra(arguments))
-    inter = Cost(arguments.inter_latency, arguments.inter)
+    inter = Cost(arguments.inter_latency or INTER_LATENCY, arguments.inter)
     if arguments.intra is None:
         if arguments.per_node not in (None, 1):
             raise ValueError(f"--intra: missing, but a node has {arguments.per_node} ranks")
+        if arguments.intra_latency is not None:
+            raise ValueError("--intra-latency: is of no use without --intra; give --intra, or --inter-latency")
         return network(arguments.world, 1, inter, inter)
     if arguments.per_node is None:
         raise ValueError("--per-node: missing; --inter is a node's bandwidth, which the ranks of a node share")
@@ -103,7 +110,7 @@ def _given(arguments: argparse.Namespace) -> Network:
 
 
 def _intra(arguments: argparse.Namespace) -> Cost:
-    return Cost(arguments.intra_latency, arguments.intra)
+    return Cost(arguments.intra_latency or INTRA_LATENCY, arguments.intra)
 
 
 def _calibrated(arguments: argparse.Namespace, job: calibrate.Job) -> Network:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,6 +14,7 @@ import torch
 import torch.distributed as dist
 from ddp_cases import Net, Plain, arrays, backward, batch, build, same, train
 from ranks import Cases
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fn
@@ -240,3 +244,31 @@ def test_an_axis_without_a_process_group_is_refused():
 def test_what_is_no_module_is_refused():
     with pytest.raises(TypeError, match="model: is list; allowed is"):
         overlap([], None)
+
+
+@case
+def left_behind() -> list[tuple[int, int, bool]]:
+    """Make optimizers for one module and for DDP ones, and drop them; return what threads and objects are left."""
+
+    def used(in_ddp: bool) -> list[weakref.ref[Any]]:
+        model = DistributedDataParallel(Net()) if in_ddp else Net()
+        opt = build(model)
+        running = overlap(model, opt, least_wire_seconds=0.0)
+        train(model, opt, range(5))
+        return [weakref.ref(opt), weakref.ref(running)]
+
+    found = []
+    for in_ddp in (False, True):
+        before = set(threading.enumerate())
+        alive = used(in_ddp)
+        gc.collect()
+        here = [t for t in threading.enumerate() if t not in before and t.name == "fn-communication"]
+        for thread in here:
+            thread.join(10.0)
+        found.append((sum(t.is_alive() for t in here), sum(r() is not None for r in alive), in_ddp))
+    return found
+
+
+def test_an_optimizer_that_is_dropped_leaves_no_thread_and_no_state():
+    """A notebook makes many: each left three threads, and beside a plain module all of its state."""
+    assert case.answer("left_behind") == [[(0, 0, False), (0, 0, True)]] * 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import select
@@ -284,6 +285,23 @@ def test_ranks_that_cannot_connect_go_over_gloo_together_and_say_why(why):
     text = f"codes go over gloo instead of connections of their own: rank 1 cannot listen: {why}"
     assert first == [True, True, [text]]
     assert second == [True, True, []]
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="needs Linux with IPv6")
+def test_an_interface_without_ipv4_is_listened_on_by_its_ipv6_address_and_one_without_any_is_named(monkeypatch):
+    """Hosts whose data network is IPv6 only went over gloo."""
+
+    def no_address(*args: Any) -> bytes:
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(fcntl, "ioctl", no_address)
+    monkeypatch.setattr(rendezvous, "_lines_of", lambda path: [
+        "fe800000000000000000000000000001 02 40 20 80     lo",
+        "00000000000000000000000000000001 01 80 10 80     lo",
+    ])  # fmt: skip
+    assert rendezvous._address_of("lo") == ("::1", socket.AF_INET6)
+    with pytest.raises(OSError, match=r"no address of the interface 'rv0', which GLOO_SOCKET_IFNAME names: .* 99"):
+        rendezvous._address_of("rv0")
 
 
 def test_strangers_are_turned_away():

@@ -119,6 +119,8 @@ def test_the_warm_up_is_counted_against_the_gain(capsys):
         ("--params 1e9 --compute 1s --world 8 --intra 1tbit --inter 1gbit", "--per-node: missing"),
         ("--params 1e9 --compute 1s --world 8 --per-node 4 --inter 1gbit", "--intra: missing"),
         ("--params 1e9 --compute 1s --world 9 --per-node 4 --inter 1gbit --intra 1tbit", "whole nodes"),
+        ("--params 1e9 --compute 1s --world 2 --intra 1gbit --inter-latency 50ms", "--inter-latency: is of no use"),
+        ("--params 1e9 --compute 1s --world 2 --inter 1gbit --intra-latency 50ms", "--intra-latency: is of no use"),
         ("--params 1e9 --compute 1s --calibrate", "no job is running"),
     ],
 )
