@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters.interrupts import hold
 from fn.base import UpdateFn
 
 Tree = Any
@@ -49,6 +50,8 @@ def write_back(old: Tree, new: Tree) -> None:
     for o, n in pairs:
         if o.shape != n.shape or o.dtype != n.dtype:
             raise ValueError(f"update: changed a leaf from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}")
+    if not torch.compiler.is_compiling():
+        hold()
     for o, n in pairs:
         o.copy_(n)
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.donate import donate
+from fn.adapters.interrupts import hold
 from fn.base import UpdateFn
 from fn.collectives.observe import step_range
 from fn.transforms.in_place import InPlace, Staged
@@ -28,6 +29,7 @@ def staged(update: InPlace, otherwise: UpdateFn, allowed: Callable[[], bool]) ->
             return otherwise(grads, state, params)
         found = update.stage(grads, state, params)
         if found.ok:
+            hold()
             with step_range("apply"):
                 found.commit()
         else:
@@ -76,6 +78,7 @@ def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor]) -> N
             skipped.add_(1)
         return
     before = [(p, p.clone()) for p in still]
+    hold()
     with step_range("apply"):
         for step in steps:
             step.commit()
@@ -92,6 +95,7 @@ def apply(
     """
     if updates is None:
         return
+    hold()
     with step_range("apply"):
         for g, (group, moves) in enumerate(zip(groups, updates, strict=True)):
             for i, (p, u) in enumerate(zip(group["params"], moves, strict=True)):

@@ -16,6 +16,7 @@ from fn.adapters.carried import Carried, added, due
 from fn.adapters.clipping import check_max_norm, clipped
 from fn.adapters.compiled import check_changes, compiled
 from fn.adapters.donate import donate
+from fn.adapters.interrupts import whole_step
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_elsewhere
 from fn.adapters.staged import apply, commit, detached, stage, staged
@@ -197,6 +198,7 @@ class Optimizer(torch.optim.Optimizer):
             transform = self.make(lr=self._lrs[index], **self._hypers[index])
         self._transforms[index] = transform if self._guarded[index] else skip_nonfinite(transform)
 
+    @whole_step()
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step from the gradients in `p.grad`.
@@ -269,14 +271,13 @@ class Optimizer(torch.optim.Optimizer):
     def _advance(self, update: UpdateFn, phase: Phase, problem: Exception | None) -> tuple[list[Tensor], ...] | None:
         """Move the states; return the updates of the parameters, None if these moved too."""
         groups = [group["params"] for group in self.param_groups]
-        state, params = self.states, tuple(groups)
         before = [int(count) for count in self._skip_counts()]
         grads = self._collect(groups, phase is not Phase.LOCAL, problem)
         if self._unsure and phase is Phase.COMPRESSED:
             self._unsure = not refuse_averaged(grads, self._axes)
-        updates, _ = update(grads, state, params)
+        updates, _ = update(grads, self.states, tuple(groups))
         if self.skipped > max(before, default=0) and self._settle(groups, before):
-            updates, _ = update(self._collect(groups), state, params)
+            updates, _ = update(self._collect(groups), self.states, tuple(groups))
         moves: tuple[list[Tensor], ...] | None = updates
         return moves
 

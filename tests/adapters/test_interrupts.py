@@ -1,0 +1,120 @@
+"""Ctrl-C inside of a step: half a step is never left behind."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import fn
+from fn.adapters import donate, interrupts, staged
+from fn.kernels import ops
+
+
+def build(make: Any = fn.adamw) -> tuple[fn.Optimizer, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(5, 3)) for _ in range(4)]
+    opt = fn.Optimizer([{"params": params[:2]}, {"params": params[2:], "lr": 0.1}], make, lr=1e-2)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return opt, params
+
+
+def numbers(opt: fn.Optimizer, params: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [*(p.detach().clone() for p in params), *(x.clone() for x in fn.tree.leaves(opt.states)),
+            torch.tensor(opt.steps)]  # fmt: skip
+
+
+def chained(lr: torch.Tensor) -> fn.Transform:
+    return fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))  # no kernel takes its whole step
+
+
+PLACES = {
+    "between two groups of a kernel's step": (fn.adamw, ops, "direct", 1),
+    "between a new state and the params": (chained, donate, "write_back", 1),
+    "between two params": (chained, staged, "move", 3),
+}
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_an_interrupt_while_a_step_is_written_comes_after_it(monkeypatch, where):
+    make, module, name, count = PLACES[where]
+    expected, (opt, params) = build(make), build(make)
+    expected[0].step()
+    inner, calls = getattr(module, name), []
+
+    def interrupted(*args: Any) -> Any:
+        found = inner(*args)
+        if args[0] != "largest_magnitude":  # which looks at gradients, and writes nothing
+            calls.append(name)
+            if len(calls) == count:
+                signal.raise_signal(signal.SIGINT)
+        return found
+
+    monkeypatch.setattr(module, name, interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    assert len(calls) >= count
+    assert signal.getsignal(signal.SIGINT) is before
+    assert all(map(torch.equal, numbers(opt, params), numbers(*expected)))
+    monkeypatch.undo()
+    opt.step()
+    expected[0].step()
+    assert all(map(torch.equal, numbers(opt, params), numbers(*expected)))
+
+
+def test_an_interrupt_before_a_step_is_written_comes_at_once_and_changes_nothing():
+    def rude(lr: torch.Tensor) -> fn.Transform:
+        def update(updates: Any, state: Any, params: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            raise AssertionError("it was held back")
+
+        return fn.lift(lambda params: torch.zeros(1), update)
+
+    opt, params = build(rude)
+    before = numbers(opt, params)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    assert all(map(torch.equal, numbers(opt, params), before))
+
+
+def test_handlers_of_ones_own_are_called_once_and_signals_that_are_ignored_stay_so():
+    heard: list[int] = []
+    for handler in (lambda *args: heard.append(args[0]), signal.SIG_IGN):
+        old = signal.signal(signal.SIGINT, handler)
+        try:
+            with interrupts.whole_step():
+                interrupts.hold()
+                interrupts.hold()
+                signal.raise_signal(signal.SIGINT)
+                assert heard == ([] if callable(handler) and not heard else [signal.SIGINT])
+            assert signal.getsignal(signal.SIGINT) is handler
+        finally:
+            signal.signal(signal.SIGINT, old)
+    assert heard == [signal.SIGINT]
+
+
+def test_a_step_of_another_thread_leaves_signals_alone():
+    opt, _ = build()
+    before, seen = signal.getsignal(signal.SIGINT), []
+    inner = opt._update(opt.phase)
+    opt._updates[opt.phase] = lambda *args: (inner(*args), seen.append(signal.getsignal(signal.SIGINT)))[0]
+    thread = threading.Thread(target=opt.step)
+    thread.start()
+    thread.join()
+    assert seen == [before]
+    assert opt.steps == 1
+
+
+def test_nothing_is_held_back_outside_of_a_step():
+    before = signal.getsignal(signal.SIGINT)
+    interrupts.hold()
+    assert signal.getsignal(signal.SIGINT) is before
+    update = partial(fn.donate(fn.scale_by_adam().warmup_update), [torch.ones(3)])
+    update(fn.scale_by_adam().init([torch.ones(3)]), [torch.ones(3)])
+    assert signal.getsignal(signal.SIGINT) is before
