@@ -176,19 +176,23 @@ class Compressed:
         Raises: ValueError that names the first path that is missing, unexpected or different, if the state is of
             another grouping of parameters, number of ranks, rank, codec or feedback; nothing is loaded then.
         """
+        if not isinstance(state_dict, Mapping):
+            given = type(state_dict).__name__
+            raise TypeError(f"state_dict: is {given}; allowed is what Compressed.state_dict returned")
         own = self.state_dict()
         here, theirs = ({path.partition(".")[0] for path in state} for state in (own, state_dict))
         if here != theirs:
-            raise ValueError(f"state_dict: is of {', '.join(sorted(theirs))}, but this is {', '.join(here)}{_ADVICE}")
+            found = ", ".join(sorted(theirs)) or "no rank"
+            raise ValueError(f"state_dict: is of {found}, but this is {', '.join(here)}{_ADVICE}")
         for path in sorted(set(own) ^ set(state_dict)):
             raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}{_ADVICE}")
         for path, mine in own.items():
-            given = state_dict[path]
-            if given.shape != mine.shape or given.dtype != mine.dtype:
-                found, allowed = ((x.dtype, tuple(x.shape)) for x in (given, mine))
-                raise ValueError(f"state_dict: {path!r} is {found}, but allowed is {allowed}{_ADVICE}")
-            if path.endswith((".rank", ".widths")) and not torch.equal(given.cpu(), mine):
-                raise ValueError(f"state_dict: {path!r} is {given.tolist()}, but is {mine.tolist()} here{_ADVICE}")
+            saved = state_dict[path]
+            if saved.shape != mine.shape or saved.dtype != mine.dtype:
+                kind, allowed = ((x.dtype, tuple(x.shape)) for x in (saved, mine))
+                raise ValueError(f"state_dict: {path!r} is {kind}, but allowed is {allowed}{_ADVICE}")
+            if path.endswith((".rank", ".widths")) and not torch.equal(saved.cpu(), mine):
+                raise ValueError(f"state_dict: {path!r} is {saved.tolist()}, but is {mine.tolist()} here{_ADVICE}")
         for path, mine in own.items():
             mine.copy_(state_dict[path])
 
