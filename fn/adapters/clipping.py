@@ -30,7 +30,8 @@ def clipped(update: UpdateFn, phase: Phase, max_norm: float, axis: str | None, s
     """Clip gradients by their global norm before an update.
 
     In the warm-up the gradients are averaged first, those of all groups in one message, and their norm is that of the
-    averaged gradient. The update is then that of one rank on the mean gradient. In the compressed phase the averaged
+    averaged gradient. The update is then that of one rank on the mean gradient; a sharded one, in which every rank has
+    a piece of its own, averages the mean once more, which costs its bytes again. In the compressed phase the averaged
     gradient is not known before it has been sent; all ranks scale by one factor, from the root of the mean squared
     norm, which is an upper bound of the norm of the mean. It is a 4-byte message ahead of the others. So it is in a
     warm-up in codes.
@@ -38,12 +39,14 @@ def clipped(update: UpdateFn, phase: Phase, max_norm: float, axis: str | None, s
     An update that is compiled is compiled before: the clipping binds the axis anew, which no compiler can trace.
 
     Args: update: of a transform over all groups. phase: of the update. max_norm: positive. axis: the ranks. state: of
-        the transform; it tells whether the warm-up is in codes.
+        the transform; it tells whether the warm-up is in codes, and whether it is sharded.
     """
     if phase is Phase.WARMUP and tree.fields(state, "gradient_errors"):
         phase = Phase.COMPRESSED
     links = chain(average(axis), clip_by_global_norm(max_norm, axis))
-    alone = Binding({} if axis is None or phase is not Phase.WARMUP else {axis: Axis(1, torch.tensor(0), ALONE)})
+    alone = Binding({})
+    if axis is not None and phase is Phase.WARMUP and not tree.fields(state, "place"):  # a shard's, of all ranks
+        alone = Binding({axis: Axis(1, torch.tensor(0), ALONE)})
 
     def clip(updates: Tree, params: Tree) -> Tree:
         return links.update(phase)(updates, ((), ()), params)[0]

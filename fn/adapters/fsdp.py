@@ -28,6 +28,7 @@ from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import bind
 from fn.collectives.codec import Codec
 from fn.collectives.feedback import Feedback, damped
+from fn.collectives.hierarchy import hops
 from fn.collectives.int_codec import int4
 from fn.collectives.ledger import Ledger, ledger
 
@@ -38,7 +39,8 @@ class Replicas(NamedTuple):
     """Replicas of all shards, over which gradients are averaged in codes.
 
     mesh: of one dimension, or the process group of the ranks that hold the same shards. codec, feedback: as for
-    `compress`; None is that of the shard axis.
+    `compress`; None is that of the shard axis. Replicas that hold other parameters would stay apart; the first
+    backward pass raises `RanksDisagree` then.
     """
 
     mesh: DeviceMesh | dist.ProcessGroup
@@ -78,9 +80,10 @@ def compress(
     Differs: in one hop, not two; on any device; errors are state that is saved, not attributes of parameters.
     """
     codec, feedback = codec or int4(), feedback or damped()
-    found = groups_of(module)
     if replicas is not None and not isinstance(replicas, Replicas):
         replicas = Replicas(replicas)
+    _check_kinds(codec, feedback, gather, replicas)
+    found = groups_of(module)
     for group in found:
         _check(group, gather, replicas)
     sent = ledger()
@@ -124,7 +127,10 @@ class Compressed:
 
     @property
     def errors(self) -> dict[str, Tree]:
-        """Return this rank's errors of the reduce-scatter, the live buffers, by the name of the parameter group."""
+        """Return this rank's errors of the reduce-scatter by the name of the parameter group.
+
+        A backward pass makes new ones.
+        """
         return {name: part.reduce_scatter.error for name, part in self._parts.items()}
 
     @property
@@ -133,7 +139,10 @@ class Compressed:
         return sum(int(part.reduce_scatter.skipped) for part in self._parts.values())
 
     def remove(self) -> None:
-        """Give every group FSDP2's own communication back; the errors stay here."""
+        """Give every group FSDP2's own communication back; the errors stay here.
+
+        With `replicas`, nobody averages over these from then on.
+        """
         for part in self._parts.values():
             module: Any = part.group.module
             module.set_custom_reduce_scatter(DefaultReduceScatter())
@@ -143,12 +152,15 @@ class Compressed:
                 module.set_all_reduce_hook(None)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the errors as a flat {path: tensor}, the live buffers.
+        """Return the errors as a flat {path: tensor}: those that the next backward pass replaces, not copies.
 
-        It is this rank's own: every rank saves and loads its own.
+        It is this rank's own: every rank saves and loads its own. The paths name the rank, so that
+        `torch.distributed.checkpoint`, which writes once what several ranks call alike, keeps those of all of them.
         """
         found = {}
-        for name, part in self._parts.items():
+        rank = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        for group, part in self._parts.items():
+            name = f"{rank}.{group}"
             shards, widths = part.group.shards, part.group.gradients.widths
             found[f"{name}.rank"] = torch.tensor([shards.rank(), shards.size()])
             found[f"{name}.widths"] = torch.tensor(widths, dtype=torch.int64)
@@ -164,21 +176,40 @@ class Compressed:
         Raises: ValueError that names the first path that is missing, unexpected or different, if the state is of
             another grouping of parameters, number of ranks, rank, codec or feedback; nothing is loaded then.
         """
+        if not isinstance(state_dict, Mapping):
+            given = type(state_dict).__name__
+            raise TypeError(f"state_dict: is {given}; allowed is what Compressed.state_dict returned")
         own = self.state_dict()
+        here, theirs = ({path.partition(".")[0] for path in state} for state in (own, state_dict))
+        if here != theirs:
+            found = ", ".join(sorted(theirs)) or "no rank"
+            raise ValueError(f"state_dict: is of {found}, but this is {', '.join(here)}{_ADVICE}")
         for path in sorted(set(own) ^ set(state_dict)):
             raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}{_ADVICE}")
         for path, mine in own.items():
-            theirs = state_dict[path]
-            if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
-                found, allowed = ((x.dtype, tuple(x.shape)) for x in (theirs, mine))
-                raise ValueError(f"state_dict: {path!r} is {found}, but allowed is {allowed}{_ADVICE}")
-            if path.endswith((".rank", ".widths")) and not torch.equal(theirs.cpu(), mine):
-                raise ValueError(f"state_dict: {path!r} is {theirs.tolist()}, but is {mine.tolist()} here{_ADVICE}")
+            saved = state_dict[path]
+            if saved.shape != mine.shape or saved.dtype != mine.dtype:
+                kind, allowed = ((x.dtype, tuple(x.shape)) for x in (saved, mine))
+                raise ValueError(f"state_dict: {path!r} is {kind}, but allowed is {allowed}{_ADVICE}")
+            if path.endswith((".rank", ".widths")) and not torch.equal(saved.cpu(), mine):
+                raise ValueError(f"state_dict: {path!r} is {saved.tolist()}, but is {mine.tolist()} here{_ADVICE}")
         for path, mine in own.items():
             mine.copy_(state_dict[path])
 
 
 _ADVICE = "; errors belong to the rank, the sharding and the codec that they were made for"
+
+
+def _check_kinds(codec: Codec, feedback: Feedback, gather: Codec | None, replicas: Replicas | None) -> None:
+    hops("shard", codec, feedback)
+    if gather is not None:
+        hops("shard", gather, feedback, ("gather", "feedback"))
+    if replicas is not None:
+        called = "replicas.codec", "replicas.feedback"
+        hops("replicas", replicas.codec or codec, replicas.feedback or feedback, called)
+        if not isinstance(replicas.mesh, DeviceMesh | dist.ProcessGroup):
+            given = type(replicas.mesh).__name__
+            raise TypeError(f"replicas: is {given}; allowed are Replicas(...), a DeviceMesh or a process group")
 
 
 def _check(group: Group, gather: Codec | None, replicas: Replicas | None) -> None:
@@ -204,8 +235,10 @@ def _check_ranks(group: Group, codec: Codec, feedback: Feedback, gather: Codec |
         "parameters": group.names,
         "widths": group.gradients.widths,
         "reduce dtype": group.reduced,
-        **describe((codec, feedback, gather)),
     }
+    for argument, given in {"codec": codec, "feedback": feedback, "gather": gather}.items():
+        fields[argument] = "none" if given is None else "given"
+        fields |= {f"{argument}: {name}": value for name, value in describe(given).items()}
     with bind({group.axis: group.shards}):
         check_agreement(group.axis, fields, group.device)
 
@@ -221,7 +254,8 @@ def _part(
     if replicas is not None:
         axis, ranks = _axis_of(replicas.mesh)
         own = group.gradients.row(torch.tensor(group.shards.rank()))
-        mean = ReplicaMean(axis, ranks, own, replicas.codec or codec, replicas.feedback or feedback, like, sent)
+        how = replicas.codec or codec, replicas.feedback or feedback
+        mean = ReplicaMean(group.name, axis, ranks, own, *how, like, sent, group.own_shards)
     return Part(group, reduce_scatter, all_gather, mean)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,13 +13,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from fn import tree
+from fn.adapters.rank_checks import checksum
 from fn.collectives import payloads
 from fn.collectives.axis import Binding, bind
 from fn.collectives.codec import Codec, mean_of_rows, segmented
 from fn.collectives.compressed import all_gather_shards, encode, initial_errors
 from fn.collectives.feedback import Feedback, off
 from fn.collectives.ledger import Ledger
+from fn.collectives.primitives import all_gather
 from fn.collectives.segments import Segments
+from fn.errors import RanksDisagree
 from fn.transforms.average import compressed_average
 from fn.transforms.finite import all_finite
 
@@ -150,10 +153,15 @@ class CompressedAllGather(_Allocates, AllGather):
 
 
 class ReplicaMean:
-    """`compressed_average` over replicas, as FSDP2's hook after the reduce-scatter; `state` holds its errors."""
+    """`compressed_average` over replicas, as FSDP2's hook after the reduce-scatter; `state` holds its errors.
+
+    shards: returns what this rank holds of the parameters by name; asked once, when their numbers are the first that
+    are trained, to compare them.
+    """
 
     def __init__(
         self,
+        name: str,
         axis: str,
         group: dist.ProcessGroup,
         own: Segments,
@@ -161,7 +169,10 @@ class ReplicaMean:
         feedback: Feedback,
         like: Tensor,
         sent: Ledger,
+        shards: Callable[[], dict[str, Tensor]],
     ):
+        self.name, self.axis = name, axis
+        self._shards: Callable[[], dict[str, Tensor]] | None = shards
         self.binding: Binding = bind({axis: group})
         self.sent = sent
         self.widths, self.lengths = own.widths, [int(n) for n in own.valid[0]]
@@ -170,7 +181,13 @@ class ReplicaMean:
             self.state = self.transform.init([like.expand(n) for n in self.lengths])
 
     def __call__(self, reduced: Tensor) -> None:
-        """Replace this rank's shard (n,) by the mean over the replicas."""
+        """Replace this rank's shard (n,) by the mean over the replicas.
+
+        Raises: `RanksDisagree`, on every replica, at the first call, if they hold other parameters.
+        """
+        if self._shards is not None:
+            self._check_start(self._shards())
+            self._shards = None
         pieces = [x[:n] for x, n in zip(reduced.split(self.widths), self.lengths, strict=True)]
         with self.binding, self.sent:
             means, state = self.transform.compressed_update(pieces, self.state, None)
@@ -181,6 +198,22 @@ class ReplicaMean:
         self.state = keep(ok, state, self.state)
         for piece, mean in zip(pieces, means, strict=True):
             piece.copy_(torch.where(ok, mean, float("nan")))
+
+
+    def _check_start(self, shards: dict[str, Tensor]) -> None:
+        with self.binding:
+            rows = all_gather(torch.stack([checksum(x) for x in shards.values()]), self.axis)
+        differs = rows != rows[:1]
+        if differs.any():
+            rank, i = (int(found) for found in differs.nonzero()[0])
+            name = list(shards)[i]
+            raise RanksDisagree(
+                f"ranks disagree: the numbers of {name} in {self.name} are others on rank {rank} of axis "
+                f"{self.axis!r} than on rank 0, and replicas that start apart stay apart; start from the same ones: "
+                f"the same seed before the model is made, or a checkpoint",
+                rank=rank,
+                field=name,
+            )
 
 
 def keep(ok: Tensor, new: Tree, old: Tree) -> Tree:

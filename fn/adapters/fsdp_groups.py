@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fn.collectives.segments import Segments
@@ -55,6 +55,11 @@ class Group(NamedTuple):
     def all_reduce_hook(self) -> Any:
         """Return the hook that runs after the reduce-scatter; None if there is none."""
         return self.inside._all_reduce_hook
+
+    def own_shards(self) -> dict[str, Tensor]:
+        """Return what this rank holds now of the parameters that require a gradient, by name."""
+        trained = [p.sharded_param for p in self.inside.fsdp_params if p.sharded_param.requires_grad]
+        return {name: p.detach().to_local() for name, p in zip(self.names, trained, strict=True)}
 
     @property
     def is_hybrid(self) -> bool:

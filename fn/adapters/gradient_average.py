@@ -134,10 +134,17 @@ class GradientAverage:
                 future.set_result(buffer)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return steps, skipped steps and errors as a flat {path: tensor}. The errors are this rank's own."""
-        found = {"steps": torch.tensor(self.steps), "skipped": torch.tensor(self.skipped), "errors.place": self._place}
-        named = zip(tree.paths(self.states), tree.leaves(self.states), strict=True)
-        return {**found, **{f"state.{path}": leaf.clone() for path, leaf in named}}
+        """Return steps, skipped steps and errors as a flat {path: tensor}.
+
+        The errors are this rank's own. Their paths name it, so that `torch.distributed.checkpoint`, which writes once
+        what several ranks call alike, keeps those of all of them.
+        """
+        own = {path: leaf.clone() for path, leaf in zip(self._paths(), tree.leaves(self.states), strict=True)}
+        return {"steps": torch.tensor(self.steps), "skipped": torch.tensor(self.skipped), **own}
+
+    def _paths(self) -> list[str]:
+        rank, size = self._place
+        return [f"state of rank {rank} of {size}.{path}" for path in tree.paths(self.states)]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, bit for bit.
@@ -148,13 +155,12 @@ class GradientAverage:
         self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
         leaves, structure = tree.flatten(self.states)
         found = [
-            state_dict[f"state.{path}"].to(own.device, copy=True)
-            for path, own in zip(tree.paths(self.states), leaves, strict=True)
+            state_dict[path].to(own.device, copy=True) for path, own in zip(self._paths(), leaves, strict=True)
         ]
         self.states = tree.unflatten(structure, found)
 
 
-def _place(binding: Binding) -> Tensor:
+def _place(binding: Binding) -> tuple[int, int]:
     """Return the rank and the world size, to which errors belong."""
     ((size, rank, _),) = binding.axes.values()
-    return torch.tensor((int(rank), size))
+    return int(rank), size

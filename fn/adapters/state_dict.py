@@ -44,7 +44,8 @@ def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
         if "initial_lr" in group:
             found[f"groups.{i}.initial_lr"] = torch.as_tensor(group["initial_lr"]).detach()
     named = zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), strict=True)
-    found.update({f"state.{path}": leaf for path, leaf in named})
+    # A place is compared with what is loaded, which some loaders write into the tensors that they were given.
+    found.update({f"state.{path}": leaf.clone() if path.endswith(".place") else leaf for path, leaf in named})
     found.update(carried.flat(optimizer.carried))
     schedule = optimizer.schedule
     if isinstance(schedule, FreezeWhenStable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tempfile
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ddp_cases import Net, Plain, arrays, backward, build, same, train, wrapped
 from ranks import Cases, Raised, outcomes
 from torch.nn.parallel import DistributedDataParallel
@@ -426,7 +428,7 @@ def test_averaged_gradients_are_bitwise_those_of_the_pure_functions(codec):
 
 
 @case
-def averaged_and_resumed() -> tuple[list, list]:
+def averaged_and_resumed() -> tuple[list, ...]:
     def start(saved: dict | None = None, weights: dict | None = None):
         model = wrapped()
         if weights is not None:
@@ -438,17 +440,30 @@ def averaged_and_resumed() -> tuple[list, list]:
 
     model, mean, opt = start()
     train(model, opt, range(5))
-    of_another = {**mean.state_dict(), "errors.place": torch.tensor((1 - dist.get_rank(), 2))}
-    with pytest.raises(ValueError, match=r"'errors.place' says shard . of 2, but this rank has shard . of 2"):
+    here, there = (f"of rank {rank} of 2" for rank in (dist.get_rank(), 1 - dist.get_rank()))
+    of_another = {path.replace(here, there): x for path, x in mean.state_dict().items()}
+    with pytest.raises(ValueError, match=r"'state of rank 0 of 2\..*' is (missing|unexpected)"):
         mean.load_state_dict(of_another)
     copy, resumed, other = start(mean.state_dict(), {k: v.clone() for k, v in model.state_dict().items()})
-    train(model, opt, range(5, 8))
-    train(copy, other, range(5, 8))
-    return arrays(list(model.parameters()), mean.states), arrays(list(copy.parameters()), resumed.states)
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [folder]
+        dist.broadcast_object_list(folders)
+        dcp.save({"mean": mean}, checkpoint_id=folders[0])
+        third, read, last = start(weights={k: v.clone() for k, v in model.state_dict().items()})
+        dcp.load({"mean": read}, checkpoint_id=folders[0])
+        dist.barrier()
+    ends = []
+    for trained, own, by in ((model, mean, opt), (copy, resumed, other), (third, read, last)):
+        train(trained, by, range(5, 8))
+        ends.append(arrays(list(trained.parameters()), own.states))
+    return tuple(ends)
 
 
 def test_averaged_gradients_continue_bit_for_bit():
-    assert all(same(*ends) for ends in case.answer("averaged_and_resumed"))
+    """From a state dict, and from torch.distributed.checkpoint, which keeps the errors of all ranks."""
+    for went_on, resumed, read in case.answer("averaged_and_resumed"):
+        assert same(went_on, resumed)
+        assert same(went_on, read)
 
 
 @case

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from ranks import run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -154,12 +155,16 @@ def totals(model, part=whole) -> dict[str, torch.Tensor]:
 CODECS = {"int4": partial(fn.int4, 8), "sign": fn.sign, "int8": partial(fn.int8, 16)}
 
 
+def without_rank(state):
+    return {path.partition(".")[2]: x for path, x in state.items()}
+
+
 def delivered_on_a_rank():
     found = {"exact": totals(sharded())}
     for name, codec in CODECS.items():
         model = sharded()
         compressed = compress(model, codec(), fn.classic())
-        found[name] = totals(model), compressed.state_dict()
+        found[name] = totals(model), without_rank(compressed.state_dict())
     return found
 
 
@@ -243,7 +248,14 @@ def replicas_on_a_rank():
     compressed = compress(coded, fn.identity(), fn.off(), replicas=Replicas(mesh["replicas"], fn.sign(), fn.classic()))
     found["sums"] = [totals(model, local) for model in (sharded(mesh), coded)]
     found["sent"] = {axis for axis, _ in compressed.sent.sent}
-    found["state"] = compressed.state_dict()
+    found["state"] = without_rank(compressed.state_dict())
+    apart = sharded(mesh["shards"])
+    with torch.no_grad():
+        apart.blocks[1][0].bias.add_(mesh["replicas"].get_local_rank())
+    compress(apart, replicas=mesh["replicas"])
+    with pytest.raises(fn.RanksDisagree) as refused:
+        train(apart, data)
+    found["apart"] = str(refused.value)
     return found
 
 
@@ -255,6 +267,7 @@ def test_the_axis_of_replicas_is_averaged_exactly_or_in_codes():
         assert found["replicas"]
         assert found["smaller mesh"] < 1e-5
         assert found["sent"] == {"shards", "replicas"}
+        assert "the numbers of blocks.1.0.bias in blocks.1 are others on rank 1 of axis 'replicas'" in found["apart"]
     for first, second in ((ranks[0], ranks[2]), (ranks[1], ranks[3])):  # the two replicas of a shard
         exact, got = first["sums"]
         for group in ("(root)", "blocks.0", "blocks.1"):
@@ -340,7 +353,11 @@ def loco_on_a_rank(path: str):
     found["resumed"] = same(train(model, batches(3, seed=2), opt=opt), went_on)
     found["errors"] = {name: type(error).__name__ for name, error in compressed.errors.items()}
 
+    dcp.save({"errors": compressed}, checkpoint_id=f"{path}/dcp")
     before = {k: v.clone() for k, v in compressed.state_dict().items()}
+    compressed = compress(sharded(**options))
+    dcp.load({"errors": compressed}, checkpoint_id=f"{path}/dcp")
+    found["of all ranks"] = all(torch.equal(v, before[k]) for k, v in compressed.state_dict().items())
     other = sharded(width=12)
     wrong = {
         "another width": compress(other).state_dict(),
@@ -373,6 +390,11 @@ def loco_on_a_rank(path: str):
         "not sharded": lambda: compress(Net()),
         "optimizer": lambda: fn.Optimizer(model.parameters(), partial(fn.adamw, axis="data")),
         "disagree": lambda: compress(sharded(), fn.int4(8 if rank else 16)),
+        "gather on one": lambda: compress(sharded(), gather=fn.int8() if rank else None),
+        "no codec": lambda: compress(sharded(), "int4"),
+        "no feedback": lambda: compress(sharded(), feedback=fn.damped),
+        "no gather": lambda: compress(sharded(), gather="int8"),
+        "no replicas": lambda: compress(sharded(), replicas="replicas"),
     }
     for name, refused in refusals.items():
         with pytest.raises((ValueError, TypeError)) as error:
@@ -395,10 +417,12 @@ def test_loco_resumes_bit_for_bit_and_refuses_what_does_not_fit(tmp_path):
         assert found["errors"] == {"(root)": "DampedError", "blocks.0": "DampedError", "blocks.1": "DampedError"}
         assert found["unchanged"]
         assert found["not undone"]
-        assert f"'(root).rank' is [{1 - rank}, 2], but is [{rank}, 2] here" in found["another rank"]
-        assert "'(root).widths' is [54, 6, 12, 1], but is [63, 7, 13, 1] here" in found["another width"]
-        assert "'blocks.0.rank' is missing; errors belong to" in found["another grouping"]
-        assert "'(root).reduce_scatter' is unexpected" in found["another feedback"]
+        assert found["of all ranks"]
+        here = f"rank {rank} of 2"
+        assert f"is of rank {1 - rank} of 2, but this is {here}; errors belong to" in found["another rank"]
+        assert f"'{here}.(root).widths' is [54, 6, 12, 1], but is [63, 7, 13, 1] here" in found["another width"]
+        assert f"'{here}.blocks.0.rank' is missing; errors belong to" in found["another grouping"]
+        assert f"'{here}.(root).reduce_scatter' is unexpected" in found["another feedback"]
         assert "(root) has a communication object of its own, Own" in found["own"]
         assert "gather: (root) gathers parameters of several" in found["dtypes"]
         assert "(root) is compressed already; call remove()" in found["twice"]
@@ -407,6 +431,12 @@ def test_loco_resumes_bit_for_bit_and_refuses_what_does_not_fit(tmp_path):
         assert (
             "Codec.block is 8 on rank 1 and 16 on rank 0" in found["disagree"] or "is 8 on rank 1" in found["disagree"]
         )
+        assert "ranks disagree: codec: " in found["disagree"]
+        assert "ranks disagree: gather is given on rank 1 and none on rank 0" in found["gather on one"]
+        assert "codec: is 'int4'; allowed is a Codec" in found["no codec"]
+        assert "feedback: is <function damped" in found["no feedback"]
+        assert "gather: is 'int8'; allowed is a Codec" in found["no gather"]
+        assert "replicas: is str; allowed are Replicas(...), a DeviceMesh" in found["no replicas"]
 
 
 def faults_on_a_rank():

@@ -612,6 +612,16 @@ def test_a_state_dict_that_does_not_fit_is_refused_by_path_and_nothing_is_loaded
     assert opt.steps == 4
 
 
+def test_a_shard_that_a_loader_wrote_into_the_state_dict_is_refused():
+    """As torch.distributed.checkpoint does; what the shard is compared with must not be written over, too."""
+    opt = fn.Optimizer(parameters(), partial(fn.loco_adamw, axis="data"), lr=0.01)
+    saved = opt.state_dict()
+    (place,) = [key for key in saved if key.endswith(".place")]
+    saved[place].copy_(torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"says shard 1 of 2, but this rank has shard 0 of 1"):
+        opt.load_state_dict(saved)
+
+
 # Compiled.
 
 
