@@ -30,20 +30,21 @@ def clipped(update: UpdateFn, phase: Phase, max_norm: float, axis: str | None, s
     """Clip gradients by their global norm before an update.
 
     In the warm-up the gradients are averaged first, those of all groups in one message, and their norm is that of the
-    averaged gradient. The update is then that of one rank on the mean gradient. In the compressed phase the averaged
-    gradient is not known before it has been sent; all ranks scale by one factor, from the root of the mean squared
-    norm, which is an upper bound of the norm of the mean. It is a 4-byte message ahead of the others. So it is in a
-    warm-up in codes.
+    averaged gradient. The update is then that of one rank on the mean gradient; only that of shards stays one of all
+    ranks, which average once more what they hold alike. In the compressed phase the averaged gradient is not known
+    before it has been sent; all ranks scale by one factor, from the root of the mean squared norm, which is an upper
+    bound of the norm of the mean. It is a 4-byte message ahead of the others. So it is in a warm-up in codes.
 
     An update that is compiled is compiled before: the clipping binds the axis anew, which no compiler can trace.
 
     Args: update: of a transform over all groups. phase: of the update. max_norm: positive. axis: the ranks. state: of
-        the transform; it tells whether the warm-up is in codes.
+        the transform; it tells whether the warm-up is in codes, and whether it holds shards.
     """
     if phase is Phase.WARMUP and tree.fields(state, "gradient_errors"):
         phase = Phase.COMPRESSED
     links = chain(average(axis), clip_by_global_norm(max_norm, axis))
-    alone = Binding({} if axis is None or phase is not Phase.WARMUP else {axis: Axis(1, torch.tensor(0), ALONE)})
+    averaged = phase is Phase.WARMUP and not tree.fields(state, "place")
+    alone = Binding({axis: Axis(1, torch.tensor(0), ALONE)} if axis is not None and averaged else {})
 
     def clip(updates: Tree, params: Tree) -> Tree:
         return links.update(phase)(updates, ((), ()), params)[0]

@@ -146,6 +146,16 @@ def clips_in_codes() -> tuple[list, list, list[float]]:
     return against_clipping_by_hand(partial(MAKES["onebit_adam"], warmup=fn.int8()), exact_steps=0)
 
 
+@case
+def clips_shards() -> tuple[list, list, list[float]]:
+    return against_clipping_by_hand(partial(fn.loco_adamw, axis="data"), exact_steps=4)
+
+
+@case
+def clips_shards_of_momentum() -> tuple[list, list, list[float]]:
+    return against_clipping_by_hand(partial(fn.sharded_onebit_adam, axis="data", eps=1e-3), exact_steps=4)
+
+
 def against_clipping_by_hand(make: Any, exact_steps: int) -> tuple[list, list, list[float]]:
     """Return where an optimizer ends, where it ends with gradients that were clipped by hand, and by what factors."""
     ends, factors = [], []
@@ -174,7 +184,7 @@ def against_clipping_by_hand(make: Any, exact_steps: int) -> tuple[list, list, l
     return *ends, factors
 
 
-@pytest.mark.parametrize("name", ["clips", "clips_in_codes"])
+@pytest.mark.parametrize("name", ["clips", "clips_in_codes", "clips_shards", "clips_shards_of_momentum"])
 def test_the_norm_is_global_over_groups_and_ranks_and_all_clip_by_the_same_factor(name):
     """Of the averaged gradient in an exact warm-up; of the mean square elsewhere, an upper bound of it."""
     for found, expected, factors in case.answer(name):
