@@ -209,7 +209,8 @@ def zero_one_adam(
         axis: the ranks that train together. codec, feedback: as for `onebit_adam`. warmup: as there, for the variance
             steps. layout, servers: as for `compressed_average`.
         compress, keep_zeros: as for `scale_by_zero_one_adam`.
-    Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule.
+    Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule. With compress="gradients" it
+        has no local phase, which that schedule asks for once the variance is frozen.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
     """

@@ -53,7 +53,12 @@ def write_back(old: Tree, new: Tree) -> None:
     if not torch.compiler.is_compiling():
         hold()
     for o, n in pairs:
-        o.copy_(n)
+        _at_least_1d(o).copy_(_at_least_1d(n))
+
+
+def _at_least_1d(x: Tensor) -> Tensor:
+    """Return a view of a 0-d tensor: what a compiled graph writes into one of float64 itself, torch (2.13) loses."""
+    return x if x.dim() else x.view(1)
 
 
 def _identities(leaves: list[Tensor]) -> frozenset[int]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, check_params, check_state, check_transform
+from fn.base import Phase, Transform, check_params, check_state, check_transform, missing
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -82,14 +82,16 @@ def scale_by_zero_one_adam(
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
         sync: the transform that averages the steps.
         compress: what the compressed phase averages: "steps", as above, or "gradients", DeepSpeed's form before the
-            variance is frozen: mu <- b1 mu + (1 - b1) C(g_r), then a step.
+            variance is frozen: mu <- b1 mu + (1 - b1) C(g_r), then a step. Nothing in it would bring ranks that stepped
+            alone together again, so there is no local phase then.
         decay_in_momentum: decay in local steps, as DeepSpeed does, so that the rebuilt momentum contains the decay.
             False: the decay of all steps since the last synchronisation is applied to the agreed parameters there.
         anchored: keep the params agreed on last, and return to them exactly. False: keep the sum of the steps since
             and take it back, as DeepSpeed does; the ranks then drift apart by rounding.
         keep_zeros: keep the momentum and the steps at zero where nu is zero.
-    Returns: a transform with all three phases. Between synchronisations params and mu differ between ranks. A variance
-        step does not bring them together, so none may follow a local step; in `fn.zero_one_schedule` none does.
+    Returns: a transform with all three phases, of gradients without the local one. Between synchronisations params and
+        mu differ between ranks. A variance step does not bring them together, so none may follow a local step; in
+        `fn.zero_one_schedule` none does.
     Raises: ValueError if an argument is out of range.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1; T_v and T_u are `fn.zero_one_schedule`.
@@ -185,7 +187,9 @@ def scale_by_zero_one_adam(
         state = state._replace(mu=mu, anchor=kept[0], went=kept[1], elapsed=zero, peak=peak, sync=sync_state)
         return back, state._replace(step=state.step + 1)
 
-    return Transform(init, warmup, compress_gradients if compress == "gradients" else synchronise, local)
+    if compress == "gradients":
+        return Transform(init, warmup, compress_gradients, missing(Phase.LOCAL, "0/1 Adam with compress='gradients'"))
+    return Transform(init, warmup, synchronise, local)
 
 
 def largest(updates: Tree) -> Tensor:

@@ -29,7 +29,7 @@ def with_zero_one_in_place(
     """Let the steps of a chain (average, anchored 0/1 Adam) be staged.
 
     Over several axes, of which there is no wire, they stay the pure ones. steps: whether steps are what is compressed;
-    if not, synchronising steps stay pure.
+    if not, synchronising steps stay pure, and there are no local ones.
     """
     if wire is None:
         return tx
@@ -105,7 +105,10 @@ def with_zero_one_in_place(
 
         return Staged(mean.ok, commit)
 
-    tx = tx._replace(
-        warmup_update=InPlace(tx.warmup_update, fits, variance), local_update=InPlace(tx.local_update, fits, local)
+    tx = tx._replace(warmup_update=InPlace(tx.warmup_update, fits, variance))
+    if not steps:
+        return tx
+    return tx._replace(
+        compressed_update=InPlace(tx.compressed_update, moved, synchronise),
+        local_update=InPlace(tx.local_update, fits, local),
     )
-    return tx._replace(compressed_update=InPlace(tx.compressed_update, moved, synchronise)) if steps else tx

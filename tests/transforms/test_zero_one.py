@@ -193,6 +193,26 @@ def test_gradients_are_compressed_before_the_freeze_when_asked_for() -> None:
     assert not torch.equal(results["steps"][0], results["gradients"][0])
 
 
+def test_compressed_gradients_refuse_local_steps_because_nothing_brings_the_ranks_together_again() -> None:
+    tx = fn.zero_one_adam(lr=0.01, axis="data", compress="gradients")
+    with pytest.raises(ValueError, match=r"0/1 Adam with compress='gradients' has only WARMUP, COMPRESSED"):
+        tx.update(fn.Phase.LOCAL)
+    p = torch.nn.Parameter(torch.ones(9))
+    opt = fn.Optimizer([p], partial(fn.zero_one_adam, axis="data", compress="gradients"), schedule=PHASES.__getitem__)
+    for phase in PHASES:
+        p.grad, before = torch.ones(9), p.detach().clone()
+        if phase is fn.Phase.LOCAL:
+            with pytest.raises(ValueError, match=r"compress='gradients'"):
+                opt.step()
+            assert torch.equal(p, before)
+        else:
+            opt.step()
+            assert not torch.equal(p, before)
+
+
+PHASES = (fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.LOCAL)
+
+
 @pytest.mark.parametrize(("argument", "value"), [("compress", "nothing"), ("weight_decay", -1.0), ("b2", 1.0)])
 def test_an_argument_out_of_range_is_named(argument: str, value: Any) -> None:
     with pytest.raises(ValueError, match=argument):
