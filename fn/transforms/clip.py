@@ -22,7 +22,8 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
     Placed after `average`, the warm-up clips the averaged gradient. In the compressed and the local phase the
     updates are each rank's own and the norm of their mean is not known. Without `axis` each rank clips its own;
     with `axis` all ranks of a compressed phase scale by the same factor, from the root of the mean squared norm,
-    which is an upper bound of the norm of the mean; that costs one 4-byte all-reduce.
+    which is an upper bound of the norm of the mean; that costs one 4-byte all-reduce. A norm whose square overflows
+    makes updates NaN, so that a guarded step is skipped.
 
     Args: max_norm: positive. axis: the axis' name, or None.
     Raises: ValueError if max_norm is not positive.
@@ -42,7 +43,14 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
 
     def scale(updates: Tree, square: Tensor) -> Tree:
         factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        return tree.map(lambda u: torch.mul(u, factor.to(u.dtype), **pooled(u, factor)), updates)
+        factor = torch.where(square.isfinite(), factor, torch.nan)  # else what overflows would become zero, unnoticed
+
+        def times(u: Tensor) -> Tensor:
+            if u.element_size() < 4:  # rounded once: the norm stays the one that is asked for
+                return (u.float() * factor.float()).to(u.dtype)
+            return torch.mul(u, factor.to(u.dtype), **pooled(u, factor))
+
+        return tree.map(times, updates)
 
     return Transform(lambda params: (), own, shared, own)
 

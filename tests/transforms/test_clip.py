@@ -98,3 +98,23 @@ def test_an_empty_tree_passes():
 def test_a_bound_that_is_not_positive_is_refused_by_name(value):
     with pytest.raises(ValueError, match="max_norm"):
         fn.clip_by_global_norm(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_factor_is_not_rounded_to_half_precision(dtype):
+    grads = [torch.full((1000,), 0.3, dtype=dtype)]
+    for bound in torch.linspace(1.0, 2.0, 33).tolist():
+        clipped, _ = fn.clip_by_global_norm(bound).warmup_update(grads, (), None)
+        exact = (grads[0].double() * bound / float(grads[0].double().norm())).to(dtype)
+        assert torch.equal(clipped[0], exact)
+
+
+def test_a_norm_that_overflows_skips_the_step_instead_of_making_it_zero():
+    tx = fn.skip_nonfinite(fn.clip_by_global_norm(1.0))
+    params = [torch.ones(3)]
+    updates, state = tx.warmup_update([torch.full((3,), 1e30)], tx.init(params), params)
+    assert int(state.skipped) == 1
+    assert not updates[0].any()
+    updates, state = tx.warmup_update([torch.full((3,), 1e15)], state, params)
+    assert int(state.skipped) == 1
+    torch.testing.assert_close(updates[0].norm(), torch.tensor(1.0))
