@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,36 @@ def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
     return found
 
 
+OF_RANK = re.compile(r"rank (\d+) of (\d+)\.(state\..*)")
+"""The path of what is one rank's own. `torch.distributed.checkpoint` writes once what several ranks call alike."""
+
+
+def of_rank(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return `flat_state` with a rank in the paths of what is its own, in place of `SAVED_BY`."""
+    rank, size = _place(optimizer)
+    marks = zip(tree.paths(optimizer.states), tree.leaves(kinds(optimizer.states)), strict=True)
+    own = {f"state.{path}" for path, mark in marks if mark != SAME}
+    flat = flat_state(optimizer)
+    del flat[SAVED_BY]
+    return {f"rank {rank} of {size}.{path}" if path in own else path: x for path, x in flat.items()}
+
+
+def restore_of_rank(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load what `of_rank` returned, here or on another rank.
+
+    Raises: as `restore_flat`; ValueError if it holds what is several ranks' own.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"state_dict: is {type(saved).__name__}; allowed is what fn.Optimizer.state_dict returned")
+    found = {path: OF_RANK.fullmatch(path) for path in saved if isinstance(path, str)}
+    places = {(int(m[1]), int(m[2])) for m in found.values() if m}
+    if len(places) > 1:
+        ranks = ", ".join(f"rank {rank} of {size}" for rank, size in sorted(places))
+        raise ValueError(f"state_dict: holds the errors of {ranks}; allowed are those of one rank")
+    flat = {m[3] if (m := found.get(path)) else path: x for path, x in saved.items()}
+    restore_flat(optimizer, {SAVED_BY: torch.tensor(places.pop() if places else _place(optimizer)), **flat})
+
+
 def _place(optimizer: Optimizer) -> tuple[int, int]:
     """Return this rank's number among those of the optimizer's axes, and how many these are."""
     rank, size = 0, 1
@@ -69,17 +100,15 @@ def restore_flat(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype, or for what
         another rank saved if it holds shards, or errors on the way back within a node; nothing is copied then.
     """
-    if not isinstance(saved, Mapping):
-        raise TypeError(f"state_dict: is {type(saved).__name__}; allowed is what fn.Optimizer.state_dict returned")
     if {"state", "param_groups"} <= saved.keys():
         text = "state_dict: is of an optimizer of torch; allowed is what fn.Optimizer.state_dict returned; start anew"
         raise ValueError(f"{text}, with a warm-up in which the moments build up again")
     own = flat_state(optimizer)
-    saved, text = _without_foreign_errors(optimizer, own, {SAVED_BY: torch.tensor((0, 1)), **saved})
+    saved, text = _without_foreign_errors(optimizer, own, dict(saved))
     check_fits(own, saved)
     rest = carried.restored(saved, optimizer.param_groups)
     if text:
-        warnings.warn(text, stacklevel=3)
+        warnings.warn(text, stacklevel=4)
     optimizer.carried = rest
     _copy(optimizer, saved)
 
@@ -138,7 +167,7 @@ def _without_foreign_errors(
 ) -> tuple[dict[str, Any], str]:
     """Return what was saved, with zeros for errors if another rank saved it, and what there is to say about that."""
     theirs, mine = saved[SAVED_BY], own[SAVED_BY]
-    if not isinstance(theirs, Tensor) or theirs.shape != mine.shape or torch.equal(theirs.cpu(), mine):
+    if torch.equal(theirs, mine):
         return saved, ""
     paths = [f"state.{path}" for path in tree.paths(optimizer.states)]
     marks = dict(zip(paths, tree.leaves(kinds(optimizer.states)), strict=True))

@@ -20,7 +20,7 @@ from fn.adapters.interrupts import whole_step
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_elsewhere
 from fn.adapters.staged import apply, commit, detached, stage, staged
-from fn.adapters.state_dict import flat_state, restore_flat
+from fn.adapters.state_dict import of_rank, restore_of_rank
 from fn.adapters.unmoved import warn_at_start, warn_of_late_group, warn_of_thawed
 from fn.base import Phase, Transform, UpdateFn
 from fn.collectives.agreement import describe
@@ -326,11 +326,11 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that continues the training, as a flat {path: tensor}.
 
-        Elsewhere than on this rank it continues without this rank's errors; `fn.adapters.checkpoint` keeps them all.
+        Elsewhere it continues without this rank's errors, whose paths name it; `fn.adapters.checkpoint` keeps all.
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found: dict[str, Any] = flat_state(self)
+        found: dict[str, Any] = of_rank(self)
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, found)
             found = found if changed is None else changed
@@ -345,6 +345,6 @@ class Optimizer(torch.optim.Optimizer):
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed
-        restore_flat(self, state_dict)
+        restore_of_rank(self, state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

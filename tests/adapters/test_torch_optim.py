@@ -507,7 +507,9 @@ def test_the_state_dict_is_flat_and_names_every_leaf():
     assert all(isinstance(value, torch.Tensor) for value in saved.values())
     assert any(path.endswith("nu.0") for path in saved)
     assert any("sync.worker" in path for path in saved)
-    assert len([path for path in saved if path.startswith("state.")]) == len(tree.leaves(opt.states))
+    own = [path for path in saved if path.startswith("rank 0 of 1.state.")]
+    assert own == [path for path in saved if ".worker." in path or ".server." in path]
+    assert len(own) + sum(path.startswith("state.") for path in saved) == len(tree.leaves(opt.states))
 
 
 def test_errors_and_moments_are_not_cast_to_the_parameters_dtype():

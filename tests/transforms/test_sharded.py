@@ -313,8 +313,8 @@ def test_a_state_of_another_shard_is_refused_and_nothing_is_loaded():
     p[0].grad = torch.randn(8)
     opt.step()
     saved = {path: leaf.clone() for path, leaf in opt.state_dict().items()}
-    saved["state.0.inner.place"] = torch.tensor([1, 2])
-    saved["state.0.inner.inner.0.mu.0"] += 1
+    saved["rank 0 of 1.state.0.inner.place"] = torch.tensor([1, 2])
+    saved["rank 0 of 1.state.0.inner.inner.0.mu.0"] += 1
     before = [leaf.clone() for leaf in tree.leaves(opt.states)]
     with pytest.raises(ValueError, match=r"'state.0.inner.place' says shard 1 of 2, but this rank has shard 0 of 1"):
         opt.load_state_dict(saved)
