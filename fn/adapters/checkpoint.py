@@ -35,6 +35,7 @@ from fn.adapters.carried import PREFIX
 from fn.adapters.state_dict import SAVED_BY, SPLIT, about_servers, flat_state, restore_flat
 from fn.adapters.torch_optim import Optimizer
 from fn.collectives.peers import named, remember
+from fn.collectives.rendezvous import timeout_of
 
 Tree = Any
 Group = dist.ProcessGroup | None
@@ -67,14 +68,19 @@ def save_async(
 ) -> Future[Path]:
     """Save as `save` does, but only copy now and write on another thread while the training goes on.
 
-    Args: group: a gloo group of its own over all ranks, `dist.new_group(backend="gloo")`, so that its messages do not
-        mix with those of the training; None only in a process that is alone.
+    Args: group: a gloo group of its own over all ranks, `dist.new_group(backend="gloo", timeout=...)`, so that its
+        messages do not mix with those of the training; None only in a process that is alone. A process does not end
+        while a save waits for a rank, so a timeout longer than the default group's is warned of.
     Returns: a future of what `save` returns; it raises what `save` raises.
     Raises: ValueError if the group is missing.
     """
     if portable.world()[1] > 1 and group is None:
-        raise ValueError('group: is None; allowed is a group of its own, dist.new_group(backend="gloo")')
+        raise ValueError('group: is None; allowed is a group of its own, dist.new_group(backend="gloo", timeout=...)')
     _check_save(optimizer, extra, keep)
+    own, all_ranks = group, dist.group.WORLD
+    if own is not None and all_ranks is not None and timeout_of(own) > timeout_of(all_ranks):
+        text = f"group: waits {timeout_of(own)} for a rank, the default group {timeout_of(all_ranks)}"
+        warnings.warn(f"{text}; a process does not end while a save waits: new_group(..., timeout=...)", stacklevel=2)
     wires = {} if group is None else {"checkpoint": remember(group)}
     return _writer.submit(_write, Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group, wires)
 

@@ -142,14 +142,16 @@ _SCHEDULERS = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "s
 def current(group: Mapping[str, Any], before: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """Return the hyper-parameters that a group holds now: those of `before`, and new ones that `make` knows.
 
-    Raises: KeyError if one of `before` is gone; as `hyper_parameters` for betas.
+    Raises: ValueError if one of `before` is gone; as `hyper_parameters` for betas.
     """
     added = group.keys() - before.keys() - _OTHERS - _SCHEDULERS
-    if not added:  # asked in every step
+    if not added and before.keys() <= group.keys():  # asked in every step
         return {k: group[k] for k in before}
     known, takes_any = _known(make), _arguments(make)[1]
     found = {k: v for k, v in group.items() if k in before or (k in added and (takes_any or k in known))}
     found = _without_betas(found, make)
+    for name in before.keys() - found.keys():
+        raise ValueError(f"{name}: was taken out of a param group; allowed is to change it")
     return {**{k: found[k] for k in before}, **found}
 
 

@@ -82,7 +82,8 @@ def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator]) -> B
         mesh: a `DeviceMesh` with `mesh_dim_names`, or a mapping from names to process groups of torch.distributed or
             communicators of mpi4py: `{"data": MPI.COMM_WORLD}`.
     Returns: a context manager. `fn.Optimizer` keeps the binding it was built in.
-    Raises: ValueError if the mesh has no dimension names or a communicator is null; TypeError for anything else.
+    Raises: ValueError if the mesh has no dimension names, a communicator is null, or this rank is not in a group;
+        TypeError for anything else.
 
     Differs: nothing is process-wide; the binding belongs to the thread that enters it.
     """
@@ -103,6 +104,8 @@ def _group_axis(name: str, group: Any) -> Axis:
     if is_communicator(group):
         transport = register_communicator(group)
         return Axis(group.Get_size(), torch.tensor(group.Get_rank()), transport)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"mesh: {name!r} is a process group without this rank; allowed are groups that it is in")
     raise TypeError(
         f"mesh: {name!r} is {type(group).__name__}; allowed are process groups and communicators of mpi4py"
     )

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -56,10 +56,12 @@ def peer_lost(error: BaseException, collective: str, axis: str | None, transport
     """Return what to raise for a failed collective: who is gone, where it was noticed, and what to do."""
     group = _groups.get(transport)
     hang_up(transport)
-    lost = call_roll(group) if group is not None else ()
+    lost, silent = call_roll(group) if group is not None else Roll((), ())
     rank = group.rank() if group is not None else None
     where = f" of axis {axis!r}" if axis is not None else ""
     who = f"rank {', '.join(map(str, lost))}{where} is gone or stopped" if lost else f"a rank{where} is lost"
+    if silent and not lost:
+        who += f", perhaps rank {', '.join(map(str, silent))}, which runs but does something else"
     message = (
         f"{who}, noticed in {collective} by rank {'?' if rank is None else rank}; parameters and state are as before "
         f"the step; end this process and resume from the last checkpoint (torchrun --max-restarts does); "
@@ -117,21 +119,28 @@ def _is_gloo(group: Any) -> bool:
         return False
 
 
-def call_roll(group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the ranks of a group that are gone: that do not answer within `PATIENCE` and are not alive on this host.
+class Roll(NamedTuple):
+    """The ranks that did not answer a roll call: lost, which are gone; silent, whose processes run on this host."""
+
+    lost: tuple[int, ...]
+    silent: tuple[int, ...]
+
+
+def call_roll(group: dist.ProcessGroup) -> Roll:
+    """Return the ranks of a group that do not answer within `PATIENCE`: that are gone, and that are alive on this host.
 
     A rank may be silent because it still waits in an exchange; on this host its process tells. None if the store is
     not at hand.
     """
     number = _calls[group.group_name] = _calls.get(group.group_name, 0) + 1
-    missing: list[int] = []
-    asking = threading.Thread(target=_ask, args=(group, number, missing), daemon=True)  # a store may block, too
+    found: list[Roll] = []
+    asking = threading.Thread(target=_ask, args=(group, number, found), daemon=True)  # a store may block, too
     asking.start()
     asking.join(2 * PATIENCE)
-    return () if asking.is_alive() else tuple(missing)
+    return Roll((), ()) if asking.is_alive() or not found else found[0]
 
 
-def _ask(group: Any, number: int, missing: list[int]) -> None:
+def _ask(group: Any, number: int, found: list[Roll]) -> None:
     until = time.monotonic() + PATIENCE
     try:
         store, silent = group.get_group_store(), set(range(group.size()))
@@ -144,7 +153,8 @@ def _ask(group: Any, number: int, missing: list[int]) -> None:
             time.sleep(0.02)  # they may answer, or be about to die
     except (AttributeError, RuntimeError):  # a torch without this method, a store that is gone
         return
-    missing.extend(sorted(rank for rank in silent if not here[rank]))
+    lost = tuple(sorted(rank for rank in silent if not here[rank]))
+    found.append(Roll(lost, tuple(sorted(silent - {*lost}))))
 
 
 def _has_answered(store: Any, number: int, rank: int) -> bool:

@@ -227,8 +227,15 @@ def _on_host(x: Tensor) -> bool:
 
 
 def group_of(transport: str) -> dist.ProcessGroup:
-    """Return the process group of a name."""
-    found: dist.ProcessGroup = _resolve_process_group(transport)  # type: ignore[arg-type]
+    """Return the process group of a name. Raises: RuntimeError if it was destroyed."""
+    try:
+        found: dist.ProcessGroup = _resolve_process_group(transport)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError) as error:
+        axis = axes.carried_by(transport)
+        raise RuntimeError(
+            f"the process group {transport!r} of axis {axis!r} is gone, ended by dist.destroy_process_group() perhaps; "
+            f"bind the axis to a new one, and make what was bound to it anew: load_state_dict goes on from its state"
+        ) from error
     return found
 
 

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import Phase, tree
 from fn.adapters import checkpoint
+from fn.collectives.rendezvous import timeout_of
 from fn.errors import CheckpointDamaged
 
 # The same world.
@@ -462,10 +463,16 @@ def test_a_save_under_torchrun_warns_of_a_store_that_is_kept_over_a_restart(tmp_
         checkpoint.save(tmp_path, opt)
 
 
-def async_on_ranks(folder: str) -> tuple[bool, str]:
+def async_on_ranks(folder: str) -> tuple[bool, str, list[str]]:
     params, opt = build("onebit_adam", 1, fn.freeze_after(2))
-    group = dist.new_group(backend="gloo")
+    own = timeout_of(dist.group.WORLD)
+    patient, group = (dist.new_group(backend="gloo", timeout=t) for t in (2 * own, own))
     text = ""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always", UserWarning)
+        for each in (patient, group):
+            checkpoint.save_async(folder, opt, group=each).result(60)
+    said = [str(w.message) for w in heard if "group: waits" in str(w.message)]
     try:
         checkpoint.save_async(folder, opt)
     except ValueError as error:
@@ -480,7 +487,7 @@ def async_on_ranks(folder: str) -> tuple[bool, str]:
         opt.step()
     future.result(60)
     checkpoint.load(folder, opt)
-    return same(bits((params, opt.states)), before), text
+    return same(bits((params, opt.states)), before), text, said
 
 
 def saving_where_the_first_rank_cannot(folder: str) -> list[str]:
@@ -528,9 +535,11 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_is_an_oserror_on_all_ranks_
 
 
 def test_an_async_save_beside_the_training_of_two_ranks(tmp_path):
-    for exact, text in ranks.run(2, async_on_ranks, str(tmp_path)):
+    for exact, text, said in ranks.run(2, async_on_ranks, str(tmp_path)):
         assert exact
         assert "group: is None" in text
+        (warning,) = said  # of the group that is more patient than the default one
+        assert "a process does not end while a save waits: new_group(..., timeout=...)" in warning
 
 
 def lost_in_a_save(folder: str) -> tuple[str, tuple[int, ...], float, bool]:

@@ -699,3 +699,16 @@ def test_a_schedule_without_a_warm_up_gets_one_step_of_it_and_a_warning(make) ->
         p.grad = p.detach().clone()
         opt.step()
     assert 0 < float((p.detach() - before).abs().max()) < 10.0
+
+
+def test_a_hyper_parameter_that_is_taken_out_of_a_group_is_named_and_nothing_moves():
+    p = parameters()
+    opt = grouped(p)
+    steps(opt, p, 1)
+    before, eps = [x.detach().clone() for x in p], opt.param_groups[0].pop("eps")
+    with pytest.raises(ValueError, match="eps: was taken out of a param group; allowed is to change it"):
+        steps(opt, p, 1)
+    assert all(map(torch.equal, p, before))
+    opt.param_groups[0]["eps"] = eps
+    steps(opt, p, 1)
+    assert opt.steps == 2

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import tree
 from fn.collectives.axis import current_binding
+from fn.collectives.primitives import group_of
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,16 @@ def test_world_size_in_the_environment_without_a_group_is_an_error_not_a_local_s
                 call()
         m.setenv("WORLD_SIZE", "1")
         assert fn.axis_size("data") == 1
+
+
+def test_bind_refuses_a_group_without_this_rank():
+    with pytest.raises(ValueError, match="mesh: 'data' is a process group without this rank"):
+        fn.bind({"data": dist.GroupMember.NON_GROUP_MEMBER})
+
+
+def test_a_group_that_was_destroyed_is_said_to_be_gone():
+    with pytest.raises(RuntimeError, match=r"'no such group' of axis None is gone, ended by dist\.destroy"):
+        group_of("no such group")
 
 
 def test_bind_refuses_what_is_no_mesh_by_name():

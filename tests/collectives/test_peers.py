@@ -44,7 +44,16 @@ def answer(group: Group, rank: int) -> None:
 
 
 def test_ranks_that_answer_or_run_on_this_machine_are_not_gone(group):
-    assert peers.call_roll(group) == (1,)
+    assert peers.call_roll(group) == ((1,), (2,))
+
+
+def test_ranks_that_run_but_do_not_answer_are_told_of(group, monkeypatch):
+    monkeypatch.setattr(peers, "_groups", {"a wire": group})
+    monkeypatch.setattr(peers, "hang_up", lambda transport: None)
+    group.get_group_store().set("fn/process of rank/1", f"{peers._here()} {os.getpid()}")
+    error = peers.peer_lost(RuntimeError("Timed out"), "all_gather", "data", "a wire")
+    assert error.lost == ()
+    assert "a rank of axis 'data' is lost, perhaps rank 1, 2, which runs but does something else" in str(error)
 
 
 def test_a_rank_that_answers_and_ends_while_it_is_looked_for_is_not_gone(group, monkeypatch):
@@ -56,9 +65,9 @@ def test_a_rank_that_answers_and_ends_while_it_is_looked_for_is_not_gone(group, 
         return rank == 0
 
     monkeypatch.setattr(peers, "_is_alive_here", ends)
-    assert peers.call_roll(group) == (1,)
+    assert peers.call_roll(group).lost == (1,)
 
 
 def test_an_answer_of_an_earlier_process_does_not_count(group):
     group.get_group_store().set("fn/roll call 1/1", "another process")
-    assert peers.call_roll(group) == (1,)
+    assert peers.call_roll(group).lost == (1,)
