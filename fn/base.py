@@ -46,7 +46,8 @@ class UpdateFn(Protocol):
 class Transform(NamedTuple):
     """A pure state-transition: how a state starts, and how it moves in each phase.
 
-    init: params -> state. Params is any tree of tensors.
+    init: params -> state. Params is any tree of tensors. The keys of its dicts keep the order that they have here,
+        because what travels as one vector has no keys; those of updates need not.
     warmup_update, compressed_update, local_update: (updates, state, params) -> (updates, state). The state
         has the same structure, shapes and dtypes in every phase. A phase that a transform does not have is
         `missing(...)`.

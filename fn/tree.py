@@ -63,6 +63,26 @@ def _spell(path: Sequence[Any]) -> str:
     return ".".join(names)
 
 
+def in_order(tree: Tree, like: Tree, argument: str) -> Tree:
+    """Return a tree with the keys of its dicts in the order of `like`, so that the leaves of both are pairs.
+
+    Raises: ValueError that names `argument` if it has other leaves than `like`.
+    """
+    if type(tree) is list and type(like) is list and len(tree) == len(like) and {*_map(type, tree)} <= _TENSORS:
+        return tree  # a step looks at many
+    wanted = flatten(like)[1]
+    if flatten(tree)[1] == wanted:
+        return tree
+    try:
+        found = map(lambda _, leaf: leaf, like, tree)
+    except ValueError:
+        found = None
+    if found is None or flatten(found)[1] != wanted:
+        text = f"with the leaves {paths(tree)}; allowed are the leaves {paths(like)}"
+        raise ValueError(f"{argument}: has another structure, {text}")
+    return found
+
+
 def check_real(tree: Tree, argument: str) -> None:
     """Refuse what no optimizer here can use: leaves that are not dense, real, floating tensors.
 

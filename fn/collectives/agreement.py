@@ -126,9 +126,11 @@ def device_of(params: Tree) -> torch.device:
 
 
 def describe_leaves(params: Tree) -> dict[str, str]:
-    """Return the path, shape and dtype of every leaf, for `check_agreement`."""
-    leaves = zip(tree.paths(params), tree.leaves(params), strict=True)
-    return {f"params[{path}]": f"{tuple(p.shape)} {p.dtype}" for path, p in leaves}
+    """Return the path, shape and dtype of every leaf, and their order, for `check_agreement`."""
+    paths = tree.paths(params)
+    leaves = zip(paths, tree.leaves(params), strict=True)
+    order = {f"leaf {i} of the params": path for i, path in enumerate(paths) if not path.isdecimal()}
+    return {**{f"params[{path}]": f"{tuple(p.shape)} {p.dtype}" for path, p in leaves}, **order}
 
 
 def describe(value: Any) -> dict[str, str]:

@@ -94,7 +94,7 @@ def _exact_average(axis: AxisNames | None) -> Transform:
             return updates, state
         if axis_size(axis) == 1:
             return primitives.pmean(updates, axis), state
-        leaves, structure = tree.flatten(updates)
+        leaves, structure = tree.flatten(_in_order(updates, params))
         found: dict[int, Tensor] = {}
         for bucket in layouts.buckets(leaves, 1, 1, "flat"):
             mean = exact_mean(layouts.join(leaves, bucket), axis)
@@ -188,7 +188,7 @@ def _in_codes(
         check_state(state, ErrorFeedbackState)
         if axis_size(axis) == 1:
             return primitives.pmean(updates, axis), state
-        leaves, structure = tree.flatten(updates)
+        leaves, structure = tree.flatten(_in_order(updates, params))
         found: dict[int, Tensor] = {}
         worker, server = [], []
         for bucket, e, d in zip(arrange(leaves), state.worker, state.server, strict=True):
@@ -202,3 +202,11 @@ def _in_codes(
         return layouts.restore(structure, found), ErrorFeedbackState(tuple(worker), tuple(server))
 
     return Transform(init, unchanged, compressed, unchanged)
+
+
+def _in_order(updates: Tree, params: Tree) -> Tree:
+    """Return updates with the keys of dicts in the order of the params: errors know whose they are by place only."""
+    try:
+        return tree.in_order(updates, params, "updates")
+    except ValueError:  # of something else than the params, such as the scales of a link of the caller's own
+        return updates

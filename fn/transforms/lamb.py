@@ -167,6 +167,7 @@ def onebit_lamb_by_tensor(
         check_state(state, OnebitLambState)
         check_params(params)
         tree.check_updates(updates, state.mu)
+        updates, params = tree.in_order(updates, state.mu, "updates"), tree.in_order(params, state.mu, "params")
         rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
         out, mu, nu, coefficient, ratio = _columns(results, updates, 5)
@@ -185,6 +186,7 @@ def onebit_lamb_by_tensor(
         check_state(state, OnebitLambState)
         check_params(params)
         tree.check_updates(updates, state.mu)
+        updates, params = tree.in_order(updates, state.mu, "updates"), tree.in_order(params, state.mu, "params")
         leaves, structure = tree.flatten(updates)
         each = hypers(len(leaves))
         own = [

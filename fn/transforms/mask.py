@@ -20,7 +20,8 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
         inner: the transform; it sees the list of the chosen leaves.
         mask: a tree of bools like the params, or a function from params to such a tree.
     Returns: a transform with the phases and the state of `inner`.
-    Raises: TypeError if a leaf of the mask is not a bool; ValueError if it has another structure than the params.
+    Raises: TypeError if a leaf of the mask is not a bool; ValueError if it, or the updates, have another structure than
+        the params.
 
     Example, no weight decay on vectors: `mask(add_decayed_weights(0.1), lambda p: tree.map(lambda x: x.ndim > 1, p))`.
     """
@@ -29,9 +30,7 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
     def places(params: Tree) -> list[int]:
         check_params(params)
-        found = mask(params) if callable(mask) else mask
-        if tree.flatten(found)[1] != tree.flatten(params)[1]:
-            raise ValueError("mask: has another structure than the params")
+        found = tree.in_order(mask(params) if callable(mask) else mask, params, "mask")
         bad = [path for path, leaf in zip(tree.paths(found), tree.leaves(found), strict=True) if type(leaf) is not bool]
         if bad:
             raise TypeError(f"mask: leaf {bad[0]!r} is not a bool; allowed are True and False")
@@ -44,7 +43,7 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
         (found,) = updates_of
 
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-            chosen = places(params)
+            chosen, updates = places(params), tree.in_order(updates, params, "updates")
             new, state = found(_pick(updates, chosen), state, _pick(params, chosen))
             return _put(updates, dict(zip(chosen, new, strict=True))), state
 
@@ -70,7 +69,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         transforms: label -> transform; each sees the list of its leaves.
         labels: a tree of labels like the params, or a function from params to such a tree.
     Returns: a transform whose state is {label: state}, with the phases that all of them have.
-    Raises: ValueError if the labels have another structure than the params, or name no transform.
+    Raises: ValueError if the labels, or the updates, have another structure than the params, or if a label names no
+        transform.
 
     Example, norms and biases in full precision:
 
@@ -84,10 +84,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
 
     def places(params: Tree) -> dict[str, list[int]]:
         check_params(params)
-        found = labels(params) if callable(labels) else labels
-        if tree.flatten(found)[1] != tree.flatten(params)[1]:
-            raise ValueError("labels: have another structure than the params")
-        flat = tree.leaves(found)
+        flat = tree.leaves(tree.in_order(labels(params) if callable(labels) else labels, params, "labels"))
         unknown = sorted({str(label) for label in flat} - set(transforms))
         if unknown:
             raise ValueError(f"labels: {unknown} name no transform; allowed are {sorted(transforms)}")
@@ -102,7 +99,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             moved: dict[int, Any] = {}
             after = {}
-            for label, chosen in places(params).items():
+            chosen_of, updates = places(params), tree.in_order(updates, params, "updates")
+            for label, chosen in chosen_of.items():
                 new, after[label] = found[label](_pick(updates, chosen), state[label], _pick(params, chosen))
                 moved.update(zip(chosen, new, strict=True))
             return _put(updates, moved), after

@@ -112,6 +112,7 @@ def scale_by_onebit_adam(
     def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
         check_state(state, OnebitAdamState)
         tree.check_updates(updates, state.mu)
+        params = params if params is None else tree.in_order(params, state.mu, "params")
         mu, sync_state = sync.warmup_update(moving_average(state.mu, updates, b1), state.sync, params)
         nu = moving_average_of_squares(state.nu, updates, b2)
         mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
@@ -121,6 +122,7 @@ def scale_by_onebit_adam(
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
         check_state(state, OnebitAdamState)
         tree.check_updates(updates, state.mu)
+        params = params if params is None else tree.in_order(params, state.mu, "params")
         mu, sync_state = sync.compressed_update(moving_average(state.mu, updates, b1), state.sync, params)
         weight = b1 * state.mu_weight + (1 - b1)
         state = state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=sync_state)

@@ -179,10 +179,11 @@ def sharded(
             base.check_state(state, ShardedState)
             base.check_params(params)
             codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
-            given, (leaves, structure) = tree.leaves(updates), tree.flatten(params)
+            leaves, structure = tree.flatten(params)
             plan, index = rules.arrange(leaves), axis_index(axis)
             check_state(state, plan, index)
             tree.check_updates(updates, params)
+            given = tree.leaves(tree.in_order(updates, params, "updates"))
             shards, kept, owned = [], [], []
             for bucket, before, precise in zip(plan, kept_of(state), state.master, strict=True):
                 shard, after = exchange.reduce(layouts.join(given, bucket), before, bucket, rules, codes)

@@ -131,6 +131,7 @@ def scale_by_zero_one_adam(
         check_state(state, ZeroOneAdamState)
         check_params(params)
         tree.check_updates(updates, state.mu)
+        params = tree.in_order(params, state.mu, "params")
         nu = moving_average_of_squares(state.nu, updates, b2)
         return agreed_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
 
@@ -138,7 +139,8 @@ def scale_by_zero_one_adam(
         check_state(state, ZeroOneAdamState)
         check_params(params)
         tree.check_updates(updates, state.mu)
-        wide = tree.map(lambda g, m: g.to(m.dtype), updates, state.mu)
+        params = tree.in_order(params, state.mu, "params")
+        wide = tree.map(lambda m, g: g.to(m.dtype), state.mu, updates)
         mean, sync_state = sync.compressed_update(wide, state.sync, params)
         mu = zeros_kept(moving_average(state.mu, mean, b1), state.nu)
         return agreed_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params)
@@ -147,6 +149,7 @@ def scale_by_zero_one_adam(
         check_state(state, ZeroOneAdamState)
         check_params(params)
         tree.check_updates(updates, state.mu)
+        params = tree.in_order(params, state.mu, "params")
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
         moves = tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps))
         if decay_in_momentum and weight_decay > 0:
@@ -166,6 +169,7 @@ def scale_by_zero_one_adam(
 
     def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         moves, _ = step_alone(updates, state, params)
+        params = tree.in_order(params, state.mu, "params")
         elapsed = later(state.elapsed)
         here = tree.map(lambda p, u: p.to(u.dtype) + u, params, moves)
         went = tree.map(torch.sub, here, state.anchor) if anchored else tree.map(torch.add, state.went, moves)
