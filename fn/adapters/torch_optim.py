@@ -16,10 +16,11 @@ from fn.adapters.carried import Carried, added, due
 from fn.adapters.clipping import check_max_norm, clipped
 from fn.adapters.compiled import check_changes, compiled
 from fn.adapters.donate import donate
+from fn.adapters.held import commit_held, held
 from fn.adapters.interrupts import whole_step
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_elsewhere
-from fn.adapters.staged import apply, commit, detached, stage, staged
+from fn.adapters.staged import apply, detached, stage, staged
 from fn.adapters.state_dict import of_rank, restore_of_rank
 from fn.adapters.unmoved import warn_at_start, warn_of_late_group, warn_of_thawed
 from fn.base import Phase, Transform, UpdateFn
@@ -216,12 +217,11 @@ class Optimizer(torch.optim.Optimizer):
             early, changed = (None, None) if self.ahead is None else self.ahead(phase)
             if early is None:
                 moves = self._advance(self._update(phase), phase, problem or changed)
-                apply(self.param_groups, moves, self._gradients.absent)
+                apply(self.param_groups, moves, self._gradients.held.places)
             elif problem is not None:
                 raise problem
             else:
-                absent = [self.param_groups[g]["params"][i] for g, i in self._gradients.absent]
-                commit(early, self.states, absent)
+                commit_held(early, self, phase)
         if due(self, phase) and self.skipped == skipped:
             self.carried = ()
         self.steps += 1
@@ -240,7 +240,7 @@ class Optimizer(torch.optim.Optimizer):
                 joined, update = clipped(joined, *how), clipped(update, *how)
             if isinstance(joined, InPlace) and not self._compile:
                 update = staged(joined, update, lambda: not self._gradients.absent)
-            self._updates[phase] = update
+            self._updates[phase] = held(update, self, phase)
         return self._updates[phase]
 
     def _joined(self, phase: Phase) -> Transform:
