@@ -10,6 +10,7 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.interrupts import hold
 from fn.base import UpdateFn
+from fn.kernels.eager import is_eager
 
 Tree = Any
 
@@ -21,10 +22,18 @@ def donate(update: UpdateFn) -> UpdateFn:
     was given, with new contents: buffers keep their addresses from step to step. Under `torch.compile` the copies
     fuse into the update and nothing is allocated. An update that is a leaf of the old state is copied aside first.
 
-    Raises: ValueError if the update changes the state's structure, a shape or a dtype; the state is then unchanged.
+    Raises: ValueError if the update changes the state's structure, a shape or a dtype, or if a leaf of the state lies
+        in the memory of another one or of the params (not seen where a compiler traces); the state is then unchanged.
     """
 
     def donated(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        shared = _shared(state, params)
+        if shared:
+            leaf = tree.paths(state)[shared[0]] or "the root"
+            raise ValueError(
+                f"state: leaf {leaf!r} lies in the memory of another leaf or of the params, and would be overwritten "
+                f"with it; allowed is memory of its own: clone it in init"
+            )
         updates, after = update(updates, state, params)
         olds = tree.leaves(state)
         moved = _identities(olds)
@@ -38,7 +47,8 @@ def donate(update: UpdateFn) -> UpdateFn:
 def write_back(old: Tree, new: Tree) -> None:
     """Copy the leaves of `new` into those of `old`.
 
-    A leaf of `new` that is an old leaf from another place is copied aside first, before that one is overwritten.
+    A leaf of `new` that is an old leaf from another place, or a view of one, is copied aside first, before that one is
+    overwritten.
     Raises: ValueError if structure, shapes or dtypes differ; nothing is written then.
     """
     olds, structure = tree.flatten(old)
@@ -61,10 +71,48 @@ def _at_least_1d(x: Tensor) -> Tensor:
     return x if x.dim() else x.view(1)
 
 
+def owned(state: Tree, params: Tree) -> Tree:
+    """Return a state whose leaves have memory of their own, so that writing one changes no other one and no param."""
+    shared = _shared(state, params)
+    if not shared:
+        return state
+    leaves, structure = tree.flatten(state)
+    return tree.unflatten(structure, [x.clone() if i in shared else x for i, x in enumerate(leaves)])
+
+
+def _shared(state: Tree, params: Tree) -> list[int]:
+    """Return the places of leaves that begin where a leaf before them does, or lie in the params' memory."""
+    leaves = tree.leaves(state)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if not is_eager(*tensors):
+        return []
+    starts = [start for x in tensors if (start := x.data_ptr())]  # 0 where there is no memory
+    theirs = {_memory(p) for p in tree.leaves(params) if isinstance(p, Tensor)}
+    if len({*starts}) == len(starts) and theirs.isdisjoint(map(_memory, tensors)):
+        return []
+    seen, found = set[int](), []
+    for place, x in enumerate(leaves):
+        if isinstance(x, Tensor) and x.numel():
+            if x.data_ptr() in seen or _memory(x) in theirs:
+                found.append(place)
+            seen.add(x.data_ptr())
+    return found
+
+
+def _memory(x: Tensor) -> int:
+    """Return what tensors in the same memory have in common."""
+    found: int = x.untyped_storage()._cdata if is_eager(x) else id(x)
+    return found
+
+
 def _identities(leaves: list[Tensor]) -> frozenset[int]:
-    """Return the ids of the leaves; nothing while a compiler traces, for which an id is no constant."""
-    return frozenset() if torch.compiler.is_compiling() else frozenset(map(id, leaves))
+    """Return whose memory the leaves lie in; nothing while a compiler traces, for which that is no constant."""
+    if torch.compiler.is_compiling():
+        return frozenset()
+    return frozenset(_memory(x) for x in leaves if isinstance(x, Tensor))
 
 
 def _is_one_of(leaf: Tensor, leaves: list[Tensor], identities: frozenset[int]) -> bool:
-    return id(leaf) in identities if identities else any(leaf is other for other in leaves)
+    if not identities:
+        return any(leaf is other for other in leaves)
+    return isinstance(leaf, Tensor) and _memory(leaf) in identities

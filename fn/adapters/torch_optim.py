@@ -15,7 +15,7 @@ from fn.adapters.averaged import refuse_averaged
 from fn.adapters.carried import Carried, added, due
 from fn.adapters.clipping import check_max_norm, clipped
 from fn.adapters.compiled import check_changes, compiled
-from fn.adapters.donate import donate
+from fn.adapters.donate import donate, owned
 from fn.adapters.held import commit_held, held
 from fn.adapters.interrupts import whole_step
 from fn.adapters.missing_gradients import Gradients
@@ -179,11 +179,11 @@ class Optimizer(torch.optim.Optimizer):
         assert transform is not None
         params = [p.detach() for p in group["params"]]
         with self._binding:
-            state = transform.init(params)
+            state = owned(transform.init(params), params)
             guarded = isinstance(state, SkipState)
             if not guarded:  # a chain of the caller's own: guarded like the named ones
                 transform = skip_nonfinite(transform)
-                state = transform.init(params)
+                state = owned(transform.init(params), params)
             check_start(self._axes, transform, state, group, len(self._transforms))
         group["lr"] = lr
         self._lrs.append(lr)

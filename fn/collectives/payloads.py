@@ -88,7 +88,7 @@ def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], li
     order = _wide_first(leaves)
     shapes = [leaf.shape[1:] for leaf in leaves]
     dtypes = [leaf.dtype for leaf in leaves]
-    parts = [_view(leaves[i].contiguous().flatten(1), torch.uint8) for i in order]
+    parts = [_view(_flat(leaves[i]), torch.uint8) for i in order]
     widths = [part.shape[1] for part in parts]
 
     def unpack(message: Tensor) -> list[Tensor]:
@@ -104,6 +104,14 @@ def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], li
 
 
 _VMAP_CAN_VIEW = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
+
+def _flat(leaf: Tensor) -> Tensor:
+    """Return a leaf (R, ...) as (R, n) whose rows lie in one piece."""
+    flat = leaf.contiguous().flatten(1)
+    if flat.shape[1] <= 1 and flat.stride(1) != 1:  # none or a single one is contiguous whatever its stride
+        return flat.clone(memory_format=torch.contiguous_format)
+    return flat
 
 
 def _view(x: Tensor, dtype: torch.dtype) -> Tensor:

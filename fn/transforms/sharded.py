@@ -126,7 +126,8 @@ def sharded(
         master: keep this rank's shard of the params in float32 in the state, and gather params. False gathers
             updates. None: where the params are in half precision.
         layout: as for `compressed_average`. With "flat" and "fused" the inner sees a list of vectors, one per (dtype,
-            device); with "per_tensor" a tree like the params, of pieces, so that masks and partitions by name work.
+            device); with "per_tensor" a tree like the params, of pieces, so that masks and partitions by name work. All
+            pieces are vectors: a mask by `ndim` is made from the params outside, as a tree of bools.
         momentum: exchange momentum in place of gradients, with this decay, which must be the inner's: what is
             reduced is b1 mu + (1 - b1) g_r, in codes there and back, so that every rank can add its next gradient to
             the mean. The inner is handed the gradient that leads its own momentum there. With a second moment that

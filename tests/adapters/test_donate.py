@@ -72,3 +72,50 @@ PHASES = {
     fn.adamw: [Phase.WARMUP] * 4,
     fn.onebit_lamb: [Phase.WARMUP, Phase.WARMUP, Phase.COMPRESSED, Phase.COMPRESSED],
 }
+
+
+@pytest.mark.parametrize("view", [torch.detach, lambda x: x.view(-1), lambda x: x.flatten()[:2]])
+def test_a_view_of_an_old_leaf_is_not_overwritten_before_it_moves(view):
+    """A link that remembers the state before: what it kept was the new one."""
+    state = (torch.zeros(2), torch.zeros(2))
+    fn.donate(lambda u, s, p: (u, (s[0] + 1, view(s[0]))))([], state, [])
+    assert (state[0].tolist(), state[1].tolist()) == ([1, 1], [0, 0])
+
+
+def shares(kind):
+    """Return a transform whose state begins in memory that is not its own."""
+
+    def init(params):
+        zeros = tree.map(torch.zeros_like, params)
+        views = tree.map(torch.detach, params)
+        return {"params": (params, zeros), "views": (views, zeros), "twins": (zeros, zeros)}[kind]
+
+    def update(updates, state, params, /):
+        slow = tree.map(lambda s, p, g: 0.5 * (s + p) + g, state[0], params, updates)
+        seen = tree.map(lambda s, g: s + g * g, state[1], updates)
+        out = tree.map(lambda g, s, p, v: -0.1 * g + 0.3 * (s - p) - 0.1 * v, updates, state[0], params, state[1])
+        return out, (slow, seen)
+
+    return fn.lift(init, update)
+
+
+@pytest.mark.parametrize("kind", ["params", "views", "twins"])
+def test_the_optimizer_trains_as_the_pure_function_whatever_a_state_begins_as(kind):
+    p, pure = torch.nn.Parameter(torch.ones(3)), [torch.ones(3)]
+    tx, opt = shares(kind), fn.Optimizer([p], lambda lr: shares(kind), lr=0.1)
+    state = tx.init(pure)
+    for t in range(4):
+        p.grad = torch.arange(3.0) + t
+        updates, state = tx.update(Phase.WARMUP)([p.grad.clone()], state, pure)
+        pure = fn.apply_updates(pure, updates)
+        opt.step()
+    torch.testing.assert_close(p.detach(), pure[0])
+
+
+@pytest.mark.parametrize("kind", ["params", "views", "twins"])
+def test_a_state_in_memory_that_is_not_its_own_is_refused_and_nothing_is_written(kind):
+    params, tx = [torch.ones(3)], shares(kind)
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"state: leaf .* lies in the memory of another leaf or of the params"):
+        fn.donate(tx.update(Phase.WARMUP))([torch.ones(3)], state, params)
+    assert torch.equal(params[0], torch.ones(3))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 import fn
 from fn import check_codec
+from fn.collectives import conformance
 from fn.collectives.feedback import Classic, Damped, classic
 
 OURS = {
@@ -126,7 +129,18 @@ def another_error_later():
     return segmented
 
 
+def keeps_the_last_to_itself(x):
+    payload = CODEC.encode(x)
+    return payload[0], torch.cat([payload[1][:, :-1], torch.zeros_like(payload[1][:, -1:])], 1)
+
+
+def sees_only_what_comes_first(x):
+    return CODEC.encode(torch.cat([x[:, :64], x[:, 64:].nan_to_num(0.0, 0.0, 0.0)], 1))
+
+
 BROKEN = {
+    "does not come back at": CODEC._replace(encode=keeps_the_last_to_itself),
+    "nan comes back finite": CODEC._replace(encode=sees_only_what_comes_first),
     "wrote into its argument": CODEC._replace(encode=written_in_place),
     "must be the 3 rows": CODEC._replace(encode=forgets_the_rows),
     "no rank would skip": CODEC._replace(encode=hides_what_is_not_finite),
@@ -151,3 +165,27 @@ def test_a_broken_codec_is_seen(complaint):
     report = check_codec(BROKEN[complaint])
     assert not report
     assert complaint in repr(report), report
+
+
+@pytest.mark.parametrize("make", [fn.onebit_adam, partial(fn.onebit_lamb, layout="per_tensor"), fn.loco_adamw])
+def test_a_payload_of_every_second_element_travels(make):
+    """A piece of one or none of them is contiguous with a stride of 2, which cannot be viewed as bytes."""
+
+    def decode(payload):
+        return torch.stack(payload, -1).flatten(1)
+
+    codec = fn.Codec(lambda x: (x.float()[:, ::2], x.float()[:, 1::2]), decode, align=2, bits=32.0)
+    assert check_codec(codec)
+    tx, grads = make(axis="data", codec=codec), [torch.randn(2, 3)]
+
+    def step(g):
+        params = [torch.zeros(3)]
+        return tx.update(fn.Phase.COMPRESSED)(g, tx.init(params), params)[0]
+
+    assert torch.isfinite(fn.simulate(step, "data", 2, out_dims=None)(grads)[0]).all()
+
+
+def test_a_codec_that_holds_small_numbers_back_until_they_are_large_may_do_so():
+    held_back = CODEC._replace(encode=lambda x: torch.where(x.abs() >= 3.0, x, 0.0), decode=lambda payload: payload)
+    assert conformance._zeros(held_back) is None
+    assert "does not come back" in str(conformance._zeros(held_back._replace(encode=torch.zeros_like)))
