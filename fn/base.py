@@ -198,8 +198,8 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     require grad, `{k: p.detach() for ...}`, unless you differentiate through the step; a loop would otherwise keep the
     graph of all its steps.
 
-    Raises: ValueError if an update has another shape than its parameter, or the trees another structure; TypeError for a
-        leaf that is no tensor.
+    Raises: ValueError if an update has another shape than its parameter, or the trees another structure; TypeError for
+        a leaf that is no tensor.
     """
 
     def add(p: Tensor, u: Tensor) -> Tensor:

@@ -111,8 +111,8 @@ def check_tensors(tree: Tree, argument: str) -> None:
         return  # a step looks at many
     for path, leaf in zip(paths(tree), leaves(tree), strict=True):
         if not isinstance(leaf, Tensor):
-            found = type(leaf).__name__
-            raise TypeError(f"{argument}: leaf {path or 'the root'!r} is {found}; allowed are tensors, as init made them")
+            found = f"leaf {path or 'the root'!r} is {type(leaf).__name__}"
+            raise TypeError(f"{argument}: {found}; allowed are tensors, as init made them")
 
 
 def _only_tensors(tree: Tree) -> bool:

@@ -183,8 +183,8 @@ ROUNDED = -1e-10
 def follow(group: dict[str, Any], lr: Tensor) -> None:
     """Take over what was written into a group as its learning rate; `lr` is then the group's again.
 
-    Raises: ValueError if it is no number, negative by more than rounding, NaN or Inf, before anything is written: a step
-        in place would carry it into the params.
+    Raises: ValueError if it is no number, negative by more than rounding, NaN or Inf, before anything is written: a
+        step in place would carry it into the params.
     """
     given = group["lr"]
     if given is lr and lr.device.type != "cpu":  # nobody waits for a device here

@@ -60,7 +60,7 @@ def average(
         layout: as for `compressed_average`.
     Returns: a transform without state if there is no codec, else with a `CodedAverageState`.
     Raises: ValueError for a feedback without a codec, or a codec without an axis; from the update if the axis is not
-        bound; TypeError from the update, before anything is sent, for leaves that are not dense, real, floating tensors.
+        bound; TypeError from the update, before anything is sent, for leaves that are no dense, real, floating tensors.
 
     Paper: in codes, Xie et al., LoCo (arXiv 2407.04480), whose gradients for Adam travel in 4 bits.
     """

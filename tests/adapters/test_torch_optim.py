@@ -263,13 +263,13 @@ def test_a_learning_rate_that_becomes_negative_or_no_number_is_refused_before_an
     steps(opt, params, 1)
     before = [p.detach().clone() for p in (*params, *tree.leaves(opt.states))]
     opt.param_groups[0]["lr"] = lr
-    with pytest.raises(ValueError, match="lr: is .*; allowed are finite numbers and 0-d tensors of at least 0"):
+    with pytest.raises(ValueError, match=r"lr: is .*; allowed are finite numbers and 0-d tensors of at least 0"):
         opt.step()
     assert all(map(torch.equal, before, (*params, *tree.leaves(opt.states))))
     opt.param_groups[0]["lr"] = 0.1
     opt.step()
     opt.param_groups[0]["lr"].fill_(-0.1)
-    with pytest.raises(ValueError, match="lr: is -0.1"):
+    with pytest.raises(ValueError, match=r"lr: is -0\.1"):
         opt.step()
     assert opt.steps == 2
 
