@@ -103,12 +103,22 @@ def check_number(argument: str, value: Any) -> None:
 
 
 def check_state(state: Tree, kind: type) -> None:
-    """Raise a TypeError that gives the order of the arguments if a state is not one; often it is the params."""
+    """Raise a TypeError that gives the order of the arguments if a state is not one; often it is the params.
+
+    Also if one of its fields holds a number of Python's in place of a tensor, as one that was put together by hand may;
+    but not for the states of other links in it, which are theirs to look at.
+    """
     if not isinstance(state, kind):
         raise TypeError(
             f"state: is {type(state).__name__}; allowed is what init returned; the arguments of an update are "
             f"(updates, state, params)"
         )
+    for name in getattr(state, "_fields", ()):
+        if name not in _OF_OTHER_LINKS:
+            tree.check_tensors(getattr(state, name), f"state: its {name}")
+
+
+_OF_OTHER_LINKS = frozenset({"inner", "sync"})
 
 
 def check_params(params: Tree) -> None:
@@ -167,6 +177,9 @@ def chain(*links: Transform) -> Transform:
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             check_state(state, tuple)
+            if len(state) != len(updates_of):
+                found = f"{len(state)} entries, but the chain {len(updates_of)} links"
+                raise ValueError(f"state: has {found}; allowed is what init of the same chain returned")
             after = []
             for link, link_state in zip(updates_of, state, strict=True):
                 updates, link_state = link(updates, link_state, params)
@@ -185,10 +198,14 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     require grad, `{k: p.detach() for ...}`, unless you differentiate through the step; a loop would otherwise keep the
     graph of all its steps.
 
-    Raises: ValueError if an update has another shape than its parameter, or the trees another structure.
+    Raises: ValueError if an update has another shape than its parameter, or the trees another structure; TypeError for
+        a leaf that is no tensor.
     """
 
     def add(p: Tensor, u: Tensor) -> Tensor:
+        if not (isinstance(p, Tensor) and isinstance(u, Tensor)):
+            tree.check_real(params, "params")
+            tree.check_real(updates, "updates")
         if u.shape != p.shape:
             raise ValueError(_misfit(params, updates))
         return (p + u).to(p.dtype)

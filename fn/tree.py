@@ -105,6 +105,25 @@ def check_real(tree: Tree, argument: str) -> None:
         raise TypeError(f"{argument}: leaf {path!r} is {found}; allowed are dense real floating-point tensors")
 
 
+def check_tensors(tree: Tree, argument: str) -> None:
+    """Refuse leaves that are no tensors, such as Python's numbers, with a TypeError that names argument and path."""
+    if _only_tensors(tree):
+        return  # a step looks at many
+    for path, leaf in zip(paths(tree), leaves(tree), strict=True):
+        if not isinstance(leaf, Tensor):
+            found = f"leaf {path or 'the root'!r} is {type(leaf).__name__}"
+            raise TypeError(f"{argument}: {found}; allowed are tensors, as init made them")
+
+
+def _only_tensors(tree: Tree) -> bool:
+    if isinstance(tree, Tensor):
+        return True
+    each = tree.values() if isinstance(tree, dict) else tree
+    if not isinstance(tree, tuple | list | dict):
+        return False
+    return {*_map(type, each)} <= _TENSORS or all(_map(_only_tensors, each))
+
+
 def check_updates(updates: Tree, like: Tree) -> None:
     """Refuse updates that are not real tensors of the structure and the shapes of `like`; others would be broadcast.
 

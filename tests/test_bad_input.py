@@ -228,6 +228,76 @@ def test_a_link_that_is_given_params_for_its_state_names_the_order_of_the_argume
     tx.update(phase)(params, state, params)
 
 
+PARAMS = {"a": torch.ones(3), "b": torch.ones(2)}
+SENDS = {
+    "average": (partial(fn.average, "data"), Phase.WARMUP),
+    "average in codes": (partial(fn.average, "data", fn.int8()), Phase.WARMUP),
+    "compressed average": (SYNC, Phase.COMPRESSED),
+    "learning rate": (partial(fn.scale_by_learning_rate, 0.1), Phase.WARMUP),
+    "decay": (partial(fn.add_decayed_weights, 0.1), Phase.WARMUP),
+    "clip": (partial(fn.clip_by_global_norm, 1.0), Phase.WARMUP),
+    "clip together": (partial(fn.clip_by_global_norm, 1.0, axis="data"), Phase.COMPRESSED),
+    "trust ratio": (fn.scale_by_trust_ratio, Phase.WARMUP),
+}
+
+
+@pytest.mark.parametrize("name", SENDS)
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("bad", "found"), [(None, "NoneType"), (1.0, "float"), (3, "int")])
+def test_a_link_alone_refuses_updates_that_are_no_tensors_by_leaf(name, world, bad, found):
+    make, phase = SENDS[name]
+    tx, g = make(), {"a": torch.ones(3), "b": bad}
+
+    def step(_):
+        return tx.update(phase)(g, tx.init(PARAMS), PARAMS)[0]["a"]
+
+    with pytest.raises(TypeError, match=f"updates: leaf 'b' is {found}; allowed are dense real"):
+        fn.simulate(step, "data", world)(torch.ones(world))
+
+
+@pytest.mark.parametrize("bad", [None, 1.0])
+def test_updates_or_params_that_are_no_tensors_cannot_be_applied(bad):
+    with pytest.raises(TypeError, match=r"updates: leaf 'b' is .*; allowed are dense real"):
+        fn.apply_updates(PARAMS, {**PARAMS, "b": bad})
+    with pytest.raises(TypeError, match=r"params: leaf 'b' is .*; allowed are dense real"):
+        fn.apply_updates({**PARAMS, "b": bad}, PARAMS)
+
+
+@pytest.mark.parametrize(("entries", "found"), [(0, "0"), (1, "1"), (3, "3")])
+def test_a_state_of_a_chain_of_another_length_is_refused(entries, found):
+    tx = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(0.1))
+    state = (*tx.init(PARAMS), ())[:entries]
+    with pytest.raises(ValueError, match=f"state: has {found} entries, but the chain 2 links; allowed is what init"):
+        tx.warmup_update(PARAMS, state, PARAMS)
+
+
+def test_a_foreign_state_of_a_partition_is_refused_by_its_labels():
+    tx = fn.partition({"x": fn.scale_by_adam(), "y": fn.scale_by_learning_rate(0.1)}, {"a": "x", "b": "y"})
+    state = tx.init(PARAMS)
+    for bad in ((), None, state["x"]):
+        with pytest.raises(TypeError, match=r"state: is .*; allowed is what init returned; .*\(updates, state, par"):
+            tx.warmup_update(PARAMS, bad, PARAMS)
+    for bad, labels in (({}, r"\[\]"), ({"x": state["x"]}, r"\['x'\]"), ({**state, "z": ()}, r"\['x', 'y', 'z'\]")):
+        with pytest.raises(ValueError, match=rf"state: has the labels {labels}; allowed are .*, \['x', 'y'\]"):
+            tx.warmup_update(PARAMS, bad, PARAMS)
+    tx.warmup_update(PARAMS, dict(reversed(state.items())), PARAMS)
+
+
+@each_phase
+def test_a_number_of_python_in_the_place_of_a_leaf_of_the_state_is_refused_by_its_path(optimizer, phase):
+    """As in a state that was put together from a file by hand."""
+    tx = optimizer.make(lr=0.1, axis="data")
+    leaves, structure = tree.flatten(tx.init(PARAMS))
+    for place, path in enumerate(tree.paths(tx.init(PARAMS))):
+        number = 1.0 if leaves[place].is_floating_point() else 1
+        state = tree.unflatten(structure, [*leaves[:place], number, *leaves[place + 1 :]])
+        exchanged_in = Phase.COMPRESSED if ".sync." in path else Phase.WARMUP if "gradient_errors" in path else phase
+        if phase is not exchanged_in:
+            continue  # no other phase looks at these errors
+        with pytest.raises(TypeError, match=rf"state: its .*: leaf .* is {type(number).__name__}; allowed are tensors"):
+            tx.update(phase)(PARAMS, state, PARAMS)
+
+
 def optimizer_of(make=fn.adamw, **more):
     return fn.Optimizer([torch.nn.Parameter(torch.ones(3))], make, **more)
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import pytest
 import torch
+from registry import OPTIMIZERS
 
 import fn
 from fn import Phase, tree
@@ -88,3 +92,20 @@ def test_unused_elements_of_sharded_one_bit_adam_travel_and_do_not_move():
     assert (whole[12:].abs() == whole[:12].abs().max()).all()
     assert torch.equal(params[12:], start[12:])
     assert (params[:12] != start[:12]).all()
+
+
+def after_a_step(make, lr: torch.Tensor) -> torch.Tensor:
+    tx, p = make(lr=lr, axis="data"), [torch.ones(3)]
+    updates, _ = tx.warmup_update([torch.arange(1.0, 4.0)], tx.init(p), p)
+    return fn.apply_updates(p, updates)[0]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+def test_a_whole_run_may_be_vmapped_over_learning_rates_and_differentiated_by_them(optimizer):
+    """The comparison of the ranks at init has no one number to send then, and must not ask for it."""
+    rates, one = torch.tensor([0.1, 0.2]), partial(after_a_step, optimizer.make)
+    together, apart = torch.func.vmap(one)(rates), torch.stack([one(lr) for lr in rates])
+    torch.testing.assert_close(together, apart)
+    slopes = torch.func.vmap(torch.func.grad(lambda lr: one(lr).sum()))(rates)
+    assert slopes.isfinite().all()
+    assert (slopes < 0).all()

@@ -304,6 +304,8 @@ def alone(what: str, phase: Phase) -> tuple[str, str, bool, bool]:
         params[0].grad = params[0].grad.to_sparse()
     if second and what == "hyper-parameter":
         opt.param_groups[0]["lr"] = "a word"
+    if second and what == "rate":
+        opt.param_groups[0]["lr"] = -0.5
     before = bits((params, opt.states))
     kind = text = "nothing"
     try:
@@ -334,8 +336,13 @@ def construct_alone(what: str) -> tuple[str, str]:
     return "nothing", ""
 
 
-ALONE = tuple((what, p) for what in ("sparse", "hyper-parameter", "group") for p in (Phase.WARMUP, Phase.COMPRESSED))
-REASONS = {"sparse": "gradients of param group 0: leaf '0'.*sparse", "hyper-parameter": "a word", "group": "complex64"}
+REASONS = {
+    "sparse": "gradients of param group 0: leaf '0'.*sparse",
+    "hyper-parameter": "a word",
+    "rate": "lr: is -0.5; allowed",
+    "group": "complex64",
+}
+ALONE = tuple((what, p) for what in REASONS for p in (Phase.WARMUP, Phase.COMPRESSED))
 BUILDS = {"params": "complex64", "hyper-parameter": "b1: is 2.0", "empty": "number of param"}
 
 

@@ -159,27 +159,39 @@ def learning_rate(group: Mapping[str, Any]) -> Tensor:
     """Return a group's learning rate as a new 0-d tensor. Raises ValueError if it is none."""
     given = group["lr"]
     wide = torch.float64 if any(p.dtype == torch.float64 for p in group["params"]) else torch.float32
-    lr = torch.as_tensor(given if isinstance(given, numbers.Real | Tensor) else math.nan, dtype=wide).detach().clone()
-    if lr.ndim or not 0 <= lr < math.inf:
-        raise ValueError(f"lr: is {given!r}; allowed are finite numbers and 0-d tensors of at least 0")
+    lr = torch.as_tensor(given if _is_number(given) else math.nan, dtype=wide).detach().clone()
+    if not 0 <= lr < math.inf:
+        raise _wrong_rate(given)
     return lr
+
+
+def _is_number(given: Any) -> bool:
+    if isinstance(given, Tensor):
+        return not given.ndim and not given.is_complex()
+    return isinstance(given, numbers.Real)
+
+
+def _wrong_rate(given: Any) -> ValueError:
+    found = f"{given}" if isinstance(given, Tensor) and not given.ndim else repr(given)
+    return ValueError(f"lr: is {found}; allowed are finite numbers and 0-d tensors of at least 0")
+
+
+ROUNDED = -1e-10
+"""A learning rate from here on counts as 0: torch's `LinearLR` to 0 ends at -1e-20 or so, for it multiplies."""
 
 
 def follow(group: dict[str, Any], lr: Tensor) -> None:
     """Take over what was written into a group as its learning rate; `lr` is then the group's again.
 
-    Raises: ValueError if it is no number, NaN or Inf, before anything is written: a step in place would carry it into
-        the params.
+    Raises: ValueError if it is no number, negative by more than rounding, NaN or Inf, before anything is written: a
+        step in place would carry it into the params.
     """
     given = group["lr"]
     if given is lr and lr.device.type != "cpu":  # nobody waits for a device here
         return
-    try:
-        number = float(given)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"lr: is {given}; allowed are finite numbers and 0-d tensors")
+    number = float(given) if _is_number(given) else math.nan
+    if not ROUNDED <= number < math.inf:
+        raise _wrong_rate(given)
     if given is not lr:
         lr.fill_(number)
         group["lr"] = lr

@@ -7,12 +7,16 @@ import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from fn import tree
 from fn.adapters.state_dict import ERROR, kinds
 from fn.base import Phase
+from fn.collectives.primitives import psum
 from fn.kernels.table import cells
+from fn.transforms.sharded import ShardedState
+from fn.transforms.shards import divisions
 
 if TYPE_CHECKING:
     from fn.adapters.torch_optim import Optimizer
@@ -77,14 +81,37 @@ def warn_of_thawed(optimizer: Optimizer, places: Iterable[tuple[int, int]]) -> N
     """
     if optimizer.phase is Phase.WARMUP:
         return
-    still = []
+    still, shards = [], {g: _seen_in_shards(optimizer, g) for g in sorted({g for g, _ in places})}
     for g, i in sorted(places):
         params, moments = optimizer.param_groups[g]["params"], tree.fields(optimizer.states[g], "nu")
         alike = [nu[i] for nu in moments if len(nu) == len(params) and nu[i].shape == params[i].shape]
-        if alike and not any(bool(nu.any()) for nu in alike):
+        seen = shards[g] or {i: not alike or any(bool(nu.any()) for nu in alike)}
+        if not seen[i]:
             names = optimizer.param_groups[g].get("param_names") or range(len(params))
             still.append(f"{names[i]} of group {g}")
     if still:
         text = "their second moment is 0 and frozen, so no gradient moves them until the schedule returns to a warm-up"
         text = f"get first gradients after the warm-up; {text}; {_SHRINKS}"
         warnings.warn(f"params: {', '.join(still)}: {text}", stacklevel=7)
+
+
+def _seen_in_shards(optimizer: Optimizer, g: int) -> dict[int, bool]:
+    """Return whether each parameter of a group has a second moment on any rank, or one that does not rest, in shards.
+
+    Empty where there are none. All ranks must call it; one number per parameter on the wire, and the memory of a state.
+    """
+    state, params = optimizer.states[g], [p.detach() for p in optimizer.param_groups[g]["params"]]
+    if not isinstance(state.inner, ShardedState):
+        return {}
+    if not tree.fields(state, "sync"):  # of 1-bit Adam's, whose second moment rests
+        return dict.fromkeys(range(len(params)), True)
+    with divisions() as found:
+        optimizer._transforms[g].init(params)
+    seen = torch.zeros(len(params), device=params[0].device)
+    for nu in tree.fields(state, "nu"):
+        for bucket, shard in zip(found[0].plan, tree.leaves(nu), strict=True):
+            for i, there in zip(bucket.places, found[0].placed(bucket, shard != 0), strict=True):
+                seen[i] += there.any()
+    for axis in optimizer._axes:
+        seen = psum(seen, axis)
+    return {i: bool(x) for i, x in enumerate(seen)}

@@ -137,7 +137,8 @@ def describe(value: Any) -> dict[str, str]:
     """Return the hyper-parameters that a value holds, by name, looking into closures, tuples and partials.
 
     Transforms, codecs and feedbacks are NamedTuples of closures, so their hyper-parameters are what these close
-    over: `describe(scale_by_adam())["scale_by_adam.b1"]` is "0.9".
+    over: `describe(scale_by_adam())["scale_by_adam.b1"]` is "0.9". Of a tensor of several numbers, and of one that
+    `torch.func.vmap` batches, it is shape and dtype.
     """
     found: dict[str, str] = {}
     _describe(value, type(value).__name__, found, set())
@@ -146,7 +147,7 @@ def describe(value: Any) -> dict[str, str]:
 
 def _describe(value: Any, name: str, found: dict[str, str], seen: set[int]) -> None:
     if isinstance(value, Tensor):
-        _note(name, f"{value.item():.9g}" if value.numel() == 1 else f"{tuple(value.shape)} {value.dtype}", found)
+        _note(name, f"{value.item():.9g}" if _is_one_number(value) else f"{tuple(value.shape)} {value.dtype}", found)
     elif isinstance(value, tuple | list):
         names = getattr(value, "_fields", range(len(value)))
         for key, item in zip(names, value, strict=True):
@@ -162,6 +163,13 @@ def _describe(value: Any, name: str, found: dict[str, str], seen: set[int]) -> N
         _note(name, repr(value), found)
     else:
         _note(name, type(value).__name__, found)  # its repr may hold an address, which differs between processes
+
+
+def _is_one_number(x: Tensor) -> bool:
+    """Tell whether a tensor is one number; one that `torch.func.vmap` batches is many, which have no text in common."""
+    while torch._C._functorch.is_gradtrackingtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.numel() == 1 and not torch._C._functorch.is_batchedtensor(x)
 
 
 def _describe_function(f: Callable[..., Any], name: str, found: dict[str, str], seen: set[int]) -> None:

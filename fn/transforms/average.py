@@ -60,7 +60,7 @@ def average(
         layout: as for `compressed_average`.
     Returns: a transform without state if there is no codec, else with a `CodedAverageState`.
     Raises: ValueError for a feedback without a codec, or a codec without an axis; from the update if the axis is not
-        bound.
+        bound; TypeError from the update, before anything is sent, for leaves that are no dense, real, floating tensors.
 
     Paper: in codes, Xie et al., LoCo (arXiv 2407.04480), whose gradients for Adam travel in 4 bits.
     """
@@ -92,6 +92,7 @@ def _exact_average(axis: AxisNames | None) -> Transform:
     def warmup(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         if axis is None:
             return updates, state
+        tree.check_real(updates, "updates")
         if axis_size(axis) == 1:
             return primitives.pmean(updates, axis), state
         leaves, structure = tree.flatten(_in_order(updates, params))
@@ -138,7 +139,7 @@ def compressed_average(
     Returns: a transform with an `ErrorFeedbackState`: for each vector a worker error (n,) and a server error (n / W,),
         or () where there are no servers.
     Raises: ValueError if the layout is unknown; TypeError if servers is no bool; from the update, if the axis is not
-        bound or has another size than at init.
+        bound or has another size than at init, and a TypeError as from `average`.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1, lines 5-10.
     Differs: DeepSpeed exchanges tensor by tensor, four collectives each.
@@ -186,6 +187,7 @@ def _in_codes(
 
     def compressed(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         check_state(state, ErrorFeedbackState)
+        tree.check_real(updates, "updates")
         if axis_size(axis) == 1:
             return primitives.pmean(updates, axis), state
         leaves, structure = tree.flatten(_in_order(updates, params))

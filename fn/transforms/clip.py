@@ -35,9 +35,11 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
         raise ValueError(f"max_norm: is {max_norm}; allowed is more than 0")
 
     def own(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        tree.check_real(updates, "updates")
         return scale(updates, squared_norm(updates)), state
 
     def shared(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        tree.check_real(updates, "updates")
         square = squared_norm(updates)
         return scale(updates, pmean(square, axis) if axis is not None else square), state
 

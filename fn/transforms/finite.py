@@ -25,12 +25,23 @@ class SkipState(NamedTuple):
     skipped: Tensor
 
 
+class _InsideState(NamedTuple):
+    """A `SkipState` as a guard hands it to another inside of it, which then makes what it skips visible."""
+
+    inner: Tree
+    skipped: Tensor
+
+
 def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transform:
     """Leave params and state bitwise as they are in a step whose result is not finite, and count it.
 
     A NaN or Inf on one rank reaches every rank, in the exact mean or in the scales of the codes, and so makes the
     replicated results of all ranks non-finite: looking at these needs no message, and all ranks skip together. In a
     skipped step the updates are -0.0, which added to any parameter gives that parameter.
+
+    So it belongs around all of a chain. Around links in front of an exchange only, it would leave out one rank's
+    updates, and nobody else would know. Where a guard is around it all, too, as `fn.Optimizer` puts one, such a rank
+    sends NaN instead, and all ranks skip; alone, a mean takes zeros from that rank.
 
     The local phase is not guarded: there no rank can know what another saw, so a transform that steps alone, such as
     0/1 Adam, leaves non-finite steps out itself.
@@ -58,16 +69,23 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
             out, after = found(updates, state.inner, params)
             return out, state._replace(inner=after)
 
-        def update(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
+        def update(updates: Tree, state: SkipState | _InsideState, params: Tree, /) -> tuple[Tree, SkipState]:
+            inside = isinstance(state, _InsideState)
+            state = SkipState(*state) if isinstance(state, _InsideState) else state
             check_state(state, SkipState)
-            out, after = found(updates, state.inner, params)
+            if tree.fields(state.inner, "skipped"):
+                given = tree.replace(state.inner, SkipState, lambda s: _InsideState(*s))
+                out, after = found(updates, given, params)
+                after = tree.replace(after, _InsideState, lambda s: SkipState(*s))
+            else:
+                out, after = found(updates, state.inner, params)
             if watch:
                 ok = all_finite([x for name in watch for x in tree.leaves(tree.fields(after, name))])
             else:
                 ok = all_finite([*tree.leaves(out), *_changed_and_replicated(state.inner, after)])
             for new, old in zip(tree.fields(after, "skipped"), tree.fields(state.inner, "skipped"), strict=True):
                 ok = ok if new is old else ok & (new == old)  # what a guard inside skips, all of it skips
-            return _keep_or_skip(ok, out, after, state)
+            return _keep_or_skip(ok, out, after, state, math.nan if inside else -0.0)
 
         return local if phase is Phase.LOCAL else update
 
@@ -101,12 +119,14 @@ def together(transforms: Sequence[Transform]) -> Transform:
     return combine(transforms, init, compose)
 
 
-def _keep_or_skip(ok: Tensor, updates: Tree, after: Tree, state: SkipState) -> tuple[Tree, SkipState]:
-    """Return updates and `after` where ok, and -0.0 and the inner state as it was elsewhere."""
+def _keep_or_skip(
+    ok: Tensor, updates: Tree, after: Tree, state: SkipState, instead: float = -0.0
+) -> tuple[Tree, SkipState]:
+    """Return updates and `after` where ok, and `instead` and the inner state as it was elsewhere."""
     skipped = state.skipped + (~ok).to(torch.int64)
     if ok.device.type == "cpu" and is_eager(ok) and ok:  # here a branch costs nothing, a selection a pass over memory
         return updates, SkipState(after, skipped)
-    updates = tree.map(lambda u: torch.where(ok, u, -0.0), updates)
+    updates = tree.map(lambda u: torch.where(ok, u, instead), updates)
     kept = tree.map(lambda new, old: new if new is old else torch.where(ok, new, old), after, state.inner)
     return updates, SkipState(kept, skipped)
 

@@ -62,6 +62,7 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
 
     def scale(updates: Tree, params: Tree) -> Tree:
         check_params(params)
+        tree.check_real(updates, "updates")
         return tree.map(scaled, updates, params)
 
     return stateless(scale)

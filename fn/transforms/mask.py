@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_params, check_transform, combine, unchanged
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, check_transform, combine, unchanged
 
 Tree = Any
 
@@ -69,8 +69,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         transforms: label -> transform; each sees the list of its leaves.
         labels: a tree of labels like the params, or a function from params to such a tree.
     Returns: a transform whose state is {label: state}, with the phases that all of them have.
-    Raises: ValueError if the labels, or the updates, have another structure than the params, or if a label names no
-        transform.
+    Raises: ValueError if the labels, or the updates, have another structure than the params, if a label names no
+        transform, or if a state has other labels.
 
     Example, norms and biases in full precision:
 
@@ -97,6 +97,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         found = dict(zip(transforms, updates_of, strict=True))
 
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            _check_labels(state, found)
             moved: dict[int, Any] = {}
             after = {}
             chosen_of, updates = places(params), tree.in_order(updates, params, "updates")
@@ -108,6 +109,13 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         return update
 
     return combine([*transforms.values()], init, compose)
+
+
+def _check_labels(state: Tree, labels: Iterable[str]) -> None:
+    check_state(state, dict)
+    if set(state) != set(labels):
+        text = f"{sorted(map(str, state))}; allowed are those of the transforms, {sorted(labels)}"
+        raise ValueError(f"state: has the labels {text}, as init of the same partition returned")
 
 
 def unfrozen(inner: Transform) -> Transform:

@@ -37,7 +37,7 @@ from fn.transforms import exchange
 from fn.transforms import layout as layouts
 from fn.transforms.exchange import Kept, Rules, rules_of
 from fn.transforms.resharding import Half, Reshape, errors_reshape, in_parts, note, shards_reshape, vectors_reshape
-from fn.transforms.shards import shown, take, wide
+from fn.transforms.shards import divided, shown, take, wide
 
 Tree = Any
 
@@ -160,7 +160,9 @@ def sharded(
         check_agreement(axis, {**described, **describe_leaves(params)}, device_of(params))
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
         index, owned, masters, kept = axis_index(axis), [], [], []
-        for bucket in rules.arrange(leaves):
+        plan = rules.arrange(leaves)
+        divided(plan, index)
+        for bucket in plan:
             like = leaves[bucket.places[0]]
             owned.append(take(leaves, bucket, index).to(wide(like.dtype), copy=True))
             masters.append(owned[-1].clone() if rules.keeps_master(like.dtype) else ())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,42 @@ from fn.transforms.finite import all_finite
 from fn.transforms.layout import Bucket, adjoin, end_to_end, join, part, same_places
 
 Tree = Any
+
+
+class Division(NamedTuple):
+    """How params are divided. plan: the vectors that they make. row: which row of each is this rank's, 0-d int64."""
+
+    plan: list[Bucket]
+    row: Tensor
+
+    def placed(self, bucket: Bucket, shard: Tensor) -> list[Tensor]:
+        """Return tensors of the bucket's shapes with a shard (n / W,) where it belongs, and zeros elsewhere."""
+        full = shard.new_zeros(bucket.segments.valid.shape[0], shard.shape[0])
+        full[int(self.row)] = shard
+        return part(full.view(-1), bucket)
+
+
+class _Open(threading.local):
+    found: list[Division] | None = None
+
+
+_open = _Open()
+
+
+@contextmanager
+def divisions() -> Iterator[list[Division]]:
+    """Collect how the inits inside divide their params."""
+    before, _open.found = _open.found, []
+    try:
+        yield _open.found
+    finally:
+        _open.found = before
+
+
+def divided(plan: list[Bucket], index: Tensor) -> None:
+    """Say how an init divides its params."""
+    if _open.found is not None:
+        _open.found.append(Division(plan, index))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -28,6 +28,7 @@ def add_decayed_weights(weight_decay: float) -> Transform:
         if weight_decay == 0:
             return updates
         check_params(params)
+        tree.check_real(updates, "updates")
         return tree.map(lambda u, p: u + weight_decay * p.to(u.dtype), updates, params)
 
     return stateless(add)
@@ -60,6 +61,7 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     tensors = (lr,) if isinstance(lr, Tensor) else ()
 
     def scale(updates: Tree, params: Tree) -> Tree:
+        tree.check_real(updates, "updates")
         return tree.map(lambda u: torch.mul(u, -lr, **pooled(u, *tensors)).to(u.dtype), updates)
 
     return stateless(scale)

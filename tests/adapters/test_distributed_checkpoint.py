@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import ranks
 import torch
 import torch.distributed.checkpoint as dcp
 from registry import OPTIMIZERS
 from test_transactions import bits, build, phases_until, same, set_gradients
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import fn
 from fn import Phase
@@ -87,3 +89,15 @@ def two_ranks_in_one() -> str:
 def test_what_several_ranks_own_is_refused():
     (text,) = ranks.run(1, two_ranks_in_one)
     assert "state_dict: holds the errors of rank 0 of 1, rank 1 of 2; allowed are those of one rank" in text
+
+
+def test_the_state_dicts_of_torchs_own_optimizers_are_not_to_be_had_as_the_documentation_says():
+    """It also says that a step is taken where there are no gradients."""
+    model = torch.nn.Linear(2, 2)
+    opt = fn.Optimizer(model.parameters(), fn.adamw)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="state"):
+            get_optimizer_state_dict(model, opt)
+        assert opt.steps == 1
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)

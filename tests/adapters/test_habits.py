@@ -229,7 +229,7 @@ def test_where_no_kernel_makes_codes_large_models_are_warned_of(numba, elements)
         assert [text in said for said in found] == [True] * (elements > 3 and not numba)
 
 
-@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam", "loco_adamw"])
+@pytest.mark.parametrize("name", ["onebit_adam", "onebit_lamb", "zero_one_adam", "loco_adamw", "sharded_onebit_adam"])
 @pytest.mark.parametrize("thaw", [1, 4])
 def test_a_parameter_whose_first_gradient_comes_after_the_warm_up_is_warned_of_if_it_cannot_move(name, thaw):
     """A backbone that is thawed: its second moment is zero, and the freeze keeps it there."""
@@ -246,6 +246,36 @@ def test_a_parameter_whose_first_gradient_comes_after_the_warm_up_is_warned_of_i
     stuck = thaw == 4 and name != "loco_adamw"
     assert torch.equal(body, torch.ones(3)) == stuck
     assert ["params: body of group 0: get first gradients after" in str(w.message) for w in caught] == [True] * stuck
+
+
+def thawed_in_shards() -> dict[str, list[str]]:
+    """Return what thawing warned of: of five parameters the three in the middle had gradients before.
+
+    The parameters are so small that some rank holds nothing of each.
+    """
+    found = {}
+    for layout, dtype in (("flat", torch.float32), ("per_tensor", torch.bfloat16), ("fused", torch.float32)):
+        params = [(f"p{i}", torch.nn.Parameter(torch.ones(i + 1, 3, dtype=dtype))) for i in range(5)]
+        with fn.bind({"data": dist.group.WORLD}):
+            make = partial(fn.sharded_onebit_adam, axis="data", layout=layout)
+            opt = fn.Optimizer(params, make, schedule=fn.freeze_after(3), lr=0.01)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for t in range(7):
+                given = (1, 3) if t in (0, 2) else (1, 2, 3) if t == 1 else (1,) if t < 5 else range(5)
+                for i, (_, p) in enumerate(params):
+                    p.grad = torch.full_like(p, 1.0 + dist.get_rank()) if i in given else None
+                opt.step()
+        found[layout] = [str(w.message) for w in caught if "first gradients" in str(w.message)]
+        assert opt.skipped == 0
+    return found
+
+
+def test_shards_on_all_ranks_tell_which_parameters_never_had_a_gradient():
+    for found in ranks.run(3, thawed_in_shards):
+        for said in found.values():
+            assert len(said) == 1
+            assert said[0].startswith("params: p0 of group 0, p4 of group 0: get first gradients after the warm-up;")
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])

@@ -253,6 +253,39 @@ def test_a_learning_rate_that_becomes_nan_is_refused_before_anything_moves(fill)
     assert opt.steps == 1
 
 
+WRONG_RATES = ["0.1", None, [0.1], -1.0, torch.tensor(-1.0), torch.ones(1), torch.tensor(0.1, dtype=torch.complex64)]
+
+
+@pytest.mark.parametrize("lr", WRONG_RATES, ids=repr)
+def test_a_learning_rate_that_becomes_negative_or_no_number_is_refused_before_anything_moves(lr):
+    params = parameters()
+    opt = fn.Optimizer(params, fn.adamw, lr=0.1)
+    steps(opt, params, 1)
+    before = [p.detach().clone() for p in (*params, *tree.leaves(opt.states))]
+    opt.param_groups[0]["lr"] = lr
+    with pytest.raises(ValueError, match=r"lr: is .*; allowed are finite numbers and 0-d tensors of at least 0"):
+        opt.step()
+    assert all(map(torch.equal, before, (*params, *tree.leaves(opt.states))))
+    opt.param_groups[0]["lr"] = 0.1
+    opt.step()
+    opt.param_groups[0]["lr"].fill_(-0.1)
+    with pytest.raises(ValueError, match=r"lr: is -0\.1"):
+        opt.step()
+    assert opt.steps == 2
+
+
+def test_a_scheduler_that_ends_below_zero_by_rounding_is_followed():
+    """`LinearLR` multiplies what is there, and so misses 0 by a little."""
+    params = parameters()
+    opt = fn.Optimizer(params, fn.adamw, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1 / 3, 0.0, 56)
+    for t in range(58):
+        set_gradients(params, t)
+        opt.step()
+        scheduler.step()
+    assert -1e-16 < opt.param_groups[0]["lr"] < 0
+
+
 def test_a_group_that_comes_after_the_freeze_is_warned_of():
     first, late = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
     opt = fn.Optimizer([first], partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_after(1))

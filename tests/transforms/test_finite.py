@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 
 import fn
 from fn import Phase, tree
@@ -125,6 +127,53 @@ def test_a_guard_around_a_guard_skips_what_the_inner_one_skips():
     _, after = tx.warmup_update([torch.tensor([1.0, float("nan"), 1.0])], state, p)
     assert bitwise_equal(after.inner, state.inner)
     assert after.skipped == 1
+
+
+def guarded_in_front(*behind):
+    return fn.chain(fn.skip_nonfinite(fn.clip_by_global_norm(1.0)), fn.average("data"), *behind)
+
+
+@pytest.mark.parametrize("around", [fn.skip_nonfinite, lambda tx: fn.skip_nonfinite(fn.chain(tx))])
+def test_what_a_guard_in_front_of_an_exchange_skips_on_one_rank_all_ranks_skip(around):
+    """Nobody but that rank knows of it, unless it sends something that is not finite."""
+    tx = around(guarded_in_front(fn.scale_by_adam()))
+    state = fn.simulate(lambda p: tx.init([p]), "data", 2)(torch.ones(2, 5))
+    g = torch.randn(2, 5)
+    _, state = step(tx, Phase.WARMUP, 2)(g, state)
+    g[1, 3] = float("nan")
+    (u,), after = step(tx, Phase.WARMUP, 2)(g, state)
+    assert torch.equal(u, torch.zeros(2, 5))
+    assert after.skipped.tolist() == [1, 1]
+    assert bitwise_equal(after.inner, state.inner)
+    assert tree.flatten(after)[1] == tree.flatten(state)[1]
+
+
+def test_a_guard_in_front_of_an_exchange_with_none_around_it_sends_zeros():
+    tx = guarded_in_front()
+    state = fn.simulate(lambda p: tx.init([p]), "data", 2)(torch.ones(2, 2))
+    (u,), _ = step(tx, Phase.WARMUP, 2)(torch.tensor([[0.5, 0.25], [float("nan"), 0.0]]), state)
+    assert torch.equal(u, torch.tensor([[0.25, 0.125]] * 2))
+
+
+def guarded_in_front_on_ranks() -> list[tuple[list[float], int]]:
+    p, found = torch.nn.Parameter(torch.ones(3)), []
+    with fn.bind({"data": dist.group.WORLD}):
+        make = lambda lr: guarded_in_front(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))  # noqa: E731
+        opt = fn.Optimizer([p], make)
+    for t in range(3):
+        p.grad = torch.full((3,), 1.0 + dist.get_rank())
+        if t == 1 and dist.get_rank() == 1:
+            p.grad[0] = float("nan")
+        opt.step()
+        found.append((p.tolist(), opt.skipped))
+    return found
+
+
+def test_behind_an_optimizer_no_rank_waits_for_what_a_guard_in_front_of_an_exchange_skipped():
+    first, second = ranks.run(2, guarded_in_front_on_ranks)
+    assert first == second
+    assert [skipped for _, skipped in first] == [0, 1, 1]
+    assert first[0][0] == first[1][0] != first[2][0]
 
 
 @pytest.mark.parametrize("phase", list(Phase))
