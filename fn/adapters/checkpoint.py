@@ -31,8 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from fn import tree
 from fn.adapters import checkpoint_files as files
 from fn.adapters import checkpoint_state as portable
-from fn.adapters.carried import PREFIX
-from fn.adapters.state_dict import SAVED_BY, SPLIT, about_servers, flat_state, restore_flat
+from fn.adapters.state_dict import SAVED_BY, SPLIT, about_servers, flat_state, is_optional, restore_flat
 from fn.adapters.torch_optim import Optimizer
 from fn.collectives.peers import named, remember
 from fn.collectives.rendezvous import timeout_of
@@ -203,8 +202,7 @@ def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
 
 def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> None:
     wanted = set(portable.everything(optimizer, extra))
-    free = (PREFIX, "extra.") if extra is None else (PREFIX,)
-    optional = {k for k in wanted | set(forms) if k.endswith(".initial_lr") or k.startswith(free)}
+    optional = {k for k in wanted | set(forms) if is_optional(k) or (extra is None and k.startswith("extra."))}
     for key in sorted((wanted ^ set(forms)) - optional):
         what = "missing" if key in wanted else "of no use to this optimizer"
         split = SPLIT if key.startswith(("groups.", "params.")) else ""

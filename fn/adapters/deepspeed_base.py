@@ -13,6 +13,7 @@ from torch import Tensor
 from fn.adapters import deepspeed_numerics as numerics
 from fn.adapters.deepspeed_checkpoint import load_checkpoint
 from fn.adapters.donate import write_back
+from fn.adapters.param_groups import show_rate
 from fn.adapters.torch_optim import Optimizer, Params
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding, axis_size, bind
@@ -67,7 +68,7 @@ class DeepSpeedOptimizer(Optimizer):
         return torch.as_tensor(group["lr"], dtype=torch.float32).detach().clone(), None
 
     def _start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
-        group["lr"] = lr
+        show_rate(group, lr)
         self._lrs.append(lr)
         self._hypers.append({k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")})
         if self._built:  # the state so far stays; the new group's entry is added

@@ -12,6 +12,7 @@ from torch import Tensor
 from fn import tree
 from fn.adapters import deepspeed_numerics as numerics
 from fn.adapters.donate import write_back
+from fn.adapters.param_groups import follow
 
 if TYPE_CHECKING:
     from fn.adapters.deepspeed_base import DeepSpeedOptimizer
@@ -46,8 +47,9 @@ def load_checkpoint(optimizer: DeepSpeedOptimizer, checkpoint: Mapping[str, Any]
     state = _with_field(state, "step", itertools.repeat(steps))
     with torch.no_grad():
         write_back(optimizer.states, state)
-        for lr, saved in zip(optimizer._lrs, checkpoint["param_groups"], strict=True):
-            lr.fill_(float(saved["lr"]))
+        for group, lr, saved in zip(optimizer.param_groups, optimizer._lrs, checkpoint["param_groups"], strict=True):
+            group["lr"] = float(saved["lr"])
+            follow(group, lr)
     optimizer.steps = steps
 
 

@@ -159,7 +159,8 @@ def learning_rate(group: Mapping[str, Any]) -> Tensor:
     """Return a group's learning rate as a new 0-d tensor. Raises ValueError if it is none."""
     given = group["lr"]
     wide = torch.float64 if any(p.dtype == torch.float64 for p in group["params"]) else torch.float32
-    lr = torch.as_tensor(given if _is_number(given) else math.nan, dtype=wide).detach().clone()
+    device = given.device if isinstance(given, Tensor) else "cpu"  # where it is compared in every step
+    lr = torch.as_tensor(given if _is_number(given) else math.nan, dtype=wide, device=device).detach().clone()
     if not 0 <= lr < math.inf:
         raise _wrong_rate(given)
     return lr
@@ -180,8 +181,17 @@ ROUNDED = -1e-10
 """A learning rate from here on counts as 0: torch's `LinearLR` to 0 ends at -1e-20 or so, for it multiplies."""
 
 
+def show_rate(group: dict[str, Any], lr: Tensor) -> None:
+    """Leave a number in a group as its learning rate, and put `lr` in the place of a tensor.
+
+    As with torch's optimizers a number stays a number: scripts keep what they read there, and multiply it in place.
+    """
+    given = group["lr"]
+    group["lr"] = lr if isinstance(given, Tensor) else float(given)
+
+
 def follow(group: dict[str, Any], lr: Tensor) -> None:
-    """Take over what was written into a group as its learning rate; `lr` is then the group's again.
+    """Take over what was written into a group as its learning rate; `lr` then takes the place of another tensor.
 
     Raises: ValueError if it is no number, negative by more than rounding, NaN or Inf, before anything is written: a
         step in place would carry it into the params.
@@ -192,9 +202,47 @@ def follow(group: dict[str, Any], lr: Tensor) -> None:
     number = float(given) if _is_number(given) else math.nan
     if not ROUNDED <= number < math.inf:
         raise _wrong_rate(given)
-    if given is not lr:
-        lr.fill_(number)
+    if given is lr:
+        return
+    rounded = lr.clone().fill_(number)
+    if not torch.equal(rounded, lr):  # what is written counts as a change, see `Overlap`
+        lr.copy_(rounded)
+    show_rate(group, lr)
+
+
+def saved_numbers(group: Mapping[str, Any], hypers: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the numbers of a group that a restart takes back, in float64: learning rates, and those of its transform.
+
+    Args: hypers: the hyper-parameters that the group's transform was made of.
+    """
+    made_of = {*hypers, *(_MOMENTS if "betas" in hypers else ())}
+    kept = {name: value for name, value in _numbers(group).items() if name in made_of}
+    kept.update({name: group[name] for name in ("lr", "initial_lr") if name in group})
+    return {name: torch.as_tensor(value, dtype=torch.float64).detach() for name, value in kept.items()}
+
+
+def restore_numbers(group: dict[str, Any], saved: Mapping[str, Tensor]) -> None:
+    """Write into a group what `saved_numbers` returned, as torch's optimizers do; the next step takes it over."""
+    now, found = _numbers(group), {name: float(x) for name, x in saved.items()}
+    lr = found.pop("lr")
+    if isinstance(group["lr"], Tensor):
+        group["lr"].fill_(lr)
+    else:
         group["lr"] = lr
+    found = {name: x for name, x in found.items() if name == "initial_lr" or now.get(name, x) != x}
+    whole = {name for name, x in found.items() if isinstance(now.get(name), int) and x.is_integer()}
+    found.update({name: int(found[name]) for name in whole})
+    if "betas" in group:
+        betas = {**now, **found}
+        group["betas"] = betas["b1"], betas["b2"]
+        found = {name: x for name, x in found.items() if name not in _MOMENTS}
+    group.update(found)
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the numbers in a group, with `betas` as b1 and b2; flags say what the state holds, and are none."""
+    numbers = {**group, **dict(zip(("b1", "b2"), group.get("betas", ()), strict=False))}
+    return {name: x for name, x in numbers.items() if isinstance(x, int | float) and not isinstance(x, bool)}
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters import carried
+from fn.adapters.param_groups import restore_numbers, saved_numbers
 from fn.collectives.axis import rank_dims
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.schedules import FreezeWhenStable
@@ -38,12 +39,10 @@ def kinds(states: Tree) -> Tree:
 
 
 def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the steps, every group's learning rate and state, what is carried, and a schedule's memory, by path."""
+    """Return the steps, every group's numbers and state, what is carried, and a schedule's memory, by path."""
     found = {"steps": torch.tensor(optimizer.steps), SAVED_BY: torch.tensor(_place(optimizer))}
-    for i, group in enumerate(optimizer.param_groups):
-        found[f"groups.{i}.lr"] = torch.as_tensor(group["lr"]).detach()
-        if "initial_lr" in group:
-            found[f"groups.{i}.initial_lr"] = torch.as_tensor(group["initial_lr"]).detach()
+    for i, (group, hypers) in enumerate(zip(optimizer.param_groups, optimizer._hypers, strict=True)):
+        found.update({f"groups.{i}.{name}": x for name, x in saved_numbers(group, hypers).items()})
     named = zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), strict=True)
     # A place is compared with what is loaded, which some loaders write into the tensors that they were given.
     found.update({f"state.{path}": leaf.clone() if path.endswith(".place") else leaf for path, leaf in named})
@@ -119,7 +118,7 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     Raises: ValueError that names the first path that is missing, unexpected, of another shape or dtype, or of the
         shard of another rank.
     """
-    optional = {path for path in {*own, *saved} if path.endswith(".initial_lr") or path.startswith(carried.PREFIX)}
+    optional = {path for path in {*own, *saved} if is_optional(path)}
     for path in sorted((set(own) ^ set(saved)) - optional):
         hint = about_servers(path, own, saved)
         if path.startswith("schedule."):
@@ -133,7 +132,7 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
         if not isinstance(theirs, Tensor):
             raise ValueError(f"state_dict: {path!r} is {type(theirs).__name__}, not a tensor")
         fits = path == "schedule.norms" or theirs.shape == mine.shape
-        if not fits or theirs.dtype != mine.dtype:
+        if not fits or (theirs.dtype != mine.dtype and not path.startswith("groups.")):
             raise ValueError(
                 f"state_dict: {path!r} is {theirs.dtype} {tuple(theirs.shape)}, but this has {mine.dtype} "
                 f"{tuple(mine.shape)}; errors belong to the world size they were made for"
@@ -143,6 +142,11 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
                 f"state_dict: {path!r} says shard {theirs[0]} of {theirs[1]}, but this rank has shard {mine[0]} of "
                 f"{mine[1]}; shards belong to the ranks and the order of axes they were made for"
             )
+
+
+def is_optional(path: str) -> bool:
+    """Tell whether a path may be missing: numbers of a group other than its learning rate, and what is carried."""
+    return path.startswith(carried.PREFIX) or (path.startswith("groups.") and not path.endswith(".lr"))
 
 
 SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"
@@ -199,9 +203,9 @@ def _copy(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     optimizer.steps = int(saved["steps"])
     with torch.no_grad():
         for i, group in enumerate(optimizer.param_groups):
-            group["lr"] = torch.as_tensor(group["lr"]).fill_(float(saved[f"groups.{i}.lr"]))
-            if f"groups.{i}.initial_lr" in saved:
-                group["initial_lr"] = float(saved[f"groups.{i}.initial_lr"])
+            here = f"groups.{i}."
+            found = {path.removeprefix(here): x for path, x in saved.items() if path.startswith(here)}
+            restore_numbers(group, found)
         for path, leaf in zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), strict=True):
             leaf.copy_(saved[f"state.{path}"])
     if isinstance(optimizer.schedule, FreezeWhenStable):

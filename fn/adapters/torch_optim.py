@@ -47,9 +47,9 @@ class Optimizer(torch.optim.Optimizer):
         params: parameters, named parameters or param groups, as for torch. A group's own keys override the defaults.
         make: (lr=tensor, **hyper-parameters) -> Transform, called once per param group, in which its numbers are shown.
         schedule: step -> Phase, steps from 0. None: always warm-up, for optimizers that do not compress.
-        lr: the learning rate. In a group it becomes a 0-d tensor that torch's schedulers fill in place; a float
-            that is written into `group["lr"]` works too, and so do other hyper-parameters of a group, for which the
-            transform is made again.
+        lr: the learning rate, a number or a 0-d tensor, which is copied and which torch's schedulers then fill in
+            place. What is written into `group["lr"]` takes effect in the next step, and so do other hyper-parameters
+            of a group, for which the transform is made again.
         compile: run the update of each phase through `torch.compile`, anew if a number but lr changes.
         max_norm: clip by the global norm over all groups: of the averaged gradient in an exact warm-up, by a norm that
             the ranks agree on where codes travel (see `fn.adapters.clipping`). None: do not clip.
@@ -185,7 +185,7 @@ class Optimizer(torch.optim.Optimizer):
                 transform = skip_nonfinite(transform)
                 state = owned(transform.init(params), params)
             check_start(self._axes, transform, state, group, len(self._transforms))
-        group["lr"] = lr
+        param_groups.show_rate(group, lr)
         self._lrs.append(lr)
         self._guarded.append(guarded)
         self._hypers.append(param_groups.hyper_parameters(group, self.make))

@@ -310,7 +310,7 @@ def refused() -> dict[str, str]:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     found["clipped"] = refusal(opt.step)
     backward(model, 0)
-    opt.param_groups[0]["lr"].mul_(0.5)
+    opt.param_groups[0]["lr"] *= 0.5
     found["lr"] = refusal(opt.step)
     opt.zero_grad()
     backward(model, 0)

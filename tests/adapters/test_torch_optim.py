@@ -190,7 +190,6 @@ def test_params_without_an_order_and_single_tensors_are_refused(params, text):
 def test_torchs_schedulers_drive_the_learning_rate(name):
     ours, opt, theirs, reference = twins(lr=0.1)
     schedulers = [SCHEDULERS[name](o) for o in (opt, reference)]
-    buffer = opt.param_groups[0]["lr"]
     rates = set()
     for t in range(10):
         for params, o, scheduler in ((ours, opt, schedulers[0]), (theirs, reference, schedulers[1])):
@@ -200,8 +199,19 @@ def test_torchs_schedulers_drive_the_learning_rate(name):
         rates.add(float(opt.param_groups[0]["lr"]))
         assert float(opt.param_groups[0]["lr"]) == pytest.approx(float(reference.param_groups[0]["lr"]), rel=1e-6)
     assert len(rates) > 3
-    assert opt.param_groups[0]["lr"] is buffer
     assert_close(ours, theirs)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_filled_in_place():
+    p = parameters()
+    opt = fn.Optimizer(p, fn.adamw, lr=torch.tensor(0.5))
+    buffer = opt.param_groups[0]["lr"]
+    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
+    steps(opt, p, 1)
+    scheduler.step()
+    steps(opt, p, 1)
+    assert opt.param_groups[0]["lr"] is buffer
+    assert float(buffer) == 0.25
 
 
 def test_reduce_on_plateau_drives_the_learning_rate():
@@ -237,7 +247,7 @@ def test_a_learning_rate_that_is_none_is_refused_by_name(lr):
 @pytest.mark.parametrize("fill", [False, True])
 def test_a_learning_rate_that_becomes_nan_is_refused_before_anything_moves(fill):
     params = parameters()
-    opt = fn.Optimizer(params, fn.adamw, lr=0.1)
+    opt = fn.Optimizer(params, fn.adamw, lr=torch.tensor(0.1) if fill else 0.1)
     set_gradients(params, 0)
     before = [p.detach().clone() for p in params]
     if fill:
@@ -350,7 +360,7 @@ def test_hooks_around_steps_and_state_dicts_run_and_can_be_removed():
 
 def test_parameters_state_and_learning_rate_keep_their_buffers():
     p = parameters()
-    opt = fn.Optimizer(p, onebit, schedule=fn.freeze_after(2), lr=0.1)
+    opt = fn.Optimizer(p, onebit, schedule=fn.freeze_after(2), lr=torch.tensor(0.1))
     live = [*p, *tree.leaves(opt.states), opt.param_groups[0]["lr"]]
     before = [x.data_ptr() for x in live]
     states = opt.states

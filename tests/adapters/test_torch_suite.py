@@ -169,10 +169,10 @@ def test_a_deep_copy_goes_on_alone_and_alike(info, given):
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         assert torch.equal(p, q)
     for group in copied.param_groups:
-        group["lr"].mul_(1.0)
+        group["lr"] *= 1.0
     assert descend(net, opt, 8) == descend(other, copied, 8)
     before = [p.clone() for p in net.parameters()]
-    copied.param_groups[0]["lr"].fill_(0.5)
+    copied.param_groups[0]["lr"] = 0.5
     descend(other, copied, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # for 1-bit Adam it comes after the warm-up
