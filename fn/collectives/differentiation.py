@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -47,6 +48,11 @@ def is_differentiated(x: Tensor) -> bool:
     if not batched and forward_ad._current_level >= 0 and forward_ad.unpack_dual(x, level=0).tangent is not None:
         return True
     return (batched or _functorch.is_gradtrackingtensor(x)) and is_differentiated(_functorch.get_unwrapped(x))
+
+
+def is_recorded(tensors: Sequence[Tensor]) -> bool:
+    """Return whether one of the tensors, which hold numbers, may be differentiated; quick under no_grad."""
+    return (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)) or forward_ad._current_level >= 0
 
 
 def _is_within(axis: axes.AxisNames) -> bool:

@@ -29,6 +29,7 @@ from torch import Tensor
 from fn.collectives import compressed, primitives
 from fn.collectives.axis import AxisNames, axis_index, axis_size, found_alike, names
 from fn.collectives.codec import Codec, identity
+from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
 from fn.collectives.feedback import Feedback, off
 from fn.collectives.gathered import all_gather_mean
 from fn.collectives.segments import Segments
@@ -86,6 +87,8 @@ def reduce_scatter_mean(
     Returns: the shard (n / W,) in the dtype of x, piece `axis_index(axis)` of the mean, and the next error.
     Raises: ValueError if n is misaligned, the error does not fit x, or an axis is not bound; TypeError if x is
         not floating.
+
+    Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
     shard, error = reduce_scatter_wide(x, error, axis, codec, feedback, segments=segments)
     return shard.to(x.dtype), error
@@ -95,6 +98,7 @@ def reduce_scatter_wide(
     x: Tensor, error: Tree, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
 ) -> tuple[Tensor, Tree]:
     """Do what `reduce_scatter_mean` does, and return the shard of half precision vectors in float32, unrounded."""
+    _refuse_to_differentiate(x, "reduce_scatter_mean", axis)
     if isinstance(axis, str):
         (hop,) = hops(axis, codec, feedback)
         return compressed.reduce_scatter_wide(x, error, *hop, segments=segments)
@@ -118,6 +122,7 @@ def all_gather_shards(
     Returns: the vector (n,) in the dtype of the shard, the same on every rank, and the next error.
     Raises: as `reduce_scatter_mean`.
     """
+    _refuse_to_differentiate(shard, "all_gather_shards", axis)
     plan = hops(axis, codec, feedback)
     if isinstance(axis, str):
         return compressed.all_gather_shards(shard, error, *plan[0], segments=segments)
@@ -149,6 +154,7 @@ def compressed_all_reduce(
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
     Raises: as `reduce_scatter_mean`.
     """
+    _refuse_to_differentiate(x, "compressed_all_reduce", axis)
     plan = hops(axis, codec, feedback)
     over_last = compressed.compressed_all_reduce if servers else all_gather_mean
     if isinstance(axis, str):
@@ -220,6 +226,12 @@ def levels(segments: Segments | None, axis: AxisNames, *, servers: bool = True) 
         if not is_last:
             rows = Segments(rows.widths, hop.row(axis_index(name)).valid.reshape(parts, tensors))
     return found
+
+
+def _refuse_to_differentiate(x: Tensor, collective: str, axis: AxisNames) -> None:
+    """Refuse it here, for codes have no gradient that the exchange of them could notice."""
+    if is_differentiated(x) and axis_size(axis) > 1:
+        refuse_to_differentiate(x, collective, axis)
 
 
 def _alike(x: Tensor, outer: list[Hop]) -> Tensor:

@@ -143,7 +143,7 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
         return torch.tensor(True)
     device = leaves[0].device
     if device.type == "cpu" and is_eager(*leaves):
-        sums = [float(x.sum(dtype=x.dtype)) for x in leaves]
+        sums = [float(x.detach().sum(dtype=x.dtype)) for x in leaves]
         if all(map(math.isfinite, sums)):  # finite sums prove it in half the time; an infinite one proves nothing
             return torch.tensor(True)
     # Smallest and largest are NaN or Inf where any element is: one pass, and no temporary of the leaf's size.

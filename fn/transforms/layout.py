@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
+from fn.collectives.differentiation import is_recorded
 from fn.collectives.segments import Segments
 from fn.kernels import buffers, places
 from fn.kernels.eager import is_eager, remembered
@@ -82,7 +83,7 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         tensors = [end_to_end(tensors)]
     elif world_size == 1 and list(bucket.segments.widths) == [t.shape[0] for t in tensors]:
         return end_to_end(tensors)
-    if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_eager(*tensors):
+    if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_eager(*tensors) and not is_recorded(tensors):
         table = buffers.empty((world_size, bucket.segments.row_length), tensors[0].dtype)
         clear_padding(table, tensors, bucket)
         flats, rows = same_places([t.detach() for t in tensors], table, bucket)
@@ -142,7 +143,7 @@ def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
 
     The result may share memory with the tensors.
     """
-    eager = is_eager(*tensors) and not any(t.requires_grad for t in tensors)
+    eager = is_eager(*tensors) and not is_recorded(tensors)
     if eager and adjoin(tensors):
         return tensors[0].as_strided((sum(t.shape[0] for t in tensors),), (1,))
     if eager and tensors[0].device.type == "cpu":

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Phase, Transform, check_number, check_state, check_transform, lift, missing
+from fn.collectives.differentiation import is_recorded
 from fn.kernels import reference
 from fn.kernels.eager import is_eager, pooled
 
@@ -177,7 +178,7 @@ def kept_direction(mu: Tree, nu: Tree, eps: float) -> tuple[Tree, Tree]:
 
 
 def _kept_direction(m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not is_eager(m, v):
+    if not is_eager(m, v) or is_recorded((m, v)):  # kernels have no gradient
         return reference.direction(m, v, eps)
     kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps)
     return kept.view(m.shape), out.view(m.shape)

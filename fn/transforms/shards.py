@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
+from fn.collectives.differentiation import is_recorded
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager
 from fn.transforms.finite import all_finite
@@ -93,7 +94,7 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
         pieces = [F.pad(p, (0, w - p.shape[0])) for p, w in zip(pieces, widths, strict=True)]
     if len(pieces) == 1:
         return pieces[0]
-    if pieces[0].device.type == "cpu":
+    if pieces[0].device.type == "cpu" and not is_recorded(pieces):
         return torch.cat(pieces, out=buffers.empty((sum(p.shape[0] for p in pieces),), pieces[0].dtype))
     return torch.cat(pieces)
 
