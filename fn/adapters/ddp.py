@@ -10,6 +10,7 @@ for an optimizer that is made elsewhere; `overlap` takes a model without DDP, to
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -117,6 +118,7 @@ def overlap(
     in_ddp = isinstance(model, DistributedDataParallel)
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     _check_params(params, optimizer.param_groups)
+    _warn_of_others(model, optimizer)
     axis, group = _axis(model, optimizer)
     bindings = [bind_twin(axis, group) for _ in range(THREADS)]
     with bindings[0]:
@@ -147,7 +149,8 @@ def optimizer(
         model: a `DistributedDataParallel` without a communication hook.
         make: a named optimizer, such as `fn.onebit_adam`; it is given axis="data", the model's process group.
         params: parameters of the model, named or not, or param groups of them; None: all. They are split into groups
-            of about `elements`, the last first: see `bucketed`.
+            of about `elements`, the last first: see `bucketed`. Nobody averages the gradients of others; a warning
+            names one that requires them.
         elements: as for `bucketed`. scaler, least_wire_seconds: as for `overlap`.
         **options: schedule, lr and whatever else `fn.Optimizer` takes. With `max_norm` nothing is overlapped: the
             norm is known after the backward pass only.
@@ -160,6 +163,7 @@ def optimizer(
         overlap(model, found, scaler=scaler, least_wire_seconds=least_wire_seconds)
     else:
         keep_local(model)
+        _warn_of_others(model, found)
     return found
 
 
@@ -231,6 +235,18 @@ def _check_params(params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) ->
         for i, p in enumerate(group["params"]):
             if p.requires_grad and id(p) not in known:
                 raise ValueError(f"optimizer: parameter {i} of param group {g} is none of the model's")
+
+
+def _warn_of_others(model: nn.Module, optimizer: Optimizer) -> None:
+    """Warn of parameters whose gradients nobody averages: DDP leaves all alone, and the optimizer has others."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    aside = getattr(model, "parameters_to_ignore", ())
+    names = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+    if names := [name for name in names if name not in aside]:
+        text = f"params: {len(names)} of the model's that require gradients, {names[0]!r} for one, are not the optimizer's"
+        hint = "give it all of them, in param groups with other hyper-parameters perhaps, or set requires_grad to False"
+        warnings.warn(f"{text}, and nobody averages their gradients over the ranks; {hint}", stacklevel=3)
 
 
 def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGroup]:

@@ -347,6 +347,28 @@ def test_what_overlap_cannot_do_is_refused_with_the_reason(name, text):
 
 
 @case
+def left_out() -> list[list[str]]:
+    """What is said where an optimizer has all parameters, and where it has only weights."""
+    found: list[list[str]] = []
+    for weights_only, max_norm in ((False, None), (True, None), (True, 1.0)):
+        model = wrapped()
+        params = [p for p in model.parameters() if p.ndim > 1 or not weights_only]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer(model, fn.onebit_adam, params=params, schedule=fn.freeze_after(2), max_norm=max_norm)
+        found.append([str(w.message) for w in caught])
+    return found
+
+
+def test_parameters_that_no_optimizer_averages_are_warned_of():
+    for all_of_them, behind_backward, clipped in case.answer("left_out"):
+        assert all_of_them == []
+        for texts in (behind_backward, clipped):
+            (text,) = texts
+            assert text.startswith("params: 5 of the model's that require gradients, 'layers.0.bias' for one, are not")
+
+
+@case
 def on_a_fast_wire() -> tuple[list, list, list[str], bool]:
     serial, ahead = keep_local(wrapped()), wrapped()
     first, second = build(serial), build(ahead)
