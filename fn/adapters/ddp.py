@@ -244,9 +244,10 @@ def _warn_of_others(model: nn.Module, optimizer: Optimizer) -> None:
     aside = getattr(model, "parameters_to_ignore", ())
     names = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
     if names := [name for name in names if name not in aside]:
-        text = f"params: {len(names)} of the model's that require gradients, {names[0]!r} for one, are not the optimizer's"
+        found = f"params: {len(names)} of the model's that require gradients, {names[0]!r} for one"
         hint = "give it all of them, in param groups with other hyper-parameters perhaps, or set requires_grad to False"
-        warnings.warn(f"{text}, and nobody averages their gradients over the ranks; {hint}", stacklevel=3)
+        text = "are not the optimizer's, and nobody averages their gradients over the ranks"
+        warnings.warn(f"{found}, {text}; {hint}", stacklevel=3)
 
 
 def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGroup]:
