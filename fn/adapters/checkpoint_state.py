@@ -223,5 +223,5 @@ def _over_ranks(shares: Tree, axis: str | None, device: torch.device) -> Tree:
 
 
 def _mean(x: Rows, add: Callable[[Tree], Tree]) -> Tensor:
-    mean = add(x.rows.double().sum(0)) / x.world
+    mean: Tensor = add(x.rows.double().sum(0)) / x.world
     return mean.to(x.rows.dtype) if x.rows.is_floating_point() else mean.round().to(x.rows.dtype)
