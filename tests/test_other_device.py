@@ -23,3 +23,16 @@ def test_steps_of_every_optimizer_stay_on_the_device_of_their_tensors():
     found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=120)
     assert found.returncode == 0, found.stdout + found.stderr
     assert ", 0 did not" in found.stdout
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot pretend to have a device",
+)
+def test_a_step_waits_for_the_device_once_and_launches_by_lists():
+    pytest.importorskip("triton", reason="triton is not installed")
+    code = [sys.executable, str(TESTS / "scripts" / "host_reads.py")]
+    env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "0 of 9 wait" in found.stdout

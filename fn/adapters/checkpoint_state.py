@@ -8,7 +8,8 @@ what else is a rank's own, such as 0/1 Adam's local momentum and parameters, bec
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fn import tree
 from fn.adapters.carried import PREFIX
+from fn.adapters.rank_checks import device_among
 from fn.adapters.state_dict import OWN, SAME, SAVED_BY, flat_state, kinds
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import psum
@@ -134,19 +136,19 @@ def moved(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         raise ValueError(f"checkpoint: is of another world, and its errors of the axes {axes} belong to that one")
     if len(optimizer._transforms) != len(optimizer.param_groups):
         raise ValueError("checkpoint: is of another world; those of DeepSpeed's drop-ins fit only their own")
-    axis = axes[0] if axes else None
+    add = partial(_over_ranks, axis=axes[0] if axes else None, device=device_among(optimizer.param_groups))
     with optimizer._binding:
         fresh, notes = [], list[list[tuple[Tree, Reshape]]]()
         for transform, group in zip(optimizer._transforms, optimizer.param_groups, strict=True):
             with noting() as own:
                 fresh.append(transform.init([p.detach() for p in group["params"]]))
             notes.append(own)
-        move = _Move([note for own in notes for note in own], saved, axis, [])
+        move = _Move([note for own in notes for note in own], saved, add, [])
         after = move.states(tuple(fresh))
         found = {f"state.{p}": x for p, x in zip(tree.paths(after), tree.leaves(after), strict=True)}
         for key, value in saved.items():
             if not key.startswith("state."):
-                found[key] = _mean(value, axis) if isinstance(value, Rows) else value
+                found[key] = _mean(value, add) if isinstance(value, Rows) else value
     for g, own in enumerate(notes):
         rests = [rest for state, rest in move.rests if any(state is s for s, _ in own)]
         if len(rests) == 1 and len(rests[0]) == len(optimizer.param_groups[g]["params"]):
@@ -165,7 +167,7 @@ def _carried(g: int, rest: list[Tensor], saved: Mapping[str, Any]) -> dict[str, 
 class _Move(NamedTuple):
     notes: Sequence[tuple[Tree, Reshape]]
     saved: Mapping[str, Any]
-    axis: str | None
+    add: Callable[[Tree], Tree]
     rests: list[tuple[Tree, list[Tensor]]]
 
     def states(self, fresh: Tree) -> Tree:
@@ -192,7 +194,7 @@ class _Move(NamedTuple):
         if isinstance(fresh, ErrorFeedbackState | ShardedState):
             raise ValueError("checkpoint: is of another world, and nothing says how errors of several axes move")
         if isinstance(found, Rows):
-            return _mean(found, self.axis).to(fresh)
+            return _mean(found, self.add).to(fresh)
         if isinstance(fresh, Tensor):
             return found
         keys = fresh if isinstance(fresh, dict) else range(len(fresh))
@@ -210,11 +212,16 @@ class _Move(NamedTuple):
             raise ValueError(
                 f"checkpoint: its errors do not fit these parameters on {world} ranks: {error}"
             ) from error
-        return total if self.axis is None else psum(total, self.axis)
+        return self.add(total)
 
 
-def _mean(x: Rows, axis: str | None) -> Tensor:
-    total = x.rows.double().sum(0)
-    total = total if axis is None else psum(total, axis)
-    mean = total / x.world
+def _over_ranks(shares: Tree, axis: str | None, device: torch.device) -> Tree:
+    """Add up what each rank read, on the CPU; on the device of the parameters, where the axis' group has a backend."""
+    if axis is None:
+        return shares
+    return tree.map(lambda x: psum(x.to(device), axis).to(x.device), shares)
+
+
+def _mean(x: Rows, add: Callable[[Tree], Tree]) -> Tensor:
+    mean: Tensor = add(x.rows.double().sum(0)) / x.world
     return mean.to(x.rows.dtype) if x.rows.is_floating_point() else mean.round().to(x.rows.dtype)

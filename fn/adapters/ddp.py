@@ -46,7 +46,7 @@ AXIS = "data"
 """What the ranks of a model are called here."""
 
 THREADS = 3
-"""That communicate behind a backward pass: while some wait for the wire, another encodes."""
+"""That communicate behind a backward pass over gloo: while some wait for the wire, another encodes."""
 
 LEAST_WIRE_SECONDS = 0.03
 """Below this time on the wire hiding it costs as much as it saves, where a rank has a single core."""
@@ -120,7 +120,7 @@ def overlap(
     _check_params(params, optimizer.param_groups)
     _warn_of_others(model, optimizer)
     axis, group = _axis(model, optimizer)
-    bindings = [bind_twin(axis, group) for _ in range(THREADS)]
+    bindings = [bind_twin(axis, group) for _ in range(_threads(group, params[0].device))]
     with bindings[0]:
         rate = seconds_per_byte(axis, params[0].device)
     found = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds, in_ddp)
@@ -264,6 +264,15 @@ def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGrou
     if transport == ALONE or transport in registered:
         raise ValueError(f"optimizer: the axis {axis!r} is carried by {transport!r}; allowed is a process group")
     return axis, group_of(transport)
+
+
+def _threads(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return how many threads may communicate at a time, each over a group of its own; the same on all ranks.
+
+    Several only over gloo. NCCL's exchanges are kernels that wait for each other on the device: where ranks start those
+    of two groups in different orders, each may wait for what the other cannot start any more. Threads keep no order.
+    """
+    return THREADS if group._get_backend(device).name() == "gloo" else 1
 
 
 def _parcels(params: Any, elements: int) -> list[list[Any]]:

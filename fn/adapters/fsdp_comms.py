@@ -185,6 +185,7 @@ class ReplicaMean:
 
         Raises: `RanksDisagree`, on every replica, at the first call, if they hold other parameters.
         """
+        _lend(reduced)
         if self._shards is not None:
             self._check_start(self._shards())
             self._shards = None
@@ -198,7 +199,6 @@ class ReplicaMean:
         self.state = keep(ok, state, self.state)
         for piece, mean in zip(pieces, means, strict=True):
             piece.copy_(torch.where(ok, mean, float("nan")))
-
 
     def _check_start(self, shards: dict[str, Tensor]) -> None:
         with self.binding:
@@ -214,6 +214,16 @@ class ReplicaMean:
                 rank=rank,
                 field=name,
             )
+
+
+def _lend(x: Tensor) -> None:
+    """Keep the memory of a tensor of another stream until the current one has done what it is about to be given.
+
+    FSDP2 calls its hook on a stream that is not the one it made the reduced gradients on. Where they are cast after
+    that, it gives their memory up at once, and the next group's, made on that first stream, would be written there.
+    """
+    if x.device.type != "cpu":
+        x.record_stream(torch.accelerator.current_stream(x.device))
 
 
 def keep(ok: Tensor, new: Tree, old: Tree) -> Tree:

@@ -55,14 +55,14 @@ def stage(update: UpdateFn, grads: list[Tensor], state: Tree, params: list[Tenso
     Args: update: guarded, so that its state counts skipped steps. The others: its arguments.
     """
     if isinstance(update, InPlace) and update.fits(grads, state, params):
-        return update.stage(grads, state, params)
+        found = update.stage(grads, state, params)
+        return found._replace(ok=bool(found.ok))  # here, where only the thread that communicates waits
     params = [p.detach() for p in params]
     moves, after = update(grads, state, params)
 
     def commit() -> None:
         found, _ = donate(lambda *_: (moves, after))(grads, state, params)
-        for p, u in zip(params, found, strict=True):
-            move(p, u)
+        move([*zip(params, found, strict=True)])
 
     return Staged(after.skipped is state.skipped or bool(after.skipped == state.skipped), commit)
 
@@ -98,11 +98,15 @@ def apply(
     hold()
     with step_range("apply"):
         for g, (group, moves) in enumerate(zip(groups, updates, strict=True)):
-            for i, (p, u) in enumerate(zip(group["params"], moves, strict=True)):
-                if (g, i) not in still:
-                    move(p, u)
+            pairs = enumerate(zip(group["params"], moves, strict=True))
+            move([(p, u) for i, (p, u) in pairs if (g, i) not in still])
 
 
-def move(p: Tensor, update: Tensor) -> None:
-    """Add an update to a parameter, in the wider of the two dtypes, rounded once."""
-    p.add_(update) if update.dtype == p.dtype else p.copy_(p + update)
+def move(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Add updates to parameters, in the wider of the two dtypes, rounded once."""
+    alike = [(p, u) for p, u in pairs if p.dtype == u.dtype]
+    if alike:
+        torch._foreach_add_(*map(list, zip(*alike, strict=True)))
+    for p, u in pairs:
+        if p.dtype != u.dtype:
+            p.copy_(p + u)

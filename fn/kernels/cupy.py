@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from fn.kernels.cupy_kernels import SOURCE
+from fn.kernels.eager import PLANS
 from fn.kernels.places import Places, add_up, places
 from fn.kernels.reference import bytes_for
 from fn.kernels.table import Accelerator
@@ -53,7 +54,7 @@ def _module() -> Any:
     return cupy.RawModule(code=SOURCE, options=("--fmad=false",))
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=PLANS)
 def _cut(runs: tuple[int, ...], device: torch.device) -> tuple[Places, Tensor]:
     at = places(runs)
     return at, torch.from_numpy(at.table).to(device)

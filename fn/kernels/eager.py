@@ -32,6 +32,11 @@ def runs_as_written() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is None
 
 
+PLANS = 4096
+"""Plans that are kept of a kind. A step takes one for each vector that travels and form of it, in the same order every
+time: where a model has more than are kept, none is found again, and on a device each is copied there anew."""
+
+
 def remembered(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Return a function that plans a step from hashable arguments once, so that the next step finds the plan.
 
@@ -40,7 +45,7 @@ def remembered(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """
     if torch.compiler.is_compiling():  # a plan within a plan
         return make
-    kept: Callable[_Args, _Result] = lru_cache(maxsize=256)(make)  # type: ignore[assignment]
+    kept: Callable[_Args, _Result] = lru_cache(maxsize=PLANS)(make)  # type: ignore[assignment]
 
     @wraps(make)
     def get(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:

@@ -144,9 +144,17 @@ def _decode_into(mu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tens
 
 
 def _clear(m: list[Tensor], v: list[Tensor]) -> None:
-    """Write zeros into m where v is not above zero."""
+    """Write zeros into m where v is zero; m is finite, and v neither NaN nor below zero."""
+    if m[0].device.type != "cpu":  # a mask would be three launches for each tensor
+        clear_by_signs(m, v)
+        return
     for moved, rests in zip(m, v, strict=True):
         moved.masked_fill_(~(rests > 0), 0.0)
+
+
+def clear_by_signs(m: list[Tensor], v: list[Tensor]) -> None:
+    """Do that in two launches; a zero has the sign of what was there."""
+    torch._foreach_mul_(m, torch._foreach_sign(v))
 
 
 def _descend(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels import reference, reference_int, reference_lamb, reference_step
+from fn.kernels.eager import PLANS
 from fn.kernels.schemas import ON_LISTS, SCHEMAS, WRITTEN
 from fn.kernels.table import cells
 
@@ -117,7 +118,7 @@ def _check_dtype(key: str, value: Tensor) -> None:
         raise TypeError(f"{key}: has dtype {value.dtype}; allowed is {' or '.join(map(str, _INTEGERS[key]))}")
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=PLANS)
 def _row_of(runs: tuple[int, ...]) -> tuple[int, int]:
     """Return the elements and the segments of a row."""
     return reference.row_length(runs), sum(runs[::2])

@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fn.kernels.eager import PLANS
 from fn.kernels.reference import NORM_BLOCK, runs_of
 
 THREADED = 1 << 22
@@ -54,7 +55,7 @@ def runs_of_tensors(tensors: Sequence[Tensor]) -> list[int]:
     return runs
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=PLANS)
 def _places(runs: tuple[int, ...], block: int) -> Places:
     parts, n, segments = [np.zeros((0, 4), dtype=np.int64)], 0, 0
     for segment, start, count, width in runs_of(runs):
@@ -105,7 +106,7 @@ def add_up(squares: Tensor, runs: Sequence[int], block: int = NORM_BLOCK) -> Ten
     return torch.segment_reduce(columns, "sum", lengths=lengths, axis=0, unsafe=True).t().contiguous()
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=PLANS)
 def places_of_segments(runs: tuple[int, ...], block: int, device: torch.device) -> Tensor:
     """Return how many places each segment has, (S,) int64."""
     counts = [-(-width // block) for count, width in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from fn.kernels import triton_kernels as kernels
+from fn.kernels.eager import PLANS
 from fn.kernels.places import Places, add_up, places
 from fn.kernels.reference import bytes_for
 from fn.kernels.table import Accelerator
@@ -27,7 +28,7 @@ LARGEST = 1 << 15
 _WHOLE_SEGMENTS = 1 << 62
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=PLANS)
 def _cut(runs: tuple[int, ...], block: int, device: torch.device) -> tuple[Places, Tensor, int]:
     """Return the places, their table on the device, and the size of a program's block."""
     at = places(runs, block)
@@ -127,7 +128,7 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
     out, mine = torch.empty_like(buffer), bits.new_empty((rows, bytes_for(at.n)))
     squares = torch.empty((rows, len(at.table)), dtype=torch.float64, device=bits.device)
     _launch(kernels.serve, bits, squares.numel(), bits, scales, buffer, sent, out, mine, squares, table,
-            valid.contiguous(), at.n, len(at.table), at.segments, bits.stride(0), bits.stride(1), ranks,
+            valid.contiguous(), at.n, len(at.table), at.segments, bits.shape[2], ranks,
             BLOCK=block)  # fmt: skip
     return out, mine, add_up(squares, runs, SIGN_BLOCK)
 
@@ -139,7 +140,7 @@ def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) ->
     bits, (rows, ranks) = bits.contiguous(), bits.shape[:2]
     out = torch.empty((rows, at.n), dtype=torch.float32, device=bits.device)
     _launch(kernels.decode, bits, rows * len(at.table), bits, scales.contiguous(), out, table, valid.contiguous(), at.n,
-            len(at.table), at.segments, bits.stride(0), bits.stride(1), ranks, BLOCK=block)  # fmt: skip
+            len(at.table), at.segments, bits.shape[2], ranks, BLOCK=block)  # fmt: skip
     return out
 
 

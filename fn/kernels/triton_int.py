@@ -57,7 +57,7 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     codes, (rows, ranks) = codes.contiguous(), codes.shape[:2]
     out = torch.empty((rows, at.n), dtype=torch.float32, device=codes.device)
     _launch(kernels.dequantize, codes, rows * len(at.table), codes, scales.contiguous(), out, table, valid.contiguous(),
-            at.n, len(at.table), at.segments, codes.stride(0), codes.stride(1), ranks, float(np.float32(1.0 / ranks)),
+            at.n, len(at.table), at.segments, codes.shape[2], ranks, float(np.float32(1.0 / ranks)),
             WIDTH=width, BLOCK=block)  # fmt: skip
     return out
 

@@ -54,12 +54,12 @@ def encode(x, buffer, sent, out, bits, squares, table, valid, n, places, segment
 
 
 @jit
-def mean_block(bits, scales, row_stride, stride, ranks, r, first, length, s, real, segments, BLOCK: tl.constexpr):
-    """Return the sum over the ranks of scale * sign, zero behind the real elements."""
+def mean_block(bits, scales, width, ranks, r, first, length, s, real, segments, BLOCK: tl.constexpr):
+    """Return the sum over the ranks of scale * sign, zero behind the real elements; messages are so many bytes wide."""
     i = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for w in range(ranks):
-        byte = tl.load(bits + r * row_stride + w * stride + (first + i) // 8, mask=i < length, other=0).to(tl.int32)
+        byte = tl.load(bits + (r * ranks + w) * width + (first + i) // 8, mask=i < length, other=0).to(tl.int32)
         scale = tl.load(scales + (r * ranks + w) * segments + s)
         one = tl.where((byte >> ((first + i) % 8).to(tl.int32)) & 1 != 0, scale, -scale)
         total = tl.where(w == 0, one, total + one)
@@ -67,22 +67,22 @@ def mean_block(bits, scales, row_stride, stride, ranks, r, first, length, s, rea
 
 
 @jit
-def decode(bits, scales, out, table, valid, n, places, segments, row_stride, stride, ranks, BLOCK: tl.constexpr):
+def decode(bits, scales, out, table, valid, n, places, segments, width, ranks, BLOCK: tl.constexpr):
     """Write the sum over the ranks of scale * sign; bits (R, W, .), scales (R, W, S)."""
     r, first, length, here, real = place_of(table, valid, places, segments)
     i = tl.arange(0, BLOCK)
     s = here - r * segments
-    total = mean_block(bits, scales, row_stride, stride, ranks, r, first, length, s, real, segments, BLOCK)
+    total = mean_block(bits, scales, width, ranks, r, first, length, s, real, segments, BLOCK)
     tl.store(out + r * n + first + i, total, mask=i < length)
 
 
 @jit
-def serve(received, scales, buffer, sent, out, bits, squares, table, valid, n, places, segments, row_stride, stride,
-          ranks, BLOCK: tl.constexpr):  # fmt: skip
+def serve(received, scales, buffer, sent, out, bits, squares, table, valid, n, places, segments, width, ranks,
+          BLOCK: tl.constexpr):  # fmt: skip
     """Encode with feedback the mean of W messages."""
     r, first, length, here, real = place_of(table, valid, places, segments)
     s = here - r * segments
-    v = mean_block(received, scales, row_stride, stride, ranks, r, first, length, s, real, segments, BLOCK)
+    v = mean_block(received, scales, width, ranks, r, first, length, s, real, segments, BLOCK)
     encode_block(v, buffer, sent, out, bits, squares, r, first, length, here, real, n, True, BLOCK)
 
 
@@ -159,14 +159,14 @@ def quantize_feedback(x, error, error_scales, beta, rest, codes, scales, kept, k
 
 
 @jit
-def dequantize(codes, scales, out, table, valid, n, places, segments, row_stride, stride, ranks, share,
-               WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def dequantize(codes, scales, out, table, valid, n, places, segments, width, ranks, share, WIDTH: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
     """Write the mean over the ranks of code * scale; codes (R, W, .), scales (R, W, S)."""
     r, first, length, here, real = place_of(table, valid, places, segments)
     i = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for w in range(ranks):
-        theirs = codes + r * row_stride + w * stride
+        theirs = codes + (r * ranks + w) * width
         if WIDTH == 8:
             q = tl.load(theirs + first + i, mask=i < length, other=0).to(tl.int32)
         else:

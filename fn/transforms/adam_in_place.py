@@ -14,6 +14,7 @@ from fn.kernels import ops
 from fn.transforms.average_in_place import averaging
 from fn.transforms.coded_in_place import Wire
 from fn.transforms.finite import SkipState
+from fn.transforms.host_numbers import on_host, write
 from fn.transforms.in_place import Fits, InPlace, Staged
 from fn.transforms.moments import AdamState, OnebitAdamState
 
@@ -30,10 +31,17 @@ class Descent(NamedTuple):
     weight_decay: float
     corrected: bool
 
+    @property
+    def rate(self) -> float | Tensor:
+        """Return the learning rate on the host."""
+        return on_host(self.lr) if isinstance(self.lr, Tensor) else self.lr
+
     def tail(self, state: Any) -> tuple[float, float, float, float, float]:
         """Return eps, weight decay, learning rate and the weights of the moments, as the kernels take them."""
-        weights = (float(state.mu_weight), float(state.nu_weight) or 1.0) if self.corrected else (1.0, 1.0)
-        return self.eps, self.weight_decay, float(self.lr), *weights
+        if not self.corrected:
+            return self.eps, self.weight_decay, float(self.rate), 1.0, 1.0
+        weights = float(on_host(state.mu_weight)), float(on_host(state.nu_weight)) or 1.0
+        return self.eps, self.weight_decay, float(self.rate), *weights
 
 
 def with_adam_in_place(
@@ -103,6 +111,6 @@ def with_onebit_adam_in_place(
 def step_weights(moments: AdamState | OnebitAdamState, h: Descent, *, warmup: bool) -> None:
     """Count a step, in place."""
     moments.step.add_(1)
-    moments.mu_weight.mul_(h.b1).add_(1 - h.b1)
+    write(moments.mu_weight, lambda weight: weight.mul_(h.b1).add_(1 - h.b1))
     if warmup:
-        moments.nu_weight.mul_(h.b2).add_(1 - h.b2)
+        write(moments.nu_weight, lambda weight: weight.mul_(h.b2).add_(1 - h.b2))

@@ -20,10 +20,10 @@ Tree = Any
 
 
 class Mean(NamedTuple):
-    """Averaged gradients. ok: they and their squares are finite. keep: write the errors, if there are any."""
+    """Averaged gradients. ok: they and their squares are finite, 0-d bool. keep: write the errors, if there are any."""
 
     grads: list[Tensor]
-    ok: bool
+    ok: bool | Tensor
     keep: Callable[[], None]
 
 
@@ -50,6 +50,7 @@ def averaging(axis: AxisNames | None, codec: Codecs | None) -> Callable[[list[Te
     return exact if codec is None else coded
 
 
-def squares_are_finite(leaves: list[Tensor]) -> bool:
-    """Return whether the square of every element is finite."""
-    return not leaves or bool(ops.direct("largest_magnitude", leaves).square().isfinite())
+def squares_are_finite(leaves: list[Tensor]) -> bool | Tensor:
+    """Return whether the square of every element is finite, 0-d bool."""
+    finite: bool | Tensor = not leaves or ops.direct("largest_magnitude", leaves).square().isfinite()
+    return finite

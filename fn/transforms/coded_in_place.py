@@ -69,9 +69,9 @@ class Agreed(NamedTuple):
         return [mean.scales if isinstance(mean, SignPayload) else mean for mean in found]
 
     @property
-    def ok(self) -> bool:
-        """Return whether the mean is finite."""
-        return bool(all_finite(self.numbers))
+    def ok(self) -> Tensor:
+        """Return whether the mean is finite, 0-d bool."""
+        return all_finite(self.numbers)
 
     def step(
         self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], tail: Sequence[float], *,

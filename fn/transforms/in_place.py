@@ -27,9 +27,12 @@ Tree = Any
 
 
 class Staged(NamedTuple):
-    """A step that waits to be written. ok: its numbers are finite, on all ranks alike. commit: write it."""
+    """A step that waits to be written. commit: write it.
 
-    ok: bool
+    ok: its numbers are finite, on all ranks alike; 0-d bool where nobody has waited for the device yet.
+    """
+
+    ok: bool | Tensor
     commit: Callable[[], None]
 
 
@@ -65,9 +68,17 @@ def side_by_side(updates: Sequence[UpdateFn], pure: UpdateFn) -> UpdateFn:
             for part in parts:
                 part.commit()
 
-        return Staged(all(part.ok for part in parts), commit)
+        return Staged(all_ok([part.ok for part in parts]), commit)
 
     return InPlace(pure, fits, stage)
+
+
+def all_ok(found: Sequence[bool | Tensor]) -> bool:
+    """Return whether all steps are finite; a device is waited for once."""
+    there = [ok for ok in found if isinstance(ok, Tensor) and ok.device.type != "cpu"]
+    if len(there) > 1 and len({ok.device for ok in there}) == 1:
+        found = [torch.stack(there).all(), *(ok for ok in found if not any(ok is one for one in there))]
+    return all(map(bool, found))
 
 
 class Fits:

@@ -11,10 +11,12 @@ from fn import tree
 from fn.base import Transform
 from fn.collectives.axis import axis_size
 from fn.collectives.hierarchy import Codecs
+from fn.kernels.eager import remembered
 from fn.transforms import layout as layouts
 from fn.transforms.average_in_place import averaging
 from fn.transforms.coded_in_place import Wire, moving_averages
 from fn.transforms.finite import SkipState
+from fn.transforms.host_numbers import on_host
 from fn.transforms.in_place import Fits, InPlace, Staged
 from fn.transforms.lamb import (
     LambHyper,
@@ -52,9 +54,9 @@ def with_onebit_lamb_in_place(
         return wire.layout == "fused" and axis_size(wire.axis) > 1 and fits(updates, state, params)
 
     def descend(link: OnebitLambState, params: list[Tensor], ratio: Tensor) -> None:
-        torch.ops.fn.lamb_step_(
-            params, tree.leaves(link.mu), tree.leaves(link.nu), float(lr) * ratio, h.eps, h.weight_decay
-        )
+        rate = float(on_host(lr)) if isinstance(lr, Tensor) else lr
+        moments = tree.leaves(link.mu), tree.leaves(link.nu)
+        torch.ops.fn.lamb_step_(params, *moments, rate * ratio, h.eps, h.weight_decay)
         _write(link.ratio, ratio)
         link.step.add_(1)
 
@@ -102,7 +104,7 @@ def with_onebit_lamb_in_place(
             descend(link, leaves, frozen_ratio(_read(link.coefficient), factor))
             mean.keep()
 
-        return Staged(bool(bound.isfinite()), commit)
+        return Staged(bound.isfinite(), commit)
 
     return tx._replace(
         warmup_update=InPlace(tx.warmup_update, fits, warm_up),
@@ -120,5 +122,10 @@ def _write(numbers: Tree, values: Tensor) -> None:
 
 
 def _counts(tensors: list[Tensor]) -> Tensor:
-    device = tensors[0].device if tensors else None
-    return torch.tensor([t.numel() for t in tensors], dtype=torch.float64, device=device)
+    device = tensors[0].device if tensors else torch.device("cpu")
+    return _numbers(tuple(map(Tensor.numel, tensors)), device)
+
+
+@remembered
+def _numbers(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(counts, dtype=torch.float64, device=device)

@@ -16,6 +16,7 @@ from fn.transforms.adam_in_place import Descent
 from fn.transforms.average_in_place import averaging, squares_are_finite
 from fn.transforms.coded_in_place import Wire
 from fn.transforms.finite import SkipState
+from fn.transforms.host_numbers import on_host, write
 from fn.transforms.in_place import Fits, InPlace, Staged
 from fn.transforms.layout import Bucket
 from fn.transforms.zero_one import ZeroOneAdamState, largest
@@ -43,13 +44,13 @@ def with_zero_one_in_place(
     def descend(link: ZeroOneAdamState, params: Tree, grads: list[Tensor], *, frozen: bool) -> None:
         lists = [tree.leaves(params), grads, tree.leaves(link.mu), tree.leaves(link.nu)]
         decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
-        ops.direct("adamw_", *lists, h.b1, h.b2, h.eps, decay, float(h.lr), 1.0, 1.0, frozen)
+        ops.direct("adamw_", *lists, h.b1, h.b2, h.eps, decay, float(h.rate), 1.0, 1.0, frozen)
         link.step.add_(1)
 
     def variance(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: ZeroOneAdamState = state.inner[1]
         mean = average(tree.leaves(updates), state.inner[0])
-        peak = largest(mean.grads)
+        peak = ops.direct("largest_magnitude", mean.grads)
 
         def commit() -> None:
             descend(link, params, mean.grads, frozen=False)
@@ -62,7 +63,7 @@ def with_zero_one_in_place(
     def local(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: ZeroOneAdamState = state.inner[1]
         grads = tree.leaves(updates)
-        ok = squares_are_finite(grads)
+        ok = bool(squares_are_finite(grads))
 
         def commit() -> None:
             if ok:
@@ -70,26 +71,26 @@ def with_zero_one_in_place(
             else:  # this rank's own: no message tells the others
                 link.dropped.add_(1)
                 link.step.add_(1)
-            link.elapsed.add_(h.lr)
+            write(link.elapsed, lambda elapsed: elapsed.add_(h.rate))
 
         return Staged(True, commit)
 
     def moved(updates: Tree, state: SkipState, params: Tree) -> bool:
         link: ZeroOneAdamState = state.inner[1]
         whole = wire.layout != "fused" and axis_size(wire.axis) > 1
-        return whole and bool(link.elapsed + h.lr > 0) and fits(updates, state, params)
+        return whole and bool(on_host(link.elapsed) + h.rate > 0) and fits(updates, state, params)
 
     def synchronise(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: ZeroOneAdamState = state.inner[1]
         mu, nu, anchor = tree.leaves(link.mu), tree.leaves(link.nu), tree.leaves(link.anchor)
         lists = tree.leaves(params), anchor, mu, tree.leaves(updates), nu
-        elapsed = float(link.elapsed.add(h.lr).to(link.elapsed.dtype))
+        elapsed = float(on_host(link.elapsed).add(h.rate).to(link.elapsed.dtype))
 
         def drifts(bucket: Bucket) -> Tensor:
             here = [[t[i] for i in bucket.places] for t in lists]
             segments = bucket.segments
             place = segments.valid.shape[0], segments.runs
-            drift: Tensor = ops.direct("drift", *here, h.b1, h.eps, float(h.lr), *place)
+            drift: Tensor = ops.direct("drift", *here, h.b1, h.eps, float(h.rate), *place)
             return drift.view(-1)
 
         mean = wire.average_rows(anchor, link.sync, drifts)
@@ -100,7 +101,7 @@ def with_zero_one_in_place(
             mean.step(anchor, mu, nu, tail, factor=-1 / elapsed, copies=tree.leaves(params))
             link.peak.copy_(peak)
             link.step.add_(1)
-            link.elapsed.zero_()
+            write(link.elapsed, Tensor.zero_)
             mean.keep()
 
         return Staged(mean.ok, commit)

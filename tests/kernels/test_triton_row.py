@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,20 @@ CONSTANTS = {"BLOCK": 4096, "FEEDBACK": True, "WIDTH": 4}
 KERNELS = ("encode", "decode", "serve", "residual", "quantize", "quantize_feedback", "dequantize")
 
 
+def compile_ahead(name: str, target: tuple[str, int, int]) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from fn.kernels import triton_kernels
+
+    kernel = getattr(triton_kernels, name)
+    constants = {k: v for k, v in CONSTANTS.items() if k in kernel.arg_names}
+    signature = {a: "constexpr" if a in constants else TYPES.get(a, "i32") for a in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8, "enable_fp_fusion": False})
+
+
 @pytest.mark.parametrize("ops", ["'sign_encode', 'sign_encode_feedback', 'sign_residual', 'sign_serve'",
                                  "'sign_encode_feedback_', 'sign_residual_'",
                                  "'pack_bits', 'unpack_bits', 'sign_decode', 'sign_decode_mean'",
@@ -46,18 +61,17 @@ def test_the_row_conforms_in_the_interpreter(ops):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)], ids=str)
 def test_the_kernels_compile_ahead_of_time(name, target):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from fn.kernels import triton_kernels
-
-    kernel = getattr(triton_kernels, name)
-    constants = {k: v for k, v in CONSTANTS.items() if k in kernel.arg_names}
-    signature = {a: "constexpr" if a in constants else TYPES.get(a, "i32") for a in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    compiled = triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8, "enable_fp_fusion": False})
+    compiled = compile_ahead(name, target)
     assert compiled.asm["cubin" if target[0] == "cuda" else "hsaco"]
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not compiled")
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_offset_is_multiplied_in_32_bits(name):
+    """The messages of all ranks together are more than 2**31 bytes for 2**31 numbers in eight bits."""
+    products = [line for line in compile_ahead(name, ("cuda", 90, 32)).asm["ttir"].splitlines() if "arith.muli" in line]
+    assert products
+    assert not [line for line in products if line.split(" loc(")[0].endswith(": i32")]
 
 
 @pytest.mark.gpu
