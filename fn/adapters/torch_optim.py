@@ -29,6 +29,7 @@ from fn.collectives.axis import current_binding, rank_dims
 from fn.collectives.peers import named
 from fn.schedules import FreezeWhenStable, Schedule, always_warm_up, phase_of
 from fn.transforms.finite import SkipState, skip_nonfinite, together
+from fn.transforms.host_numbers import on_host
 from fn.transforms.in_place import InPlace, Staged
 
 Tree = Any
@@ -144,7 +145,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def skipped(self) -> int:
         """Return how many steps were skipped because a gradient was not finite."""
-        return max((int(count) for count in self._skip_counts()), default=0)
+        return max((int(on_host(count)) for count in self._skip_counts()), default=0)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group: its transform is made and its state starts at zero.
@@ -271,15 +272,14 @@ class Optimizer(torch.optim.Optimizer):
     def _advance(self, update: UpdateFn, phase: Phase, problem: Exception | None) -> tuple[list[Tensor], ...] | None:
         """Move the states; return the updates of the parameters, None if these moved too."""
         groups = [group["params"] for group in self.param_groups]
-        before = [int(count) for count in self._skip_counts()]
+        before = [int(on_host(count)) for count in self._skip_counts()]
         grads = self._collect(groups, phase is not Phase.LOCAL, problem)
         if self._unsure and phase is Phase.COMPRESSED:
             self._unsure = not refuse_averaged(grads, self._axes)
         updates, _ = update(grads, self.states, tuple(groups))
         if self.skipped > max(before, default=0) and self._settle(groups, before):
             updates, _ = update(self._collect(groups), self.states, tuple(groups))
-        moves: tuple[list[Tensor], ...] | None = updates
-        return moves
+        return None if updates is None else tuple(updates)
 
     def _settle(self, groups: list[list[Tensor]], before: list[int]) -> bool:
         names = [g.get("param_names") or [str(i) for i in range(len(g["params"]))] for g in self.param_groups]
