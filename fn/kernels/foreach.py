@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import buffers, ops, tiled_ints, tiled_signs
+from fn.kernels import buffers, foreach_lamb, ops, tiled_ints, tiled_signs
 from fn.kernels.eager import remembered
+from fn.kernels.foreach_lamb import clear_by_signs
 from fn.kernels.places import plain, same_places
 from fn.kernels.reference_lamb import lamb_moments_, lamb_step_, onebit_lamb_moments_
 from fn.kernels.reference_step import drift, widths_of
@@ -152,11 +153,6 @@ def _clear(m: list[Tensor], v: list[Tensor]) -> None:
         moved.masked_fill_(~(rests > 0), 0.0)
 
 
-def clear_by_signs(m: list[Tensor], v: list[Tensor]) -> None:
-    """Do that in two launches; a zero has the sign of what was there."""
-    torch._foreach_mul_(m, torch._foreach_sign(v))
-
-
 def _descend(
     p: list[Tensor], m: list[Tensor], v: list[Tensor], eps: float, weight_decay: float, lr: float, mu_weight: float,
     nu_weight: float,
@@ -173,8 +169,8 @@ def _descend(
 
 
 AS_THEY_ARE = (drift, lamb_moments_, onebit_lamb_moments_, lamb_step_)
-"""References that are good enough: their temporaries are those of one tensor, and without these LAMB's and 0/1 Adam's
-steps would be the pure ones."""
+"""References that are good enough for a CPU: their temporaries are those of one tensor, and without these LAMB's and
+0/1 Adam's steps would be the pure ones."""
 
 
 def row(device_type: str) -> Accelerator:
@@ -184,5 +180,5 @@ def row(device_type: str) -> Accelerator:
     if device_type == "cpu":
         kernels |= tiled_signs.KERNELS | tiled_ints.KERNELS
     else:
-        kernels["largest_magnitude"] = largest_magnitude
+        kernels |= {"largest_magnitude": largest_magnitude, **foreach_lamb.KERNELS}
     return Accelerator(device_type, kernels, provider="torch")

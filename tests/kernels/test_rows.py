@@ -53,6 +53,26 @@ def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
         assert all(map(torch.equal, step(chunk), whole))
 
 
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 22])
+def test_the_functions_of_lists_of_accelerators_conform(monkeypatch, chunk):
+    from fn.kernels import foreach_lamb
+
+    monkeypatch.setattr(foreach_lamb, "CHUNK", chunk)
+    assert kernels.conformance(kernels.Accelerator("cpu", foreach_lamb.KERNELS, provider="torch"))
+    for name, kernel in foreach_lamb.KERNELS.items():
+        assert acceptance.complaint(name, kernel, torch.device("cpu")) is None
+        empty = [[torch.zeros(0)] if isinstance(a, list) else a for a in acceptance.examples(name)[0]]
+        assert kernel(*empty) is NotImplemented
+
+
+def test_drift_of_lists_selects_zeros_where_gradients_are_not_finite():
+    from fn.kernels import foreach_lamb
+
+    one, zero, inf = torch.ones(8), torch.zeros(8), torch.full((8,), torch.inf)
+    found = foreach_lamb.drift([one], [zero], [zero], [inf], [zero], 0.9, 0.5, 0.1, 1, [1, 8])
+    assert torch.equal(found, torch.full((1, 8), 0.5))
+
+
 @pytest.mark.slow
 def test_the_numba_row_conforms():
     pytest.importorskip("numba", reason="the extra `cpu` is not installed")

@@ -36,10 +36,10 @@ CASES: list[tuple[str, Any, fn.Phase, dict[str, Any], int]] = [  # and how many 
     ("1-bit Adam", fn.onebit_adam, fn.Phase.WARMUP, {}, 100),
     ("1-bit Adam", fn.onebit_adam, fn.Phase.COMPRESSED, {}, 200),
     ("1-bit Adam", fn.onebit_adam, fn.Phase.COMPRESSED, {"bias_correction": True}, 200),
-    ("1-bit LAMB", fn.onebit_lamb, fn.Phase.WARMUP, {}, 5000),
-    ("1-bit LAMB", fn.onebit_lamb, fn.Phase.COMPRESSED, {}, 9000),
+    ("1-bit LAMB", fn.onebit_lamb, fn.Phase.WARMUP, {}, 300),
+    ("1-bit LAMB", fn.onebit_lamb, fn.Phase.COMPRESSED, {}, 700),
     ("0/1 Adam", fn.zero_one_adam, fn.Phase.WARMUP, {}, 100),
-    ("0/1 Adam", fn.zero_one_adam, fn.Phase.COMPRESSED, {}, 2000),
+    ("0/1 Adam", fn.zero_one_adam, fn.Phase.COMPRESSED, {}, 300),
     ("0/1 Adam", fn.zero_one_adam, fn.Phase.LOCAL, {}, 100),
 ]
 
