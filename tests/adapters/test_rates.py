@@ -144,7 +144,8 @@ def test_betas_of_a_transform_of_ones_own_are_its_own_and_are_all_restored():
         seen.append(betas)
         return fn.adamw(lr, b1=betas[0], b2=betas[-1])
 
-    saved, opt = (fn.Optimizer([torch.nn.Parameter(torch.ones(3))], make, betas=b) for b in ((0.9, 0.8, 0.7), (0, 0, 0)))
+    given = (0.9, 0.8, 0.7), (0, 0, 0)
+    saved, opt = (fn.Optimizer([torch.nn.Parameter(torch.ones(3))], make, betas=betas) for betas in given)
     opt.load_state_dict(saved.state_dict())
     step(opt, 0)
     assert opt.param_groups[0]["betas"] == seen[-1] == (0.9, 0.8, 0.7)
@@ -152,10 +153,10 @@ def test_betas_of_a_transform_of_ones_own_are_its_own_and_are_all_restored():
 
 def test_a_scheduler_that_is_made_for_a_loaded_optimizer_finds_its_numbers_as_in_torch():
     def rates(make):
-        found = []
+        found, saved = [], None
         for last in (-1, 4):
             opt = make()
-            if last >= 0:
+            if saved is not None:
                 opt.load_state_dict(saved)
             scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=20, last_epoch=last)
             for t in range(5):
