@@ -245,7 +245,11 @@ _OF_SCHEDULERS = _SCHEDULERS | {"initial_lr"}
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers in a group, with `betas` as b1 and b2; flags say what the state holds, and are none."""
     numbers_of = {**group, **_spelled(group)}
-    return {name: x for name, x in numbers_of.items() if isinstance(x, numbers.Real) and not isinstance(x, bool)}
+    return {name: x for name, x in numbers_of.items() if _is_number(x) and not _is_flag(x)}
+
+
+def _is_flag(x: Any) -> bool:
+    return isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == torch.bool)
 
 
 def _spelled(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -124,8 +124,15 @@ def test_numbers_that_are_whole_stay_whole_and_flags_are_not_loaded():
     assert {k: opt.param_groups[0][k] for k in ("decay", "bits", "flag")} == {"decay": 0.25, "bits": 8, "flag": True}
 
 
-@pytest.mark.parametrize("given", [{"weight_decay": np.float32(0.25)}, {"betas": (np.float32(0.5), 0.99)}])
-def test_numbers_of_numpy_are_saved_and_loaded(given):
+OTHER_NUMBERS = [
+    {"weight_decay": np.float32(0.25)},
+    {"betas": (np.float32(0.5), 0.99)},
+    {"weight_decay": torch.tensor(0.25)},
+]
+
+
+@pytest.mark.parametrize("given", OTHER_NUMBERS, ids=["numpy", "betas", "tensor"])
+def test_numbers_of_numpy_and_0d_tensors_are_saved_and_loaded(given):
     def build(**hypers):
         p = torch.nn.Parameter(torch.ones(3))
         return fn.Optimizer([p], partial(fn.onebit_adam, axis="data"), lr=0.01, **{"betas": (0.9, 0.999), **hypers})
