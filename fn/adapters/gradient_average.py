@@ -144,13 +144,14 @@ class GradientAverage:
 
     def _paths(self) -> list[str]:
         rank, size = self._place
-        return [f"state of rank {rank} of {size}.{path}" for path in tree.paths(self.states)]
+        return [f"{OF}{rank} of {size}.{path}" for path in tree.paths(self.states)]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, bit for bit.
 
         Raises: ValueError that names the first path that does not fit, or another rank; nothing is loaded then.
         """
+        self._check_rank(state_dict)
         check_fits(self.state_dict(), state_dict)
         self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
         leaves, structure = tree.flatten(self.states)
@@ -158,6 +159,20 @@ class GradientAverage:
             state_dict[path].to(own.device, copy=True) for path, own in zip(self._paths(), leaves, strict=True)
         ]
         self.states = tree.unflatten(structure, found)
+
+    def _check_rank(self, saved: Mapping[str, Any]) -> None:
+        rank, size = self._place
+        theirs = {path.partition(".")[0] for path in saved if path.startswith(OF)}
+        if theirs and f"{OF}{rank} of {size}" not in theirs:
+            raise ValueError(
+                f"state_dict: has the {min(theirs)}, but this is rank {rank} of {size}; allowed is what this rank "
+                f"saved; another number of ranks goes on with errors of zero, and what was not delivered is lost: "
+                f"set steps = {int(saved['steps'])} of what average_gradients returned, on all ranks"
+            )
+
+
+OF = "state of rank "
+"""What the paths of errors begin with."""
 
 
 def _place(binding: Binding) -> tuple[int, int]:

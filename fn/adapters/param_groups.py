@@ -108,7 +108,8 @@ def _refuse_unknown(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
 
 def _without_betas(given: dict[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """Return hyper-parameters with torch's `betas` as b1 and b2, where `make` takes these."""
-    if "betas" not in given or "betas" not in _known(make):
+    names = _arguments(make)[0]
+    if "betas" not in given or "betas" in names or not _MOMENTS.issubset(names):
         return given
     betas = given.pop("betas")
     twice = ", ".join(sorted(given.keys() & _MOMENTS))
@@ -211,12 +212,12 @@ def follow(group: dict[str, Any], lr: Tensor) -> None:
 
 
 def saved_numbers(group: Mapping[str, Any], hypers: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the numbers of a group that a restart takes back, in float64: learning rates, and those of its transform.
+    """Return the numbers of a group that a restart takes back, in float64: those of its transform and of schedulers.
 
     Args: hypers: the hyper-parameters that the group's transform was made of.
     """
-    made_of = {*hypers, *(_MOMENTS if "betas" in hypers else ())}
-    kept = {name: value for name, value in _numbers(group).items() if name in made_of}
+    made_of = {*hypers, *_spelled(group)} if "betas" in hypers else hypers.keys()
+    kept = {name: x for name, x in _numbers(group).items() if name in made_of or name in _OF_SCHEDULERS}
     kept.update({name: group[name] for name in ("lr", "initial_lr") if name in group})
     return {name: torch.as_tensor(value, dtype=torch.float64).detach() for name, value in kept.items()}
 
@@ -229,20 +230,32 @@ def restore_numbers(group: dict[str, Any], saved: Mapping[str, Tensor]) -> None:
         group["lr"].fill_(lr)
     else:
         group["lr"] = lr
-    found = {name: x for name, x in found.items() if name == "initial_lr" or now.get(name, x) != x}
+    found = {name: x for name, x in found.items() if name in _OF_SCHEDULERS or now.get(name, x) != x}
     whole = {name for name, x in found.items() if isinstance(now.get(name), int) and x.is_integer()}
     found.update({name: int(found[name]) for name in whole})
-    if "betas" in group:
-        betas = {**now, **found}
-        group["betas"] = betas["b1"], betas["b2"]
-        found = {name: x for name, x in found.items() if name not in _MOMENTS}
+    if spelled := _spelled(group):
+        group["betas"] = tuple(found.pop(name, x) for name, x in spelled.items())
     group.update(found)
+
+
+_OF_SCHEDULERS = _SCHEDULERS | {"initial_lr"}
+"""What a group has for the schedulers that were made for it: one that is made with a `last_epoch` asks for it."""
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers in a group, with `betas` as b1 and b2; flags say what the state holds, and are none."""
-    numbers = {**group, **dict(zip(("b1", "b2"), group.get("betas", ()), strict=False))}
-    return {name: x for name, x in numbers.items() if isinstance(x, int | float) and not isinstance(x, bool)}
+    numbers_of = {**group, **_spelled(group)}
+    return {name: x for name, x in numbers_of.items() if _is_number(x) and not _is_flag(x)}
+
+
+def _is_flag(x: Any) -> bool:
+    return isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == torch.bool)
+
+
+def _spelled(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `betas` of a group by name, b1, b2 and so on."""
+    betas = group.get("betas")
+    return {f"b{i}": x for i, x in enumerate(betas, 1)} if isinstance(betas, tuple | list) else {}
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:

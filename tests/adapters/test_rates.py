@@ -7,6 +7,7 @@ import io
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -121,3 +122,57 @@ def test_numbers_that_are_whole_stay_whole_and_flags_are_not_loaded():
     opt.load_state_dict(saved.state_dict())
     step(opt, 0)
     assert {k: opt.param_groups[0][k] for k in ("decay", "bits", "flag")} == {"decay": 0.25, "bits": 8, "flag": True}
+
+
+OTHER_NUMBERS = [
+    {"weight_decay": np.float32(0.25)},
+    {"betas": (np.float32(0.5), 0.99)},
+    {"weight_decay": torch.tensor(0.25)},
+]
+
+
+@pytest.mark.parametrize("given", OTHER_NUMBERS, ids=["numpy", "betas", "tensor"])
+def test_numbers_of_numpy_and_0d_tensors_are_saved_and_loaded(given):
+    def build(**hypers):
+        p = torch.nn.Parameter(torch.ones(3))
+        return fn.Optimizer([p], partial(fn.onebit_adam, axis="data"), lr=0.01, **{"betas": (0.9, 0.999), **hypers})
+
+    saved, opt = build(**given), build()
+    step(saved, 0)
+    opt.load_state_dict(saved.state_dict())
+    step(opt, 1)
+    assert {name: opt.param_groups[0][name] for name in given} == given
+
+
+def test_betas_of_a_transform_of_ones_own_are_its_own_and_are_all_restored():
+    seen = []
+
+    def make(lr, betas=(0.98, 0.92, 0.99)):
+        seen.append(betas)
+        return fn.adamw(lr, b1=betas[0], b2=betas[-1])
+
+    given = (0.9, 0.8, 0.7), (0, 0, 0)
+    saved, opt = (fn.Optimizer([torch.nn.Parameter(torch.ones(3))], make, betas=betas) for betas in given)
+    opt.load_state_dict(saved.state_dict())
+    step(opt, 0)
+    assert opt.param_groups[0]["betas"] == seen[-1] == (0.9, 0.8, 0.7)
+
+
+def test_a_scheduler_that_is_made_for_a_loaded_optimizer_finds_its_numbers_as_in_torch():
+    def rates(make):
+        found, saved = [], None
+        for last in (-1, 4):
+            opt = make()
+            if saved is not None:
+                opt.load_state_dict(saved)
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=0.1, total_steps=20, last_epoch=last)
+            for t in range(5):
+                step(opt, t)
+                scheduler.step()
+            saved = opt.state_dict()
+            found.append((scheduler.get_last_lr(), opt.param_groups[0]["betas"]))
+        return found
+
+    make = partial(fn.onebit_adam, axis="data")
+    ours = rates(lambda: fn.Optimizer([torch.nn.Parameter(torch.ones(3))], make, lr=0.3, betas=(0.9, 0.999)))
+    assert ours == rates(lambda: torch.optim.Adam([torch.nn.Parameter(torch.ones(3))], lr=0.3))

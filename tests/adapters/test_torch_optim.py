@@ -276,7 +276,7 @@ def test_a_learning_rate_that_becomes_negative_or_no_number_is_refused_before_an
     with pytest.raises(ValueError, match=r"lr: is .*; allowed are finite numbers and 0-d tensors of at least 0"):
         opt.step()
     assert all(map(torch.equal, before, (*params, *tree.leaves(opt.states))))
-    opt.param_groups[0]["lr"] = 0.1
+    opt.param_groups[0]["lr"] = torch.tensor(0.1)
     opt.step()
     opt.param_groups[0]["lr"].fill_(-0.1)
     with pytest.raises(ValueError, match=r"lr: is -0\.1"):
