@@ -276,6 +276,7 @@ def whole(rows: int, at: Places) -> Tensor:
 
 def lerp_weight(decay: float) -> tuple[bool, np.float32]:
     """Return which end `torch.lerp` starts from, and the weight of the other."""
+    decay = float(decay)  # it may be a 0-d tensor
     small = decay < 0.5
     return small, np.float32(decay if small else np.float32(decay) - np.float32(1))
 

@@ -176,3 +176,17 @@ def test_a_scheduler_that_is_made_for_a_loaded_optimizer_finds_its_numbers_as_in
     make = partial(fn.onebit_adam, axis="data")
     ours = rates(lambda: fn.Optimizer([torch.nn.Parameter(torch.ones(3))], make, lr=0.3, betas=(0.9, 0.999)))
     assert ours == rates(lambda: torch.optim.Adam([torch.nn.Parameter(torch.ones(3))], lr=0.3))
+
+
+@pytest.mark.parametrize("make", [fn.adamw, fn.lamb])
+def test_hyper_parameters_may_be_0d_tensors(make):
+    def trained(number) -> torch.Tensor:
+        p = torch.nn.Parameter(torch.ones(8))
+        hyper = {"b1": number(0.9), "b2": number(0.99), "eps": number(1e-6), "weight_decay": number(0.1)}
+        opt = fn.Optimizer([p], make, lr=0.1, **hyper)
+        for i in range(3):
+            p.grad = torch.full((8,), i + 1.0)
+            opt.step()
+        return p.detach()
+
+    torch.testing.assert_close(trained(torch.tensor), trained(float), rtol=1e-6, atol=0.0)
