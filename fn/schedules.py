@@ -192,11 +192,16 @@ class FreezeWhenStable:
         self.frozen_at: int | None = None
         self._asked = _Asked()
 
-    def observe(self, step: int, norm: float) -> None:
-        """Take ||v||_1 after a step; steps must come in order. After the freeze it is ignored."""
+    def observe(self, step: int, norm: float | None) -> None:
+        """Take ||v||_1 after a step; steps must come in order. After the freeze it is ignored.
+
+        None is for a step that was skipped: it says nothing of v, which rested without being stable.
+        """
         if self.frozen_at is not None:
             return
         self._asked.last, self._asked.unfed = step, 0
+        if norm is None:
+            return
         self.norms = [*self.norms[-self.distance :], norm]
         ready = len(self.norms) > self.distance and step + 1 >= self.min_steps
         if ready and norm > 0 and min(norm, self.norms[0]) / max(norm, self.norms[0]) >= self.threshold:

@@ -164,6 +164,19 @@ def test_min_steps_delays_the_freeze_and_no_more():
     assert fed(norms, b2=0.9, min_steps=30) == 30
 
 
+def test_steps_that_were_skipped_are_no_sign_of_stability():
+    schedule = fn.freeze_when_stable(b2=0.5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step, norm in enumerate([1.0, *[None] * 30, 4.0]):
+            assert schedule(step) is Phase.WARMUP
+            schedule.observe(step, norm)
+    assert schedule.norms == [1.0, 4.0]
+    for step, norm in enumerate([4.0, None, 4.0], 32):
+        schedule.observe(step, norm)
+    assert schedule.frozen_at == 35
+
+
 def test_a_freeze_is_for_good():
     schedule = fn.freeze_when_stable(b2=0.5)
     for step, norm in enumerate([1.0, 1.0, 1.0, 100.0, 1e4, 1e6]):

@@ -213,7 +213,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         phase = self.phase
-        problem, skipped = self._follow_groups(), self.skipped if self.carried else 0
+        problem, skipped = self._follow_groups(), self.skipped
         with self._binding, named(self._wires):
             early, changed = (None, None) if self.ahead is None else self.ahead(phase)
             if early is None:
@@ -227,7 +227,7 @@ class Optimizer(torch.optim.Optimizer):
             self.carried = ()
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
-            self.schedule.observe(self.steps - 1, self._second_moment_norm())
+            self.schedule.observe(self.steps - 1, self._second_moment_norm() if self.skipped == skipped else None)
         if early is not None and changed is not None:
             raise changed
         return loss

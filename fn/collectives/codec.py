@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fn.base import check_number
 from fn.collectives.feedback import Classic, LazyError
-from fn.collectives.remade import reduced
+from fn.collectives.remade import reduced, told_of
 from fn.collectives.segments import Segments, tile
 from fn.collectives.two_passes import Later, Sent
 from fn.kernels import ops
@@ -56,6 +56,7 @@ class Fused(NamedTuple):
     later: Later | None = None
 
 
+@told_of({"encode", "decode"}, {"decode_mean", "segmented", "fused", "make"})
 class Codec(NamedTuple):
     """How rows of numbers travel.
 
@@ -68,6 +69,8 @@ class Codec(NamedTuple):
         tensor into the next. None: `segmented` does it tensor by tensor.
     fused: a feedback's `rule` -> encoding with that feedback in one kernel, or None where there is no such kernel.
     make: makes it again, where it was unpickled. None: then it cannot be pickled.
+
+    `_replace` of encode or decode makes those of the last four None that are not given, too.
     """
 
     encode: Callable[[Tensor], Tree]
@@ -342,4 +345,4 @@ def segmented(codec: Codec, segments: Segments) -> Codec:
         x = torch.cat([codec.decode(part) for part in payload], dim=1)
         return torch.where(segments.mask(x.device), x, 0.0)
 
-    return codec._replace(encode=encode, decode=decode, decode_mean=None, fused=None)
+    return Codec(encode, decode, codec.align, codec.bits)

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import tree
 from fn.collectives import payloads
 from fn.collectives.axis import axis_index, axis_size
 from fn.collectives.codec import Codec, Fused, mean_of_rows, segmented
-from fn.collectives.feedback import Feedback, Off
+from fn.collectives.feedback import DampedError, Feedback, LazyError, Off
 from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
 from fn.collectives.segments import Segments
+from fn.collectives.store import StoredError
 from fn.collectives.two_passes import Later, Sent
 from fn.kernels.eager import remembered
 
@@ -328,8 +328,8 @@ def check_vector(x: Tensor, error: Tree, align: int, argument: str) -> None:
         raise ValueError(
             f"{argument}: has shape {tuple(x.shape)}; allowed is one dimension, a multiple of {align} long"
         )
-    first = next((leaf for leaf in tree.leaves(error) if isinstance(leaf, Tensor)), None)
-    if first is not None and first.shape != x.shape:
+    first = error[0] if isinstance(error, LazyError | DampedError | StoredError) else error
+    if isinstance(first, Tensor) and first.shape != x.shape:
         raise ValueError(
             f"error: has shape {tuple(first.shape)}, but {argument} has {tuple(x.shape)}; a state belongs to the "
             f"world size and the parameters that it was made for"

@@ -54,7 +54,8 @@ def check_codec(codec: Codec) -> Report:
     Shapes and dtypes of what comes back; rows that are decoded alone; inputs left alone; zero stays zero, and a
     number among zeros comes back; a NaN or Inf arrives; with classic feedback the sum of what was delivered plus the
     error is the sum of what was sent, and the error does not grow; several tensors in a row do not touch one another;
-    vmap and fullgraph compilation; the ledger's bytes are `bits`; kernels (`fused`, `decode_mean`) compute the algebra.
+    vmap and fullgraph compilation; the ledger's bytes are `bits`; `fused`, `decode_mean` and `segmented` compute the
+    algebra.
 
     Args: codec: any codec; `fused`, `segmented` and `decode_mean` are looked at where it has them.
     Returns: a report, true if nothing was wrong.
@@ -185,6 +186,10 @@ def _telescopes(codec: Codec, segments: Segments | None) -> str | None:
 
 
 def _apart(codec: Codec) -> str | None:
+    y = _numbers(2, _length(codec))
+    only = segmented(codec, Segments((y.shape[1],), torch.full((2, 1), y.shape[1])))
+    if _unequal(only.decode(only.encode(y)), codec.decode(codec.encode(y))):
+        return "`segmented` is another codec: the only tensor of a row comes back as something else"
     segments = _segments(codec)
     half, first = segmented(codec, segments), segments.widths[0]
     x = torch.where(segments.mask(torch.device("cpu")), _numbers(2, segments.row_length), 0.0)

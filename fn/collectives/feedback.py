@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from fn.base import check_number
-from fn.collectives.remade import reduced
+from fn.collectives.remade import reduced, told_of
 from fn.collectives.store import from_blocks, store_of, to_blocks
 
 Tree = Any
 
 
+@told_of({"init", "compensate", "residual"}, {"rule", "make"})
 class Feedback(NamedTuple):
     """How the error of one rank enters the next message.
 
@@ -28,6 +29,8 @@ class Feedback(NamedTuple):
     residual: (compensated, decoded, error) -> the next error.
     rule: what these three do, as data, for codecs that have a kernel for it. None: not told.
     make: makes it again, where it was unpickled. None: then it cannot be pickled.
+
+    `_replace` of one of the three functions makes rule and make None, unless they are given, too.
     """
 
     init: Callable[[Tensor], Tree]
@@ -122,7 +125,7 @@ def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block
         return compensated
 
     def residual(compensated: Tensor, decoded: Tensor, error: Tree) -> Tree:
-        return kept.save(compensated - decoded)
+        return kept.save((compensated - decoded).to(compensated.dtype))  # a codec may decode to float64
 
     rule = Classic(lazy) if store is None else StoredClassic(str(store), block)
     make = partial(classic, lazy=lazy, store=store, block=block)

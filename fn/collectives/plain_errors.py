@@ -20,12 +20,30 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
     """Return the vector that an error stands for; None for a feedback that keeps nothing.
 
     Args: error: of R rows of `segments`. codec, feedback: with which it was made. dtype: of the vectors that travelled.
+    Raises: TypeError for an error of a feedback that does not tell its rule, unless it is such a vector itself.
     """
+    if feedback.rule is None:
+        return _own(error, segments)
     if isinstance(feedback.rule, Off) or (isinstance(error, tuple) and not error):
         return None
     device = error.device if isinstance(error, Tensor) else error[0].device
     like = torch.zeros(segments.valid.shape[0], segments.row_length, dtype=dtype, device=device)
     return settle(segmented(codec, segments), feedback, error, like)
+
+
+def _own(error: Tree, segments: Segments) -> Tensor:
+    """Return an error that only its feedback understands: as it is, for what is added up is what it stands for.
+
+    That is right wherever what is sent later is linear in it, such as `x + 0.9 * error`.
+    """
+    length = segments.valid.shape[0] * segments.row_length
+    if isinstance(error, Tensor) and error.shape == (length,) and error.is_floating_point():
+        return error
+    form = f"{error.dtype} {tuple(error.shape)}" if isinstance(error, Tensor) else type(error).__name__
+    raise TypeError(
+        f"feedback: is one of your own, and its error is {form}; errors that move to another number of ranks are "
+        f"floating vectors like the {length} numbers that are encoded; save and load on the same number, or start anew"
+    )
 
 
 def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedback, age: Tensor | None) -> Tree:

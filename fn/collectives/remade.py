@@ -4,7 +4,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+
+_Kind = TypeVar("_Kind", bound=type)
+
+
+def told_of(functions: set[str], told: set[str]) -> Callable[[_Kind], _Kind]:
+    """Return a decorator of a NamedTuple: `_replace` of one of `functions` makes those fields None that tell of them.
+
+    A kernel for the old functions would otherwise go on in place of the new ones. Fields that are given stay.
+    """
+
+    def decorate(kind: _Kind) -> _Kind:
+        plain = kind._replace  # type: ignore[attr-defined]
+
+        def replaced(self: Any, /, **fields: Any) -> Any:
+            return plain(self, **{**({} if functions.isdisjoint(fields) else dict.fromkeys(told)), **fields})
+
+        kind._replace = replaced  # type: ignore[attr-defined]
+        return kind
+
+    return decorate
 
 
 def reduced(found: tuple[Any, ...], make: Callable[[], tuple[Any, ...]] | None) -> tuple[Any, ...]:

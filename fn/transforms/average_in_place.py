@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fn import tree
 from fn.collectives import primitives
 from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.hierarchy import Codecs
 from fn.kernels import ops
 from fn.transforms import layout as layouts
 from fn.transforms.average import average
-from fn.transforms.in_place import swap
+from fn.transforms.in_place import successor
 
 Tree = Any
 
@@ -40,12 +39,7 @@ def averaging(axis: AxisNames | None, codec: Codecs | None) -> Callable[[list[Te
 
     def coded(leaves: list[Tensor], state: Tree) -> Mean:
         grads, after = link.warmup_update(leaves, state, leaves)
-
-        def keep() -> None:
-            for old, new in zip(tree.leaves(state), tree.leaves(after), strict=True):
-                swap(old, new)
-
-        return Mean(grads, squares_are_finite(grads), keep)
+        return Mean(grads, squares_are_finite(grads), successor(state, after))
 
     return exact if codec is None else coded
 

@@ -6,13 +6,11 @@ Where the codes are signs with a scale per tensor, the kernels read them as they
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fn import tree
 from fn.collectives import payloads
 from fn.collectives.axis import AxisNames
 from fn.collectives.codec import Codec, SignPayload, segmented
@@ -33,7 +31,7 @@ from fn.kernels import buffers, ops
 from fn.kernels.eager import remembered
 from fn.transforms import layout as layouts
 from fn.transforms.finite import all_finite
-from fn.transforms.in_place import swap
+from fn.transforms.in_place import successor
 from fn.transforms.layout import Bucket
 from fn.transforms.shards import write
 
@@ -152,7 +150,7 @@ class Wire(NamedTuple):
                 continue
             x = rows(bucket).view(bucket.segments.valid.shape[0], -1)
             payload, after = encode(segmented(self.codec, bucket.segments), self.feedback, x, e, consume=True)
-            parts.append(self._served(bucket, payload, d, partial(replace, e, after)))
+            parts.append(self._served(bucket, payload, d, successor(e, after)))
         return Agreed(parts)
 
     def average_moments(
@@ -169,14 +167,14 @@ class Wire(NamedTuple):
                 parts.append(self._served(bucket, payload, d, nothing)._replace(sent=sent))
             else:
                 payload, after = fused.encode(*averages)
-                parts.append(self._served(bucket, payload, d, partial(replace, e, after)))
+                parts.append(self._served(bucket, payload, d, successor(e, after)))
         return Agreed(parts, grads, decay)
 
     def _decoded(self, bucket: Bucket, x: Tensor, e: Tree, d: Tree) -> Part:
         """Average x (n,), which may be overwritten."""
         rule, at = (self.axis, self.codec, self.feedback), bucket.segments
         mean, after = compressed_all_reduce(x, (e, d), *rule, segments=at, consume=True, servers=self.servers)
-        return Part(bucket, mean, partial(replace, (e, d), after))
+        return Part(bucket, mean, successor((e, d), after))
 
     def _served(self, bucket: Bucket, payload: Tree, d: Tree, keep: Callable[[], None]) -> Part:
         """Average what is encoded. keep: write the worker's error."""
@@ -186,7 +184,7 @@ class Wire(NamedTuple):
         found = pass_on_later(payload, d, *rule, segments=bucket.segments)
         if found is None:
             gathered, after = pass_on(payload, d, *rule, segments=bucket.segments)
-            found = gathered, partial(replace, d, after)
+            found = gathered, successor(d, after)
         gathered, serve = found
 
         def keep_both() -> None:
@@ -194,12 +192,6 @@ class Wire(NamedTuple):
             serve()
 
         return Part(bucket, gathered, keep_both)
-
-
-def replace(error: Tree, after: Tree) -> None:
-    """Let an error be the next one."""
-    for old, new in zip(tree.leaves(error), tree.leaves(after), strict=True):
-        swap(old, new)
 
 
 def nothing() -> None:

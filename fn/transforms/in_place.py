@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fn import tree
 from fn.base import UpdateFn
 from fn.kernels.eager import is_eager
 from fn.kernels.table import cells
@@ -133,3 +134,26 @@ def same_shapes(lists: Sequence[Sequence[Tensor]]) -> bool:
 def swap(old: Tensor, new: Tensor) -> None:
     """Give a tensor of the state the memory of the new one, instead of copying it."""
     old.set_(new)  # type: ignore[call-overload]
+
+
+def successor(old: Tree, new: Tree) -> Callable[[], None]:
+    """Return what lets a state be the next one, by giving its tensors the memory of the new ones.
+
+    Raises: ValueError now, before anything is written, if structure, a shape or a dtype differs.
+    """
+    olds, structure = tree.flatten(old)
+    news, found = tree.flatten(new)
+    if structure != found:
+        leaves = f"{tree.paths(old)} into {tree.paths(new)}"
+        raise ValueError(f"state: an update turned the leaves {leaves}; allowed are those of init, in the same trees")
+    for o, n in zip(olds, news, strict=True):
+        if o.shape != n.shape or o.dtype != n.dtype:
+            change = f"from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}"
+            raise ValueError(f"state: an update changed a leaf {change}; allowed are the form and the dtype of init")
+
+    def write() -> None:
+        for o, n in zip(olds, news, strict=True):
+            if o is not n:
+                swap(o, n)
+
+    return write

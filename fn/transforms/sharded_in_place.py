@@ -17,7 +17,7 @@ from fn.transforms import layout as layouts
 from fn.transforms.adam_in_place import Descent
 from fn.transforms.exchange import Rules
 from fn.transforms.finite import SkipState, all_finite
-from fn.transforms.in_place import InPlace, Staged, has_kernel, swap
+from fn.transforms.in_place import InPlace, Staged, has_kernel, successor
 from fn.transforms.moments import AdamState
 from fn.transforms.sharded import ShardedState, check_state, kept_of
 from fn.transforms.shards import take, write
@@ -69,17 +69,16 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
             full, kept = exchange.back_from_rows(new[0], whole, kept, bucket, rules, codes)
             steps.append(_Step(bucket, kept, new, full))
         exact = not codes or rules.gather is None
+        masters = tuple(s.new[0] if isinstance(m, Tensor) else () for s, m in zip(steps, inside.master, strict=True))
+        olds = tree.leaves(moments.mu), tree.leaves(moments.nu), inside.master, kept_of(inside)
+        news = [s.new[1] for s in steps], [s.new[2] for s in steps], masters, [s.kept for s in steps]
+        renew = successor(olds, news)
 
         def commit() -> None:
             adam_in_place.step_weights(moments, h, warmup=True)
             for step in steps:
                 write(step.whole, step.bucket, [leaves[i] for i in step.bucket.places])
-            masters = tuple(
-                s.new[0] if isinstance(m, Tensor) else () for s, m in zip(steps, inside.master, strict=True)
-            )
-            olds = (moments.mu, moments.nu, inside.master, kept_of(inside))
-            news = ([s.new[1] for s in steps], [s.new[2] for s in steps], masters, [s.kept for s in steps])
-            _replace(olds, news)
+            renew()
 
         return Staged(_agree([s.whole for s in steps], plan, exact), commit)
 
@@ -109,9 +108,3 @@ def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> boo
         return bool(all_finite(wholes))
     firsts = [x.view(b.segments.valid.shape[0], -1)[:, 0] for x, b in zip(wholes, plan, strict=True) if x.numel()]
     return bool(all_finite(firsts))
-
-
-def _replace(olds: Any, news: Any) -> None:
-    for old, new in zip(tree.leaves(olds), tree.leaves(news), strict=True):
-        if old is not new:
-            swap(old, new)

@@ -158,7 +158,8 @@ def scale_by_zero_one_adam(
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         moves, mu = step_alone(updates, state, params)
-        each = [torch.isfinite(u).all() for u in tree.leaves(moves)]
+        squares = tree.map(lambda m, g: g.to(m.dtype).square(), state.mu, updates)  # where nu is zero, moves are too
+        each = [torch.isfinite(x).all() for x in (*tree.leaves(moves), *tree.leaves(squares))]
         ok = torch.stack(each).all() if each else torch.ones_like(state.dropped, dtype=torch.bool)
         moves = tree.map(lambda u: torch.where(ok, u, -0.0), moves)
         mu = tree.map(lambda new, old: torch.where(ok, new, old), mu, state.mu)

@@ -403,6 +403,17 @@ def test_freeze_when_stable_is_fed_by_the_second_moment():
     assert phases == [Phase.WARMUP] * 5 + [Phase.COMPRESSED] * 5
 
 
+def test_skipped_steps_do_not_freeze_a_second_moment_that_rests_because_of_them():
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = fn.Optimizer([p], partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_when_stable(b2=0.5), lr=0.01)
+    for gradient in (1.0, *[float("inf")] * 20, 2.0):
+        p.grad = torch.full((3,), gradient)
+        opt.step()
+    assert opt.skipped == 20
+    assert opt.schedule.frozen_at is None
+    assert len(opt.schedule.norms) == 2
+
+
 def test_freeze_when_stable_refuses_a_transform_without_a_second_moment_at_construction():
     with pytest.raises(ValueError, match=r"schedule.*nu"):
         fn.Optimizer(parameters(), fn.scale_by_learning_rate, schedule=fn.freeze_when_stable())

@@ -56,6 +56,37 @@ def test_a_codec_with_a_function_of_another_one_is_not_pickled_as_its_own():
         pickle.dumps(mixed)
 
 
+def sent(codec, feedback):
+    """Return what arrives in four rounds of several tensors, and the last error."""
+    half, out = segmented(codec, SEGMENTS), []
+    error = feedback.init(torch.zeros(704))
+    for step in range(4):
+        x = torch.randn(2, 352, generator=torch.Generator().manual_seed(step))
+        payload, error = encode(half, feedback, x * SEGMENTS.mask(x.device), error)
+        out.append(half.decode(payload))
+    return torch.stack([*out, error.view(2, -1)])
+
+
+@pytest.mark.parametrize("codec", [fn.sign(), fn.int8()], ids=["sign", "int8"])
+@pytest.mark.parametrize("which", [fn.classic, fn.damped, fn.off], ids=lambda which: which.__name__)
+def test_a_feedback_with_a_function_of_ones_own_runs_that_one_and_no_kernel_for_the_old_one(which, codec):
+    functions = torch.zeros_like, lambda x, e: x + 0.5 * e, lambda c, decoded, e: (c - decoded).clamp(-1, 1)
+    changed = which()._replace(init=functions[0], compensate=functions[1], residual=functions[2])
+    assert torch.equal(sent(codec, changed), sent(codec, fn.Feedback(*functions)))
+    assert changed.rule is changed.make is None
+    assert which()._replace(compensate=functions[1], rule="told").rule == "told"
+
+
+@pytest.mark.parametrize("codec", [fn.sign(), fn.int8(), fn.identity()], ids=["sign", "int8", "identity"])
+def test_a_codec_with_functions_of_ones_own_runs_these_and_no_kernel_for_the_old_ones(codec):
+    functions = {"encode": torch.Tensor.half, "decode": torch.Tensor.float}
+    changed = codec._replace(**functions, align=1, bits=16.0)
+    assert torch.equal(sent(changed, fn.classic()), sent(fn.Codec(*functions.values(), 1, 16.0), fn.classic()))
+    assert changed[4:] == (None,) * 4
+    assert codec._replace(bits=2.0)[4:] == codec[4:]
+    assert codec._replace(decode=torch.Tensor.float, segmented=len).segmented is len
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("segments", [None, SEGMENTS], ids=["one", "several"])
 @pytest.mark.parametrize("codec", [fn.sign(), fn.sign(block=64), fn.sign(padding_counts=True)], ids=range(3))

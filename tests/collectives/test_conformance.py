@@ -156,6 +156,7 @@ BROKEN = {
     "`averages` is not": fn.sign()._replace(segmented=another_decay()),
     "`later.keep` are not": fn.sign()._replace(segmented=another_error_later()),
     "the kernel for": fn.int8()._replace(fused=another_beta),
+    "segmented` is another codec": fn.int8()._replace(segmented=fn.int8(64).segmented),
     "compiled it differs": CODEC._replace(decode=lambda p: p[0] * p[1] * (1 + torch.compiler.is_compiling())),
 }
 

@@ -217,3 +217,28 @@ PHASES = (fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.LOCAL)
 def test_an_argument_out_of_range_is_named(argument: str, value: Any) -> None:
     with pytest.raises(ValueError, match=argument):
         fn.zero_one_adam(axis="data", **{argument: value})
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_local_step_is_left_out_for_a_number_that_never_had_a_gradient_as_in_place(bad: float, dtype: Any) -> None:
+    """Where nu is zero the move is zero, whatever the gradient. In float64 the square of 1e30 is a number."""
+    tx = fn.zero_one_adam(0.1, axis="data")
+    start = [torch.ones(3, dtype=dtype)]
+    state = tx.init(start)
+    seen = [torch.tensor([1.0, 2.0, 0.0], dtype=dtype)]
+    updates, state = tx.update(fn.Phase.WARMUP)(seen, state, start)
+    params = fn.apply_updates(start, updates)
+    opt = fn.Optimizer(
+        [torch.nn.Parameter(start[0].clone())], partial(fn.zero_one_adam, axis="data"), lr=0.1,
+        schedule=lambda step: fn.Phase.LOCAL if step else fn.Phase.WARMUP,
+    )  # fmt: skip
+    (own,) = opt.param_groups[0]["params"]
+    for gradient in (seen[0], torch.tensor([1.0, 1.0, bad], dtype=dtype)):
+        own.grad = gradient
+        opt.step()
+    updates, state = tx.update(fn.Phase.LOCAL)([own.grad], state, params)
+    dropped = dtype == torch.float32 or bad != 1e30
+    assert int(state.inner[1].dropped) == int(opt.states[0].inner[1].dropped) == dropped
+    torch.testing.assert_close(fn.apply_updates(params, updates)[0], own.detach())
+    assert bool((own == params[0]).all()) == dropped
