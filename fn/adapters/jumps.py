@@ -7,7 +7,6 @@ because a softmax does not see them: a third of `MultiheadAttention.in_proj_bias
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +45,7 @@ def warn_of_jumps(optimizer: Optimizer, phase: Phase) -> None:
     ]
     if far:
         most, count, size, _, name = max(far)
-        eps = 10.0 ** math.ceil(math.log10(max(found[3] for found in far)))
+        eps = max(found[3] for found in far)
         others = f", and {len(far) - 1} other parameters" if len(far) > 1 else ""
         what = f"{count} of {size} elements of parameter {name}{others}, moved by up to {most:.0f} times lr"
         why = "codes give them the scale of the others, but next to no gradient, that of a key's bias say, froze theirs"
@@ -74,8 +73,11 @@ def _each(group: dict[str, Any], state: OnebitAdamState, hypers: dict[str, Any])
     if [mu.shape for mu, _ in moments] != [p.shape for p in group["params"]]:
         return []
     names = group.get("param_names") or [str(i) for i in range(len(moments))]
-    eps = float(hypers.get("eps", 0.0))
-    return [(name, _measure(mu, nu, eps)) for name, (mu, nu) in zip(names, moments, strict=True) if mu.numel()]
+    eps, weights = float(hypers.get("eps", 0.0)), (1.0, 1.0)
+    if hypers.get("bias_correction"):
+        weights = float(state.mu_weight), float(state.nu_weight)
+    pairs = [(name, mu / weights[0], nu / weights[1]) for name, (mu, nu) in zip(names, moments, strict=True)]
+    return [(name, _measure(mu, nu, eps)) for name, mu, nu in pairs if mu.numel()]
 
 
 def _measure(mu: Tensor, nu: Tensor, eps: float) -> tuple[float, int, int, float]:
