@@ -32,8 +32,9 @@ class Communicate(TrainerCallback):
     """Overlap once the model is wrapped, and keep each rank's own optimizer beside the trainer's checkpoint."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        """Take the communication over from DDP; `trainer` is below."""
-        overlap(trainer.model_wrapped, opt)
+        """Take the communication over from DDP, once: it keeps its wrapper if `train` is called again."""
+        if opt.ahead is None:
+            overlap(trainer.model_wrapped, opt)
         if state.global_step:
             opt.load_state_dict(torch.load(own_file(args.output_dir), weights_only=True))
 

@@ -55,7 +55,7 @@ LEAST_WIRE_SECONDS = 0.03
 def keep_local(model: Any) -> Any:
     """Let DDP leave gradients alone: each rank keeps its own, and the optimizer communicates.
 
-    Args: model: a `DistributedDataParallel` without a communication hook.
+    Args: model: a `DistributedDataParallel` without a communication hook, or what `torch.compile` made of one.
     Returns: the model. `no_sync` goes on working and changes nothing.
     Raises: TypeError if it is none; RuntimeError if it has a hook already.
     """
@@ -105,6 +105,7 @@ def overlap(
         one: their update is computed already, and is written, as on ranks that know of no change. In phases that are
         not overlapped all ranks raise `RanksDisagree` or that error, and nothing is written.
     """
+    model = _uncompiled(model)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel or another module")
     if not isinstance(optimizer, Optimizer):
@@ -116,6 +117,9 @@ def overlap(
     if optimizer._compile:
         raise ValueError("optimizer: is compiled; allowed is compile=False, for updates are split among threads")
     in_ddp = isinstance(model, DistributedDataParallel)
+    if not in_ddp and any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+        text = "holds a DistributedDataParallel, which averages gradients; allowed is that part itself"
+        raise TypeError(f"model: {type(model).__name__} {text}")
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     _check_params(params, optimizer.param_groups)
     _warn_of_others(model, optimizer)
@@ -163,7 +167,7 @@ def optimizer(
         overlap(model, found, scaler=scaler, least_wire_seconds=least_wire_seconds)
     else:
         keep_local(model)
-        _warn_of_others(model, found)
+        _warn_of_others(_check(model), found)
     return found
 
 
@@ -198,7 +202,8 @@ def average_gradients(
         are then as before, and gradients of no use. What all ranks raised can be caught, and the pass taken again after
         `zero_grad`, with `no_sync` from its first batch on.
     """
-    group = _check(model).process_group
+    model = _check(model)
+    group = model.process_group
     params = [p for p in model.module.parameters() if p.requires_grad]
     _check_params(params, [])
     schedule = schedule or (lambda step: Phase.COMPRESSED)
@@ -213,7 +218,13 @@ def average_gradients(
     return found
 
 
+def _uncompiled(model: Any) -> Any:
+    """Return what `torch.compile` was given, if the model is what it returned; trainers hand that out."""
+    return getattr(model, "_orig_mod", model)
+
+
 def _check(model: Any) -> DistributedDataParallel:
+    model = _uncompiled(model)
     if not isinstance(model, DistributedDataParallel):
         raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel")
     return model

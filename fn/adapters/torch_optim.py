@@ -18,6 +18,7 @@ from fn.adapters.compiled import check_changes, compiled
 from fn.adapters.donate import donate, owned
 from fn.adapters.held import commit_held, held
 from fn.adapters.interrupts import whole_step
+from fn.adapters.jumps import warn_of_jumps
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_elsewhere
 from fn.adapters.staged import apply, detached, stage, staged
@@ -212,8 +213,7 @@ class Optimizer(torch.optim.Optimizer):
             `PeerLost` if a rank ends or stops answering. Parameters and state are then as before the step.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
-        phase = self.phase
-        problem, skipped = self._follow_groups(), self.skipped
+        phase, problem, skipped = self.phase, self._follow_groups(), self.skipped
         with self._binding, named(self._wires):
             early, changed = (None, None) if self.ahead is None else self.ahead(phase)
             if early is None:
@@ -223,8 +223,8 @@ class Optimizer(torch.optim.Optimizer):
                 raise problem
             else:
                 commit_held(early, self, phase)
-        if due(self, phase) and self.skipped == skipped:
-            self.carried = ()
+        self.carried = () if due(self, phase) and self.skipped == skipped else self.carried
+        warn_of_jumps(self, phase)
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
             self.schedule.observe(self.steps - 1, self._second_moment_norm() if self.skipped == skipped else None)
