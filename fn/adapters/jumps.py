@@ -30,9 +30,9 @@ ORDINARY = 100.0
 def warn_of_jumps(optimizer: Optimizer, phase: Phase) -> None:
     """Warn, on rank 0, if the first step after 1-bit Adam's warm-up moved elements by more than `FAR` learning rates.
 
-    Call it when the step is written, before it is counted; other steps cost nothing.
+    Call it when the step is written and counted; other steps cost nothing.
     """
-    if phase is not Phase.COMPRESSED or phase_of(optimizer.schedule, max(optimizer.steps - 1, 0)) is not Phase.WARMUP:
+    if phase is not Phase.COMPRESSED or phase_of(optimizer.schedule, max(optimizer.steps - 2, 0)) is not Phase.WARMUP:
         return
     if any(int(bound.rank) for bound in optimizer._binding.axes.values()):
         return

@@ -224,10 +224,10 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 commit_held(early, self, phase)
         self.carried = () if due(self, phase) and self.skipped == skipped else self.carried
-        warn_of_jumps(self, phase)
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
             self.schedule.observe(self.steps - 1, self._second_moment_norm() if self.skipped == skipped else None)
+        warn_of_jumps(self, phase)
         if early is not None and changed is not None:
             raise changed
         return loss
