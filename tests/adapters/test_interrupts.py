@@ -36,7 +36,7 @@ def chained(lr: torch.Tensor) -> fn.Transform:
 PLACES = {
     "between two groups of a kernel's step": (fn.adamw, ops, "direct", 1),
     "between a new state and the params": (chained, donate, "write_back", 1),
-    "between two params": (chained, staged, "move", 3),
+    "between the params of two groups": (chained, staged, "move", 1),
 }
 
 
