@@ -88,9 +88,10 @@ def sum_of_squares(b: Tensor, runs: Sequence[int]) -> Tensor:
     def part(p: Tensor, first: int, end: int) -> Tensor:
         width = p.shape[-1]
         whole = width - width % NORM_BLOCK
-        blocks = p[..., :whole].unflatten(-1, (-1, NORM_BLOCK)) if whole else p.new_zeros((*p.shape[:-1], 0, 1))
-        heads = torch.linalg.vector_norm(blocks, dim=-1).double().square()
         tail = torch.linalg.vector_norm(p[..., whole:], dim=-1, keepdim=True).double().square()
+        if not whole:
+            return tail[..., 0]
+        heads = torch.linalg.vector_norm(p[..., :whole].unflatten(-1, (-1, NORM_BLOCK)), dim=-1).double().square()
         return torch.cat([heads, tail], -1).cumsum(-1)[..., -1]
 
     sums = per_segment(b, runs, part)
