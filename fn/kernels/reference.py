@@ -88,7 +88,7 @@ def sum_of_squares(b: Tensor, runs: Sequence[int]) -> Tensor:
     def part(p: Tensor, first: int, end: int) -> Tensor:
         width = p.shape[-1]
         whole = width - width % NORM_BLOCK
-        tail = torch.linalg.vector_norm(p[..., whole:], dim=-1, keepdim=True).double().square()
+        tail: Tensor = torch.linalg.vector_norm(p[..., whole:], dim=-1, keepdim=True).double().square()
         if not whole:
             return tail[..., 0]
         heads = torch.linalg.vector_norm(p[..., :whole].unflatten(-1, (-1, NORM_BLOCK)), dim=-1).double().square()
