@@ -290,7 +290,7 @@ def _encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree, consume: b
     """Do what `encode` says. The algebra below is what a kernel of the codec for this feedback must compute."""
     fused = _fused(codec, feedback)
     if fused is not None and fused.accepts(x, error):
-        return (fused.encode_over if consume and fused.encode_over else fused.encode)(x, error)
+        return (fused.encode_over if consume and fused.encode_over is not None else fused.encode)(x, error)
     if isinstance(error, tuple) and not error and feedback.rule is not None and not isinstance(feedback.rule, Off):
         raise ValueError("error: is empty, but this feedback keeps one; a state belongs to what it was made for")
     compensated = feedback.compensate(x.reshape(-1), error)

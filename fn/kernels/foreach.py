@@ -40,7 +40,7 @@ def chunks(*lists: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
     size = CHUNK_OF_CPU if lists[0] and lists[0][0].device.type == "cpu" else CHUNK
     found: list[list[Tensor]] = [[] for _ in lists]
     count = 0
-    for tensors in zip(*lists, strict=True):
+    for tensors in (t for t in zip(*lists, strict=True) if t[0].numel()):
         for pieces in zip(*(t.view(-1).split(size) for t in tensors), strict=True):
             for part, piece in zip(found, pieces, strict=True):
                 part.append(piece)

@@ -128,11 +128,12 @@ def shown(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:
     olds, (news, structure) = tree.leaves(before), tree.flatten(after)
     changed = [new for new, old in zip(news, olds, strict=True) if new is not old and new.is_floating_point()]
     ok = all_finite(changed)
-    counts = {id(count) for count in tree.fields(before, "skipped")}
-    for new, old in zip(news, olds, strict=True):
-        if id(old) in counts:
+    skipped = tree.fields(before, "skipped")
+    counts = [any(old is count for count in skipped) for old in olds]
+    for new, old, is_count in zip(news, olds, counts, strict=True):
+        if is_count:
             ok = ok & (new == old)
-    kept = [old if id(old) in counts else new for new, old in zip(news, olds, strict=True)]
+    kept = [old if is_count else new for new, old, is_count in zip(news, olds, counts, strict=True)]
     if is_eager(ok) and ok.device.type == "cpu" and ok:
         return moves, tree.unflatten(structure, kept)
     return tree.map(lambda m: torch.where(ok, m, float("nan")), moves), tree.unflatten(structure, kept)

@@ -190,7 +190,7 @@ def test_ranges_are_eager_only() -> None:
             return x + 1
 
     observer = Observer().start()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         torch.compile(f, fullgraph=True, backend="eager")(torch.ones(2))
         torch.func.vmap(f)(torch.ones(2, 2))
         graph = torch.fx.experimental.proxy_tensor.make_fx(f)(torch.ones(2))
