@@ -13,7 +13,7 @@ HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 HAS_VENV := import ensurepip, venv
 HAS_TORCH := import torch; v = torch.__version__.split("."); assert (2, 11) <= (int(v[0]), int(v[1])) < (2, 16)
 
-.PHONY: help demo test lint notebooks docs reliability-test deepspeed-test
+.PHONY: help demo test lint notebooks docs reliability-test deepspeed-test trainers-test
 
 help:
 	@echo "make demo   train a small language model with AdamW and with 1-bit Adam on $(RANKS) ranks; results in $(OUT)/"

@@ -66,7 +66,7 @@ class Transform(NamedTuple):
         """
         found: UpdateFn = getattr(self, f"{Phase(phase).value}_update")
         if isinstance(found, _Missing):
-            has = [p.name for p in Phase if not isinstance(getattr(self, f"{p.value}_update"), _Missing)]
+            has = [p.name for p in Phase if has_phase(self, p)]
             raise ValueError(f"phase: {phase} was asked for, but {found.owner} has only {', '.join(has)}")
         return found
 

@@ -163,7 +163,7 @@ def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Pat
 
     def look() -> tuple[Path, int]:
         found = files.newest(folder) if name is None else folder / name
-        return found, files.verify(found, range(rank, 1 << 16, size))
+        return found, files.verify(found, rank, size)
 
     each: list[tuple[Path, int]] = _all(look, size)
     return each[rank]
@@ -214,8 +214,8 @@ def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     live = {k: v for k, v in portable.everything(optimizer).items() if k in params}
     for key, p in live.items():
         if p.shape != params[key].shape or p.dtype != params[key].dtype:
-            form = f"{params[key].dtype} {tuple(params[key].shape)}"
-            raise ValueError(f"checkpoint: {key!r} is {form}, not as here{SPLIT}")
+            saved, here = (f"{x.dtype} {tuple(x.shape)}" for x in (params[key], p))
+            raise ValueError(f"checkpoint: {key!r} is {saved}, but here {here}{SPLIT}")
     kept = {k: v for k, v in state.items() if not k.startswith(("params.", "extra."))}
     restore_flat(optimizer, {**kept, SAVED_BY: flat_state(optimizer)[SAVED_BY]})
     with torch.no_grad():

@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from fn.errors import CheckpointDamaged
@@ -77,14 +76,14 @@ def newest(folder: Path) -> Path:
     return folder / read_sealed(pointer)
 
 
-def verify(found: Path, ranks: Iterable[int] | None = None) -> int:
-    """Compare the files of a checkpoint with their digests, those that the given ranks wrote; return its world size.
+def verify(found: Path, rank: int, size: int) -> int:
+    """Compare the files of a checkpoint with their digests, one of `size` parts of them; return its world size.
 
     Raises: CheckpointDamaged that names the first file that is missing or not what was saved.
     """
     world = json.loads(read_sealed(found / f"{DIGESTS}-0"))["world"]
-    for rank in range(world) if ranks is None else (r for r in ranks if r < world):
-        for name, digest in json.loads(read_sealed(found / f"{DIGESTS}-{rank}"))["files"].items():
+    for writer in range(rank, world, size):
+        for name, digest in json.loads(read_sealed(found / f"{DIGESTS}-{writer}"))["files"].items():
             if not (found / name).exists():
                 raise _damaged(found / name, "is missing")
             if digest_of(found / name) != digest:

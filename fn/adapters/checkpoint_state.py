@@ -24,7 +24,7 @@ from fn.adapters.rank_checks import device_among
 from fn.adapters.state_dict import OWN, SAME, SAVED_BY, flat_state, kinds
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import psum
-from fn.transforms.resharding import Reshape, noting
+from fn.transforms.resharding import Reshape, reshapes
 from fn.transforms.sharded import ShardedState
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def moved(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     with optimizer._binding:
         fresh, notes = [], list[list[tuple[Tree, Reshape]]]()
         for transform, group in zip(optimizer._transforms, optimizer.param_groups, strict=True):
-            with noting() as own:
+            with reshapes.collected() as own:
                 fresh.append(transform.init([p.detach() for p in group["params"]]))
             notes.append(own)
         move = _Move([note for own in notes for note in own], saved, add, [])

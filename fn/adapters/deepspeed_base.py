@@ -25,7 +25,7 @@ AXIS = "data"
 
 
 class DeepSpeedOptimizer(Optimizer):
-    """A drop-in for one of DeepSpeed's 1-bit optimizers; `numerics` says which.
+    """A drop-in for one of DeepSpeed's 1-bit optimizers; `_numerics` says which.
 
     The transform spans all param groups, because 1-bit LAMB's message does. Args are those of the drop-ins.
     """
@@ -55,7 +55,7 @@ class DeepSpeedOptimizer(Optimizer):
             self._world = axis_size(AXIS)
             # An engine that is not attached goes on averaging, which is right, though it saves nothing.
             super().__init__(params, self._numerics, schedule=schedule, lr=lr, refuse_averaged=False, **hyper)
-            self.states = self._joined(Phase.WARMUP).init(self._tensors())
+            self.states = self._joined().init(self._tensors())
         self._built = True
         if deepspeed is not None:
             self.attach(deepspeed)
@@ -73,13 +73,13 @@ class DeepSpeedOptimizer(Optimizer):
         self._hypers.append({k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")})
         if self._built:  # the state so far stays; the new group's entry is added
             with self._binding:
-                self.states = (*self.states, self._joined(Phase.WARMUP).init(self._tensors())[-1])
+                self.states = (*self.states, self._joined().init(self._tensors())[-1])
         self._updates.clear()
 
     def _remake(self, index: int) -> None:
         """Do nothing: the transform is made from the groups when an update is."""
 
-    def _joined(self, phase: Phase) -> Transform:
+    def _joined(self) -> Transform:
         return self._numerics(self._groups())
 
     def _tensors(self) -> tuple[list[Tensor], ...]:

@@ -25,17 +25,11 @@ from fn.collectives.axis import axis_size
 from fn.collectives.codec import identity
 from fn.collectives.feedback import off
 from fn.collectives.hierarchy import reduce_scatter_wide
-
-
-class StoredError(NamedTuple):
-    """An error in 8 bits. codes: (n,) int8. scales: (groups,) float32. Empty where nothing is quantised."""
-
-    codes: Tensor
-    scales: Tensor
+from fn.collectives.store import StoredError
 
 
 class LocoErrors(NamedTuple):
-    """What `loco_quant_reduce` keeps of each tensor, and the counter that all of them share.
+    """What `loco_quant_reduce` keeps of each tensor, empty where none is quantised, and the counter that all share.
 
     intra: of the stage within the node, (numel,) in the tensor's own order. inter: of the stage across nodes, (numel /
     L,), parts n L + l for n = 0 .. N - 1. counter: reductions since the last reset, 0-d int64, the same on every rank.

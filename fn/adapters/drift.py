@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fn import tree
-from fn.adapters.rank_checks import checksum, device_among
+from fn.adapters.rank_checks import checksum, device_among, first_difference
 from fn.adapters.state_dict import OWN, SAME, kinds
 from fn.collectives.agreement import check_agreement, describe
-from fn.collectives.primitives import all_gather
 from fn.errors import RanksDrifted
 
 if TYPE_CHECKING:
     from fn.adapters.torch_optim import Optimizer
+
 
 def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     """Compare before every `every`-th step what all ranks should hold alike, until the returned handle is removed.
@@ -54,12 +54,9 @@ def _compare(optimizer: Optimizer, since: int | None) -> None:
     named = _replicated(optimizer)
     sums = torch.stack([checksum(x).to(_device(optimizer)) for x in named.values()])
     for axis in optimizer._axes:
-        rows = all_gather(sums, axis)
-        differs = (rows != rows[:1]).cpu()
-        if differs.any():
-            rank = int(differs.any(1).nonzero()[0])
-            leaf = list(named)[int(differs[rank].nonzero()[0])]
-            _refuse(optimizer.steps, axis, rank, leaf, since, _uses(optimizer, axis))
+        if found := first_difference(sums, axis):
+            rank, i = found
+            _refuse(optimizer.steps, axis, rank, list(named)[i], since, _uses(optimizer, axis))
 
 
 def _refuse(step: int, axis: str, rank: int, leaf: str, since: int | None, is_used: bool) -> None:

@@ -218,7 +218,8 @@ def _check(group: Group, gather: Codec | None, replicas: Replicas | None) -> Non
     theirs = [group.reduce_scatter] + [group.all_gather] * (gather is not None)
     for custom in theirs:
         if not isinstance(custom, DefaultReduceScatter | DefaultAllGather):
-            raise ValueError(f"module: {group.name} has a communication object of its own, {type(custom).__name__}")
+            found = type(custom).__name__
+            raise ValueError(f"module: {group.name} has a communication object of its own, {found}; allowed is FSDP2's")
     if gather is not None and (group.gathered is None or not group.gathered.is_floating_point):
         raise TypeError(f"gather: {group.name} gathers parameters of several or other than floating dtypes")
     if replicas is not None and group.is_hybrid:

@@ -13,14 +13,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from fn import tree
-from fn.adapters.rank_checks import checksum
+from fn.adapters.rank_checks import checksum, first_difference
 from fn.collectives import payloads
 from fn.collectives.axis import Binding, bind
 from fn.collectives.codec import Codec, mean_of_rows, segmented
 from fn.collectives.compressed import all_gather_shards, encode, initial_errors
 from fn.collectives.feedback import Feedback, off
 from fn.collectives.ledger import Ledger
-from fn.collectives.primitives import all_gather
 from fn.collectives.segments import Segments
 from fn.errors import RanksDisagree
 from fn.transforms.average import compressed_average
@@ -202,10 +201,9 @@ class ReplicaMean:
 
     def _check_start(self, shards: dict[str, Tensor]) -> None:
         with self.binding:
-            rows = all_gather(torch.stack([checksum(x) for x in shards.values()]), self.axis)
-        differs = rows != rows[:1]
-        if differs.any():
-            rank, i = (int(found) for found in differs.nonzero()[0])
+            found = first_difference(torch.stack([checksum(x) for x in shards.values()]), self.axis)
+        if found is not None:
+            rank, i = found
             name = list(shards)[i]
             raise RanksDisagree(
                 f"ranks disagree: the numbers of {name} in {self.name} are others on rank {rank} of axis "

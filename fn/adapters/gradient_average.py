@@ -48,7 +48,7 @@ class GradientAverage:
         binding: Binding,
         schedule: Schedule,
         scaler: Any,
-        frozen: Sequence[Tensor] = (),
+        frozen: Sequence[Tensor],
     ):
         self.steps, self.skipped, self.states, self.schedule = 0, 0, states, schedule
         self.bytes: dict[Phase, int] = {}

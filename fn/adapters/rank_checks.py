@@ -68,9 +68,8 @@ def check_start(
         return
     sums = torch.stack([checksum(p).to(params[0].device) for p in params])
     for axis in [axis for axis in axes if repr(axis) in named]:
-        differs = (rows := all_gather(sums, axis)) != rows[:1]
-        if differs.any():
-            rank, i = (int(found) for found in differs.nonzero()[0])
+        if found := first_difference(sums, axis):
+            rank, i = found
             name = (group.get("param_names") or range(len(params)))[i]
             raise RanksDisagree(
                 f"ranks disagree: the numbers of parameter {name} in group {place} are others on rank {rank} of axis "
@@ -88,6 +87,13 @@ def checksum(x: Tensor) -> Tensor:
     """Return the sum of a tensor's words as integers, modulo 2^64, 0-d int64: any single flipped bit changes it."""
     words = x.detach().contiguous().view(-1).view(_WORDS[x.element_size()])
     return words.sum(dtype=torch.int64)
+
+
+def first_difference(sums: Tensor, axis: str) -> tuple[int, int] | None:
+    """Return the first rank of an axis with other checksums (n,) than rank 0, and which; None if all are alike."""
+    rows = all_gather(sums, axis)
+    differs = (rows != rows[:1]).nonzero().tolist()
+    return (differs[0][0], differs[0][1]) if differs else None
 
 
 def refuse_elsewhere(params: Iterable[Tensor]) -> None:

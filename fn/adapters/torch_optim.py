@@ -234,7 +234,7 @@ class Optimizer(torch.optim.Optimizer):
 
     def _update(self, phase: Phase) -> UpdateFn:
         if phase not in self._updates:
-            joined = self._joined(phase).update(phase)
+            joined = self._joined().update(phase)
             update = detached(compiled(donate(joined)) if self._compile else donate(joined))
             if self._max_norm is not None:
                 how = phase, self._max_norm, next(iter(self._axes), None), self.states
@@ -244,7 +244,7 @@ class Optimizer(torch.optim.Optimizer):
             self._updates[phase] = held(update, self, phase)
         return self._updates[phase]
 
-    def _joined(self, phase: Phase) -> Transform:
+    def _joined(self) -> Transform:
         """Return the transform of all param groups, whose state is `self.states`."""
         return together(self._transforms)
 

@@ -105,7 +105,7 @@ def _seen_in_shards(optimizer: Optimizer, g: int) -> dict[int, bool]:
         return {}
     if not tree.fields(state, "sync"):  # of 1-bit Adam's, whose second moment rests
         return dict.fromkeys(range(len(params)), True)
-    with divisions() as found:
+    with divisions.collected() as found:
         optimizer._transforms[g].init(params)
     seen = torch.zeros(len(params), device=params[0].device)
     for nu in tree.fields(state, "nu"):

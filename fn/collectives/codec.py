@@ -255,10 +255,13 @@ def _sign_with_feedback(
         payload, scales = finish(rows, at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
 
-    def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
+    def messages(received: SignPayload) -> tuple[_Place, Tensor, Tensor]:
         at = place(1, received.bits.shape[1] * 8, received.bits.device)
-        scales = received.scales.contiguous()[None]
-        args = received.bits[None], scales, *sent(error, at), at.valid, at.runs
+        return at, received.bits[None], received.scales.contiguous()[None]
+
+    def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
+        at, bits, scales = messages(received)
+        args = bits, scales, *sent(error, at), at.valid, at.runs
         b, bits, sums = ops.direct("sign_serve", *args) if is_eager(*args[:4]) else torch.ops.fn.sign_serve(*args)
         payload, scales = finish(1, at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
@@ -277,10 +280,6 @@ def _sign_with_feedback(
         payload, _ = finish(rows, at, bits, sums, error.dtype)
         at = place(*here, merge=False)
         return payload, Sent(at.of(error), payload.scales.contiguous(), at.valid, at.runs)
-
-    def messages(received: SignPayload) -> tuple[_Place, Tensor, Tensor]:
-        at = place(1, received.bits.shape[1] * 8, received.bits.device)
-        return at, received.bits[None], received.scales.contiguous()[None]
 
     def serve_first(received: SignPayload, error: Tensor) -> SignPayload:
         at, bits, scales = messages(received)

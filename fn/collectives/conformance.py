@@ -31,7 +31,9 @@ from fn.kernels.conformance import Check, run_checks
 Tree = Any
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-ROUNDS = 64
+
+ROUNDS = 32
+"""Encodings after which what is added to an error each time must have come back, and the error has stopped growing."""
 
 
 class Report(NamedTuple):
@@ -133,10 +135,6 @@ def _pure(codec: Codec) -> str | None:
     if _unequal(x, kept) or _unequal(payload, bytes_sent):
         return "encode or decode wrote into its argument"
     return "give another payload" if _unequal(payload, again) else None
-
-
-ROUNDS = 32
-"""Encodings after which a number that is added to the error each time must have come back."""
 
 
 def _zeros(codec: Codec) -> str | None:

@@ -99,10 +99,9 @@ def reduce_scatter_wide(
 ) -> tuple[Tensor, Tree]:
     """Do what `reduce_scatter_mean` does, and return the shard of half precision vectors in float32, unrounded."""
     _refuse_to_differentiate(x, "reduce_scatter_mean", axis)
-    if isinstance(axis, str):
-        (hop,) = hops(axis, codec, feedback)
-        return compressed.reduce_scatter_wide(x, error, *hop, segments=segments)
     plan = hops(axis, codec, feedback)
+    if isinstance(axis, str):
+        return compressed.reduce_scatter_wide(x, error, *plan[0], segments=segments)
     after = []
     for hop, at, e in zip(plan, levels(segments, axis), _each(error, plan), strict=True):
         x, e = compressed.reduce_scatter_wide(x, e, *hop, segments=at)
@@ -202,7 +201,7 @@ def exact_mean(x: Tensor, axis: AxisNames) -> Tensor:
     return whole[: x.shape[0]]
 
 
-def rows_of(axis: AxisNames, *, servers: bool = True) -> int:
+def row_count(axis: AxisNames, *, servers: bool = True) -> int:
     """Return how many rows a vector has that travels over an axis, or several: one for each rank that serves."""
     return axis_size(axis) // (1 if servers else axis_size(names(axis)[-1]))
 

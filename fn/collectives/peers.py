@@ -129,7 +129,7 @@ class Roll(NamedTuple):
 def call_roll(group: dist.ProcessGroup) -> Roll:
     """Return the ranks of a group that do not answer within `PATIENCE`: that are gone, and that are alive on this host.
 
-    A rank may be silent because it still waits in an exchange; on this host its process tells. None if the store is
+    A rank may be silent because it still waits in an exchange; on this host its process tells. Nobody if the store is
     not at hand.
     """
     number = _calls[group.group_name] = _calls.get(group.group_name, 0) + 1

@@ -1,4 +1,4 @@
-"""The exact collectives `all_to_all`, `all_gather` and `pmean`, on trees, by axis name.
+"""The exact collectives `all_to_all`, `all_gather`, `psum` and `pmean`, on trees, by axis name.
 
 Each is an op `fn::name(x, rank, size, transport)`. The rank is a tensor operand: the vmap level that batches it is the
 axis itself, where the exchange is a transposition; any other vmap level is passed by. Below all levels the op
@@ -8,7 +8,8 @@ This is the only module that names the functional collectives: they are private 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -71,11 +72,10 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
 
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
-    first, *rest = axes.names(axis)
+    axis, *rest = axes.names(axis)
     if rest:
-        return tree.map(lambda rows: rows.flatten(0, 1), all_gather(all_gather(x, tuple(rest)), first))
-    size, rank, transport = axes.resolve(first)
-    axis = first
+        return tree.map(lambda rows: rows.flatten(0, 1), all_gather(all_gather(x, tuple(rest)), axis))
+    size, rank, transport = axes.resolve(axis)
 
     def gather(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
@@ -93,11 +93,10 @@ def psum(x: Tree, axis: axes.AxisNames) -> Tree:
 
     Not differentiable, as `pmean`.
     """
-    first, *rest = axes.names(axis)
+    axis, *rest = axes.names(axis)
     if rest:
-        return psum(psum(x, first), tuple(rest))
-    size, rank, transport = axes.resolve(first)
-    axis = first
+        return psum(psum(x, axis), tuple(rest))
+    size, rank, transport = axes.resolve(axis)
 
     def add(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
@@ -269,16 +268,23 @@ def _vmap_psum(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, transpo
     return torch.ops.fn.psum(x.contiguous(), rank, size, transport), 0
 
 
+@contextmanager
+def losses_named(collective: str, transport: str) -> Iterator[None]:
+    """Raise `PeerLost` where a collective fails inside for a rank that ended or does not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_loss(error):
+            raise
+        raise peer_lost(error, collective, axes.carried_by(transport), transport) from error
+
+
 def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched]) -> None:
     def run_or_carry(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
         if transport in registered:
             return carry(x, size, name, transport)
-        try:
+        with losses_named(name, transport):
             return run(x, rank, size, transport)
-        except RuntimeError as error:
-            if not is_loss(error):
-                raise
-            raise peer_lost(error, name, axes.carried_by(transport), transport) from error
 
     _library.define(f"{name}(Tensor x, Tensor rank, int size, str transport) -> Tensor")
     _library.impl(name, run_or_carry, "CompositeImplicitAutograd")

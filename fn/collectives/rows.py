@@ -5,8 +5,7 @@ They are `all_to_all` and `all_gather` for a step in memory that it has. They ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,6 @@ from fn.collectives import axis as axes
 from fn.collectives import primitives
 from fn.collectives.ledger import record
 from fn.collectives.observe import step_range
-from fn.collectives.peers import is_loss, peer_lost
 from fn.collectives.rendezvous import connections
 from fn.collectives.sockets import Connections, bytes_of
 from fn.collectives.transports import registered
@@ -41,7 +39,7 @@ class Direct(NamedTuple):
         Raises: `PeerLost` if a rank ends or does not answer in time.
         """
         record(self.axis, collective, sum(len(part) for parts in sends.values() for part in parts))
-        with _named(collective, self.transport):
+        with primitives.losses_named(collective, self.transport):
             self.connections.exchange(sends, receives)
 
 
@@ -89,13 +87,3 @@ def fill_rows(out: Tensor, axis: str) -> None:
             return
         mine, others = [bytes_of(out[way.me])], [p for p in range(way.size) if p != way.me]
         way.pass_rows("all_gather", dict.fromkeys(others, mine), {p: [bytes_of(out[p])] for p in others})
-
-
-@contextmanager
-def _named(collective: str, transport: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_loss(error):
-            raise
-        raise peer_lost(error, collective, axes.carried_by(transport), transport) from error

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from fn.kernels import numba_int_loops as loops
 from fn.kernels.buffers import empty
-from fn.kernels.places import Places, places, run
-
-_WHOLE_SEGMENTS = 1 << 62
+from fn.kernels.places import WHOLE_SEGMENTS, Places, places, run
 
 
 def _places(runs: Sequence[int], width: int) -> Places | None:
-    at = places(runs, _WHOLE_SEGMENTS)
+    at = places(runs, WHOLE_SEGMENTS)
     return at if width == 8 or at.even else None
 
 

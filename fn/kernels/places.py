@@ -24,6 +24,9 @@ THREADED = 1 << 22
 PAST_CACHE = 1 << 20
 """Elements from which results are written past the cache: they are too many for the second level."""
 
+WHOLE_SEGMENTS = 1 << 62
+"""Elements of a place that no segment has: every segment is one."""
+
 
 class Places(NamedTuple):
     """The places of one row.

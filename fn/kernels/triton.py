@@ -25,8 +25,6 @@ SIGN_BLOCK = 4096
 LARGEST = 1 << 15
 """Elements that one program may hold: a larger segment of an integer codec is left to the next row."""
 
-_WHOLE_SEGMENTS = 1 << 62
-
 
 @lru_cache(maxsize=PLANS)
 def _cut(runs: tuple[int, ...], block: int, device: torch.device) -> tuple[Places, Tensor, int]:

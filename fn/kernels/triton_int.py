@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from fn.kernels import triton_kernels as kernels
-from fn.kernels.triton import _WHOLE_SEGMENTS, LARGEST, _cut, _launch
+from fn.kernels.places import WHOLE_SEGMENTS
+from fn.kernels.triton import LARGEST, _cut, _launch
 
 
 def _codes(x: Tensor, n: int, width: int) -> Tensor:
@@ -20,7 +21,7 @@ def _codes(x: Tensor, n: int, width: int) -> Tensor:
 
 def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     """See `reference_int.quantize`."""
-    at, table, block = _cut(tuple(runs), _WHOLE_SEGMENTS, x.device)
+    at, table, block = _cut(tuple(runs), WHOLE_SEGMENTS, x.device)
     if x.dtype == torch.float64 or block > LARGEST or (width == 4 and not at.even):
         return NotImplemented
     x, codes = x.contiguous(), _codes(x, at.n, width)
@@ -34,7 +35,7 @@ def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
     """See `reference_int.quantize_feedback`. Dtypes that are rounded on the way are left to the reference."""
-    at, table, block = _cut(tuple(runs), _WHOLE_SEGMENTS, x.device)
+    at, table, block = _cut(tuple(runs), WHOLE_SEGMENTS, x.device)
     if x.dtype != torch.float32 or error_scales.dtype != torch.float32 or block > LARGEST:
         return NotImplemented
     if width == 4 and not at.even:

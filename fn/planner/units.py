@@ -55,11 +55,7 @@ def _parse(text: str, units: Mapping[str, float], wanted: str) -> float:
 
 def show_bytes(size: float) -> str:
     """Spell a number of bytes, with three digits."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.4g} TB"
+    return _spell(size, "B", "kB", "MB", "GB", "TB")
 
 
 def show_seconds(time: float) -> str:
@@ -72,8 +68,13 @@ def show_seconds(time: float) -> str:
 
 def show_rate(bits: float) -> str:
     """Spell a bandwidth."""
-    for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
-        if bits < 999.5:
-            return f"{bits:.3g} {unit}"
-        bits /= 1000
-    return f"{bits:.4g} Tbit/s"
+    return _spell(bits, "bit/s", "kbit/s", "Mbit/s", "Gbit/s", "Tbit/s")
+
+
+def _spell(number: float, *units: str) -> str:
+    *smaller, largest = units
+    for unit in smaller:
+        if number < 999.5:
+            return f"{number:.3g} {unit}"
+        number /= 1000
+    return f"{number:.4g} {largest}"

@@ -24,10 +24,10 @@ from fn.collectives.hierarchy import (
     exact_mean,
     hops,
     initial_errors,
-    rows_of,
+    row_count,
 )
 from fn.transforms import layout as layouts
-from fn.transforms.resharding import Half, errors_reshape, note
+from fn.transforms.resharding import Half, errors_reshape, reshapes
 
 Tree = Any
 
@@ -160,7 +160,7 @@ def _in_codes(
     align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))
 
     def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
-        return layouts.buckets(leaves, rows_of(axis, servers=servers), align, layout)
+        return layouts.buckets(leaves, row_count(axis, servers=servers), align, layout)
 
     def init(params: Tree) -> ErrorFeedbackState:
         tree.check_real(params, "params")
@@ -182,7 +182,7 @@ def _in_codes(
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
 
-            note(state, errors_reshape(leaves, axis, plan, half, half, of_gradients=of_gradients))
+            reshapes.say((state, errors_reshape(leaves, axis, plan, half, half, of_gradients=of_gradients)))
         return state
 
     def compressed(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:

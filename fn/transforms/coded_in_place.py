@@ -23,7 +23,7 @@ from fn.collectives.compressed import (
 )
 from fn.collectives.feedback import Feedback
 from fn.collectives.gathered import check_no_server
-from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, rows_of
+from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, row_count
 from fn.collectives.observe import step_range
 from fn.collectives.segments import Segments
 from fn.collectives.two_passes import Sent
@@ -33,7 +33,6 @@ from fn.transforms import layout as layouts
 from fn.transforms.finite import all_finite
 from fn.transforms.in_place import successor
 from fn.transforms.layout import Bucket
-from fn.transforms.shards import write
 
 Tree = Any
 
@@ -96,7 +95,7 @@ class Agreed(NamedTuple):
                         place = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
                         ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros, too)
                 else:
-                    write(found if factor == 1 else found.mul_(factor), bucket, m)
+                    layouts.part_into(m, found if factor == 1 else found.mul_(factor), bucket)
                     ops.direct("adamw_", p, m, m, v, 0.0, 0.0, *tail, True)
                     if too:
                         torch._foreach_copy_(too, p)
@@ -123,7 +122,7 @@ class Wire(NamedTuple):
 
     def arrange(self, leaves: Sequence[Tensor]) -> list[Bucket]:
         """Return the vectors that leaves make."""
-        return layouts.buckets(leaves, rows_of(self.axis, servers=self.servers), self.codec.align, self.layout)
+        return layouts.buckets(leaves, row_count(self.axis, servers=self.servers), self.codec.align, self.layout)
 
     def plan(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> list[tuple[Bucket, Tree, Tree, Any]]:
         """Return per bucket the errors and, where the codes are signs by tensor, `encode_averages`; else None."""
@@ -198,7 +197,7 @@ def nothing() -> None:
     """Write nothing."""
 
 
-def wire_of(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, *, servers: bool = True) -> Wire | None:
+def wire_of(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, *, servers: bool) -> Wire | None:
     """Return how vectors travel over one axis; None over several."""
     if isinstance(axis, str) and isinstance(codec, Codec) and isinstance(feedback, Feedback):
         return Wire(axis, codec, feedback, layout, servers)

@@ -131,11 +131,6 @@ def same_shapes(lists: Sequence[Sequence[Tensor]]) -> bool:
     return all(shapes == first for shapes in others)
 
 
-def swap(old: Tensor, new: Tensor) -> None:
-    """Give a tensor of the state the memory of the new one, instead of copying it."""
-    old.set_(new)  # type: ignore[call-overload]
-
-
 def successor(old: Tree, new: Tree) -> Callable[[], None]:
     """Return what lets a state be the next one, by giving its tensors the memory of the new ones.
 
@@ -154,6 +149,6 @@ def successor(old: Tree, new: Tree) -> Callable[[], None]:
     def write() -> None:
         for o, n in zip(olds, news, strict=True):
             if o is not n:
-                swap(o, n)
+                o.set_(n)
 
     return write

@@ -71,16 +71,16 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
 class LambHyper(NamedTuple):
     """Hyper-parameters of 1-bit LAMB for one tensor; see `scale_by_onebit_lamb`."""
 
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_coeff: float = 10.0
-    min_coeff: float = 0.01
-    coeff_beta: float = 0.9
-    factor_max: float = 4.0
-    factor_min: float = 0.5
-    factor_threshold: float = 0.1
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    max_coeff: float
+    min_coeff: float
+    coeff_beta: float
+    factor_max: float
+    factor_min: float
+    factor_threshold: float
 
 
 def scale_by_onebit_lamb(

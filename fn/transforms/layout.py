@@ -174,6 +174,18 @@ def part(vector: Tensor, bucket: Bucket) -> list[Tensor]:
     return [p.reshape(-1)[: shape.numel()].view(shape) for p, shape in zip(pieces, bucket.shapes, strict=True)]
 
 
+def part_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> None:
+    """Write the parts of a vector (n,) into contiguous tensors of the bucket's shapes, rounding to their dtypes."""
+    if bucket.fused:
+        for tensor, piece in zip(tensors, part(vector, bucket), strict=True):
+            tensor.copy_(piece)
+        return
+    table = vector.view(bucket.segments.valid.shape[0], -1)
+    flats, pieces = same_places([t.view(-1) for t in tensors], table, bucket)
+    if flats:
+        torch._foreach_copy_(flats, pieces)
+
+
 def restore(structure: Any, found: dict[int, Tensor]) -> Tree:
     """Put leaves that were found bucket by bucket back into their tree."""
     return tree.unflatten(structure, [found[i] for i in range(len(found))])

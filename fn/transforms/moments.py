@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, check_number, check_state, check_transform, lift, missing
+from fn.base import Phase, Transform, UpdateFn, check_number, check_state, check_transform, lift, missing
 from fn.collectives.differentiation import is_recorded
 from fn.kernels import reference
 from fn.kernels.eager import is_eager, pooled
@@ -110,28 +110,28 @@ def scale_by_onebit_adam(
         seen = torch.where(state.nu_weight > 0, state.nu_weight, 1.0)  # of params that came after the warm-up: 0
         return adam_direction(state.mu, state.nu, eps, state.mu_weight, seen)
 
-    def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
+    def moved(updates: Tree, state: OnebitAdamState, params: Tree, average: UpdateFn) -> OnebitAdamState:
+        """Return the state with the next momentum, on which the ranks agree by `average`."""
         check_state(state, OnebitAdamState)
         tree.check_updates(updates, state.mu)
         params = params if params is None else tree.in_order(params, state.mu, "params")
-        mu, sync_state = sync.warmup_update(moving_average(state.mu, updates, b1), state.sync, params)
-        nu = moving_average_of_squares(state.nu, updates, b2)
-        mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
-        state = OnebitAdamState(state.step + 1, mu, nu, mu_weight, nu_weight, sync_state)
+        mu, sync_state = average(moving_average(state.mu, updates, b1), state.sync, params)
+        weight = b1 * state.mu_weight + (1 - b1)
+        return state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=sync_state)
+
+    def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
+        state = moved(updates, state, params, sync.warmup_update)
+        nu, weight = moving_average_of_squares(state.nu, updates, b2), b2 * state.nu_weight + (1 - b2)
+        state = state._replace(nu=nu, nu_weight=weight)
         return direction(state), state
 
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
-        check_state(state, OnebitAdamState)
-        tree.check_updates(updates, state.mu)
-        params = params if params is None else tree.in_order(params, state.mu, "params")
-        mu, sync_state = sync.compressed_update(moving_average(state.mu, updates, b1), state.sync, params)
-        weight = b1 * state.mu_weight + (1 - b1)
-        state = state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=sync_state)
+        state = moved(updates, state, params, sync.compressed_update)
         if keep_zeros and not bias_correction:
-            mu, out = kept_direction(mu, state.nu, eps)
+            mu, out = kept_direction(state.mu, state.nu, eps)
             return out, state._replace(mu=mu)
         if keep_zeros:
-            state = state._replace(mu=keep_unseen_at_zero(mu, state.nu))
+            state = state._replace(mu=keep_unseen_at_zero(state.mu, state.nu))
         return direction(state), state
 
     return Transform(init, warmup, compressed, missing(Phase.LOCAL, "1-bit Adam"))

@@ -4,15 +4,13 @@ Errors are cut by rank, so a checkpoint of 4 ranks does not fit 2. What must not
 
     (1 / W) sum_r worker error_r  +  the server errors, end to end,
 
-tensor by tensor. `note` says for a state how to add that up over the old ranks (`shares`) and how to start from it on
-the new ones (`adopt`): every rank's worker error is then the mean of the old ones, and its server error its own piece.
+tensor by tensor. A `Reshape` says for a state how to add that up over the old ranks (`shares`) and how to start from it
+on the new ones (`adopt`): every rank's worker error is then the mean of the old ones, its server error its own piece.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +24,7 @@ from fn.collectives.feedback import Damped, Feedback, StoredClassic
 from fn.collectives.plain_errors import age_of, from_plain, to_plain
 from fn.collectives.segments import Segments
 from fn.transforms import layout as layouts
+from fn.transforms.notes import Notes
 
 Tree = Any
 Shares = list[Tensor]
@@ -46,27 +45,8 @@ class Reshape(NamedTuple):
     rest: Callable[[Tree, Tree], list[Tensor]] | None = None
 
 
-class _Open(threading.local):
-    notes: list[tuple[Tree, Reshape]] | None = None
-
-
-_open = _Open()
-
-
-@contextmanager
-def noting() -> Iterator[list[tuple[Tree, Reshape]]]:
-    """Collect what the inits inside say about their states, as (state, reshape)."""
-    before, _open.notes = _open.notes, []
-    try:
-        yield _open.notes
-    finally:
-        _open.notes = before
-
-
-def note(state: Tree, reshape: Reshape) -> None:
-    """Say how a state that was just made moves to other worlds."""
-    if _open.notes is not None:
-        _open.notes.append((state, reshape))
+reshapes: Notes[tuple[Tree, Reshape]] = Notes()
+"""(a state that was just made, how it moves), from each init whose state does not fit another world as it is."""
 
 
 class Half(NamedTuple):
@@ -81,7 +61,7 @@ Plan = Callable[[int], list[layouts.Bucket]]
 
 
 def errors_reshape(
-    leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Half, server: Half, *, of_gradients: bool = False
+    leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Half, server: Half, *, of_gradients: bool
 ) -> Reshape:
     """Return how an `ErrorFeedbackState` over leaves moves. of_gradients: whether that is what the workers encode."""
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import base, tree
-from fn.base import Phase, Transform, UpdateFn, check_transform, has_phase, missing
+from fn import tree
+from fn.base import Phase, Transform, UpdateFn, check_params, check_state, check_transform, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codec import identity
@@ -36,8 +36,8 @@ from fn.kernels.eager import is_eager
 from fn.transforms import exchange
 from fn.transforms import layout as layouts
 from fn.transforms.exchange import Kept, Rules, rules_of
-from fn.transforms.resharding import Half, Reshape, errors_reshape, in_parts, note, shards_reshape, vectors_reshape
-from fn.transforms.shards import divided, shown, take, wide
+from fn.transforms.resharding import Half, Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
+from fn.transforms.shards import Division, divisions, shown, take, wide
 
 Tree = Any
 
@@ -161,7 +161,7 @@ def sharded(
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
         index, owned, masters, kept = axis_index(axis), [], [], []
         plan = rules.arrange(leaves)
-        divided(plan, index)
+        divisions.say(Division(plan, index))
         for bucket in plan:
             like = leaves[bucket.places[0]]
             owned.append(take(leaves, bucket, index).to(wide(like.dtype), copy=True))
@@ -171,7 +171,8 @@ def sharded(
         place = torch.stack([index, torch.tensor(axis_size(axis))])
         state = _state(inner.init(as_inner(structure, owned)), masters, kept, place)
         if isinstance(axis, str):
-            note(state, _moves(state, leaves, tree.paths(params) if layout == "per_tensor" else None, rules))
+            paths = tree.paths(params) if layout == "per_tensor" else None
+            reshapes.say((state, _moves(state, leaves, paths, rules)))
         return state
 
     def step(phase: Phase) -> UpdateFn:
@@ -179,12 +180,12 @@ def sharded(
         move: UpdateFn = getattr(inner, f"{own.value}_update")
 
         def update(updates: Tree, state: ShardedState, params: Tree, /) -> tuple[Tree, ShardedState]:
-            base.check_state(state, ShardedState)
-            base.check_params(params)
+            check_state(state, ShardedState)
+            check_params(params)
             codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
             leaves, structure = tree.flatten(params)
             plan, index = rules.arrange(leaves), axis_index(axis)
-            check_state(state, plan, index)
+            check_shards(state, plan, index)
             tree.check_updates(updates, params)
             given = tree.leaves(tree.in_order(updates, params, "updates"))
             shards, kept, owned = [], [], []
@@ -241,7 +242,7 @@ def kept_of(state: ShardedState) -> list[Kept]:
     return [Kept(*each) for each in zip(state.errors.worker, state.errors.server, state.momentum, strict=True)]
 
 
-def check_state(state: ShardedState, plan: list[layouts.Bucket], index: Tensor) -> None:
+def check_shards(state: ShardedState, plan: list[layouts.Bucket], index: Tensor) -> None:
     """Refuse a state of other params, of another number of ranks or of another rank's shard with a ValueError."""
     lengths = [bucket.segments.row_length for bucket in plan]
     found = [m.shape[0] if isinstance(m, Tensor) else n for m, n in zip(state.master, lengths, strict=False)]

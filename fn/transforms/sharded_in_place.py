@@ -19,8 +19,8 @@ from fn.transforms.exchange import Rules
 from fn.transforms.finite import SkipState, all_finite
 from fn.transforms.in_place import InPlace, Staged, has_kernel, successor
 from fn.transforms.moments import AdamState
-from fn.transforms.sharded import ShardedState, check_state, kept_of
-from fn.transforms.shards import take, write
+from fn.transforms.sharded import ShardedState, check_shards, kept_of
+from fn.transforms.shards import take
 
 Tree = Any
 
@@ -49,7 +49,7 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
         leaves, grads, index = tree.leaves(params), tree.leaves(updates), axis_index(rules.axis)
         codes = codes and axis_size(rules.axis) > 1
         plan, steps = rules.arrange(leaves), []
-        check_state(inside, plan, index)
+        check_shards(inside, plan, index)
         after = moments._replace(  # the weights after this step
             mu_weight=h.b1 * moments.mu_weight + (1 - h.b1), nu_weight=h.b2 * moments.nu_weight + (1 - h.b2)
         )
@@ -77,7 +77,7 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
         def commit() -> None:
             adam_in_place.step_weights(moments, h, warmup=True)
             for step in steps:
-                write(step.whole, step.bucket, [leaves[i] for i in step.bucket.places])
+                layouts.part_into([leaves[i] for i in step.bucket.places], step.whole, step.bucket)
             renew()
 
         return Staged(_agree([s.whole for s in steps], plan, exact), commit)

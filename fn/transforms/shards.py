@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +14,8 @@ from fn.collectives.differentiation import is_recorded
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager
 from fn.transforms.finite import all_finite
-from fn.transforms.layout import Bucket, adjoin, end_to_end, join, part, same_places
+from fn.transforms.layout import Bucket, adjoin, end_to_end, join, part
+from fn.transforms.notes import Notes
 
 Tree = Any
 
@@ -34,27 +33,8 @@ class Division(NamedTuple):
         return part(full.view(-1), bucket)
 
 
-class _Open(threading.local):
-    found: list[Division] | None = None
-
-
-_open = _Open()
-
-
-@contextmanager
-def divisions() -> Iterator[list[Division]]:
-    """Collect how the inits inside divide their params."""
-    before, _open.found = _open.found, []
-    try:
-        yield _open.found
-    finally:
-        _open.found = before
-
-
-def divided(plan: list[Bucket], index: Tensor) -> None:
-    """Say how an init divides its params."""
-    if _open.found is not None:
-        _open.found.append(Division(plan, index))
+divisions: Notes[Division] = Notes()
+"""From each init of `sharded`."""
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -102,18 +82,6 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
 def _piece(tensor: Tensor, start: int, width: int) -> Tensor:
     """Return the elements of a vector in [start, start + width), of which some may lie outside."""
     return tensor[max(start, 0) : max(start + width, 0)]
-
-
-def write(vector: Tensor, bucket: Bucket, tensors: Sequence[Tensor]) -> None:
-    """Write a vector (n,) into contiguous tensors of the bucket's shapes, rounding to their dtypes."""
-    rows = bucket.segments.valid.shape[0]
-    if bucket.fused:
-        for tensor, piece in zip(tensors, part(vector, bucket), strict=True):
-            tensor.copy_(piece)
-        return
-    flats, pieces = same_places([t.view(-1) for t in tensors], vector.view(rows, -1), bucket)
-    if flats:
-        torch._foreach_copy_(flats, pieces)
 
 
 def shown(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:

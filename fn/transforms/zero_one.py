@@ -127,29 +127,26 @@ def scale_by_zero_one_adam(
         anchor = tree.map(torch.add, wide, updates) if anchored else ()
         return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor)
 
-    def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+    def checked(updates: Tree, state: ZeroOneAdamState, params: Tree) -> Tree:
+        """Return the params in the order of the state; refuse arguments that do not fit together."""
         check_state(state, ZeroOneAdamState)
         check_params(params)
         tree.check_updates(updates, state.mu)
-        params = tree.in_order(params, state.mu, "params")
+        return tree.in_order(params, state.mu, "params")
+
+    def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        params = checked(updates, state, params)
         nu = moving_average_of_squares(state.nu, updates, b2)
         return agreed_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
 
     def compress_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
-        check_state(state, ZeroOneAdamState)
-        check_params(params)
-        tree.check_updates(updates, state.mu)
-        params = tree.in_order(params, state.mu, "params")
+        params = checked(updates, state, params)
         wide = tree.map(lambda m, g: g.to(m.dtype), state.mu, updates)
         mean, sync_state = sync.compressed_update(wide, state.sync, params)
         mu = zeros_kept(moving_average(state.mu, mean, b1), state.nu)
         return agreed_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params)
 
     def step_alone(updates: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, Tree]:
-        check_state(state, ZeroOneAdamState)
-        check_params(params)
-        tree.check_updates(updates, state.mu)
-        params = tree.in_order(params, state.mu, "params")
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
         moves = tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps))
         if decay_in_momentum and weight_decay > 0:
@@ -157,7 +154,7 @@ def scale_by_zero_one_adam(
         return moves, mu
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
-        moves, mu = step_alone(updates, state, params)
+        moves, mu = step_alone(updates, state, checked(updates, state, params))
         squares = tree.map(lambda m, g: g.to(m.dtype).square(), state.mu, updates)  # where nu is zero, moves are too
         each = [torch.isfinite(x).all() for x in (*tree.leaves(moves), *tree.leaves(squares))]
         ok = torch.stack(each).all() if each else torch.ones_like(state.dropped, dtype=torch.bool)
@@ -169,8 +166,8 @@ def scale_by_zero_one_adam(
         return moves, state._replace(step=state.step + 1)
 
     def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        params = checked(updates, state, params)
         moves, _ = step_alone(updates, state, params)
-        params = tree.in_order(params, state.mu, "params")
         elapsed = later(state.elapsed)
         here = tree.map(lambda p, u: p.to(u.dtype) + u, params, moves)
         went = tree.map(torch.sub, here, state.anchor) if anchored else tree.map(torch.add, state.went, moves)

@@ -25,7 +25,7 @@ Tree = Any
 
 
 def with_zero_one_in_place(
-    tx: Transform, wire: Wire | None, h: Descent, *, steps: bool, warmup: Codecs | None = None
+    tx: Transform, wire: Wire | None, h: Descent, *, steps: bool, warmup: Codecs | None
 ) -> Transform:
     """Let the steps of a chain (average, anchored 0/1 Adam) be staged.
 

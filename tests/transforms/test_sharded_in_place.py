@@ -16,7 +16,7 @@ from fn import Phase, tree
 from fn.collectives import rendezvous
 from fn.transforms import layout as layouts
 from fn.transforms.in_place import InPlace
-from fn.transforms.shards import take, write
+from fn.transforms.shards import take
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
@@ -102,7 +102,7 @@ def test_rows_are_those_of_the_joined_vector_and_are_written_back(world, layout,
         for r in range(world):
             assert torch.equal(take(leaves, bucket, torch.tensor(r)), rows[r])
         into = [torch.full_like(x, float("nan")) for x in mine]
-        write(joined, bucket, into)
+        layouts.part_into(into, joined, bucket)
         assert all(map(torch.equal, mine, into))
         if layout == "fused" and end_to_end and world > 1:
             assert rows[0].data_ptr() == found.data_ptr()
