@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from fn.collectives.axis import Binding, bind
 from fn.collectives.ledger import Ledger, counting, open_ledgers
+from fn.collectives.primitives import group_of
 from fn.collectives.rendezvous import timeout_of
 
 Job = Callable[[], Any]
@@ -38,10 +40,11 @@ class CommunicationThread:
     def __init__(self, binding: Binding, device: torch.device):
         self._jobs: Jobs = queue.SimpleQueue()
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-        self._device = device
+        self._device, self._transports = device, [axis.transport for axis in binding.axes.values()]
         # A daemon: a peer that hangs does not keep this process alive.
         what = self._jobs, binding, self._stream  # not self, so that the thread ends with it
-        threading.Thread(target=_run, args=what, name="fn-communication", daemon=True).start()
+        self._thread = threading.Thread(target=_run, args=what, name="fn-communication", daemon=True)
+        self._thread.start()
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Job) -> Future[Any]:
@@ -55,6 +58,19 @@ class CommunicationThread:
         """Let this thread's stream wait for what the jobs have queued on theirs."""
         if self._stream is not None:
             torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """End the thread, after what was submitted, and keep its process groups for the next `bind_twin`.
+
+        All ranks must call it, in the same order. A group that is gone already is passed over.
+        """
+        self._jobs.put(None)
+        self._thread.join()
+        for transport in self._transports:
+            with suppress(RuntimeError):
+                twin = group_of(transport)
+                if (original := _originals[twin]()) is not None:
+                    _free.setdefault(original, []).append(twin)
 
 
 def _run(jobs: Jobs, binding: Binding, stream: Any) -> None:
@@ -80,11 +96,24 @@ def _do(entry: Entry | None, binding: Binding, stream: Any) -> bool:
     return True
 
 
+_originals: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+"""Twin -> a weak reference to the group that it was made for."""
+
+_free: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""Group -> twins that nobody uses any more; the same on all ranks, as long as all give theirs back.
+
+They are not ended: torch would give the next one the name of the one that is gone, and under that name the store still
+has the addresses of its ranks.
+"""
+
+
 def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
-    """Bind an axis to a new process group of the same ranks; all ranks of the group must call it.
+    """Bind an axis to another process group of the same ranks; all ranks of the group must call it.
 
     What one thread sends over it cannot be mixed up with what another sends over the old one.
     """
+    if free := _free.get(group):
+        return bind({axis: free.pop()})
     backend = dist.get_backend(group)
     twin = dist.new_group(
         dist.get_process_group_ranks(group),
@@ -93,4 +122,5 @@ def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
         use_local_synchronization=True,
         group_desc="fn: behind the backward pass",
     )
+    _originals[twin] = weakref.ref(group)
     return bind({axis: twin})

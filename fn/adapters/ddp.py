@@ -137,6 +137,21 @@ def overlap(
     return found
 
 
+def close(optimizer: Optimizer) -> None:
+    """End the threads of `overlap` and give back its process groups; from then on steps communicate in `step`.
+
+    The next `overlap` over the same ranks takes these groups: torch keeps every group, with its descriptors and
+    threads, until `dist.destroy_process_group()`. All ranks must call it alike, at the same step and not in one; a rank
+    that kept its groups would wait for the others in the next `overlap`. The model stays local, and training can go
+    on, with the same numbers. Called again, or without `overlap`, it does nothing.
+
+    Args: optimizer: of `optimizer` or `overlap`.
+    """
+    running = getattr(optimizer.ahead, "__self__", None)
+    if isinstance(running, Overlap):
+        running.close()
+
+
 def optimizer(
     model: Any,
     make: Callable[..., Transform],

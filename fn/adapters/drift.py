@@ -27,7 +27,7 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     """Compare before every `every`-th step what all ranks should hold alike, until the returned handle is removed.
 
     Compared are bits: of parameters, unless the optimizer leads each rank to some of its own, as 0/1 Adam does, of
-    replicated state and of what param groups hold, such as learning rates. All ranks must call it.
+    replicated state, of what param groups hold, such as learning rates, and of the schedule. All ranks must call it.
 
     Args: every: steps, at least 1. The cost is one pass over that memory and 8 bytes per tensor on the wire.
     Returns: a handle with `remove()`.
@@ -92,11 +92,15 @@ def _replicated(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def _numbers(optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the learning rate of every param group, and a checksum of its other hyper-parameters."""
-    found = {}
+    """Return a checksum of schedule and phase, the learning rate of every param group and one of its other numbers."""
+    found = {"schedule": _digest({**describe(optimizer.schedule), "phase": optimizer.phase.value})}
     for g, group in enumerate(optimizer.param_groups):
         found[f"groups[{g}].lr"] = torch.as_tensor(group["lr"])
         others = {name: value for name, value in group.items() if name not in ("params", "lr", "param_names")}
-        digest = hashlib.blake2b(repr(sorted(describe(others).items())).encode(), digest_size=8).digest()
-        found[f"groups[{g}], hyper-parameters other than lr,"] = torch.tensor(int.from_bytes(digest, "little") >> 1)
+        found[f"groups[{g}], hyper-parameters other than lr,"] = _digest(describe(others))
     return found
+
+
+def _digest(described: dict[str, str]) -> Tensor:
+    found = hashlib.blake2b(repr(sorted(described.items())).encode(), digest_size=8).digest()
+    return torch.tensor(int.from_bytes(found, "little") >> 1)

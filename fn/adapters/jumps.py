@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from fn import tree
 from fn.base import Phase
 from fn.schedules import phase_of
 from fn.transforms.moments import OnebitAdamState
+from fn.transforms.zero_one import ZeroOneAdamState
 
 if TYPE_CHECKING:
     from fn.adapters.torch_optim import Optimizer
@@ -27,57 +29,68 @@ ORDINARY = 100.0
 """Learning rates that the step had been at most with the `eps` that is named; later ones are a little more."""
 
 
-def warn_of_jumps(optimizer: Optimizer, phase: Phase) -> None:
-    """Warn, on rank 0, if the first step after 1-bit Adam's warm-up moved elements by more than `FAR` learning rates.
+KINDS = OnebitAdamState, ZeroOneAdamState
 
-    Call it when the step is written and counted; other steps cost nothing.
+_warned: WeakSet[Any] = WeakSet()
+
+
+def warn_of_jumps(optimizer: Optimizer, phase: Phase) -> None:
+    """Warn, once, if a first step in codes after a warm-up step moved elements by more than `FAR` learning rates.
+
+    Rank 0 says so; of shards each rank that holds such elements. 0/1 Adam has such steps after each of its variance
+    steps, which are ever rarer. Call it when the step is written and counted; other steps cost nothing.
     """
     if phase is not Phase.COMPRESSED or phase_of(optimizer.schedule, max(optimizer.steps - 2, 0)) is not Phase.WARMUP:
         return
-    if any(int(bound.rank) for bound in optimizer._binding.axes.values()):
+    if optimizer in _warned:
         return
+    is_first = not any(int(bound.rank) for bound in optimizer._binding.axes.values())
     far = [
         (*seen, name)
         for g, hypers in enumerate(optimizer._hypers)
         for state in _states(optimizer.states[g])
-        for name, seen in _each(optimizer.param_groups[g], state, hypers)
+        for name, seen in _each(optimizer.param_groups[g], state, hypers, is_first)
         if seen[0] > FAR
     ]
     if far:
+        _warned.add(optimizer)
         most, count, size, _, name = max(far)
         eps = max(found[3] for found in far)
         others = f", and {len(far) - 1} other parameters" if len(far) > 1 else ""
-        what = f"{count} of {size} elements of parameter {name}{others}, moved by up to {most:.0f} times lr"
+        what = f"{count} of {size} elements of {name}{others}, moved by up to {most:.0f} times lr"
         why = "codes give them the scale of the others, but next to no gradient, that of a key's bias say, froze theirs"
         hint = f"eps={eps:.0e}, from the start or written into the param groups now, leaves some {ORDINARY:.0f}"
         warnings.warn(f"eps: too small for the second moment of {what}: {why}; {hint}", stacklevel=6)
 
 
-def _states(state: Any) -> list[OnebitAdamState]:
-    found: list[OnebitAdamState] = []
+def _states(state: Any) -> list[Any]:
+    found: list[Any] = []
 
-    def note(one: OnebitAdamState) -> OnebitAdamState:
+    def note(one: Any) -> Any:
         found.append(one)
         return one
 
-    tree.replace(state, OnebitAdamState, note)
+    for kind in KINDS:
+        tree.replace(state, kind, note)
     return found
 
 
-def _each(group: dict[str, Any], state: OnebitAdamState, hypers: dict[str, Any]) -> list[tuple[str, tuple[Any, ...]]]:
+def _each(group: dict[str, Any], state: Any, hypers: dict[str, Any], is_first: bool) -> list[tuple[str, Any]]:
     """Return by name for each parameter: the largest step, how many are far, of how many, and the eps they would need.
 
-    Empty for moments that are not like the parameters, such as shards.
+    The moments of shards are vectors of this rank's. What all ranks hold is for the first one to look at.
     """
-    moments = list(zip(tree.leaves(state.mu), tree.leaves(state.nu), strict=True))
-    if [mu.shape for mu, _ in moments] != [p.shape for p in group["params"]]:
+    mus, nus = tree.leaves(state.mu), tree.leaves(state.nu)
+    names = [f"parameter {name}" for name in group.get("param_names") or range(len(mus))]
+    if [mu.shape for mu in mus] != [p.shape for p in group["params"]]:
+        names = [f"shard {i} of this rank" for i in range(len(mus))]
+    elif not is_first:
         return []
-    names = group.get("param_names") or [str(i) for i in range(len(moments))]
     eps, weights = float(hypers.get("eps", 0.0)), (1.0, 1.0)
     if hypers.get("bias_correction"):
         weights = float(state.mu_weight), float(state.nu_weight)
-    pairs = [(name, mu / weights[0], nu / weights[1]) for name, (mu, nu) in zip(names, moments, strict=True)]
-    return [(name, _measure(mu, nu, eps)) for name, mu, nu in pairs if mu.numel()]
+    rows = zip(names, mus, nus, strict=True)
+    return [(name, _measure(mu / weights[0], nu / weights[1], eps)) for name, mu, nu in rows if mu.numel()]
 
 
 def _measure(mu: Tensor, nu: Tensor, eps: float) -> tuple[float, int, int, float]:

@@ -102,7 +102,7 @@ class Overlap:
         self._problem = optimizer._follow_groups()
         for job in (self._jobs or {}).values():
             job.exception()
-        self._reset(optimizer.phase)
+        self._reset(optimizer.phase if self._threads else Phase.LOCAL)  # closed: nothing is sent
         if not self.is_on(self._phase) or self._has_thawed():
             return
         parcels = [group["params"] for group in optimizer.param_groups]
@@ -167,6 +167,19 @@ class Overlap:
             thread = self._threads[len(self._jobs) % len(self._threads)]  # in the same order on all ranks
             self._jobs[group] = thread.submit(self._job(group, grads))
 
+    def _send_the_rest(self, phase: Phase) -> None:
+        """Send NaN for what the backward pass has not come to on this rank: the others wait, and all meet in the step.
+
+        Of a parameter that was frozen after DDP was made, on this rank only perhaps, DDP says nothing; of none at all
+        if its bucket is the first.
+        """
+        silent = self._jobs is None and self._alike and self.is_on(phase)
+        if silent and not all(p.requires_grad for p in self._params):
+            self.begin()
+        if self._arrivals is not None and self._jobs is not None and (rest := self._arrivals.rest()):
+            self._problem = self._problem or RuntimeError("a part of the backward pass did not come")
+            self._send(rest)
+
     def _is_unlike(self, group: int) -> bool:
         """Tell whether this rank cannot take the step of a param group as the others do."""
         if self._alike or self._problem is not None:
@@ -193,6 +206,19 @@ class Overlap:
 
         return run
 
+    def close(self) -> None:
+        """End the threads, and give back their process groups; the steps communicate in `step` from now on.
+
+        See `fn.adapters.ddp.close`.
+        """
+        for job in (self._jobs or {}).values():
+            job.exception()
+        self._reset(Phase.LOCAL)
+        if self._optimizer.ahead == self.ahead:
+            self._optimizer.ahead = None
+        while self._threads:
+            self._threads.pop().close()
+
     def ahead(self, phase: Phase) -> tuple[list[Staged] | None, ValueError | None]:
         """Return the step whose backward pass is over, a part per param group, and an error if gradients changed since.
 
@@ -205,6 +231,7 @@ class Overlap:
             so; what was raised while communicating.
         """
         changed = self._change_of_gradients(phase)
+        self._send_the_rest(phase)
         if self._jobs is None or phase is not self._phase:
             return None, changed
         others_absent = self._optimizer._gradients.changed([g["params"] for g in self._optimizer.param_groups])

@@ -11,7 +11,7 @@ from torch import Tensor
 from fn import tree
 from fn.adapters import param_groups
 from fn.adapters.amp import unscaled
-from fn.adapters.averaged import refuse_averaged
+from fn.adapters.averaged import in_doubt, still_in_doubt
 from fn.adapters.carried import Carried, added, due
 from fn.adapters.clipping import check_max_norm, clipped
 from fn.adapters.compiled import check_changes, compiled
@@ -56,7 +56,7 @@ class Optimizer(torch.optim.Optimizer):
         max_norm: clip by the global norm over all groups: of the averaged gradient in an exact warm-up, by a norm that
             the ranks agree on where codes travel (see `fn.adapters.clipping`). None: do not clip.
         refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
-            something averaged before, such as DDP without `fn.adapters.ddp.keep_local`.
+            something averaged before, such as DDP without `fn.adapters.ddp.keep_local`; the first warm-up step warns.
         **defaults: further hyper-parameters for `make`; `betas` for b1 and b2, as `OneCycleLR` asks for.
     Raises: TypeError if params is a tensor; what `make` and the transform's init raise: the axis is not bound, the
         ranks disagree, also in the numbers that parameters start from.
@@ -94,7 +94,7 @@ class Optimizer(torch.optim.Optimizer):
         self._compile = compile
         self._binding = current_binding()
         self._max_norm = max_norm
-        self._unsure = refuse_averaged  # whether gradients are each rank's own
+        self._doubts = in_doubt(refuse_averaged, schedule is not None)  # whether gradients are each rank's own
         self._axes = self._find_axes()
         self._wires = {axis: self._binding.axes[axis].transport for axis in self._axes}
         self._transforms: list[Transform] = []
@@ -274,8 +274,8 @@ class Optimizer(torch.optim.Optimizer):
         groups = [group["params"] for group in self.param_groups]
         before = [int(on_host(count)) for count in self._skip_counts()]
         grads = self._collect(groups, phase is not Phase.LOCAL, problem)
-        if self._unsure and phase is Phase.COMPRESSED:
-            self._unsure = not refuse_averaged(grads, self._axes)
+        if phase in self._doubts:
+            self._doubts = still_in_doubt(self._doubts, phase, grads, self._axes)
         updates, _ = update(grads, self.states, tuple(groups))
         if self.skipped > max(before, default=0) and self._settle(groups, before):
             updates, _ = update(self._collect(groups), self.states, tuple(groups))

@@ -45,6 +45,21 @@ def drifting(place: str, bit: int) -> tuple:
     return (None,)
 
 
+def rescheduled() -> tuple[int, str]:
+    """Give one rank another schedule, which gives another phase only later: there the ranks wait for each other."""
+    params, opt = build("onebit_adam", 1, fn.freeze_after(7))
+    check_drift(opt, EVERY)
+    for t in range(12):
+        set_gradients(params, t)
+        if t == FLIPPED_AFTER and dist.get_rank() == 1:
+            opt.schedule = fn.freeze_after(9)
+        try:
+            opt.step()
+        except fn.RanksDrifted as error:
+            return t, error.field
+    return -1, ""
+
+
 def written(number: str) -> tuple[int, str]:
     """Write a number into the param group of one rank, as a scheduler that steps by a loss of its own does."""
     params, opt = build("onebit_adam", 1, fn.freeze_after(2))
@@ -79,7 +94,8 @@ CASES = [("parameter", 0), ("parameter", 31), ("second moment", 0), ("local phas
 
 
 def all_drifting() -> list[tuple]:
-    return [*(drifting(*case) for case in CASES), written("lr"), written("b1"), alone(None), alone("data")]
+    others = rescheduled(), written("lr"), written("b1"), alone(None), alone("data")
+    return [*(drifting(*case) for case in CASES), *others]
 
 
 @functools.cache
@@ -101,6 +117,10 @@ def test_a_flipped_bit_is_found_within_the_period_and_named_and_the_step_moves_n
 def test_a_number_that_one_rank_only_was_given_is_named_and_not_the_parameters_that_follow_from_it():
     for found in answers():
         assert found[-4:-2] == [(6, "groups[0].lr"), (6, "groups[0], hyper-parameters other than lr,")]
+
+
+def test_a_schedule_that_one_rank_only_was_given_is_named_before_the_ranks_wait_for_each_other():
+    assert all(found[len(CASES)] == (6, "schedule") for found in answers())
 
 
 def test_an_optimizer_that_was_given_no_axis_is_named_as_the_cause():

@@ -218,7 +218,7 @@ def test_the_tensorboard_example_writes_every_measure(tmp_path: Path) -> None:
         assert names == {*StepMetrics._fields, "loss"} - {"step", "phase"}
         assert [e.step for e in events.Scalars("step/compression_error")] == [10, 15]
         sent = [e.value for e in events.Scalars("step/bytes")]
-        assert sent[0] == sent[1] > 8 * sent[2] > 0
+        assert sent[0] > sent[1] > 8 * sent[2] > 0  # the first step also compares gradients with the other rank's
 
 
 def overlapped(checked: bool) -> list[StepMetrics]:

@@ -8,6 +8,7 @@ import torch
 from fn import kernels
 from fn.kernels import acceptance, reference
 from fn.kernels.ops import REFERENCES
+from fn.kernels.table import cells
 
 
 def reversed_bits(bits):
@@ -152,3 +153,32 @@ def test_a_kernel_that_is_wrong_is_refused_at_its_first_use_and_does_not_conform
     report = kernels.conformance(kernels.Accelerator("cpu", {op: kernel}), sizes=(9, 1023))
     faults = [fault for fault in report.faults if "n=" in fault]
     assert faults, "only the known answer is wrong"
+
+
+def wrong_from(size):
+    """Return the two kernels that all others are made of, wrong in the last byte of long rows."""
+
+    def pack(x):
+        bits = reference.pack_bits(x)
+        return torch.cat([bits[..., :-1], 0 * bits[..., -1:]], -1) if x.shape[-1] >= size else bits
+
+    def unpack(bits, n, dtype):
+        signs = reference.unpack_bits(bits, n, dtype)
+        return -signs if n >= size else signs
+
+    return {"pack_bits": pack, "unpack_bits": unpack}
+
+
+@pytest.mark.parametrize("size", [500, 1 << 16])
+@pytest.mark.parametrize("op", ["pack_bits", "unpack_bits"])
+def test_a_kernel_that_is_right_when_small_is_refused_and_no_other_is_blamed(op, size):
+    """It was believed; the references of other ops then went by it, and kernels that were right were refused."""
+    others = {"sign_encode": REFERENCES["sign_encode"]}
+    row = kernels.Accelerator("cpu", {op: wrong_from(size)[op], **others}, provider="toy")
+    kernels.register(row)
+    try:
+        with pytest.warns(UserWarning, match=f"kernel '{op}' of 'toy'"):
+            assert "toy" not in [cell.provider for cell in cells(op, "cpu")]
+        assert cells("sign_encode", "cpu")[0].provider == "toy"
+    finally:
+        kernels.unregister(row)
