@@ -20,6 +20,7 @@ import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from fn import tree
@@ -97,9 +98,14 @@ def check_transform(argument: str, value: Any) -> None:
 
 
 def check_number(argument: str, value: Any) -> None:
-    """Raise a TypeError that names the argument unless a value is a number; text from a configuration file is not."""
+    """Raise a TypeError that names the argument unless a value is a number; text from a configuration file is not.
+
+    Nor is one that `torch.func.vmap` batches, for it is several.
+    """
     if not isinstance(value, numbers.Real | Tensor):
         raise TypeError(f"{argument}: is {value!r}; allowed are numbers")
+    if isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value):
+        raise TypeError(f"{argument}: is a tensor that vmap batches; allowed are numbers; only lr may be batched")
 
 
 def check_state(state: Tree, kind: type) -> None:

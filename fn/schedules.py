@@ -136,7 +136,8 @@ UNFED = 10
 _UNFED = (
     f"schedule: freeze_when_stable was asked for {UNFED} steps in a row and given no norm, so it stays in the warm-up "
     "and never freezes; after each update call schedule.observe(step, float(norm)), where norm is the sum of the "
-    "absolute values of the second moment, the tensors in fn.tree.fields(state, 'nu'). fn.Optimizer does so itself"
+    "absolute values of the second moment, the tensors in fn.tree.fields(state, 'nu'). fn.Optimizer does so itself "
+    "where it is the schedule, and not a part of another function"
 )
 
 

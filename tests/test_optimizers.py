@@ -100,6 +100,15 @@ def after_a_step(make, lr: torch.Tensor) -> torch.Tensor:
     return fn.apply_updates(p, updates)[0]
 
 
+@pytest.mark.parametrize("name", ["b1", "b2", "eps", "weight_decay"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
+def test_other_hyper_parameters_that_are_batched_are_refused_by_name(optimizer, name):
+    """torch spoke of data-dependent control flow, and asked for an issue."""
+    make = partial(optimizer.make, axis="data")
+    with pytest.raises(TypeError, match=rf"^{name}: is a tensor that vmap batches; .* only lr may be batched"):
+        torch.func.vmap(lambda value: make(**{name: value}) and value)(torch.tensor([0.1, 0.2]))
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.name)
 def test_a_whole_run_may_be_vmapped_over_learning_rates_and_differentiated_by_them(optimizer):
     """The comparison of the ranks at init has no one number to send then, and must not ask for it."""

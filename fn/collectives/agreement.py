@@ -83,7 +83,7 @@ def _check_grid(axis: tuple[str, ...], device: torch.device | str) -> None:
             f"axis: the sizes of {axis}, {sizes}, do not multiply to the {reached} ranks that these axes reach"
         )
     around = ranks_around()
-    if set(axis) == set(current_binding().axes) and around != reached:
+    if set(axis) == set(current_binding().axes) and around not in (1, reached):  # 1: nobody says how many there are
         raise ValueError(
             f"axis: the sizes of {axis}, {sizes}, do not multiply to the world of {around} ranks; if the others are "
             f"meant to train apart, bind the axis that tells them apart too"

@@ -52,27 +52,27 @@ class Axis(NamedTuple):
 class _Bound(threading.local):
     def __init__(self) -> None:
         self.axes: Mapping[str, Axis] = {}  # replaced, never mutated
+        self.before: list[Mapping[str, Axis]] = []  # what the bindings that this thread is in replaced
 
 
 _bound = _Bound()
 
 
 class Binding:
-    """A context in which axis names have a meaning; entering it twice, or again later, is fine."""
+    """A context in which axis names have a meaning; entering it twice, again later, or in several threads is fine."""
 
     def __init__(self, axes: Mapping[str, Axis]):
         self.axes = axes
-        self._before: list[Mapping[str, Axis]] = []
 
     def __enter__(self) -> Binding:
-        self._before.append(_bound.axes)
+        _bound.before.append(_bound.axes)
         _bound.axes = {**_bound.axes, **self.axes}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        _bound.axes = self._before.pop()
+        _bound.axes = _bound.before.pop()
 
 
 def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator]) -> Binding:

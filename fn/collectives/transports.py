@@ -14,9 +14,13 @@ from torch import Tensor
 
 
 class Transport(NamedTuple):
-    """Three blocking exchanges of contiguous tensors on any device; all ranks call the same ones in the same order.
+    """Three blocking exchanges of contiguous tensors of any dtype and device, in the same order on all ranks.
 
-    all_to_all: (W, ...) -> (W, ...), row r from rank r. all_gather: (...) -> (W, ...). psum: the sum over ranks.
+    all_to_all: (W, ...) -> (W, ...), row r from rank r. all_gather: (...) -> (W, ...), row r is rank r's. psum: the sum
+    over ranks, bit for bit the same on all of them; what it is given is a copy, into which it may write.
+
+    Each returns a new tensor of the dtype and device that it was given, which holds the numbers by then: a handle is
+    waited for inside, and memory that the next call writes into is copied. Anything else is refused.
     """
 
     all_to_all: Callable[[Tensor], Tensor]
@@ -44,7 +48,17 @@ def carry(x: Tensor, size: int, collective: str, transport: str) -> Tensor:
 
 def _run(x: Tensor, size: int, collective: str, transport: str) -> Tensor:
     run: Callable[[Tensor], Tensor] = getattr(_transports[transport], collective)
-    return run(x.detach().contiguous())
+    sent = x.detach().clone(memory_format=torch.contiguous_format) if collective == "psum" else x.detach().contiguous()
+    found = run(sent)
+    shape = torch.Size((size, *x.shape)) if collective == "all_gather" else x.shape
+    if isinstance(found, Tensor) and (found.shape, found.dtype, found.device) == (shape, x.dtype, x.device):
+        return found.contiguous()  # as a compiler expects it
+    is_tensor = isinstance(found, Tensor)
+    text = f"{found.dtype} {tuple(found.shape)} on {found.device}" if is_tensor else type(found).__name__
+    raise TypeError(
+        f"transport: {collective} of {transport!r} returned {text}; allowed is a tensor, {x.dtype} {tuple(shape)} on "
+        f"{x.device}, that holds the numbers already: wait for a handle inside of it"
+    )
 
 
 def _shape(x: Tensor, size: int, collective: str, transport: str) -> Tensor:

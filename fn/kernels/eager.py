@@ -8,6 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fn.kernels import buffers
 
@@ -57,9 +58,11 @@ def remembered(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 def pooled(like: Tensor, *others: Tensor) -> dict[str, Tensor]:
     """Return {"out": a tensor like the first, from the pool of large buffers} for a torch function of the tensors.
 
-    Where that is not possible, on other devices, in traces, for tensors that require grad, it is empty.
+    Where that is not possible, on other devices, in traces, where gradients or tangents are taken, it is empty.
     """
     tensors = (like, *others)
     if like.device.type != "cpu" or any(t.requires_grad for t in tensors) or not is_eager(*tensors):
+        return {}
+    if forward_ad._current_level >= 0:
         return {}
     return {"out": buffers.empty(like.shape, like.dtype)}

@@ -29,7 +29,7 @@ class OnebitLambState(NamedTuple):
 
     step, mu, nu: as for Adam; nu rests after the warm-up.
     nu_fresh: the second moment that goes on, from gradients reconstructed out of the momentum.
-    coefficient: the moving trust ratio. factor: how far the ratio may have moved since.
+    coefficient: the moving trust ratio. factor: how far the ratio may have moved since; 1 in the warm-up.
     ratio: what the last update was scaled by.
     scaling: what brings each tensor's momentum to the common scale.
     tail: extra elements that travel with the momentum (see `onebit_lamb_by_tensor`).
@@ -178,6 +178,7 @@ def onebit_lamb_by_tensor(
             nu=nu,
             nu_fresh=nu if copy_fresh else state.nu_fresh,
             coefficient=coefficient,
+            factor=tree.map(torch.ones_like, state.factor),
             ratio=ratio,
             scaling=common_scale(mu),
         )

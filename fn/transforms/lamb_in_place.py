@@ -70,6 +70,7 @@ def with_onebit_lamb_in_place(
             weight, update, rms = squares.sqrt().unbind(1)
             ratio = ratio_of(weight.float(), update.float(), h.min_coeff, h.max_coeff)
             _write(link.coefficient, moved_coefficient(h, _read(link.coefficient), ratio))
+            _write(link.factor, torch.ones_like(ratio))
             _write(link.scaling, common_scale_of(rms / _counts(mu).clamp(min=1).sqrt()).float())
             torch._foreach_copy_(tree.leaves(link.nu_fresh), nu)
             descend(link, leaves, ratio)

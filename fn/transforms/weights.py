@@ -43,11 +43,12 @@ def check_decay(weight_decay: float) -> None:
 
 def check_rate(lr: float | Tensor) -> None:
     """Refuse a learning rate that is not a number, negative, not finite, or a tensor with a dimension."""
-    check_number("lr", lr)
     if isinstance(lr, Tensor):
         if lr.ndim:
             raise ValueError(f"lr: has shape {tuple(lr.shape)}; allowed are floats and 0-d tensors")
-    elif not 0 <= lr < math.inf:
+        return
+    check_number("lr", lr)
+    if not 0 <= lr < math.inf:
         raise ValueError(f"lr: is {lr}; allowed are finite numbers of at least 0")
 
 

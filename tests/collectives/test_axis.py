@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import tree
-from fn.collectives.axis import current_binding
+from fn.collectives.axis import ALONE, Axis, Binding, current_binding
 from fn.collectives.primitives import group_of
 
 
@@ -275,3 +275,33 @@ def test_a_process_group_is_process_wide_and_its_binding_is_a_threads_own():
 
 def test_bind_refuses_a_mesh_without_names_and_says_which_argument_is_missing():
     assert all("mesh_dim_names" in text for text in ranks.run(2, without_names))
+
+
+def test_threads_that_enter_one_binding_leave_it_each_for_itself():
+    """One that came later once left the other's axes behind, and the other was in no axis any more."""
+    shared = Binding({"data": Axis(1, torch.tensor(0), ALONE)})
+    inside, left = threading.Event(), threading.Event()
+    found: dict[str, list[str]] = {}
+
+    def first() -> None:
+        with Binding({"node": Axis(1, torch.tensor(0), ALONE)}):
+            with shared:
+                inside.set()
+                assert left.wait(30)
+            found["first"] = [*current_binding().axes]
+
+    def second() -> None:
+        assert inside.wait(30)
+        shared.__enter__()
+        left.set()
+        threads[0].join(30)
+        found["inside"] = [*current_binding().axes]
+        shared.__exit__(None, None, None)
+        found["second"] = [*current_binding().axes]
+
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert found == {"first": ["node"], "inside": ["data"], "second": []}

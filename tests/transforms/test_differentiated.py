@@ -9,6 +9,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from torch.autograd import forward_ad
 
 import fn
 from fn import Phase
@@ -50,6 +51,20 @@ def test_autograd_goes_through_the_steps_of_one_rank(name: str, dtype: torch.dty
     found = torch.autograd.grad(after_four_steps(name, rate, start), [rate, start])
     torch.testing.assert_close(found[0].double(), by_lr, rtol=1e-3, atol=0)
     torch.testing.assert_close(found[1].double().sum(), by_w, rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", MAKES)
+def test_dual_numbers_go_through_the_steps_of_one_rank(name: str, dtype: torch.dtype) -> None:
+    """Those of `torch.autograd.forward_ad`, too, which are plain tensors: nothing may be written with `out=`."""
+    w = torch.linspace(-1, 2, 9, dtype=torch.float64)
+    lr, d = torch.tensor(0.01, dtype=torch.float64), 1e-6
+    expected = (after_four_steps(name, lr + d, w) - after_four_steps(name, lr - d, w)) / (2 * d)
+    rate, one = lr.to(dtype), torch.ones((), dtype=dtype)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(after_four_steps(name, forward_ad.make_dual(rate, one), w.to(dtype))).tangent
+    pushed = torch.func.jvp(lambda r: after_four_steps(name, r, w.to(dtype)), (rate,), (one,))[1]
+    torch.testing.assert_close(torch.stack([found, pushed]).double(), expected.expand(2), rtol=1e-3, atol=0)
 
 
 UPDATES: dict[str, tuple[Any, Phase]] = {

@@ -148,3 +148,22 @@ def test_deepspeeds_padding_counts_and_returns_while_ours_does_not() -> None:
 def test_a_hyper_parameter_out_of_range_is_named(argument: str, value: float) -> None:
     with pytest.raises(ValueError, match=argument):
         fn.onebit_lamb(axis="data", **{argument: value})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_second_warm_up_forgets_how_far_the_ratios_had_moved(dtype: torch.dtype) -> None:
+    """The factor is of one freeze: after the next one the steps were up to 4 or half as long as they should be."""
+    phases = [fn.Phase.WARMUP] * 2 + [fn.Phase.COMPRESSED] * 4 + [fn.Phase.WARMUP]
+    make = partial(fn.onebit_lamb, axis="data")
+    tx, params = make(lr=0.1), [p.to(dtype) for p in start()]
+    state = tx.init(params)
+    own = [torch.nn.Parameter(p.clone()) for p in params]
+    opt = fn.Optimizer(own, make, schedule=phases.__getitem__, lr=0.1)
+    for t, phase in enumerate(phases):
+        grads = [g[0].to(dtype) for g in gradients(1, t)]
+        params, state = advance(tx, phase, params, state, grads)
+        for p, g in zip(own, grads, strict=True):
+            p.grad = g
+        opt.step()
+        for (factors,) in (tree.fields(state, "factor"), tree.fields(opt.states, "factor")):
+            assert (torch.stack(factors) == 1).all() == (phase is fn.Phase.WARMUP)
