@@ -117,8 +117,8 @@ class Optimizer(torch.optim.Optimizer):
         warn_at_start(self, given=schedule is not None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: all but the transforms, which hold this one's learning rates."""
-        kept = {k: v for k, v in vars(self).items() if not k.startswith(("_optimizer_", "_zero_grad"))}
+        """Return what a copy needs: not the transforms and a scheduler's `step`, which would go on with this one."""
+        kept = {k: v for k, v in vars(self).items() if k != "step" and not k.startswith(("_optimizer_", "_zero_grad"))}
         return {**kept, "ahead": None, "_updates": {}, "_transforms": [None] * len(self._transforms)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -99,6 +99,18 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     return torch.cat(pieces)
 
 
+def followed(master: Tensor, leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
+    """Return a master shard (n / W,) with what was written into the params since they were rounded from it.
+
+    A model's checkpoint that is loaded, say, or a clamp after each step. Args: leaves, bucket, index: as for `take`.
+    """
+    here = take(leaves, bucket, index)
+    same = master.to(here.dtype) == here
+    if is_eager(same) and same.device.type == "cpu" and same.all():
+        return master
+    return torch.where(same, master, here.to(master.dtype))
+
+
 def _piece(tensor: Tensor, start: int, width: int) -> Tensor:
     """Return the elements of a vector in [start, start + width), of which some may lie outside."""
     return tensor[max(start, 0) : max(start + width, 0)]
