@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -105,10 +106,12 @@ def followed(master: Tensor, leaves: Sequence[Tensor], bucket: Bucket, index: Te
     A model's checkpoint that is loaded, say, or a clamp after each step. Args: leaves, bucket, index: as for `take`.
     """
     here = take(leaves, bucket, index)
-    same = master.to(here.dtype) == here
-    if is_eager(same) and same.device.type == "cpu" and same.all():
-        return master
-    return torch.where(same, master, here.to(master.dtype))
+    if is_eager(master, here) and here.device.type == "cpu" and not is_recorded([master, here]):
+        rounded = buffers.empty(here.shape, here.dtype).copy_(master)
+        found, left = here.view(torch.int16).numpy(), rounded.view(torch.int16).numpy()
+        if np.array_equal(found, left):  # torch's takes twenty times as long
+            return master
+    return torch.where(master.to(here.dtype) == here, master, here.to(master.dtype))
 
 
 def _piece(tensor: Tensor, start: int, width: int) -> Tensor:
