@@ -11,6 +11,7 @@ for an optimizer that is made elsewhere; `overlap` takes a model without DDP, to
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -59,7 +60,8 @@ def keep_local(model: Any) -> Any:
     Returns: the model. `no_sync` goes on working and changes nothing.
     Raises: TypeError if it is none; RuntimeError if it has a hook already.
     """
-    _hook(_check(model), noop_hook)
+    checked = _check(model)
+    _hook(checked, _unless_joining(checked, noop_hook))
     return model
 
 
@@ -130,7 +132,7 @@ def overlap(
     found = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds, in_ddp)
     if isinstance(model, DistributedDataParallel):
         buckets = DdpBuckets(found)
-        _hook(model, lambda state, bucket: buckets(_dense(bucket)))
+        _hook(model, _unless_joining(model, lambda state, bucket: buckets(_dense(bucket))))
     else:
         GradientHooks(params, found)
     optimizer.ahead = found.ahead
@@ -310,6 +312,21 @@ def _parcels(params: Any, elements: int) -> list[list[Any]]:
             raise TypeError(f"params: hold a {type(entry).__name__}; allowed are tensors, or pairs of (name, tensor)")
     given = {id(p): entry for entry, p in zip(entries, tensors, strict=True)}
     return [[given[id(p)] for p in parcel] for parcel in split(tensors, elements)]
+
+
+def _unless_joining(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a hook that refuses `model.join()`: ranks that have joined take no steps, in which the others wait."""
+    found = weakref.ref(model)  # DDP keeps its hook where Python sees no cycle
+
+    def allowed() -> Callable[[Any, Any], Any]:
+        join = getattr(found(), "_join_config", None)
+        if join is not None and join.enable and not join.throw_on_early_termination:
+            text = "is in join(), where ranks without data take no steps, but the optimizer needs all of them in each"
+            hint = "give all ranks as many batches, or stop with the first: join(throw_on_early_termination=True)"
+            raise ValueError(f"model: {text}; {hint}")
+        return hook
+
+    return lambda state, bucket: allowed()(state, bucket)
 
 
 def _hook(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> None:

@@ -48,7 +48,7 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         params: parameters, named parameters or param groups, as for torch. A group's own keys override the defaults.
         make: (lr=tensor, **hyper-parameters) -> Transform, called once per param group, in which its numbers are shown.
-        schedule: step -> Phase, steps from 0. None: always warm-up, for optimizers that do not compress.
+        schedule: step -> Phase, steps from 0, alike on all ranks. None: always warm-up, for what does not compress.
         lr: the learning rate, a number or a 0-d tensor, which is copied and which torch's schedulers then fill in
             place. What is written into `group["lr"]` takes effect in the next step, and so do other hyper-parameters
             of a group, for which the transform is made again.
@@ -117,8 +117,8 @@ class Optimizer(torch.optim.Optimizer):
         warn_at_start(self, given=schedule is not None)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs: all but the transforms, which hold this one's learning rates."""
-        kept = {k: v for k, v in vars(self).items() if not k.startswith(("_optimizer_", "_zero_grad"))}
+        """Return what a copy needs: not the transforms and a scheduler's `step`, which would go on with this one."""
+        kept = {k: v for k, v in vars(self).items() if k != "step" and not k.startswith(("_optimizer_", "_zero_grad"))}
         return {**kept, "ahead": None, "_updates": {}, "_transforms": [None] * len(self._transforms)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -65,7 +65,8 @@ def peer_lost(error: BaseException, collective: str, axis: str | None, transport
     message = (
         f"{who}, noticed in {collective} by rank {'?' if rank is None else rank}; parameters and state are as before "
         f"the step; end this process and resume from the last checkpoint (torchrun --max-restarts does); "
-        f"if no rank failed, some had fewer batches: drop the last ones, so that all take as many steps; "
+        f"if no rank failed, some had fewer batches: drop the last ones, so that all take as many steps; or they were "
+        f"in other phases: a schedule may depend on the step only, and a checkpoint is loaded on all ranks; "
         f"the backend says: {error}"
     )
     return PeerLost(message, rank=rank, axis=axis, lost=lost)

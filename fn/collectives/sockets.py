@@ -99,7 +99,8 @@ class Connections:
         for p, head in heads.items():
             expected, found = (self._count, sum(map(len, receives[p]))), struct.unpack(HEADER, head)
             if found != expected:
-                raise RuntimeError(f"rank {p} sent (exchange, bytes) {found}, but this rank expects {expected}")
+                text = f"rank {p} sent (exchange, bytes) {found}, but this rank expects {expected}"
+                raise RuntimeError(f"{text}; is it in another phase? schedules and steps must be alike on all ranks")
 
     def _wait_for(self, out: Mapping[int, _Flow], into: Mapping[int, _Flow]) -> None:
         poll, ranks = select.poll(), {c.fileno(): p for p, c in self._peers.items()}

@@ -37,7 +37,7 @@ from fn.transforms import exchange
 from fn.transforms import layout as layouts
 from fn.transforms.exchange import Kept, Rules, rules_of
 from fn.transforms.resharding import Half, Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
-from fn.transforms.shards import Division, divisions, shown, take, wide
+from fn.transforms.shards import Division, divisions, followed, shown, take, wide
 
 Tree = Any
 
@@ -124,7 +124,8 @@ def sharded(
         gather_feedback: what becomes of what the all-gather did not deliver; None is `off()`, which is right for
             params, because the master copy does not lose anything.
         master: keep this rank's shard of the params in float32 in the state, and gather params. False gathers
-            updates. None: where the params are in half precision.
+            updates. None: where the params are in half precision. What is written into params between steps, by a
+            model's `load_state_dict` for one, is followed, unless `gather` leaves them other numbers than the master's.
         layout: as for `compressed_average`. With "flat" and "fused" the inner sees a list of vectors, one per (dtype,
             device); with "per_tensor" a tree like the params, of pieces, so that masks and partitions by name work. All
             pieces are vectors: a mask by `ndim` is made from the params outside, as a tree of bools.
@@ -193,13 +194,15 @@ def sharded(
                 shard, after = exchange.reduce(layouts.join(given, bucket), before, bucket, rules, codes)
                 shards.append(shard)
                 kept.append(after)
+                if isinstance(precise, Tensor) and rules.gather is None:
+                    precise = followed(precise, leaves, bucket, index)
                 owned.append(precise if isinstance(precise, Tensor) else take(leaves, bucket, index).to(shard.dtype))
             moves, inside = move(as_inner(structure, shards), state.inner, as_inner(structure, owned))
             moves, inside = shown(moves, state.inner, inside)
             found: dict[int, Tensor] = {}
             masters: list[Tree] = []
-            for i, (bucket, moved, precise) in enumerate(zip(plan, tree.leaves(moves), state.master, strict=True)):
-                sends_params = isinstance(precise, Tensor)
+            for i, (bucket, moved, precise) in enumerate(zip(plan, tree.leaves(moves), owned, strict=True)):
+                sends_params = isinstance(state.master[i], Tensor)
                 value = precise + moved if sends_params else moved
                 dtype = leaves[bucket.places[0]].dtype if sends_params else moved.dtype
                 whole, kept[i] = exchange.back(value, dtype, kept[i], bucket, rules, codes)

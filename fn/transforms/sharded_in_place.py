@@ -20,7 +20,7 @@ from fn.transforms.finite import SkipState, all_finite
 from fn.transforms.in_place import InPlace, Staged, has_kernel, successor
 from fn.transforms.moments import AdamState
 from fn.transforms.sharded import ShardedState, check_shards, kept_of
-from fn.transforms.shards import take
+from fn.transforms.shards import followed, take
 
 Tree = Any
 
@@ -58,6 +58,8 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
             rows, kept = exchange.reduce_to_rows(grads, kept, bucket, rules, codes)
             keeps = isinstance(master, Tensor)
             old = master if keeps else take(leaves, bucket, index)
+            if keeps and rules.gather is None:
+                old = followed(master, leaves, bucket, index)
             dtype = leaves[bucket.places[0]].dtype if keeps else rows[0].dtype
             whole = buffers.empty((bucket.segments.valid.shape[0], old.shape[0]), dtype)
             mine = whole[int(index)]  # params that are not kept are made where they travel from

@@ -123,6 +123,38 @@ def test_a_layer_that_is_thawed_and_that_nobody_averages_is_warned_of_once():
 
 
 @case
+def joined() -> list[Any]:
+    """In `join`, of which rank 1 has a batch more; the optimizer behind backward and in serial steps."""
+    found: list[Any] = []
+    for least in (0.0, 1e9):
+        for stop in (False, True):
+            model = wrapped()
+            opt = optimizer(model, fn.onebit_adam, schedule=fn.freeze_after(2), least_wire_seconds=least)
+            try:
+                with model.join(throw_on_early_termination=stop):
+                    for step in range(4 + dist.get_rank()):
+                        backward(model, step)
+                        opt.step()
+                        opt.zero_grad()
+            except (ValueError, RuntimeError) as error:
+                found.append((type(error).__name__, str(error), opt.steps))
+            dist.barrier()
+            found.append(arrays(list(model.parameters())))
+    return found
+
+
+def test_join_is_refused_unless_it_stops_with_the_first():
+    """A rank that has joined takes no steps: its state stayed behind, and so did, later, its parameters."""
+    first, second = case.answer("joined")
+    assert all(same(first[i], second[i]) for i in (1, 3, 5, 7))
+    for found in (first, second):
+        for kind, text, steps in (found[0], found[4]):
+            assert (kind, steps) == ("ValueError", 0)
+            assert "join(throw_on_early_termination=True)" in text
+        assert [(kind, steps) for kind, _, steps in (found[2], found[6])] == [("RuntimeError", 4)] * 2
+
+
+@case
 def sparse() -> list[str]:
     found = []
     for use in (overlap, lambda model, opt: average_gradients(model, fn.sign())):

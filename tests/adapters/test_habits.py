@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import sys
 import warnings
@@ -100,6 +101,40 @@ def test_a_pickled_optimizer_goes_on_bit_for_bit(optimizer):
     assert torch.equal(copy.param_groups[0]["params"][0], p)
     assert copy.steps == opt.steps == 30
     assert all(map(torch.equal, tree.leaves(copy.states), tree.leaves(opt.states)))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
+def test_a_copy_beside_a_scheduler_steps_itself_and_not_the_original(copied):
+    """A scheduler puts a `step` of its own into an optimizer, which goes on with that one."""
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = fn.Optimizer([p], fn.adamw, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+    go_on(opt, 0, 2)
+    scheduler.step()
+    before = p.detach().clone()
+    other, its_scheduler = copied((opt, scheduler))
+    assert its_scheduler.optimizer is other
+    go_on(other, 2, 3)
+    its_scheduler.step()
+    assert (opt.steps, other.steps) == (2, 3)
+    assert (opt.param_groups[0]["lr"], other.param_groups[0]["lr"]) == (0.05, 0.025)
+    assert torch.equal(p, before)
+    go_on(opt, 2, 3)
+    assert torch.equal(p, other.param_groups[0]["params"][0])  # taken at the same rate
+
+
+@each_optimizer
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_are_loaded_after_the_optimizer_was_made_are_those_that_are_trained(optimizer, dtype):
+    """Master params in the state lead back to where they were, unless they follow."""
+    p = torch.nn.Parameter(torch.linspace(-1, 1, 9).to(dtype))
+    opt = run(optimizer, [p], steps=0)
+    for first in (0, 1):
+        with torch.no_grad():
+            p.copy_(torch.linspace(3, 7, 9) + first)
+        before = p.detach().clone()
+        go_on(opt, first, first + 1)
+        assert (p - before).abs().max() < 0.5
 
 
 @pytest.mark.parametrize("given", [{}, {"weight_decay": 0.0}])

@@ -125,6 +125,23 @@ def test_half_precision_params_are_the_rounded_master_which_follows_float32_adam
         assert torch.equal(shards.params[name], precise.params[name].bfloat16())
 
 
+@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
+def test_the_master_follows_what_is_written_into_params_and_keeps_the_rest(phase):
+    """It does not lead a clamp, or weights that are loaded, back; what is left alone keeps every bit below its own."""
+    params = start(torch.bfloat16)
+    touched, untouched = (World(fn.sharded(adam(), "data"), params, 2) for _ in range(2))
+    for t in range(6):
+        g = gradients(2, params)
+        touched.step(phase, g)
+        untouched.step(phase, g)
+        if t == 2:
+            touched.params["matrix"][0] = 8.0
+    for name, p in touched.params.items():
+        same = p == untouched.params[name]
+        assert same[1:].all() and not same[0].any() if name == "matrix" else same.all()
+    assert (touched.params["matrix"][0] - 8.0).abs().max() < 0.5
+
+
 def test_qwz_sends_params_in_8_bits_and_loses_nothing_of_the_master():
     codec = fn.int8(block=8)
     params = {"w": torch.randn(2, 32)}
