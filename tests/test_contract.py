@@ -100,7 +100,7 @@ def test_params_and_state_keep_structure_shape_and_dtype_across_phases(optimizer
     start = form((w.params, w.state))
     w.step(phase)
     assert form((w.params, w.state)) == start
-    for other in optimizer.phases:
+    for other in reversed(optimizer.phases):  # no variance step behind a local one
         w.step(other)
         assert form((w.params, w.state)) == start
 

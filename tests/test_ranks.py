@@ -42,9 +42,9 @@ def gradient(step: int, rank: int, dtype: torch.dtype = torch.float32) -> list[t
 
 
 def schedule_of(name: str):
-    """Visit every phase within `STEPS` steps."""
+    """Visit every phase within `STEPS` steps; no warm-up step comes behind a local one."""
     phases = BY_NAME[name].phases
-    return lambda step: phases[min(step // 3, len(phases) - 1)] if len(phases) < 3 else phases[step % 3]
+    return lambda step: phases[min(step // 3, len(phases) - 1)] if len(phases) < 3 else phases[-step % 3]
 
 
 def bits(t: Any) -> list[torch.Tensor]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Phase, Transform, check_params, check_state, check_transform, missing
+from fn.kernels.eager import is_eager
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -92,7 +93,8 @@ def scale_by_zero_one_adam(
     Returns: a transform with all three phases, of gradients without the local one. Between synchronisations params and
         mu differ between ranks. A variance step does not bring them together, so none may follow a local step; in
         `fn.zero_one_schedule` none does.
-    Raises: ValueError if an argument is out of range.
+    Raises: ValueError if an argument is out of range; from a variance step behind a local one, but for a pure one on
+        an accelerator, which would have to wait for it.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1; T_v and T_u are `fn.zero_one_schedule`.
     Differs: a variance step uses the exact mean for the momentum, too, and sends no codes. The ranks return to the
@@ -136,6 +138,7 @@ def scale_by_zero_one_adam(
 
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         params = checked(updates, state, params)
+        check_synchronised(state.elapsed)
         nu = moving_average_of_squares(state.nu, updates, b2)
         return agreed_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
 
@@ -192,6 +195,15 @@ def scale_by_zero_one_adam(
     if compress == "gradients":
         return Transform(init, warmup, compress_gradients, missing(Phase.LOCAL, "0/1 Adam with compress='gradients'"))
     return Transform(init, warmup, synchronise, local)
+
+
+def check_synchronised(elapsed: Tensor) -> None:
+    """Refuse a variance step behind local ones, which would leave each rank where it went; where a host can tell."""
+    if elapsed.device.type == "cpu" and is_eager(elapsed) and elapsed > 0:
+        raise ValueError(
+            "phase: is WARMUP, but the last step was LOCAL, and a variance step does not bring the ranks together "
+            "again; allowed is COMPRESSED, which does, and then WARMUP"
+        )
 
 
 def largest(updates: Tree) -> Tensor:

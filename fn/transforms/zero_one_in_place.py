@@ -19,7 +19,7 @@ from fn.transforms.finite import SkipState
 from fn.transforms.host_numbers import on_host, write
 from fn.transforms.in_place import Fits, InPlace, Staged
 from fn.transforms.layout import Bucket
-from fn.transforms.zero_one import ZeroOneAdamState, largest
+from fn.transforms.zero_one import ZeroOneAdamState, check_synchronised, largest
 
 Tree = Any
 
@@ -49,6 +49,7 @@ def with_zero_one_in_place(
 
     def variance(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: ZeroOneAdamState = state.inner[1]
+        check_synchronised(on_host(link.elapsed))
         mean = average(tree.leaves(updates), state.inner[0])
         peak = ops.direct("largest_magnitude", mean.grads)
 

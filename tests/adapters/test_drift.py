@@ -29,8 +29,8 @@ def flip(x: torch.Tensor, bit: int) -> None:
 
 def drifting(place: str, bit: int) -> tuple:
     name, where, _ = PLACES[place]
-    phases = [Phase.WARMUP, Phase.WARMUP, Phase.COMPRESSED]
-    schedule = fn.freeze_after(2) if name == "onebit_adam" else lambda t: [*phases, Phase.LOCAL][t % 4 if t > 1 else 0]
+    phases = [Phase.COMPRESSED, Phase.WARMUP, Phase.COMPRESSED, Phase.LOCAL]
+    schedule = fn.freeze_after(2) if name == "onebit_adam" else lambda t: phases[t % 4] if t > 1 else Phase.WARMUP
     params, opt = build(name, 1, schedule)
     check_drift(opt, EVERY)
     for t in range(12):

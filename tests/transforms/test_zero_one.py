@@ -242,3 +242,37 @@ def test_a_local_step_is_left_out_for_a_number_that_never_had_a_gradient_as_in_p
     assert int(state.inner[1].dropped) == int(opt.states[0].inner[1].dropped) == dropped
     torch.testing.assert_close(fn.apply_updates(params, updates)[0], own.detach())
     assert bool((own == params[0]).all()) == dropped
+
+
+@pytest.mark.parametrize("behind", ["pure", "optimizer", "float64"])
+def test_a_variance_step_behind_a_local_one_is_refused_and_nothing_moves(behind: str) -> None:
+    """It left every rank where it had gone alone, for good; behind a synchronising step it is taken."""
+    phases = [fn.Phase.WARMUP, fn.Phase.LOCAL, fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.WARMUP]
+    make = partial(fn.zero_one_adam, axis="data")
+    text = "^phase: is WARMUP, but the last step was LOCAL.*allowed is COMPRESSED"
+    p = torch.nn.Parameter(torch.ones(9, dtype=torch.float64 if behind == "float64" else torch.float32))
+    if behind == "pure":
+        tx, params = make(0.1), [p.detach()]
+        state = tx.init(params)
+        for phase in phases:
+            if state.inner[1].elapsed and phase is fn.Phase.WARMUP:
+                with pytest.raises(ValueError, match=text):
+                    tx.update(phase)(params, state, params)
+                continue
+            _, state = tx.update(phase)(params, state, params)
+        assert int(state.inner[1].step) == len(phases) - 1
+        return
+    now = fn.Phase.WARMUP
+    opt = fn.Optimizer([p], make, schedule=lambda step: now, lr=0.1)
+    for now in phases:
+        p.grad = torch.ones_like(p)
+        before = p.detach().clone()
+        if now is fn.Phase.WARMUP and opt.steps == 2:
+            with pytest.raises(ValueError, match=text):
+                opt.step()
+            assert torch.equal(p, before)
+            assert int(opt.states[0].inner[1].step) == 2
+            continue
+        opt.step()
+        assert not torch.equal(p, before)
+    assert opt.steps == len(phases) - 1
