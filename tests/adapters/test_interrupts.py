@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,14 @@ import torch
 import fn
 from fn.adapters import donate, interrupts, staged
 from fn.kernels import ops
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Let SIGINT interrupt, which a shell has its background jobs ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def build(make: Any = fn.adamw) -> tuple[fn.Optimizer, list[torch.Tensor]]:
