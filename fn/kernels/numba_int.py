@@ -1,4 +1,4 @@
-"""The integer kernels of the CPU row in Numba, part of `numba`. Bit for bit those of the reference, for float32."""
+"""The integer kernels of the CPU row in Numba, part of `numba`. Bit for bit those of the reference, but for float64."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fn.kernels import half_feedback
 from fn.kernels import numba_int_loops as loops
 from fn.kernels.buffers import empty
 from fn.kernels.places import WHOLE_SEGMENTS, Places, places, run
@@ -27,7 +28,7 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     at = _places(runs, width)
     if at is None or x.dtype == torch.float64:
         return NotImplemented
-    x = x.to(torch.float32).contiguous()
+    x = x.contiguous() if x.dtype == torch.float32 else empty(x.shape, torch.float32).copy_(x)
     codes, scales = _codes(x.shape[0], at.n, width), torch.ones(valid.shape, dtype=torch.float32)
     run(loops.quantize, at, valid.contiguous(), x.data_ptr(), codes.data_ptr(), scales.data_ptr(), width)
     return codes, scales
@@ -36,10 +37,13 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
 def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
-    """See `reference_int.quantize_feedback`. Dtypes that are rounded on the way are left to the reference."""
+    """See `reference_int.quantize_feedback`."""
     at = _places(runs, width)
-    if at is None or x.dtype != torch.float32 or error_scales.dtype != torch.float32:
+    if at is None or x.dtype == torch.float64 or error_scales.dtype != torch.float32:
         return NotImplemented
+    if x.dtype != torch.float32:
+        parts = quantize, dequantize
+        return half_feedback.quantize_feedback(*parts, x, error, error_scales, beta, valid, runs, width)
     x, error, error_scales = x.contiguous(), error.contiguous(), error_scales.contiguous()
     found = []
     for bits in (width, 8):

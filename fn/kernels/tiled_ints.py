@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import buffers
+from fn.kernels import buffers, half_feedback
 from fn.kernels.eager import remembered
 from fn.kernels.reference import row_length, scale_dtype
 from fn.kernels.tiles import TILE, clear, least_of, tiles
@@ -47,8 +47,11 @@ def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
     """See `reference_int.quantize_feedback`."""
-    if _too_wide(runs) or x.dtype != scale_dtype(x) or x.dtype != error_scales.dtype:
+    if _too_wide(runs) or scale_dtype(x) != error_scales.dtype:
         return NotImplemented
+    if x.dtype != error_scales.dtype:
+        parts = quantize, dequantize
+        return half_feedback.quantize_feedback(*parts, x, error, error_scales, beta, valid, runs, width)
     codes, kept, least = _codes_like(x), _codes_like(x), least_of(valid)
     scales, kept_scales = (torch.ones(valid.shape, dtype=x.dtype) for _ in range(2))
     for tile in tiles(x.shape[0], runs):

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fn.kernels import half_feedback
 from fn.kernels import triton_kernels as kernels
 from fn.kernels.places import WHOLE_SEGMENTS
 from fn.kernels.triton import LARGEST, _cut, _launch
@@ -34,12 +35,15 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
 def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
-    """See `reference_int.quantize_feedback`. Dtypes that are rounded on the way are left to the reference."""
+    """See `reference_int.quantize_feedback`."""
     at, table, block = _cut(tuple(runs), WHOLE_SEGMENTS, x.device)
-    if x.dtype != torch.float32 or error_scales.dtype != torch.float32 or block > LARGEST:
+    if x.dtype == torch.float64 or error_scales.dtype != torch.float32 or block > LARGEST:
         return NotImplemented
     if width == 4 and not at.even:
         return NotImplemented
+    if x.dtype != torch.float32:
+        parts = quantize, dequantize
+        return half_feedback.quantize_feedback(*parts, x, error, error_scales, beta, valid, runs, width)
     x, found = x.contiguous(), []
     for bits in (width, 8):
         found += [_codes(x, at.n, bits), torch.ones(valid.shape, dtype=torch.float32, device=x.device)]

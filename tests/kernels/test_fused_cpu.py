@@ -76,6 +76,9 @@ def test_integer_cells_equal_the_reference(runs, width):
         scales = torch.rand((3, segments), generator=g) * (x.abs().max(1, keepdim=True).values if n else 1) / 100
         args = (x, error, scales, 0.8, valid, runs, width)
         same(blocks.quantize_feedback(*args), reference_int.quantize_feedback(*args))
+        for half in (torch.bfloat16, torch.float16):  # rounded on the way, where the whole kernel is not
+            args = (x.to(half), *args[1:])
+            same(blocks.quantize_feedback(*args), reference_int.quantize_feedback(*args))
         codes = torch.randint(-128, 128, (3, 2, n * width // 8), generator=g, dtype=torch.int8)
         codes = codes.view(torch.uint8) if width == 4 else codes
         args = (codes, torch.rand((3, 2, segments), generator=g), valid, runs, width)
