@@ -53,6 +53,7 @@ def test_autograd_goes_through_the_steps_of_one_rank(name: str, dtype: torch.dty
     torch.testing.assert_close(found[1].double().sum(), by_w, rtol=1e-3, atol=0)
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="torch 2.11 has no forward mode of aminmax")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", MAKES)
 def test_dual_numbers_go_through_the_steps_of_one_rank(name: str, dtype: torch.dtype) -> None:
