@@ -1,8 +1,9 @@
-"""Ctrl-C inside of a step: half a step is never left behind."""
+"""Ctrl-C or SIGTERM inside of a step: half a step is never left behind."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -18,10 +19,12 @@ from fn.kernels import ops
 
 @pytest.fixture(autouse=True)
 def interruptible() -> Iterator[None]:
-    """Let SIGINT interrupt, which a shell has its background jobs ignore."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """Let SIGINT interrupt, which a shell has its background jobs ignore, and SIGTERM, as schedulers' wrappers do."""
+    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: sys.exit(143)}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def build(make: Any = fn.adamw) -> tuple[fn.Optimizer, list[torch.Tensor]]:
@@ -49,8 +52,12 @@ PLACES = {
 }
 
 
+RAISED = {signal.SIGINT: KeyboardInterrupt, signal.SIGTERM: SystemExit}
+
+
+@pytest.mark.parametrize("number", RAISED)
 @pytest.mark.parametrize("where", PLACES)
-def test_an_interrupt_while_a_step_is_written_comes_after_it(monkeypatch, where):
+def test_an_interrupt_while_a_step_is_written_comes_after_it(monkeypatch, where, number):
     make, module, name, count = PLACES[where]
     expected, (opt, params) = build(make), build(make)
     expected[0].step()
@@ -61,15 +68,15 @@ def test_an_interrupt_while_a_step_is_written_comes_after_it(monkeypatch, where)
         if args[0] != "largest_magnitude":  # which looks at gradients, and writes nothing
             calls.append(name)
             if len(calls) == count:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
         return found
 
     monkeypatch.setattr(module, name, interrupted)
-    before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
+    before = signal.getsignal(number)
+    with pytest.raises(RAISED[number]):
         opt.step()
     assert len(calls) >= count
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(number) is before
     assert all(map(torch.equal, numbers(opt, params), numbers(*expected)))
     monkeypatch.undo()
     opt.step()
@@ -106,6 +113,28 @@ def test_handlers_of_ones_own_are_called_once_and_signals_that_are_ignored_stay_
         finally:
             signal.signal(signal.SIGINT, old)
     assert heard == [signal.SIGINT]
+
+
+def test_of_two_signals_in_a_step_both_handlers_are_called_although_they_raise():
+    heard = []
+
+    def rude(number: int, frame: Any) -> None:
+        heard.append(number)
+        raise RAISED[number]
+
+    @interrupts.whole_step()
+    def step() -> None:
+        interrupts.hold()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+        assert heard == []
+
+    for number in RAISED:
+        signal.signal(number, rude)
+    with pytest.raises(SystemExit):
+        step()
+    assert heard == [signal.SIGINT, signal.SIGTERM]
+    assert [signal.getsignal(number) for number in RAISED] == [rude, rude]
 
 
 def test_a_step_of_another_thread_leaves_signals_alone():
