@@ -1,4 +1,4 @@
-"""accelerate: `prepare` wraps the model in DDP; from there on the optimizer communicates.
+"""accelerate: `prepare` wraps the model in DDP, unless it is alone; from there on the optimizer communicates.
 
 torchrun --standalone --nproc-per-node 2 examples/trainers/with_accelerate.py --out out
 """
@@ -6,7 +6,6 @@ torchrun --standalone --nproc-per-node 2 examples/trainers/with_accelerate.py --
 import os
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from data import ACCUMULATE, FREEZE, STEPS, Examples, arguments, network, own_file, report
 
@@ -38,4 +37,4 @@ accelerator.save_state(os.path.join(args.out, "state"))
 torch.save(opt.state_dict(), own_file(args.out))
 report(args.out, model, opt, scheduler.get_last_lr()[0])
 accelerator.wait_for_everyone()
-dist.destroy_process_group()
+accelerator.end_training()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,7 +33,7 @@ from fn.adapters.torch_optim import Optimizer
 from fn.adapters.wire import seconds_per_byte
 from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
-from fn.collectives.axis import ALONE, bind
+from fn.collectives.axis import ALONE, bind, ranks_around
 from fn.collectives.codec import Codec
 from fn.collectives.feedback import Feedback
 from fn.collectives.primitives import group_of
@@ -139,7 +140,7 @@ def overlap(
     return found
 
 
-def close(optimizer: Optimizer) -> None:
+def close(optimizer: Optimizer | GradientAverage) -> None:
     """End the threads of `overlap` and give back its process groups; from then on steps communicate in `step`.
 
     The next `overlap` over the same ranks takes these groups: torch keeps every group, with its descriptors and
@@ -147,10 +148,11 @@ def close(optimizer: Optimizer) -> None:
     that kept its groups would wait for the others in the next `overlap`. The model stays local, and training can go
     on, with the same numbers. Called again, or without `overlap`, it does nothing.
 
-    Args: optimizer: of `optimizer` or `overlap`.
+    Args: optimizer: of `optimizer` or `overlap`; or what `average_gradients` returned, without which nobody averages:
+        the model's next backward pass is refused, with a ValueError.
     """
-    running = getattr(optimizer.ahead, "__self__", None)
-    if isinstance(running, Overlap):
+    running = optimizer if isinstance(optimizer, GradientAverage) else getattr(optimizer.ahead, "__self__", None)
+    if isinstance(running, Overlap | GradientAverage):
         running.close()
 
 
@@ -167,7 +169,8 @@ def optimizer(
     """Make an optimizer for a DDP model that communicates behind the backward pass.
 
     Args:
-        model: a `DistributedDataParallel` without a communication hook.
+        model: a `DistributedDataParallel` without a communication hook. In a single process also a plain module, which
+            is what accelerate makes of one there: steps are then those of one rank, which sends nothing.
         make: a named optimizer, such as `fn.onebit_adam`; it is given axis="data", the model's process group.
         params: parameters of the model, named or not, or param groups of them; None: all. They are split into groups
             of about `elements`, the last first: see `bucketed`. Nobody averages the gradients of others; a warning
@@ -177,9 +180,13 @@ def optimizer(
             norm is known after the backward pass only.
     Raises: as `bucketed`, `overlap` and `fn.Optimizer`; RuntimeError if the model has a hook already.
     """
-    with bind({AXIS: _check(model).process_group}):
+    plain = isinstance(model, nn.Module) and not isinstance(_uncompiled(model), DistributedDataParallel)
+    alone = plain and ranks_around() == 1
+    with nullcontext() if alone else bind({AXIS: _check(model).process_group}):
         groups = bucketed(model.parameters() if params is None else params, elements)
         found = Optimizer(groups, partial(make, axis=AXIS), **options)
+    if alone:
+        return found
     if found._max_norm is None:
         overlap(model, found, scaler=scaler, least_wire_seconds=least_wire_seconds)
     else:
@@ -336,5 +343,6 @@ def _hook(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> No
         if "only be called once" not in str(error):
             raise
         text = "has a communication hook already, of an optimizer before this one, say, and DDP takes one for good"
-        hint = "allowed is a model without one; wrap the module anew: DistributedDataParallel(model.module)"
-        raise RuntimeError(f"model: {text}; {hint}") from error
+        hint = "in the place of an old optimizer, wrap the module anew: DistributedDataParallel(model.module)"
+        several = "several at a time: keep_local(model) once, and each an fn.Optimizer, which communicates in step"
+        raise RuntimeError(f"model: {text}; {hint}; {several}") from error

@@ -56,7 +56,7 @@ class GradientAverage:
         self._frozen, self._place = frozen, _place(binding)
         self._wires = {axis: bound.transport for axis, bound in binding.axes.items()}
         self._order = leaving_order(parcels, params)
-        self._thread = CommunicationThread(binding, params[0].device)
+        self._thread: CommunicationThread | None = CommunicationThread(binding, params[0].device)
         self._start(Phase.WARMUP)
 
     @property
@@ -74,8 +74,11 @@ class GradientAverage:
     def on_bucket(self, bucket: Any) -> Any:
         """DDP's communication hook: return a future of the bucket, averaged; what fails is raised by `backward`.
 
-        Raises: ValueError in the local phase, in which nobody would average.
+        Raises: ValueError in the local phase and after `close`: nobody would average.
         """
+        if self._thread is None:
+            text = "nobody averages them any more, for average_gradients was closed"
+            raise ValueError(f"gradients: {text}; wrap the module anew: DistributedDataParallel(model.module)")
         if bucket.index() == 0:
             if self.phase is Phase.LOCAL:
                 raise ValueError(
@@ -92,6 +95,12 @@ class GradientAverage:
         if bucket.is_last():
             raise_at_end(self._thread.submit(self._finish), [future for future, _ in self._waiting])
         return done
+
+    def close(self) -> None:
+        """End the thread, and give back its process group. See `fn.adapters.ddp.close`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
 
     def _warn_of_thawed(self) -> None:
         """Warn, once, of parameters that DDP does not know: their gradients stay each rank's own."""

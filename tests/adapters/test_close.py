@@ -8,12 +8,13 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from ddp_cases import Net, arrays, backward, build, same, train, wrapped
 from ranks import Cases
 
 import fn
-from fn.adapters.ddp import close, keep_local, optimizer, overlap
+from fn.adapters.ddp import average_gradients, close, keep_local, optimizer, overlap
 
 case = Cases(2)
 
@@ -105,3 +106,34 @@ def without_overlap() -> int:
 
 def test_without_overlap_there_is_nothing_to_close():
     assert case.answer("without_overlap") == [2, 2]
+
+
+def averaged() -> tuple[Any, Any]:
+    model = wrapped()
+    mean = average_gradients(model, fn.int8())
+    train(model, torch.optim.SGD(model.parameters(), 0.1), range(2))
+    return model, mean
+
+
+@case
+def averaging() -> tuple[tuple[int, int, int], tuple[int, int, int], str]:
+    """Return what is held after one `average_gradients` and after eight, and what a closed one says."""
+    for i in range(8):
+        model, mean = averaged()
+        close(mean)
+        close(mean)
+        with pytest.raises(ValueError, match="closed") as raised:
+            backward(model, 2)
+        text = str(raised.value)
+        del model, mean, raised
+        if i == 0:
+            before = held()
+    return before, held(), text
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
+def test_averages_of_gradients_give_their_group_back_too():
+    """Each kept a process group and a thread; and without them `backward` must not wait for what nobody does."""
+    for before, after, text in case.answer("averaging"):
+        assert after == before
+        assert text.startswith("gradients: nobody averages them any more")

@@ -58,6 +58,34 @@ def test_a_second_hook_for_a_model_is_refused_with_the_way_out():
         for text in others:
             assert text.startswith("model: has a communication hook already")
             assert "wrap the module anew" in text
+            assert "several at a time: keep_local(model) once" in text
+
+
+@case
+def several_at_a_time() -> list[list]:
+    """Return where a model ends that one optimizer trains in two groups, and one that two optimizers do, kept local."""
+    ends = []
+    make, schedule = partial(fn.onebit_adam, axis="data"), fn.freeze_after(3)
+    for count in (1, 2):
+        model = keep_local(wrapped())
+        params = list(model.parameters())
+        groups = [{"params": params[:3]}, {"params": params[3:]}]
+        with fn.bind({"data": dist.group.WORLD}):
+            of_each = [groups] if count == 1 else [[group] for group in groups]
+            opts = [fn.Optimizer(each, make, schedule=schedule) for each in of_each]
+        for t in range(6):
+            backward(model, t)
+            for opt in opts:
+                opt.step()
+                opt.zero_grad()
+        ends.append(arrays(params))
+    return ends
+
+
+def test_several_optimizers_at_a_time_work_as_that_message_says():
+    (one, two), (_, of_the_other_rank) = case.answer("several_at_a_time")
+    assert same(one, two)
+    assert same(two, of_the_other_rank)
 
 
 # Steps that are taken ahead.
@@ -581,6 +609,47 @@ def test_gradients_that_are_the_same_on_purpose_are_allowed():
 def test_a_model_that_is_not_in_ddp_is_refused(f):
     with pytest.raises(TypeError, match="model: is Net; allowed is DistributedDataParallel"):
         f(Net())
+
+
+@pytest.mark.parametrize("through_compile", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_plain_module_in_a_single_process_takes_the_steps_of_one_rank(through_compile, max_norm):
+    """accelerate does not wrap a model there, and the same script ended in a TypeError."""
+    options: Any = {"schedule": fn.freeze_after(2), "lr": 0.01, "max_norm": max_norm}
+    ends = []
+    for alone in (False, True):
+        net = Net()
+        model = torch.compile(net, backend="eager") if through_compile else net
+        if alone:
+            opt = optimizer(model, fn.onebit_adam, elements=300, **options)
+        else:
+            opt = fn.Optimizer(bucketed(net.parameters(), 300), partial(fn.onebit_adam, axis="data"), **options)
+        for t in range(5):
+            model(torch.randn(4, 12, generator=torch.Generator().manual_seed(t))).square().mean().backward()
+            opt.step()
+            opt.zero_grad()
+        ends.append([opt.steps, len(opt.param_groups), *arrays(list(net.parameters()))])
+    assert ends[0][:2] == ends[1][:2]
+    assert same(ends[0][2:], ends[1][2:])
+
+
+@case
+def plain_on_several_ranks() -> str:
+    with pytest.raises(TypeError) as raised:
+        optimizer(Net(), fn.onebit_adam, schedule=fn.freeze_after(2))
+    return str(raised.value)
+
+
+def test_where_there_are_several_ranks_a_plain_module_is_refused(monkeypatch):
+    """That DDP was forgotten stays a mistake, also before a process group is there."""
+    text = "model: is Net; allowed is DistributedDataParallel"
+    assert case.answer("plain_on_several_ranks") == [text] * 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(TypeError, match=text):
+        optimizer(Net(), fn.onebit_adam, schedule=fn.freeze_after(2))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(TypeError, match="model: is list"):
+        optimizer([], fn.onebit_adam)
 
 
 def test_bucketed_keeps_groups_and_hyper_parameters_and_every_parameter_once():

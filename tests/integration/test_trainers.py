@@ -1,4 +1,4 @@
-"""The recipes of `examples/trainers`, under torchrun, on two gloo ranks.
+"""The recipes of `examples/trainers`, under torchrun, on two gloo ranks; that of accelerate on one, too.
 
 `make trainers-test` runs this in an environment of its own; a trainer that is not installed is skipped.
 """
@@ -25,10 +25,10 @@ STEPS = 8
 pytestmark = pytest.mark.trainers
 
 
-def torchrun(recipe: str, out: Path, *arguments: str) -> list[dict]:
+def torchrun(recipe: str, out: Path, *arguments: str, ranks: int = 2) -> list[dict]:
     """Run a recipe; return where each rank ended."""
     out.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
     found = subprocess.run(
         [*command, str(ROOT / "examples" / "trainers" / f"{recipe}.py"), "--out", str(out), *arguments],
@@ -38,7 +38,7 @@ def torchrun(recipe: str, out: Path, *arguments: str) -> list[dict]:
         timeout=300,
     )
     assert found.returncode == 0, found.stderr[-4000:]
-    return [torch.load(out / f"end-{rank}.pt") for rank in range(2)]
+    return [torch.load(out / f"end-{rank}.pt") for rank in range(ranks)]
 
 
 def assert_same(a: dict, b: dict) -> None:
@@ -59,3 +59,11 @@ def test_a_recipe_trains_through_both_phases_and_resumes_bit_for_bit(recipe, tmp
     assert middle["steps"] == 4
     for resumed in torchrun(recipe, tmp_path / "in two", "--resume"):
         assert_same(first, resumed)
+
+
+def test_the_recipe_of_accelerate_runs_in_a_single_process(tmp_path):
+    """There `prepare` leaves the model without DDP."""
+    if importlib.util.find_spec("accelerate") is None:
+        pytest.skip("accelerate is not installed")
+    (only,) = torchrun("with_accelerate", tmp_path / "out", ranks=1)
+    assert only["steps"] == STEPS
