@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from ranks import run
+
+import fn
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -64,6 +70,22 @@ def test_all_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) ->
         timeout=300,
     )
     assert ended.returncode == 0, ended.stderr
+
+
+def watched(optimizer: str) -> list[str]:
+    """Return what the page about choosing prints on this rank, with an optimizer and data of its own."""
+    (block,) = blocks(ROOT / "docs" / "choosing.md")
+    block = block.replace("for _", f"torch.manual_seed({dist.get_rank()})\nfor _")
+    with fn.bind({"data": dist.group.WORLD}), redirect_stdout(io.StringIO()) as out:
+        exec(block.replace("fn.onebit_adam", optimizer), {})
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize("optimizer", ["fn.onebit_adam", "fn.loco_adamw"])
+def test_the_norm_of_the_errors_to_watch_is_there_for_errors_in_8_bits_too(optimizer: str) -> None:
+    for warm_up, compressed in run(2, watched, optimizer):
+        assert warm_up.endswith("WARMUP 0 None")
+        assert float(compressed.rpartition("COMPRESSED 0 ")[2]) > 0
 
 
 @pytest.mark.parametrize("page", LINKING, ids=[str(page.relative_to(ROOT)) for page in LINKING])
