@@ -39,13 +39,14 @@ class Replicas(NamedTuple):
     """Replicas of all shards, over which gradients are averaged in codes.
 
     mesh: of one dimension, or the process group of the ranks that hold the same shards. codec, feedback: as for
-    `compress`; None is that of the shard axis. Replicas that hold other parameters would stay apart; the first
-    backward pass raises `RanksDisagree` then.
+    `compress`; None is that of the shard axis. servers: as for `compressed_average`. Replicas that hold other
+    parameters would stay apart; the first backward pass raises `RanksDisagree` then.
     """
 
     mesh: DeviceMesh | dist.ProcessGroup
     codec: Codec | None = None
     feedback: Feedback | None = None
+    servers: bool = True
 
 
 def compress(
@@ -256,7 +257,7 @@ def _part(
         axis, ranks = _axis_of(replicas.mesh)
         own = group.gradients.row(torch.tensor(group.shards.rank()))
         how = replicas.codec or codec, replicas.feedback or feedback
-        mean = ReplicaMean(group.name, axis, ranks, own, *how, like, sent, group.own_shards)
+        mean = ReplicaMean(group.name, axis, ranks, own, *how, like, sent, group.own_shards, replicas.servers)
     return Part(group, reduce_scatter, all_gather, mean)
 
 

@@ -169,13 +169,14 @@ class ReplicaMean:
         like: Tensor,
         sent: Ledger,
         shards: Callable[[], dict[str, Tensor]],
+        servers: bool = True,
     ):
         self.name, self.axis = name, axis
         self._shards: Callable[[], dict[str, Tensor]] | None = shards
         self.binding: Binding = bind({axis: group})
         self.sent = sent
         self.widths, self.lengths = own.widths, [int(n) for n in own.valid[0]]
-        self.transform = compressed_average(axis, codec, feedback)
+        self.transform = compressed_average(axis, codec, feedback, servers=servers)
         with self.binding:
             self.state = self.transform.init([like.expand(n) for n in self.lengths])
 

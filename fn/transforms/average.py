@@ -122,7 +122,8 @@ def compressed_average(
 
     Args:
         axis: the axis' name; or several from the fastest network to the slowest, such as ("local", "node"): the mean
-            is then exact within a node and in codes across nodes, unless codec says something else.
+            is then exact within a node and in codes across nodes, unless codec says something else. With a
+            single node it is encoded all the same, although nothing travels.
         codec: what travels, in both halves; or one for each axis.
         feedback: None is `classic()`. For several axes see `hierarchy.hops`.
         layout: "flat" exchanges one vector per (dtype, device), "per_tensor" one per tensor. Scales and blocks of

@@ -238,6 +238,11 @@ def replicas_on_a_rank():
     ours = sharded(mesh["shards"])
     compress(ours, fn.identity(), fn.off(), replicas=Replicas(mesh["replicas"], fn.identity(), fn.off()))
     found["replicas"] = same(train(ours, data), exact)
+    ours = sharded(mesh["shards"])
+    straight = Replicas(mesh["replicas"], fn.identity(), fn.off(), servers=False)
+    compressed = compress(ours, fn.identity(), fn.off(), replicas=straight)
+    found["without servers"] = same(train(ours, data), exact)
+    found["straight"] = {how for axis, how in compressed.sent.sent if axis == "replicas"}
     options = {"reshard_after_forward": 2}  # after the forward pass shards of half the size remain, on two ranks
     exact = train(sharded(**options), data)
     smaller = sharded(**options)
@@ -265,6 +270,8 @@ def test_the_axis_of_replicas_is_averaged_exactly_or_in_codes():
     for found in ranks:
         assert found["hybrid"]
         assert found["replicas"]
+        assert found["without servers"]
+        assert found["straight"] == {"all_gather"}
         assert found["smaller mesh"] < 1e-5
         assert found["sent"] == {"shards", "replicas"}
         assert "the numbers of blocks.1.0.bias in blocks.1 are others on rank 1 of axis 'replicas'" in found["apart"]
