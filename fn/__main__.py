@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -30,7 +32,16 @@ TRITON_WHEELS = ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-xpu"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run a subcommand; without one, print what is here."""
+    """Run a subcommand; without one, print what is here. Where nobody reads on, as behind `| head`, just end."""
+    try:
+        _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit goes nowhere
+        sys.exit(1)
+
+
+def _run(arguments: list[str] | None) -> None:
     parser = argparse.ArgumentParser(prog="python -m fn", description=fn.__doc__)
     commands = parser.add_subparsers(dest="command")
     commands.add_parser("table", help="the versions found and the accelerator table (this is the default)")

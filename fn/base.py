@@ -35,6 +35,10 @@ class Phase(enum.Enum):
     COMPRESSED = "compressed"
     LOCAL = "local"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Phase:
+        raise ValueError(f"phase: is {value!r}; allowed are {', '.join(map(str, cls))}")
+
 
 class UpdateFn(Protocol):
     """(updates, state, params) -> (updates, state), without side effects."""
@@ -106,6 +110,13 @@ def check_number(argument: str, value: Any) -> None:
         raise TypeError(f"{argument}: is {value!r}; allowed are numbers")
     if isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value):
         raise TypeError(f"{argument}: is a tensor that vmap batches; allowed are numbers; only lr may be batched")
+
+
+def check_whole(argument: str, value: Any) -> None:
+    """Raise a TypeError that names the argument unless a value is a whole number, and none like 8.0."""
+    check_number(argument, value)
+    if not isinstance(value, numbers.Integral):
+        raise TypeError(f"{argument}: is {value!r}; allowed are whole numbers")
 
 
 def check_state(state: Tree, kind: type) -> None:

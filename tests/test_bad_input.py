@@ -102,6 +102,20 @@ def test_params_in_the_place_of_the_state_are_refused_by_name(optimizer, phase, 
             update(params, params, state)
 
 
+@pytest.mark.parametrize(
+    "make", [fn.sign, fn.int4, fn.int8, lambda b: fn.damped(block=b), lambda b: fn.classic(store="int8", block=b)]
+)
+def test_a_block_that_is_no_whole_number_is_refused_by_name(make):
+    with pytest.raises(TypeError, match=r"block: is 8\.0; allowed are whole numbers"):
+        make(8.0)
+
+
+@pytest.mark.parametrize("phase", ["COMPRESSED", 1, None])
+def test_what_is_no_phase_is_refused_by_name(phase):
+    with pytest.raises(ValueError, match=r"phase: is .*; allowed are Phase\.WARMUP, Phase\.COMPRESSED, Phase\.LOCAL"):
+        fn.onebit_adam(axis="data").update(phase)
+
+
 @pytest.mark.parametrize("block", [0, -8, 12])
 def test_a_block_that_does_not_fill_bytes_is_refused_by_name(block):
     with pytest.raises(ValueError, match=f"block: is {block}"):
@@ -173,6 +187,25 @@ def test_descriptions_tell_hyperparameters_codecs_and_schedules_apart():
     again = [describe(fn.onebit_adam(axis="data")) for _ in range(2)]
     assert again[0] == again[1]
     assert not any("0x" in value for value in again[0].values())
+
+
+def test_descriptions_tell_the_numbers_apart_that_a_codec_or_a_feedback_closes_over():
+    """Random signs of one's own, say: a rank with others would decode nonsense."""
+
+    def flipped(signs):
+        base = fn.int8()
+        return fn.Codec(lambda x: base.encode(x * signs), lambda p: base.decode(p) * signs, align=8, bits=8.125)
+
+    def scaled(weights):
+        return fn.classic()._replace(compensate=lambda x, error: x + weights * error)
+
+    for make in (flipped, scaled):
+        one, two = torch.ones(8), torch.ones(8)
+        two[3] = -1
+        a, b, c = (describe(fn.compressed_average("data", *args)) for args in (
+            (make(x), fn.classic()) if make is flipped else (fn.sign(), make(x)) for x in (one, two, one.clone())
+        ))  # fmt: skip
+        assert a == c != b
 
 
 def test_simulated_ranks_agree_without_a_message():

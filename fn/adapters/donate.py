@@ -73,11 +73,16 @@ def _at_least_1d(x: Tensor) -> Tensor:
 
 def owned(state: Tree, params: Tree) -> Tree:
     """Return a state whose leaves have memory of their own, so that writing one changes no other one and no param."""
-    shared = _shared(state, params)
+    leaves, structure = tree.flatten(state)
+    shared = {*_shared(state, params), *(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and _is_folded(x))}
     if not shared:
         return state
-    leaves, structure = tree.flatten(state)
     return tree.unflatten(structure, [x.clone() if i in shared else x for i, x in enumerate(leaves)])
+
+
+def _is_folded(x: Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as `expand` makes them; such a tensor cannot be written."""
+    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _shared(state: Tree, params: Tree) -> list[int]:

@@ -40,6 +40,30 @@ def staged(update: InPlace, otherwise: UpdateFn, allowed: Callable[[], bool]) ->
     return step
 
 
+def checked(update: UpdateFn) -> UpdateFn:
+    """Return an update of lists of params that refuses what adding would broadcast, before anything is written.
+
+    Raises: ValueError that names the first update of another shape than its parameter.
+    """
+
+    def step(grads: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        moves, after = update(grads, state, params)
+        found = [getattr(u, "shape", None) for u in tree.leaves(moves)]
+        wanted = [p.shape for p in tree.leaves(params)]
+        if len(found) != len(wanted):
+            raise ValueError(f"updates: are {len(found)}; allowed is one for each of the {len(wanted)} parameters")
+        if found != wanted:
+            place = next(i for i, shape in enumerate(found) if shape != wanted[i])
+            shape, path = found[place], tree.paths(moves)[place]
+            raise ValueError(
+                f"updates: leaf {path!r} has the shape {None if shape is None else tuple(shape)}; allowed is that of "
+                f"its parameter, {tuple(wanted[place])}"
+            )
+        return moves, after
+
+    return step
+
+
 def detached(update: UpdateFn) -> UpdateFn:
     """Return an update that sees params, lists of them in a tuple, without their history."""
 
@@ -58,7 +82,7 @@ def stage(update: UpdateFn, grads: list[Tensor], state: Tree, params: list[Tenso
         found = update.stage(grads, state, params)
         return found._replace(ok=bool(found.ok))  # here, where only the thread that communicates waits
     params = [p.detach() for p in params]
-    moves, after = update(grads, state, params)
+    moves, after = checked(update)(grads, state, params)
 
     def commit() -> None:
         found, _ = donate(lambda *_: (moves, after))(grads, state, params)

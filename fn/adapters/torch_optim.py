@@ -21,7 +21,7 @@ from fn.adapters.interrupts import whole_step
 from fn.adapters.jumps import warn_of_jumps
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_elsewhere
-from fn.adapters.staged import apply, detached, stage, staged
+from fn.adapters.staged import apply, checked, detached, stage, staged
 from fn.adapters.state_dict import of_rank, restore_of_rank
 from fn.adapters.unmoved import warn_at_start, warn_of_late_group, warn_of_thawed
 from fn.base import Phase, Transform, UpdateFn
@@ -235,7 +235,7 @@ class Optimizer(torch.optim.Optimizer):
     def _update(self, phase: Phase) -> UpdateFn:
         if phase not in self._updates:
             joined = self._joined().update(phase)
-            update = detached(compiled(donate(joined)) if self._compile else donate(joined))
+            update = detached(compiled(donate(checked(joined))) if self._compile else donate(checked(joined)))
             if self._max_norm is not None:
                 how = phase, self._max_norm, next(iter(self._axes), None), self.states
                 joined, update = clipped(joined, *how), clipped(update, *how)

@@ -29,9 +29,12 @@ from fn.collectives.axis import (
     ranks_around,
     resolve,
 )  # fmt: skip
+from fn.collectives.codec import Codec
+from fn.collectives.feedback import Feedback
 from fn.collectives.primitives import all_gather
 from fn.collectives.same_kernels import rows_here, warn_of_other_kernels
 from fn.errors import RanksDisagree
+from fn.kernels.eager import is_eager
 from fn.version import __version__
 
 Tree = Any
@@ -138,27 +141,30 @@ def describe(value: Any) -> dict[str, str]:
 
     Transforms, codecs and feedbacks are NamedTuples of closures, so their hyper-parameters are what these close
     over: `describe(scale_by_adam())["scale_by_adam.b1"]` is "0.9". Of a tensor of several numbers, and of one that
-    `torch.func.vmap` batches, it is shape and dtype.
+    `torch.func.vmap` batches, it is shape and dtype; in a codec or a feedback, of which every rank reads what others
+    wrote, a digest of the numbers, too.
     """
     found: dict[str, str] = {}
     _describe(value, type(value).__name__, found, set())
     return found
 
 
-def _describe(value: Any, name: str, found: dict[str, str], seen: set[int]) -> None:
+def _describe(value: Any, name: str, found: dict[str, str], seen: set[int], shared: bool = False) -> None:
+    """Note what `describe` says. shared: of a codec or a feedback."""
+    shared = shared or isinstance(value, Codec | Feedback)
     if isinstance(value, Tensor):
-        _note(name, f"{value.item():.9g}" if _is_one_number(value) else f"{tuple(value.shape)} {value.dtype}", found)
+        _note(name, _describe_tensor(value, shared), found)
     elif isinstance(value, tuple | list):
         names = getattr(value, "_fields", range(len(value)))
         for key, item in zip(names, value, strict=True):
-            _describe(item, f"{name}.{key}", found, seen)
+            _describe(item, f"{name}.{key}", found, seen, shared)
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _describe(item, f"{name}.{key}", found, seen)
+            _describe(item, f"{name}.{key}", found, seen, shared)
     elif isinstance(value, partial):
-        _describe((value.func, value.args, value.keywords), name, found, seen)
+        _describe((value.func, value.args, value.keywords), name, found, seen, shared)
     elif callable(value):
-        _describe_function(value, name, found, seen)
+        _describe_function(value, name, found, seen, shared)
     elif isinstance(value, _PLAIN):
         _note(name, repr(value), found)
     else:
@@ -172,7 +178,17 @@ def _is_one_number(x: Tensor) -> bool:
     return x.numel() == 1 and not torch._C._functorch.is_batchedtensor(x)
 
 
-def _describe_function(f: Callable[..., Any], name: str, found: dict[str, str], seen: set[int]) -> None:
+def _describe_tensor(x: Tensor, shared: bool) -> str:
+    if _is_one_number(x):
+        return f"{x.item():.9g}"
+    form = f"{tuple(x.shape)} {x.dtype}"
+    if not shared or x.device.type == "meta" or not is_eager(x):
+        return form
+    numbers = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return f"{form} {hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest()}"
+
+
+def _describe_function(f: Callable[..., Any], name: str, found: dict[str, str], seen: set[int], shared: bool) -> None:
     if id(f) in seen:
         return
     seen.add(id(f))
@@ -181,10 +197,10 @@ def _describe_function(f: Callable[..., Any], name: str, found: dict[str, str], 
     code, cells = getattr(f, "__code__", None), getattr(f, "__closure__", None) or ()
     for variable, cell in zip(code.co_freevars if code else (), cells, strict=True):
         if cell != types.CellType():  # an empty cell is a name that its function has not bound yet
-            _describe(cell.cell_contents, f"{owner.split('.')[0]}.{variable}", found, seen)
+            _describe(cell.cell_contents, f"{owner.split('.')[0]}.{variable}", found, seen, shared)
     if not isinstance(f, type | types.FunctionType | types.BuiltinFunctionType):  # an object that can be called
         for key, item in getattr(f, "__dict__", {}).items():
-            _describe(item, f"{owner.split('.')[0]}.{key}", found, seen)
+            _describe(item, f"{owner.split('.')[0]}.{key}", found, seen, shared)
 
 
 def _note(name: str, value: str, found: dict[str, str]) -> None:

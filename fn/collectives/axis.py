@@ -158,6 +158,8 @@ def simulate(
             return tuple(x for x, d in pairs if d is not None)
 
         dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
+        if len(dims) != len(args):
+            raise ValueError(f"in_dims: has {len(dims)} entries for {len(args)} arguments; allowed is one for each")
         for number, (arg, dim) in enumerate(zip(args, dims, strict=False)):
             _check_slices(number, arg, dim, size)
         each = torch.func.vmap(on_rank, in_dims=(0, *dims), randomness=randomness)

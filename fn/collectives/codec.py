@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.base import check_number
+from fn.base import check_whole
 from fn.collectives.feedback import Classic, LazyError
 from fn.collectives.remade import reduced, told_of
 from fn.collectives.segments import Segments, tile
@@ -114,7 +114,7 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
     Differs: by default padding is neither counted nor given an error.
     """
     if block is not None:
-        check_number("block", block)
+        check_whole("block", block)
     if block is not None and (block <= 0 or block % 8):
         raise ValueError(f"block: is {block}; allowed are None and positive multiples of 8")
     return _sign(block, padding_counts, None)._replace(make=partial(sign, block, padding_counts=padding_counts))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.base import check_number
+from fn.base import check_number, check_whole
 from fn.collectives.remade import reduced, told_of
 from fn.collectives.store import from_blocks, store_of, to_blocks
 
@@ -160,7 +160,7 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
     if not 0 <= beta < 1:
         raise ValueError(f"beta: is {beta}; allowed is 0 <= beta < 1")
     for name, value in (("every", every), ("block", block)):
-        check_number(name, value)
+        check_whole(name, value)
         if value < 1:
             raise ValueError(f"{name}: is {value}; allowed is at least 1")
     beta = float(torch.tensor(beta, dtype=torch.float32))  # 1 - beta is taken of what the kernels see

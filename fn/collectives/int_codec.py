@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.base import check_number
+from fn.base import check_whole
 from fn.collectives.codec import Codec, Fused
 from fn.collectives.feedback import Damped, DampedError, since_reset
 from fn.collectives.segments import Segments, tile
@@ -59,7 +59,7 @@ def int8(block: int = 256) -> Codec:
 
 
 def _checked(block: int) -> int:
-    check_number("block", block)
+    check_whole("block", block)
     if block <= 0 or block % 8:
         raise ValueError(f"block: is {block}; allowed are positive multiples of 8")
     return block

@@ -58,8 +58,6 @@ def transport(comm: Communicator) -> Transport:
         return found.to(x.device)
 
     def psum(x: Tensor) -> Tensor:
-        if x.dtype == torch.bool:
-            raise TypeError("x: is torch.bool; allowed are numbers")
         narrow = x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
         wide = x.float() if narrow else x
         found = _host(wide, wide.shape)

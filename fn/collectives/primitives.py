@@ -39,12 +39,13 @@ def all_to_all(x: Tree, axis: str) -> Tree:
 
     Args: x: tree of tensors (W, ...). axis: the axis' name.
     Returns: the same shapes.
-    Raises: ValueError if a leaf's first dimension is not the axis size, or the axis is not bound although others are,
-        or although there are other processes (without any an axis has one rank); `PeerLost` if a rank ends or does not
-        answer in time.
+    Raises: TypeError for a leaf that is no tensor; ValueError if a leaf's first dimension is not the axis size, or the
+        axis is not bound although others are, or although there are other processes (without any an axis has one rank);
+        `PeerLost` if a rank ends or does not answer in time.
 
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
+    _check_tensors(x)
     size, rank, transport = axes.resolve(axis)
 
     def exchange(leaf: Tensor) -> Tensor:
@@ -67,14 +68,16 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
     Args: x: tree of tensors of any shape. axis: the axis' name, or several, which are gathered from the last to the
         first; r is then their `axis_index`.
     Returns: a tree of tensors (W, ...), the same on every rank.
-    Raises: ValueError if the axis is not bound although others are, or although there are other processes (without any
-        an axis has one rank); `PeerLost` if a rank ends or does not answer in time.
+    Raises: TypeError for a leaf that is no tensor; ValueError if the axis is not bound although others are, or although
+        there are other processes (without any an axis has one rank); `PeerLost` if a rank ends or does not answer in
+        time.
 
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
     axis, *rest = axes.names(axis)
     if rest:
         return tree.map(lambda rows: rows.flatten(0, 1), all_gather(all_gather(x, tuple(rest)), axis))
+    _check_tensors(x)
     size, rank, transport = axes.resolve(axis)
 
     def gather(leaf: Tensor) -> Tensor:
@@ -91,16 +94,21 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
 def psum(x: Tree, axis: axes.AxisNames) -> Tree:
     """Sum over the ranks of an axis. Args, Returns and Raises as for `pmean`, but integers are summed, too.
 
+    Raises: TypeError for truth values among several ranks, whose sum would be another one.
+
     Not differentiable, as `pmean`.
     """
     axis, *rest = axes.names(axis)
     if rest:
         return psum(psum(x, axis), tuple(rest))
+    _check_tensors(x)
     size, rank, transport = axes.resolve(axis)
 
     def add(leaf: Tensor) -> Tensor:
         if _stays(leaf, size, transport):
             return leaf
+        if leaf.dtype == torch.bool:
+            raise TypeError("x: has dtype torch.bool; allowed are numbers, such as x.int()")
         refuse_to_differentiate(leaf, "psum", axis)
         count(leaf, axis, "all_reduce", 2 * (size - 1), size)
         found: Tensor = torch.ops.fn.psum(leaf.contiguous(), rank, size, transport)
@@ -114,9 +122,9 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
 
     Args: x: tree of floating tensors. axis: the axis' name, or several, over which it is done one after the other.
     Returns: the same shapes and dtypes, the same values on every rank.
-    Raises: TypeError for integers among several ranks; ValueError if the axis is not bound although others are, or
-        although there are other processes (without any an axis has one rank); `PeerLost` if a rank ends or does not
-        answer in time.
+    Raises: TypeError for a leaf that is no tensor, or integers among several ranks; ValueError if the axis is not bound
+        although others are, or although there are other processes (without any an axis has one rank); `PeerLost` if a
+        rank ends or does not answer in time.
 
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     Differentiate the loss of each rank, and average the gradient:
@@ -126,6 +134,7 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
         >>> fn.simulate(step, "data", 2, in_dims=(None, 0), out_dims=None)(torch.ones(()), torch.tensor([1.0, 3.0]))
         tensor(2.)
     """
+    _check_tensors(x)
     size = axes.axis_size(axis)
     if size == 1:
         return psum(x, axis)
@@ -145,6 +154,12 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
         return leaf if leaf.element_size() < 4 else torch.div(leaf, size, out=pooled(leaf).get("out"))
 
     return tree.map(divide, total)
+
+
+def _check_tensors(x: Tree) -> None:
+    for leaf in tree.leaves(x):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(f"x: has a leaf {leaf!r}; allowed are tensors; the number of ranks is fn.axis_size(axis)")
 
 
 def _stays(x: Tensor, size: int, transport: str) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 _Kind = TypeVar("_Kind", bound=type)
@@ -12,7 +13,8 @@ _Kind = TypeVar("_Kind", bound=type)
 def told_of(functions: set[str], told: set[str]) -> Callable[[_Kind], _Kind]:
     """Return a decorator of a NamedTuple: `_replace` of one of `functions` makes those fields None that tell of them.
 
-    A kernel for the old functions would otherwise go on in place of the new ones. Fields that are given stay.
+    A kernel for the old functions would otherwise go on in place of the new ones. Fields that are given stay. Its repr
+    is what makes it, where that is known.
     """
 
     def decorate(kind: _Kind) -> _Kind:
@@ -22,9 +24,22 @@ def told_of(functions: set[str], told: set[str]) -> Callable[[_Kind], _Kind]:
             return plain(self, **{**({} if functions.isdisjoint(fields) else dict.fromkeys(told)), **fields})
 
         kind._replace = replaced  # type: ignore[attr-defined]
+        kind.__repr__ = _spelled  # type: ignore[assignment]
         return kind
 
     return decorate
+
+
+def _spelled(found: Any) -> str:
+    """Return the call that makes a codec or a feedback; of one that nothing makes again, the names of its functions."""
+    make = found[-1]
+    if make is not None and _same(found[:-1], make()[:-1]):
+        call = partial(make)  # a partial of a partial is one
+        arguments = [*map(repr, call.args), *(f"{name}={value!r}" for name, value in call.keywords.items())]
+        return f"fn.{call.func.__name__}({', '.join(arguments)})"
+    names = [getattr(value, "__qualname__", None) or repr(value) for value in found]
+    fields = ", ".join(f"{field}={name}" for field, name in zip(found._fields, names, strict=True))
+    return f"{type(found).__name__}({fields})"
 
 
 def reduced(found: tuple[Any, ...], make: Callable[[], tuple[Any, ...]] | None) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.base import check_number
+from fn.base import check_whole
 from fn.collectives.segments import tile
 
 Tree = Any
@@ -46,7 +46,7 @@ def store_of(kind: torch.dtype | str | None, block: int) -> Store:
     kind = BY_NAME.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in (None, torch.bfloat16, torch.int8):
         raise ValueError(f"store: is {kind!r}; allowed are None, torch.bfloat16, torch.int8 and {sorted(BY_NAME)}")
-    check_number("block", block)
+    check_whole("block", block)
     if block < 1:
         raise ValueError(f"block: is {block}; allowed is at least 1")
     if kind is torch.int8:

@@ -79,7 +79,8 @@ _asked: set[tuple[str, str]] = set()  # (op, device type) whose kernels are aske
 def register(row: Accelerator) -> None:
     """Put a row in front of the table; ops that it does not bring stay with the rows behind it.
 
-    Raises: TypeError if row is not an Accelerator; ValueError if a kernel's name is not in the table.
+    Raises: TypeError if row is not an Accelerator or its kernels no mapping; ValueError if a kernel's name is not in
+        the table, or the device type no name of one, as "cuda:0" is none.
     """
     check_row(row)
     with _lock:
@@ -90,7 +91,10 @@ def register(row: Accelerator) -> None:
 def unregister(row: Accelerator) -> None:
     """Take a registered row out again. Raises: ValueError if it is not there."""
     with _lock:
-        _registered.get(row.device_type, []).remove(row)
+        if row not in _registered.get(row.device_type, []):
+            found = f"{row.name!r} for {row.device_type!r}"
+            raise ValueError(f"row: {found} is not registered; allowed is what register got")
+        _registered[row.device_type].remove(row)
         _forget(row.device_type)
 
 
@@ -98,6 +102,10 @@ def check_row(row: Accelerator) -> None:
     """Refuse what is not a row. Raises: as `register`."""
     if not isinstance(row, Accelerator):
         raise TypeError(f"row: is {type(row).__name__}; allowed is fn.kernels.Accelerator")
+    if not isinstance(row.device_type, str) or ":" in row.device_type:
+        raise ValueError(f"device_type: is {row.device_type!r}; allowed are names of device types, such as 'cuda'")
+    if not isinstance(row.kernels, Mapping):
+        raise TypeError(f"kernels: is {type(row.kernels).__name__}; allowed is a mapping from names to functions")
     unknown = sorted(set(row.kernels) - set(SCHEMAS))
     if unknown:
         raise ValueError(f"kernels: {unknown} are not in the table; allowed are {sorted(SCHEMAS)}")

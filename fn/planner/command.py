@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--interval", units.count, "STEPS", f"steps between 0/1 Adam's synchronisations (default: {INTERVAL})",
         default=INTERVAL)  # fmt: skip
     parser.add_argument("--dtype", choices=sorted(WIDTHS), default="fp32", help="of the gradients (default: fp32)")
-    parser.add_argument("--calibrate", action="store_true", help="measure the running job's links; under torchrun")
+    parser.add_argument("--calibrate", action="store_true",
+        help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
     parser.add_argument("--png", metavar="FILE", help="draw the steps as a bar chart")
     parser.add_argument("--json", metavar="FILE", help="write the table's numbers")
 
@@ -83,6 +84,8 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
                     _show(arguments, net, memory, calibrate.coding(arguments.params, net, job.device))
         else:
             _show(arguments, _given(arguments), arguments.memory or MEMORY, {})
+    except BrokenPipeError:
+        raise  # nobody reads any more, which is no fault of the arguments
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
 
@@ -97,7 +100,7 @@ def _given(arguments: argparse.Namespace) -> Network:
         if arguments.inter_latency is not None:
             raise ValueError("--inter-latency: is of no use without --inter; give --inter, or --intra-latency")
         return network(arguments.world, arguments.per_node or arguments.world, _intra(arguments))
-    inter = Cost(arguments.inter_latency or INTER_LATENCY, arguments.inter)
+    inter = _inter(arguments)
     if arguments.intra is None:
         if arguments.per_node not in (None, 1):
             raise ValueError(f"--intra: missing, but a node has {arguments.per_node} ranks")
@@ -113,15 +116,24 @@ def _intra(arguments: argparse.Namespace) -> Cost:
     return Cost(arguments.intra_latency or INTRA_LATENCY, arguments.intra)
 
 
+def _inter(arguments: argparse.Namespace) -> Cost:
+    return Cost(arguments.inter_latency or INTER_LATENCY, arguments.inter)
+
+
 def _calibrated(arguments: argparse.Namespace, job: calibrate.Job) -> Network:
+    """Return a network of the links that are measured, and of the flags' where this job has none."""
+    measured = {"intra": job.per_node > 1, "inter": job.world > job.per_node}
+    for name in ("intra", "intra_latency", "inter", "inter_latency"):
+        if measured[name[:5]] and getattr(arguments, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')}: is measured by --calibrate; leave it out")
     links = calibrate.measure(job)
     if not links:
         raise ValueError("--calibrate: a job of one rank has no links to measure")
     if job.rank == 0:
         print(calibrate.show(links), "", sep="\n")
-    intra = links.get("local") or links.get("data") or links["node"]
-    per_node = arguments.per_node or job.per_node
-    return network(arguments.world or job.world, per_node, intra, links.get("node"))
+    between = links.get("node") or (arguments.inter and _inter(arguments))
+    inside = links.get("local") or links.get("data") or (_intra(arguments) if arguments.intra else links["node"])
+    return network(arguments.world or job.world, arguments.per_node or job.per_node, inside, between)
 
 
 def _show(arguments: argparse.Namespace, net: Network, memory: float, coding: Mapping[str, float]) -> None:

@@ -82,7 +82,10 @@ def exact(shapes: Model, ranks: int, axis: str = "data", width: int | None = Non
 
 
 def halves(shapes: Model, ranks: int, axis: str = "local") -> list[Message]:
-    """Return an exact reduce-scatter and an all-gather of everything, as ZeRO makes them."""
+    """Return an exact reduce-scatter and an all-gather of everything, as ZeRO makes them.
+
+    What codes between the nodes pad single tensors with, of which the ledger counts every byte, is left out.
+    """
     size = (ranks - 1) * -(-shapes.params // ranks) * shapes.width
     return [Message(axis, "reduce_scatter", size), Message(axis, "all_gather", size)]
 

@@ -21,9 +21,12 @@ _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 def bits_per_second(text: str) -> float:
     """Return a bandwidth in bit/s: "10gbit", "100mbit/s", "1.5tbyte".
 
-    Raises: ValueError that says what is wrong, so for "10gb", which may mean bits or bytes.
+    Raises: ValueError that says what is wrong, so for "10gb" and "10GBps", which may mean bits or bytes.
     """
-    return _parse(text, _RATES, "a bandwidth such as 100mbit, 10gbit or 25gbyte")
+    wanted = "a bandwidth such as 100mbit, 10gbit or 25gbyte"
+    if text.rstrip().endswith(("Bps", "BPS")):
+        raise ValueError(f"{text!r} may mean bits or bytes; wanted is {wanted}")
+    return _parse(text, _RATES, wanted)
 
 
 def seconds(text: str) -> float:

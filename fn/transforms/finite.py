@@ -133,7 +133,14 @@ def _keep_or_skip(
 
 def _changed_and_replicated(before: Tree, after: Tree) -> list[Tensor]:
     leaves = zip(tree.leaves(before), tree.leaves(after), tree.leaves(rank_dims(after)), strict=True)
-    return [new for old, new, dim in leaves if dim is None and new is not old and new.is_floating_point()]
+    changed = [(place, new) for place, (old, new, dim) in enumerate(leaves) if dim is None and new is not old]
+    for place, new in changed:
+        if not isinstance(new, Tensor):
+            raise TypeError(
+                f"state: leaf {tree.paths(after)[place] or 'the root'!r} changed and is {type(new).__name__}; allowed "
+                f"are tensors, torch.zeros((), dtype=torch.int64) for a counter"
+            )
+    return [new for _, new in changed if new.is_floating_point()]
 
 
 def all_finite(leaves: list[Tensor]) -> Tensor:

@@ -88,7 +88,9 @@ def shares(kind):
     def init(params):
         zeros = tree.map(torch.zeros_like, params)
         views = tree.map(torch.detach, params)
-        return {"params": (params, zeros), "views": (views, zeros), "twins": (zeros, zeros)}[kind]
+        folded = tree.map(lambda p: p.new_zeros(()).expand(p.shape), params)
+        found = {"params": (params, zeros), "views": (views, zeros), "twins": (zeros, zeros), "folded": (folded, zeros)}
+        return found[kind]
 
     def update(updates, state, params, /):
         slow = tree.map(lambda s, p, g: 0.5 * (s + p) + g, state[0], params, updates)
@@ -99,7 +101,7 @@ def shares(kind):
     return fn.lift(init, update)
 
 
-@pytest.mark.parametrize("kind", ["params", "views", "twins"])
+@pytest.mark.parametrize("kind", ["params", "views", "twins", "folded"])
 def test_the_optimizer_trains_as_the_pure_function_whatever_a_state_begins_as(kind):
     p, pure = torch.nn.Parameter(torch.ones(3)), [torch.ones(3)]
     tx, opt = shares(kind), fn.Optimizer([p], lambda lr: shares(kind), lr=0.1)

@@ -45,3 +45,28 @@ def test_a_group_that_is_not_finite_stops_all_of_them(dtype):
     commit(steps, states, still=[])
     assert all(bool((p == 1).all()) for ps in params for p in ps)
     assert [int(state.skipped) for state in states] == [1, 1]
+
+
+BROADCAST = {
+    "smaller": (
+        lambda g: g.sum(),
+        r"updates: leaf '(0\.)?0' has the shape \(\); allowed is that of its parameter, \(3,\)",
+    ),
+    "larger": (lambda g: g.expand(2, -1), r"updates: leaf '(0\.)?0' has the shape \(2, 3\)"),
+    "fewer": (None, r"updates: are 0; allowed is one for each of the 1 parameters"),
+}
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+@pytest.mark.parametrize("case", BROADCAST)
+def test_an_update_that_would_be_broadcast_is_refused_and_nothing_moves(case, by_group):
+    f, said = BROADCAST[case]
+    counting = fn.lift(lambda p: torch.zeros(()), lambda u, s, p: (u, s + 1))
+    tx = fn.chain(counting, fn.stateless(lambda u, p: [f(g) for g in u] if f else []))
+    p = torch.nn.Parameter(torch.ones(3))
+    opt = fn.Optimizer([p], lambda lr: tx, lr=0.1)
+    p.grad = torch.arange(3.0)
+    with pytest.raises(ValueError, match=said):
+        opt.stage_group(0, fn.Phase.WARMUP, [p.grad]) if by_group else opt.step()
+    assert p.tolist() == [1, 1, 1]
+    assert opt.states[0].inner[0] == 0

@@ -29,6 +29,13 @@ def test_an_argument_without_a_slice_for_each_rank_is_refused_by_leaf(args, text
         fn.simulate(lambda x, y: y, "data", 2)(*args)
 
 
+@pytest.mark.parametrize("in_dims", [(0,), (0, None, None)])
+def test_in_dims_for_another_number_of_arguments_are_refused(in_dims):
+    run = fn.simulate(lambda x, y: x + y, "data", 2, in_dims=in_dims)
+    with pytest.raises(ValueError, match=rf"in_dims: has {len(in_dims)} entries for 2 arguments"):
+        run(torch.ones(2), torch.ones(2))
+
+
 def test_without_any_binding_an_axis_has_one_rank():
     assert fn.axis_size("data") == 1
     assert fn.axis_index("data") == 0

@@ -49,6 +49,15 @@ def test_codecs_and_feedbacks_can_be_pickled_and_copied(which):
         pickle.dumps(changed)
 
 
+@pytest.mark.parametrize("which", [*CODECS, *FEEDBACKS])
+def test_codecs_and_feedbacks_are_shown_as_the_call_that_makes_them(which):
+    again = eval(repr(which), {"fn": fn, "torch": torch})
+    assert describe(again) == describe(which)
+    changed = which._replace(**{type(which)._fields[0]: len})
+    assert repr(changed).startswith(f"{type(which).__name__}({type(which)._fields[0]}=len, ")
+    assert "0x" not in repr(changed)
+
+
 def test_a_codec_with_a_function_of_another_one_is_not_pickled_as_its_own():
     """The two functions have the same code, and differ in what they close over."""
     mixed = fn.sign(8)._replace(encode=fn.sign(16).encode)

@@ -209,3 +209,15 @@ def test_the_command_line_prints_the_table(capsys, monkeypatch):
     assert f"torch                        {torch.__version__}" in out
     assert "sign_encode" in out
     assert fn.__version__ in out
+
+
+@pytest.mark.parametrize("device_type", ["cuda:0", torch.device("cpu"), None])
+def test_a_row_for_what_is_no_device_type_is_refused(device_type):
+    """It would never be asked for anything."""
+    with pytest.raises(ValueError, match=r"device_type: is .*; allowed are names of device types"):
+        kernels.register(kernels.Accelerator(device_type, {}))
+
+
+def test_a_row_that_is_not_registered_is_named():
+    with pytest.raises(ValueError, match="row: 'mine' for 'cpu' is not registered"):
+        kernels.unregister(kernels.Accelerator("cpu", {}, provider="mine"))

@@ -7,11 +7,15 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import torch
 
 from fn.__main__ import main
+from fn.planner import calibrate
+from fn.planner.network import Cost, Link
 
 LINE = "plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
 NVLINK = "plan --params 1.3e9 --world 8 --intra 7.2tbit --compute 350ms"
@@ -131,6 +135,66 @@ def test_refusals(line, said, capsys, monkeypatch):
         main(["plan", *line.split()])
     assert ended.value.code == 2
     assert said in " ".join(capsys.readouterr().err.split())
+
+
+def calibrated(monkeypatch, job, links, *line):
+    """Run the command in a job whose links are not measured but given."""
+    monkeypatch.setattr(calibrate, "job", lambda: nullcontext(job))
+    monkeypatch.setattr(calibrate, "measure", lambda found: links)
+    monkeypatch.setattr(calibrate, "coding", lambda params, net, device: {})
+    main(["plan", "--calibrate", "--params", "1e7", "--compute", "1s", *line])
+
+
+ONE_NODE = calibrate.Job(0, 2, 2, torch.device("cpu")), {"data": Link(Cost(1e-5, 5e9))}
+ALL_NODES = calibrate.Job(0, 4, 1, torch.device("cpu")), {"node": Link(Cost(1e-4, 1e9))}
+
+
+@pytest.mark.parametrize(
+    ("job", "line", "title"),
+    [
+        (ONE_NODE, "", "2 ranks; 5 Gbit/s, 10 us between ranks"),
+        (
+            ONE_NODE,
+            "--world 8 --inter 2gbit --inter-latency 50us",
+            "8 ranks in 4 nodes of 2; 5 Gbit/s, 10 us inside a node; 2 Gbit/s, 50 us between nodes",
+        ),
+        (
+            ALL_NODES,
+            "--world 32 --per-node 8 --intra 900gbit",
+            "32 ranks in 4 nodes of 8; 900 Gbit/s, 5 us inside a node; 1 Gbit/s, 100 us between nodes",
+        ),
+    ],
+)
+def test_flags_say_what_a_job_cannot_measure(job, line, title, monkeypatch, capsys):
+    calibrated(monkeypatch, *job, *line.split())
+    assert f"10,000,000 parameters; {title}" in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("job", "flag", "text"),
+    [(ONE_NODE, "--intra", "1gbit"), (ONE_NODE, "--intra-latency", "1ms"), (ALL_NODES, "--inter", "1gbit")],
+)
+def test_a_flag_for_what_is_measured_is_refused(job, flag, text, monkeypatch, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        calibrated(monkeypatch, *job, flag, text)
+    assert f"{flag}: is measured by --calibrate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", [LINE, "table"])
+def test_a_reader_that_has_seen_enough_is_no_error(line):
+    """As behind `| head -0`: the pipe is closed before anything is written."""
+    end, start = os.pipe()
+    os.close(end)
+    ended = subprocess.run(
+        [sys.executable, "-m", "fn", *line.split()],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=start,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=240,
+    )
+    os.close(start)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_a_job_measures_its_links(tmp_path):

@@ -35,6 +35,7 @@ def test_counts(text, number):
     ("parse", "text", "said"),
     [
         (units.bits_per_second, "10gb", "unknown unit 'gb'; wanted is a bandwidth such as 100mbit"),
+        (units.bits_per_second, "10GBps", "'10GBps' may mean bits or bytes; wanted is a bandwidth such as 100mbit"),
         (units.bits_per_second, "10", "has no unit"),
         (units.bits_per_second, "-1gbit", "above 0"),
         (units.bits_per_second, "fast", "'fast' is not a bandwidth"),

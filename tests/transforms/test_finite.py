@@ -119,6 +119,14 @@ def test_a_finite_update_with_a_state_that_is_not_is_a_bad_step():
     assert state.inner == 0
 
 
+def test_a_counter_that_is_a_number_of_python_is_refused_by_its_path():
+    counting = fn.lift(lambda p: {"t": 0}, lambda updates, state, params: (updates, {"t": state["t"] + 1}))
+    tx = fn.skip_nonfinite(fn.chain(fn.scale_by_learning_rate(0.1), counting))
+    x = [torch.ones(2)]
+    with pytest.raises(TypeError, match=r"state: leaf '1\.t' changed and is int; allowed are tensors, torch\.zeros"):
+        tx.warmup_update(x, tx.init(x), x)
+
+
 def test_a_guard_around_a_guard_skips_what_the_inner_one_skips():
     inner = fn.skip_nonfinite(fn.scale_by_adam())
     tx = fn.skip_nonfinite(fn.chain(fn.scale_by_adam(), inner))
