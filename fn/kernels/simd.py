@@ -10,10 +10,12 @@ Imported only by the Numba kernels: `import fn` does not import Numba.
     load(address, i)            elements i .. i + LANES of the float32 array at an address
     store(address, i, v)        write them; `stream` does it past the cache, for 32-byte aligned places
     get, put                    one element
+    a + b * c / d, a > b, a & b lane by lane; a number becomes a vector by `splat`
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,8 @@ from llvmlite import ir
 from numba import types
 from numba.core.datamodel import models
 from numba.core.datamodel.registry import register_default
-from numba.extending import intrinsic
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin
 
 LANES = 8
 
@@ -81,6 +84,25 @@ def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
     return builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
 
 
+def _let(symbol: Any, emit: Callable[..., Any], result: Any, kind: Any) -> None:
+    """Let an operator of Python work on two vectors of a kind."""
+
+    class _Typing(ConcreteTemplate):
+        cases = (signature(result, kind, kind),)
+
+    infer_global(symbol)(_Typing)
+    lower_builtin(symbol, kind, kind)(lambda context, builder, typing, values: emit(builder, *values))
+
+
+_let(operator.add, ir.IRBuilder.fadd, floats, floats)
+_let(operator.sub, ir.IRBuilder.fsub, floats, floats)
+_let(operator.mul, ir.IRBuilder.fmul, floats, floats)
+_let(operator.truediv, ir.IRBuilder.fdiv, floats, floats)
+_let(operator.gt, lambda builder, a, b: builder.fcmp_ordered(">", a, b), bools, floats)  # false for NaN, as the next
+_let(operator.ge, lambda builder, a, b: builder.fcmp_ordered(">=", a, b), bools, floats)
+_let(operator.and_, ir.IRBuilder.and_, bools, bools)
+
+
 _i64, _f32 = types.int64, types.float32
 
 
@@ -131,30 +153,6 @@ def splat(builder: Any, value: Any) -> Any:
     return _splat(builder, value, _FLOATS)
 
 
-@_define(floats, floats, floats)
-def add(builder: Any, a: Any, b: Any) -> Any:
-    """Return a + b."""
-    return builder.fadd(a, b)
-
-
-@_define(floats, floats, floats)
-def sub(builder: Any, a: Any, b: Any) -> Any:
-    """Return a - b."""
-    return builder.fsub(a, b)
-
-
-@_define(floats, floats, floats)
-def mul(builder: Any, a: Any, b: Any) -> Any:
-    """Return a * b."""
-    return builder.fmul(a, b)
-
-
-@_define(floats, floats, floats)
-def divide(builder: Any, a: Any, b: Any) -> Any:
-    """Return a / b."""
-    return builder.fdiv(a, b)
-
-
 @_define(floats, floats, floats, floats)
 def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c, rounded once."""
@@ -169,22 +167,10 @@ def square_root(builder: Any, v: Any) -> Any:
     return builder.call(builder.module.declare_intrinsic(f"llvm.sqrt.v{LANES}f32", (), kind), [v])
 
 
-@_define(bools, floats)
-def above_zero(builder: Any, v: Any) -> Any:
-    """Return v > 0, which is false for NaN."""
-    return builder.fcmp_ordered(">", v, ir.Constant(_FLOATS, [0.0] * LANES))
-
-
 @_define(_f32, _f32, _f32, _f32)
 def fused_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c of single numbers, rounded once."""
     return builder.fma(a, b, c)
-
-
-@_define(bools, floats)
-def positive(builder: Any, v: Any) -> Any:
-    """Return v >= 0, which is false for NaN."""
-    return builder.fcmp_ordered(">=", v, ir.Constant(_FLOATS, [0.0] * LANES))
 
 
 @_define(bools, _i64)
@@ -194,12 +180,6 @@ def below(builder: Any, limit: Any) -> Any:
     few = builder.select(builder.icmp_signed(">", few, _I64(0)), few, _I64(0))
     lanes = ir.Constant(_INTS, list(range(LANES)))
     return builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(few, _I32), _INTS))
-
-
-@_define(bools, bools, bools)
-def both(builder: Any, a: Any, b: Any) -> Any:
-    """Return a and b."""
-    return builder.and_(a, b)
 
 
 @_define(floats, bools, floats, floats)
@@ -259,17 +239,20 @@ def get_int(builder: Any, address: Any, i: Any) -> Any:
     return builder.load(_place(builder, address, i, _I64, 3), align=8)
 
 
+def _magnitude(builder: Any, v: Any) -> Any:
+    return builder.and_(builder.bitcast(v, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
+
+
 @_define(ints, floats)
 def magnitude(builder: Any, v: Any) -> Any:
     """Return the bits of |v| as integers: these are ordered like the numbers, with NaN above Inf."""
-    return builder.and_(builder.bitcast(v, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
+    return _magnitude(builder, v)
 
 
 @_define(bools, floats)
 def is_normal(builder: Any, v: Any) -> Any:
     """Return |v| >= 2**-126, the smallest normal number; true for Inf and NaN."""
-    bits = builder.and_(builder.bitcast(v, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
-    return builder.icmp_signed(">=", bits, ir.Constant(_INTS, [0x00800000] * LANES))
+    return builder.icmp_signed(">=", _magnitude(builder, v), ir.Constant(_INTS, [0x00800000] * LANES))
 
 
 @_define(ints)
