@@ -29,7 +29,7 @@ from fn.collectives.feedback import DampedError, Feedback, LazyError, Off
 from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
 from fn.collectives.segments import Segments
 from fn.collectives.store import StoredError
-from fn.collectives.two_passes import Later, Sent
+from fn.collectives.two_passes import Sent, nothing, successor
 from fn.kernels.eager import remembered
 
 Tree = Any
@@ -121,11 +121,11 @@ def compressed_all_reduce(
     check_vector(x, worker, size * codec.align, "x")
     check_vector(shard[0], server, codec.align, "shard")
     payload, worker = encode(_codec(codec, segments), feedback, x.view(size, -1), worker, consume=consume)
-    gathered, server = pass_on(payload, server, axis, codec, feedback, segments=segments)
+    gathered, server = through_servers(payload, server, axis, codec, feedback, segments=segments)
     return _decode(_codec(codec, segments), gathered, x.dtype), (worker, server)
 
 
-def pass_on(
+def through_servers(
     payload: Tree, server: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
 ) -> tuple[Tree, Tree]:
     """Carry encoded rows through the servers: exchange, decode, mean, feedback, encode, gather.
@@ -145,37 +145,32 @@ def pass_on(
     return payloads.gather(payload, axis), server
 
 
-def pass_on_later(
+def through_servers_later(
     payload: Tree, server: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
-) -> tuple[Tree, Callable[[], None]] | None:
-    """Do what `pass_on` does, and leave the server's error as it is.
+) -> tuple[Tree, Callable[[], None]]:
+    """Do what `through_servers` does, and leave the server's error as it is.
 
-    Returns: the payload of the mean, and what writes the next error over the error, which is not kept until then but
-        formed once more from what was received. None where the codec or the error is not made for that.
+    Returns: the payload of the mean, and what writes the next error over the error: where the codec and the error are
+        made for that it is not kept until then, but formed once more from what was received.
     """
     fused = _fused(_own_codec(codec, segments, axis), feedback)
     if fused is None or fused.later is None or observed() or not fused.later.accepts(server):
-        return None
+        gathered, after = through_servers(payload, server, axis, codec, feedback, segments=segments)
+        return gathered, successor(server, after)
     received = payloads.exchange(payload, axis)
     with step_range("serve"):
         mean = fused.later.serve(received, server)
     return payloads.gather(mean, axis), partial(fused.later.keep, received, server, mean)
 
 
-class Averages(NamedTuple):
-    """How moving averages of tensors are encoded with an error, without being formed.
-
-    encode: (mu, grads, decay) -> payload, next error. first: (mu, grads, decay) -> payload, what the next error is
-    formed from when the step is taken; None where the codec or the error is not made for that.
-    """
-
-    encode: Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Tree]]
-    first: Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Sent]] | None
+EncodeAverages = Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Callable[[], None], Sent | None]]
+"""(mu, grads, decay) -> the payload of the moving averages, which are not formed, and what writes the next error: a
+function, or the kernel that takes the step, from what was sent."""
 
 
 def encode_averages(
     codec: Codec, feedback: Feedback, segments: Segments, worker: Tree, server: Tree, *, servers: bool = True
-) -> Averages | None:
+) -> EncodeAverages | None:
     """Return how moving averages are encoded with a worker's error.
 
     None where the codec has no kernels for that and, unless there are no servers, for theirs, or not for errors like
@@ -185,41 +180,33 @@ def encode_averages(
     fused = _fused(half, feedback)
     if fused is None or fused.averages is None:
         return None
-    shape = (segments.valid.shape[0], segments.row_length)
-    like = _like(shape)
+    rows, length = segments.valid.shape[0], segments.row_length
+    like = _like((rows, length))
     if not fused.accepts(like, worker):
         return None
     if servers and (fused.serve is None or not fused.accepts(like[:1], server)):
         return None
-    encode = partial(_averages, fused, half, error=worker, rows=shape[0])
-    if fused.later is None or observed() or not fused.later.accepts(worker):
-        return Averages(encode, None)
-    return Averages(encode, partial(_averages_first, fused.later, error=worker, rows=shape[0]))
+    in_one_pass, settle = fused.averages, fused.settle
+    later = None if fused.later is None or observed() or not fused.later.accepts(worker) else fused.later
+
+    def encode(mu: list[Tensor], grads: list[Tensor], decay: float) -> tuple[Tree, Callable[[], None], Sent | None]:
+        with step_range("encode"):
+            if later is not None:
+                payload, sent = later.averages(mu, grads, decay, error=worker, rows=rows)
+                return payload, nothing, sent
+            payload, after = in_one_pass(mu, grads, decay, error=worker, rows=rows)
+        if observed():  # the whole difference is the error, so what was encoded is the sum of the two
+            kept, decoded = settle(after, rows), half.decode(payload).reshape(-1)
+            observe_kept(kept)
+            observe_loss(decoded.add_(kept), kept)
+        return payload, successor(worker, after), None
+
+    return encode
 
 
 @remembered
 def _like(shape: tuple[int, int]) -> Tensor:
     return torch.empty(shape, device="meta")
-
-
-def _averages(
-    fused: Fused, codec: Codec, mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tree, rows: int
-) -> tuple[Tree, Tree]:
-    assert fused.averages is not None
-    with step_range("encode"):
-        payload, error = fused.averages(mu, grads, decay, error=error, rows=rows)
-    if observed():  # the whole difference is the error, so what was encoded is the sum of the two
-        kept, decoded = fused.settle(error, rows), codec.decode(payload).reshape(-1)
-        observe_kept(kept)
-        observe_loss(decoded.add_(kept), kept)
-    return payload, error
-
-
-def _averages_first(
-    later: Later, mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tensor, rows: int
-) -> tuple[Tree, Sent]:
-    with step_range("encode"):
-        return later.averages(mu, grads, decay, error=error, rows=rows)
 
 
 def initial_errors(

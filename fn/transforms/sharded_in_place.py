@@ -10,6 +10,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Transform
 from fn.collectives.axis import axis_index, axis_size
+from fn.collectives.two_passes import successor
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager
 from fn.transforms import adam_in_place, exchange
@@ -17,7 +18,7 @@ from fn.transforms import layout as layouts
 from fn.transforms.adam_in_place import Descent
 from fn.transforms.exchange import Rules
 from fn.transforms.finite import SkipState, all_finite
-from fn.transforms.in_place import InPlace, Staged, has_kernel, successor
+from fn.transforms.in_place import InPlace, Staged, has_kernel
 from fn.transforms.moments import AdamState
 from fn.transforms.sharded import ShardedState, check_shards, kept_of
 from fn.transforms.shards import followed, take
