@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames
-from fn.collectives.codec import sign
 from fn.collectives.feedback import classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.collectives.int_codec import int4
+from fn.collectives.sign_codec import sign
 from fn.transforms.adam_in_place import Descent, with_adam_in_place, with_onebit_adam_in_place
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average

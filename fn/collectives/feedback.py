@@ -16,6 +16,7 @@ from torch import Tensor
 from fn.base import check_number
 from fn.collectives.remade import reduced, told_of
 from fn.collectives.store import from_blocks, store_of, to_blocks
+from fn.kernels.reference import scale_dtype
 
 Tree = Any
 
@@ -116,7 +117,7 @@ def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block
     kept = store_of(store, block)
 
     def init(x: Tensor) -> Tree:
-        return kept.save(torch.zeros_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32))
+        return kept.save(torch.zeros_like(x, dtype=scale_dtype(x)))
 
     def compensate(x: Tensor, error: Tree) -> Tensor:
         if isinstance(error, LazyError):
@@ -167,7 +168,7 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
 
     def init(x: Tensor) -> DampedError:
         age = torch.zeros((), dtype=torch.int64, device=x.device)
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = scale_dtype(x)
         scales = torch.ones(-(-x.shape[0] // block), dtype=dtype, device=x.device)
         return DampedError(torch.zeros_like(x, dtype=torch.int8), scales, age)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fn.kernels import reference
 from fn.kernels.buffers import empty
 from fn.kernels.numba_loops import ZERO, compiled, place_of
-from fn.kernels.numba_sign import finish, messages, norms_agree, shares, sums_of
+from fn.kernels.numba_sign import divided, finish, messages, norms_agree, sums_of
 from fn.kernels.numba_sign_loops import encode_place, mean_place, serve
 from fn.kernels.numba_step import addresses, extents, lerp_weight
 from fn.kernels.places import Places, places, plain, run
@@ -120,7 +120,7 @@ def momentum_signs(
 
 def serve_signs(bits: Tensor, scales: Tensor, buffer: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.serve_signs`."""
-    at, scales = places(runs), shares(scales)
+    at, scales = places(runs), divided(scales)
     if not at.aligned or not plain((scales, buffer)) or not norms_agree(at):
         return NotImplemented
     received, row_stride, stride = messages(bits)
@@ -138,7 +138,7 @@ def serve_feedback_(
     buffer: Tensor, bits: Tensor, scales: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
 ) -> Any:
     """See `reference.serve_feedback_`."""
-    at, scales = places(runs), shares(scales)
+    at, scales = places(runs), divided(scales)
     if not at.aligned or not plain((buffer, scales, sent)):
         return NotImplemented
     received, row_stride, stride = messages(bits)

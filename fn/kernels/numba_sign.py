@@ -128,14 +128,14 @@ def messages(bits: Tensor) -> tuple[Tensor, int, int]:
     return bits, bits.stride(0), bits.stride(1)
 
 
-def shares(scales: Tensor) -> Tensor:
+def divided(scales: Tensor) -> Tensor:
     """Return scales (R, W, S) of W messages as what each adds to their mean."""
     return scales if scales.shape[1] == 1 else (scales * (1.0 / scales.shape[1])).contiguous()
 
 
 def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_serve`."""
-    at, found = places(runs), _single(shares(scales), buffer, sent)
+    at, found = places(runs), _single(divided(scales), buffer, sent)
     if found is None or not at.aligned:
         return NotImplemented
     scales, buffer, sent = found

@@ -25,7 +25,7 @@ from fn.kernels.numba_loops import (
     place_of,
     write,
 )
-from fn.kernels.numba_sign import messages, shares
+from fn.kernels.numba_sign import divided, messages
 from fn.kernels.numba_sign_loops import mean_of_lanes, mean_of_one, mean_place
 from fn.kernels.places import Places, places, plain, run, runs_of_tensors
 from fn.kernels.reference import NORM_BLOCK
@@ -282,7 +282,7 @@ def _onebit(
     if not at.aligned or not plain(params, mu, nu, (scales,)):
         return NotImplemented
     tables = addresses(params), addresses(mu), addresses(nu), *extents(params, at)
-    (received, row_stride, stride), scales = messages(bits), shares(scales)
+    (received, row_stride, stride), scales = messages(bits), divided(scales)
     message = received.data_ptr(), row_stride, stride, bits.shape[1], scales.data_ptr()
     ends = *(t.ctypes.data for t in tables), copies, *feedback, *message, *_numbers(*descent), keep_zeros
     run(onebit_places, at, valid.contiguous(), *ends, scratch=4 * NORM_BLOCK)

@@ -99,7 +99,7 @@ def _exact_average(axis: AxisNames | None) -> Transform:
         found: dict[int, Tensor] = {}
         for bucket in layouts.buckets(leaves, 1, 1, "flat"):
             mean = exact_mean(layouts.join(leaves, bucket), axis)
-            found.update(zip(bucket.places, layouts.part(mean, bucket), strict=True))
+            found.update(zip(bucket.places, layouts.split(mean, bucket), strict=True))
         return layouts.restore(structure, found), state
 
     return Transform(init, warmup, unchanged, unchanged)
@@ -198,7 +198,7 @@ def _in_codes(
             joined = len(bucket.places) > 1 and not bucket.fused  # else x may be the caller's memory
             rule = axis, codec, feedback
             y, (e, d) = compressed_all_reduce(x, (e, d), *rule, segments=segments, consume=joined, servers=servers)
-            found.update(zip(bucket.places, layouts.part(y, bucket), strict=True))
+            found.update(zip(bucket.places, layouts.split(y, bucket), strict=True))
             worker.append(e)
             server.append(d)
         return layouts.restore(structure, found), ErrorFeedbackState(tuple(worker), tuple(server))

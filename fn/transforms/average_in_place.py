@@ -39,7 +39,7 @@ def stage_warmup(
             return grads, grads, nothing
         (bucket,) = layouts.buckets(grads, 1, 1, "flat")
         joined = primitives.pmean(layouts.join(grads, bucket), axis)
-        return layouts.part(joined, bucket), [joined], nothing
+        return layouts.split(joined, bucket), [joined], nothing
 
     def stage(updates: Tree, state: SkipState, params: Tree) -> Staged:
         mean, memory, keep = mean_of(tree.leaves(updates), state.inner[0])

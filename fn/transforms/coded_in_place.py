@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fn.collectives import payloads
 from fn.collectives.axis import AxisNames
-from fn.collectives.codec import Codec, SignPayload, segmented
+from fn.collectives.codec import Codec, segmented
 from fn.collectives.compressed import (
     EncodeAverages,
     ErrorFeedbackState,
@@ -26,6 +26,7 @@ from fn.collectives.gathered import check_no_server
 from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, row_count
 from fn.collectives.observe import step_range
 from fn.collectives.segments import Segments
+from fn.collectives.sign_codec import SignPayload
 from fn.collectives.two_passes import Sent, successor
 from fn.kernels import buffers, ops
 from fn.kernels.eager import remembered
@@ -94,7 +95,7 @@ class CodedMean(NamedTuple):
                         place = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
                         ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros, too)
                 else:
-                    layouts.part_into(m, mean if factor == 1 else mean.mul_(factor), bucket)
+                    layouts.split_into(m, mean if factor == 1 else mean.mul_(factor), bucket)
                     ops.direct("adamw_", p, m, m, v, 0.0, 0.0, *tail, True)
                     if too:
                         torch._foreach_copy_(too, p)
@@ -205,7 +206,7 @@ def moving_averages(
     shape = bucket.segments.valid.shape[0], bucket.segments.row_length
     out = buffers.empty(shape, mu[0].dtype, mu[0].device)
     if bucket.fused:
-        flat, pieces = out.view(-1), layouts.part(out.view(-1), bucket)
+        flat, pieces = out.view(-1), layouts.split(out.view(-1), bucket)
         flat[sum(p.numel() for p in pieces) :].zero_()
         for i, piece in zip(bucket.places, pieces, strict=True):
             torch.lerp(grads[i], mu[i], decay, out=piece)

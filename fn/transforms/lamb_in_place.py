@@ -84,7 +84,7 @@ def with_onebit_lamb_in_place(
 
         mean = average.average_rows(sent, link.sync, rows)
         ((bucket, vector, *_),) = mean.buckets
-        *averages, tail = layouts.part(vector, bucket)  # type: ignore[arg-type]
+        *averages, tail = layouts.split(vector, bucket)  # type: ignore[arg-type]
         # No square of a gradient can overflow, nor what is divided by the scaling.
         bound = (largest(mean.numbers) / scaling.min() * 2 / (1 - h.b1)).square()
 

@@ -4,8 +4,9 @@ Errors are cut by rank, so a checkpoint of 4 ranks does not fit 2. What must not
 
     (1 / W) sum_r worker error_r  +  the server errors, end to end,
 
-tensor by tensor. A `Reshape` says for a state how to add that up over the old ranks (`shares`) and how to start from it
-on the new ones (`adopt`): every rank's worker error is then the mean of the old ones, its server error its own piece.
+tensor by tensor. A `Reshape` says for a state how to add that up over the old ranks (`addends`) and how to start from
+it on the new ones (`adopt`): every rank's worker error is then the mean of the old ones, its server error its own
+piece.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from fn.transforms import layout as layouts
 from fn.transforms.notes import Notes
 
 Tree = Any
-Shares = list[Tensor]
+Addends = list[Tensor]
 """Of one part of a state; those of a state in parts are a list of these."""
 
 
 class Reshape(NamedTuple):
     """How a state moves to another number of ranks.
 
-    shares: (state of a rank, W, its rank) -> float64 tensors; added up over the ranks they do not depend on W.
-    adopt: (the sum of all shares, a fresh state) -> the state of this rank on the axes that are bound now.
-    rest: (the sum of all shares, the adopted state) -> what was undelivered of the gradients and errors of few bits
+    addends: (state of a rank, W, its rank) -> float64 tensors; added up over the ranks they do not depend on W.
+    adopt: (the sum of all addends, a fresh state) -> the state of this rank on the axes that are bound now.
+    rest: (the sum of all addends, the adopted state) -> what was undelivered of the gradients and errors of few bits
         do not hold, a float64 tensor per leaf, the same on all ranks. None: nothing, or not of gradients.
     """
 
-    shares: Callable[[Tree, int, int], Tree]
+    addends: Callable[[Tree, int, int], Tree]
     adopt: Callable[[Tree, Tree], Tree]
     rest: Callable[[Tree, Tree], list[Tensor]] | None = None
 
@@ -65,8 +66,8 @@ def errors_reshape(
 ) -> Reshape:
     """Return how an `ErrorFeedbackState` over leaves moves. of_gradients: whether that is what the workers encode."""
 
-    def shares(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
-        found: Shares = []
+    def addends(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
+        found: Addends = []
         for bucket, e, d in zip(plan(world), state.worker, state.server, strict=True):
             dtype, at = leaves[bucket.places[0]].dtype, bucket.segments
             sent = to_plain(e, *worker, at, dtype)
@@ -105,7 +106,7 @@ def errors_reshape(
         return found
 
     rounded = of_gradients and isinstance(worker.feedback.rule, Damped | StoredClassic)
-    return Reshape(shares, adopt, rest if rounded else None)
+    return Reshape(addends, adopt, rest if rounded else None)
 
 
 def _lost_by_servers(own: Tensor, like: Tree, half: Half, at: Segments, age: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,11 +138,11 @@ def in_row(piece: Tensor, bucket: layouts.Bucket, rank: int) -> Tensor:
     return full.view(-1)
 
 
-def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Shares:
+def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Addends:
     """Return the bucket's tensors of a vector, on the CPU; zeros for None."""
     if vector is None:
         return [torch.zeros(shape, dtype=torch.float64) for shape in bucket.shapes]
-    return [part.double().cpu() for part in layouts.part(vector, bucket)]
+    return [part.double().cpu() for part in layouts.split(vector, bucket)]
 
 
 def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
@@ -163,7 +164,7 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
                 return bucket
         return None
 
-    def shares(state: Tree, world: int, rank: int) -> Tree:
+    def addends(state: Tree, world: int, rank: int) -> Tree:
         buckets, found = plan(world), list[Tensor]()
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
             bucket = bucket_of(path, leaf, buckets)
@@ -183,13 +184,13 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
             found.append(value.to(leaf))
         return tree.unflatten(structure, found)
 
-    return Reshape(shares, adopt)
+    return Reshape(addends, adopt)
 
 
 def vectors_reshape(axis: str, plan: Plan) -> Reshape:
     """Return how a tuple moves that has for each bucket a vector (n,) which all ranks hold alike, or ()."""
 
-    def shares(state: Tree, world: int, rank: int) -> Tree:
+    def addends(state: Tree, world: int, rank: int) -> Tree:
         pairs = zip(state, plan(world), strict=True)
         return [parts_of(v if rank == 0 else None, b) if isinstance(v, Tensor) else [] for v, b in pairs]
 
@@ -197,7 +198,7 @@ def vectors_reshape(axis: str, plan: Plan) -> Reshape:
         triples = zip(total, fresh, plan(axis_size(axis)), strict=True)
         return tuple(take_parts(iter(t), b).to(f) if isinstance(f, Tensor) else f for t, f, b in triples)
 
-    return Reshape(shares, adopt)
+    return Reshape(addends, adopt)
 
 
 def in_parts(
@@ -208,8 +209,8 @@ def in_parts(
     Args: parts: (what takes a part out of a state, how it moves). join: (a fresh state, the parts) -> the state.
     """
 
-    def shares(state: Tree, world: int, rank: int) -> Tree:
-        return [reshape.shares(pick(state), world, rank) for pick, reshape in parts]
+    def addends(state: Tree, world: int, rank: int) -> Tree:
+        return [reshape.addends(pick(state), world, rank) for pick, reshape in parts]
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
         moved = [reshape.adopt(each, pick(fresh)) for each, (pick, reshape) in zip(total, parts, strict=True)]
@@ -218,4 +219,4 @@ def in_parts(
     def rest(total: Tree, state: Tree) -> list[Tensor]:
         return next(r.rest(each, pick(state)) for each, (pick, r) in zip(total, parts, strict=True) if r.rest)
 
-    return Reshape(shares, adopt, rest if any(reshape.rest for _, reshape in parts) else None)
+    return Reshape(addends, adopt, rest if any(reshape.rest for _, reshape in parts) else None)

@@ -206,7 +206,7 @@ def sharded(
                 value = precise + moved if sends_params else moved
                 dtype = leaves[bucket.places[0]].dtype if sends_params else moved.dtype
                 whole, kept[i] = exchange.back(value, dtype, kept[i], bucket, rules, codes)
-                parts = zip(bucket.places, layouts.part(whole, bucket), strict=True)
+                parts = zip(bucket.places, layouts.split(whole, bucket), strict=True)
                 found.update((k, part - leaves[k] if sends_params else part) for k, part in parts)
                 masters.append(value if sends_params else ())
             return layouts.restore(structure, found), _state(inside, masters, kept, state.place)

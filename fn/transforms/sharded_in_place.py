@@ -80,7 +80,7 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
         def commit() -> None:
             adam_in_place.step_weights(moments, h, warmup=True)
             for step in steps:
-                layouts.part_into([leaves[i] for i in step.bucket.places], step.whole, step.bucket)
+                layouts.split_into([leaves[i] for i in step.bucket.places], step.whole, step.bucket)
             renew()
 
         return Staged(_agree([s.whole for s in steps], plan, exact), commit)
