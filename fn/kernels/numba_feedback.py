@@ -16,8 +16,8 @@ from torch import Tensor
 from fn.kernels import reference
 from fn.kernels.buffers import empty
 from fn.kernels.numba_loops import ZERO, compiled, place_of
-from fn.kernels.numba_sign import divided, finish, messages, norms_agree, sums_of
-from fn.kernels.numba_sign_loops import encode_place, mean_place, serve
+from fn.kernels.numba_sign import divided, finish, messages, norms_agree, outputs, serve, sums_of
+from fn.kernels.numba_sign_loops import encode_place, mean_place
 from fn.kernels.numba_step import addresses, extents, lerp_weight
 from fn.kernels.places import Places, places, plain, run
 from fn.kernels.simd import LANES, below, get, get_int, load, put, put_double, select, splat, store
@@ -84,14 +84,13 @@ def _encode(
     valid: Tensor, at: Places,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the bits and the squares of places; write what is encoded into b, if there is one."""
-    bits = empty((buffer.shape[0], reference.bytes_for(at.n)), torch.uint8)
-    squares = torch.empty((buffer.shape[0], len(at.table)), dtype=torch.float64)
+    found = outputs(buffer.shape[0], at)
     small, weight = lerp_weight(decay)
     ends, weight = ((grads, mu), -weight) if small else ((mu, grads), weight)  # from one end or from the other
     tables = *map(addresses, ends), *extents(mu, at)
-    outs = [0 if t is None else t.data_ptr() for t in (buffer, sent, b, bits, squares)]
+    outs = [0 if t is None else t.data_ptr() for t in (buffer, sent, b, *found)]
     run(encode_averages, at, valid, *(t.ctypes.data for t in tables), weight, *outs, scratch=8 * reference.NORM_BLOCK)
-    return bits, squares
+    return found
 
 
 def momentum_encode(
@@ -103,8 +102,7 @@ def momentum_encode(
     if not at.aligned or not plain(mu, grads, (buffer, sent)):
         return NotImplemented
     valid, b = valid.contiguous(), empty((buffer.shape[0], at.n), torch.float32)
-    bits, squares = _encode(mu, grads, decay, buffer, sent, b, valid, at)
-    return (b, *finish(b, bits, squares, at, valid, runs))
+    return (b, *finish(b, *_encode(mu, grads, decay, buffer, sent, b, valid, at), at, valid, runs))
 
 
 def momentum_signs(
@@ -123,14 +121,7 @@ def serve_signs(bits: Tensor, scales: Tensor, buffer: Tensor, valid: Tensor, run
     at, scales = places(runs), divided(scales)
     if not at.aligned or not plain((scales, buffer)) or not norms_agree(at):
         return NotImplemented
-    received, row_stride, stride = messages(bits)
-    rows, ranks = bits.shape[:2]
-    mine = empty((rows, reference.bytes_for(at.n)), torch.uint8)
-    squares = torch.empty((rows, len(at.table)), dtype=torch.float64)
-    message = received.data_ptr(), row_stride, stride, ranks, scales.data_ptr()
-    sent = torch.zeros(valid.shape)
-    outs = buffer.data_ptr(), sent.data_ptr(), 0, mine.data_ptr(), squares.data_ptr()
-    run(serve, at, valid.contiguous(), *message, *outs, scratch=4 * reference.NORM_BLOCK)
+    mine, squares = serve(bits, scales, buffer, torch.zeros(valid.shape), None, valid.contiguous(), at)
     return mine, sums_of(squares, runs)
 
 

@@ -27,7 +27,7 @@ from fn.collectives.hierarchy import (
     row_count,
 )
 from fn.transforms import layout as layouts
-from fn.transforms.resharding import Half, errors_reshape, reshapes
+from fn.transforms.resharding import errors_reshape, reshapes
 
 Tree = Any
 
@@ -177,12 +177,11 @@ def _in_codes(
         state = ErrorFeedbackState(tuple(worker), tuple(server))
         if isinstance(axis, str):
             (hop,) = hops(axis, codec, feedback)
-            half = Half(hop.codec, hop.feedback)
 
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
 
-            reshapes.say((state, errors_reshape(leaves, axis, plan, half, half, of_gradients=of_gradients)))
+            reshapes.say((state, errors_reshape(leaves, axis, plan, hop, hop, of_gradients=of_gradients)))
         return state
 
     def compressed(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:

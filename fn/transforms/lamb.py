@@ -165,11 +165,15 @@ def onebit_lamb_by_tensor(
         rest = (leaves[0] if leaves else torch.zeros(())).new_zeros(tail)
         return OnebitLambState(step, mu, nu, fresh, zero, factor, ratio, scaling, rest, sync.init((mu, rest)))
 
-    def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
+    def checked(updates: Tree, state: OnebitLambState, params: Tree) -> tuple[Tree, Tree]:
+        """Return updates and params in the order of the state; refuse arguments that do not fit together."""
         check_state(state, OnebitLambState)
         check_params(params)
         tree.check_updates(updates, state.mu)
-        updates, params = tree.in_order(updates, state.mu, "updates"), tree.in_order(params, state.mu, "params")
+        return tree.in_order(updates, state.mu, "updates"), tree.in_order(params, state.mu, "params")
+
+    def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
+        updates, params = checked(updates, state, params)
         rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
         out, mu, nu, coefficient, ratio = _columns(results, updates, 5)
@@ -186,10 +190,7 @@ def onebit_lamb_by_tensor(
         return out, state
 
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
-        check_state(state, OnebitLambState)
-        check_params(params)
-        tree.check_updates(updates, state.mu)
-        updates, params = tree.in_order(updates, state.mu, "updates"), tree.in_order(params, state.mu, "params")
+        updates, params = checked(updates, state, params)
         leaves, structure = tree.flatten(updates)
         each = hypers(len(leaves))
         own = [

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codec import Codec
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.feedback import Damped, Feedback, StoredClassic
+from fn.collectives.feedback import Damped, StoredClassic
+from fn.collectives.hierarchy import Hop
 from fn.collectives.plain_errors import age_of, from_plain, to_plain
 from fn.collectives.segments import Segments
 from fn.transforms import layout as layouts
@@ -50,29 +50,25 @@ reshapes: Notes[tuple[Tree, Reshape]] = Notes()
 """(a state that was just made, how it moves), from each init whose state does not fit another world as it is."""
 
 
-class Half(NamedTuple):
-    """How the errors of one half of an exchange are made."""
-
-    codec: Codec
-    feedback: Feedback
-
-
 Plan = Callable[[int], list[layouts.Bucket]]
 """W -> how leaves travel among W ranks."""
 
 
 def errors_reshape(
-    leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Half, server: Half, *, of_gradients: bool
+    leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop, server: Hop, *, of_gradients: bool
 ) -> Reshape:
-    """Return how an `ErrorFeedbackState` over leaves moves. of_gradients: whether that is what the workers encode."""
+    """Return how an `ErrorFeedbackState` over leaves moves.
+
+    Args: worker, server: how the two halves of an exchange travel. of_gradients: whether that is what workers encode.
+    """
 
     def addends(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
         found: Addends = []
         for bucket, e, d in zip(plan(world), state.worker, state.server, strict=True):
             dtype, at = leaves[bucket.places[0]].dtype, bucket.segments
-            sent = to_plain(e, *worker, at, dtype)
+            sent = to_plain(e, worker.codec, worker.feedback, at, dtype)
             found += parts_of(None if sent is None else sent.double() / world, bucket)
-            own = to_plain(d, *server, at.row(torch.tensor(rank)), dtype)
+            own = to_plain(d, server.codec, server.feedback, at.row(torch.tensor(rank)), dtype)
             found += parts_of(None if own is None else in_row(own, bucket, rank), bucket)
             found += [_age(e, rank), _age(d, rank)]
         return found
@@ -98,7 +94,7 @@ def errors_reshape(
             at, dtype = bucket.segments, leaves[bucket.places[0]].dtype
             sent, own = take_parts(parts, bucket), take_parts(parts, bucket)
             _, age = next(parts), next(parts).long()
-            held = to_plain(e, *worker, at, dtype)
+            held = to_plain(e, worker.codec, worker.feedback, at, dtype)
             lost = sent - (0.0 if held is None else held.double().cpu())
             lost += _lost_by_servers(own, d, server, at, age, dtype)
             for place, part in zip(bucket.places, parts_of(lost, bucket), strict=True):
@@ -109,7 +105,7 @@ def errors_reshape(
     return Reshape(addends, adopt, rest if rounded else None)
 
 
-def _lost_by_servers(own: Tensor, like: Tree, half: Half, at: Segments, age: Tensor, dtype: torch.dtype) -> Tensor:
+def _lost_by_servers(own: Tensor, like: Tree, hop: Hop, at: Segments, age: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what the servers' errors, end to end (n,), lose when each rank keeps its own; every rank can tell.
 
     Args: like: this rank's error. The rest as for `to_plain` and `from_plain`.
@@ -119,7 +115,7 @@ def _lost_by_servers(own: Tensor, like: Tree, half: Half, at: Segments, age: Ten
     lost = own.clone().view(at.valid.shape[0], -1)
     for rank, piece in enumerate(lost):
         row = at.row(torch.tensor(rank))
-        held = to_plain(from_plain(piece, like, row, half.feedback, age), *half, row, dtype)
+        held = to_plain(from_plain(piece, like, row, hop.feedback, age), hop.codec, hop.feedback, row, dtype)
         piece -= 0.0 if held is None else held.double().cpu()
     return lost.view(-1)
 

@@ -36,7 +36,7 @@ from fn.kernels.eager import is_eager
 from fn.transforms import exchange
 from fn.transforms import layout as layouts
 from fn.transforms.exchange import Kept, Rules, rules_of
-from fn.transforms.resharding import Half, Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
+from fn.transforms.resharding import Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
 from fn.transforms.shards import Division, divisions, followed, shown, take, wide
 
 Tree = Any
@@ -229,8 +229,7 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
     back = to
     if rules.momentum is None:
         (back,) = hops(axis, rules.gather or identity(), rules.gather_feedback)
-    halves = Half(*to[1:]), Half(*back[1:])
-    errors = errors_reshape(leaves, axis, plan, *halves, of_gradients=rules.momentum is None)
+    errors = errors_reshape(leaves, axis, plan, to, back, of_gradients=rules.momentum is None)
     parts: list[tuple[Any, Reshape]] = [
         (lambda s: s.inner, shards_reshape(axis, plan, paths or numbers)),
         (lambda s: s.master, shards_reshape(axis, plan, numbers)),
