@@ -106,16 +106,33 @@ _let(operator.and_, ir.IRBuilder.and_, bools, bools)
 _i64, _f32 = types.int64, types.float32
 
 
-@_define(floats, _i64, _i64)
-def load(builder: Any, address: Any, i: Any) -> Any:
-    """Return elements i .. i + LANES."""
-    return builder.load(_place(builder, address, i, _FLOATS, 2), align=4)
+def _reader(name: str, what: str, result: Any, kind: Any, align: int, shift: int) -> Any:
+    """Make an intrinsic (address, i) -> value of what lies 2**shift bytes times i after an address."""
+
+    def emit(builder: Any, address: Any, i: Any) -> Any:
+        return builder.load(_place(builder, address, i, kind, shift), align=align)
+
+    emit.__name__, emit.__doc__ = name, f"Return {what}."
+    return _define(result, _i64, _i64)(emit)
 
 
-@_define(types.none, _i64, _i64, floats)
-def store(builder: Any, address: Any, i: Any, v: Any) -> None:
-    """Write elements i .. i + LANES."""
-    builder.store(v, _place(builder, address, i, _FLOATS, 2), align=4)
+def _writer(name: str, what: str, value: Any, kind: Any, align: int, shift: int) -> Any:
+    """Make an intrinsic (address, i, value) that writes what `_reader` reads."""
+
+    def emit(builder: Any, address: Any, i: Any, v: Any) -> None:
+        builder.store(v, _place(builder, address, i, kind, shift), align=align)
+
+    emit.__name__, emit.__doc__ = name, f"Write {what}."
+    return _define(types.none, _i64, _i64, value)(emit)
+
+
+load = _reader("load", "elements i .. i + LANES", floats, _FLOATS, 4, 2)
+store = _writer("store", "elements i .. i + LANES", floats, _FLOATS, 4, 2)
+get = _reader("get", "element i", _f32, _F32, 4, 2)
+put = _writer("put", "element i", _f32, _F32, 4, 2)
+get_double = _reader("get_double", "element i of a float64 array", types.float64, ir.DoubleType(), 8, 3)
+put_double = _writer("put_double", "element i of a float64 array", types.float64, ir.DoubleType(), 8, 3)
+get_int = _reader("get_int", "element i of an int64 array", _i64, _I64, 8, 3)
 
 
 @_define(types.none, _i64, _i64, floats)
@@ -133,18 +150,6 @@ def prefetch(builder: Any, address: Any, i: Any) -> None:
     read, keep, data = _I32(0), _I32(3), _I32(1)
     called = builder.module.declare_intrinsic("llvm.prefetch", (pointer,), kind)
     builder.call(called, [_place(builder, address, i, _I8, 2), read, keep, data])
-
-
-@_define(_f32, _i64, _i64)
-def get(builder: Any, address: Any, i: Any) -> Any:
-    """Return element i."""
-    return builder.load(_place(builder, address, i, _F32, 2), align=4)
-
-
-@_define(types.none, _i64, _i64, _f32)
-def put(builder: Any, address: Any, i: Any, value: Any) -> None:
-    """Write element i."""
-    builder.store(value, _place(builder, address, i, _F32, 2), align=4)
 
 
 @_define(floats, _f32)
@@ -219,24 +224,6 @@ def get_byte(builder: Any, address: Any, i: Any) -> Any:
 def put_byte(builder: Any, address: Any, i: Any, value: Any) -> None:
     """Write byte i."""
     builder.store(builder.trunc(value, _I8), _place(builder, address, i, _I8, 0), align=1)
-
-
-@_define(types.none, _i64, _i64, types.float64)
-def put_double(builder: Any, address: Any, i: Any, value: Any) -> None:
-    """Write element i of a float64 array."""
-    builder.store(value, _place(builder, address, i, ir.DoubleType(), 3), align=8)
-
-
-@_define(types.float64, _i64, _i64)
-def get_double(builder: Any, address: Any, i: Any) -> Any:
-    """Return element i of a float64 array."""
-    return builder.load(_place(builder, address, i, ir.DoubleType(), 3), align=8)
-
-
-@_define(_i64, _i64, _i64)
-def get_int(builder: Any, address: Any, i: Any) -> Any:
-    """Return element i of an int64 array."""
-    return builder.load(_place(builder, address, i, _I64, 3), align=8)
 
 
 def _magnitude(builder: Any, v: Any) -> Any:
