@@ -172,18 +172,18 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
         scales = torch.ones(-(-x.shape[0] // block), dtype=dtype, device=x.device)
         return DampedError(torch.zeros_like(x, dtype=torch.int8), scales, age)
 
-    def remembered(error: DampedError) -> Tensor:
+    def vector_of(error: DampedError) -> Tensor:
         if error.scales.ndim != 1:
             raise TypeError("error: is laid out for another codec; make the state with the codec in use")
         return from_blocks(error.codes, since_reset(error, every), block)
 
     def compensate(x: Tensor, error: DampedError) -> Tensor:
-        return x + remembered(error).to(x.dtype)
+        return x + vector_of(error).to(x.dtype)
 
     def residual(compensated: Tensor, decoded: Tensor, error: DampedError) -> DampedError:
         wide = decoded.dtype
         lost = compensated.to(wide) - decoded.to(compensated.dtype).to(wide)
-        kept = beta * remembered(error).to(compensated.dtype).to(wide) + (1.0 - beta) * lost
+        kept = beta * vector_of(error).to(compensated.dtype).to(wide) + (1.0 - beta) * lost
         return DampedError(*to_blocks(kept.to(compensated.dtype), block), error.age + 1)
 
     return Feedback(init, compensate, residual, Damped(beta, every, block), partial(damped, beta, every, block=block))

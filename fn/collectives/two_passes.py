@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fn import tree
-
 Tree = Any
 
 
@@ -39,30 +37,3 @@ class Later(NamedTuple):
     averages: Callable[..., tuple[Tree, Sent]]
     serve: Callable[[Tree, Tensor], Tree]
     keep: Callable[[Tree, Tensor, Tree], None]
-
-
-def successor(old: Tree, new: Tree) -> Callable[[], None]:
-    """Return what lets a state be the next one, by giving its tensors the memory of the new ones.
-
-    Raises: ValueError now, before anything is written, if structure, a shape or a dtype differs.
-    """
-    olds, structure = tree.flatten(old)
-    news, found = tree.flatten(new)
-    if structure != found:
-        leaves = f"{tree.paths(old)} into {tree.paths(new)}"
-        raise ValueError(f"state: an update turned the leaves {leaves}; allowed are those of init, in the same trees")
-    for o, n in zip(olds, news, strict=True):
-        if o.shape != n.shape or o.dtype != n.dtype:
-            change = f"from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}"
-            raise ValueError(f"state: an update changed a leaf {change}; allowed are the form and the dtype of init")
-
-    def write() -> None:
-        for o, n in zip(olds, news, strict=True):
-            if o is not n:
-                o.set_(n)
-
-    return write
-
-
-def nothing() -> None:
-    """Write nothing."""

@@ -10,8 +10,8 @@ from torch import Tensor
 from fn import tree
 from fn.collectives import primitives
 from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives.compressed_in_place import nothing, successor
 from fn.collectives.hierarchy import Codecs
-from fn.collectives.two_passes import nothing, successor
 from fn.kernels import ops
 from fn.transforms import layout as layouts
 from fn.transforms.average import average

@@ -14,20 +14,15 @@ from torch import Tensor
 from fn.collectives import payloads
 from fn.collectives.axis import AxisNames
 from fn.collectives.codec import Codec, segmented
-from fn.collectives.compressed import (
-    EncodeAverages,
-    ErrorFeedbackState,
-    encode,
-    encode_averages,
-    through_servers_later,
-)
+from fn.collectives.compressed import ErrorFeedbackState, encode
+from fn.collectives.compressed_in_place import EncodeAverages, encode_averages, successor, through_servers_later
 from fn.collectives.feedback import Feedback
 from fn.collectives.gathered import check_no_server
 from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, row_count
 from fn.collectives.observe import step_range
 from fn.collectives.segments import Segments
 from fn.collectives.sign_codec import SignPayload
-from fn.collectives.two_passes import Sent, successor
+from fn.collectives.two_passes import Sent
 from fn.kernels import buffers, ops
 from fn.kernels.eager import remembered
 from fn.transforms import layout as layouts

@@ -10,7 +10,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Transform
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.two_passes import successor
+from fn.collectives.compressed_in_place import successor
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager
 from fn.transforms import adam_in_place, exchange
