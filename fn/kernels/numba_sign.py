@@ -12,7 +12,7 @@ from torch import Tensor
 from fn.kernels import numba_sign_loops as loops
 from fn.kernels import reference
 from fn.kernels.buffers import empty
-from fn.kernels.places import Places, places, places_of_segments, run
+from fn.kernels.places import Places, places, places_of_segments, plain, run
 from fn.kernels.reference import NORM_BLOCK
 
 
@@ -20,11 +20,7 @@ def _single(*tensors: Tensor) -> list[Tensor] | None:
     """Return the tensors as contiguous float32, or None if one of them is float64."""
     if any(t.dtype == torch.float64 for t in tensors):
         return None
-    return [t if _is_plain(t) else t.to(torch.float32).contiguous() for t in tensors]
-
-
-def _is_plain(t: Tensor) -> bool:
-    return t.dtype == torch.float32 and t.is_contiguous()
+    return [t.to(torch.float32).contiguous() for t in tensors]
 
 
 @lru_cache(maxsize=2)
@@ -95,7 +91,7 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
 def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_encode_feedback_`."""
     at = places(runs)
-    if not all(map(_is_plain, (x, buffer, sent))) or not at.aligned:
+    if not plain((x, buffer, sent)) or not at.aligned:
         return NotImplemented
     valid = valid.contiguous()
     return finish(x, *_encode(x, buffer, sent, x, valid, at), at, valid, runs)
@@ -114,7 +110,7 @@ def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int])
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual_`."""
-    if not all(map(_is_plain, (b, scales))):
+    if not plain((b, scales)):
         return NotImplemented
     addresses = b.data_ptr(), scales.data_ptr(), b.data_ptr()
     run(loops.residual, places(runs), valid.contiguous(), *addresses, over=True)
