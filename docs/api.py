@@ -18,7 +18,10 @@ SECTIONS = (
     ("Named optimizers", ("fn.optimizers",)),
     ("Schedules", ("fn.schedules",)),
     ("Transforms", ("fn.transforms",)),
-    ("Axes and exact collectives", ("fn.collectives.axis", "fn.collectives.primitives", "fn.collectives.ledger")),
+    (
+        "Axes and exact collectives",
+        ("fn.collectives.axis", "fn.collectives.simulation", "fn.collectives.primitives", "fn.collectives.ledger"),
+    ),
     ("Codecs, feedback, compressed collectives", ("fn.collectives",)),
     ("Adapters", ("fn.adapters",)),
     ("Errors", ("fn.errors",)),

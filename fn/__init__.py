@@ -5,8 +5,8 @@ from fn.adapters.donate import donate
 from fn.adapters.flatten import flatten_parameters
 from fn.adapters.torch_optim import Optimizer
 from fn.base import Phase, Transform, UpdateFn, apply_updates, chain, lift, stateless
-from fn.collectives.axis import axis_index, axis_size, bind, rank_dims, simulate
-from fn.collectives.codec import Codec, identity, sign
+from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
+from fn.collectives.codec import Codec, identity
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.conformance import check_codec
 from fn.collectives.feedback import Feedback, classic, damped, off
@@ -14,6 +14,8 @@ from fn.collectives.hierarchy import all_gather_shards, reduce_scatter_mean
 from fn.collectives.int_codec import int4, int8
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
+from fn.collectives.sign_codec import sign
+from fn.collectives.simulation import simulate
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.schedules import freeze_after, freeze_when_stable, zero_one_schedule

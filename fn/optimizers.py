@@ -12,14 +12,14 @@ from torch import Tensor
 
 from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames
-from fn.collectives.codec import sign
 from fn.collectives.feedback import classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.collectives.int_codec import int4
+from fn.collectives.sign_codec import sign
 from fn.transforms.adam_in_place import Descent, with_adam_in_place, with_onebit_adam_in_place
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
-from fn.transforms.coded_in_place import Wire, wire_of
+from fn.transforms.coded_in_place import CodedAverage, coded_average
 from fn.transforms.exchange import rules_of
 from fn.transforms.finite import skip_nonfinite
 from fn.transforms.lamb import LambHyper, scale_by_onebit_lamb, scale_by_trust_ratio
@@ -39,13 +39,13 @@ def _warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
     return average(axis, warmup)
 
 
-def _sync_and_wire(
+def _averages_in_codes(
     axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, layout: str, servers: bool
-) -> tuple[Transform, Wire | None]:
+) -> tuple[Transform, CodedAverage | None]:
     """Return the compressed average, signs with `classic` if nothing else is said, and how steps in place do it."""
     codec, feedback = codec or sign(), feedback or classic()
     sync = compressed_average(axis, codec, feedback, layout=layout, servers=servers)
-    return sync, wire_of(axis, codec, feedback, layout, servers=servers)
+    return sync, coded_average(axis, codec, feedback, layout, servers=servers)
 
 
 def adamw(
@@ -107,7 +107,7 @@ def onebit_adam(
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
     Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made.
     """
-    sync, wire = _sync_and_wire(axis, codec, feedback, layout, servers)
+    sync, in_place = _averages_in_codes(axis, codec, feedback, layout, servers)
     tx = chain(
         _warm_up(axis, warmup),
         scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros),
@@ -117,7 +117,7 @@ def onebit_adam(
     tx = agreed(skip_nonfinite(tx), axis)
     descent = Descent(lr, b1, b2, eps, weight_decay, corrected=bias_correction)
     tx = with_adam_in_place(tx, axis, descent, warmup)
-    return with_onebit_adam_in_place(tx, wire, descent, keep_zeros=keep_zeros)
+    return with_onebit_adam_in_place(tx, in_place, descent, keep_zeros=keep_zeros)
 
 
 def lamb(
@@ -185,10 +185,10 @@ def onebit_lamb(
     hyper = LambHyper(
         b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
     )
-    sync, wire = _sync_and_wire(axis, codec, feedback, layout, servers)
+    sync, in_place = _averages_in_codes(axis, codec, feedback, layout, servers)
     link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros)
     tx = agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)
-    return with_onebit_lamb_in_place(tx, wire, lr, hyper, keep_zeros=keep_zeros, warmup=warmup)
+    return with_onebit_lamb_in_place(tx, in_place, lr, hyper, keep_zeros=keep_zeros, warmup=warmup)
 
 
 def zero_one_adam(
@@ -219,13 +219,13 @@ def zero_one_adam(
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
     """
-    sync, wire = _sync_and_wire(axis, codec, feedback, layout, servers)
+    sync, in_place = _averages_in_codes(axis, codec, feedback, layout, servers)
     link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, compress=compress, keep_zeros=keep_zeros)
     tx = agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link), watch=WATCHED), axis)
     if not keep_zeros:
         return tx
     descent = Descent(lr, b1, b2, eps, weight_decay, corrected=False)
-    return with_zero_one_in_place(tx, wire, descent, steps=compress == "steps", warmup=warmup)
+    return with_zero_one_in_place(tx, in_place, descent, steps=compress == "steps", warmup=warmup)
 
 
 def loco_adamw(

@@ -12,7 +12,7 @@ from registry import OPTIMIZERS, each_missing_phase, each_optimizer, each_phase,
 
 import fn
 from fn import Phase, tree
-from fn.transforms.layout import buckets, part
+from fn.transforms.layout import buckets, split
 
 SHAPES = {"matrix": (6, 5), "vector": (7,), "scalar": ()}
 COLLECTIVE = (Phase.WARMUP, Phase.COMPRESSED)
@@ -271,7 +271,7 @@ def whole(moments: list, params: dict, world: int) -> list[dict]:
         if not isinstance(m, dict):
             plans = (buckets(list(params.values()), world, align, "flat")[0] for align in (2, 8))
             bucket = next(plan for plan in plans if plan.segments.row_length == m[0].shape[-1])
-            m = dict(zip(params, part(m[0].flatten(), bucket), strict=True))
+            m = dict(zip(params, split(m[0].flatten(), bucket), strict=True))
         found.append(m)
     return found
 

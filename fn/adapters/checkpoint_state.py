@@ -205,9 +205,9 @@ class _Move(NamedTuple):
 
     def _total(self, reshape: Reshape, none: Tree, each: list[Tree], first: int, world: int) -> Tree:
         try:
-            total = tree.map(torch.zeros_like, reshape.shares(none, world, 0))
+            total = tree.map(torch.zeros_like, reshape.addends(none, world, 0))
             for j, state in enumerate(each):
-                total = tree.map(torch.add, total, reshape.shares(state, world, first + j))
+                total = tree.map(torch.add, total, reshape.addends(state, world, first + j))
         except (RuntimeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"checkpoint: its errors do not fit these parameters on {world} ranks: {error}"
@@ -215,11 +215,11 @@ class _Move(NamedTuple):
         return self.add(total)
 
 
-def _over_ranks(shares: Tree, axis: str | None, device: torch.device) -> Tree:
+def _over_ranks(addends: Tree, axis: str | None, device: torch.device) -> Tree:
     """Add up what each rank read, on the CPU; on the device of the parameters, where the axis' group has a backend."""
     if axis is None:
-        return shares
-    return tree.map(lambda x: psum(x.to(device), axis).to(x.device), shares)
+        return addends
+    return tree.map(lambda x: psum(x.to(device), axis).to(x.device), addends)
 
 
 def _mean(x: Rows, add: Callable[[Tree], Tree]) -> Tensor:

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Transform, chain, stateless
-from fn.collectives.codec import Codec, sign
+from fn.collectives.codec import Codec
 from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.sign_codec import sign
 from fn.transforms.average import average, compressed_average
 from fn.transforms.finite import skip_nonfinite, together
 from fn.transforms.lamb import LambHyper, OnebitLambState, onebit_lamb_by_tensor

@@ -1,20 +1,15 @@
-"""Axes by name: the same function runs on simulated ranks and on process groups.
+"""Axes by name: the same function runs on process groups and on simulated ranks.
 
-`simulate` maps a function over an axis of ranks inside one process, with `torch.func.vmap`; `bind` gives the
-axes of a `DeviceMesh` to the process groups behind them. With neither, an axis has size 1 in a process that
-belongs to no group; a process that does belong to one must say which axis is which.
-
-    >>> import torch, fn
-    >>> mean = fn.simulate(lambda x: fn.pmean(x, "data"), "data", 4, out_dims=None)
-    >>> mean(torch.arange(4.0))
-    tensor(1.5000)
+`bind` gives the axes of a `DeviceMesh` to the process groups behind them; `simulation.simulate` maps a function over an
+axis of ranks inside one process. With neither, an axis has size 1 in a process that belongs to no group; a process that
+does belong to one must say which axis is which.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -26,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from fn import tree
 from fn.collectives.mpi import Communicator, is_communicator, register_communicator
 from fn.collectives.peers import remember
-from fn.kernels.eager import is_eager
 
 SIMULATED = ""
 ALONE = "alone"
@@ -114,125 +108,6 @@ def _group_axis(name: str, group: Any) -> Axis:
 def current_binding() -> Binding:
     """Return the binding that is in force, to be entered again later."""
     return Binding(_bound.axes)
-
-
-def simulate(
-    f: Callable[..., Any], axis: str, size: int, *, in_dims: Any = 0, out_dims: Any = 0, randomness: str = "error"
-) -> Callable[..., Any]:
-    """Run f on `size` simulated ranks of an axis, in this process.
-
-    Args:
-        f: any function of trees of tensors; collectives over `axis` inside it exchange between the ranks.
-        axis, size: the axis' name and its number of ranks.
-        in_dims, out_dims: as for `torch.func.vmap`: where the ranks' dimension is in each argument and result.
-            None in `in_dims` hands every rank the same value. None in `out_dims` says that the result is the same
-            on every rank, and is checked: a result that depends on the rank is refused by its path.
-        randomness: as for `torch.func.vmap`: "different" numbers on each rank, for dropout say, the "same" on all, or
-            "error". Simulations around this one must be given it, too.
-    Returns: a function of the same positional arguments. Simulations of different axes may be nested.
-    Raises: TypeError if f is no function; ValueError if size is no whole number of at least 1 or randomness none of the
-        three, or from the returned function if out_dims promises a replication that is not there.
-    """
-    if not callable(f):
-        raise TypeError(f"f: is {type(f).__name__}; allowed is a function of trees of tensors")
-    if not isinstance(axis, str):
-        raise ValueError(f"axis: is {axis!r}; allowed is a name")
-    if not isinstance(size, int) or size < 1:
-        raise ValueError(f"size: is {size!r}; allowed are whole numbers of at least 1")
-    if randomness not in ("error", "different", "same"):
-        raise ValueError(f"randomness: is {randomness!r}; allowed are 'error', 'different' and 'same'")
-
-    def run(*args: Any) -> Any:
-        kept: list[Any] = []
-
-        def on_rank(rank: Tensor, *local: Any) -> tuple[Any, ...]:
-            with Binding({axis: Axis(size, rank, SIMULATED)}):
-                result = f(*local)
-            leaves, structure = tree.flatten(result)
-            dims = tree.broadcast(out_dims, structure)
-            if dims is None:
-                raise ValueError(f"out_dims: {out_dims} does not fit a result of the structure {structure}")
-            pairs = list(zip(leaves, dims, strict=True))
-            named = zip(tree.paths(result), leaves, dims, strict=True)
-            kept.extend((structure, dims, [_replicated(x, rank, path) if d is None else None for path, x, d in named]))
-            return tuple(x for x, d in pairs if d is not None)
-
-        dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
-        if len(dims) != len(args):
-            raise ValueError(f"in_dims: has {len(dims)} entries for {len(args)} arguments; allowed is one for each")
-        for number, (arg, dim) in enumerate(zip(args, dims, strict=False)):
-            _check_slices(number, arg, dim, size)
-        each = torch.func.vmap(on_rank, in_dims=(0, *dims), randomness=randomness)
-        mapped = iter(each(torch.arange(size), *args))
-        structure, dims, same = kept
-        pairs = zip(dims, same, strict=True)
-        leaves = [x if d is None else next(mapped).movedim(0, d).contiguous() for d, x in pairs]
-        return tree.unflatten(structure, leaves)
-
-    return run
-
-
-def _check_slices(number: int, arg: Any, dims: Any, size: int) -> None:
-    """Refuse an argument of a simulation that has no slice for each rank where `dims` says so."""
-    leaves, structure = tree.flatten(arg)
-    for place, (leaf, dim) in enumerate(zip(leaves, tree.broadcast(dims, structure) or (), strict=False)):
-        if not isinstance(leaf, Tensor) or dim is None:
-            continue
-        if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != size:
-            raise ValueError(
-                f"in_dims: is {dim} for leaf {tree.paths(arg)[place] or 'the root'!r} of argument {number}, which has "
-                f"the shape {tuple(leaf.shape)}; allowed are {size} slices there, one for each rank; None is for what "
-                f"all ranks share, fn.rank_dims(state) for a state"
-            )
-
-
-def _replicated(x: Any, rank: Tensor, path: str) -> Any:
-    return torch.ops.fn.replicated(x, rank, path) if isinstance(x, Tensor) else x
-
-
-def _vmap_replicated(info: Any, dims: Any, x: Tensor, rank: Tensor, path: str) -> tuple[Tensor, int | None]:
-    """Take x out of the level of its ranks. vmap's own check of out_dims=None would also refuse outer levels."""
-    if dims[1] is None:
-        return torch.ops.fn.replicated(x, rank, path), dims[0]
-    if dims[0] is not None:
-        raise ValueError(
-            f"out_dims: is None for leaf {path or 'the root'!r} of a result that depends on the rank; allowed are None "
-            f"for what is the same on every rank, where the ranks' dimension is, and fn.rank_dims(state) for a state"
-        )
-    return x, None
-
-
-def found_alike(x: Tensor, axis: AxisNames) -> Tensor:
-    """Take what the ranks of simulated axes computed each for itself out of their levels, where it is the same.
-
-    For numbers that are made from what is one rank's own, and yet are equal by construction, of which vmap cannot know.
-    Where they differ, or are not known, as under torch.compile, x still depends on the rank. Real ranks keep theirs.
-    """
-    for name in names(axis):
-        bound = resolve(name)
-        if bound.transport == SIMULATED:
-            x = torch.ops.fn.found_alike(x, bound.rank)
-    return x
-
-
-def _vmap_found_alike(info: Any, dims: Any, x: Tensor, rank: Tensor) -> tuple[Tensor, int | None]:
-    if dims[1] is None or dims[0] is None:
-        return (x, None) if dims[1] is not None else (torch.ops.fn.found_alike(x, rank), dims[0])
-    rows = x.movedim(dims[0], 0)
-    first = rows[:1]
-    same = (rows == first) | ((rows != rows) & (first != first))  # NaN beside NaN is no difference
-    while torch._C._functorch.is_batchedtensor(same):  # the levels of other axes: all of their ranks have to agree
-        same = torch._C._functorch.get_unwrapped(same)
-    return (rows[0], None) if is_eager(same) and bool(same.all()) else (x, dims[0])
-
-
-_library = torch.library.Library("fn", "FRAGMENT")
-_library.define("replicated(Tensor x, Tensor rank, str path) -> Tensor")
-_library.impl("replicated", lambda x, rank, path: x.contiguous(), "CompositeImplicitAutograd")
-torch.library.register_vmap("fn::replicated", _vmap_replicated, lib=_library)
-_library.define("found_alike(Tensor x, Tensor rank) -> Tensor")
-_library.impl("found_alike", lambda x, rank: x.contiguous(), "CompositeImplicitAutograd")
-torch.library.register_vmap("fn::found_alike", _vmap_found_alike, lib=_library)
 
 
 def resolve(axis: str) -> Axis:

@@ -1,6 +1,7 @@
 """The two compressed collectives that generate everything: `reduce_scatter_wide` and `all_gather_shards`.
 
-One after the other they are `compressed_all_reduce`. The way without servers is `gathered`.
+One after the other they are `compressed_all_reduce`. The way without servers is `gathered`; `compressed_in_place` is
+for steps that write their errors later.
 
     x (n,) on each rank
       | compensate with the worker error, encode W rows        } reduce_scatter_wide
@@ -15,8 +16,6 @@ Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), figure 3 and algorithm 1; the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +28,6 @@ from fn.collectives.feedback import DampedError, Feedback, LazyError, Off
 from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
 from fn.collectives.segments import Segments
 from fn.collectives.store import StoredError
-from fn.collectives.two_passes import Later, Sent
-from fn.kernels.eager import remembered
 
 Tree = Any
 
@@ -63,10 +60,10 @@ def reduce_scatter_wide(
     """
     size = axis_size(axis)
     check_vector(x, error, size * codec.align, "x")
-    payload, error = encode(_codec(codec, segments), feedback, x.view(size, -1), error)
+    payload, error = encode(for_rows(codec, segments), feedback, x.view(size, -1), error)
     received = payloads.exchange(payload, axis)
     with step_range("decode"):
-        shard = mean_of_rows(_own_codec(codec, segments, axis), received)
+        shard = mean_of_rows(for_own_row(codec, segments, axis), received)
     return (shard.float() if shard.element_size() < 4 else shard), error
 
 
@@ -83,10 +80,10 @@ def all_gather_shards(
     Raises: as `reduce_scatter_wide`.
     """
     check_vector(shard, error, codec.align, "shard")
-    own = _own_codec(codec, segments, axis)
+    own = for_own_row(codec, segments, axis)
     payload, error = encode(own, feedback, shard.view(1, -1), error, worker=False)
     gathered = payloads.gather(payload, axis)
-    return _decode(_codec(codec, segments), gathered, shard.dtype), error
+    return _decode(for_rows(codec, segments), gathered, shard.dtype), error
 
 
 def compressed_all_reduce(
@@ -111,8 +108,8 @@ def compressed_all_reduce(
     """
     worker, server = errors
     size = axis_size(axis)
-    mine = _own_codec(codec, segments, axis)
-    fused = _fused(mine, feedback)
+    mine = for_own_row(codec, segments, axis)
+    fused = fused_with(mine, feedback)
     shard = x[: x.shape[0] // size].view(1, -1)  # stands for a shard in shape and dtype
     if fused is None or fused.serve is None or x.dtype not in _SCALE_DTYPES or not fused.accepts(shard, server):
         shard, worker = reduce_scatter_wide(x, worker, axis, codec, feedback, segments=segments)
@@ -120,12 +117,12 @@ def compressed_all_reduce(
         return y, (worker, server)
     check_vector(x, worker, size * codec.align, "x")
     check_vector(shard[0], server, codec.align, "shard")
-    payload, worker = encode(_codec(codec, segments), feedback, x.view(size, -1), worker, consume=consume)
-    gathered, server = pass_on(payload, server, axis, codec, feedback, segments=segments)
-    return _decode(_codec(codec, segments), gathered, x.dtype), (worker, server)
+    payload, worker = encode(for_rows(codec, segments), feedback, x.view(size, -1), worker, consume=consume)
+    gathered, server = through_servers(payload, server, axis, codec, feedback, segments=segments)
+    return _decode(for_rows(codec, segments), gathered, x.dtype), (worker, server)
 
 
-def pass_on(
+def through_servers(
     payload: Tree, server: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
 ) -> tuple[Tree, Tree]:
     """Carry encoded rows through the servers: exchange, decode, mean, feedback, encode, gather.
@@ -134,7 +131,7 @@ def pass_on(
         kernel for the server's part.
     Returns: the payload of the mean, W rows, the same on every rank, and the next error.
     """
-    fused = _fused(_own_codec(codec, segments, axis), feedback)
+    fused = fused_with(for_own_row(codec, segments, axis), feedback)
     if fused is None or fused.serve is None:
         raise TypeError("codec: has no kernel that serves; use reduce_scatter_mean and all_gather_shards")
     received = payloads.exchange(payload, axis)
@@ -143,83 +140,6 @@ def pass_on(
     if observed():
         observe_kept(fused.settle(server, 1))
     return payloads.gather(payload, axis), server
-
-
-def pass_on_later(
-    payload: Tree, server: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
-) -> tuple[Tree, Callable[[], None]] | None:
-    """Do what `pass_on` does, and leave the server's error as it is.
-
-    Returns: the payload of the mean, and what writes the next error over the error, which is not kept until then but
-        formed once more from what was received. None where the codec or the error is not made for that.
-    """
-    fused = _fused(_own_codec(codec, segments, axis), feedback)
-    if fused is None or fused.later is None or observed() or not fused.later.accepts(server):
-        return None
-    received = payloads.exchange(payload, axis)
-    with step_range("serve"):
-        mean = fused.later.serve(received, server)
-    return payloads.gather(mean, axis), partial(fused.later.keep, received, server, mean)
-
-
-class Averages(NamedTuple):
-    """How moving averages of tensors are encoded with an error, without being formed.
-
-    encode: (mu, grads, decay) -> payload, next error. first: (mu, grads, decay) -> payload, what the next error is
-    formed from when the step is taken; None where the codec or the error is not made for that.
-    """
-
-    encode: Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Tree]]
-    first: Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Sent]] | None
-
-
-def encode_averages(
-    codec: Codec, feedback: Feedback, segments: Segments, worker: Tree, server: Tree, *, servers: bool = True
-) -> Averages | None:
-    """Return how moving averages are encoded with a worker's error.
-
-    None where the codec has no kernels for that and, unless there are no servers, for theirs, or not for errors like
-    these.
-    """
-    half = _codec(codec, segments)
-    fused = _fused(half, feedback)
-    if fused is None or fused.averages is None:
-        return None
-    shape = (segments.valid.shape[0], segments.row_length)
-    like = _like(shape)
-    if not fused.accepts(like, worker):
-        return None
-    if servers and (fused.serve is None or not fused.accepts(like[:1], server)):
-        return None
-    encode = partial(_averages, fused, half, error=worker, rows=shape[0])
-    if fused.later is None or observed() or not fused.later.accepts(worker):
-        return Averages(encode, None)
-    return Averages(encode, partial(_averages_first, fused.later, error=worker, rows=shape[0]))
-
-
-@remembered
-def _like(shape: tuple[int, int]) -> Tensor:
-    return torch.empty(shape, device="meta")
-
-
-def _averages(
-    fused: Fused, codec: Codec, mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tree, rows: int
-) -> tuple[Tree, Tree]:
-    assert fused.averages is not None
-    with step_range("encode"):
-        payload, error = fused.averages(mu, grads, decay, error=error, rows=rows)
-    if observed():  # the whole difference is the error, so what was encoded is the sum of the two
-        kept, decoded = fused.settle(error, rows), codec.decode(payload).reshape(-1)
-        observe_kept(kept)
-        observe_loss(decoded.add_(kept), kept)
-    return payload, error
-
-
-def _averages_first(
-    later: Later, mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tensor, rows: int
-) -> tuple[Tree, Sent]:
-    with step_range("encode"):
-        return later.averages(mu, grads, decay, error=error, rows=rows)
 
 
 def initial_errors(
@@ -234,12 +154,12 @@ def initial_errors(
     shard = x[: x.shape[0] // size]
 
     def initial(codec: Codec, x: Tensor, rows: int) -> Tree:
-        fused = _fused(codec, feedback)
+        fused = fused_with(codec, feedback)
         free = fused is not None and getattr(feedback.rule, "lazy", True)
         return fused.init(x.view(rows, -1)) if fused is not None and free else feedback.init(x)
 
-    worker = initial(_codec(codec, segments), x, size)
-    return worker, initial(_own_codec(codec, segments, axis), shard, 1) if servers else ()
+    worker = initial(for_rows(codec, segments), x, size)
+    return worker, initial(for_own_row(codec, segments, axis), shard, 1) if servers else ()
 
 
 def settle_errors(
@@ -254,8 +174,8 @@ def settle_errors(
     """Return a worker's and a server's error as the plain vectors (n,) and (n / W,) that they stand for; x as sent."""
     size, (worker, server) = axis_size(axis), errors
     shard = x[: x.shape[0] // size]
-    sent = settle(_codec(codec, segments), feedback, worker, x.view(size, -1))
-    return sent, settle(_own_codec(codec, segments, axis), feedback, server, shard.view(1, -1))
+    sent = settle(for_rows(codec, segments), feedback, worker, x.view(size, -1))
+    return sent, settle(for_own_row(codec, segments, axis), feedback, server, shard.view(1, -1))
 
 
 def encode(
@@ -280,7 +200,7 @@ def encode(
 
 def settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
     """Return the plain vector (R * n,) that an error stands for: what it would add to x (R, n) in the next step."""
-    fused = _fused(codec, feedback)
+    fused = fused_with(codec, feedback)
     if fused is not None and fused.accepts(x, error):
         return fused.settle(error, x.shape[0])
     return feedback.compensate(torch.zeros_like(x).reshape(-1), error)
@@ -288,7 +208,7 @@ def settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
 
 def _encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree, consume: bool) -> tuple[Tree, Tree]:
     """Do what `encode` says. The algebra below is what a kernel of the codec for this feedback must compute."""
-    fused = _fused(codec, feedback)
+    fused = fused_with(codec, feedback)
     if fused is not None and fused.accepts(x, error):
         return (fused.encode_over if consume and fused.encode_over is not None else fused.encode)(x, error)
     if isinstance(error, tuple) and not error and feedback.rule is not None and not isinstance(feedback.rule, Off):
@@ -308,15 +228,18 @@ def _decode(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
 _SCALE_DTYPES = (torch.float32, torch.float64)  # a shard in another dtype is rounded between the halves
 
 
-def _fused(codec: Codec, feedback: Feedback) -> Fused | None:
+def fused_with(codec: Codec, feedback: Feedback) -> Fused | None:
+    """Return the codec's kernels for a feedback; None where it has none."""
     return codec.fused(feedback.rule) if codec.fused is not None and feedback.rule is not None else None
 
 
-def _codec(codec: Codec, segments: Segments | None) -> Codec:
+def for_rows(codec: Codec, segments: Segments | None) -> Codec:
+    """Return the codec for the rows of all ranks."""
     return codec if segments is None else segmented(codec, segments)
 
 
-def _own_codec(codec: Codec, segments: Segments | None, axis: str) -> Codec:
+def for_own_row(codec: Codec, segments: Segments | None, axis: str) -> Codec:
+    """Return the codec for the row that this rank serves."""
     return codec if segments is None else segmented(codec, segments.row(axis_index(axis)))
 
 

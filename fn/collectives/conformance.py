@@ -20,12 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
-from fn.collectives.axis import simulate
 from fn.collectives.codec import Codec, mean_of_rows, segmented
 from fn.collectives.compressed import compressed_all_reduce, encode, initial_errors, settle_errors
 from fn.collectives.feedback import Classic, Feedback, classic, damped, off
 from fn.collectives.ledger import ledger
 from fn.collectives.segments import Segments
+from fn.collectives.simulation import simulate
 from fn.kernels.conformance import Check, run_checks
 
 Tree = Any

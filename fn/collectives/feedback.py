@@ -16,6 +16,7 @@ from torch import Tensor
 from fn.base import check_number, check_whole
 from fn.collectives.remade import reduced, told_of
 from fn.collectives.store import from_blocks, store_of, to_blocks
+from fn.kernels.reference import scale_dtype
 
 Tree = Any
 
@@ -116,7 +117,7 @@ def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block
     kept = store_of(store, block)
 
     def init(x: Tensor) -> Tree:
-        return kept.save(torch.zeros_like(x, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32))
+        return kept.save(torch.zeros_like(x, dtype=scale_dtype(x)))
 
     def compensate(x: Tensor, error: Tree) -> Tensor:
         if isinstance(error, LazyError):
@@ -167,22 +168,22 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
 
     def init(x: Tensor) -> DampedError:
         age = torch.zeros((), dtype=torch.int64, device=x.device)
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = scale_dtype(x)
         scales = torch.ones(-(-x.shape[0] // block), dtype=dtype, device=x.device)
         return DampedError(torch.zeros_like(x, dtype=torch.int8), scales, age)
 
-    def remembered(error: DampedError) -> Tensor:
+    def vector_of(error: DampedError) -> Tensor:
         if error.scales.ndim != 1:
             raise TypeError("error: is laid out for another codec; make the state with the codec in use")
         return from_blocks(error.codes, since_reset(error, every), block)
 
     def compensate(x: Tensor, error: DampedError) -> Tensor:
-        return x + remembered(error).to(x.dtype)
+        return x + vector_of(error).to(x.dtype)
 
     def residual(compensated: Tensor, decoded: Tensor, error: DampedError) -> DampedError:
         wide = decoded.dtype
         lost = compensated.to(wide) - decoded.to(compensated.dtype).to(wide)
-        kept = beta * remembered(error).to(compensated.dtype).to(wide) + (1.0 - beta) * lost
+        kept = beta * vector_of(error).to(compensated.dtype).to(wide) + (1.0 - beta) * lost
         return DampedError(*to_blocks(kept.to(compensated.dtype), block), error.age + 1)
 
     return Feedback(init, compensate, residual, Damped(beta, every, block), partial(damped, beta, every, block=block))

@@ -27,12 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn.collectives import compressed, primitives
-from fn.collectives.axis import AxisNames, axis_index, axis_size, found_alike, names
+from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codec import Codec, identity
 from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
 from fn.collectives.feedback import Feedback, off
 from fn.collectives.gathered import all_gather_mean
 from fn.collectives.segments import Segments
+from fn.collectives.simulation import found_alike
 
 Tree = Any
 Codecs = Codec | tuple[Codec, ...]

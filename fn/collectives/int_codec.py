@@ -13,6 +13,7 @@ from fn.collectives.codec import Codec, Fused
 from fn.collectives.feedback import Damped, DampedError, since_reset
 from fn.collectives.segments import Segments, tile
 from fn.kernels.eager import remembered
+from fn.kernels.reference import scale_dtype
 
 Tree = Any
 
@@ -106,7 +107,7 @@ def _with_damped_feedback(place: Any, width: int, rule: Damped) -> Fused:
 
     def init(x: Tensor) -> DampedError:
         valid, _ = place(*x.shape, x.device)
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        dtype = scale_dtype(x)
         age = torch.zeros((), dtype=torch.int64, device=x.device)
         codes = torch.zeros(x.numel(), dtype=torch.int8, device=x.device)
         return DampedError(codes, torch.ones(valid.shape, dtype=dtype, device=x.device), age)

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd import profiler
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-Part = Literal["encode", "exchange", "serve", "gather", "decode", "average", "apply", "decode and apply"]
-"""What the parts of a step are called; a profiler shows them as "fn: encode" and so on."""
+RangeName = Literal["encode", "exchange", "serve", "gather", "decode", "average", "apply", "decode and apply"]
+"""What the ranges of a step are called; a profiler shows them as "fn: encode" and so on."""
 
 
 class Observer:
@@ -44,7 +44,7 @@ class Observer:
         """Observe no longer."""
         _open.observers = tuple(each for each in _open.observers if each is not self)
 
-    def time_in(self, *names: Part) -> float | None:
+    def time_in(self, *names: RangeName) -> float | None:
         """Return the seconds in these ranges together; None if none was entered."""
         found = [self.seconds[name] for name in names if name in self.seconds]
         return sum(found) if found else None
@@ -88,7 +88,7 @@ def observe_kept(error: Tensor) -> None:
         each.kept = (each.kept or 0.0) + kept
 
 
-def step_range(name: Part) -> AbstractContextManager[None]:
+def step_range(name: RangeName) -> AbstractContextManager[None]:
     """Return a context that names what it spans to the profiler and the observers."""
     if torch.compiler.is_compiling():
         return nullcontext()

@@ -11,19 +11,15 @@ import torch
 from torch import Tensor
 
 from fn.kernels.buffers import empty
-from fn.kernels.numba_sign_loops import ZERO, compiled, write
+from fn.kernels.numba_loops import ZERO, compiled, place_of, write
 from fn.kernels.numba_step import addresses, extents, lerp_weight, whole
 from fn.kernels.places import places, plain, run
 from fn.kernels.simd import (
     LANES,
     SOON,
-    above_zero,
-    add,
-    divide,
     get,
     get_int,
     load,
-    mul,
     multiply_add,
     prefetch,
     put,
@@ -31,7 +27,6 @@ from fn.kernels.simd import (
     splat,
     square_root,
     store,
-    sub,
 )
 
 
@@ -43,8 +38,7 @@ def drift_places(
     """Write the drift of tensors into rows, place by place."""
     weight_, eps_, lr_, zero = splat(weight), splat(eps), splat(lr), splat(ZERO)
     for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        r, first, length, s, offset = place_of(k, places, table)
         start = r * get_int(widths, s) + offset
         count = max(min(get_int(sizes, s) - start, length), 0)
         p, anchor, mu = get_int(ps, s) + 4 * start, get_int(anchors, s) + 4 * start, get_int(mus, s) + 4 * start
@@ -58,9 +52,8 @@ def drift_places(
             prefetch(mu, i + SOON)
             prefetch(nu, i + SOON)
             x, m, v = load(g, i), load(mu, i), load(nu, i)
-            m = select(above_zero(v), multiply_add(weight_, sub(m, x), x if small else m), zero)
-            went = mul(sub(load(p, i), load(anchor, i)), add(square_root(v), eps_))
-            write(to, i, sub(went, mul(lr_, m)), aside)
+            m = select(v > zero, multiply_add(weight_, m - x, x if small else m), zero)
+            write(to, i, (load(p, i) - load(anchor, i)) * (square_root(v) + eps_) - lr_ * m, aside)
         for i in range(full, count):
             x, m, v = get(g, i), get(mu, i), get(nu, i)
             m = (x if small else m) + weight * (m - x) if v > ZERO else ZERO
@@ -88,13 +81,13 @@ def drift(
 @compiled
 def write_direction(n, x, nu, eps, kept, out):
     """Write x where nu > 0 and x - x elsewhere, and that over sqrt(nu) + eps."""
-    wide = splat(eps)
+    zero, eps_ = splat(ZERO), splat(eps)
     full = n - n % LANES
     for i in range(0, full, LANES):
         m, v = load(x, i), load(nu, i)
-        m = select(above_zero(v), m, sub(m, m))
+        m = select(v > zero, m, m - m)
         store(kept, i, m)
-        store(out, i, divide(m, add(square_root(v), wide)))
+        store(out, i, m / (square_root(v) + eps_))
     for i in range(full, n):
         value, square = get(x, i), get(nu, i)
         value = value if square > ZERO else value - value

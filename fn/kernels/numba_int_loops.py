@@ -1,18 +1,17 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator"
 """The loops of the integer kernels on a CPU, compiled by Numba; `numba_int` calls them.
 
-As in `numba_sign_loops` they see addresses and places, but a place is a whole segment, because it has one scale. All
-elements behind the valid ones count as zero.
+A place (see `numba_loops`) is a whole segment, because it has one scale. All elements behind the valid ones count as
+zero.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from fn.kernels.numba_sign_loops import ZERO, compiled, write
+from fn.kernels.numba_loops import ZERO, compiled, place_of, write
 from fn.kernels.simd import (
     LANES,
-    add,
     below,
     code,
     get,
@@ -24,7 +23,6 @@ from fn.kernels.simd import (
     load_bytes,
     load_nibbles,
     magnitude,
-    mul,
     no_magnitude,
     number,
     put,
@@ -34,7 +32,6 @@ from fn.kernels.simd import (
     store,
     store_bytes,
     store_nibbles,
-    sub,
 )
 
 ONE = np.float32(1)
@@ -108,11 +105,11 @@ def quantize_place(x, codes, first, length, valid, width, peak):
     whole = length - length % LANES
     if valid >= length:
         for i in range(first, first + whole, LANES):
-            store_codes(codes, i, code(mul(load(x, i), factor), limit), width)
+            store_codes(codes, i, code(load(x, i) * factor, limit), width)
     else:
         for i in range(first, first + whole, LANES):
             v = select(below(first + valid - i), load(x, i), zero)
-            store_codes(codes, i, code(mul(v, factor), limit), width)
+            store_codes(codes, i, code(v * factor, limit), width)
     for i in range(first + whole, first + length):
         put_code(codes, i, get(x, i) * scale if i < first + valid else ZERO, width)
     return ONE / scale
@@ -141,7 +138,7 @@ def compensate_place(x, error, scale, h, first, length, valid):
     zero, sizes, factor = splat(ZERO), no_magnitude(), splat(scale)
     whole, full = length - length % LANES, valid >= length
     for i in range(first, first + whole, LANES):
-        v = add(load(x, i), mul(load_codes(error, i, 8), factor))
+        v = load(x, i) + load_codes(error, i, 8) * factor
         if not full:
             v = select(below(first + valid - i), v, zero)
         sizes = larger(sizes, magnitude(v))
@@ -170,9 +167,9 @@ def damp_place(h, codes, peak, error, scale, beta, first, length, valid, width):
         return sent, np.float32(np.nan)
     for i in range(first, first + whole, LANES):
         v = load(h, i)
-        q = code(mul(v, raised), limit)
+        q = code(v * raised, limit)
         store_codes(codes, i, q, width)
-        v = add(mul(keep, mul(load_codes(error, i, 8), factor)), mul(take, sub(v, mul(number(q), back))))
+        v = keep * (load_codes(error, i, 8) * factor) + take * (v - number(q) * back)
         if not full:
             v = select(below(first + valid - i), v, zero)
         sizes = larger(sizes, magnitude(v))
@@ -192,9 +189,9 @@ def damp_place(h, codes, peak, error, scale, beta, first, length, valid, width):
 def quantize(low, high, places, table, segments, valid, n, past_cache, x, codes, scales, width):
     """Write the codes of x (R, n), and the factors (R, S) that decode them."""
     for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, here = get_int(place, 0), get_int(place, 1), r * segments + get_int(place, 2)
-        real, row, out = get_int(valid, here), x + 4 * r * n, codes + r * (n * width // 8)
+        r, first, length, s, _ = place_of(k, places, table)
+        here, row, out = r * segments + s, x + 4 * r * n, codes + r * (n * width // 8)
+        real = get_int(valid, here)
         peak = peak_place(row, first, length, real)
         put(scales, here, quantize_place(row, out, first, length, real, width, peak))
 
@@ -206,10 +203,9 @@ def quantize_feedback(
 ):  # fmt: skip
     """Quantise x + error, and keep the moving average of what was lost in 8 bits; h lives in `scratch`."""
     for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, here = get_int(place, 0), get_int(place, 1), r * segments + get_int(place, 2)
-        real, old, out, h = get_int(valid, here), error + r * n, codes + r * (n * width // 8), scratch - 4 * first
-        scale = get(error_scales, here)
+        r, first, length, s, _ = place_of(k, places, table)
+        here, old, out, h = r * segments + s, error + r * n, codes + r * (n * width // 8), scratch - 4 * first
+        real, scale = get_int(valid, here), get(error_scales, here)
         peak = compensate_place(x + 4 * r * n, old, scale, h, first, length, real)
         sent, peak = damp_place(h, out, peak, old, scale, beta, first, length, real, width)
         put(scales, here, sent)
@@ -223,8 +219,7 @@ def dequantize(
     """Write the mean over the ranks of code * scale; codes (R, W, .), scales (R, W, S)."""
     share, zero = np.float32(1.0 / ranks), splat(ZERO)
     for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, s = get_int(place, 0), get_int(place, 1), get_int(place, 2)
+        r, first, length, s, _ = place_of(k, places, table)
         real, theirs, to = get_int(valid, r * segments + s), codes + r * row_stride, out + 4 * r * n
         factors = scales + 4 * (r * ranks * segments + s)
         whole, full = length - length % LANES, real >= length
@@ -232,11 +227,11 @@ def dequantize(
         for w in range(ranks):
             factor = splat(get(factors, w * segments))
             for i in range(first, first + whole, LANES):
-                v = mul(load_codes(theirs + w * stride, i, width), factor)
+                v = load_codes(theirs + w * stride, i, width) * factor
                 if w > 0:
-                    v = add(load(to, i), v)
+                    v = load(to, i) + v
                 if ranks > 1 and w == ranks - 1:
-                    v = mul(v, splat(share))
+                    v = v * splat(share)
                 if not full:
                     v = select(below(first + real - i), v, zero)
                 write(to, i, v, streams)

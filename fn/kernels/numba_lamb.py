@@ -11,24 +11,19 @@ import torch
 from torch import Tensor
 
 from fn.kernels.numba_int_loops import raise_peak
-from fn.kernels.numba_sign_loops import ZERO, compiled
-from fn.kernels.numba_step import SMALLEST, addresses, lerp_weight, whole
+from fn.kernels.numba_loops import ZERO, compiled, moved_lanes, moved_one, place_of
+from fn.kernels.numba_step import addresses, lerp_weight, whole
 from fn.kernels.places import Places, places, plain, run, runs_of_tensors
 from fn.kernels.simd import (
     LANES,
     SOON,
-    above_zero,
-    add,
-    divide,
     get,
     get_int,
-    is_normal,
     lane_sum,
     larger,
     largest,
     load,
     magnitude,
-    mul,
     multiply_add,
     no_magnitude,
     prefetch,
@@ -38,8 +33,27 @@ from fn.kernels.simd import (
     splat,
     square_root,
     store,
-    sub,
 )
+
+
+@compiled
+def update_lanes(p, m, v, eps, decay):
+    """Return LAMB's direction, decay included."""
+    return multiply_add(decay, p, m / (square_root(v) + eps))
+
+
+@compiled
+def update_one(p, m, v, eps, decay):
+    """Return for one element what `update_lanes` does."""
+    return m / (np.float32(np.sqrt(v)) + eps) + decay * p
+
+
+@compiled
+def put_sums(sums, k, a, b, c):
+    """Write row k of sums (places, 3)."""
+    put_double(sums, 3 * k, np.float64(a))
+    put_double(sums, 3 * k + 1, np.float64(b))
+    put_double(sums, 3 * k + 2, np.float64(c))
 
 
 @compiled
@@ -47,43 +61,36 @@ def moments_places(
     low, high, places, table, segments, valid, n, past_cache,
     ps, gs, mus, nus, small, weight, b2, rest2, eps, decay, sums,
 ):  # fmt: skip
-    """Move Adam's moments and add up squares, place by place; sums (places, 3) float64.
-
-    A momentum below the smallest normal number becomes zero, as in `adamw_places`.
-    """
+    """Move Adam's moments and add up squares, place by place; sums (places, 3) float64."""
     weight_, b2_, rest2_, eps_, decay_ = splat(weight), splat(b2), splat(rest2), splat(eps), splat(decay)
     for k in range(low, high):
-        place = table + 32 * k
-        length, s, start = get_int(place, 1), get_int(place, 2), 4 * get_int(place, 3)
+        _, _, length, s, offset = place_of(k, places, table)
+        start = 4 * offset
         p, g, mu, nu = get_int(ps, s) + start, get_int(gs, s) + start, get_int(mus, s) + start, get_int(nus, s) + start
-        ofp, ofu, ofm, zero = splat(ZERO), splat(ZERO), splat(ZERO), splat(ZERO)
+        ofp, ofu, ofm = splat(ZERO), splat(ZERO), splat(ZERO)
         full = length - length % LANES
         for i in range(0, full, LANES):
             prefetch(p, i + SOON)
             prefetch(g, i + SOON)
             prefetch(mu, i + SOON)
             prefetch(nu, i + SOON)
-            x, m, v, old = load(g, i), load(mu, i), load(nu, i), load(p, i)
-            m = multiply_add(weight_, sub(m, x), x if small else m)
-            m = select(is_normal(m), m, zero)
-            v = multiply_add(mul(x, x), rest2_, mul(b2_, v))
+            x, old = load(g, i), load(p, i)
+            m = moved_lanes(load(mu, i), x, small, weight_)
+            v = multiply_add(x * x, rest2_, b2_ * load(nu, i))
             store(mu, i, m)
             store(nu, i, v)
-            u = multiply_add(decay_, old, divide(m, add(square_root(v), eps_)))
+            u = update_lanes(old, m, v, eps_, decay_)
             ofp, ofu, ofm = multiply_add(old, old, ofp), multiply_add(u, u, ofu), multiply_add(m, m, ofm)
         a, b, c = lane_sum(ofp), lane_sum(ofu), lane_sum(ofm)
         for i in range(full, length):
-            x, m, old = get(g, i), get(mu, i), get(p, i)
-            m = (x if small else m) + weight * (m - x)
-            m = ZERO if abs(m) < SMALLEST else m
+            x, old = get(g, i), get(p, i)
+            m = moved_one(get(mu, i), x, small, weight)
             v = b2 * get(nu, i) + x * x * rest2
             put(mu, i, m)
             put(nu, i, v)
-            u = m / (np.float32(np.sqrt(v)) + eps) + decay * old
+            u = update_one(old, m, v, eps, decay)
             a, b, c = a + old * old, b + u * u, c + m * m
-        put_double(sums, 3 * k, np.float64(a))
-        put_double(sums, 3 * k + 1, np.float64(b))
-        put_double(sums, 3 * k + 2, np.float64(c))
+        put_sums(sums, k, a, b, c)
 
 
 @compiled
@@ -95,8 +102,8 @@ def fresh_places(
     b1_, rest1_, b2_, rest2_, eps_ = splat(b1), splat(rest1), splat(b2), splat(rest2), splat(eps)
     decay_, zero = splat(decay), splat(ZERO)
     for k in range(low, high):
-        place = table + 32 * k
-        length, s, start = get_int(place, 1), get_int(place, 2), 4 * get_int(place, 3)
+        _, _, length, s, offset = place_of(k, places, table)
+        start = 4 * offset
         p, x, mu, nu = get_int(ps, s) + start, get_int(xs, s) + start, get_int(mus, s) + start, get_int(nus, s) + start
         fresh, factor = get_int(freshes, s) + start, get(shrink, s)
         factor_, sizes, ofq, ofu = splat(factor), no_magnitude(), zero, zero
@@ -107,16 +114,16 @@ def fresh_places(
             prefetch(mu, i + SOON)
             prefetch(nu, i + SOON)
             prefetch(fresh, i + SOON)
-            m, v, old = divide(load(x, i), factor_), load(nu, i), load(p, i)
+            m, v, old = load(x, i) / factor_, load(nu, i), load(p, i)
             if keep_zeros:
-                m = select(above_zero(v), m, zero)
-            g = divide(sub(m, mul(b1_, load(mu, i))), rest1_)
-            f = multiply_add(mul(g, g), rest2_, mul(b2_, load(fresh, i)))
+                m = select(v > zero, m, zero)
+            g = (m - b1_ * load(mu, i)) / rest1_
+            f = multiply_add(g * g, rest2_, b2_ * load(fresh, i))
             store(mu, i, m)
             store(fresh, i, f)
-            root = add(square_root(v), eps_)
-            sizes = larger(sizes, magnitude(divide(root, add(square_root(f), eps_))))
-            q = divide(m, root)
+            root = square_root(v) + eps_
+            sizes = larger(sizes, magnitude(root / (square_root(f) + eps_)))
+            q = m / root
             u = multiply_add(decay_, old, q)
             ofq, ofu = multiply_add(q, q, ofq), multiply_add(u, u, ofu)
         peak, b, c = largest(sizes), lane_sum(ofq), lane_sum(ofu)
@@ -133,9 +140,7 @@ def fresh_places(
             q = m / root
             u = q + decay * old
             b, c = b + q * q, c + u * u
-        put_double(sums, 3 * k, np.float64(peak))
-        put_double(sums, 3 * k + 1, np.float64(b))
-        put_double(sums, 3 * k + 2, np.float64(c))
+        put_sums(sums, k, peak, b, c)
 
 
 @compiled
@@ -145,8 +150,8 @@ def step_places(
     """Take the step of every tensor at its own rate, place by place."""
     eps_, decay_ = splat(eps), splat(decay)
     for k in range(low, high):
-        place = table + 32 * k
-        length, s, start = get_int(place, 1), get_int(place, 2), 4 * get_int(place, 3)
+        _, _, length, s, offset = place_of(k, places, table)
+        start = 4 * offset
         p, mu, nu, rate = get_int(ps, s) + start, get_int(mus, s) + start, get_int(nus, s) + start, get(rates, s)
         rate_ = splat(rate)
         full = length - length % LANES
@@ -155,12 +160,10 @@ def step_places(
             prefetch(mu, i + SOON)
             prefetch(nu, i + SOON)
             old = load(p, i)
-            u = multiply_add(decay_, old, divide(load(mu, i), add(square_root(load(nu, i)), eps_)))
-            store(p, i, sub(old, mul(rate_, u)))
+            store(p, i, old - rate_ * update_lanes(old, load(mu, i), load(nu, i), eps_, decay_))
         for i in range(full, length):
             old = get(p, i)
-            u = get(mu, i) / (np.float32(np.sqrt(get(nu, i))) + eps) + decay * old
-            put(p, i, old - rate * u)
+            put(p, i, old - rate * update_one(old, get(mu, i), get(nu, i), eps, decay))
 
 
 def _places(tensors: Sequence[Tensor]) -> Places:

@@ -12,7 +12,7 @@ from torch import Tensor
 from fn.kernels import numba_sign_loops as loops
 from fn.kernels import reference
 from fn.kernels.buffers import empty
-from fn.kernels.places import Places, places, places_of_segments, run
+from fn.kernels.places import Places, places, places_of_segments, plain, run
 from fn.kernels.reference import NORM_BLOCK
 
 
@@ -20,31 +20,31 @@ def _single(*tensors: Tensor) -> list[Tensor] | None:
     """Return the tensors as contiguous float32, or None if one of them is float64."""
     if any(t.dtype == torch.float64 for t in tensors):
         return None
-    return [t if _is_plain(t) else t.to(torch.float32).contiguous() for t in tensors]
-
-
-def _is_plain(t: Tensor) -> bool:
-    return t.dtype == torch.float32 and t.is_contiguous()
+    return [t.to(torch.float32).contiguous() for t in tensors]
 
 
 @lru_cache(maxsize=2)
 def _norms_agree(width: int) -> bool:
     """Return whether this torch adds squares in the order of the loops, for rows of a width."""
     x = torch.sin(torch.arange(1.0, 1 + 256 * width)).view(256, width) * torch.logspace(-3, 3, 256)[:, None]
-    sums = _encode(x.contiguous(), None, None, torch.full((256, 1), width), places([1, width]))[2]
+    sums = _encode(x.contiguous(), None, None, None, torch.full((256, 1), width), places([1, width]))[1]
     return torch.equal(sums, reference.sum_of_squares(x, [1, width]))
 
 
-def _encode(
-    x: Tensor, buffer: Tensor | None, sent: Tensor | None, valid: Tensor, at: Places
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    rows = x.shape[0]
+def outputs(rows: int, at: Places) -> tuple[Tensor, Tensor]:
+    """Return memory for the bits of rows, and for the squares of their places."""
     bits = empty((rows, reference.bytes_for(at.n)), torch.uint8)
-    squares = torch.empty((rows, len(at.table)), dtype=torch.float64)
-    b = None if buffer is None else empty((rows, at.n), torch.float32)
-    addresses = [0 if t is None else t.data_ptr() for t in (x, buffer, sent, b, bits, squares)]
-    run(loops.encode, at, valid, *addresses)
-    return b, bits, squares
+    return bits, torch.empty((rows, len(at.table)), dtype=torch.float64)
+
+
+def _encode(
+    x: Tensor, buffer: Tensor | None, sent: Tensor | None, b: Tensor | None, valid: Tensor, at: Places
+) -> tuple[Tensor, Tensor]:
+    """Return the bits and the squares of places; write what is encoded into b, if there is one, which may be x."""
+    found = outputs(x.shape[0], at)
+    addresses = [0 if t is None else t.data_ptr() for t in (x, buffer, sent, b, *found)]
+    run(loops.encode, at, valid, *addresses, over=b is x)
+    return found
 
 
 def norms_agree(at: Places) -> bool:
@@ -75,8 +75,7 @@ def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     if found is None or not at.aligned:
         return NotImplemented
     valid = valid.contiguous()
-    _, bits, squares = _encode(found[0], None, None, valid, at)
-    return finish(found[0], bits, squares, at, valid, runs)
+    return finish(found[0], *_encode(found[0], None, None, None, valid, at), at, valid, runs)
 
 
 def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
@@ -84,22 +83,18 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
     at, found = places(runs), _single(x, buffer, sent)
     if found is None or not at.aligned:
         return NotImplemented
-    valid = valid.contiguous()
-    b, bits, squares = _encode(found[0], found[1], found[2], valid, at)
-    assert b is not None
-    return (b, *finish(b, bits, squares, at, valid, runs))
+    x, buffer, sent = found
+    valid, b = valid.contiguous(), empty((x.shape[0], at.n), torch.float32)
+    return (b, *finish(b, *_encode(x, buffer, sent, b, valid, at), at, valid, runs))
 
 
 def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_encode_feedback_`."""
     at = places(runs)
-    if not all(map(_is_plain, (x, buffer, sent))) or not at.aligned:
+    if not plain((x, buffer, sent)) or not at.aligned:
         return NotImplemented
     valid = valid.contiguous()
-    bits = empty((x.shape[0], reference.bytes_for(at.n)), torch.uint8)
-    squares = torch.empty((x.shape[0], len(at.table)), dtype=torch.float64)
-    run(loops.encode, at, valid, *(t.data_ptr() for t in (x, buffer, sent, x, bits, squares)), over=True)
-    return finish(x, bits, squares, at, valid, runs)
+    return finish(x, *_encode(x, buffer, sent, x, valid, at), at, valid, runs)
 
 
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
@@ -115,7 +110,7 @@ def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int])
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual_`."""
-    if not all(map(_is_plain, (b, scales))):
+    if not plain((b, scales)):
         return NotImplemented
     addresses = b.data_ptr(), scales.data_ptr(), b.data_ptr()
     run(loops.residual, places(runs), valid.contiguous(), *addresses, over=True)
@@ -128,26 +123,33 @@ def messages(bits: Tensor) -> tuple[Tensor, int, int]:
     return bits, bits.stride(0), bits.stride(1)
 
 
-def shares(scales: Tensor) -> Tensor:
+def divided(scales: Tensor) -> Tensor:
     """Return scales (R, W, S) of W messages as what each adds to their mean."""
     return scales if scales.shape[1] == 1 else (scales * (1.0 / scales.shape[1])).contiguous()
 
 
+def serve(
+    bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, b: Tensor | None, valid: Tensor, at: Places
+) -> tuple[Tensor, Tensor]:
+    """Return the bits and the squares of places of the mean of W messages, with feedback, which is written into b.
+
+    Args: scales: `divided`. b: None where it is not wanted. valid: contiguous.
+    """
+    found, (received, row_stride, stride) = outputs(bits.shape[0], at), messages(bits)
+    message = received.data_ptr(), row_stride, stride, bits.shape[1], scales.data_ptr()
+    addresses = [0 if t is None else t.data_ptr() for t in (buffer, sent, b, *found)]
+    run(loops.serve, at, valid, *message, *addresses, scratch=4 * NORM_BLOCK)
+    return found
+
+
 def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_serve`."""
-    at, found = places(runs), _single(shares(scales), buffer, sent)
+    at, found = places(runs), _single(divided(scales), buffer, sent)
     if found is None or not at.aligned:
         return NotImplemented
     scales, buffer, sent = found
-    rows, ranks = bits.shape[:2]
-    valid = valid.contiguous()
-    received, row_stride, stride = messages(bits)
-    out, mine = empty((rows, at.n), torch.float32), empty((rows, reference.bytes_for(at.n)), torch.uint8)
-    squares = torch.empty((rows, len(at.table)), dtype=torch.float64)
-    message = (received.data_ptr(), row_stride, stride, ranks, scales.data_ptr())
-    addresses = [t.data_ptr() for t in (buffer, sent, out, mine, squares)]
-    run(loops.serve, at, valid, *message, *addresses, scratch=4 * NORM_BLOCK)
-    return (out, *finish(out, mine, squares, at, valid, runs))
+    valid, b = valid.contiguous(), empty((bits.shape[0], at.n), torch.float32)
+    return (b, *finish(b, *serve(bits, scales, buffer, sent, b, valid, at), at, valid, runs))
 
 
 def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:

@@ -1,24 +1,18 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The loops of the sign kernels on a CPU, compiled by Numba; `numba` calls them.
+"""The loops of the sign kernels on a CPU, compiled by Numba; `numba_sign` calls them. Places: see `numba_loops`.
 
-They see addresses, not arrays. A row is a list of places: blocks of at most 4096 elements that do not cross segments,
-as rows (first element, length, segment, offset in the segment) of an int64 table. Each loop works on the places
-low .. high of all rows, so several threads can share the work, and results do not depend on how.
+A place has at most 4096 elements, over which squares are added in float32.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit
 
+from fn.kernels.numba_loops import ZERO, compiled, place_of, write
 from fn.kernels.simd import (
     LANES,
     SOON,
-    add,
     below,
-    both,
     fused_multiply_add,
     get,
     get_byte,
@@ -27,33 +21,15 @@ from fn.kernels.simd import (
     lane_sum,
     load,
     load_bits,
-    mul,
     multiply_add,
-    positive,
     prefetch,
     put,
     put_byte,
     put_double,
     select,
     splat,
-    store,
     store_bits,
-    stream,
-    sub,
 )
-
-compiled: Any = njit(nogil=True, cache=True, error_model="numpy")
-
-ZERO = np.float32(0)
-
-
-@compiled
-def write(address, i, v, past_cache):
-    """Store a vector, past the cache if so wanted."""
-    if past_cache:
-        stream(address, i, v)
-    else:
-        store(address, i, v)
 
 
 @compiled
@@ -79,15 +55,15 @@ def encode_place(x, mu, weight, buffer, out, bits, sent, first, length, valid, p
         b = load(x, i)
         if mu:
             m = load(mu, i)
-            b = multiply_add(factor, sub(m, b), m)
+            b = multiply_add(factor, m - b, m)
         if buffer:
             old = load(buffer, i)
-            b = add(b, sub(old, select(real, select(positive(old), up, down), zero)))
+            b = b + (old - select(real, select(old >= zero, up, down), zero))
         if out:
             write(out, i, b, past_cache)
-        store_bits(bits, i, both(positive(b), real))
+        store_bits(bits, i, (b >= zero) & real)
         b = select(real, b, zero)
-        squares = add(squares, mul(b, b))
+        squares = squares + b * b
     total = lane_sum(squares)
     byte, last = 0, ZERO
     for i in range(first + whole, first + length):
@@ -136,7 +112,7 @@ def mean_place(bits, stride, ranks, scales, segments, out, first, length, valid,
         for i in range(first, first + whole, LANES):
             v = select(load_bits(theirs, i), up, down)
             if r > 0:
-                v = add(load(out, i), v)
+                v = load(out, i) + v
             if valid < length:
                 v = select(below(first + valid - i), v, zero)
             write(out, i, v, past_cache)
@@ -150,7 +126,7 @@ def mean_of_lanes(bits, stride, ranks, up, down, other_up, other_down, scratch, 
     if ranks > 2:
         return load(scratch, i)
     v = select(load_bits(bits, i), up, down)
-    return v if ranks == 1 else add(v, select(load_bits(bits + stride, i), other_up, other_down))
+    return v if ranks == 1 else v + select(load_bits(bits + stride, i), other_up, other_down)
 
 
 @compiled
@@ -162,7 +138,7 @@ def residual_place(b, out, sent, first, length, valid, past_cache):
     for i in range(first, first + whole, LANES):
         v = load(b, i)
         real = below(first + valid - i)
-        write(out, i, sub(v, select(real, select(positive(v), up, down), zero)), past_cache)
+        write(out, i, v - select(real, select(v >= zero, up, down), zero), past_cache)
     for i in range(first + whole, first + length):
         value = get(b, i)
         put(out, i, value - (ZERO if i >= first + valid else sent if value >= ZERO else -sent))
@@ -172,24 +148,14 @@ def residual_place(b, out, sent, first, length, valid, past_cache):
 def encode(low, high, places, table, segments, valid, n, past_cache, x, buffer, sent, out, bits, squares):
     """Encode x (R, n), with feedback if buffer is not 0; squares (R, places) float64 receives the squared norms."""
     for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        r, first, length, s, offset = place_of(k, places, table)
         here = r * segments + s
         scale = get(sent, here) if buffer else ZERO
         row = 4 * r * n
         square = encode_place(
-            x + row,
-            0,
-            ZERO,
-            buffer + row if buffer else buffer,
-            out + row if out else out,
-            bits + r * ((n + 7) // 8),
-            scale,
-            first,
-            length,
-            get_int(valid, here) - offset,
-            past_cache,
-        )
+            x + row, 0, ZERO, buffer + row if buffer else buffer, out + row if out else out, bits + r * ((n + 7) // 8),
+            scale, first, length, get_int(valid, here) - offset, past_cache,
+        )  # fmt: skip
         put_double(squares, k, square)
 
 
@@ -212,8 +178,7 @@ def serve(
 ):  # fmt: skip
     """Encode with feedback the mean of W messages, which goes place by place through `scratch`. out can be 0."""
     for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        r, first, length, s, offset = place_of(k, places, table)
         here = r * segments + s
         real = get_int(valid, here) - offset
         mean = scratch - 4 * first
@@ -232,8 +197,7 @@ def serve(
 def decode(low, high, places, table, segments, valid, n, past_cache, bits, row_stride, stride, ranks, scales, out):
     """Write the sum over the ranks of scale * sign; bits (R, W, .), scales (R, W, S)."""
     for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        r, first, length, s, offset = place_of(k, places, table)
         real = get_int(valid, r * segments + s) - offset
         mean_place(bits + r * row_stride, stride, ranks, scales + 4 * (r * ranks * segments + s), segments,
                    out + 4 * r * n, first, length, real, past_cache)  # fmt: skip
@@ -243,8 +207,7 @@ def decode(low, high, places, table, segments, valid, n, past_cache, bits, row_s
 def residual(low, high, places, table, segments, valid, n, past_cache, b, scales, out):
     """Write b - scale sgn b for b (R, n)."""
     for k in range(low, high):
-        r, place = k // places, table + 32 * (k % places)
-        first, length, s, offset = get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+        r, first, length, s, offset = place_of(k, places, table)
         here = r * segments + s
         row = 4 * r * n
         residual_place(b + row, out + row, get(scales, here), first, length, get_int(valid, here) - offset, past_cache)

@@ -10,10 +10,12 @@ Imported only by the Numba kernels: `import fn` does not import Numba.
     load(address, i)            elements i .. i + LANES of the float32 array at an address
     store(address, i, v)        write them; `stream` does it past the cache, for 32-byte aligned places
     get, put                    one element
+    a + b * c / d, a > b, a & b lane by lane; a number becomes a vector by `splat`
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +23,8 @@ from llvmlite import ir
 from numba import types
 from numba.core.datamodel import models
 from numba.core.datamodel.registry import register_default
-from numba.extending import intrinsic
+from numba.core.typing.templates import ConcreteTemplate, infer_global, signature
+from numba.extending import intrinsic, lower_builtin
 
 LANES = 8
 
@@ -81,19 +84,55 @@ def _splat(builder: Any, scalar: Any, kind: Any) -> Any:
     return builder.shuffle_vector(single, ir.Constant(kind, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
 
 
+def _let(symbol: Any, emit: Callable[..., Any], result: Any, kind: Any) -> None:
+    """Let an operator of Python work on two vectors of a kind."""
+
+    class _Typing(ConcreteTemplate):
+        cases = (signature(result, kind, kind),)
+
+    infer_global(symbol)(_Typing)
+    lower_builtin(symbol, kind, kind)(lambda context, builder, typing, values: emit(builder, *values))
+
+
+_let(operator.add, ir.IRBuilder.fadd, floats, floats)
+_let(operator.sub, ir.IRBuilder.fsub, floats, floats)
+_let(operator.mul, ir.IRBuilder.fmul, floats, floats)
+_let(operator.truediv, ir.IRBuilder.fdiv, floats, floats)
+_let(operator.gt, lambda builder, a, b: builder.fcmp_ordered(">", a, b), bools, floats)  # false for NaN, as the next
+_let(operator.ge, lambda builder, a, b: builder.fcmp_ordered(">=", a, b), bools, floats)
+_let(operator.and_, ir.IRBuilder.and_, bools, bools)
+
+
 _i64, _f32 = types.int64, types.float32
 
 
-@_define(floats, _i64, _i64)
-def load(builder: Any, address: Any, i: Any) -> Any:
-    """Return elements i .. i + LANES."""
-    return builder.load(_place(builder, address, i, _FLOATS, 2), align=4)
+def _reader(name: str, what: str, result: Any, kind: Any, align: int, shift: int) -> Any:
+    """Make an intrinsic (address, i) -> value of what lies 2**shift bytes times i after an address."""
+
+    def emit(builder: Any, address: Any, i: Any) -> Any:
+        return builder.load(_place(builder, address, i, kind, shift), align=align)
+
+    emit.__name__, emit.__doc__ = name, f"Return {what}."
+    return _define(result, _i64, _i64)(emit)
 
 
-@_define(types.none, _i64, _i64, floats)
-def store(builder: Any, address: Any, i: Any, v: Any) -> None:
-    """Write elements i .. i + LANES."""
-    builder.store(v, _place(builder, address, i, _FLOATS, 2), align=4)
+def _writer(name: str, what: str, value: Any, kind: Any, align: int, shift: int) -> Any:
+    """Make an intrinsic (address, i, value) that writes what `_reader` reads."""
+
+    def emit(builder: Any, address: Any, i: Any, v: Any) -> None:
+        builder.store(v, _place(builder, address, i, kind, shift), align=align)
+
+    emit.__name__, emit.__doc__ = name, f"Write {what}."
+    return _define(types.none, _i64, _i64, value)(emit)
+
+
+load = _reader("load", "elements i .. i + LANES", floats, _FLOATS, 4, 2)
+store = _writer("store", "elements i .. i + LANES", floats, _FLOATS, 4, 2)
+get = _reader("get", "element i", _f32, _F32, 4, 2)
+put = _writer("put", "element i", _f32, _F32, 4, 2)
+get_double = _reader("get_double", "element i of a float64 array", types.float64, ir.DoubleType(), 8, 3)
+put_double = _writer("put_double", "element i of a float64 array", types.float64, ir.DoubleType(), 8, 3)
+get_int = _reader("get_int", "element i of an int64 array", _i64, _I64, 8, 3)
 
 
 @_define(types.none, _i64, _i64, floats)
@@ -113,46 +152,10 @@ def prefetch(builder: Any, address: Any, i: Any) -> None:
     builder.call(called, [_place(builder, address, i, _I8, 2), read, keep, data])
 
 
-@_define(_f32, _i64, _i64)
-def get(builder: Any, address: Any, i: Any) -> Any:
-    """Return element i."""
-    return builder.load(_place(builder, address, i, _F32, 2), align=4)
-
-
-@_define(types.none, _i64, _i64, _f32)
-def put(builder: Any, address: Any, i: Any, value: Any) -> None:
-    """Write element i."""
-    builder.store(value, _place(builder, address, i, _F32, 2), align=4)
-
-
 @_define(floats, _f32)
 def splat(builder: Any, value: Any) -> Any:
     """Return a vector of one value."""
     return _splat(builder, value, _FLOATS)
-
-
-@_define(floats, floats, floats)
-def add(builder: Any, a: Any, b: Any) -> Any:
-    """Return a + b."""
-    return builder.fadd(a, b)
-
-
-@_define(floats, floats, floats)
-def sub(builder: Any, a: Any, b: Any) -> Any:
-    """Return a - b."""
-    return builder.fsub(a, b)
-
-
-@_define(floats, floats, floats)
-def mul(builder: Any, a: Any, b: Any) -> Any:
-    """Return a * b."""
-    return builder.fmul(a, b)
-
-
-@_define(floats, floats, floats)
-def divide(builder: Any, a: Any, b: Any) -> Any:
-    """Return a / b."""
-    return builder.fdiv(a, b)
 
 
 @_define(floats, floats, floats, floats)
@@ -169,22 +172,10 @@ def square_root(builder: Any, v: Any) -> Any:
     return builder.call(builder.module.declare_intrinsic(f"llvm.sqrt.v{LANES}f32", (), kind), [v])
 
 
-@_define(bools, floats)
-def above_zero(builder: Any, v: Any) -> Any:
-    """Return v > 0, which is false for NaN."""
-    return builder.fcmp_ordered(">", v, ir.Constant(_FLOATS, [0.0] * LANES))
-
-
 @_define(_f32, _f32, _f32, _f32)
 def fused_multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return a * b + c of single numbers, rounded once."""
     return builder.fma(a, b, c)
-
-
-@_define(bools, floats)
-def positive(builder: Any, v: Any) -> Any:
-    """Return v >= 0, which is false for NaN."""
-    return builder.fcmp_ordered(">=", v, ir.Constant(_FLOATS, [0.0] * LANES))
 
 
 @_define(bools, _i64)
@@ -194,12 +185,6 @@ def below(builder: Any, limit: Any) -> Any:
     few = builder.select(builder.icmp_signed(">", few, _I64(0)), few, _I64(0))
     lanes = ir.Constant(_INTS, list(range(LANES)))
     return builder.icmp_signed("<", lanes, _splat(builder, builder.trunc(few, _I32), _INTS))
-
-
-@_define(bools, bools, bools)
-def both(builder: Any, a: Any, b: Any) -> Any:
-    """Return a and b."""
-    return builder.and_(a, b)
 
 
 @_define(floats, bools, floats, floats)
@@ -241,35 +226,20 @@ def put_byte(builder: Any, address: Any, i: Any, value: Any) -> None:
     builder.store(builder.trunc(value, _I8), _place(builder, address, i, _I8, 0), align=1)
 
 
-@_define(types.none, _i64, _i64, types.float64)
-def put_double(builder: Any, address: Any, i: Any, value: Any) -> None:
-    """Write element i of a float64 array."""
-    builder.store(value, _place(builder, address, i, ir.DoubleType(), 3), align=8)
-
-
-@_define(types.float64, _i64, _i64)
-def get_double(builder: Any, address: Any, i: Any) -> Any:
-    """Return element i of a float64 array."""
-    return builder.load(_place(builder, address, i, ir.DoubleType(), 3), align=8)
-
-
-@_define(_i64, _i64, _i64)
-def get_int(builder: Any, address: Any, i: Any) -> Any:
-    """Return element i of an int64 array."""
-    return builder.load(_place(builder, address, i, _I64, 3), align=8)
+def _magnitude(builder: Any, v: Any) -> Any:
+    return builder.and_(builder.bitcast(v, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
 
 
 @_define(ints, floats)
 def magnitude(builder: Any, v: Any) -> Any:
     """Return the bits of |v| as integers: these are ordered like the numbers, with NaN above Inf."""
-    return builder.and_(builder.bitcast(v, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
+    return _magnitude(builder, v)
 
 
 @_define(bools, floats)
 def is_normal(builder: Any, v: Any) -> Any:
     """Return |v| >= 2**-126, the smallest normal number; true for Inf and NaN."""
-    bits = builder.and_(builder.bitcast(v, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * LANES))
-    return builder.icmp_signed(">=", bits, ir.Constant(_INTS, [0x00800000] * LANES))
+    return builder.icmp_signed(">=", _magnitude(builder, v), ir.Constant(_INTS, [0x00800000] * LANES))
 
 
 @_define(ints)

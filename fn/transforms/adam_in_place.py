@@ -11,8 +11,8 @@ from fn.base import Transform
 from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.hierarchy import Codecs
 from fn.kernels import ops
-from fn.transforms.average_in_place import averaging
-from fn.transforms.coded_in_place import Wire
+from fn.transforms.average_in_place import stage_warmup
+from fn.transforms.coded_in_place import CodedAverage
 from fn.transforms.finite import SkipState
 from fn.transforms.host_numbers import on_host, write
 from fn.transforms.in_place import Fits, InPlace, Staged
@@ -53,50 +53,36 @@ def with_adam_in_place(
     """
     if axis is not None and not isinstance(axis, str):
         return tx
-    kernel_fits, average = Fits("adamw_"), averaging(axis, warmup)
 
-    def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
-        moments: AdamState | OnebitAdamState = state.inner[1]
-        kept = [tree.leaves(moments.mu), tree.leaves(moments.nu)]
-        return h.eps > 0 and kernel_fits(tree.leaves(params), kept, tree.leaves(updates))
+    def write(moments: AdamState | OnebitAdamState, params: list[Tensor], grads: list[Tensor]) -> None:
+        step_weights(moments, h, warmup=True)
+        lists = params, grads, tree.leaves(moments.mu), tree.leaves(moments.nu)
+        ops.direct("adamw_", *lists, h.b1, h.b2, *h.tail(moments), False)
 
-    def stage(updates: Tree, state: SkipState, params: Tree) -> Staged:
-        moments: AdamState | OnebitAdamState = state.inner[1]
-        mean = average(tree.leaves(updates), state.inner[0])
-
-        def commit() -> None:
-            step_weights(moments, h, warmup=True)
-            lists = [tree.leaves(params), mean.grads, tree.leaves(moments.mu), tree.leaves(moments.nu)]
-            ops.direct("adamw_", *lists, h.b1, h.b2, *h.tail(moments), False)
-            mean.keep()
-
-        return Staged(mean.ok, commit)
-
-    return tx._replace(warmup_update=InPlace(tx.warmup_update, fits, stage))
+    fits = Fits("adamw_", ("mu", "nu"), h.eps)
+    return tx._replace(warmup_update=InPlace(tx.warmup_update, fits, stage_warmup(axis, warmup, write)))
 
 
 def with_onebit_adam_in_place(
-    tx: Transform, wire: Wire | None, h: Descent, *, keep_zeros: bool
+    tx: Transform, average: CodedAverage | None, h: Descent, *, keep_zeros: bool
 ) -> Transform:
     """Let the compressed phase of a chain (average, 1-bit Adam's moments, decay, learning rate) be staged.
 
-    Over several axes, of which there is no wire, it stays the pure one.
+    Without an `average`, over several axes, it stays the pure one.
     """
-    if wire is None:
+    if average is None:
         return tx
-    kernel_fits = Fits("onebit_adam_")
+    kernel_fits = Fits("onebit_adam_", ("mu", "nu"), h.eps)
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
-        moments: OnebitAdamState = state.inner[1]
-        leaves, kept = tree.leaves(params), [tree.leaves(moments.mu), tree.leaves(moments.nu)]
-        if axis_size(wire.axis) == 1 or h.eps <= 0 or not kernel_fits(leaves, kept, tree.leaves(updates)):
+        if axis_size(average.axis) == 1 or not kernel_fits(updates, state, params):
             return False
-        return keep_zeros or wire.in_signs(leaves, moments.sync)
+        return keep_zeros or average.in_signs(tree.leaves(params), state.inner[1].sync)
 
     def stage(updates: Tree, state: SkipState, params: Tree) -> Staged:
         moments: OnebitAdamState = state.inner[1]
         leaves, mu, nu, grads = (tree.leaves(t) for t in (params, moments.mu, moments.nu, updates))
-        mean = wire.average_moments(moments.sync, mu, grads, h.b1)
+        mean = average.average_moments(moments.sync, mu, grads, h.b1)
 
         def commit() -> None:
             step_weights(moments, h, warmup=False)

@@ -27,7 +27,7 @@ from fn.collectives.hierarchy import (
     row_count,
 )
 from fn.transforms import layout as layouts
-from fn.transforms.resharding import Half, errors_reshape, reshapes
+from fn.transforms.resharding import errors_reshape, reshapes
 
 Tree = Any
 
@@ -99,7 +99,7 @@ def _exact_average(axis: AxisNames | None) -> Transform:
         found: dict[int, Tensor] = {}
         for bucket in layouts.buckets(leaves, 1, 1, "flat"):
             mean = exact_mean(layouts.join(leaves, bucket), axis)
-            found.update(zip(bucket.places, layouts.part(mean, bucket), strict=True))
+            found.update(zip(bucket.places, layouts.split(mean, bucket), strict=True))
         return layouts.restore(structure, found), state
 
     return Transform(init, warmup, unchanged, unchanged)
@@ -178,12 +178,11 @@ def _in_codes(
         state = ErrorFeedbackState(tuple(worker), tuple(server))
         if isinstance(axis, str):
             (hop,) = hops(axis, codec, feedback)
-            half = Half(hop.codec, hop.feedback)
 
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
 
-            reshapes.say((state, errors_reshape(leaves, axis, plan, half, half, of_gradients=of_gradients)))
+            reshapes.say((state, errors_reshape(leaves, axis, plan, hop, hop, of_gradients=of_gradients)))
         return state
 
     def compressed(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -199,7 +198,7 @@ def _in_codes(
             joined = len(bucket.places) > 1 and not bucket.fused  # else x may be the caller's memory
             rule = axis, codec, feedback
             y, (e, d) = compressed_all_reduce(x, (e, d), *rule, segments=segments, consume=joined, servers=servers)
-            found.update(zip(bucket.places, layouts.part(y, bucket), strict=True))
+            found.update(zip(bucket.places, layouts.split(y, bucket), strict=True))
             worker.append(e)
             server.append(d)
         return layouts.restore(structure, found), ErrorFeedbackState(tuple(worker), tuple(server))

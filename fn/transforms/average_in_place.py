@@ -1,47 +1,56 @@
-"""The average of gradients that the staged steps of a warm-up begin with, beside the pure `average`."""
+"""The steps in place of a warm-up: gradients are averaged as by the pure `average`, then the step is written."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
+from fn import tree
 from fn.collectives import primitives
 from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives.compressed_in_place import nothing, successor
 from fn.collectives.hierarchy import Codecs
 from fn.kernels import ops
 from fn.transforms import layout as layouts
 from fn.transforms.average import average
-from fn.transforms.in_place import successor
+from fn.transforms.finite import SkipState
+from fn.transforms.in_place import Staged
 
 Tree = Any
 
 
-class Mean(NamedTuple):
-    """Averaged gradients. ok: they and their squares are finite, 0-d bool. keep: write the errors, if there are any."""
+def stage_warmup(
+    axis: AxisNames | None, codec: Codecs | None, write: Callable[[Any, list[Tensor], list[Tensor]], None]
+) -> Callable[[Tree, SkipState, Tree], Staged]:
+    """Return how the warm-up of a chain (average, a link of moments, ...) is staged.
 
-    grads: list[Tensor]
-    ok: bool | Tensor
-    keep: Callable[[], None]
-
-
-def averaging(axis: AxisNames | None, codec: Codecs | None) -> Callable[[list[Tensor], Tree], Mean]:
-    """Return (gradients, the state of `average`) -> their mean over the ranks of an axis, as `average` has it."""
+    Args: axis, codec: as for `average`. write: (the state of the link, params, mean gradients) writes the step.
+    """
     link = average(axis, codec)
 
-    def exact(leaves: list[Tensor], state: Tree) -> Mean:
+    def mean_of(grads: list[Tensor], state: Tree) -> tuple[list[Tensor], list[Tensor], Callable[[], None]]:
+        """Return the mean gradients, the memory that they are in, and what writes the errors."""
+        if codec is not None:
+            mean, after = link.warmup_update(grads, state, grads)
+            return mean, mean, successor(state, after)
         if axis is None or axis_size(axis) == 1:
-            return Mean(leaves, squares_are_finite(leaves), lambda: None)
-        (bucket,) = layouts.buckets(leaves, 1, 1, "flat")
-        mean = primitives.pmean(layouts.join(leaves, bucket), axis)
-        return Mean(layouts.part(mean, bucket), squares_are_finite([mean]), lambda: None)
+            return grads, grads, nothing
+        (bucket,) = layouts.buckets(grads, 1, 1, "flat")
+        joined = primitives.pmean(layouts.join(grads, bucket), axis)
+        return layouts.split(joined, bucket), [joined], nothing
 
-    def coded(leaves: list[Tensor], state: Tree) -> Mean:
-        grads, after = link.warmup_update(leaves, state, leaves)
-        return Mean(grads, squares_are_finite(grads), successor(state, after))
+    def stage(updates: Tree, state: SkipState, params: Tree) -> Staged:
+        mean, memory, keep = mean_of(tree.leaves(updates), state.inner[0])
 
-    return exact if codec is None else coded
+        def commit() -> None:
+            write(state.inner[1], tree.leaves(params), mean)
+            keep()
+
+        return Staged(squares_are_finite(memory), commit)
+
+    return stage
 
 
 def squares_are_finite(leaves: list[Tensor]) -> bool | Tensor:

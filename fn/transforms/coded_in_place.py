@@ -13,46 +13,41 @@ from torch import Tensor
 
 from fn.collectives import payloads
 from fn.collectives.axis import AxisNames
-from fn.collectives.codec import Codec, SignPayload, segmented
-from fn.collectives.compressed import (
-    ErrorFeedbackState,
-    encode,
-    encode_averages,
-    pass_on,
-    pass_on_later,
-)
+from fn.collectives.codec import Codec, segmented
+from fn.collectives.compressed import ErrorFeedbackState, encode
+from fn.collectives.compressed_in_place import EncodeAverages, encode_averages, successor, through_servers_later
 from fn.collectives.feedback import Feedback
 from fn.collectives.gathered import check_no_server
 from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, row_count
 from fn.collectives.observe import step_range
 from fn.collectives.segments import Segments
+from fn.collectives.sign_codec import SignPayload
 from fn.collectives.two_passes import Sent
 from fn.kernels import buffers, ops
 from fn.kernels.eager import remembered
 from fn.transforms import layout as layouts
 from fn.transforms.finite import all_finite
-from fn.transforms.in_place import successor
 from fn.transforms.layout import Bucket
 
 Tree = Any
 
 
-class Part(NamedTuple):
-    """What was agreed on of a bucket: the codes of the mean, or of all ranks, or the mean (n,).
+class BucketMean(NamedTuple):
+    """The mean of a bucket: as its codes, as those of all ranks, or as a vector (n,).
 
     keep: write the errors, but a worker's that is formed from `sent` with the step.
     """
 
     bucket: Bucket
-    found: SignPayload | Tensor
+    mean: SignPayload | Tensor
     keep: Callable[[], None]
     sent: Sent | None = None
 
 
-class Agreed(NamedTuple):
-    """What the ranks agreed on, and is not written yet. grads, decay: of the averages, for parts that have `sent`."""
+class CodedMean(NamedTuple):
+    """A mean that all ranks have, not written yet. grads, decay: of the averages, where a bucket has `sent`."""
 
-    parts: list[Part]
+    buckets: list[BucketMean]
     grads: Sequence[Tensor] = ()
     decay: float = 0.0
 
@@ -62,8 +57,8 @@ class Agreed(NamedTuple):
 
         Of codes they are the scales: those of the mean, or of all ranks.
         """
-        found = [part.found for part in self.parts]
-        return [mean.scales if isinstance(mean, SignPayload) else mean for mean in found]
+        means = [each.mean for each in self.buckets]
+        return [mean.scales if isinstance(mean, SignPayload) else mean for mean in means]
 
     @property
     def ok(self) -> Tensor:
@@ -79,13 +74,13 @@ class Agreed(NamedTuple):
         Args: tail: eps, weight decay, learning rate and the weights of the moments. keep_zeros: must be true where the
             mean is no codes. copies: tensors into which the new params are copied, or none; not with `sent`.
         """
-        for bucket, found, _, sent in self.parts:
+        for bucket, mean, _, sent in self.buckets:
             p, m, v = lists = [[t[i] for i in bucket.places] for t in (params, mu, nu)]
             too = [copies[i] for i in bucket.places] if copies else []
             with step_range("decode and apply"):
-                if isinstance(found, SignPayload):
+                if isinstance(mean, SignPayload):
                     rows = bucket.segments.valid.shape[0]
-                    scales, bits = (t.unflatten(0, (rows, -1)) for t in found)
+                    scales, bits = (t.unflatten(0, (rows, -1)) for t in mean)
                     codes = bits, scales if factor == 1 else scales * factor
                     if sent is not None:
                         feedback = [self.grads[i] for i in bucket.places], self.decay, sent.error, sent.scales
@@ -95,15 +90,15 @@ class Agreed(NamedTuple):
                         place = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
                         ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros, too)
                 else:
-                    layouts.part_into(m, found if factor == 1 else found.mul_(factor), bucket)
+                    layouts.split_into(m, mean if factor == 1 else mean.mul_(factor), bucket)
                     ops.direct("adamw_", p, m, m, v, 0.0, 0.0, *tail, True)
                     if too:
                         torch._foreach_copy_(too, p)
 
     def keep(self) -> None:
         """Write the errors that are not written with the step."""
-        for part in self.parts:
-            part.keep()
+        for each in self.buckets:
+            each.keep()
 
 
 @remembered
@@ -111,8 +106,8 @@ def _valid_on(segments: Segments, device: torch.device) -> Tensor:
     return segments.valid.to(device)
 
 
-class Wire(NamedTuple):
-    """How vectors travel: over which ranks, as what, with which feedback, in which layout, through servers or not."""
+class CodedAverage(NamedTuple):
+    """`compressed_average` over one axis, for steps in place. axis, codec, feedback, layout, servers: as there."""
 
     axis: str
     codec: Codec
@@ -120,14 +115,14 @@ class Wire(NamedTuple):
     layout: str
     servers: bool
 
-    def arrange(self, leaves: Sequence[Tensor]) -> list[Bucket]:
-        """Return the vectors that leaves make."""
-        return layouts.buckets(leaves, row_count(self.axis, servers=self.servers), self.codec.align, self.layout)
-
-    def plan(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> list[tuple[Bucket, Tree, Tree, Any]]:
-        """Return per bucket the errors and, where the codes are signs by tensor, `encode_averages`; else None."""
+    def plan(
+        self, leaves: Sequence[Tensor], sync: ErrorFeedbackState
+    ) -> list[tuple[Bucket, Tree, Tree, EncodeAverages | None]]:
+        """Return per vector that travels the errors and, where the codes are signs by tensor, `encode_averages`."""
         found, rule = [], (self.codec, self.feedback)
-        for bucket, e, d in zip(self.arrange(leaves), sync.worker, sync.server, strict=True):
+        rows = row_count(self.axis, servers=self.servers)
+        plan = layouts.buckets(leaves, rows, self.codec.align, self.layout)
+        for bucket, e, d in zip(plan, sync.worker, sync.server, strict=True):
             if not self.servers:
                 check_no_server(d)
             signs = None if bucket.fused else encode_averages(*rule, bucket.segments, e, d, servers=self.servers)
@@ -136,71 +131,63 @@ class Wire(NamedTuple):
 
     def in_signs(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> bool:
         """Return whether all codes are signs by tensor."""
-        return all(fused is not None for *_, fused in self.plan(leaves, sync))
+        return all(signs is not None for *_, signs in self.plan(leaves, sync))
 
     def average_rows(
         self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor]
-    ) -> Agreed:
+    ) -> CodedMean:
         """Average vectors that are formed for this and may be overwritten. rows: bucket -> (n,)."""
-        parts = []
-        for bucket, e, d, fused in self.plan(leaves, sync):
-            if fused is None:
-                parts.append(self._decoded(bucket, rows(bucket), e, d))
+        found = []
+        for bucket, e, d, signs in self.plan(leaves, sync):
+            if signs is None:
+                found.append(self._of_vector(bucket, e, d, rows(bucket)))
                 continue
             x = rows(bucket).view(bucket.segments.valid.shape[0], -1)
             payload, after = encode(segmented(self.codec, bucket.segments), self.feedback, x, e, consume=True)
-            parts.append(self._served(bucket, payload, d, successor(e, after)))
-        return Agreed(parts)
+            found.append(self._of_codes(bucket, d, payload, successor(e, after)))
+        return CodedMean(found)
 
     def average_moments(
         self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float
-    ) -> Agreed:
+    ) -> CodedMean:
         """Average decay * mu + (1 - decay) * grad."""
-        parts = []
-        for bucket, e, d, fused in self.plan(mu, sync):
-            averages = [mu[i] for i in bucket.places], [grads[i] for i in bucket.places], decay
-            if fused is None:
-                parts.append(self._decoded(bucket, moving_averages(mu, grads, decay, bucket), e, d))
-            elif fused.first is not None:
-                payload, sent = fused.first(*averages)
-                parts.append(self._served(bucket, payload, d, nothing)._replace(sent=sent))
+        found = []
+        for bucket, e, d, signs in self.plan(mu, sync):
+            if signs is None:
+                found.append(self._of_vector(bucket, e, d, moving_averages(mu, grads, decay, bucket)))
             else:
-                payload, after = fused.encode(*averages)
-                parts.append(self._served(bucket, payload, d, successor(e, after)))
-        return Agreed(parts, grads, decay)
+                lists = [mu[i] for i in bucket.places], [grads[i] for i in bucket.places]
+                found.append(self._of_codes(bucket, d, *signs(*lists, decay)))
+        return CodedMean(found, grads, decay)
 
-    def _decoded(self, bucket: Bucket, x: Tensor, e: Tree, d: Tree) -> Part:
+    def _of_vector(self, bucket: Bucket, e: Tree, d: Tree, x: Tensor) -> BucketMean:
         """Average x (n,), which may be overwritten."""
         rule, at = (self.axis, self.codec, self.feedback), bucket.segments
         mean, after = compressed_all_reduce(x, (e, d), *rule, segments=at, consume=True, servers=self.servers)
-        return Part(bucket, mean, successor((e, d), after))
+        return BucketMean(bucket, mean, successor((e, d), after))
 
-    def _served(self, bucket: Bucket, payload: Tree, d: Tree, keep: Callable[[], None]) -> Part:
-        """Average what is encoded. keep: write the worker's error."""
+    def _of_codes(
+        self, bucket: Bucket, d: Tree, payload: Tree, keep_worker: Callable[[], None], sent: Sent | None = None
+    ) -> BucketMean:
+        """Average what is encoded."""
         if not self.servers:
-            return Part(bucket, payloads.gather(payload, self.axis), keep)
+            return BucketMean(bucket, payloads.gather(payload, self.axis), keep_worker, sent)
         rule = self.axis, self.codec, self.feedback
-        found = pass_on_later(payload, d, *rule, segments=bucket.segments)
-        if found is None:
-            gathered, after = pass_on(payload, d, *rule, segments=bucket.segments)
-            found = gathered, successor(d, after)
-        gathered, serve = found
+        gathered, keep_server = through_servers_later(payload, d, *rule, segments=bucket.segments)
 
-        def keep_both() -> None:
-            keep()
-            serve()
+        def keep() -> None:
+            keep_worker()
+            keep_server()
 
-        return Part(bucket, gathered, keep_both)
+        return BucketMean(bucket, gathered, keep, sent)
 
 
-def nothing() -> None:
-    """Write nothing."""
-
-
-def wire_of(axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, *, servers: bool) -> Wire | None:
-    """Return how vectors travel over one axis; None over several."""
+def coded_average(
+    axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, *, servers: bool
+) -> CodedAverage | None:
+    """Return the compressed average for steps in place; None over several axes."""
     if isinstance(axis, str) and isinstance(codec, Codec) and isinstance(feedback, Feedback):
-        return Wire(axis, codec, feedback, layout, servers)
+        return CodedAverage(axis, codec, feedback, layout, servers)
     return None
 
 
@@ -214,7 +201,7 @@ def moving_averages(
     shape = bucket.segments.valid.shape[0], bucket.segments.row_length
     out = buffers.empty(shape, mu[0].dtype, mu[0].device)
     if bucket.fused:
-        flat, pieces = out.view(-1), layouts.part(out.view(-1), bucket)
+        flat, pieces = out.view(-1), layouts.split(out.view(-1), bucket)
         flat[sum(p.numel() for p in pieces) :].zero_()
         for i, piece in zip(bucket.places, pieces, strict=True):
             torch.lerp(grads[i], mu[i], decay, out=piece)

@@ -46,8 +46,8 @@ class Rules(NamedTuple):
 
     def arrange(self, leaves: list[Tensor], world: int | None = None) -> list[Bucket]:
         """Return the vectors that the leaves make, on so many ranks; None: on those of the axis."""
-        there, there_rule, back = self.codec, self.feedback, self.gather or identity()
-        halves = [*hops(self.axis, there, there_rule), *hops(self.axis, back, self.gather_feedback)]
+        back = hops(self.axis, self.gather or identity(), self.gather_feedback)
+        halves = [*hops(self.axis, self.codec, self.feedback), *back]
         world = axis_size(self.axis) if world is None else world
         return buckets(leaves, world, math.lcm(*(hop.codec.align for hop in halves)), self.layout)
 

@@ -88,24 +88,30 @@ class Fits:
     A look at every tensor takes longer than a small step. So params and state, which stay from step to step, are looked
     at once, and then only whether they are the same objects at the same addresses; gradients are always looked at.
 
-    Args: op: the kernel.
+    Args: op: the kernel. fields: of the state of the chain's second link, the lists. eps: the step's, which a kernel
+        needs above zero.
     """
 
-    def __init__(self, op: str) -> None:
-        self._op = op
+    def __init__(self, op: str, fields: Sequence[str], eps: float) -> None:
+        self._op, self._fields, self._eps = op, fields, eps
         # the tensors, their addresses, the shapes of params
         self._seen: tuple[list[Tensor], list[int], list[torch.Size]] | None = None
 
-    def __call__(self, params: list[Tensor], state: Sequence[list[Tensor]], grads: list[Tensor]) -> bool:
-        """Return the answer for params, lists of the state, and gradients."""
-        kept, shapes = [*chain(params, *state)], [*map(_SHAPE, params)]
+    def __call__(self, updates: Tree, state: Tree, params: Tree) -> bool:
+        """Return the answer for the arguments of an update."""
+        if not self._eps > 0:
+            return False
+        link = state.inner[1]
+        lists = [tree.leaves(params), *(tree.leaves(getattr(link, name)) for name in self._fields)]
+        kept, shapes = [*chain(*lists)], [*map(_SHAPE, lists[0])]
         if torch.compiler.is_compiling() or not self._as_before(kept, shapes):
             self._seen = None
-            if not same_shapes([params, *state]) or not has_kernel(self._op, [params, *state]):
+            if not same_shapes(lists) or not has_kernel(self._op, lists):
                 return False
             self._seen = kept, [*map(Tensor.data_ptr, kept)], shapes
+        grads = tree.leaves(updates)
         alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, [grads])
-        return alike and grads[0].device == params[0].device
+        return alike and grads[0].device == kept[0].device
 
     def _as_before(self, kept: list[Tensor], shapes: list[torch.Size]) -> bool:
         if self._seen is None or len(kept) != len(self._seen[0]) or not all(map(is_, kept, self._seen[0])):
@@ -129,26 +135,3 @@ def same_shapes(lists: Sequence[Sequence[Tensor]]) -> bool:
     """Return whether all lists hold tensors of the same shapes; kernels see addresses and would go on behind an end."""
     first, *others = ([*map(_SHAPE, tensors)] for tensors in lists)
     return all(shapes == first for shapes in others)
-
-
-def successor(old: Tree, new: Tree) -> Callable[[], None]:
-    """Return what lets a state be the next one, by giving its tensors the memory of the new ones.
-
-    Raises: ValueError now, before anything is written, if structure, a shape or a dtype differs.
-    """
-    olds, structure = tree.flatten(old)
-    news, found = tree.flatten(new)
-    if structure != found:
-        leaves = f"{tree.paths(old)} into {tree.paths(new)}"
-        raise ValueError(f"state: an update turned the leaves {leaves}; allowed are those of init, in the same trees")
-    for o, n in zip(olds, news, strict=True):
-        if o.shape != n.shape or o.dtype != n.dtype:
-            change = f"from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}"
-            raise ValueError(f"state: an update changed a leaf {change}; allowed are the form and the dtype of init")
-
-    def write() -> None:
-        for o, n in zip(olds, news, strict=True):
-            if o is not n:
-                o.set_(n)
-
-    return write

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Phase, Transform, check_params, check_state, check_transform, missing, stateless
+from fn.kernels.reference import scale_dtype
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -164,11 +165,15 @@ def onebit_lamb_by_tensor(
         rest = (leaves[0] if leaves else torch.zeros(())).new_zeros(tail)
         return OnebitLambState(step, mu, nu, fresh, zero, factor, ratio, scaling, rest, sync.init((mu, rest)))
 
-    def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
+    def checked(updates: Tree, state: OnebitLambState, params: Tree) -> tuple[Tree, Tree]:
+        """Return updates and params in the order of the state; refuse arguments that do not fit together."""
         check_state(state, OnebitLambState)
         check_params(params)
         tree.check_updates(updates, state.mu)
-        updates, params = tree.in_order(updates, state.mu, "updates"), tree.in_order(params, state.mu, "params")
+        return tree.in_order(updates, state.mu, "updates"), tree.in_order(params, state.mu, "params")
+
+    def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
+        updates, params = checked(updates, state, params)
         rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
         out, mu, nu, coefficient, ratio = _columns(results, updates, 5)
@@ -185,10 +190,7 @@ def onebit_lamb_by_tensor(
         return out, state
 
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
-        check_state(state, OnebitLambState)
-        check_params(params)
-        tree.check_updates(updates, state.mu)
-        updates, params = tree.in_order(updates, state.mu, "updates"), tree.in_order(params, state.mu, "params")
+        updates, params = checked(updates, state, params)
         leaves, structure = tree.flatten(updates)
         each = hypers(len(leaves))
         own = [
@@ -196,8 +198,8 @@ def onebit_lamb_by_tensor(
             for h, g, m, s in zip(each, leaves, tree.leaves(state.mu), tree.leaves(state.scaling), strict=True)
         ]
         averaged = tree.unflatten(structure, own), state.tail
-        (agreed, rest), sync_state = sync.compressed_update(averaged, state.sync, (params, state.tail))
-        mu = tree.map(lambda m, s: m / s, agreed, state.scaling)
+        (mean, rest), sync_state = sync.compressed_update(averaged, state.sync, (params, state.tail))
+        mu = tree.map(lambda m, s: m / s, mean, state.scaling)
         if keep_zeros:
             mu = keep_unseen_at_zero(mu, state.nu)
         rows = _rows(params, mu, state.mu, state.nu, state.nu_fresh, state.coefficient, state.factor)
@@ -308,7 +310,7 @@ def common_scale(mu: Tree) -> Tree:
         return mu
     rms = torch.stack([(_norm(m).double() / max(m.numel(), 1) ** 0.5).to(leaves[0].device) for m in leaves])
     scaling = common_scale_of(rms)
-    parts = [s.to(device=m.device, dtype=_small(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]
+    parts = [s.to(device=m.device, dtype=scale_dtype(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]
     return tree.unflatten(structure, parts)
 
 
@@ -320,16 +322,12 @@ def common_scale_of(rms: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x.to(_small(x)))
+    norm: Tensor = torch.linalg.vector_norm(x.to(scale_dtype(x)))
     return norm
 
 
-def _small(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _number(like: Tensor, value: float) -> Tensor:
-    return torch.full((), value, dtype=_small(like), device=like.device)
+    return torch.full((), value, dtype=scale_dtype(like), device=like.device)
 
 
 def _check_bounds(low: float, high: float) -> None:

@@ -13,8 +13,8 @@ from fn.collectives.axis import axis_size
 from fn.collectives.hierarchy import Codecs
 from fn.kernels.eager import remembered
 from fn.transforms import layout as layouts
-from fn.transforms.average_in_place import averaging
-from fn.transforms.coded_in_place import Wire, moving_averages
+from fn.transforms.average_in_place import stage_warmup
+from fn.transforms.coded_in_place import CodedAverage, moving_averages
 from fn.transforms.finite import SkipState
 from fn.transforms.host_numbers import on_host
 from fn.transforms.in_place import Fits, InPlace, Staged
@@ -34,24 +34,25 @@ Tree = Any
 
 
 def with_onebit_lamb_in_place(
-    tx: Transform, wire: Wire | None, lr: float | Tensor, h: LambHyper, *, keep_zeros: bool, warmup: Codecs | None
+    tx: Transform,
+    average: CodedAverage | None,
+    lr: float | Tensor,
+    h: LambHyper,
+    *,
+    keep_zeros: bool,
+    warmup: Codecs | None,
 ) -> Transform:
     """Let the steps of a chain (average, 1-bit LAMB, learning rate) be staged.
 
-    Over several axes, of which there is no wire, they stay the pure ones, and the compressed ones with other layouts
-    than "fused".
+    Without an `average`, over several axes, they stay the pure ones, and the compressed ones with other layouts than
+    "fused".
     """
-    if wire is None:
+    if average is None:
         return tx
-    kernel_fits, average = Fits("lamb_step_"), averaging(wire.axis, warmup)
-
-    def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
-        link: OnebitLambState = state.inner[1]
-        kept = [tree.leaves(t) for t in (link.mu, link.nu, link.nu_fresh)]
-        return h.eps > 0 and kernel_fits(tree.leaves(params), kept, tree.leaves(updates))
+    fits = Fits("lamb_step_", ("mu", "nu", "nu_fresh"), h.eps)
 
     def fits_codes(updates: Tree, state: SkipState, params: Tree) -> bool:
-        return wire.layout == "fused" and axis_size(wire.axis) > 1 and fits(updates, state, params)
+        return average.layout == "fused" and axis_size(average.axis) > 1 and fits(updates, state, params)
 
     def descend(link: OnebitLambState, params: list[Tensor], ratio: Tensor) -> None:
         rate = float(on_host(lr)) if isinstance(lr, Tensor) else lr
@@ -60,23 +61,16 @@ def with_onebit_lamb_in_place(
         _write(link.ratio, ratio)
         link.step.add_(1)
 
-    def warm_up(updates: Tree, state: SkipState, params: Tree) -> Staged:
-        link: OnebitLambState = state.inner[1]
-        leaves, mu, nu = (tree.leaves(t) for t in (params, link.mu, link.nu))
-        mean = average(tree.leaves(updates), state.inner[0])
-
-        def commit() -> None:
-            squares = torch.ops.fn.lamb_moments_(leaves, mean.grads, mu, nu, h.b1, h.b2, h.eps, h.weight_decay)
-            weight, update, rms = squares.sqrt().unbind(1)
-            ratio = ratio_of(weight.float(), update.float(), h.min_coeff, h.max_coeff)
-            _write(link.coefficient, moved_coefficient(h, _read(link.coefficient), ratio))
-            _write(link.factor, torch.ones_like(ratio))
-            _write(link.scaling, common_scale_of(rms / _counts(mu).clamp(min=1).sqrt()).float())
-            torch._foreach_copy_(tree.leaves(link.nu_fresh), nu)
-            descend(link, leaves, ratio)
-            mean.keep()
-
-        return Staged(mean.ok, commit)
+    def write_warmup(link: OnebitLambState, params: list[Tensor], grads: list[Tensor]) -> None:
+        mu, nu = tree.leaves(link.mu), tree.leaves(link.nu)
+        squares = torch.ops.fn.lamb_moments_(params, grads, mu, nu, h.b1, h.b2, h.eps, h.weight_decay)
+        weight, update, rms = squares.sqrt().unbind(1)
+        ratio = ratio_of(weight.float(), update.float(), h.min_coeff, h.max_coeff)
+        _write(link.coefficient, moved_coefficient(h, _read(link.coefficient), ratio))
+        _write(link.factor, torch.ones_like(ratio))
+        _write(link.scaling, common_scale_of(rms / _counts(mu).clamp(min=1).sqrt()).float())
+        torch._foreach_copy_(tree.leaves(link.nu_fresh), nu)
+        descend(link, params, ratio)
 
     def compressed(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: OnebitLambState = state.inner[1]
@@ -88,9 +82,9 @@ def with_onebit_lamb_in_place(
         def rows(bucket: Bucket) -> Tensor:
             return moving_averages(sent, grads, h.b1, bucket, factors)
 
-        mean = wire.average_rows(sent, link.sync, rows)
-        ((bucket, vector, *_),) = mean.parts
-        *averages, tail = layouts.part(vector, bucket)  # type: ignore[arg-type]
+        mean = average.average_rows(sent, link.sync, rows)
+        ((bucket, vector, *_),) = mean.buckets
+        *averages, tail = layouts.split(vector, bucket)  # type: ignore[arg-type]
         # No square of a gradient can overflow, nor what is divided by the scaling.
         bound = (largest(mean.numbers) / scaling.min() * 2 / (1 - h.b1)).square()
 
@@ -108,7 +102,7 @@ def with_onebit_lamb_in_place(
         return Staged(bound.isfinite(), commit)
 
     return tx._replace(
-        warmup_update=InPlace(tx.warmup_update, fits, warm_up),
+        warmup_update=InPlace(tx.warmup_update, fits, stage_warmup(average.axis, warmup, write_warmup)),
         compressed_update=InPlace(tx.compressed_update, fits_codes, compressed),
     )
 

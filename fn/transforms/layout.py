@@ -163,7 +163,7 @@ def adjoin(tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def part(vector: Tensor, bucket: Bucket) -> list[Tensor]:
+def split(vector: Tensor, bucket: Bucket) -> list[Tensor]:
     """Take a vector (n,) apart into tensors of the bucket's shapes, the padding left out."""
     if bucket.fused:
         lengths = [shape.numel() for shape in bucket.shapes]
@@ -174,10 +174,10 @@ def part(vector: Tensor, bucket: Bucket) -> list[Tensor]:
     return [p.reshape(-1)[: shape.numel()].view(shape) for p, shape in zip(pieces, bucket.shapes, strict=True)]
 
 
-def part_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> None:
-    """Write the parts of a vector (n,) into contiguous tensors of the bucket's shapes, rounding to their dtypes."""
+def split_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> None:
+    """Write a vector (n,), taken apart, into contiguous tensors of the bucket's shapes, rounding to their dtypes."""
     if bucket.fused:
-        for tensor, piece in zip(tensors, part(vector, bucket), strict=True):
+        for tensor, piece in zip(tensors, split(vector, bucket), strict=True):
             tensor.copy_(piece)
         return
     table = vector.view(bucket.segments.valid.shape[0], -1)

@@ -4,8 +4,9 @@ Errors are cut by rank, so a checkpoint of 4 ranks does not fit 2. What must not
 
     (1 / W) sum_r worker error_r  +  the server errors, end to end,
 
-tensor by tensor. A `Reshape` says for a state how to add that up over the old ranks (`shares`) and how to start from it
-on the new ones (`adopt`): every rank's worker error is then the mean of the old ones, its server error its own piece.
+tensor by tensor. A `Reshape` says for a state how to add that up over the old ranks (`addends`) and how to start from
+it on the new ones (`adopt`): every rank's worker error is then the mean of the old ones, its server error its own
+piece.
 """
 
 from __future__ import annotations
@@ -18,29 +19,29 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codec import Codec
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.feedback import Damped, Feedback, StoredClassic
+from fn.collectives.feedback import Damped, StoredClassic
+from fn.collectives.hierarchy import Hop
 from fn.collectives.plain_errors import age_of, from_plain, to_plain
 from fn.collectives.segments import Segments
 from fn.transforms import layout as layouts
 from fn.transforms.notes import Notes
 
 Tree = Any
-Shares = list[Tensor]
+Addends = list[Tensor]
 """Of one part of a state; those of a state in parts are a list of these."""
 
 
 class Reshape(NamedTuple):
     """How a state moves to another number of ranks.
 
-    shares: (state of a rank, W, its rank) -> float64 tensors; added up over the ranks they do not depend on W.
-    adopt: (the sum of all shares, a fresh state) -> the state of this rank on the axes that are bound now.
-    rest: (the sum of all shares, the adopted state) -> what was undelivered of the gradients and errors of few bits
+    addends: (state of a rank, W, its rank) -> float64 tensors; added up over the ranks they do not depend on W.
+    adopt: (the sum of all addends, a fresh state) -> the state of this rank on the axes that are bound now.
+    rest: (the sum of all addends, the adopted state) -> what was undelivered of the gradients and errors of few bits
         do not hold, a float64 tensor per leaf, the same on all ranks. None: nothing, or not of gradients.
     """
 
-    shares: Callable[[Tree, int, int], Tree]
+    addends: Callable[[Tree, int, int], Tree]
     adopt: Callable[[Tree, Tree], Tree]
     rest: Callable[[Tree, Tree], list[Tensor]] | None = None
 
@@ -49,29 +50,25 @@ reshapes: Notes[tuple[Tree, Reshape]] = Notes()
 """(a state that was just made, how it moves), from each init whose state does not fit another world as it is."""
 
 
-class Half(NamedTuple):
-    """How the errors of one half of an exchange are made."""
-
-    codec: Codec
-    feedback: Feedback
-
-
 Plan = Callable[[int], list[layouts.Bucket]]
 """W -> how leaves travel among W ranks."""
 
 
 def errors_reshape(
-    leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Half, server: Half, *, of_gradients: bool
+    leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop, server: Hop, *, of_gradients: bool
 ) -> Reshape:
-    """Return how an `ErrorFeedbackState` over leaves moves. of_gradients: whether that is what the workers encode."""
+    """Return how an `ErrorFeedbackState` over leaves moves.
 
-    def shares(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
-        found: Shares = []
+    Args: worker, server: how the two halves of an exchange travel. of_gradients: whether that is what workers encode.
+    """
+
+    def addends(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
+        found: Addends = []
         for bucket, e, d in zip(plan(world), state.worker, state.server, strict=True):
             dtype, at = leaves[bucket.places[0]].dtype, bucket.segments
-            sent = to_plain(e, *worker, at, dtype)
+            sent = to_plain(e, worker.codec, worker.feedback, at, dtype)
             found += parts_of(None if sent is None else sent.double() / world, bucket)
-            own = to_plain(d, *server, at.row(torch.tensor(rank)), dtype)
+            own = to_plain(d, server.codec, server.feedback, at.row(torch.tensor(rank)), dtype)
             found += parts_of(None if own is None else in_row(own, bucket, rank), bucket)
             found += [_age(e, rank), _age(d, rank)]
         return found
@@ -97,7 +94,7 @@ def errors_reshape(
             at, dtype = bucket.segments, leaves[bucket.places[0]].dtype
             sent, own = take_parts(parts, bucket), take_parts(parts, bucket)
             _, age = next(parts), next(parts).long()
-            held = to_plain(e, *worker, at, dtype)
+            held = to_plain(e, worker.codec, worker.feedback, at, dtype)
             lost = sent - (0.0 if held is None else held.double().cpu())
             lost += _lost_by_servers(own, d, server, at, age, dtype)
             for place, part in zip(bucket.places, parts_of(lost, bucket), strict=True):
@@ -105,10 +102,10 @@ def errors_reshape(
         return found
 
     rounded = of_gradients and isinstance(worker.feedback.rule, Damped | StoredClassic)
-    return Reshape(shares, adopt, rest if rounded else None)
+    return Reshape(addends, adopt, rest if rounded else None)
 
 
-def _lost_by_servers(own: Tensor, like: Tree, half: Half, at: Segments, age: Tensor, dtype: torch.dtype) -> Tensor:
+def _lost_by_servers(own: Tensor, like: Tree, hop: Hop, at: Segments, age: Tensor, dtype: torch.dtype) -> Tensor:
     """Return what the servers' errors, end to end (n,), lose when each rank keeps its own; every rank can tell.
 
     Args: like: this rank's error. The rest as for `to_plain` and `from_plain`.
@@ -118,7 +115,7 @@ def _lost_by_servers(own: Tensor, like: Tree, half: Half, at: Segments, age: Ten
     lost = own.clone().view(at.valid.shape[0], -1)
     for rank, piece in enumerate(lost):
         row = at.row(torch.tensor(rank))
-        held = to_plain(from_plain(piece, like, row, half.feedback, age), *half, row, dtype)
+        held = to_plain(from_plain(piece, like, row, hop.feedback, age), hop.codec, hop.feedback, row, dtype)
         piece -= 0.0 if held is None else held.double().cpu()
     return lost.view(-1)
 
@@ -137,11 +134,11 @@ def in_row(piece: Tensor, bucket: layouts.Bucket, rank: int) -> Tensor:
     return full.view(-1)
 
 
-def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Shares:
+def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Addends:
     """Return the bucket's tensors of a vector, on the CPU; zeros for None."""
     if vector is None:
         return [torch.zeros(shape, dtype=torch.float64) for shape in bucket.shapes]
-    return [part.double().cpu() for part in layouts.part(vector, bucket)]
+    return [part.double().cpu() for part in layouts.split(vector, bucket)]
 
 
 def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
@@ -163,7 +160,7 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
                 return bucket
         return None
 
-    def shares(state: Tree, world: int, rank: int) -> Tree:
+    def addends(state: Tree, world: int, rank: int) -> Tree:
         buckets, found = plan(world), list[Tensor]()
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
             bucket = bucket_of(path, leaf, buckets)
@@ -183,13 +180,13 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
             found.append(value.to(leaf))
         return tree.unflatten(structure, found)
 
-    return Reshape(shares, adopt)
+    return Reshape(addends, adopt)
 
 
 def vectors_reshape(axis: str, plan: Plan) -> Reshape:
     """Return how a tuple moves that has for each bucket a vector (n,) which all ranks hold alike, or ()."""
 
-    def shares(state: Tree, world: int, rank: int) -> Tree:
+    def addends(state: Tree, world: int, rank: int) -> Tree:
         pairs = zip(state, plan(world), strict=True)
         return [parts_of(v if rank == 0 else None, b) if isinstance(v, Tensor) else [] for v, b in pairs]
 
@@ -197,7 +194,7 @@ def vectors_reshape(axis: str, plan: Plan) -> Reshape:
         triples = zip(total, fresh, plan(axis_size(axis)), strict=True)
         return tuple(take_parts(iter(t), b).to(f) if isinstance(f, Tensor) else f for t, f, b in triples)
 
-    return Reshape(shares, adopt)
+    return Reshape(addends, adopt)
 
 
 def in_parts(
@@ -208,8 +205,8 @@ def in_parts(
     Args: parts: (what takes a part out of a state, how it moves). join: (a fresh state, the parts) -> the state.
     """
 
-    def shares(state: Tree, world: int, rank: int) -> Tree:
-        return [reshape.shares(pick(state), world, rank) for pick, reshape in parts]
+    def addends(state: Tree, world: int, rank: int) -> Tree:
+        return [reshape.addends(pick(state), world, rank) for pick, reshape in parts]
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
         moved = [reshape.adopt(each, pick(fresh)) for each, (pick, reshape) in zip(total, parts, strict=True)]
@@ -218,4 +215,4 @@ def in_parts(
     def rest(total: Tree, state: Tree) -> list[Tensor]:
         return next(r.rest(each, pick(state)) for each, (pick, r) in zip(total, parts, strict=True) if r.rest)
 
-    return Reshape(shares, adopt, rest if any(reshape.rest for _, reshape in parts) else None)
+    return Reshape(addends, adopt, rest if any(reshape.rest for _, reshape in parts) else None)

@@ -36,7 +36,7 @@ from fn.kernels.eager import is_eager
 from fn.transforms import exchange
 from fn.transforms import layout as layouts
 from fn.transforms.exchange import Kept, Rules, rules_of
-from fn.transforms.resharding import Half, Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
+from fn.transforms.resharding import Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
 from fn.transforms.shards import Division, divisions, followed, shown, take, wide
 
 Tree = Any
@@ -206,7 +206,7 @@ def sharded(
                 value = precise + moved if sends_params else moved
                 dtype = leaves[bucket.places[0]].dtype if sends_params else moved.dtype
                 whole, kept[i] = exchange.back(value, dtype, kept[i], bucket, rules, codes)
-                parts = zip(bucket.places, layouts.part(whole, bucket), strict=True)
+                parts = zip(bucket.places, layouts.split(whole, bucket), strict=True)
                 found.update((k, part - leaves[k] if sends_params else part) for k, part in parts)
                 masters.append(value if sends_params else ())
             return layouts.restore(structure, found), _state(inside, masters, kept, state.place)
@@ -229,8 +229,7 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
     back = to
     if rules.momentum is None:
         (back,) = hops(axis, rules.gather or identity(), rules.gather_feedback)
-    halves = Half(*to[1:]), Half(*back[1:])
-    errors = errors_reshape(leaves, axis, plan, *halves, of_gradients=rules.momentum is None)
+    errors = errors_reshape(leaves, axis, plan, to, back, of_gradients=rules.momentum is None)
     parts: list[tuple[Any, Reshape]] = [
         (lambda s: s.inner, shards_reshape(axis, plan, paths or numbers)),
         (lambda s: s.master, shards_reshape(axis, plan, numbers)),

@@ -10,6 +10,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Transform
 from fn.collectives.axis import axis_index, axis_size
+from fn.collectives.compressed_in_place import successor
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager
 from fn.transforms import adam_in_place, exchange
@@ -17,7 +18,7 @@ from fn.transforms import layout as layouts
 from fn.transforms.adam_in_place import Descent
 from fn.transforms.exchange import Rules
 from fn.transforms.finite import SkipState, all_finite
-from fn.transforms.in_place import InPlace, Staged, has_kernel, successor
+from fn.transforms.in_place import InPlace, Staged, has_kernel
 from fn.transforms.moments import AdamState
 from fn.transforms.sharded import ShardedState, check_shards, kept_of
 from fn.transforms.shards import followed, take
@@ -79,7 +80,7 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
         def commit() -> None:
             adam_in_place.step_weights(moments, h, warmup=True)
             for step in steps:
-                layouts.part_into([leaves[i] for i in step.bucket.places], step.whole, step.bucket)
+                layouts.split_into([leaves[i] for i in step.bucket.places], step.whole, step.bucket)
             renew()
 
         return Staged(_agree([s.whole for s in steps], plan, exact), commit)

@@ -15,7 +15,7 @@ from fn.collectives.differentiation import is_recorded
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager
 from fn.transforms.finite import all_finite
-from fn.transforms.layout import Bucket, adjoin, end_to_end, join, part
+from fn.transforms.layout import Bucket, adjoin, end_to_end, join, split
 from fn.transforms.notes import Notes
 
 Tree = Any
@@ -31,7 +31,7 @@ class Division(NamedTuple):
         """Return tensors of the bucket's shapes with a shard (n / W,) where it belongs, and zeros elsewhere."""
         full = shard.new_zeros(bucket.segments.valid.shape[0], shard.shape[0])
         full[int(self.row)] = shard
-        return part(full.view(-1), bucket)
+        return split(full.view(-1), bucket)
 
 
 divisions: Notes[Division] = Notes()

@@ -121,7 +121,7 @@ def scale_by_zero_one_adam(
     def zeros_kept(x: Tree, nu: Tree) -> Tree:
         return tree.map(lambda a, v: torch.where(v > 0, a, 0.0), x, nu) if keep_zeros else x
 
-    def agreed_step(mu: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, ZeroOneAdamState]:
+    def common_step(mu: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, ZeroOneAdamState]:
         """Step from a momentum that all ranks share; the new parameters are the anchor."""
         wide = tree.map(lambda p, m: p.to(m.dtype), params, mu)
         direction = adam_direction(mu, state.nu, eps)
@@ -140,14 +140,14 @@ def scale_by_zero_one_adam(
         params = checked(updates, state, params)
         check_synchronised(state.elapsed)
         nu = moving_average_of_squares(state.nu, updates, b2)
-        return agreed_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
+        return common_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
 
     def compress_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         params = checked(updates, state, params)
         wide = tree.map(lambda m, g: g.to(m.dtype), state.mu, updates)
         mean, sync_state = sync.compressed_update(wide, state.sync, params)
         mu = zeros_kept(moving_average(state.mu, mean, b1), state.nu)
-        return agreed_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params)
+        return common_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params)
 
     def step_alone(updates: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, Tree]:
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
@@ -176,16 +176,16 @@ def scale_by_zero_one_adam(
         went = tree.map(torch.sub, here, state.anchor) if anchored else tree.map(torch.add, state.went, moves)
         start = state.anchor if anchored else tree.map(torch.sub, here, went)
         scaled = tree.map(lambda d, v: d * (v.sqrt() + eps), went, state.nu)
-        agreed, sync_state = sync.compressed_update(scaled, state.sync, params)
-        peak = largest(agreed)
-        agreed = zeros_kept(agreed, state.nu)
-        mu = tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0).to(s.dtype), agreed)
+        mean, sync_state = sync.compressed_update(scaled, state.sync, params)
+        peak = largest(mean)
+        mean = zeros_kept(mean, state.nu)
+        mu = tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0).to(s.dtype), mean)
         decay = 0.0 if decay_in_momentum else weight_decay
 
         def moved(x: Tensor, s: Tensor, v: Tensor) -> Tensor:
             return (x - elapsed * decay * x + s / (v.sqrt() + eps)).to(x.dtype)
 
-        there = tree.map(moved, start, agreed, state.nu)
+        there = tree.map(moved, start, mean, state.nu)
         back = tree.map(lambda x, p: x - p.to(x.dtype), there, params)
         kept = (there, ()) if anchored else ((), tree.map(torch.zeros_like, went))
         zero = torch.zeros_like(state.elapsed)

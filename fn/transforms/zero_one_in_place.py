@@ -13,8 +13,8 @@ from fn.collectives.axis import axis_size
 from fn.collectives.hierarchy import Codecs
 from fn.kernels import ops
 from fn.transforms.adam_in_place import Descent
-from fn.transforms.average_in_place import averaging, squares_are_finite
-from fn.transforms.coded_in_place import Wire
+from fn.transforms.average_in_place import squares_are_finite, stage_warmup
+from fn.transforms.coded_in_place import CodedAverage
 from fn.transforms.finite import SkipState
 from fn.transforms.host_numbers import on_host, write
 from fn.transforms.in_place import Fits, InPlace, Staged
@@ -25,41 +25,33 @@ Tree = Any
 
 
 def with_zero_one_in_place(
-    tx: Transform, wire: Wire | None, h: Descent, *, steps: bool, warmup: Codecs | None
+    tx: Transform, average: CodedAverage | None, h: Descent, *, steps: bool, warmup: Codecs | None
 ) -> Transform:
     """Let the steps of a chain (average, anchored 0/1 Adam) be staged.
 
-    Over several axes, of which there is no wire, they stay the pure ones. steps: whether steps are what is compressed;
-    if not, synchronising steps stay pure, and there are no local ones.
+    Without an `average`, over several axes, they stay the pure ones. steps: whether steps are what is compressed; if
+    not, synchronising steps stay pure, and there are no local ones.
     """
-    if wire is None:
+    if average is None:
         return tx
-    kernel_fits, average = Fits("adamw_"), averaging(wire.axis, warmup)
+    fits = Fits("adamw_", ("mu", "nu", "anchor"), h.eps)
 
-    def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
-        link: ZeroOneAdamState = state.inner[1]
-        kept = [tree.leaves(t) for t in (link.mu, link.nu, link.anchor)]
-        return h.eps > 0 and kernel_fits(tree.leaves(params), kept, tree.leaves(updates))
-
-    def descend(link: ZeroOneAdamState, params: Tree, grads: list[Tensor], *, frozen: bool) -> None:
-        lists = [tree.leaves(params), grads, tree.leaves(link.mu), tree.leaves(link.nu)]
+    def descend(link: ZeroOneAdamState, params: list[Tensor], grads: list[Tensor], *, frozen: bool) -> None:
+        lists = params, grads, tree.leaves(link.mu), tree.leaves(link.nu)
         decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
         ops.direct("adamw_", *lists, h.b1, h.b2, h.eps, decay, float(h.rate), 1.0, 1.0, frozen)
         link.step.add_(1)
 
+    def write_variance(link: ZeroOneAdamState, params: list[Tensor], grads: list[Tensor]) -> None:
+        link.peak.copy_(ops.direct("largest_magnitude", grads))
+        descend(link, params, grads, frozen=False)
+        torch._foreach_copy_(tree.leaves(link.anchor), params)
+
+    stage_variance = stage_warmup(average.axis, warmup, write_variance)
+
     def variance(updates: Tree, state: SkipState, params: Tree) -> Staged:
-        link: ZeroOneAdamState = state.inner[1]
-        check_synchronised(on_host(link.elapsed))
-        mean = average(tree.leaves(updates), state.inner[0])
-        peak = ops.direct("largest_magnitude", mean.grads)
-
-        def commit() -> None:
-            descend(link, params, mean.grads, frozen=False)
-            torch._foreach_copy_(tree.leaves(link.anchor), tree.leaves(params))
-            link.peak.copy_(peak)
-            mean.keep()
-
-        return Staged(mean.ok, commit)
+        check_synchronised(on_host(state.inner[1].elapsed))
+        return stage_variance(updates, state, params)
 
     def local(updates: Tree, state: SkipState, params: Tree) -> Staged:
         link: ZeroOneAdamState = state.inner[1]
@@ -68,7 +60,7 @@ def with_zero_one_in_place(
 
         def commit() -> None:
             if ok:
-                descend(link, params, grads, frozen=True)
+                descend(link, tree.leaves(params), grads, frozen=True)
             else:  # this rank's own: no message tells the others
                 link.dropped.add_(1)
                 link.step.add_(1)
@@ -78,7 +70,7 @@ def with_zero_one_in_place(
 
     def moved(updates: Tree, state: SkipState, params: Tree) -> bool:
         link: ZeroOneAdamState = state.inner[1]
-        whole = wire.layout != "fused" and axis_size(wire.axis) > 1
+        whole = average.layout != "fused" and axis_size(average.axis) > 1
         return whole and bool(on_host(link.elapsed) + h.rate > 0) and fits(updates, state, params)
 
     def synchronise(updates: Tree, state: SkipState, params: Tree) -> Staged:
@@ -94,7 +86,7 @@ def with_zero_one_in_place(
             drift: Tensor = ops.direct("drift", *here, h.b1, h.eps, float(h.rate), *place)
             return drift.view(-1)
 
-        mean = wire.average_rows(anchor, link.sync, drifts)
+        mean = average.average_rows(anchor, link.sync, drifts)
         peak = largest(mean.numbers)
 
         def commit() -> None:  # from the anchor, with the mean in place of minus the learning rates times the momentum

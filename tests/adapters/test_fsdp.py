@@ -284,7 +284,7 @@ def test_the_axis_of_replicas_is_averaged_exactly_or_in_codes():
                 [rank["state"][f"{group}.replicas.{half}.0"] for rank in (first, second)]
                 for half in ("worker", "server")
             )
-            errors = layout.part(torch.stack(worker).mean(0) + torch.cat(server), bucket)
+            errors = layout.split(torch.stack(worker).mean(0) + torch.cat(server), bucket)
             for name, error in zip(names, errors, strict=True):
                 torch.testing.assert_close(got[name] + error, exact[name], rtol=1e-5, atol=1e-5)
                 assert error.numel() < 20 or error.abs().max() > 1e-3

@@ -70,7 +70,7 @@ def pretend(device: torch.device) -> None:
     eager._PLAIN.add(FakeTensor)
     segments.Segments.row = lambda self, index: segments.Segments(self.widths, self.valid[:1])
     vars(shards)["int"] = lambda index: 0
-    coded_in_place.Agreed.ok = property(lambda self: all(x.device == device for x in self.numbers))
+    coded_in_place.CodedMean.ok = property(lambda self: all(x.device == device for x in self.numbers))
     for module in (average_in_place, zero_one_in_place):
         module.squares_are_finite = lambda leaves: all(x.device == device for x in leaves)
     vars(lamb_in_place)["bool"] = lambda number: number.device == device

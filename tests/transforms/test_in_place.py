@@ -17,7 +17,7 @@ import fn
 from fn import Phase, tree
 from fn.adapters import torch_optim
 from fn.kernels.table import cells
-from fn.transforms.coded_in_place import Agreed
+from fn.transforms.coded_in_place import CodedMean
 from fn.transforms.in_place import InPlace
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
@@ -124,17 +124,17 @@ def count_stages():
 @contextmanager
 def count_means():
     """List the steps that are taken in place from what the ranks agreed on."""
-    taken, original = [], Agreed.step
+    taken, original = [], CodedMean.step
 
     def noted(*args: Any, **kwargs: Any) -> None:
         taken.append(True)
         original(*args, **kwargs)
 
-    Agreed.step = noted
+    CodedMean.step = noted
     try:
         yield taken
     finally:
-        Agreed.step = original
+        CodedMean.step = original
 
 
 @pytest.mark.parametrize(("world", "rows"), [(2, "numba"), (3, "numba"), (2, "torch"), (3, "torch")])

@@ -98,11 +98,11 @@ def test_rows_are_those_of_the_joined_vector_and_are_written_back(world, layout,
         mine = [leaves[i] for i in bucket.places]
         rows, joined = layouts.rows_of(leaves, bucket), layouts.join(leaves, bucket)
         assert torch.equal(torch.cat(rows), joined)
-        assert all(map(torch.equal, mine, layouts.part(joined, bucket)))
+        assert all(map(torch.equal, mine, layouts.split(joined, bucket)))
         for r in range(world):
             assert torch.equal(take(leaves, bucket, torch.tensor(r)), rows[r])
         into = [torch.full_like(x, float("nan")) for x in mine]
-        layouts.part_into(into, joined, bucket)
+        layouts.split_into(into, joined, bucket)
         assert all(map(torch.equal, mine, into))
         if layout == "fused" and end_to_end and world > 1:
             assert rows[0].data_ptr() == found.data_ptr()

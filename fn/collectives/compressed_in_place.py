@@ -1,0 +1,117 @@
+"""The compressed mean for steps in place: errors stay as they are until the step is written.
+
+What is returned beside a payload writes the next error over the old one. Where the kernels can form an error once more
+(see `two_passes`) nothing is kept until then, else the next error is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.collectives import payloads
+from fn.collectives.codec import Codec
+from fn.collectives.compressed import for_own_row, for_rows, fused_with, through_servers
+from fn.collectives.feedback import Feedback
+from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
+from fn.collectives.segments import Segments
+from fn.collectives.two_passes import Sent
+from fn.kernels.eager import remembered
+
+Tree = Any
+
+
+def through_servers_later(
+    payload: Tree, server: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+) -> tuple[Tree, Callable[[], None]]:
+    """Do what `through_servers` does, and leave the server's error as it is.
+
+    Returns: the payload of the mean, and what writes the next error over the error: where the codec and the error are
+        made for that it is not kept until then, but formed once more from what was received.
+    """
+    fused = fused_with(for_own_row(codec, segments, axis), feedback)
+    if fused is None or fused.later is None or observed() or not fused.later.accepts(server):
+        gathered, after = through_servers(payload, server, axis, codec, feedback, segments=segments)
+        return gathered, successor(server, after)
+    received = payloads.exchange(payload, axis)
+    with step_range("serve"):
+        mean = fused.later.serve(received, server)
+    return payloads.gather(mean, axis), partial(fused.later.keep, received, server, mean)
+
+
+EncodeAverages = Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Callable[[], None], Sent | None]]
+"""(mu, grads, decay) -> the payload of the moving averages, which are not formed, and what writes the next error: a
+function, or the kernel that takes the step, from what was sent."""
+
+
+def encode_averages(
+    codec: Codec, feedback: Feedback, segments: Segments, worker: Tree, server: Tree, *, servers: bool = True
+) -> EncodeAverages | None:
+    """Return how moving averages are encoded with a worker's error.
+
+    None where the codec has no kernels for that and, unless there are no servers, for theirs, or not for errors like
+    these.
+    """
+    half = for_rows(codec, segments)
+    fused = fused_with(half, feedback)
+    if fused is None or fused.averages is None:
+        return None
+    rows, length = segments.valid.shape[0], segments.row_length
+    like = _like((rows, length))
+    if not fused.accepts(like, worker):
+        return None
+    if servers and (fused.serve is None or not fused.accepts(like[:1], server)):
+        return None
+    in_one_pass, settle = fused.averages, fused.settle
+    later = None if fused.later is None or observed() or not fused.later.accepts(worker) else fused.later
+
+    def encode(mu: list[Tensor], grads: list[Tensor], decay: float) -> tuple[Tree, Callable[[], None], Sent | None]:
+        with step_range("encode"):
+            if later is not None:
+                payload, sent = later.averages(mu, grads, decay, error=worker, rows=rows)
+                return payload, nothing, sent
+            payload, after = in_one_pass(mu, grads, decay, error=worker, rows=rows)
+        if observed():  # the whole difference is the error, so what was encoded is the sum of the two
+            kept, decoded = settle(after, rows), half.decode(payload).reshape(-1)
+            observe_kept(kept)
+            observe_loss(decoded.add_(kept), kept)
+        return payload, successor(worker, after), None
+
+    return encode
+
+
+@remembered
+def _like(shape: tuple[int, int]) -> Tensor:
+    return torch.empty(shape, device="meta")
+
+
+def successor(old: Tree, new: Tree) -> Callable[[], None]:
+    """Return what lets a state be the next one, by giving its tensors the memory of the new ones.
+
+    Raises: ValueError now, before anything is written, if structure, a shape or a dtype differs.
+    """
+    olds, structure = tree.flatten(old)
+    news, found = tree.flatten(new)
+    if structure != found:
+        leaves = f"{tree.paths(old)} into {tree.paths(new)}"
+        raise ValueError(f"state: an update turned the leaves {leaves}; allowed are those of init, in the same trees")
+    for o, n in zip(olds, news, strict=True):
+        if o.shape != n.shape or o.dtype != n.dtype:
+            change = f"from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}"
+            raise ValueError(f"state: an update changed a leaf {change}; allowed are the form and the dtype of init")
+
+    def write() -> None:
+        for o, n in zip(olds, news, strict=True):
+            if o is not n:
+                o.set_(n)
+
+    return write
+
+
+def nothing() -> None:
+    """Write nothing."""
