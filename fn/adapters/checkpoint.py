@@ -59,7 +59,7 @@ def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: 
         `PeerLost` if a rank ends; OSError, on all ranks, if one of them cannot write.
     """
     _check_save(optimizer, extra, keep)
-    return _write(Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group, optimizer._wires)
+    return _write(Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group, optimizer._transports)
 
 
 def save_async(
@@ -97,7 +97,7 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     """
     _check(optimizer)
     rank, size = portable.world()
-    with named(optimizer._wires, where="checkpoint.load"):
+    with named(optimizer._transports, where="checkpoint.load"):
         found, old = _verified(Path(folder), name, rank, size)
     reader = FileSystemReader(found)
     known: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
@@ -105,7 +105,7 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     own = portable.own_rows(optimizer)
     _check_keys(optimizer, extra, forms)
     filled = portable.to_fill(own, forms)
-    with warnings.catch_warnings(), named(optimizer._wires, where="checkpoint.load"), _files("read", found):
+    with warnings.catch_warnings(), named(optimizer._transports, where="checkpoint.load"), _files("read", found):
         warnings.simplefilter("ignore")  # that a process is alone is no surprise here
         state_dict_loader.load(filled, storage_reader=reader)
     read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()}

@@ -13,7 +13,7 @@ CHANGES = 3
 """Steps that may come with other hyper-parameters: torch gives up after 8 compilations of a function."""
 
 
-def compiled(update: UpdateFn) -> UpdateFn:
+def compile_update(update: UpdateFn) -> UpdateFn:
     """Compile an update. Numbers are constants: as inputs of the graph, torch (2.13) hands some of them in stale."""
     import torch._dynamo.config as config
 

@@ -18,6 +18,7 @@ from fn.adapters import deepspeed_numerics as numerics
 from fn.adapters.deepspeed_base import AXIS, DeepSpeedOptimizer, Group, check_unused
 from fn.adapters.deepspeed_loco import LocoErrors, loco_quant_reduce, quant_reduce
 from fn.adapters.donate import write_back
+from fn.adapters.step_order import collect
 from fn.adapters.torch_optim import Params
 from fn.base import Transform
 from fn.collectives.primitives import pmean
@@ -94,7 +95,7 @@ class OnebitAdam(DeepSpeedOptimizer):
         return numerics.onebit_adam(groups, axis=AXIS, world_size=self._world)
 
     def _take_initial_moments(self) -> None:
-        grads = self._collect([g["params"] for g in self.param_groups])
+        grads = collect(self)
         with self._binding:
             write_back(self.states, numerics.initialise(self.states, self._groups(), pmean(grads, AXIS)))
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.adapters.interrupts import hold
+from fn.adapters.interrupts import begin_writing
 from fn.base import UpdateFn
 from fn.kernels.eager import is_eager
 
@@ -61,7 +61,7 @@ def write_back(old: Tree, new: Tree) -> None:
         if o.shape != n.shape or o.dtype != n.dtype:
             raise ValueError(f"update: changed a leaf from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}")
     if not torch.compiler.is_compiling():
-        hold()
+        begin_writing()
     for o, n in pairs:
         _at_least_1d(o).copy_(_at_least_1d(n))
 

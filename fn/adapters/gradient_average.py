@@ -54,7 +54,7 @@ class GradientAverage:
         self.bytes: dict[Phase, int] = {}
         self._parcels, self._transform, self._scaler = parcels, transform, scaler
         self._frozen, self._place = frozen, _place(binding)
-        self._wires = {axis: bound.transport for axis, bound in binding.axes.items()}
+        self._transports = {axis: bound.transport for axis, bound in binding.axes.items()}
         self._order = leaving_order(parcels, params)
         self._thread: CommunicationThread | None = CommunicationThread(binding, params[0].device)
         self._start(Phase.WARMUP)
@@ -118,7 +118,7 @@ class GradientAverage:
                 if job.done():
                     job.result()
             params = [p.detach() for p in self._parcels[parcel]]
-            with ledger() as sent, named(self._wires):
+            with ledger() as sent, named(self._transports):
                 wide = unscaled((grads,), self._scale, None)[0]
                 means, after = self._transform.update(self._phase)(wide, self.states[parcel], params)
             self._sent += sent.total

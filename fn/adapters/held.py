@@ -10,16 +10,15 @@ rank, takes part in the next of them even if its gradients ended in between; fro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fn import tree
-from fn.adapters.staged import commit
-from fn.base import Phase, UpdateFn
-from fn.transforms.in_place import Staged
+from fn.base import Phase
 
 if TYPE_CHECKING:
     from fn.adapters.torch_optim import Optimizer
@@ -39,63 +38,40 @@ class Held:
         self._alone: frozenset[Place] = frozenset()  # held in all local steps since the ranks agreed last
         self._masks: tuple[frozenset[Place], list[Tensor]] = frozenset(), []
 
-    def follow(self, optimizer: Optimizer, phase: Phase) -> None:
-        """Find them for a step that is about to be taken."""
-        self.places = optimizer._gradients.absent
-        if phase is not Phase.LOCAL:
-            if self.places and _is_apart(optimizer):
-                self.places &= self._alone
-        elif self.places:
-            self._alone = self._alone & self.places if _is_apart(optimizer) else self.places
-        else:
-            self._alone = frozenset()
+    @contextmanager
+    def during(self, optimizer: Optimizer, phase: Phase) -> Iterator[None]:
+        """Find them for a step, and put the state's copies of them back when it has been taken. The axes must be bound.
 
-    def keep(self, optimizer: Optimizer) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Return the copies in the state as (leaf, what it holds, where it is to stay). The axes must be bound."""
-        if not self.places:
-            return []
-        groups = sorted({g for g, _ in self.places})
+        The parameters themselves are for the step to leave alone.
+        """
+        absent = optimizer._gradients.absent
+        held = absent & self._alone if absent and _is_apart(optimizer) else absent
+        if phase is Phase.LOCAL:
+            self.places, self._alone = absent, held
+            yield
+            return
+        self.places = held
+        copies = [leaf for g in self._groups() for leaf in _copies(optimizer.states[g])]
+        masks = self._masks_of(optimizer) if copies else []
+        before = [leaf.clone() for leaf in copies]
+        yield
+        for leaf, old, mask in zip(copies, before, masks, strict=True):
+            leaf.copy_(torch.where(mask, old, leaf))
+
+    def _groups(self) -> list[int]:
+        return sorted({g for g, _ in self.places})
+
+    def _masks_of(self, optimizer: Optimizer) -> list[Tensor]:
+        """Return where the copies are of parameters that stay, which an init of ones for those tells."""
         if self._masks[0] != self.places:
-            self._masks = self.places, [mask for g in groups for mask in self._find(optimizer, g)]
-        copies = [leaf for g in groups for leaf in _copies(optimizer.states[g])]
-        return [(leaf, leaf.clone(), mask) for leaf, mask in zip(copies, self._masks[1], strict=True)]
-
-    def _find(self, optimizer: Optimizer, g: int) -> list[Tensor]:
-        """Return where a group's copies are of parameters that stay, which an init of ones for those tells."""
-        if not _copies(optimizer.states[g]):
-            return []
-        params = optimizer.param_groups[g]["params"]
-        ones = [torch.full_like(p.detach(), float((g, i) in self.places)) for i, p in enumerate(params)]
-        return [leaf != 0 for leaf in _copies(optimizer._transforms[g].init(ones))]
-
-
-def put_back(kept: list[tuple[Tensor, Tensor, Tensor]]) -> None:
-    """Write what `Held.keep` returned to where it was."""
-    for leaf, before, mask in kept:
-        leaf.copy_(torch.where(mask, before, leaf))
-
-
-def held(update: UpdateFn, optimizer: Optimizer, phase: Phase) -> UpdateFn:
-    """Return an update, in place, of all param groups that leaves alone what is held."""
-
-    def step(grads: Tree, states: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        stay = optimizer._gradients.held
-        stay.follow(optimizer, phase)
-        kept = [] if phase is Phase.LOCAL else stay.keep(optimizer)
-        found = update(grads, states, params)
-        put_back(kept)
-        return found
-
-    return step
-
-
-def commit_held(steps: Sequence[Staged], optimizer: Optimizer, phase: Phase) -> None:
-    """Write the steps of all param groups as `staged.commit` does, and leave alone what is held."""
-    stay = optimizer._gradients.held
-    stay.follow(optimizer, phase)
-    kept = stay.keep(optimizer)
-    commit(steps, optimizer.states, [optimizer.param_groups[g]["params"][i] for g, i in stay.places])
-    put_back(kept)
+            masks = []
+            for g in self._groups():
+                params = optimizer.param_groups[g]["params"]
+                ones = [torch.full_like(p.detach(), float((g, i) in self.places)) for i, p in enumerate(params)]
+                if _copies(optimizer.states[g]):
+                    masks += [leaf != 0 for leaf in _copies(optimizer._transforms[g].init(ones))]
+            self._masks = self.places, masks
+        return self._masks[1]
 
 
 def _copies(state: Tree) -> list[Tensor]:

@@ -35,7 +35,7 @@ _steps: list[_Step] = []  # those that the main thread is in, one inside of the 
 
 @contextmanager
 def whole_step() -> Iterator[None]:
-    """Call at the end of this context the handlers of signals that came after `hold`; a decorator, too."""
+    """Call at the end of this context the handlers of signals that came after `begin_writing`; a decorator, too."""
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
         yield
         return
@@ -52,7 +52,7 @@ def whole_step() -> Iterator[None]:
                 last.callback(signal.signal, number, handler)
 
 
-def hold() -> None:
+def begin_writing() -> None:
     """Hold signals back until the step, if this is inside of one, has ended: from here on it is written.
 
     Those that Python has a handler for: nothing else can raise.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.adapters.held import Held
 from fn.adapters.rank_checks import device_among
 from fn.collectives.agreement import check_agreement
 
@@ -26,7 +25,6 @@ class Gradients:
 
     def __init__(self) -> None:
         self.absent: frozenset[Place] = frozenset()
-        self.held = Held()  # of the absent ones, those that a step leaves as they are
         self._now: frozenset[Place] = frozenset()
         self._problem: Exception | None = None
 

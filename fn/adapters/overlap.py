@@ -58,8 +58,8 @@ class Overlap:
         self._known, self._said_thawed = {*map(id, params)}, False
         self._threads = [CommunicationThread(binding, params[0].device) for binding in bindings]
         self._rate, self._least, self._alike = rate, least, alike
-        self._wires = {name: axis.transport for name, axis in bindings[0].axes.items()}
-        self._all_wires = {axis.transport for binding in bindings for axis in binding.axes.values()}
+        self._transports = {name: axis.transport for name, axis in bindings[0].axes.items()}
+        self._all_transports = {axis.transport for binding in bindings for axis in binding.axes.values()}
         self._is_first = all(int(axis.rank) == 0 for axis in bindings[0].axes.values())
         self.bytes: dict[Phase, int] = {}
         """What a rank sends in a step of each phase, once one has been taken ahead."""
@@ -196,7 +196,7 @@ class Overlap:
                 raise self._error
             try:
                 # Others may wait for this rank on the groups of the other threads.
-                with ledger() as sent, named(self._wires, self._all_wires):
+                with ledger() as sent, named(self._transports, self._all_transports):
                     found: Staged = self._optimizer.stage_group(group, phase, unscaled((grads,), scale, None)[0])
                 self._sent[group] = sent.total
             except BaseException as error:

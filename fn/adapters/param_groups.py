@@ -29,6 +29,11 @@ def as_list(params: Any) -> list[Any]:
     return [_listed(entry) if isinstance(entry, dict) else entry for entry in params]
 
 
+def names_of(group: Mapping[str, Any]) -> list[str]:
+    """Return the names of a group's parameters; their numbers, where they have none."""
+    return group.get("param_names") or [str(i) for i in range(len(group["params"]))]
+
+
 def _listed(group: dict[str, Any]) -> dict[str, Any]:
     params = group.get("params", ())
     return group if isinstance(params, Tensor) or "params" not in group else {**group, "params": as_list(params)}
@@ -120,12 +125,6 @@ def _without_betas(given: dict[str, Any], make: Callable[..., Any]) -> dict[str,
     return {**given, "b1": betas[0], "b2": betas[1]}
 
 
-def _known(make: Callable[..., Any]) -> set[str]:
-    """Return the names of the hyper-parameters that a param group may hold: the arguments of `make`, and `betas`."""
-    names = set(_arguments(make)[0])
-    return names | {"betas"} if names >= _MOMENTS else names
-
-
 def _arguments(make: Callable[..., Any]) -> tuple[list[str], bool]:
     """Return the names of a function's arguments, and whether it takes any others, too."""
     known = inspect.signature(make).parameters.values()
@@ -148,7 +147,8 @@ def current(group: Mapping[str, Any], before: Mapping[str, Any], make: Callable[
     added = group.keys() - before.keys() - _OTHERS - _SCHEDULERS
     if not added and before.keys() <= group.keys():  # asked in every step
         return {k: group[k] for k in before}
-    known, takes_any = _known(make), _arguments(make)[1]
+    names, takes_any = _arguments(make)
+    known = {*names, "betas"} if _MOMENTS.issubset(names) else names
     found = {k: v for k, v in group.items() if k in before or (k in added and (takes_any or k in known))}
     found = _without_betas(found, make)
     for name in before.keys() - found.keys():
@@ -245,11 +245,8 @@ _OF_SCHEDULERS = _SCHEDULERS | {"initial_lr"}
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers in a group, with `betas` as b1 and b2; flags say what the state holds, and are none."""
     numbers_of = {**group, **_spelled(group)}
-    return {name: x for name, x in numbers_of.items() if _is_number(x) and not _is_flag(x)}
-
-
-def _is_flag(x: Any) -> bool:
-    return isinstance(x, bool) or (isinstance(x, Tensor) and x.dtype == torch.bool)
+    flags = {name for name, x in numbers_of.items() if isinstance(x, bool) or getattr(x, "dtype", None) == torch.bool}
+    return {name: x for name, x in numbers_of.items() if _is_number(x) and name not in flags}
 
 
 def _spelled(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Take a step in place where it can be staged, and by the donated update elsewhere."""
+"""Steps up to where they would be written, and the writing: a step that fails leaves everything as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,34 +10,12 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.donate import donate
-from fn.adapters.interrupts import hold
+from fn.adapters.interrupts import begin_writing
 from fn.base import UpdateFn
 from fn.collectives.observe import step_range
 from fn.transforms.in_place import InPlace, Staged
 
 Tree = Any
-
-
-def staged(update: InPlace, otherwise: UpdateFn, allowed: Callable[[], bool]) -> UpdateFn:
-    """Return an update that moves the params itself where it can, and then returns None as their updates.
-
-    Args: update: what can be staged. otherwise: the same, donated. allowed: whether the params may all be moved.
-    """
-
-    def step(grads: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        if not allowed() or not update.fits(grads, state, params):
-            return otherwise(grads, state, params)
-        found = update.stage(grads, state, params)
-        if found.ok:
-            hold()
-            with step_range("apply"):
-                found.commit()
-        else:
-            for skipped in tree.fields(state, "skipped"):
-                skipped.add_(1)
-        return None, state
-
-    return step
 
 
 def checked(update: UpdateFn) -> UpdateFn:
@@ -64,15 +42,6 @@ def checked(update: UpdateFn) -> UpdateFn:
     return step
 
 
-def detached(update: UpdateFn) -> UpdateFn:
-    """Return an update that sees params, lists of them in a tuple, without their history."""
-
-    def step(grads: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return update(grads, state, tuple([p.detach() for p in group] for group in params))
-
-    return step
-
-
 def stage(update: UpdateFn, grads: list[Tensor], state: Tree, params: list[Tensor]) -> Staged:
     """Take the step of a param group up to where it would be written. Nothing is changed.
 
@@ -92,8 +61,8 @@ def stage(update: UpdateFn, grads: list[Tensor], state: Tree, params: list[Tenso
 
 
 @torch.no_grad()
-def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor]) -> None:
-    """Write the steps of all param groups, or count the step as skipped if one of them is not finite.
+def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor] = ()) -> None:
+    """Write staged steps, which make up a step of all param groups; or count it as skipped if one is not finite.
 
     Args: state: of all groups. still: parameters that are not to be moved.
     """
@@ -102,28 +71,12 @@ def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor]) -> N
             skipped.add_(1)
         return
     before = [(p, p.clone()) for p in still]
-    hold()
+    begin_writing()
     with step_range("apply"):
         for step in steps:
             step.commit()
     for p, old in before:
         p.copy_(old)
-
-
-def apply(
-    groups: Sequence[Mapping[str, Any]], updates: Sequence[list[Tensor]] | None, still: Collection[tuple[int, int]]
-) -> None:
-    """Add the updates to the parameters of param groups; None: they moved already.
-
-    Args: still: (group, parameter) by index that are not to be moved.
-    """
-    if updates is None:
-        return
-    hold()
-    with step_range("apply"):
-        for g, (group, moves) in enumerate(zip(groups, updates, strict=True)):
-            pairs = enumerate(zip(group["params"], moves, strict=True))
-            move([(p, u) for i, (p, u) in pairs if (g, i) not in still])
 
 
 def move(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -10,21 +10,21 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters import param_groups
-from fn.adapters.amp import unscaled
-from fn.adapters.averaged import in_doubt, still_in_doubt
+from fn.adapters.alike_gradients import in_doubt
 from fn.adapters.carried import Carried, added, due
-from fn.adapters.clipping import check_max_norm, clipped
-from fn.adapters.compiled import check_changes, compiled
-from fn.adapters.donate import donate, owned
-from fn.adapters.held import commit_held, held
+from fn.adapters.clipping import check_max_norm
+from fn.adapters.compiled import check_changes
+from fn.adapters.donate import owned
+from fn.adapters.held import Held
 from fn.adapters.interrupts import whole_step
 from fn.adapters.jumps import warn_of_jumps
 from fn.adapters.missing_gradients import Gradients
 from fn.adapters.rank_checks import check_accepted, check_listed, check_start, device_among, refuse_elsewhere
-from fn.adapters.staged import apply, checked, detached, stage, staged
+from fn.adapters.staged import stage
 from fn.adapters.state_dict import of_rank, restore_of_rank
-from fn.adapters.unmoved import warn_at_start, warn_of_late_group, warn_of_thawed
-from fn.base import Phase, Transform, UpdateFn
+from fn.adapters.step_order import Update, take, write
+from fn.adapters.unmoved import warn_at_start, warn_of_late_group
+from fn.base import Phase, Transform
 from fn.collectives.agreement import describe
 from fn.collectives.axis import current_binding, rank_dims
 from fn.collectives.peers import named
@@ -96,15 +96,15 @@ class Optimizer(torch.optim.Optimizer):
         self._max_norm = max_norm
         self._doubts = in_doubt(refuse_averaged, schedule is not None)  # whether gradients are each rank's own
         self._axes = self._find_axes()
-        self._wires = {axis: self._binding.axes[axis].transport for axis in self._axes}
+        self._transports = {axis: self._binding.axes[axis].transport for axis in self._axes}
         self._transforms: list[Transform] = []
         self._lrs: list[Tensor] = []
         self._guarded: list[bool] = []
         self._hypers: list[dict[str, Any]] = []
         self._changed: set[int] | None = set() if compile else None  # steps with other hyper-parameters
         self._counts: tuple[Tree, list[Tensor]] = (), []
-        self._updates: dict[Phase, UpdateFn] = {}
-        self._gradients = Gradients()
+        self._updates: dict[Phase, Update] = {}
+        self._gradients, self._held = Gradients(), Held()
         self.ahead: Callable[[Phase], tuple[Sequence[Staged] | None, Exception | None]] | None = None
         """Set by `fn.adapters.ddp.overlap`: see `Overlap.ahead`."""
         listed = param_groups.as_list(params)
@@ -214,15 +214,14 @@ class Optimizer(torch.optim.Optimizer):
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         phase, problem, skipped = self.phase, self._follow_groups(), self.skipped
-        with self._binding, named(self._wires):
+        with self._binding, named(self._transports):
             early, changed = (None, None) if self.ahead is None else self.ahead(phase)
             if early is None:
-                moves = self._advance(self._update(phase), phase, problem or changed)
-                apply(self.param_groups, moves, self._gradients.held.places)
+                take(self, phase, problem or changed)
             elif problem is not None:
                 raise problem
             else:
-                commit_held(early, self, phase)
+                write(self, phase, early)
         self.carried = () if due(self, phase) and self.skipped == skipped else self.carried
         self.steps += 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
@@ -231,18 +230,6 @@ class Optimizer(torch.optim.Optimizer):
         if early is not None and changed is not None:
             raise changed
         return loss
-
-    def _update(self, phase: Phase) -> UpdateFn:
-        if phase not in self._updates:
-            joined = self._joined().update(phase)
-            update = detached(compiled(donate(checked(joined))) if self._compile else donate(checked(joined)))
-            if self._max_norm is not None:
-                how = phase, self._max_norm, next(iter(self._axes), None), self.states
-                joined, update = clipped(joined, *how), clipped(update, *how)
-            if isinstance(joined, InPlace) and not self._compile:
-                update = staged(joined, update, lambda: not self._gradients.absent)
-            self._updates[phase] = held(update, self, phase)
-        return self._updates[phase]
 
     def _joined(self) -> Transform:
         """Return the transform of all param groups, whose state is `self.states`."""
@@ -256,42 +243,10 @@ class Optimizer(torch.optim.Optimizer):
         """
         params = self.param_groups[index]["params"]
         update = self._transforms[index].update(phase)
-        if self._gradients.absent and isinstance(update, InPlace):  # as `staged` does
+        if self._gradients.absent and isinstance(update, InPlace):  # as `take` does
             update = update.pure
         (grads,) = added(due(self, phase)[index : index + 1], (grads,))
         return stage(update, grads, self.states[index], params)
-
-    def _collect(
-        self, groups: list[list[Tensor]], ask: bool = True, problem: Exception | None = None
-    ) -> tuple[list[Tensor], ...]:
-        """Return the gradients, without the scale of the loss."""
-        found = self._gradients.collect(groups, ask, problem)
-        found = unscaled(found, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
-        return added(due(self, self.phase), found)
-
-    def _advance(self, update: UpdateFn, phase: Phase, problem: Exception | None) -> tuple[list[Tensor], ...] | None:
-        """Move the states; return the updates of the parameters, None if these moved too."""
-        groups = [group["params"] for group in self.param_groups]
-        before = [int(on_host(count)) for count in self._skip_counts()]
-        grads = self._collect(groups, phase is not Phase.LOCAL, problem)
-        if phase in self._doubts:
-            self._doubts = still_in_doubt(self._doubts, phase, grads, self._axes)
-        updates, _ = update(grads, self.states, tuple(groups))
-        if self.skipped > max(before, default=0) and self._settle(groups, before):
-            updates, _ = update(self._collect(groups), self.states, tuple(groups))
-        return None if updates is None else tuple(updates)
-
-    def _settle(self, groups: list[list[Tensor]], before: list[int]) -> bool:
-        names = [g.get("param_names") or [str(i) for i in range(len(g["params"]))] for g in self.param_groups]
-        absent, again = self._gradients.absent, True
-        try:
-            again = self._gradients.settle(self._axes, groups, names)
-            warn_of_thawed(self, absent - self._gradients.absent)
-        finally:
-            if again:  # the step was not skipped for its numbers, but to ask the other ranks
-                for count, own in zip(self._skip_counts(), before, strict=True):
-                    count.fill_(own)
-        return again
 
     def _skip_counts(self) -> list[Tensor]:
         if self._counts[0] is not self.states:  # a walk through all states takes longer than a small step

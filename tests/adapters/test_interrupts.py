@@ -13,7 +13,8 @@ import pytest
 import torch
 
 import fn
-from fn.adapters import donate, interrupts, staged
+from fn.adapters import donate, interrupts, step_order
+from fn.adapters.step_order import update_of
 from fn.kernels import ops
 
 
@@ -48,7 +49,7 @@ def chained(lr: torch.Tensor) -> fn.Transform:
 PLACES = {
     "between two groups of a kernel's step": (fn.adamw, ops, "direct", 1),
     "between a new state and the params": (chained, donate, "write_back", 1),
-    "between the params of two groups": (chained, staged, "move", 1),
+    "between the params of two groups": (chained, step_order, "move", 1),
 }
 
 
@@ -105,8 +106,8 @@ def test_handlers_of_ones_own_are_called_once_and_signals_that_are_ignored_stay_
         old = signal.signal(signal.SIGINT, handler)
         try:
             with interrupts.whole_step():
-                interrupts.hold()
-                interrupts.hold()
+                interrupts.begin_writing()
+                interrupts.begin_writing()
                 signal.raise_signal(signal.SIGINT)
                 assert heard == ([] if callable(handler) and not heard else [signal.SIGINT])
             assert signal.getsignal(signal.SIGINT) is handler
@@ -124,7 +125,7 @@ def test_of_two_signals_in_a_step_both_handlers_are_called_although_they_raise()
 
     @interrupts.whole_step()
     def step() -> None:
-        interrupts.hold()
+        interrupts.begin_writing()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert heard == []
@@ -140,8 +141,9 @@ def test_of_two_signals_in_a_step_both_handlers_are_called_although_they_raise()
 def test_a_step_of_another_thread_leaves_signals_alone():
     opt, _ = build()
     before, seen = signal.getsignal(signal.SIGINT), []
-    inner = opt._update(opt.phase)
-    opt._updates[opt.phase] = lambda *args: (inner(*args), seen.append(signal.getsignal(signal.SIGINT)))[0]
+    made = update_of(opt, opt.phase)
+    watched = lambda *args: (made.donated(*args), seen.append(signal.getsignal(signal.SIGINT)))[0]  # noqa: E731
+    opt._updates[opt.phase] = made._replace(donated=watched, in_place=None)
     thread = threading.Thread(target=opt.step)
     thread.start()
     thread.join()
@@ -151,7 +153,7 @@ def test_a_step_of_another_thread_leaves_signals_alone():
 
 def test_nothing_is_held_back_outside_of_a_step():
     before = signal.getsignal(signal.SIGINT)
-    interrupts.hold()
+    interrupts.begin_writing()
     assert signal.getsignal(signal.SIGINT) is before
     update = partial(fn.donate(fn.scale_by_adam().warmup_update), [torch.ones(3)])
     update(fn.scale_by_adam().init([torch.ones(3)]), [torch.ones(3)])
