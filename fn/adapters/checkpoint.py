@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from fn import tree
 from fn.adapters import checkpoint_files as files
 from fn.adapters import checkpoint_state as portable
-from fn.adapters.state_dict import SAVED_BY, SPLIT, about_servers, flat_state, is_optional, restore_flat
+from fn.adapters.state_dict import SAVED_BY, SPLIT, about_servers, by_path, flat_state, is_optional, restore_flat
 from fn.adapters.torch_optim import Optimizer
 from fn.collectives.peers import named, remember
 from fn.collectives.rendezvous import timeout_of
@@ -125,8 +125,7 @@ def _check(optimizer: object) -> None:
 
 def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
     _check(optimizer)
-    named_leaves = [] if extra is None else zip(tree.paths(extra), tree.leaves(extra), strict=True)
-    for path, leaf in named_leaves:
+    for path, leaf in {} if extra is None else by_path(extra, "").items():
         if not isinstance(leaf, Tensor):
             text = "allowed are tensors, as in a model's state_dict(); torch.save keeps a scheduler's numbers"
             raise TypeError(f"extra: leaf {path or 'the root'!r} is {type(leaf).__name__}; {text}")

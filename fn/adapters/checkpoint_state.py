@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fn import tree
 from fn.adapters.carried import PREFIX
 from fn.adapters.rank_checks import device_among
-from fn.adapters.state_dict import OWN, SAME, SAVED_BY, flat_state, kinds
+from fn.adapters.state_dict import OWN, SAME, SAVED_BY, by_path, flat_state, kinds, place_of
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import psum
 from fn.transforms.resharding import Reshape, reshapes
@@ -54,13 +54,11 @@ def own_rows(optimizer: Optimizer) -> set[str]:
 
     Raises: ValueError if there are some, but the optimizer's axes are not all ranks of the world.
     """
-    marks = tree.leaves(kinds(optimizer.states))
-    found = {f"state.{p}" for p, m in zip(tree.paths(optimizer.states), marks, strict=True) if m != SAME}
-    if OWN in marks:  # such an optimizer also leads each rank to parameters of its own
+    marks = by_path(kinds(optimizer.states))
+    found = {path for path, mark in marks.items() if mark != SAME}
+    if OWN in marks.values():  # such an optimizer also leads each rank to parameters of its own
         found |= {key for key in everything(optimizer) if key.startswith("params.")}
-    reached = 1
-    for axis in optimizer._axes:
-        reached *= optimizer._binding.axes[axis].size
+    _, reached = place_of(optimizer)
     if found and reached != world()[1]:
         raise ValueError(
             f"optimizer: its axes reach {reached} of {world()[1]} ranks; a checkpoint in one folder needs all of them: "
@@ -76,7 +74,7 @@ def everything(optimizer: Optimizer, extra: Tree = None) -> dict[str, Tensor]:
     for g, group in enumerate(optimizer.param_groups):
         found.update({f"params.{g}.{i}": p.detach() for i, p in enumerate(group["params"])})
     if extra is not None:
-        found.update({f"extra.{path}": x for path, x in zip(tree.paths(extra), tree.leaves(extra), strict=True)})
+        found.update(by_path(extra, "extra."))
     return found
 
 
@@ -143,9 +141,11 @@ def moved(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Tensor]:
             with reshapes.collected() as own:
                 fresh.append(transform.init([p.detach() for p in group["params"]]))
             notes.append(own)
-        move = _Move([note for own in notes for note in own], saved, add, [])
-        after = move.states(tuple(fresh))
-        found = {f"state.{p}": x for p, x in zip(tree.paths(after), tree.leaves(after), strict=True)}
+        some = next((x for x in saved.values() if isinstance(x, Rows)), Rows(torch.empty(0), 0, 1))
+        move = _Move([note for own in notes for note in own], some, add, [])
+        structure = tree.flatten(tuple(fresh))[1]
+        after = move.walk(tuple(fresh), tree.unflatten(structure, [saved[path] for path in by_path(tuple(fresh))]))
+        found = by_path(after)
         for key, value in saved.items():
             if not key.startswith("state."):
                 found[key] = _mean(value, add) if isinstance(value, Rows) else value
@@ -165,28 +165,22 @@ def _carried(g: int, rest: list[Tensor], saved: Mapping[str, Any]) -> dict[str, 
 
 
 class _Move(NamedTuple):
+    """How states move from the rows of another world. rests: (state, what its errors do not hold) so far.
+
+    notes: how the states that were made here take their own from shares. rows: some rows of what was saved. add: the
+    sum over all ranks.
+    """
+
     notes: Sequence[tuple[Tree, Reshape]]
-    saved: Mapping[str, Any]
+    rows: Rows
     add: Callable[[Tree], Tree]
     rests: list[tuple[Tree, list[Tensor]]]
 
-    def states(self, fresh: Tree) -> Tree:
-        paths, structure = tree.paths(fresh), tree.flatten(fresh)[1]
-        found = [self.saved[f"state.{path}"] for path in paths]
-        some = next((x for x in found if isinstance(x, Rows)), None)
-        rows = 0 if some is None else some.rows.shape[0]
-        zeros = [x.rows.new_zeros(x.rows.shape[1:]) if isinstance(x, Rows) else x for x in found]
-        none = tree.unflatten(structure, zeros)
-        each = [
-            tree.unflatten(structure, [x.rows[j] if isinstance(x, Rows) else x for x in found]) for j in range(rows)
-        ]
-        first, world = (0, 1) if some is None else (some.first, some.world)
-        return self._walk(fresh, tree.unflatten(structure, found), none, each, first, world)
-
-    def _walk(self, fresh: Tree, found: Tree, none: Tree, each: list[Tree], first: int, world: int) -> Tree:
+    def walk(self, fresh: Tree, found: Tree) -> Tree:
+        """Return `found`, a tree like a fresh state with `Rows` for what is one rank's own, as that state."""
         for state, reshape in self.notes:
             if state is fresh:
-                total = self._total(reshape, none, each, first, world)
+                total = self._total(reshape, fresh, found)
                 after = reshape.adopt(total, fresh)
                 if reshape.rest is not None:
                     self.rests.append((fresh, reshape.rest(total, after)))
@@ -198,16 +192,22 @@ class _Move(NamedTuple):
         if isinstance(fresh, Tensor):
             return found
         keys = fresh if isinstance(fresh, dict) else range(len(fresh))
-        below = [self._walk(fresh[k], found[k], none[k], [e[k] for e in each], first, world) for k in keys]
+        below = [self.walk(fresh[k], found[k]) for k in keys]
         if isinstance(fresh, dict):
             return dict(zip(keys, below, strict=True))
         return type(fresh)(*below) if hasattr(fresh, "_fields") else type(fresh)(below)
 
-    def _total(self, reshape: Reshape, none: Tree, each: list[Tree], first: int, world: int) -> Tree:
+    def _total(self, reshape: Reshape, fresh: Tree, found: Tree) -> Tree:
+        def of_rank(take: Callable[[Tensor], Tensor]) -> Tree:
+            return tree.map(lambda _, x: take(x.rows) if isinstance(x, Rows) else x, fresh, found)
+
+        rows, first, world = self.rows
         try:
-            total = tree.map(torch.zeros_like, reshape.addends(none, world, 0))
-            for j, state in enumerate(each):
-                total = tree.map(torch.add, total, reshape.addends(state, world, first + j))
+            nothing = of_rank(lambda rows: rows.new_zeros(rows.shape[1:]))
+            total = tree.map(torch.zeros_like, reshape.addends(nothing, world, 0))
+            for j in range(rows.shape[0]):
+                share = reshape.addends(of_rank(lambda rows, j=j: rows[j]), world, first + j)  # type: ignore[misc]
+                total = tree.map(torch.add, total, share)
         except (RuntimeError, ValueError, AttributeError) as error:
             raise ValueError(
                 f"checkpoint: its errors do not fit these parameters on {world} ranks: {error}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,9 +36,8 @@ def donate(update: UpdateFn) -> UpdateFn:
                 f"with it; allowed is memory of its own: clone it in init"
             )
         updates, after = update(updates, state, params)
-        olds = tree.leaves(state)
-        moved = _identities(olds)
-        updates = tree.map(lambda u: u.clone() if _is_one_of(u, olds, moved) else u, updates)
+        is_old = _among(tree.leaves(state))
+        updates = tree.map(lambda u: u.clone() if is_old(u) else u, updates)
         write_back(state, after)
         return updates, state
 
@@ -55,8 +55,8 @@ def write_back(old: Tree, new: Tree) -> None:
     news, found = tree.flatten(new)
     if structure != found:
         raise ValueError(f"update: changed the structure of the state from {structure} to {found}")
-    moved = _identities(olds)
-    pairs = [(o, n.clone() if _is_one_of(n, olds, moved) else n) for o, n in zip(olds, news, strict=True) if n is not o]
+    is_old = _among(olds)
+    pairs = [(o, n.clone() if is_old(n) else n) for o, n in zip(olds, news, strict=True) if n is not o]
     for o, n in pairs:
         if o.shape != n.shape or o.dtype != n.dtype:
             raise ValueError(f"update: changed a leaf from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}")
@@ -110,14 +110,12 @@ def _memory(x: Tensor) -> int:
     return found
 
 
-def _identities(leaves: list[Tensor]) -> frozenset[int]:
-    """Return whose memory the leaves lie in; nothing while a compiler traces, for which that is no constant."""
+def _among(leaves: list[Tensor]) -> Callable[[Any], bool]:
+    """Return what tells whether something lies in the memory of one of these leaves.
+
+    While a compiler traces, for which memory is no constant: whether it is one of them.
+    """
     if torch.compiler.is_compiling():
-        return frozenset()
-    return frozenset(_memory(x) for x in leaves if isinstance(x, Tensor))
-
-
-def _is_one_of(leaf: Tensor, leaves: list[Tensor], identities: frozenset[int]) -> bool:
-    if not identities:
-        return any(leaf is other for other in leaves)
-    return isinstance(leaf, Tensor) and _memory(leaf) in identities
+        return lambda x: any(x is leaf for leaf in leaves)
+    known = {_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    return lambda x: isinstance(x, Tensor) and _memory(x) in known

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fn import tree
+from fn.adapters.param_groups import names_of
 from fn.adapters.rank_checks import checksum, device_among, first_difference
-from fn.adapters.state_dict import OWN, SAME, kinds
+from fn.adapters.state_dict import OWN, SAME, by_path, kinds
 from fn.collectives.agreement import check_agreement, describe
 from fn.errors import RanksDrifted
 
@@ -51,27 +51,21 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
 
 
 def _compare(optimizer: Optimizer, since: int | None) -> None:
-    named = _replicated(optimizer)
+    step, named = optimizer.steps, _replicated(optimizer)
     sums = torch.stack([checksum(x).to(_device(optimizer)) for x in named.values()])
     for axis in optimizer._axes:
-        if found := first_difference(sums, axis):
-            rank, i = found
-            _refuse(optimizer.steps, axis, rank, list(named)[i], since, _uses(optimizer, axis))
-
-
-def _refuse(step: int, axis: str, rank: int, leaf: str, since: int | None, is_used: bool) -> None:
-    cause = "" if is_used else f"; the optimizer does not communicate over {axis!r}, for its `make` is given no axis"
-    last = "they were not compared earlier" if since is None else f"they were alike before step {since}"
-    message = (
-        f"ranks drifted apart: before step {step} {leaf} differs on rank {rank} of axis {axis!r} from rank 0; {last}"
-        f"{cause}; look at what rank {rank} does differently, and resume from a checkpoint of before"
-    )
-    raise RanksDrifted(message, rank=rank, field=leaf, step=step, since=since)
-
-
-def _uses(optimizer: Optimizer, axis: str) -> bool:
-    """Return whether a transform of the optimizer names the axis."""
-    return repr(axis) in describe(optimizer._transforms).values()
+        found = first_difference(sums, axis)
+        if found is None:
+            continue
+        rank, leaf = found[0], list(named)[found[1]]
+        cause = f"; the optimizer does not communicate over {axis!r}, for its `make` is given no axis"
+        cause = "" if repr(axis) in describe(optimizer._transforms).values() else cause
+        last = "they were not compared earlier" if since is None else f"they were alike before step {since}"
+        message = (
+            f"ranks drifted apart: before step {step} {leaf} differs on rank {rank} of axis {axis!r} from rank 0; "
+            f"{last}{cause}; look at what rank {rank} does differently, and resume from a checkpoint of before"
+        )
+        raise RanksDrifted(message, rank=rank, field=leaf, step=step, since=since)
 
 
 def _device(optimizer: Optimizer) -> torch.device:
@@ -80,14 +74,13 @@ def _device(optimizer: Optimizer) -> torch.device:
 
 def _replicated(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return by name what all ranks should hold alike."""
-    marks = tree.leaves(kinds(optimizer.states))
-    triples = zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), marks, strict=True)
+    marks = by_path(kinds(optimizer.states))
     found = _numbers(optimizer)  # first, for the rest follows from them
-    found.update({f"state.{path}": leaf for path, leaf, mark in triples if mark == SAME})
-    if OWN not in marks:
+    found.update({path: leaf for path, leaf in by_path(optimizer.states).items() if marks[path] == SAME})
+    if OWN not in marks.values():
         for g, group in enumerate(optimizer.param_groups):
-            names = group.get("param_names") or range(len(group["params"]))
-            found.update({f"params[{g}].{name}": p for name, p in zip(names, group["params"], strict=True)})
+            pairs = zip(names_of(group), group["params"], strict=True)
+            found.update({f"params[{g}].{name}": p for name, p in pairs})
     return found
 
 

@@ -38,14 +38,19 @@ def kinds(states: Tree) -> Tree:
     return tree.map(lambda m, d: m if isinstance(m, str) else SAME if d is None else OWN, marked, rank_dims(states))
 
 
+def by_path(states: Tree, prefix: str = "state.") -> dict[str, Any]:
+    """Return the leaves of a tree by their paths."""
+    return {f"{prefix}{path}": leaf for path, leaf in zip(tree.paths(states), tree.leaves(states), strict=True)}
+
+
 def flat_state(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the steps, every group's numbers and state, what is carried, and a schedule's memory, by path."""
-    found = {"steps": torch.tensor(optimizer.steps), SAVED_BY: torch.tensor(_place(optimizer))}
+    found = {"steps": torch.tensor(optimizer.steps), SAVED_BY: torch.tensor(place_of(optimizer))}
     for i, (group, hypers) in enumerate(zip(optimizer.param_groups, optimizer._hypers, strict=True)):
         found.update({f"groups.{i}.{name}": x for name, x in saved_numbers(group, hypers).items()})
-    named = zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), strict=True)
     # A place is compared with what is loaded, which some loaders write into the tensors that they were given.
-    found.update({f"state.{path}": leaf.clone() if path.endswith(".place") else leaf for path, leaf in named})
+    each = by_path(optimizer.states).items()
+    found.update({path: leaf.clone() if path.endswith(".place") else leaf for path, leaf in each})
     found.update(carried.flat(optimizer.carried))
     schedule = optimizer.schedule
     if isinstance(schedule, FreezeWhenStable):
@@ -60,11 +65,9 @@ OF_RANK = re.compile(r"rank (\d+) of (\d+)\.(state\..*)")
 
 def of_rank(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return `flat_state` with a rank in the paths of what is its own, in place of `SAVED_BY`."""
-    rank, size = _place(optimizer)
-    marks = zip(tree.paths(optimizer.states), tree.leaves(kinds(optimizer.states)), strict=True)
-    own = {f"state.{path}" for path, mark in marks if mark != SAME}
-    flat = flat_state(optimizer)
+    (rank, size), flat = place_of(optimizer), flat_state(optimizer)
     del flat[SAVED_BY]
+    own = {path for path, mark in by_path(kinds(optimizer.states)).items() if mark != SAME}
     return {f"rank {rank} of {size}.{path}" if path in own else path: x for path, x in flat.items()}
 
 
@@ -81,10 +84,10 @@ def restore_of_rank(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
         ranks = ", ".join(f"rank {rank} of {size}" for rank, size in sorted(places))
         raise ValueError(f"state_dict: holds the errors of {ranks}; allowed are those of one rank")
     flat = {m[3] if (m := found.get(path)) else path: x for path, x in saved.items()}
-    restore_flat(optimizer, {SAVED_BY: torch.tensor(places.pop() if places else _place(optimizer)), **flat})
+    restore_flat(optimizer, {SAVED_BY: torch.tensor(places.pop() if places else place_of(optimizer)), **flat})
 
 
-def _place(optimizer: Optimizer) -> tuple[int, int]:
+def place_of(optimizer: Optimizer) -> tuple[int, int]:
     """Return this rank's number among those of the optimizer's axes, and how many these are."""
     rank, size = 0, 1
     for axis in optimizer._axes:
@@ -173,8 +176,7 @@ def _without_foreign_errors(
     theirs, mine = saved[SAVED_BY], own[SAVED_BY]
     if torch.equal(theirs, mine):
         return saved, ""
-    paths = [f"state.{path}" for path in tree.paths(optimizer.states)]
-    marks = dict(zip(paths, tree.leaves(kinds(optimizer.states)), strict=True))
+    marks = by_path(kinds(optimizer.states))
     who = "rank {} of {}".format(*theirs.tolist()), "rank {} of {}".format(*mine.tolist())
     how = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
     if SHARD in marks.values():
@@ -206,8 +208,8 @@ def _copy(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             here = f"groups.{i}."
             found = {path.removeprefix(here): x for path, x in saved.items() if path.startswith(here)}
             restore_numbers(group, found)
-        for path, leaf in zip(tree.paths(optimizer.states), tree.leaves(optimizer.states), strict=True):
-            leaf.copy_(saved[f"state.{path}"])
+        for path, leaf in by_path(optimizer.states).items():
+            leaf.copy_(saved[path])
     if isinstance(optimizer.schedule, FreezeWhenStable):
         optimizer.schedule.norms = saved["schedule.norms"].tolist()
         frozen_at = int(saved["schedule.frozen_at"])
