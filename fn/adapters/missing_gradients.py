@@ -50,9 +50,9 @@ class Gradients:
             for params, grads in pairs
         )
 
-    def changed(self, groups: Sequence[Sequence[Tensor]]) -> bool:
-        """Tell whether other gradients are absent here than those that the ranks agreed on."""
-        return self.absent != _absent([[p.grad for p in params] for params in groups])
+    def changed(self, g: int, params: Sequence[Tensor]) -> bool:
+        """Tell whether other gradients of a param group are absent here than those that the ranks agreed on."""
+        return any((p.grad is None) != ((g, i) in self.absent) for i, p in enumerate(params))
 
     def settle(self, axes: Sequence[str], groups: Sequence[Sequence[Tensor]], names: Sequence[Sequence[str]]) -> bool:
         """After a skipped step: compare with the other ranks; tell whether the step should be taken again.

@@ -4,13 +4,16 @@ An update is a pure function, or staged without side effects, so it can be compu
 kept aside, and thrown away if the step never comes. `Overlap` stages single param groups, on threads of its own, while
 gradients of others are still computed; the optimizer's step writes the results. Nothing changes before that.
 
-`arriving_gradients` tells it which gradients are there.
+In the order of a pass: `arriving_gradients` calls `begin`, `arrive` with gradients, `end` and `remember`; the optimizer
+calls `ahead` in its step. Three things may go wrong. A rank that cannot take the step as the others do sends NaN, and
+all meet in the serial step, which compares (`_problem`). Communication fails: what is left is not sent, and `ahead`
+raises that (`_error`). Somebody changes something between backward and step: see `changes`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
@@ -21,6 +24,7 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.amp import unscaled
 from fn.adapters.arrivals import Arrivals, leaving_order
+from fn.adapters.changes import Changes
 from fn.adapters.communication_thread import CommunicationThread
 from fn.adapters.torch_optim import Optimizer
 from fn.base import Phase
@@ -54,8 +58,9 @@ class Overlap:
         least: float,
         alike: bool,
     ):
-        self._params, self._optimizer, self._scaler = params, optimizer, scaler
+        self._params, self._optimizer = params, optimizer
         self._known, self._said_thawed = {*map(id, params)}, False
+        self._changes = Changes(optimizer, scaler)
         self._threads = [CommunicationThread(binding, params[0].device) for binding in bindings]
         self._rate, self._least, self._alike = rate, least, alike
         self._transports = {name: axis.transport for name, axis in bindings[0].axes.items()}
@@ -64,10 +69,12 @@ class Overlap:
         self.bytes: dict[Phase, int] = {}
         """What a rank sends in a step of each phase, once one has been taken ahead."""
         self.is_paused = False
-        self._problem: Exception | None = None
         self._arrivals: Arrivals | None = None
-        self._jobs: dict[int, Future[Staged]] | None = None
-        self._reset(Phase.LOCAL)
+        self._jobs: dict[int, Future[Staged]] = {}  # by param group
+        self._sent: dict[int, int] = {}
+        self._problem: Exception | None = None
+        self._error: BaseException | None = None
+        self._forget(Phase.LOCAL)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -99,17 +106,22 @@ class Overlap:
     def begin(self) -> None:
         """Start a backward pass; forget what was taken ahead for a step that never came."""
         optimizer = self._optimizer
-        self._problem = optimizer._follow_groups()
-        for job in (self._jobs or {}).values():
-            job.exception()
-        self._reset(optimizer.phase if self._threads else Phase.LOCAL)  # closed: nothing is sent
+        problem = optimizer._follow_groups()
+        self._forget(optimizer.phase if self._threads else Phase.LOCAL)  # closed: nothing is sent
+        self._problem = problem
         if not self.is_on(self._phase) or self._has_thawed():
             return
         parcels = [group["params"] for group in optimizer.param_groups]
         self._arrivals = Arrivals(parcels, leaving_order(parcels, self._params))
-        self._jobs = {}
-        self._scale = None if self._scaler is None else self._scaler.get_scale()
-        self._settings = self._read_settings()
+        self._changes.note_settings()
+
+    def _forget(self, phase: Phase) -> None:
+        """Wait for what was submitted, and be as before a backward pass for a step of a phase."""
+        for job in self._jobs.values():
+            job.exception()  # waits
+        self._phase, self._arrivals, self._jobs, self._sent = phase, None, {}, {}
+        self._problem = self._error = None
+        self._changes.forget()
 
     def _has_thawed(self) -> bool:
         """Tell whether a parameter needs gradients that did not need them when this was made: nobody reports these."""
@@ -119,13 +131,6 @@ class Overlap:
             logger.warning("overlap is off: parameters were thawed; wrap the model and make its optimizer anew for it")
         self._said_thawed = self._said_thawed or found
         return found
-
-    def _reset(self, phase: Phase) -> None:
-        self._phase, self._jobs, self._arrivals = phase, None, None
-        self._left: dict[int, Tensor] = {}
-        self._sent: dict[int, int] = {}
-        self._error: BaseException | None = None
-        self._scale = None
 
     def arrive(self, params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
         """Take gradients; send the param groups that they complete."""
@@ -144,11 +149,11 @@ class Overlap:
     def remember(self) -> None:
         """Note what gradients a backward pass has left, once nobody but the user changes them any more."""
         if self._phase is not Phase.LOCAL:  # nobody asks
-            self._left = self._sampled()
+            self._changes.note_gradients()
 
     def when_sent(self, then: Callable[[], None]) -> None:
         """Call a function, on one of the threads, when all that was submitted has been sent, or has failed."""
-        jobs = list((self._jobs or {}).values())
+        jobs = list(self._jobs.values())
 
         def wait() -> None:
             for job in jobs:
@@ -158,7 +163,6 @@ class Overlap:
         self._threads[len(jobs) % len(self._threads)].submit(wait)
 
     def _send(self, groups: Iterable[int]) -> None:
-        assert self._jobs is not None
         assert self._arrivals is not None
         for group in groups:
             grads = self._arrivals.grads(group)
@@ -167,29 +171,15 @@ class Overlap:
             thread = self._threads[len(self._jobs) % len(self._threads)]  # in the same order on all ranks
             self._jobs[group] = thread.submit(self._job(group, grads))
 
-    def _send_the_rest(self, phase: Phase) -> None:
-        """Send NaN for what the backward pass has not come to on this rank: the others wait, and all meet in the step.
-
-        Of a parameter that was frozen after DDP was made, on this rank only perhaps, DDP says nothing; of none at all
-        if its bucket is the first.
-        """
-        silent = self._jobs is None and self._alike and self.is_on(phase)
-        if silent and not all(p.requires_grad for p in self._params):
-            self.begin()
-        if self._arrivals is not None and self._jobs is not None and (rest := self._arrivals.rest()):
-            self._problem = self._problem or RuntimeError("a part of the backward pass did not come")
-            self._send(rest)
-
     def _is_unlike(self, group: int) -> bool:
         """Tell whether this rank cannot take the step of a param group as the others do."""
-        if self._alike or self._problem is not None:
-            return self._problem is not None
-        agreed = self._optimizer._gradients.absent
+        if self._problem is not None:
+            return True
         params = self._optimizer.param_groups[group]["params"]
-        return any((p.grad is None) != ((group, i) in agreed) for i, p in enumerate(params))
+        return not self._alike and self._optimizer._gradients.changed(group, params)
 
     def _job(self, group: int, grads: list[Tensor]) -> Callable[[], Staged]:
-        phase, scale = self._phase, self._scale
+        phase, scale = self._phase, self._changes.scale
 
         def run() -> Staged:
             if self._error is not None:  # the peers may be gone
@@ -206,19 +196,6 @@ class Overlap:
 
         return run
 
-    def close(self) -> None:
-        """End the threads, and give back their process groups; the steps communicate in `step` from now on.
-
-        See `fn.adapters.ddp.close`.
-        """
-        for job in (self._jobs or {}).values():
-            job.exception()
-        self._reset(Phase.LOCAL)
-        if self._optimizer.ahead == self.ahead:
-            self._optimizer.ahead = None
-        while self._threads:
-            self._threads.pop().close()
-
     def ahead(self, phase: Phase) -> tuple[list[Staged] | None, ValueError | None]:
         """Return the step whose backward pass is over, a part per param group, and an error if gradients changed since.
 
@@ -230,17 +207,19 @@ class Overlap:
         Raises: ValueError if hyper-parameters or the state were changed since, or the loss is scaled and nobody said
             so; what was raised while communicating.
         """
-        changed = self._change_of_gradients(phase)
+        changed = self._changes.of_gradients()
+        changed = changed if phase is self._phase else None
         self._send_the_rest(phase)
-        if self._jobs is None or phase is not self._phase:
+        if not self.is_taking or phase is not self._phase:
             return None, changed
-        others_absent = self._optimizer._gradients.changed([g["params"] for g in self._optimizer.param_groups])
-        problem = self._change_of_settings()  # while the last codes are on the wire
-        jobs, self._jobs = self._jobs, None
+        gradients, groups = self._optimizer._gradients, self._optimizer.param_groups
+        others_absent = any(gradients.changed(g, group["params"]) for g, group in enumerate(groups))
+        problem = self._changes.of_settings()  # while the last codes are on the wire
+        jobs, self._jobs, self._arrivals = self._jobs, {}, None
         steps = [jobs[group].result() for group in sorted(jobs)]
         for thread in self._threads:
             thread.catch_up()
-        if len(steps) < len(self._optimizer.param_groups) or not all(step.ok for step in steps):
+        if len(steps) < len(groups) or not all(step.ok for step in steps):
             return None, changed
         if others_absent:
             return None, changed  # DDP knows on all ranks alike which parameters had no part; the step asks once more
@@ -251,53 +230,24 @@ class Overlap:
             self._say(phase)
         return steps if changed is None else [*steps, Staged(True, self._mend_errors)], changed
 
-    def _change_of_settings(self) -> ValueError | None:
-        """Return what is wrong if hyper-parameters or state are others than those that the step was taken with."""
-        if self._read_settings() != self._settings:
-            text = "param_groups or state: changed between backward and step, but the step was taken behind backward"
-            return ValueError(text)
-        if self._scaler is None and hasattr(self._optimizer, "found_inf"):
-            return ValueError("scaler: scales the loss, but overlap does not know it; pass overlap(..., scaler=scaler)")
-        return None
+    def _send_the_rest(self, phase: Phase) -> None:
+        """Send NaN for what the backward pass has not come to on this rank: the others wait, and all meet in the step.
 
-    def _change_of_gradients(self, phase: Phase) -> ValueError | None:
-        """Return what is wrong if gradients are others than those that the backward pass has left.
-
-        Local steps send nothing, and may be taken from any gradients.
+        Of a parameter that was frozen after DDP was made, on this rank only perhaps, DDP says nothing; of none at all
+        if its bucket is the first.
         """
-        left, self._left = self._left, {}
-        if not left or phase is Phase.LOCAL or phase is not self._phase:
-            return None
-        by_scaler = self._scaler is not None or hasattr(self._optimizer, "found_inf")
-        unscaled = by_scaler and getattr(self._optimizer, "grad_scale", None) is None
-        if unscaled and self._scale is None:  # by a number that is not known here
-            return None
-        factor = 1.0 / self._scale if unscaled and self._scale else 1.0
-        now = self._sampled()
-        changed = [] if _near(now, left, factor) else [g for g in now if not _near({g: now[g]}, left, factor)]
-        if not changed:
-            return None
-        return ValueError(
-            f"gradients of param group {changed[0]}: changed between backward and step, by clipping perhaps, but steps "
-            f"are taken behind backward, from the gradients before; leave out what changes them, or give the optimizer "
-            f"max_norm to clip by, with keep_local(model) instead of overlap; torch.nn.utils.get_total_norm only reads"
-        )
+        silent = not self.is_taking and self._alike and self.is_on(phase)
+        if silent and not all(p.requires_grad for p in self._params):
+            self.begin()
+        if self._arrivals is not None and (rest := self._arrivals.rest()):
+            self._problem = self._problem or RuntimeError("a part of the backward pass did not come")
+            self._send(rest)
 
     def _mend_errors(self) -> None:
         """Drop errors that are not finite: they may be formed with the step, from gradients as they are then."""
         for leaf in tree.leaves(tree.fields(self._optimizer.states, "worker")):
             if leaf.is_floating_point():
                 leaf.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
-
-    def _sampled(self) -> dict[int, Tensor]:
-        """Return by param group some elements of the gradients that there are now."""
-        groups = [group["params"] for group in self._optimizer.param_groups]
-        return {g: _sample([_grad(p) for p in params]) for g, params in enumerate(groups)}
-
-    def _read_settings(self) -> list[Any]:
-        optimizer = self._optimizer
-        held = [*optimizer._lrs, *tree.leaves(optimizer.states)]
-        return [*((id(x), x._version) for x in held), *map(id, optimizer._hypers)]
 
     def _say(self, phase: Phase) -> None:
         seconds, size = self.wire_seconds(phase), self.bytes[phase]
@@ -306,25 +256,13 @@ class Overlap:
         level = logging.WARNING if state == "off" and self._is_first else logging.INFO
         logger.log(level, text, state, phase.value, size, 1e3 * seconds, 1e3 * self._least)
 
+    def close(self) -> None:
+        """End the threads, and give back their process groups; the steps communicate in `step` from now on.
 
-SAMPLES = 64
-"""Elements of each gradient by which changes are noticed: one that every element shares, or every other one."""
-
-
-@torch.no_grad()
-def _sample(grads: list[Tensor]) -> Tensor:
-    """Return evenly spaced elements of each gradient."""
-    flat = [g.reshape(-1) for g in grads if g.numel()]
-    return torch.cat([g[:: -(-g.numel() // SAMPLES)] for g in flat]) if flat else torch.zeros(0)
-
-
-def _near(now: Mapping[int, Tensor], before: Mapping[int, Tensor], factor: float) -> bool:
-    """Tell whether samples are `factor` times what they were, but for rounding."""
-    ours = torch.cat([now[group].cpu().double() for group in now])
-    theirs = torch.cat([before[group].cpu().double() * factor for group in now])
-    return torch.allclose(ours, theirs, rtol=0.0 if factor == 1.0 else 1e-3, atol=0.0, equal_nan=True)
-
-
-def _grad(p: Tensor) -> Tensor:
-    """Return the gradient of a parameter; where there is none a vector of as many zeros, without memory of its own."""
-    return p.new_zeros(1).expand(p.numel()) if p.grad is None else p.grad
+        See `fn.adapters.ddp.close`.
+        """
+        self._forget(Phase.LOCAL)
+        if self._optimizer.ahead == self.ahead:
+            self._optimizer.ahead = None
+        while self._threads:
+            self._threads.pop().close()
