@@ -7,8 +7,6 @@ all ranks skip together. The scalers themselves need not agree: what is sent has
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -30,8 +28,5 @@ def unscaled(grads: Grads, scale: Tensor | float | None, found_inf: Tensor | Non
     factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float64, device=device).reciprocal()
     if found_inf is not None:
         factor = torch.where(found_inf.to(device).reshape(()) > 0, float("nan"), factor.reshape(()))
-    return tuple(_times(group, factor.float()) for group in grads)
-
-
-def _times(grads: Sequence[Tensor], factor: Tensor) -> list[Tensor]:
-    return [(g.float() if g.element_size() < 4 else g) * factor.to(g.device) for g in grads]
+    factor = factor.float()
+    return tuple([(g.float() if g.element_size() < 4 else g) * factor.to(g.device) for g in group] for group in grads)

@@ -27,10 +27,10 @@ from fn.adapters.arrivals import split
 from fn.adapters.arriving_gradients import DdpBuckets, GradientHooks
 from fn.adapters.communication_thread import bind_twin
 from fn.adapters.gradient_average import GradientAverage
+from fn.adapters.link_speed import seconds_per_byte
 from fn.adapters.overlap import Overlap
 from fn.adapters.param_groups import as_list
 from fn.adapters.torch_optim import Optimizer
-from fn.adapters.wire import seconds_per_byte
 from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import ALONE, bind, ranks_around

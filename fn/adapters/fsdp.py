@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from fn import tree
 from fn.adapters.fsdp_comms import CompressedAllGather, CompressedReduceScatter, ReplicaMean
 from fn.adapters.fsdp_groups import Group, groups_of
+from fn.adapters.state_dict import by_path
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import bind
 from fn.collectives.codec import Codec
@@ -165,9 +165,7 @@ class Compressed:
             shards, widths = part.group.shards, part.group.gradients.widths
             found[f"{name}.rank"] = torch.tensor([shards.rank(), shards.size()])
             found[f"{name}.widths"] = torch.tensor(widths, dtype=torch.int64)
-            errors = part.errors()
-            named = zip(tree.paths(errors), tree.leaves(errors), strict=True)
-            found.update({f"{name}.{path}": leaf for path, leaf in named})
+            found.update(by_path(part.errors(), f"{name}."))
         return found
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from fn.adapters.amp import unscaled
 from fn.adapters.arrivals import Arrivals, leaving_order
 from fn.adapters.backward_end import raise_at_end
 from fn.adapters.communication_thread import CommunicationThread
-from fn.adapters.state_dict import check_fits
+from fn.adapters.state_dict import by_path, check_fits
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding
 from fn.collectives.ledger import ledger
@@ -53,7 +53,8 @@ class GradientAverage:
         self.steps, self.skipped, self.states, self.schedule = 0, 0, states, schedule
         self.bytes: dict[Phase, int] = {}
         self._parcels, self._transform, self._scaler = parcels, transform, scaler
-        self._frozen, self._place = frozen, _place(binding)
+        ((size, rank, _),) = binding.axes.values()
+        self._frozen, self._who = frozen, f"rank {int(rank)} of {size}"
         self._transports = {axis: bound.transport for axis, bound in binding.axes.items()}
         self._order = leaving_order(parcels, params)
         self._thread: CommunicationThread | None = CommunicationThread(binding, params[0].device)
@@ -148,12 +149,8 @@ class GradientAverage:
         The errors are this rank's own. Their paths name it, so that `torch.distributed.checkpoint`, which writes once
         what several ranks call alike, keeps those of all of them.
         """
-        own = {path: leaf.clone() for path, leaf in zip(self._paths(), tree.leaves(self.states), strict=True)}
+        own = {path: leaf.clone() for path, leaf in by_path(self.states, f"state of {self._who}.").items()}
         return {"steps": torch.tensor(self.steps), "skipped": torch.tensor(self.skipped), **own}
-
-    def _paths(self) -> list[str]:
-        rank, size = self._place
-        return [f"{OF}{rank} of {size}.{path}" for path in tree.paths(self.states)]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, bit for bit.
@@ -163,28 +160,15 @@ class GradientAverage:
         self._check_rank(state_dict)
         check_fits(self.state_dict(), state_dict)
         self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
-        leaves, structure = tree.flatten(self.states)
-        found = [
-            state_dict[path].to(own.device, copy=True) for path, own in zip(self._paths(), leaves, strict=True)
-        ]
-        self.states = tree.unflatten(structure, found)
+        own = by_path(self.states, f"state of {self._who}.")
+        found = [state_dict[path].to(leaf.device, copy=True) for path, leaf in own.items()]
+        self.states = tree.unflatten(tree.flatten(self.states)[1], found)
 
     def _check_rank(self, saved: Mapping[str, Any]) -> None:
-        rank, size = self._place
-        theirs = {path.partition(".")[0] for path in saved if path.startswith(OF)}
-        if theirs and f"{OF}{rank} of {size}" not in theirs:
+        theirs = {path.partition(".")[0] for path in saved if path.startswith("state of rank ")}
+        if theirs and f"state of {self._who}" not in theirs:
             raise ValueError(
-                f"state_dict: has the {min(theirs)}, but this is rank {rank} of {size}; allowed is what this rank "
+                f"state_dict: has the {min(theirs)}, but this is {self._who}; allowed is what this rank "
                 f"saved; another number of ranks goes on with errors of zero, and what was not delivered is lost: "
                 f"set steps = {int(saved['steps'])} of what average_gradients returned, on all ranks"
             )
-
-
-OF = "state of rank "
-"""What the paths of errors begin with."""
-
-
-def _place(binding: Binding) -> tuple[int, int]:
-    """Return the rank and the world size, to which errors belong."""
-    ((size, rank, _),) = binding.axes.values()
-    return int(rank), size

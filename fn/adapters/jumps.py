@@ -14,6 +14,7 @@ from weakref import WeakSet
 from torch import Tensor
 
 from fn import tree
+from fn.adapters.param_groups import names_of
 from fn.base import Phase
 from fn.schedules import phase_of
 from fn.transforms.moments import OnebitAdamState
@@ -81,7 +82,7 @@ def _each(group: dict[str, Any], state: Any, hypers: dict[str, Any], is_first: b
     The moments of shards are vectors of this rank's. What all ranks hold is for the first one to look at.
     """
     mus, nus = tree.leaves(state.mu), tree.leaves(state.nu)
-    names = [f"parameter {name}" for name in group.get("param_names") or range(len(mus))]
+    names = [f"parameter {name}" for name in names_of(group)]
     if [mu.shape for mu in mus] != [p.shape for p in group["params"]]:
         names = [f"shard {i} of this rank" for i in range(len(mus))]
     elif not is_first:

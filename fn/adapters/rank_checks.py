@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters.param_groups import names_of
 from fn.adapters.state_dict import OWN, kinds
 from fn.base import Transform
 from fn.collectives.agreement import check_agreement, describe
@@ -70,7 +71,7 @@ def check_start(
     for axis in [axis for axis in axes if repr(axis) in named]:
         if found := first_difference(sums, axis):
             rank, i = found
-            name = (group.get("param_names") or range(len(params)))[i]
+            name = names_of(group)[i]
             raise RanksDisagree(
                 f"ranks disagree: the numbers of parameter {name} in group {place} are others on rank {rank} of axis "
                 f"{axis!r} than on rank 0; start from the same ones: the same seed before the model is made, "

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters.param_groups import names_of
 from fn.adapters.state_dict import ERROR, kinds
 from fn.base import Phase
 from fn.collectives.primitives import psum
@@ -87,12 +88,11 @@ def warn_of_thawed(optimizer: Optimizer, places: Iterable[tuple[int, int]]) -> N
         alike = [nu[i] for nu in moments if len(nu) == len(params) and nu[i].shape == params[i].shape]
         seen = shards[g] or {i: not alike or any(bool(nu.any()) for nu in alike)}
         if not seen[i]:
-            names = optimizer.param_groups[g].get("param_names") or range(len(params))
-            still.append(f"{names[i]} of group {g}")
+            still.append(f"{names_of(optimizer.param_groups[g])[i]} of group {g}")
     if still:
         text = "their second moment is 0 and frozen, so no gradient moves them until the schedule returns to a warm-up"
         text = f"get first gradients after the warm-up; {text}; {_SHRINKS}"
-        warnings.warn(f"params: {', '.join(still)}: {text}", stacklevel=7)
+        warnings.warn(f"params: {', '.join(still)}: {text}", stacklevel=8)
 
 
 def _seen_in_shards(optimizer: Optimizer, g: int) -> dict[int, bool]:
