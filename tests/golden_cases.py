@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.adapters.deepspeed_numerics import Group
+from fn.adapters.deepspeed_numerics import ParamGroup
 
 FOLDER = Path(__file__).parent / "golden"
 
@@ -44,14 +44,14 @@ class Case(NamedTuple):
         found = [self.arrays[f"p{i}.grad"][call] for i in range(sum(self.counts))]
         return self.split([torch.from_numpy((g if rank is None else g[rank]).copy()) for g in found])
 
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[ParamGroup]:
         """Return the param groups as the numerics take them; learning rates are 0-d tensors to be filled."""
         found = []
         for j, group in enumerate(self.row["groups"]):
             hyper = {**self.row["hyper"], **group}
             mask = self.arrays.get(f"g{j}.exp_avg_mask")
             found.append(
-                Group(
+                ParamGroup(
                     torch.tensor(float(hyper["lr"])),
                     *hyper["betas"],
                     hyper["eps"],

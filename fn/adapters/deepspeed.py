@@ -91,7 +91,7 @@ class OnebitAdam(DeepSpeedOptimizer):
             initialising_call=initialising_call,
         )
 
-    def _numerics(self, groups: Sequence[numerics.Group]) -> Transform:
+    def _numerics(self, groups: Sequence[numerics.ParamGroup]) -> Transform:
         return numerics.onebit_adam(groups, axis=AXIS, world_size=self._world)
 
     def _take_initial_moments(self) -> None:
@@ -153,7 +153,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         """Return whether the variance is frozen."""
         return self.steps >= self.var_freeze_step
 
-    def _numerics(self, groups: Sequence[numerics.Group]) -> Transform:
+    def _numerics(self, groups: Sequence[numerics.ParamGroup]) -> Transform:
         return numerics.zero_one_adam(groups, axis=AXIS, world_size=self._world, frozen=self.frozen)
 
     def step(self, closure: Callable[[], Any] | None = None, grads: Any = None) -> Any:
@@ -234,7 +234,7 @@ class OnebitLamb(DeepSpeedOptimizer):
             raise RuntimeError("add_param_group: 1-bit LAMB's message spans all groups; give them to the constructor")
         super().add_param_group(param_group)
 
-    def _numerics(self, groups: Sequence[numerics.Group]) -> Transform:
+    def _numerics(self, groups: Sequence[numerics.ParamGroup]) -> Transform:
         return numerics.onebit_lamb(
             groups, axis=AXIS, world_size=self._world, copy_fresh=self.freeze_step >= 2, **self._factors
         )

@@ -60,7 +60,7 @@ class DeepSpeedOptimizer(Optimizer):
         if deepspeed is not None:
             self.attach(deepspeed)
 
-    def _numerics(self, groups: Sequence[numerics.Group]) -> Transform:
+    def _numerics(self, groups: Sequence[numerics.ParamGroup]) -> Transform:
         """Return the transform over all param groups."""
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ class DeepSpeedOptimizer(Optimizer):
     def _tensors(self) -> tuple[list[Tensor], ...]:
         return tuple([p.detach() for p in group["params"]] for group in self.param_groups)
 
-    def _groups(self) -> list[numerics.Group]:
+    def _groups(self) -> list[numerics.ParamGroup]:
         return [_group(group, lr) for group, lr in zip(self.param_groups, self._lrs, strict=True)]
 
     @property
@@ -110,17 +110,10 @@ class DeepSpeedOptimizer(Optimizer):
             loss = super().step(closure)
         else:
             self.initialize = True
-            loss = self._initialising_call(closure)
+            loss = None if closure is None else torch.enable_grad()(closure)()
+            with torch.no_grad():
+                self._take_initial_moments()
         self._switch_engine()
-        return loss
-
-    @torch.no_grad()
-    def _initialising_call(self, closure: Callable[[], Any] | None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._take_initial_moments()
         return loss
 
     def _take_initial_moments(self) -> None:
@@ -174,9 +167,9 @@ class DeepSpeedOptimizer(Optimizer):
         self._switch_engine()
 
 
-def _group(group: Mapping[str, Any], lr: Tensor) -> numerics.Group:
+def _group(group: Mapping[str, Any], lr: Tensor) -> numerics.ParamGroup:
     mask, (b1, b2) = group.get("exp_avg_mask"), group["betas"]
-    return numerics.Group(
+    return numerics.ParamGroup(
         lr,
         b1,
         b2,

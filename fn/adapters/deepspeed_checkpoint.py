@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,19 +83,15 @@ def _split(row: Mapping[str, Any], params: list[Tensor]) -> list[Mapping[str, An
     return list(parts)
 
 
-def _with_field(state: Any, name: str, values: Any) -> Any:
+def _with_field(state: Any, name: str, values: Iterator[Any]) -> Any:
     """Return the state with the leaves of every field of that name replaced, in the order of the parameters."""
 
     def convert(leaf: Tensor) -> Tensor:
         return torch.as_tensor(next(values)).to(leaf).reshape(leaf.shape)
 
-    return _map_fields(state, name, lambda value: tree.map(convert, value))
-
-
-def _map_fields(state: Any, name: str, f: Callable[[Any], Any]) -> Any:
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         pairs = zip(state._fields, state, strict=True)
-        return type(state)(*(f(v) if k == name else _map_fields(v, name, f) for k, v in pairs))
+        return type(state)(*(tree.map(convert, v) if k == name else _with_field(v, name, values) for k, v in pairs))
     if isinstance(state, tuple | list):
-        return type(state)(_map_fields(v, name, f) for v in state)
+        return type(state)(_with_field(v, name, values) for v in state)
     return state

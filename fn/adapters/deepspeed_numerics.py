@@ -43,7 +43,7 @@ from fn.transforms.zero_one import WATCHED, scale_by_zero_one_adam
 Tree = Any
 
 
-class Group(NamedTuple):
+class ParamGroup(NamedTuple):
     """What a param group says.
 
     lr: 0-d tensor. sizes: elements of each tensor. exp_avg_mask: for every tensor of the group, or None.
@@ -71,10 +71,10 @@ def _masked_sync(axis: str, world_size: int, mask: Tensor | None) -> Transform:
     return sync if mask is None else chain(sync, apply_mask(mask))
 
 
-def onebit_adam(groups: Sequence[Group], *, axis: str, world_size: int) -> Transform:
+def onebit_adam(groups: Sequence[ParamGroup], *, axis: str, world_size: int) -> Transform:
     """Return DeepSpeed's 1-bit Adam over param groups; without bias correction, as there."""
 
-    def one(g: Group) -> Transform:
+    def one(g: ParamGroup) -> Transform:
         sync = _masked_sync(axis, world_size, g.exp_avg_mask)
         tx = chain(
             average(axis),
@@ -87,14 +87,14 @@ def onebit_adam(groups: Sequence[Group], *, axis: str, world_size: int) -> Trans
     return together([one(g) for g in groups])
 
 
-def zero_one_adam(groups: Sequence[Group], *, axis: str, world_size: int, frozen: bool) -> Transform:
+def zero_one_adam(groups: Sequence[ParamGroup], *, axis: str, world_size: int, frozen: bool) -> Transform:
     """Return DeepSpeed's 0/1 Adam over param groups, before or after the variance is frozen.
 
     Both have the same state. On one rank the mask is not applied, and a step before the freeze in which the variance
     rests leaves the momentum as it is.
     """
 
-    def one(g: Group) -> Transform:
+    def one(g: ParamGroup) -> Transform:
         link = scale_by_zero_one_adam(
             g.lr,
             g.b1,
@@ -116,7 +116,7 @@ def zero_one_adam(groups: Sequence[Group], *, axis: str, world_size: int, frozen
 
 
 def onebit_lamb(
-    groups: Sequence[Group],
+    groups: Sequence[ParamGroup],
     *,
     axis: str,
     world_size: int,
@@ -152,13 +152,13 @@ def onebit_lamb(
     return skip_nonfinite(chain(average(axis), link, scale))
 
 
-def initialise(state: Tree, groups: Sequence[Group], gradients: Sequence[Sequence[Tensor]]) -> Tree:
+def initialise(state: Tree, groups: Sequence[ParamGroup], gradients: Sequence[Sequence[Tensor]]) -> Tree:
     """Return 1-bit Adam's state after DeepSpeed's initialising call: `non_freeze` groups take their moments from it.
 
     Args: state: of `onebit_adam`, as made. gradients: the mean gradients, a list per group.
     """
 
-    def moments(value: Tree, g: Group, grads: list[Tensor]) -> Tree:
+    def moments(value: Tree, g: ParamGroup, grads: list[Tensor]) -> Tree:
         mu, nu = moving_average(value.mu, grads, g.b1), moving_average_of_squares(value.nu, grads, g.b2)
         return value._replace(mu=mu, nu=nu)
 

@@ -119,7 +119,7 @@ def test_a_tensor_whose_ratio_was_never_taken_moves_after_the_switch() -> None:
 
 def test_deepspeeds_padding_counts_and_returns_while_ours_does_not() -> None:
     params = [torch.randn(5)]
-    group = numerics.Group(0.1, 0.9, 0.999, 1e-8, 0.0, (5,))
+    group = numerics.ParamGroup(0.1, 0.9, 0.999, 1e-8, 0.0, (5,))
     theirs = numerics.onebit_lamb([group], axis="data", world_size=2)
     ours = fn.onebit_lamb(lr=0.1, axis="data")
     tails, errors = [], []
