@@ -281,6 +281,7 @@ def test_a_parameter_whose_first_gradient_comes_after_the_warm_up_is_warned_of_i
     stuck = thaw == 4 and name != "loco_adamw"
     assert torch.equal(body, torch.ones(3)) == stuck
     assert ["params: body of group 0: get first gradients after" in str(w.message) for w in caught] == [True] * stuck
+    assert all(w.filename == __file__ for w in caught)  # it names the line that called step
 
 
 def thawed_in_shards() -> dict[str, list[str]]:
