@@ -26,15 +26,12 @@ def compile_update(update: UpdateFn) -> UpdateFn:
     return step
 
 
-def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], changed: set[int] | None, step: int) -> None:
+def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], changed: set[int], step: int) -> None:
     """Refuse hyper-parameters that a scheduler writes in every step, for each of which a step would be compiled.
 
-    Args: before, now: hyper-parameters. changed: steps in which they changed so far; this one is added; None: nothing
-        is compiled. step: its number.
+    Args: before, now: hyper-parameters. changed: steps in which they changed so far; this one, `step`, is added.
     Raises: ValueError that names those that changed.
     """
-    if changed is None:
-        return
     if len(changed | {step}) > CHANGES:
         names = ", ".join(name for name in now if now[name] is not before.get(name))
         raise ValueError(

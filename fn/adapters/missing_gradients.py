@@ -50,7 +50,7 @@ class Gradients:
             for params, grads in pairs
         )
 
-    def changed(self, g: int, params: Sequence[Tensor]) -> bool:
+    def are_others_absent(self, g: int, params: Sequence[Tensor]) -> bool:
         """Tell whether other gradients of a param group are absent here than those that the ranks agreed on."""
         return any((p.grad is None) != ((g, i) in self.absent) for i, p in enumerate(params))
 

@@ -176,7 +176,7 @@ class Overlap:
         if self._problem is not None:
             return True
         params = self._optimizer.param_groups[group]["params"]
-        return not self._alike and self._optimizer._gradients.changed(group, params)
+        return not self._alike and self._optimizer._gradients.are_others_absent(group, params)
 
     def _job(self, group: int, grads: list[Tensor]) -> Callable[[], Staged]:
         phase, scale = self._phase, self._changes.scale
@@ -213,7 +213,7 @@ class Overlap:
         if not self.is_taking or phase is not self._phase:
             return None, changed
         gradients, groups = self._optimizer._gradients, self._optimizer.param_groups
-        others_absent = any(gradients.changed(g, group["params"]) for g, group in enumerate(groups))
+        others_absent = any(gradients.are_others_absent(g, group["params"]) for g, group in enumerate(groups))
         problem = self._changes.of_settings()  # while the last codes are on the wire
         jobs, self._jobs, self._arrivals = self._jobs, {}, None
         steps = [jobs[group].result() for group in sorted(jobs)]

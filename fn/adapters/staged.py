@@ -60,11 +60,10 @@ def stage(update: UpdateFn, grads: list[Tensor], state: Tree, params: list[Tenso
     return Staged(after.skipped is state.skipped or bool(after.skipped == state.skipped), commit)
 
 
-@torch.no_grad()
 def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor] = ()) -> None:
     """Write staged steps, which make up a step of all param groups; or count it as skipped if one is not finite.
 
-    Args: state: of all groups. still: parameters that are not to be moved.
+    Args: state: of all groups. still: parameters that are not to be moved. Without grad mode.
     """
     if not all(step.ok for step in steps):
         for skipped in tree.fields(state, "skipped"):

@@ -101,7 +101,7 @@ class Optimizer(torch.optim.Optimizer):
         self._lrs: list[Tensor] = []
         self._guarded: list[bool] = []
         self._hypers: list[dict[str, Any]] = []
-        self._changed: set[int] | None = set() if compile else None  # steps with other hyper-parameters
+        self._compiled_at: set[int] = set()  # steps with other hyper-parameters, of updates that are compiled
         self._counts: tuple[Tree, list[Tensor]] = (), []
         self._updates: dict[Phase, Update] = {}
         self._gradients, self._held = Gradients(), Held()
@@ -261,7 +261,8 @@ class Optimizer(torch.optim.Optimizer):
                 param_groups.follow(group, lr)
                 hyper = param_groups.current(group, before, self.make)
                 if not param_groups.same(hyper, before):
-                    check_changes(before, hyper, self._changed, self.steps)
+                    if self._compile:
+                        check_changes(before, hyper, self._compiled_at, self.steps)
                     self._hypers[i] = hyper
                     self._remake(i)
                     self._updates.clear()

@@ -69,7 +69,7 @@ def staged_ahead() -> bool:
     opt.ahead = lambda phase: ([opt.stage_group(0, phase, [p.grad for p in params])], None)
     opt.step()
     set_gradients(others, 51)
-    with by_hand._binding:
+    with torch.no_grad(), by_hand._binding:
         grads = [p.grad + r for p, r in zip(others, rest, strict=True)]
         commit([by_hand.stage_group(0, fn.Phase.COMPRESSED, grads)], by_hand.states, [])
     return same(bits((params, opt.states)), bits((others, by_hand.states))) and opt.carried == ()
