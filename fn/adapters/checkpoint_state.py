@@ -167,7 +167,7 @@ def _carried(g: int, rest: list[Tensor], saved: Mapping[str, Any]) -> dict[str, 
 class _Move(NamedTuple):
     """How states move from the rows of another world. rests: (state, what its errors do not hold) so far.
 
-    notes: how the states that were made here take their own from shares. rows: some rows of what was saved. add: the
+    notes: how the states that were made here take their own from addends. rows: some rows of what was saved. add: the
     sum over all ranks.
     """
 
