@@ -72,24 +72,30 @@ def with_onebit_adam_in_place(
     """
     if average is None:
         return tx
-    kernel_fits = Fits("onebit_adam_", ("mu", "nu"), h.eps)
+    fits_alone, fits_among = (Fits(op, ("mu", "nu"), h.eps) for op in ("adamw_", "onebit_adam_"))
 
     def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
-        if axis_size(average.axis) == 1 or not kernel_fits(updates, state, params):
+        if axis_size(average.axis) == 1:
+            return keep_zeros and fits_alone(updates, state, params)
+        if not fits_among(updates, state, params):
             return False
         return keep_zeros or average.in_signs(tree.leaves(params), state.inner[1].sync)
 
     def stage(updates: Tree, state: SkipState, params: Tree) -> Staged:
         moments: OnebitAdamState = state.inner[1]
         leaves, mu, nu, grads = (tree.leaves(t) for t in (params, moments.mu, moments.nu, updates))
-        mean = average.average_moments(moments.sync, mu, grads, h.b1)
+        alone = axis_size(average.axis) == 1  # the momentum is its own mean
+        mean = None if alone else average.average_moments(moments.sync, mu, grads, h.b1)
 
         def commit() -> None:
             step_weights(moments, h, warmup=False)
-            mean.step(leaves, mu, nu, h.tail(moments), keep_zeros=keep_zeros)
-            mean.keep()
+            if mean is None:
+                ops.direct("adamw_", leaves, grads, mu, nu, h.b1, h.b2, *h.tail(moments), True)
+            else:
+                mean.step(leaves, mu, nu, h.tail(moments), keep_zeros=keep_zeros)
+                mean.keep()
 
-        return Staged(mean.ok, commit)
+        return Staged(ops.direct("largest_magnitude", grads).isfinite() if mean is None else mean.ok, commit)
 
     return tx._replace(compressed_update=InPlace(tx.compressed_update, fits, stage))
 

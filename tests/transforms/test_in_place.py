@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.adapters import torch_optim
+from fn.adapters import step_order
 from fn.kernels.table import cells
 from fn.transforms.coded_in_place import CodedMean
 from fn.transforms.in_place import InPlace
@@ -108,17 +108,18 @@ def against_the_pure_chain(name: str, rows: str = "numba") -> list[dict[str, Any
 @contextmanager
 def count_stages():
     """Count the steps that are taken in place, or skipped there."""
-    counts, original = [0], torch_optim.apply
+    counts, original = [0], step_order._move
 
-    def counted(groups: Any, updates: Any, still: Any) -> None:
+    def counted(*args: Any) -> Any:
+        updates = original(*args)
         counts[0] += updates is None
-        original(groups, updates, still)
+        return updates
 
-    torch_optim.apply = counted
+    step_order._move = counted
     try:
         yield counts
     finally:
-        torch_optim.apply = original
+        step_order._move = original
 
 
 @contextmanager
@@ -137,7 +138,9 @@ def count_means():
         CodedMean.step = original
 
 
-@pytest.mark.parametrize(("world", "rows"), [(2, "numba"), (3, "numba"), (2, "torch"), (3, "torch")])
+@pytest.mark.parametrize(
+    ("world", "rows"), [(1, "numba"), (2, "numba"), (3, "numba"), (1, "torch"), (2, "torch"), (3, "torch")]
+)
 def test_a_step_in_place_is_the_pure_step(world, rows):
     check_cases(CASES, ranks.run(world, against_the_pure_chain, "onebit_adam", rows), rows)
 
@@ -150,7 +153,7 @@ def test_onebit_lamb_in_place_is_the_pure_one(world, rows):
 def check_cases(cases: Any, outcomes: Any, rows: str = "numba") -> None:
     for outcome in outcomes:
         for case, found in zip(cases, outcome, strict=True):
-            assert found["taken"] == 8, case
+            assert found["taken"] == (8 if len(outcomes) > 1 or case.get("keep_zeros", True) else 3), case
             assert found["skipped"] == [0, 0, 0, 0, 1, 1, 1, 1]
             bound = 3e-6
             if rows == "torch":  # moments differ in their last bits, which decide how a momentum is rounded to bfloat16
