@@ -13,6 +13,7 @@ import argparse
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -222,6 +223,7 @@ def main() -> None:
     parser.add_argument("--peak", metavar="STEP", help="print the peak memory of one step in bytes, and end")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
+    warnings.simplefilter("ignore")  # of steps from random gradients, which train nothing
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core for all, whatever their thread pools think
