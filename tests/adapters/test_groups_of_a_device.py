@@ -72,9 +72,9 @@ def test_what_was_read_from_a_checkpoint_is_added_up_on_the_device_of_the_parame
     monkeypatch.setattr(checkpoint_state, "psum", psum)
     monkeypatch.setattr(checkpoint_state, "device_among", lambda groups: torch.device("meta"), raising=False)
     opt = fn.Optimizer([torch.nn.Parameter(torch.zeros(3))], fn.adamw)
+    states = {path: leaf for path, leaf in opt.state_dict().items() if path.startswith("state.")}
     opt._axes, opt._binding = ["data"], fn.collectives.axis.Binding({})
     rows = checkpoint_state.Rows(torch.ones(1, 3), 0, 2)
-    monkeypatch.setattr(checkpoint_state._Move, "states", lambda self, fresh: fresh)
-    found = checkpoint_state.moved(opt, {"params.0.0": rows})
+    found = checkpoint_state.moved(opt, {**states, "params.0.0": rows})
     assert found["params.0.0"].tolist() == [3.0] * 3
     assert summed == [torch.device("meta")]

@@ -206,7 +206,7 @@ def test_errors_are_reset_each_by_its_own_age():
 def test_padding_that_counts_dilutes_the_scale_and_keeps_an_error():
     """13 elements of 1 in 16: the scale is sqrt(13 / 16) = 0.90 where padding counts, as in DeepSpeed, and 1 here.
 
-    Differs: fn.collectives.codec.sign: by default padding is neither counted nor given an error.
+    Differs: fn.collectives.sign_codec.sign: by default padding is neither counted nor given an error.
     """
     x = torch.nn.functional.pad(torch.ones(1, 13), (0, 3))
     for counts, scale in ((False, 1.0), (True, (13 / 16) ** 0.5)):
