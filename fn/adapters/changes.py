@@ -57,7 +57,7 @@ class Changes:
     def of_gradients(self) -> ValueError | None:
         """Return what is wrong if gradients are others than those that were noted; asked once for a pass."""
         left, self._left = self._left, []
-        if not left:
+        if len(left) != len(self._optimizer.param_groups):  # none, or a group came since, and all is sent in the step
             return None
         by_scaler = self._scaler is not None or hasattr(self._optimizer, "found_inf")
         unscaled = by_scaler and getattr(self._optimizer, "grad_scale", None) is None

@@ -140,3 +140,22 @@ def test_where_overlap_is_off_all_ranks_refuse_what_one_changed_and_go_on(name, 
         assert "changed between backward and step" in text
         assert unchanged
     assert same(answers[0][2], answers[1][2])
+
+
+@case
+def a_group_in_between() -> tuple[str, list]:
+    model, late = Net(), torch.nn.Parameter(torch.ones(3))
+    optimizer = build(model)
+    overlap(model, optimizer, least_wire_seconds=0.0)
+    train(model, optimizer, range(1))
+    backward(model, 1)
+    late.grad = torch.full((3,), 1.0 + dist.get_rank())
+    optimizer.add_param_group({"params": [late]})
+    return said(optimizer.step), arrays([*model.parameters(), late])
+
+
+def test_a_group_that_comes_behind_backward_is_in_the_step_which_is_then_sent_as_a_whole():
+    answers = case.answer("a_group_in_between")
+    assert [text for text, _ in answers] == ["nothing", "nothing"]
+    assert same(*(numbers for _, numbers in answers))
+    assert all((numbers[-1] < 1.0).all() for _, numbers in answers)
