@@ -101,7 +101,7 @@ def _seen_in_shards(optimizer: Optimizer, g: int) -> dict[int, bool]:
     Empty where there are none. All ranks must call it; one number per parameter on the wire, and the memory of a state.
     """
     state, params = optimizer.states[g], [p.detach() for p in optimizer.param_groups[g]["params"]]
-    if not isinstance(state.inner, ShardedState):
+    if not isinstance(getattr(state, "inner", None), ShardedState):
         return {}
     if not tree.fields(state, "sync"):  # of 1-bit Adam's, whose second moment rests
         return dict.fromkeys(range(len(params)), True)

@@ -11,7 +11,7 @@ from fn.base import Transform
 from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.hierarchy import Codecs
 from fn.kernels import ops
-from fn.transforms.average_in_place import stage_warmup
+from fn.transforms.average_in_place import squares_are_finite, stage_warmup
 from fn.transforms.coded_in_place import CodedAverage
 from fn.transforms.finite import SkipState
 from fn.transforms.host_numbers import on_host, write
@@ -95,7 +95,7 @@ def with_onebit_adam_in_place(
                 mean.step(leaves, mu, nu, h.tail(moments), keep_zeros=keep_zeros)
                 mean.keep()
 
-        return Staged(ops.direct("largest_magnitude", grads).isfinite() if mean is None else mean.ok, commit)
+        return Staged(squares_are_finite(grads) if mean is None else mean.ok, commit)
 
     return tx._replace(compressed_update=InPlace(tx.compressed_update, fits, stage))
 

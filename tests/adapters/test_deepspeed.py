@@ -111,6 +111,22 @@ def test_a_saved_state_continues_exactly(kind: type[DeepSpeedOptimizer]) -> None
     assert torch.equal(p, q)
 
 
+@pytest.mark.parametrize("kind", NAMES.values())
+def test_a_gradient_may_be_missing_after_the_freeze_and_return(kind: type[DeepSpeedOptimizer]) -> None:
+    params = [torch.full((4,), 2.0, requires_grad=True) for _ in range(2)]
+    optimizer = kind(params, lr=0.05, **({"var_freeze_step": 3} if kind is ZeroOneAdam else {"freeze_step": 4}))
+    moved = []
+    for step in range(9):
+        before = params[1].detach().clone()
+        for p in params:
+            p.grad = p.detach().clone()
+        if step in (5, 6):
+            params[1].grad = None
+        optimizer.step()
+        moved.append(not torch.equal(before, params[1]))
+    assert moved == [step not in (5, 6) for step in range(9)]
+
+
 def test_the_variance_rests_behind_a_restart_in_the_frozen_phase() -> None:
     """DeepSpeed's takes 0.9 nu + 0.1 g^2 there, of gradients that are each rank's own.
 

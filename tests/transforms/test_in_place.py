@@ -145,6 +145,16 @@ def test_a_step_in_place_is_the_pure_step(world, rows):
     check_cases(CASES, ranks.run(world, against_the_pure_chain, "onebit_adam", rows), rows)
 
 
+def test_a_gradient_whose_update_overflows_is_skipped_on_a_single_rank_too():
+    p = torch.nn.Parameter(torch.ones(6))
+    opt = fn.Optimizer([p], partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_after(3), lr=0.01)
+    for step in range(8):
+        p.grad = torch.linspace(-1, 1, 6) if step < 4 else torch.full((6,), 3e38)
+        opt.step()
+    assert opt.skipped == 4
+    assert p.isfinite().all()
+
+
 @pytest.mark.parametrize(("world", "rows"), [(2, "numba"), (3, "numba"), (2, "torch")])
 def test_onebit_lamb_in_place_is_the_pure_one(world, rows):
     check_cases(LAMB_CASES, ranks.run(world, against_the_pure_chain, "onebit_lamb", rows), rows)
