@@ -27,7 +27,7 @@ from measure import interleaved, machine, write
 from torch.profiler import ProfilerActivity, profile
 
 import fn
-from fn.collectives.rows import fill_rows, swap_rows
+from fn.collectives.messages import fill_rows, swap_rows
 
 Step = Callable[[], Any]
 

@@ -14,7 +14,7 @@ import fn
 PAGE = Path(__file__).with_name("api.md")
 
 SECTIONS = (
-    ("Types and composition", ("fn.base",)),
+    ("Types and composition", ("fn.base", "fn.updates")),
     ("Named optimizers", ("fn.optimizers",)),
     ("Schedules", ("fn.schedules",)),
     ("Transforms", ("fn.transforms",)),
@@ -33,6 +33,7 @@ MODULES = (
     "fn.tree",
     "fn.collectives.hierarchy",
     "fn.kernels",
+    "fn.adapters",
     "fn.adapters.ddp",
     "fn.adapters.fsdp",
     "fn.adapters.checkpoint",

@@ -4,7 +4,7 @@ from fn import kernels
 from fn.adapters.donate import donate
 from fn.adapters.flatten import flatten_parameters
 from fn.adapters.torch_optim import Optimizer
-from fn.base import Phase, Transform, UpdateFn, apply_updates, chain, lift, stateless
+from fn.base import Phase, Transform, UpdateFn, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
 from fn.collectives.codec import Codec, identity
 from fn.collectives.compressed import ErrorFeedbackState
@@ -28,6 +28,7 @@ from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.zero_one import scale_by_zero_one_adam
+from fn.updates import apply_updates
 from fn.version import __version__ as __version__
 
 __all__ = [

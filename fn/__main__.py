@@ -1,16 +1,24 @@
-"""`python -m fn`: what is here, what is missing, who computes what on which device; `python -m fn plan`: what pays."""
+"""`python -m fn`: what is here, what is missing, who computes what on which device.
+
+`python -m fn plan` says what pays on a network; `python -m fn explain` says which steps of an optimizer are fast.
+"""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+from operator import attrgetter
+from typing import cast
 
 import torch
 
 import fn
+from fn.base import Transform, check_transform
+from fn.inplace.explain import explain
 from fn.kernels import devices, show
 from fn.planner import command as plan
 
@@ -47,11 +55,29 @@ def _run(arguments: list[str] | None) -> None:
     commands.add_parser("table", help="the versions found and the accelerator table (this is the default)")
     planning = commands.add_parser("plan", help="what each method costs on a given network, and whether it pays")
     plan.add_arguments(planning)
+    explaining = commands.add_parser("explain", help="which steps of an optimizer are taken in place, and why not")
+    explaining.add_argument("make", help="module:function that returns a transform, such as train:make_optimizer")
+    explaining.add_argument("--axis", help="handed to the function as axis=, where it takes one")
     found = parser.parse_args(arguments)
     if found.command == "plan":
         plan.run(planning, found)
         return
+    if found.command == "explain":
+        print(explain(_made(explaining, found.make, {} if found.axis is None else {"axis": found.axis})))
+        return
     print("\n".join([*_versions(), "", *_backends(), "", repr(show.table()), "", *_missing()]))
+
+
+def _made(parser: argparse.ArgumentParser, where: str, arguments: dict[str, str]) -> Transform:
+    module, _, name = where.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m` finds the modules of the folder that it is called in
+    try:
+        make = attrgetter(name)(importlib.import_module(module))
+    except (ImportError, AttributeError, ValueError) as error:
+        parser.error(f"make: expected module:function, such as train:make_optimizer, but got {where!r}: {error}")
+    made = make(**arguments)
+    check_transform(where, made)
+    return cast(Transform, made)
 
 
 def _installed(name: str) -> str | None:

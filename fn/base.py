@@ -18,12 +18,17 @@ from __future__ import annotations
 import enum
 import numbers
 from collections.abc import Callable, Sequence
+from functools import reduce
+from inspect import unwrap
+from operator import getitem
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fn import tree
+from fn.compiling import compilable, own_code
+from fn.errors import expected
 
 Tree = Any
 
@@ -48,6 +53,69 @@ class UpdateFn(Protocol):
         ...
 
 
+class Step(NamedTuple):
+    """An update that says what it computes, so that an adapter can find kernels for a chain that holds it.
+
+    rule: a NamedTuple of hyper-parameters; its type is the kind, such as `fn.transforms.moments.Adam`. run: the update.
+    """
+
+    rule: Any
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what the update returns."""
+        return self.run(updates, state, params)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """Return the step itself: a copied lr in `rule` would no longer be the one that `run` closes over."""
+        return self
+
+
+class Chained(NamedTuple):
+    """The update of a chain: those of its links, one after the other."""
+
+    links: tuple[UpdateFn, ...]
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates of the last link, and the states of all."""
+        check_state(state, tuple)
+        if len(state) != len(self.links):
+            found = f"{len(state)} entries, but the chain {len(self.links)} links"
+            raise ValueError(f"state: has {found}; allowed is what init of the same chain returned")
+        after = []
+        for link, link_state in zip(self.links, state, strict=True):
+            updates, link_state = link(updates, link_state, params)
+            after.append(link_state)
+        return updates, tuple(after)
+
+
+class Guarded(NamedTuple):
+    """The update of `skip_nonfinite`, whose state has that of `inner` in its first field.
+
+    inner: the update that is guarded. watch: the fields that are looked at, () for the whole result; None: nothing is.
+    run: the guarded update.
+    """
+
+    inner: UpdateFn
+    watch: tuple[str, ...] | None
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what the guarded update returns."""
+        return self.run(updates, state, params)
+
+
+class SideBySide(NamedTuple):
+    """The update of several trees, each by an update of its own. run: all of them, as one step."""
+
+    updates: tuple[UpdateFn, ...]
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates and the states of all trees."""
+        return self.run(updates, state, params)
+
+
 class Transform(NamedTuple):
     """A pure state-transition: how a state starts, and how it moves in each phase.
 
@@ -56,19 +124,26 @@ class Transform(NamedTuple):
     warmup_update, compressed_update, local_update: (updates, state, params) -> (updates, state). The state
         has the same structure, shapes and dtypes in every phase. A phase that a transform does not have is
         `missing(...)`.
+    needs_warmup: the phases that a warm-up step must come before, because they use what it leaves in the state, such
+        as a second moment that is frozen. `fn.Optimizer` begins with one then, whatever its schedule says.
     """
 
     init: Callable[[Tree], Tree]
     warmup_update: UpdateFn
     compressed_update: UpdateFn
     local_update: UpdateFn
+    needs_warmup: frozenset[Phase] = frozenset()
 
     def update(self, phase: Phase) -> UpdateFn:
-        """Return the update of a phase.
+        """Return the update of a phase, as a function of which `torch.compile` counts the compilations apart.
 
         Raises: ValueError if the transform does not have that phase, so that a schedule that does not fit
             is refused before anything moves.
         """
+        return compilable(self.composed(phase))
+
+    def composed(self, phase: Phase) -> UpdateFn:
+        """Return the update of a phase as it is composed, for what looks into it. Raises: as `update`."""
         found: UpdateFn = getattr(self, f"{Phase(phase).value}_update")
         if isinstance(found, _Missing):
             has = [p.name for p in Phase if has_phase(self, p)]
@@ -85,7 +160,13 @@ class _Missing(NamedTuple):
 
 
 def missing(phase: Phase, owner: str) -> UpdateFn:
-    """Return the update of a phase that `owner` does not have: it raises ValueError when called."""
+    """Return the update of a phase that `owner` does not have: it raises ValueError when called.
+
+    Raises: TypeError if the arguments are not a phase and the name of its owner, in this order.
+    """
+    if not isinstance(phase, Phase) or not isinstance(owner, str):
+        got = f"missing({phase!r}, {owner!r})"
+        raise TypeError(expected("phase, owner", "a phase and a name", got, "write missing(Phase.LOCAL, 'my method')"))
     return _Missing(phase, owner)
 
 
@@ -147,6 +228,31 @@ def check_params(params: Tree) -> None:
         )
 
 
+def rank_local(state: Tree) -> frozenset[str]:
+    """Return the fields of a state, a NamedTuple, that are one rank's own: those that `rank_local` of its class names.
+
+    Raises: TypeError if that is a plain string; ValueError if it names no field.
+    """
+    named = getattr(state, "rank_local", ())
+    kind, fields = type(state).__name__, ", ".join(state._fields)
+    if isinstance(named, str):
+        text = f"expected {kind}.rank_local to be a set or tuple of names, but got the string {named!r}"
+        raise TypeError(f"{text}; write {kind}.rank_local = ({named!r},)")
+    for name in named:
+        if name not in state._fields:
+            raise ValueError(f"expected {kind}.rank_local to name fields of {kind} ({fields}), but got {name!r}")
+    return frozenset(named)
+
+
+def _check_rank_local(state: Tree) -> None:
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        rank_local(state)
+    if isinstance(state, tuple | list | dict):
+        for value in state.values() if isinstance(state, dict) else state:
+            if not isinstance(value, Tensor):
+                _check_rank_local(value)
+
+
 def lift(init: Callable[[Tree], Tree], update: UpdateFn) -> Transform:
     """Make a link that does not communicate: the same update in every phase."""
     return Transform(init, update, update, update)
@@ -158,7 +264,8 @@ def stateless(f: Callable[[Tree, Tree], Tree]) -> Transform:
     def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         return f(updates, params), state
 
-    return lift(lambda params: (), update)
+    update.__qualname__ = getattr(f, "__qualname__", type(f).__name__)  # by which messages name the link
+    return lift(lambda params: (), own_code(update))
 
 
 def unchanged(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -166,16 +273,47 @@ def unchanged(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
     return updates, state
 
 
+class Link(NamedTuple):
+    """An update inside of another one. path: to its state in the state of the whole."""
+
+    update: UpdateFn
+    path: tuple[int, ...]
+
+    def state(self, whole: Tree) -> Tree:
+        """Return the link's own state."""
+        return reduce(getitem, self.path, whole)
+
+
+def links_of(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
+    """Return the links of an update, chains inside of chains flattened, those that do nothing left out."""
+    update = unwrap(update)
+    if isinstance(update, Chained):
+        return [link for i, inner in enumerate(update.links) for link in links_of(inner, (*path, i))]
+    return [] if update is unchanged else [Link(update, path)]
+
+
 def combine(
     inner: Sequence[Transform], init: Callable[[Tree], Tree], compose: Callable[[Phase, list[UpdateFn]], UpdateFn]
 ) -> Transform:
-    """Make a transform of others: in each phase `compose(phase, their updates)`. A phase that one lacks, it lacks."""
+    """Make a transform of others: in each phase `compose(phase, their updates)`.
+
+    A phase that one of them lacks, it lacks; a phase in which one of them needs a warm-up step before, needs it.
+
+    Its init raises as `rank_local` does: what a link's state class says is not known before there is a state.
+    """
 
     def update(phase: Phase) -> UpdateFn:
         found: list[UpdateFn] = [getattr(transform, f"{phase.value}_update") for transform in inner]
-        return next((f for f in found if isinstance(f, _Missing)), None) or compose(phase, found)
+        return next((f for f in found if isinstance(f, _Missing)), None) or own_code(compose(phase, found))
 
-    return Transform(init, *map(update, Phase))
+    def start(params: Tree) -> Tree:
+        state = init(params)
+        _check_rank_local(state)
+        return state
+
+    needs_warmup: frozenset[Phase] = frozenset().union(*(transform.needs_warmup for transform in inner))
+    warmup, compressed, local = map(update, Phase)
+    return Transform(start, warmup, compressed, local, needs_warmup)
 
 
 def chain(*links: Transform) -> Transform:
@@ -191,49 +329,4 @@ def chain(*links: Transform) -> Transform:
     def init(params: Tree) -> Tree:
         return tuple(link.init(params) for link in links)
 
-    def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-            check_state(state, tuple)
-            if len(state) != len(updates_of):
-                found = f"{len(state)} entries, but the chain {len(updates_of)} links"
-                raise ValueError(f"state: has {found}; allowed is what init of the same chain returned")
-            after = []
-            for link, link_state in zip(updates_of, state, strict=True):
-                updates, link_state = link(updates, link_state, params)
-                after.append(link_state)
-            return updates, tuple(after)
-
-        return update
-
-    return combine(links, init, compose)
-
-
-def apply_updates(params: Tree, updates: Tree) -> Tree:
-    """Return params + updates, leaf by leaf, in the dtype of the params.
-
-    The sum is taken in the wider of the two dtypes and rounded once. It is differentiable: hand in params that do not
-    require grad, `{k: p.detach() for ...}`, unless you differentiate through the step; a loop would otherwise keep the
-    graph of all its steps.
-
-    Raises: ValueError if an update has another shape than its parameter, or the trees another structure; TypeError for
-        a leaf that is no tensor.
-    """
-
-    def add(p: Tensor, u: Tensor) -> Tensor:
-        if not (isinstance(p, Tensor) and isinstance(u, Tensor)):
-            tree.check_real(params, "params")
-            tree.check_real(updates, "updates")
-        if u.shape != p.shape:
-            raise ValueError(_misfit(params, updates))
-        return (p + u).to(p.dtype)
-
-    return tree.map(add, params, updates)
-
-
-def _misfit(params: Tree, updates: Tree) -> str:
-    pairs = zip(tree.paths(params), tree.leaves(params), tree.leaves(updates), strict=True)
-    path, p, u = next(found for found in pairs if found[1].shape != found[2].shape)
-    return (
-        f"updates: leaf {path or 'the root'!r} has the shape {tuple(u.shape)}; allowed is that of its parameter, "
-        f"{tuple(p.shape)}"
-    )
+    return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)))

@@ -7,6 +7,11 @@ They can be pickled, which needs a default for every argument but the message.
 from __future__ import annotations
 
 
+def expected(argument: str, wanted: str, got: str, cure: str) -> str:
+    """Return the text of an error, such as "x: expected 4 columns, but got 3; leave out the others"."""
+    return f"{argument}: expected {wanted}, but got {got}; {cure}"
+
+
 class PeerLost(RuntimeError):
     """A rank ended or stopped answering in the middle of an exchange.
 

@@ -1,7 +1,6 @@
 """Named optimizers: each is a chain under its docstring, in the same wrappers.
 
-`skip_nonfinite` skips steps that are not finite, `agreed` compares the ranks' settings at init, and `with_..._in_place`
-adds the same steps written over the old state, which adapters take.
+`skip_nonfinite` skips steps that are not finite, and `agreed` compares the ranks' settings at init.
 """
 
 from __future__ import annotations
@@ -16,20 +15,14 @@ from fn.collectives.feedback import classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.collectives.int_codec import int4
 from fn.collectives.sign_codec import sign
-from fn.transforms.adam_in_place import Descent, with_adam_in_place, with_onebit_adam_in_place
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
-from fn.transforms.coded_in_place import CodedAverage, coded_average
-from fn.transforms.exchange import rules_of
 from fn.transforms.finite import skip_nonfinite
 from fn.transforms.lamb import LambHyper, scale_by_onebit_lamb, scale_by_trust_ratio
-from fn.transforms.lamb_in_place import with_onebit_lamb_in_place
 from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.sharded import sharded
-from fn.transforms.sharded_in_place import with_sharded_adam_in_place
 from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.zero_one import WATCHED, scale_by_zero_one_adam
-from fn.transforms.zero_one_in_place import with_zero_one_in_place
 
 
 def _warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
@@ -39,13 +32,11 @@ def _warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
     return average(axis, warmup)
 
 
-def _averages_in_codes(
+def _average_in_codes(
     axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, layout: str, servers: bool
-) -> tuple[Transform, CodedAverage | None]:
-    """Return the compressed average, signs with `classic` if nothing else is said, and how steps in place do it."""
-    codec, feedback = codec or sign(), feedback or classic()
-    sync = compressed_average(axis, codec, feedback, layout=layout, servers=servers)
-    return sync, coded_average(axis, codec, feedback, layout, servers=servers)
+) -> Transform:
+    """Return the compressed average, signs with `classic` if nothing else is said."""
+    return compressed_average(axis, codec or sign(), feedback or classic(), layout=layout, servers=servers)
 
 
 def adamw(
@@ -71,8 +62,7 @@ def adamw(
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )
-    tx = agreed(skip_nonfinite(tx), axis)
-    return with_adam_in_place(tx, axis, Descent(lr, b1, b2, eps, weight_decay, corrected=True))
+    return agreed(skip_nonfinite(tx), axis)
 
 
 def onebit_adam(
@@ -107,17 +97,14 @@ def onebit_adam(
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
     Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made.
     """
-    sync, in_place = _averages_in_codes(axis, codec, feedback, layout, servers)
+    sync = _average_in_codes(axis, codec, feedback, layout, servers)
     tx = chain(
         _warm_up(axis, warmup),
         scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )
-    tx = agreed(skip_nonfinite(tx), axis)
-    descent = Descent(lr, b1, b2, eps, weight_decay, corrected=bias_correction)
-    tx = with_adam_in_place(tx, axis, descent, warmup)
-    return with_onebit_adam_in_place(tx, in_place, descent, keep_zeros=keep_zeros)
+    return agreed(skip_nonfinite(tx), axis)
 
 
 def lamb(
@@ -185,10 +172,9 @@ def onebit_lamb(
     hyper = LambHyper(
         b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
     )
-    sync, in_place = _averages_in_codes(axis, codec, feedback, layout, servers)
+    sync = _average_in_codes(axis, codec, feedback, layout, servers)
     link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros)
-    tx = agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)
-    return with_onebit_lamb_in_place(tx, in_place, lr, hyper, keep_zeros=keep_zeros, warmup=warmup)
+    return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)
 
 
 def zero_one_adam(
@@ -219,13 +205,9 @@ def zero_one_adam(
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
     """
-    sync, in_place = _averages_in_codes(axis, codec, feedback, layout, servers)
+    sync = _average_in_codes(axis, codec, feedback, layout, servers)
     link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, compress=compress, keep_zeros=keep_zeros)
-    tx = agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link), watch=WATCHED), axis)
-    if not keep_zeros:
-        return tx
-    descent = Descent(lr, b1, b2, eps, weight_decay, corrected=False)
-    return with_zero_one_in_place(tx, in_place, descent, steps=compress == "steps", warmup=warmup)
+    return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link), watch=WATCHED), axis)
 
 
 def loco_adamw(
@@ -260,9 +242,7 @@ def loco_adamw(
     feedback = damped() if feedback is None else feedback
     codec = int4() if codec is None else codec
     tx = sharded(inner, axis, codec, feedback, gather=gather, master=master, layout=layout)
-    rules = rules_of(axis, codec, feedback, gather=gather, master=master, layout=layout)
-    tx = agreed(skip_nonfinite(tx), axis, kernel="adamw_into_")
-    return with_sharded_adam_in_place(tx, rules, Descent(lr, b1, b2, eps, weight_decay, corrected=True))
+    return agreed(skip_nonfinite(tx), axis, kernel="adamw_into_")
 
 
 def sharded_onebit_adam(

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from fn.errors import expected
+
 Tree = Any
 
 
@@ -78,8 +80,8 @@ def in_order(tree: Tree, like: Tree, argument: str) -> Tree:
     except ValueError:
         found = None
     if found is None or flatten(found)[1] != wanted:
-        text = f"with the leaves {paths(tree)}; allowed are the leaves {paths(like)}"
-        raise ValueError(f"{argument}: has another structure, {text}")
+        theirs, ours = (f"a {type(t).__name__} with the leaves {paths(t)}" for t in (tree, like))
+        raise ValueError(f"{argument}: has another structure, expected {ours}, but got {theirs}")
     return found
 
 
@@ -90,7 +92,7 @@ def check_real(tree: Tree, argument: str) -> None:
     """
     each = leaves(tree)
     plain = {*_map(type, each)} <= _TENSORS and {leaf.layout for leaf in each} <= {torch.strided}
-    if plain and all(dtype.is_floating_point for dtype in {leaf.dtype for leaf in each}):
+    if plain and {leaf.dtype for leaf in each} <= _REAL:
         return  # a step looks at many
     for place, leaf in enumerate(each):
         if not isinstance(leaf, Tensor):
@@ -99,10 +101,17 @@ def check_real(tree: Tree, argument: str) -> None:
             found = f"a tensor of layout {leaf.layout}"
         elif not leaf.is_floating_point():
             found = f"a tensor of dtype {leaf.dtype}"
+        elif leaf.dtype not in _REAL:
+            path, cure = paths(tree)[place] or "the root", "convert it, with x.to(torch.bfloat16) for one"
+            wanted = "numbers of 16 bits or more, with which torch can calculate"
+            raise TypeError(expected(argument, wanted, f"{leaf.dtype} at leaf {path!r}", cure))
         else:
             continue
         path = paths(tree)[place] or "the root"
         raise TypeError(f"{argument}: leaf {path!r} is {found}; allowed are dense real floating-point tensors")
+
+
+_REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def check_tensors(tree: Tree, argument: str) -> None:
@@ -122,6 +131,11 @@ def _only_tensors(tree: Tree) -> bool:
     if not isinstance(tree, tuple | list | dict):
         return False
     return {*_map(type, each)} <= _TENSORS or all(_map(_only_tensors, each))
+
+
+def lists(*trees: Tree) -> list[list[Any]]:
+    """Return the leaves of each tree."""
+    return [leaves(tree) for tree in trees]
 
 
 def check_updates(updates: Tree, like: Tree) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from fn.collectives import axis, ledger
+from fn.collectives import axis, watchers
 
 hypothesis.settings.register_profile(
     "fn", deadline=None, max_examples=25, derandomize=True, database=None, print_blob=False
@@ -31,6 +31,13 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("reliability"):
+            item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def seeds() -> None:
     torch.manual_seed(0)
@@ -40,11 +47,11 @@ def seeds() -> None:
 
 @pytest.fixture(autouse=True)
 def nothing_left_behind():
-    """Every test starts and ends with no axis bound and no ledger open, outside of any group."""
+    """Every test starts and ends with no axis bound and no ledger or observer open, outside of any group."""
     assert "WORLD_SIZE" not in os.environ
     yield
     assert axis._bound.axes == {}
-    assert ledger._open.ledgers == ()
+    assert watchers.watchers() == watchers.Watchers()
     assert not torch.distributed.is_initialized()
 
 

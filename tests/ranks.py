@@ -4,28 +4,36 @@
     outcomes(2, f, x)  -> the same, but with `Raised` and `Died` for ranks that did not return
     case = Cases(2)    -> a decorator for functions that run in the same two processes, once; case.answer("name")
 
-Processes are forked from a server that has torch imported already. They meet through a file, on the loopback
-interface, so no port is chosen and nothing leaves the machine.
+Processes are forked from a server that has done what all of them begin with (`warm`). They meet through a file, on
+the loopback interface, so no port is chosen and nothing leaves the machine.
 """
 
 from __future__ import annotations
 
 import datetime
+import functools
 import multiprocessing
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
-GROUP_TIMEOUT = 30.0
-"""Seconds after which a collective that a peer never joins fails. No test waits for it on purpose."""
+LIMIT = 600.0
+"""Seconds after which a test counts as hanging: ten times what the slowest one needs on two quiet cores."""
+
+GROUP_TIMEOUT = 2 * LIMIT
+"""Seconds after which a collective that a peer never joins fails: a test in which a rank waits for that hangs."""
 
 
 class Raised(NamedTuple):
@@ -42,7 +50,7 @@ class Died(NamedTuple):
     code: int | None
 
 
-def run(world: int, f: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+def run(world: int, f: Callable[..., Any], *args: Any, timeout: float = LIMIT) -> list[Any]:
     """Return f(*args) of every rank; an exception on any rank fails the test with that rank's trace."""
     found = outcomes(world, f, *args, timeout=timeout)
     for rank, outcome in enumerate(found):
@@ -81,13 +89,12 @@ def outcomes(
     world: int,
     f: Callable[..., Any],
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = LIMIT,
     group_timeout: float = GROUP_TIMEOUT,
     enough: int | None = None,
 ) -> list[Any]:
     """Return what became of every rank: a value, `Raised`, or `Died`; of `enough` of them, if the rest hangs."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "torch._dynamo", "torch.func", "numba", "fn"])
+    context = server()
     with tempfile.TemporaryDirectory() as folder:
         ends, processes = [], []
         for rank in range(world):
@@ -100,6 +107,17 @@ def outcomes(
             ends.append(ours)
             processes.append(process)
         return _collect(ends, processes, time.monotonic() + timeout, enough or world)
+
+
+@functools.cache
+def server() -> Any:
+    """Return the context whose processes are forked from the server, which is started if this is the first time."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    folders = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    with mock.patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, folders))):  # it is not told our sys.path
+        forkserver.ensure_running()
+    return context
 
 
 def _collect(ends: list[Any], processes: list[Any], until: float, enough: int) -> list[Any]:
@@ -125,15 +143,27 @@ def _collect(ends: list[Any], processes: list[Any], until: float, enough: int) -
     return outcomes
 
 
+def stay(count: int | None = None) -> None:
+    """On a rank: return when so many ranks are here, by default all but one."""
+    store, here = dist.group.WORLD.get_group_store(), 0
+    store.set(f"stays {dist.get_rank()}", "")
+    while here < (count or dist.get_world_size() - 1):
+        time.sleep(0.01)
+        here = sum(store.check([f"stays {rank}"]) for rank in range(dist.get_world_size()))
+
+
 def _main(rank: int, world: int, store: str, job: bytes, end: Any, group_timeout: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ["TORCH_FR_BUFFER_SIZE"] = "0"  # else torch remembers the last 2000 collectives, a kilobyte each
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
+        assert "warm" in sys.modules, "the server could not import tests/warm.py"
         f, args = pickle.loads(job)
-        limit = datetime.timedelta(seconds=group_timeout)
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=limit)
+        early, limit = (datetime.timedelta(seconds=seconds) for seconds in (GROUP_TIMEOUT, group_timeout))
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=early)
+        dist.barrier()
+        dist.distributed_c10d._set_pg_timeout(limit)  # not before: ranks may be forked seconds apart
         answer: Any = f(*args)
         end.send_bytes(pickle.dumps(answer))
         dist.barrier()  # nobody leaves while others still talk

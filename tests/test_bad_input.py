@@ -338,7 +338,7 @@ def optimizer_of(make=fn.adamw, **more):
 @pytest.mark.parametrize(
     ("use", "text"),
     [
-        (lambda: optimizer_of(fn.adamw()), "make: is Transform; allowed is a function such as partial"),
+        (lambda: optimizer_of(fn.adamw()), "make: expected a function.*, but got a transform that is made already"),
         (lambda: optimizer_of(schedule=0), "schedule: is int; allowed is a function such as fn.freeze_after"),
         (lambda: fn.chain(fn.scale_by_adam, fn.scale_by_learning_rate(0.1)), "links: number 0 is scale_by_adam;"),
         (lambda: fn.chain([fn.scale_by_adam()]), "links: number 0 is list; allowed are transforms"),
@@ -401,9 +401,9 @@ def test_an_axis_that_is_no_name_is_refused(axis):
         fn.simulate(lambda x: x, axis, 2)
 
 
-def test_an_init_that_failed_in_a_meta_context_leaves_no_plan_behind():
+def test_an_init_in_a_meta_context_leaves_no_plan_behind():
     tx, params = fn.loco_adamw(axis="data"), {"w": torch.zeros(4111)}
-    with torch.device("meta"), pytest.raises(RuntimeError, match="meta"):
+    with torch.device("meta"):
         tx.init(params)
     grads = {"w": torch.ones(4111)}
     updates, _ = tx.warmup_update(grads, tx.init(params), params)

@@ -204,6 +204,7 @@ def train(optimizer, loss, params, batches, world: int) -> Any:
     return w.params if optimizer.replicated else tree.map(lambda p: p[0], w.params)
 
 
+@pytest.mark.slow
 @each_optimizer
 def test_it_converges_on_a_quadratic_whose_ranks_pull_apart(optimizer):
     """Each rank has a minimum of its own; only together do they find the common one."""
@@ -219,6 +220,7 @@ def test_it_converges_on_a_quadratic_whose_ranks_pull_apart(optimizer):
     assert (found["x"] - goal).norm() < 0.25 * (start["x"] - goal).norm()
 
 
+@pytest.mark.slow
 @each_optimizer
 def test_it_trains_a_small_network(optimizer):
     world, samples = 4, 32
@@ -319,6 +321,7 @@ def test_a_phase_that_it_lacks_is_refused_by_name_and_nothing_moves(optimizer, p
     assert opt.steps == 1
 
 
+@pytest.mark.slow
 @each_phase
 def test_compiled_in_one_graph_it_agrees_with_eager_and_is_never_compiled_again(optimizer, phase, graphs):
     """Not for a second step, not for another learning rate in the same tensor."""
@@ -338,6 +341,7 @@ def test_compiled_in_one_graph_it_agrees_with_eager_and_is_never_compiled_again(
     assert graphs.count == 1
 
 
+@pytest.mark.slow
 @each_phase
 def test_through_inductor_it_agrees_with_eager(optimizer, phase, graphs):
     w = World(optimizer, dtype=torch.float64).warmed_up()

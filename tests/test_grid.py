@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import Phase
 
+pytestmark = pytest.mark.slow
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 LAYOUTS = ("contiguous", "strided", "expanded")
 SIZES = (0, 1, 7, 8, 9, 1023)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import LIMIT
 
 import fn
 
@@ -15,12 +16,15 @@ ROOT = Path(fn.__file__).parent
 FLOORS = {
     "fn.tree": 0,
     "fn.errors": 0,
+    "fn.compiling": 0,
     "fn.version": 0,
     "fn.base": 1,
+    "fn.updates": 1,
     "fn.schedules": 1,
     "fn.kernels": 2,
     "fn.collectives": 3,
     "fn.transforms": 4,
+    "fn.inplace": 5,
     "fn.optimizers": 5,
     "fn.adapters": 6,
     "fn.planner": 6,
@@ -148,7 +152,7 @@ before = set(sys.modules)
 import fn
 print([name for name in {OPTIONAL!r} if name in set(sys.modules) - before])
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, timeout=120)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, timeout=LIMIT)
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "[]"
 

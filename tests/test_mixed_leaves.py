@@ -15,6 +15,8 @@ from test_contract import World, form
 import fn
 from fn import Phase, tree
 
+pytestmark = pytest.mark.slow
+
 MODELS = {
     "float32": {"t": torch.float32, "w": torch.float32},
     "bfloat16": {"t": torch.bfloat16, "w": torch.bfloat16},

@@ -19,6 +19,7 @@ def code_cells(path: Path) -> list[nbformat.NotebookNode]:
     return [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @each_notebook
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

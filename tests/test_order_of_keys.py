@@ -103,7 +103,7 @@ def test_updates_with_other_keys_are_refused(name, keys):
     """The first was taken for the params' leaves, place by place."""
     tx, params = HALVES[name]("a"), start()
     updates = {key: torch.ones(24) for key in keys}
-    with pytest.raises(ValueError, match=r"updates: has another structure, .*allowed are the leaves \['a', 'b', 'c'\]"):
+    with pytest.raises(ValueError, match=r"updates: has another structure, expected a .* \['a', 'b', 'c'\], but"):
         tx.update(Phase.WARMUP)(updates, tx.init(params), params)
 
 

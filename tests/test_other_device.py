@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import LIMIT
 from torch.utils import backend_registration
+
+pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
 
@@ -20,7 +23,7 @@ TESTS = Path(__file__).parent
 def test_steps_of_every_optimizer_stay_on_the_device_of_their_tensors():
     code = [sys.executable, str(TESTS / "scripts" / "other_device.py")]
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=120)
+    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=LIMIT)
     assert found.returncode == 0, found.stdout + found.stderr
     assert ", 0 did not" in found.stdout
 
@@ -33,6 +36,18 @@ def test_a_step_waits_for_the_device_once_and_launches_by_lists():
     pytest.importorskip("triton", reason="triton is not installed")
     code = [sys.executable, str(TESTS / "scripts" / "host_reads.py")]
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=120)
+    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=LIMIT)
     assert found.returncode == 0, found.stdout + found.stderr
     assert "0 of 9 wait" in found.stdout
+
+
+@pytest.mark.skipif(
+    not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot pretend to have a device",
+)
+def test_ledgers_and_observers_follow_a_backward_pass_into_the_thread_of_a_device_and_from_there_into_ours():
+    code = [sys.executable, str(TESTS / "scripts" / "device_thread.py")]
+    env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
+    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=120)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert found.stdout == "2 4 ['average']\n"

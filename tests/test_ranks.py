@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.transforms.in_place import InPlace
+from fn.inplace.match import in_place
+from fn.inplace.protocol import InPlace
 
 SHAPES = [(6, 5), (7,), (), (0,), (3, 2, 2)]
 STEPS = 8
@@ -188,7 +188,7 @@ def test_an_optimizer_trains_what_the_simulation_trains(optimizer, world, dtype)
 def test_behind_torch_optim_it_is_the_pure_function_bit_for_bit(optimizer, dtype):
     """Steps that a kernel takes in place agree to rounding, and over the ranks bit for bit as well."""
     tx = optimizer.make(lr=optimizer.lr, axis="data")
-    in_place = any(isinstance(update, InPlace) for update in tx[1:])
+    staged = any(isinstance(in_place(update), InPlace) for update in tx[1:])
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
     through_pure = [found[optimizer.name, dtype] for found in answers(2, pure, PURE)]
     adapted = [found[optimizer.name, dtype, 1] for found in answers(2, through_the_adapter, ADAPTED)]
@@ -196,7 +196,7 @@ def test_behind_torch_optim_it_is_the_pure_function_bit_for_bit(optimizer, dtype
         assert skipped == 0
         if optimizer.replicated:
             assert same_bits(params, adapted[0][0])
-        if in_place:
+        if staged:
             for a, b in zip(tree.leaves((params, states[0])), tree.leaves(through_pure[r]), strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
             continue
@@ -229,6 +229,7 @@ def compiled(name: str, max_norm: float | None) -> tuple:
 CLIPPED = (("onebit_adam", None), ("onebit_adam", 0.5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CLIPPED, ids=["as they are", "clipped"])
 def test_compiled_steps_agree_with_eager_ones_on_processes(case):
     first, second = (found[case] for found in answers(2, compiled, CLIPPED))
@@ -415,7 +416,7 @@ def test_the_fourth_rank_is_named_and_pure_functions_are_checked_too():
 # A rank that dies.
 
 
-def killed() -> float:
+def killed() -> str:
     params = [torch.nn.Parameter(p) for p in start()]
     with bound():
         opt = fn.Optimizer(params, partial(fn.onebit_adam, axis="data"), schedule=SCHEDULE, lr=0.01)
@@ -424,17 +425,12 @@ def killed() -> float:
             p.grad = g
         if t == 5 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        began = time.monotonic()
         try:
             opt.step()
-        except RuntimeError:
-            return time.monotonic() - began
-    return -1.0
+        except RuntimeError as error:
+            return type(error).__name__
+    return "nothing"
 
 
 def test_when_a_rank_is_killed_the_others_get_an_error_and_do_not_wait_for_the_timeout():
-    outcomes = ranks.outcomes(3, killed, timeout=60)
-    assert outcomes[1] == ranks.Died(-signal.SIGKILL)
-    for waited in (outcomes[0], outcomes[2]):
-        assert isinstance(waited, float), waited
-        assert 0 <= waited < ranks.GROUP_TIMEOUT / 2
+    assert ranks.outcomes(3, killed) == ["PeerLost", ranks.Died(-signal.SIGKILL), "PeerLost"]

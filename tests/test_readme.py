@@ -24,6 +24,7 @@ def blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", README.read_text(), re.MULTILINE | re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_readme_shows_python_and_all_of_it_runs_in_order(tmp_path):
     """All blocks in one file, as a reader goes through them, in a process as torchrun starts it."""
     assert len(blocks()) >= 4

@@ -12,6 +12,7 @@ from data import ACCUMULATE, FREEZE, STEPS, Examples, arguments, network, own_fi
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import fn
+from fn.adapters.clipping import check_max_grad_norm
 from fn.adapters.ddp import bucketed, overlap
 
 
@@ -29,18 +30,25 @@ class Regression(torch.nn.Module):
 
 
 class Communicate(TrainerCallback):
-    """Overlap once the model is wrapped, and keep each rank's own optimizer beside the trainer's checkpoint."""
+    """Overlap once the model is wrapped, and keep each rank's own optimizer in each of the trainer's checkpoints."""
 
     def on_train_begin(self, args, state, control, **kwargs):
         """Take the communication over from DDP, once: it keeps its wrapper if `train` is called again."""
+        check_max_grad_norm(args.max_grad_norm)
         if opt.ahead is None:
             overlap(trainer.model_wrapped, opt)
         if state.global_step:
-            opt.load_state_dict(torch.load(own_file(args.output_dir), weights_only=True))
+            opt.load_state_dict(torch.load(self.file(args, state), weights_only=True))
 
     def on_save(self, args, state, control, **kwargs):
         """Save what differs between ranks."""
-        torch.save(opt.state_dict(), own_file(args.output_dir))
+        torch.save(opt.state_dict(), self.file(args, state))
+
+    def file(self, args, state):
+        """Return where this rank's optimizer of the current step is: it comes and goes with the checkpoint."""
+        folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}")
+        os.makedirs(folder, exist_ok=True)  # the rank that writes the rest of it may be later
+        return own_file(folder)
 
 
 args = arguments()

@@ -8,15 +8,10 @@ once; then it is gone, and so is its memory.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from fn.base import Phase
-
-if TYPE_CHECKING:
-    from fn.adapters.torch_optim import Optimizer
 
 PREFIX = "carried."
 
@@ -32,12 +27,6 @@ def added(carried: Carried, grads: tuple[list[Tensor], ...]) -> tuple[list[Tenso
     return tuple([g + r.to(g) for g, r in zip(each, rest, strict=True)] if rest else each for rest, each in pairs)
 
 
-def due(optimizer: Optimizer, phase: Phase) -> Carried:
-    """Return what is carried if several ranks meet in a step of a phase; () if they do not."""
-    several = any(bound.size > 1 for bound in optimizer._binding.axes.values())
-    return optimizer.carried if several and phase is not Phase.LOCAL else ()
-
-
 def flat(carried: Carried) -> dict[str, Tensor]:
     """Return {key: tensor}."""
     return {f"{PREFIX}{g}.{i}": r for g, rest in enumerate(carried) for i, r in enumerate(rest)}
@@ -48,13 +37,17 @@ def restored(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> C
 
     Raises: ValueError if the tensors are not like the parameters.
     """
-    if not any(key.startswith(PREFIX) for key in saved):
+    strange = {key for key in saved if key.startswith(PREFIX)}
+    if not strange:
         return ()
     found = []
     for g, group in enumerate(groups):
         keys = [f"{PREFIX}{g}.{i}" for i in range(len(group["params"]))]
         rest = [saved[key] for key in keys if key in saved]
+        strange.difference_update(keys)
         if rest and [r.shape for r in rest] != [p.shape for p in group["params"]]:
             raise ValueError(f"state_dict: '{PREFIX}{g}' is not like the parameters of group {g}")
         found.append([r.to(p.device, torch.float32, copy=True) for r, p in zip(rest, group["params"], strict=False)])
+    if strange:
+        raise ValueError(f"state_dict: {min(strange)!r} is unexpected; it belongs to no parameter of this optimizer")
     return tuple(found)

@@ -45,17 +45,24 @@ class Changes:
         """Note what gradients a pass has left, once nobody but the user changes them any more."""
         self._left = self._sampled()
 
-    def of_settings(self) -> ValueError | None:
-        """Return what is wrong if hyper-parameters or state are others than those that were noted."""
+    def of_settings(self, maker: str) -> ValueError | None:
+        """Return what is wrong if hyper-parameters or state are others than those that were noted.
+
+        Args: maker: the function that the user called.
+        """
         if self._read_settings() != self._settings:
             text = "param_groups or state: changed between backward and step, but the step was taken behind backward"
             return ValueError(text)
         if self._scaler is None and hasattr(self._optimizer, "found_inf"):
-            return ValueError("scaler: scales the loss, but overlap does not know it; pass overlap(..., scaler=scaler)")
+            text = f"scales the loss, but {maker} does not know it; pass {maker}(..., scaler=scaler)"
+            return ValueError(f"scaler: {text}")
         return None
 
-    def of_gradients(self) -> ValueError | None:
-        """Return what is wrong if gradients are others than those that were noted; asked once for a pass."""
+    def of_gradients(self, maker: str) -> ValueError | None:
+        """Return what is wrong if gradients are others than those that were noted; asked once for a pass.
+
+        Args: maker: the function that the user called.
+        """
         left, self._left = self._left, []
         if len(left) != len(self._optimizer.param_groups):  # none, or a group came since, and all is sent in the step
             return None
@@ -68,16 +75,18 @@ class Changes:
         if _near(now, left, factor):
             return None
         changed = next(g for g, pair in enumerate(zip(now, left, strict=True)) if not _near(pair[:1], pair[1:], factor))
+        clips = "fn.Optimizer(..., max_norm=...) and keep_local(model) in the place of overlap"
+        clips = clips if maker == "overlap" else f"{maker}(..., max_norm=...)"
         return ValueError(
-            f"gradients of param group {changed}: changed between backward and step, by clipping perhaps, but steps "
-            f"are taken behind backward, from the gradients before; leave out what changes them, or give the optimizer "
-            f"max_norm to clip by, with keep_local(model) instead of overlap; torch.nn.utils.get_total_norm only reads"
+            f"gradients of param group {changed}: expected those that backward left, from which the step is taken, but "
+            f"they were changed between backward and step; leave out what changes them, clip_grad_norm_ or a trainer's "
+            f"max_grad_norm perhaps, and clip with {clips}; torch.nn.utils.get_total_norm only reads"
         )
 
     def _read_settings(self) -> list[Any]:
-        optimizer = self._optimizer
-        tensors = [*optimizer._lrs, *tree.leaves(optimizer.states)]
-        return [*((id(x), x._version) for x in tensors), *map(id, optimizer._hypers)]
+        training = self._optimizer.training
+        tensors = [*training.lrs, *tree.leaves(training.states)]
+        return [*((id(x), x._version) for x in tensors), *map(id, training.hypers)]
 
     def _sampled(self) -> list[Tensor]:
         return [_sample(group["params"]) for group in self._optimizer.param_groups]
@@ -88,7 +97,7 @@ def _sample(params: Sequence[Tensor]) -> Tensor:
     """Return evenly spaced elements of each gradient; zeros where there is none, of which no vector is made."""
     grads = [p.new_zeros(1).expand(p.numel()) if p.grad is None else p.grad for p in params if p.numel()]
     flat = [g.reshape(-1)[:: -(-g.numel() // SAMPLES)] for g in grads]
-    return torch.cat(flat) if flat else torch.zeros(0)
+    return torch.cat(flat) if flat else torch.zeros(0, device="cpu")
 
 
 def _near(now: Sequence[Tensor], before: Sequence[Tensor], factor: float) -> bool:

@@ -4,10 +4,10 @@
     checkpoint.save("run/1", opt, {"model": model.state_dict()})        # on every rank, at the same step
     extra = checkpoint.load("run/1", opt, {"model": model.state_dict()})
 
-Saved are the optimizer's state, rank by rank where it differs, its parameters, and `extra`, which is the same on all
-ranks. On the same world the training continues bit for bit, also between 0/1 Adam's synchronisations. On another one
-the undelivered mean is kept, (1 / W) sum of the worker errors + the server errors; what gradients' errors in 8 bits
-do not hold is carried by the optimizer to its first compressed step.
+Saved are the optimizer's state, its parameters, and `extra`, rank by rank where they differ. On the same world the
+training continues bit for bit, also between 0/1 Adam's synchronisations. On another one the undelivered mean is kept,
+(1 / W) sum of the worker errors + the server errors; what gradients' errors in 8 bits do not hold is carried by the
+optimizer to its first compressed step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,30 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from fn import tree
+from fn.adapters import checkpoint_extra as extras
 from fn.adapters import checkpoint_files as files
 from fn.adapters import checkpoint_state as portable
-from fn.adapters.state_dict import SAVED_BY, SPLIT, about_servers, by_path, flat_state, is_optional, restore_flat
+from fn.adapters.checkpoint_gather import gather
+from fn.adapters.checkpoint_metadata import Reader
+from fn.adapters.checkpoint_owner import Claim
+from fn.adapters.replicated import check_replicated
+from fn.adapters.state_dict import SAVED_BY, SPLIT, about_servers, flat_state, is_optional, restore_flat
+from fn.adapters.state_kinds import by_path
 from fn.adapters.torch_optim import Optimizer
 from fn.collectives.peers import named, remember
 from fn.collectives.rendezvous import timeout_of
+from fn.errors import RanksDisagree
+
+__all__ = ["gather", "load", "save", "save_async"]
 
 Tree = Any
 Group = dist.ProcessGroup | None
 
 logger = logging.getLogger("fn")
+_pending: set[Future[Path]] = set()
 _writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fn-checkpoint")
 
 
@@ -51,15 +61,19 @@ def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: 
     Args:
         folder: where checkpoints of this training are kept.
         optimizer: between two steps.
-        extra: a tree of tensors that is the same on all ranks, such as a model's state dict.
-        keep: how many checkpoints stay.
+        extra: a tree of tensors, such as a model's state dict. Leaves whose numbers differ between ranks are saved for
+            each of them; shapes and dtypes must be the same.
+        keep: how many checkpoints stay, of those that `save` wrote: the ones that were saved last.
         group: over all ranks; None is the default group.
     Returns: the folder of this checkpoint.
     Raises: ValueError if the optimizer's axes are not all ranks; TypeError if `extra` holds anything but tensors;
-        `PeerLost` if a rank ends; OSError, on all ranks, if one of them cannot write.
+        RuntimeError inside of a step; `RanksDisagree` if steps, parameters or state differ that are saved once for
+        all, or the leaves of `extra` in shape, dtype or name; `PeerLost` if a rank ends; OSError, on all ranks, if
+        one of them cannot write, if they do not see one folder, or if another job is saving into it.
     """
     _check_save(optimizer, extra, keep)
-    return _write(Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group, optimizer._transports)
+    wait(list(_pending))  # what `save_async` still writes comes first
+    return _write(Path(folder), portable.to_save(optimizer.training, extra), keep, group, optimizer.training.transports)
 
 
 def save_async(
@@ -81,11 +95,17 @@ def save_async(
         text = f"group: waits {timeout_of(own)} for a rank, the default group {timeout_of(all_ranks)}"
         warnings.warn(f"{text}; a process does not end while a save waits: new_group(..., timeout=...)", stacklevel=2)
     wires = {} if group is None else {"checkpoint": remember(group)}
-    return _writer.submit(_write, Path(folder), portable.to_save(optimizer, extra), optimizer.steps, keep, group, wires)
+    future = _writer.submit(_write, Path(folder), portable.to_save(optimizer.training, extra), keep, group, wires)
+    _pending.add(future)
+    future.add_done_callback(_pending.discard)
+    return future
 
 
 def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: str | None = None) -> Tree:
     """Load the newest checkpoint of a folder; every rank must call it.
+
+    On another number of ranks all are given rank 0's leaves of an `extra` that differed between ranks, with a warning.
+    Load what you trust: digests tell damage, not a forger.
 
     Args:
         folder: as for `save`. optimizer: built as the one that was saved, over the same parameters.
@@ -95,36 +115,32 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     Raises: FileNotFoundError if there is no checkpoint; `CheckpointDamaged` on all ranks if a file of it is not what
         was saved; ValueError if it is of another optimizer. Nothing is loaded then.
     """
-    _check(optimizer)
+    portable.check_optimizer(optimizer)
     rank, size = portable.world()
-    with named(optimizer._transports, where="checkpoint.load"):
-        found, old = _verified(Path(folder), name, rank, size)
-    reader = FileSystemReader(found)
-    known: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
-    forms = {k: (m.size, m.properties.dtype) for k, m in known.items()}
-    own = portable.own_rows(optimizer)
-    _check_keys(optimizer, extra, forms)
+    with named(optimizer.training.transports, where="checkpoint.load"):
+        found, reader, old = _verified(Path(folder), name, rank, size)
+    beside = (extras.SAME, extras.EACH)
+    forms = {k: form for k, form in reader.forms.items() if extra is not None or not k.startswith(beside)}
+    own = portable.own_rows(optimizer.training)
+    _check_keys(optimizer, extra, extras.joined(forms))
     filled = portable.to_fill(own, forms)
-    with warnings.catch_warnings(), named(optimizer._transports, where="checkpoint.load"), _files("read", found):
+    wires = optimizer.training.transports
+    with warnings.catch_warnings(), named(wires, where="checkpoint.load"), _files("read", found):
         warnings.simplefilter("ignore")  # that a process is alone is no surprise here
         state_dict_loader.load(filled, storage_reader=reader)
-    read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()}
+    given = extras.mine(filled, rank, old, size)
+    read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in given.items()}
     if old == size:
         state = {k: v.rows[0] if isinstance(v, portable.Rows) else v for k, v in read.items()}
     else:
         logger.info("checkpoint of %d ranks is loaded on %d; errors keep their mean", old, size)
-        state = portable.moved(optimizer, read)
+        state = portable.moved(optimizer.training, read)
     _restore(optimizer, state)
     return None if extra is None else _extra(extra, state)
 
 
-def _check(optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer, after the folder")
-
-
 def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
-    _check(optimizer)
+    portable.check_optimizer(optimizer)
     for path, leaf in {} if extra is None else by_path(extra, "").items():
         if not isinstance(leaf, Tensor):
             text = "allowed are tensors, as in a model's state_dict(); torch.save keeps a scheduler's numbers"
@@ -140,32 +156,67 @@ def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _write(
-    folder: Path, state: dict[str, Tensor], steps: int, keep: int, group: Group, wires: Mapping[str, str]
-) -> Path:
+def _write(folder: Path, snapshot: portable.Snapshot, keep: int, group: Group, wires: Mapping[str, str]) -> Path:
     rank, size = portable.world()
-    with warnings.catch_warnings(), named(wires, where="checkpoint.save"):
+    with named(wires, where="checkpoint.save"):
+        _check_steps(_all(lambda: snapshot.steps, size, group))
+        check_replicated(snapshot.tensors, snapshot.device, lambda mine: _all(lambda: mine, size, group))
+        state = extras.apart(snapshot.tensors, snapshot.as_row, lambda act: _all(act, size, group))
+    with warnings.catch_warnings(), named(wires, where="checkpoint.save"), Claim(folder) as claim:
         warnings.simplefilter("ignore")
-        names = _all(lambda: files.begin(folder, steps).name if rank == 0 else "", size, group)
-        writing = folder / str(names[0])
+
+        def begin() -> files.Names:
+            claim.take()
+            return files.begin(folder, snapshot.steps, size)
+
+        def finish() -> None:
+            claim.check()
+            files.finish(folder, names, keep)
+
+        names: files.Names = _all(begin if rank == 0 else _nothing, size, group)[0]
+        _all(lambda: files.check_seen(folder, names, rank), size, group)
+        writing = folder / names.writing
         with _files("write", writing):
             state_dict_saver.save(state, storage_writer=FileSystemWriter(writing), process_group=group)
-        _all(lambda: files.seal(writing, rank, size, first=rank == 0), size, group)
-        done = folder / writing.name.removeprefix(".writing-")
-        _all(lambda: files.finish(folder, writing, keep) if rank == 0 else None, size, group)
-    logger.info("checkpoint of step %d is in %s", steps, done)
-    return done
+        _all(lambda: files.seal(folder, names, rank, size), size, group)
+        _all(finish if rank == 0 else _nothing, size, group)
+    logger.info("checkpoint of step %d is in %s", snapshot.steps, folder / names.done)
+    return folder / names.done
 
 
-def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Path, int]:
-    """Return a checkpoint and its world size; each rank looks at a part of the files, and all hear of damage."""
+def _check_steps(each: list[int]) -> None:
+    for rank, steps in enumerate(each):
+        if steps != each[0]:
+            raise RanksDisagree(
+                f"ranks disagree: the optimizer has taken {steps} steps on rank {rank} and {each[0]} on rank 0; call "
+                f"checkpoint.save on all ranks after the same step; nothing was saved",
+                rank=rank,
+                field="steps",
+            )
 
-    def look() -> tuple[Path, int]:
+
+def _nothing() -> None:
+    pass
+
+
+def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Path, Reader, int]:
+    """Return a checkpoint, what reads its tensors, and its world size.
+
+    Each rank looks at a part of the files, and all hear of damage.
+    """
+
+    def look() -> tuple[Path, int, set[str]]:
+        if name is not None and not files.is_name(name):
+            raise ValueError(f"name: is {name!r}; allowed is the name of a checkpoint in {folder}, without a path")
         found = files.newest(folder) if name is None else folder / name
-        return found, files.verify(found, rank, size)
+        return found, *files.verify(found, rank, size)
 
-    each: list[tuple[Path, int]] = _all(look, size)
-    return each[rank]
+    each = _all(look, size)
+    found, old, _ = each[rank]
+    names = {name for _, _, some in each for name in some}
+    read: list[Reader] = []
+    _all(lambda: read.append(Reader(found, names)), size)
+    return found, read[0], old
 
 
 @contextmanager
@@ -200,7 +251,7 @@ def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
 
 
 def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> None:
-    wanted = set(portable.everything(optimizer, extra))
+    wanted = set(portable.everything(optimizer.training, extra))
     optional = {k for k in wanted | set(forms) if is_optional(k) or (extra is None and k.startswith("extra."))}
     for key in sorted((wanted ^ set(forms)) - optional):
         what = "missing" if key in wanted else "of no use to this optimizer"
@@ -210,13 +261,13 @@ def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> Non
 
 def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     params = {k: v for k, v in state.items() if k.startswith("params.")}
-    live = {k: v for k, v in portable.everything(optimizer).items() if k in params}
+    live = {k: v for k, v in portable.everything(optimizer.training).items() if k in params}
     for key, p in live.items():
         if p.shape != params[key].shape or p.dtype != params[key].dtype:
             saved, here = (f"{x.dtype} {tuple(x.shape)}" for x in (params[key], p))
             raise ValueError(f"checkpoint: {key!r} is {saved}, but here {here}{SPLIT}")
     kept = {k: v for k, v in state.items() if not k.startswith(("params.", "extra."))}
-    restore_flat(optimizer, {**kept, SAVED_BY: flat_state(optimizer)[SAVED_BY]})
+    restore_flat(optimizer.training, {**kept, SAVED_BY: flat_state(optimizer.training)[SAVED_BY]})
     with torch.no_grad():
         for key, p in live.items():
             p.copy_(params[key])

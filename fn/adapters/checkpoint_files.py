@@ -2,24 +2,54 @@
 
     folder/latest                     the name of a checkpoint below, and a digest of it
     folder/step-000000001200-0/       what torch.distributed.checkpoint wrote, and a file of digests per rank
-    folder/.writing-.../              a checkpoint that was never finished
+    folder/.writing-.../              a checkpoint that was never finished, or is being removed
+    folder/.owner                     which process saves, see `checkpoint_owner`
 
 A process that is killed at any moment leaves the old checkpoint or the new one. A file that was cut short or changed
-is refused before anything is read from it.
+is refused before anything is read from it. What carries no digests of ours is never touched.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
+import secrets
 import shutil
+import socket
 from pathlib import Path
+from typing import NamedTuple
 
 from fn.errors import CheckpointDamaged
 
 LATEST = "latest"
 DIGESTS = "digests"
+METADATA = ".metadata"
+FIRST = f"{DIGESTS}-0"
+"""Written before anything else and removed after everything else: whatever folder holds it is ours."""
+
+ONE_FOLDER = "give all ranks one folder, on a file system that all their machines see; nothing was saved"
+
+
+class Digests(NamedTuple):
+    """What a rank says of the files that it wrote.
+
+    world: how many ranks wrote. sequence: of this checkpoint among those of the folder, as they were saved. files:
+    name -> digest.
+    """
+
+    world: int
+    sequence: int
+    files: dict[str, str]
+
+
+class Names(NamedTuple):
+    """The folder that a checkpoint is written into, the one that this becomes, and its place in the order of saving."""
+
+    writing: str
+    done: str
+    sequence: int
 
 
 def digest_of(path: Path) -> str:
@@ -31,37 +61,66 @@ def digest_of(path: Path) -> str:
     return found.hexdigest()
 
 
-def begin(folder: Path, steps: int) -> Path:
-    """Return a new folder to write into, named for what it is to become; clear away what was left unfinished."""
+def begin(folder: Path, steps: int, world: int) -> Names:
+    """Make a folder to write into, and return its names; clear away what was left unfinished.
+
+    Raises: FileExistsError if the folder is another program's.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(".writing-*"):
-        shutil.rmtree(left)
-    number = sum(1 for _ in folder.glob(f"step-{steps:012d}-*"))
-    while (folder / f"step-{steps:012d}-{number}").exists():
-        number += 1
-    writing = folder / f".writing-step-{steps:012d}-{number}"
+    ours = _ours(folder, "step-*")
+    sequence = 1 + max(ours.values(), default=0)
+    if os.path.lexists(folder / LATEST) and not ours and _unsealed(folder / LATEST) is None:
+        text = f"folder: {folder} has a file {LATEST!r} of another program; give checkpoints a folder of their own"
+        raise FileExistsError(text)
+    for left in _ours(folder, ".writing-*"):
+        _remove(left)
+    each = (f"step-{steps:012d}-{number}" for number in itertools.count())
+    done = next(name for name in each if not os.path.lexists(folder / name))
+    writing = folder / f".writing-{done}-{secrets.token_hex(4)}"
     writing.mkdir()
-    return writing
+    try:
+        _write(writing, 0, Digests(world, sequence, {}))
+    except OSError:
+        shutil.rmtree(writing, ignore_errors=True)  # nobody would know whose it is
+        raise
+    return Names(writing.name, done, sequence)
 
 
-def seal(writing: Path, rank: int, world: int, first: bool) -> None:
+def check_seen(folder: Path, names: Names, rank: int) -> None:
+    """Raise an OSError where a rank does not see the folder that the first rank has made."""
+    if not (folder / names.writing / FIRST).is_file():
+        raise OSError(
+            f"folder: {folder} on rank {rank} of {socket.gethostname()} is not the folder of rank 0, which made "
+            f"{names.writing} there; {ONE_FOLDER}"
+        )
+
+
+def seal(folder: Path, names: Names, rank: int, world: int) -> None:
     """Write down the digests of the files that this rank wrote; the first rank also those that belong to nobody."""
-    names = sorted(p.name for p in writing.iterdir() if DIGESTS not in p.name)
-    mine = [n for n in names if n.startswith(f"__{rank}_") or (first and not n.startswith("__"))]
-    text = json.dumps({"world": world, "files": {name: digest_of(writing / name) for name in mine}})
-    write_sealed(writing / f"{DIGESTS}-{rank}", text)
+    writing = folder / names.writing
+    each = sorted(p.name for p in writing.iterdir() if DIGESTS not in p.name)
+    mine = [n for n in each if n.startswith(f"__{rank}_") or (rank == 0 and not n.startswith("__"))]
+    _write(writing, rank, Digests(world, names.sequence, {name: digest_of(writing / name) for name in mine}))
 
 
-def finish(folder: Path, writing: Path, keep: int) -> Path:
-    """Make a written checkpoint the newest one, in one stroke, and remove all but the `keep` newest."""
-    done = folder / writing.name.removeprefix(".writing-")
+def finish(folder: Path, names: Names, keep: int) -> Path:
+    """Make a written checkpoint the newest one, in one stroke, and remove all but those that were saved last.
+
+    Raises: OSError if the parts of all ranks are not there.
+    """
+    writing, done = folder / names.writing, folder / names.done
+    _check_parts(writing)
     _sync(writing)
     writing.rename(done)
     _sync(folder)
     write_sealed(folder / LATEST, done.name)
     _sync(folder)
-    for old in sorted(p for p in folder.glob("step-*") if p != done)[: -(keep - 1) or None]:
-        shutil.rmtree(old)
+    ours = _ours(folder, "step-*")
+    others = sorted((p for p in ours if p != done), key=lambda p: (ours[p], p.name))
+    for old in others[: -(keep - 1) or None]:
+        leaving = folder / f".writing-{old.name}-{secrets.token_hex(4)}"
+        old.rename(leaving)  # so that nobody finds half of it
+        _remove(leaving)
     return done
 
 
@@ -71,24 +130,38 @@ def newest(folder: Path) -> Path:
     Raises: FileNotFoundError if there is none; CheckpointDamaged if the file that names it was changed.
     """
     pointer = folder / LATEST
-    if not pointer.exists():
+    if not os.path.lexists(pointer):
         raise FileNotFoundError(f"folder: {folder} holds no finished checkpoint")
-    return folder / read_sealed(pointer)
+    name = read_sealed(pointer)
+    if not is_name(name):
+        raise damaged(pointer, f"names {name!r}, which is no checkpoint in this folder")
+    return folder / name
 
 
-def verify(found: Path, rank: int, size: int) -> int:
-    """Compare the files of a checkpoint with their digests, one of `size` parts of them; return its world size.
+def is_name(name: str) -> bool:
+    """Return whether a name is that of something in a folder, and not a path to something else."""
+    return name not in ("", "..") and Path(name).name == name
 
+
+def verify(found: Path, rank: int, size: int) -> tuple[int, set[str]]:
+    """Compare the files of a checkpoint with their digests, one of `size` parts of them.
+
+    Returns: how many ranks saved it, and the names of the files in this part.
     Raises: CheckpointDamaged that names the first file that is missing or not what was saved.
     """
-    world = json.loads(read_sealed(found / f"{DIGESTS}-0"))["world"]
-    for writer in range(rank, world, size):
-        for name, digest in json.loads(read_sealed(found / f"{DIGESTS}-{writer}"))["files"].items():
-            if not (found / name).exists():
-                raise _damaged(found / name, "is missing")
+    first, names = read_digests(found / FIRST), set[str]()
+    if METADATA not in first.files:
+        raise damaged(found / FIRST, f"has no digest of {METADATA}")
+    for writer in range(rank, first.world, size):
+        digests = read_digests(found / f"{DIGESTS}-{writer}")
+        if digests[:2] != first[:2]:
+            raise damaged(found / f"{DIGESTS}-{writer}", f"is not of the checkpoint that {FIRST} is of")
+        for name, digest in digests.files.items():
+            _check_is_file(found / name)
             if digest_of(found / name) != digest:
-                raise _damaged(found / name, "is not what was saved: its digest differs")
-    return int(world)
+                raise damaged(found / name, "is not what was saved: its digest differs")
+            names.add(name)
+    return first.world, names
 
 
 def write_sealed(path: Path, text: str) -> None:
@@ -103,17 +176,86 @@ def write_sealed(path: Path, text: str) -> None:
 
 def read_sealed(path: Path) -> str:
     """Return the text of a file that `write_sealed` wrote. Raises: CheckpointDamaged if it is not that."""
-    if not path.exists():
-        raise _damaged(path, "is missing")
-    data = path.read_bytes()
-    digest, _, text = data.partition(b"\n")
-    if hashlib.blake2b(text, digest_size=16).hexdigest().encode() != digest:
-        raise _damaged(path, "is not what was saved: its digest differs")
-    return text.decode()
+    _check_is_file(path)
+    text = _unsealed(path)
+    if text is None:
+        raise damaged(path, "is not what was saved: its digest differs")
+    return text
 
 
-def _damaged(path: Path, what: str) -> CheckpointDamaged:
-    others = sorted(p.name for p in path.parent.parent.glob("step-*") if p != path.parent)
+def read_digests(path: Path) -> Digests:
+    """Return what a rank says of its files. Raises: CheckpointDamaged if that is not what `seal` writes."""
+    digests = _digests(read_sealed(path))
+    if digests is None:
+        raise damaged(path, "has the digest that it should, but is no list of digests")
+    return digests
+
+
+def _digests(text: str) -> Digests | None:
+    """Return what a list of digests says; None if it is none."""
+    try:
+        found = json.loads(text)
+        digests = Digests(found["world"], found.get("sequence", 0), found["files"])
+        numbers = type(digests.world) is int and digests.world > 0 and type(digests.sequence) is int
+        files = all(is_name(name) and isinstance(digest, str) for name, digest in digests.files.items())
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # what JSON else may hold
+        return None
+    return digests if numbers and files else None
+
+
+def _write(writing: Path, rank: int, digests: Digests) -> None:
+    write_sealed(writing / f"{DIGESTS}-{rank}", json.dumps(digests._asdict()))
+
+
+def _unsealed(path: Path) -> str | None:
+    """Return the text of a file that `write_sealed` wrote; None if it is not that."""
+    if not path.is_file():  # a pipe would be waited for
+        return None
+    digest, _, text = path.read_bytes().partition(b"\n")
+    same = hashlib.blake2b(text, digest_size=16).hexdigest().encode() == digest
+    return text.decode(errors="replace") if same else None
+
+
+def _check_parts(writing: Path) -> None:
+    for rank in range(read_digests(writing / FIRST).world):
+        digests = writing / f"{DIGESTS}-{rank}"
+        files = read_digests(digests).files if digests.is_file() else {}
+        for path in (digests, *(writing / name for name in files)):
+            if not path.is_file():
+                text = f"folder: {path.name}, which rank {rank} wrote, is not in {writing} of rank 0"
+                raise OSError(f"{text}; {ONE_FOLDER}")
+
+
+def _ours(folder: Path, pattern: str) -> dict[Path, int]:
+    """Return the checkpoints in a folder that carry digests of ours, and their places in the order of saving."""
+    found = {}
+    for path in folder.glob(pattern):
+        if not path.is_symlink() and path.is_dir():
+            digests = _digests(_unsealed(path / FIRST) or "")
+            if digests is not None:
+                found[path] = digests.sequence
+    return found
+
+
+def _remove(ours: Path) -> None:
+    """Remove a checkpoint; what says that it is ours goes last, so that the next save goes on where this one ended."""
+    for path in ours.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != FIRST:
+            path.unlink()
+    shutil.rmtree(ours)
+
+
+def _check_is_file(path: Path) -> None:
+    if not path.is_file():  # a pipe would be waited for
+        raise damaged(path, "is no regular file" if os.path.lexists(path) else "is missing")
+
+
+def damaged(path: Path, what: str) -> CheckpointDamaged:
+    """Return what to raise for a file of a checkpoint; it names the other checkpoints in the folder."""
+    checkpoint = path if path.name == LATEST else path.parent
+    others = sorted(p.name for p in _ours(checkpoint.parent, "step-*") if p != checkpoint)
     instead = f"; others in this folder are {', '.join(others)}" if others else ""
     return CheckpointDamaged(f"checkpoint: {path} {what}; nothing was loaded{instead}", file=path.name)
 

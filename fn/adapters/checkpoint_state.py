@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fn import tree
 from fn.adapters.carried import PREFIX
+from fn.adapters.interrupts import inside_step
 from fn.adapters.rank_checks import device_among
-from fn.adapters.state_dict import OWN, SAME, SAVED_BY, by_path, flat_state, kinds, place_of
+from fn.adapters.state_dict import SAVED_BY, flat_state, place_of
+from fn.adapters.state_kinds import OWN, SAME, by_path, kinds
+from fn.adapters.torch_optim import Optimizer
+from fn.adapters.training import Training
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import psum
 from fn.transforms.resharding import Reshape, reshapes
 from fn.transforms.sharded import ShardedState
-
-if TYPE_CHECKING:
-    from fn.adapters.torch_optim import Optimizer
 
 Tree = Any
 
@@ -43,22 +44,33 @@ class Rows(NamedTuple):
     world: int
 
 
+def check_optimizer(optimizer: object) -> None:
+    """Refuse anything but an optimizer with a TypeError, and a call inside of its step with a RuntimeError."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer, after the folder")
+    if inside_step():
+        raise RuntimeError(
+            "checkpoint: called inside of a step, by the handler of a signal, say, where the other ranks exchange the "
+            "step's messages; let the handler set a flag, and call it on all ranks when `step` has returned"
+        )
+
+
 def world() -> tuple[int, int]:
     """Return this process' rank and how many there are."""
     together = dist.is_available() and dist.is_initialized()
     return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
 
 
-def own_rows(optimizer: Optimizer) -> set[str]:
+def own_rows(training: Training) -> set[str]:
     """Return the keys of `everything` that are one rank's own.
 
     Raises: ValueError if there are some, but the optimizer's axes are not all ranks of the world.
     """
-    marks = by_path(kinds(optimizer.states))
+    marks = by_path(kinds(training.states))
     found = {path for path, mark in marks.items() if mark != SAME}
-    if OWN in marks.values():  # such an optimizer also leads each rank to parameters of its own
-        found |= {key for key in everything(optimizer) if key.startswith("params.")}
-    _, reached = place_of(optimizer)
+    if OWN in marks.values():  # these go with parameters of its own
+        found |= {key for key in everything(training) if key.startswith("params.")}
+    _, reached = place_of(training)
     if found and reached != world()[1]:
         raise ValueError(
             f"optimizer: its axes reach {reached} of {world()[1]} ranks; a checkpoint in one folder needs all of them: "
@@ -67,22 +79,35 @@ def own_rows(optimizer: Optimizer) -> set[str]:
     return found
 
 
-def everything(optimizer: Optimizer, extra: Tree = None) -> dict[str, Tensor]:
-    """Return {key: tensor} of the optimizer's state, its parameters, and `extra`, which is the same on all ranks."""
-    found = dict(flat_state(optimizer))
+def everything(training: Training, extra: Tree = None) -> dict[str, Tensor]:
+    """Return {key: tensor} of the optimizer's state, its parameters, and `extra`."""
+    found = dict(flat_state(training))
     found.pop(SAVED_BY)
-    for g, group in enumerate(optimizer.param_groups):
+    for g, group in enumerate(training.groups):
         found.update({f"params.{g}.{i}": p.detach() for i, p in enumerate(group["params"])})
     if extra is not None:
         found.update(by_path(extra, "extra."))
     return found
 
 
-def to_save(optimizer: Optimizer, extra: Tree = None) -> dict[str, Tensor]:
-    """Return copies on the CPU of `everything`, a rank's own as its row of a DTensor."""
-    own, mesh = own_rows(optimizer), _mesh()
-    copies = {k: torch.empty_like(v, device="cpu").copy_(v.detach()) for k, v in everything(optimizer, extra).items()}
-    return {k: _as_row(v, mesh) if k in own else v for k, v in copies.items()}
+class Snapshot(NamedTuple):
+    """What is saved: copies on the CPU, of what is a rank's own as its row of a DTensor.
+
+    steps: that the optimizer has taken. device: of the parameters. as_row: a tensor -> this rank's row of a DTensor.
+    """
+
+    tensors: dict[str, Tensor]
+    steps: int
+    device: torch.device
+    as_row: Callable[[Tensor], Tensor]
+
+
+def to_save(training: Training, extra: Tree = None) -> Snapshot:
+    """Return a snapshot of `everything`. All ranks must call it."""
+    own, as_row = own_rows(training), partial(_as_row, mesh=_mesh())
+    copies = {k: torch.empty_like(v, device="cpu").copy_(v.detach()) for k, v in everything(training, extra).items()}
+    tensors = {k: as_row(v) if k in own else v for k, v in copies.items()}
+    return Snapshot(tensors, training.steps, device_among(training.groups), as_row)
 
 
 def to_fill(own: set[str], shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
@@ -91,9 +116,9 @@ def to_fill(own: set[str], shapes: Mapping[str, tuple[torch.Size, torch.dtype]])
 
     def empty(key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         if key not in own or mesh is None:
-            return torch.zeros(shape, dtype=dtype)
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         _, count = _span(shape[0])
-        local = torch.zeros((count, *shape[1:]), dtype=dtype)
+        local = torch.zeros((count, *shape[1:]), dtype=dtype, device="cpu")
         stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
@@ -123,25 +148,25 @@ def _span(rows: int) -> tuple[int, int]:
     return first, min(first + each, rows) - first
 
 
-def moved(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return {key: tensor} for this world from what another one saved. All ranks must call it.
 
     Args: saved: `everything`; what is one rank's own as `Rows`.
     Raises: ValueError for several axes, and if the rows do not fit the layout of the number of ranks they come from.
     """
-    axes = optimizer._axes
+    axes = training.axes
     if len(axes) > 1:
         raise ValueError(f"checkpoint: is of another world, and its errors of the axes {axes} belong to that one")
-    if len(optimizer._transforms) != len(optimizer.param_groups):
+    if len(training.transforms) != len(training.groups):
         raise ValueError("checkpoint: is of another world; those of DeepSpeed's drop-ins fit only their own")
-    add = partial(_over_ranks, axis=axes[0] if axes else None, device=device_among(optimizer.param_groups))
-    with optimizer._binding:
+    add = partial(_over_ranks, axis=axes[0] if axes else None, device=device_among(training.groups))
+    with training.binding:
         fresh, notes = [], list[list[tuple[Tree, Reshape]]]()
-        for transform, group in zip(optimizer._transforms, optimizer.param_groups, strict=True):
+        for transform, group in zip(training.transforms, training.groups, strict=True):
             with reshapes.collected() as own:
                 fresh.append(transform.init([p.detach() for p in group["params"]]))
             notes.append(own)
-        some = next((x for x in saved.values() if isinstance(x, Rows)), Rows(torch.empty(0), 0, 1))
+        some = next((x for x in saved.values() if isinstance(x, Rows)), Rows(torch.empty(0, device="cpu"), 0, 1))
         move = _Move([note for own in notes for note in own], some, add, [])
         structure = tree.flatten(tuple(fresh))[1]
         after = move.walk(tuple(fresh), tree.unflatten(structure, [saved[path] for path in by_path(tuple(fresh))]))
@@ -151,7 +176,7 @@ def moved(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Tensor]:
                 found[key] = _mean(value, add) if isinstance(value, Rows) else value
     for g, own in enumerate(notes):
         rests = [rest for state, rest in move.rests if any(state is s for s, _ in own)]
-        if len(rests) == 1 and len(rests[0]) == len(optimizer.param_groups[g]["params"]):
+        if len(rests) == 1 and len(rests[0]) == len(training.groups[g]["params"]):
             found.update(_carried(g, rests[0], saved))
         elif rests:
             logger.warning("param group %d is parted among transforms: its errors moved, to 8 bits", g)

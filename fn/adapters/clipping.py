@@ -10,6 +10,7 @@ import torch
 from fn import tree
 from fn.base import Phase, chain, check_number
 from fn.collectives.axis import ALONE, Axis, Binding
+from fn.errors import expected
 from fn.transforms.average import average
 from fn.transforms.clip import clip_by_global_norm
 
@@ -23,6 +24,19 @@ def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
     check_number("max_norm", max_norm)
     if not max_norm > 0 or len(axes) > 1:
         raise ValueError(f"max_norm: is {max_norm} on the axes {list(axes)}; allowed is more than 0 on one axis")
+
+
+def check_max_grad_norm(max_grad_norm: float | None) -> None:
+    """Refuse the norm that a trainer clips each rank's own gradients by, before anything is trained.
+
+    Args: max_grad_norm: the trainer's setting; None and 0 are not to clip.
+    Raises: ValueError that says how to clip.
+    """
+    if max_grad_norm:
+        cure = f"set it to 0, and clip by the norm of all ranks: fn.Optimizer(..., max_norm={max_grad_norm}) with "
+        cure += "keep_local(model) in the place of overlap"
+        wanted = "0, for a trainer clips the gradients of each rank by a norm of their own"
+        raise ValueError(expected("max_grad_norm", wanted, f"{max_grad_norm}", cure))
 
 
 class Clipping(NamedTuple):
@@ -52,5 +66,5 @@ def clipping(phase: Phase, max_norm: float | None, axis: str | None, state: Tree
     clip = chain(average(axis), clip_by_global_norm(max_norm, axis)).update(phase)
     alone = Binding({})
     if axis is not None and phase is Phase.WARMUP and not tree.fields(state, "place"):  # a shard's, of all ranks
-        alone = Binding({axis: Axis(1, torch.tensor(0), ALONE)})
+        alone = Binding({axis: Axis(1, torch.tensor(0, device="cpu"), ALONE)})
     return Clipping(lambda grads, params: clip(grads, ((), ()), params)[0], alone)

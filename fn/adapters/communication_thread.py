@@ -9,21 +9,21 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fn.collectives.axis import Binding, bind
-from fn.collectives.ledger import Ledger, counting, open_ledgers
 from fn.collectives.primitives import group_of
 from fn.collectives.rendezvous import timeout_of
+from fn.collectives.watchers import Watchers, watched_by, watchers
 
 Job = Callable[[], Any]
-Entry = tuple[Job, Any, tuple[Ledger, ...], Future[Any]]
+Entry = tuple[Job, Any, Watchers, Future[Any]]
 Jobs = queue.SimpleQueue[Entry | None]
 
 
@@ -48,10 +48,10 @@ class CommunicationThread:
         weakref.finalize(self, self._jobs.put, None).atexit = False
 
     def submit(self, job: Job) -> Future[Any]:
-        """Queue a job; the ledgers that are open here count what it sends."""
+        """Queue a job; the ledgers and observers that are open here see what it does."""
         done: Future[Any] = Future()
         event = None if self._stream is None else torch.accelerator.current_stream(self._device).record_event()
-        self._jobs.put((job, event, open_ledgers(), done))
+        self._jobs.put((job, event, watchers(), done))
         return done
 
     def catch_up(self) -> None:
@@ -85,11 +85,11 @@ def _do(entry: Entry | None, binding: Binding, stream: Any) -> bool:
     """Run a job; return whether there may be more."""
     if entry is None:
         return False
-    job, event, ledgers, done = entry
+    job, event, those, done = entry
     try:
         if stream is not None:
             stream.wait_event(event)
-        with binding, counting(ledgers):
+        with binding, watched_by(those):
             done.set_result(job())
     except BaseException as error:
         done.set_exception(error)
@@ -115,12 +115,27 @@ def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
     if free := _free.get(group):
         return bind({axis: free.pop()})
     backend = dist.get_backend(group)
-    twin = dist.new_group(
-        dist.get_process_group_ranks(group),
-        backend=None if backend == "undefined" else backend,
-        timeout=timeout_of(group),
-        use_local_synchronization=True,
-        group_desc="fn: behind the backward pass",
-    )
+    with _unbound(dist.group.WORLD):
+        twin = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend=None if backend == "undefined" else backend,
+            timeout=timeout_of(group),
+            use_local_synchronization=True,
+            group_desc="fn: behind the backward pass",
+        )
     _originals[twin] = weakref.ref(group)
     return bind({axis: twin})
+
+
+@contextmanager
+def _unbound(world: Any) -> Iterator[None]:
+    """Let the world be without a device of its own, so that only its members need to make a group.
+
+    Where `init_process_group` was given `device_id`, torch splits the communicators of groups off that of the world.
+    Such a split waits for all ranks of the world, those of other groups included, which may never come.
+    """
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device

@@ -29,7 +29,7 @@ from fn.adapters.communication_thread import bind_twin
 from fn.adapters.gradient_average import GradientAverage
 from fn.adapters.link_speed import seconds_per_byte
 from fn.adapters.overlap import Overlap
-from fn.adapters.param_groups import as_list
+from fn.adapters.param_groups import as_list, check_make
 from fn.adapters.torch_optim import Optimizer
 from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
@@ -113,11 +113,11 @@ def overlap(
         raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel or another module")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer")
-    if len(optimizer._transforms) != len(optimizer.param_groups):
+    if len(optimizer.training.transforms) != len(optimizer.param_groups):
         raise ValueError(f"optimizer: {type(optimizer).__name__} steps all param groups at once; allowed is one by one")
-    if optimizer._max_norm is not None:
+    if optimizer.training.max_norm is not None:
         raise ValueError("optimizer: clips by max_norm; the global norm is known only after the whole backward pass")
-    if optimizer._compile:
+    if optimizer.training.compile:
         raise ValueError("optimizer: is compiled; allowed is compile=False, for updates are split among threads")
     in_ddp = isinstance(model, DistributedDataParallel)
     if not in_ddp and any(isinstance(part, DistributedDataParallel) for part in model.modules()):
@@ -136,7 +136,7 @@ def overlap(
         _hook(model, _unless_joining(model, lambda state, bucket: buckets(_dense(bucket))))
     else:
         GradientHooks(params, found)
-    optimizer.ahead = found.ahead
+    optimizer.training.ahead = found.ahead
     return found
 
 
@@ -151,7 +151,9 @@ def close(optimizer: Optimizer | GradientAverage) -> None:
     Args: optimizer: of `optimizer` or `overlap`; or what `average_gradients` returned, without which nobody averages:
         the model's next backward pass is refused, with a ValueError.
     """
-    running = optimizer if isinstance(optimizer, GradientAverage) else getattr(optimizer.ahead, "__self__", None)
+    running: Any = optimizer
+    if isinstance(optimizer, Optimizer):
+        running = getattr(optimizer.training.ahead, "__self__", None)
     if isinstance(running, Overlap | GradientAverage):
         running.close()
 
@@ -184,11 +186,11 @@ def optimizer(
     alone = plain and ranks_around() == 1
     with nullcontext() if alone else bind({AXIS: _check(model).process_group}):
         groups = bucketed(model.parameters() if params is None else params, elements)
-        found = Optimizer(groups, partial(make, axis=AXIS), **options)
+        found = Optimizer(groups, partial(check_make(make, "fn.onebit_adam"), axis=AXIS), **options)
     if alone:
         return found
-    if found._max_norm is None:
-        overlap(model, found, scaler=scaler, least_wire_seconds=least_wire_seconds)
+    if found.training.max_norm is None:
+        overlap(model, found, scaler=scaler, least_wire_seconds=least_wire_seconds).maker = "fn.adapters.ddp.optimizer"
     else:
         keep_local(model)
         _warn_of_others(_check(model), found)
@@ -287,7 +289,7 @@ def _warn_of_others(model: nn.Module, optimizer: Optimizer) -> None:
 
 def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGroup]:
     """Return the optimizer's axis and its process group, which is the model's if that is in DDP."""
-    bound = {axis: optimizer._binding.axes[axis] for axis in optimizer._axes}
+    bound = {axis: optimizer.training.binding.axes[axis] for axis in optimizer.training.axes}
     found = {axis: size for axis, (size, _, _) in bound.items()}
     size = model.process_group.size() if isinstance(model, DistributedDataParallel) else None
     if len(found) != 1 or size not in (None, *found.values()):

@@ -95,9 +95,11 @@ class OnebitAdam(DeepSpeedOptimizer):
         return numerics.onebit_adam(groups, axis=AXIS, world_size=self._world)
 
     def _take_initial_moments(self) -> None:
-        grads = collect(self)
-        with self._binding:
-            write_back(self.states, numerics.initialise(self.states, self._groups(), pmean(grads, AXIS)))
+        training = self.training
+        training.groups, training.scale = self.param_groups, (None, None)
+        grads = collect(training)
+        with training.binding:
+            write_back(self.states, numerics.initialise(self.states, self.training.described(), pmean(grads, AXIS)))
 
 
 class ZeroOneAdam(DeepSpeedOptimizer):
@@ -162,7 +164,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         loss = super().step(closure, grads)
         if self.frozen and not before:
             self.reset_errors()
-            self._updates.clear()
+            self.training.updates.clear()
         return loss
 
 
@@ -230,7 +232,7 @@ class OnebitLamb(DeepSpeedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a group after construction with a RuntimeError."""
-        if self._built:
+        if self.training.built:
             raise RuntimeError("add_param_group: 1-bit LAMB's message spans all groups; give them to the constructor")
         super().add_param_group(param_group)
 

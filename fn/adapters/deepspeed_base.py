@@ -13,8 +13,9 @@ from torch import Tensor
 from fn.adapters import deepspeed_numerics as numerics
 from fn.adapters.deepspeed_checkpoint import load_checkpoint
 from fn.adapters.donate import write_back
-from fn.adapters.param_groups import show_rate
+from fn.adapters.param_groups import checked_rate, host_tensor, show_rate
 from fn.adapters.torch_optim import Optimizer, Params
+from fn.adapters.training import Training
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding, axis_size, bind
 from fn.collectives.mpi import Communicator
@@ -24,11 +25,62 @@ Group = dist.ProcessGroup | Communicator
 AXIS = "data"
 
 
+class DeepSpeedTraining(Training):
+    """A training whose transform spans all param groups and is made from them when an update is."""
+
+    built = False
+    """Whether there is a state, to which a new group's entry is added."""
+
+    def prepare(self, group: dict[str, Any]) -> tuple[Tensor, Transform | None]:
+        """Return a group's learning rate as a tensor; the transform is that of all groups."""
+        return host_tensor(group["lr"], torch.float32).detach().clone(), None
+
+    def start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
+        """Take a group in; its state is made once the optimizer is built."""
+        show_rate(group, lr)
+        self.lrs.append(lr)
+        self.hypers.append({k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")})
+        if self.built:
+            with self.binding:
+                self.states = (*self.states, self.fresh_states()[-1])
+        self.updates.clear()
+
+    def needs_warmup(self, phase: Phase, group: int | None = None) -> bool:
+        """Return whether a phase needs a warm-up step before it; all param groups are one transform."""
+        return phase in self.joined().needs_warmup
+
+    def check_group(self, index: int, group: Mapping[str, Any]) -> None:
+        """Raise what a step would raise if a param group held these entries. Nothing is changed."""
+        checked_rate(group["lr"])
+        groups = self.described()
+        groups[index] = _group(group, self.lrs[index])
+        with self.binding:
+            self.make(groups)
+
+    def remake(self, index: int) -> None:
+        """Do nothing: the transform is made from the groups when an update is."""
+
+    def joined(self) -> Transform:
+        """Return the transform of all param groups."""
+        return self.make(self.described())
+
+    def fresh_states(self) -> Tree:
+        """Return states as they start."""
+        return self.joined().init(tuple([p.detach() for p in params] for params in self.params))
+
+    def described(self) -> list[numerics.ParamGroup]:
+        """Return what the param groups say."""
+        return [_group(group, lr) for group, lr in zip(self.groups, self.lrs, strict=True)]
+
+
 class DeepSpeedOptimizer(Optimizer):
     """A drop-in for one of DeepSpeed's 1-bit optimizers; `_numerics` says which.
 
     The transform spans all param groups, because 1-bit LAMB's message does. Args are those of the drop-ins.
     """
+
+    _training_class = DeepSpeedTraining
+    training: DeepSpeedTraining
 
     freeze_flag = "adam_freeze_key"
     """DeepSpeed's name of the attribute that says whether the optimizer is frozen."""
@@ -49,44 +101,19 @@ class DeepSpeedOptimizer(Optimizer):
     ):
         self.engine: Any = None
         self.initialize = not initialising_call
-        self._built = False
         hyper = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, **defaults}
         with _binding(process_group):
             self._world = axis_size(AXIS)
             # An engine that is not attached goes on averaging, which is right, though it saves nothing.
             super().__init__(params, self._numerics, schedule=schedule, lr=lr, refuse_averaged=False, **hyper)
-            self.states = self._joined().init(self._tensors())
-        self._built = True
+            self.states = self.training.fresh_states()
+        self.training.built = True
         if deepspeed is not None:
             self.attach(deepspeed)
 
     def _numerics(self, groups: Sequence[numerics.ParamGroup]) -> Transform:
         """Return the transform over all param groups."""
         raise NotImplementedError
-
-    def _prepare(self, group: dict[str, Any]) -> tuple[Tensor, Transform | None]:
-        return torch.as_tensor(group["lr"], dtype=torch.float32).detach().clone(), None
-
-    def _start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
-        show_rate(group, lr)
-        self._lrs.append(lr)
-        self._hypers.append({k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")})
-        if self._built:  # the state so far stays; the new group's entry is added
-            with self._binding:
-                self.states = (*self.states, self._joined().init(self._tensors())[-1])
-        self._updates.clear()
-
-    def _remake(self, index: int) -> None:
-        """Do nothing: the transform is made from the groups when an update is."""
-
-    def _joined(self) -> Transform:
-        return self._numerics(self._groups())
-
-    def _tensors(self) -> tuple[list[Tensor], ...]:
-        return tuple([p.detach() for p in group["params"]] for group in self.param_groups)
-
-    def _groups(self) -> list[numerics.ParamGroup]:
-        return [_group(group, lr) for group, lr in zip(self.param_groups, self._lrs, strict=True)]
 
     @property
     def frozen(self) -> bool:
@@ -143,7 +170,7 @@ class DeepSpeedOptimizer(Optimizer):
         """Load what `state_dict` returned and continue exactly, errors included. Raises as `fn.Optimizer`."""
         super().load_state_dict(state_dict)
         self.initialize = True
-        self._updates.clear()
+        self.training.updates.clear()
         self._switch_engine()
 
     def reset_errors(self) -> None:
@@ -163,7 +190,7 @@ class DeepSpeedOptimizer(Optimizer):
         """
         load_checkpoint(self, checkpoint)
         self.initialize = True
-        self._updates.clear()
+        self.training.updates.clear()
         self._switch_engine()
 
 
@@ -176,7 +203,7 @@ def _group(group: Mapping[str, Any], lr: Tensor) -> numerics.ParamGroup:
         group["eps"],
         group["weight_decay"],
         tuple(p.numel() for p in group["params"]),
-        None if mask is None else torch.as_tensor(mask).detach(),
+        None if mask is None else host_tensor(mask).detach(),
         bool(group.get("non_freeze", False)),
         group.get("max_coeff", 10.0),
         group.get("min_coeff", 0.01),

@@ -47,7 +47,8 @@ def load_checkpoint(optimizer: DeepSpeedOptimizer, checkpoint: Mapping[str, Any]
     state = _with_field(state, "step", itertools.repeat(steps))
     with torch.no_grad():
         write_back(optimizer.states, state)
-        for group, lr, saved in zip(optimizer.param_groups, optimizer._lrs, checkpoint["param_groups"], strict=True):
+        lrs = optimizer.training.lrs
+        for group, lr, saved in zip(optimizer.param_groups, lrs, checkpoint["param_groups"], strict=True):
             group["lr"] = float(saved["lr"])
             follow(group, lr)
     optimizer.steps = steps
@@ -87,7 +88,7 @@ def _with_field(state: Any, name: str, values: Iterator[Any]) -> Any:
     """Return the state with the leaves of every field of that name replaced, in the order of the parameters."""
 
     def convert(leaf: Tensor) -> Tensor:
-        return torch.as_tensor(next(values)).to(leaf).reshape(leaf.shape)
+        return torch.as_tensor(next(values), dtype=leaf.dtype, device=leaf.device).reshape(leaf.shape)
 
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         pairs = zip(state._fields, state, strict=True)

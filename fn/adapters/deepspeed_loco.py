@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fn.collectives import payloads
+from fn.collectives import messages
 from fn.collectives.agreement import check_agreement, describe_leaves, device_of
 from fn.collectives.axis import axis_size
 from fn.collectives.codec import identity
@@ -152,10 +152,10 @@ def reduce_tensor(
     e1, e2 = errors if errors is not None else (None, None)
     first = _stage(tensor.reshape(-1), groups, e1, beta)
     codes, scales = (_by_receiver(x, nodes, ranks) for x in (first.codes, first.scales))
-    rows = _decode(payloads.exchange((codes, scales), local_axis), tensor.dtype)
+    rows = _decode(messages.exchange((codes, scales), local_axis), tensor.dtype)
     second = _stage(_add(rows), groups // ranks, e2, beta)
     parts = (second.codes.view(nodes, -1), second.scales.view(nodes, -1))
-    total = _add(_decode(payloads.exchange(parts, node_axis), tensor.dtype))
+    total = _add(_decode(messages.exchange(parts, node_axis), tensor.dtype))
     out = (total.float() * (1.0 / nodes)).to(tensor.dtype)
     return Reduction(out, first._replace(codes=codes.flatten(), scales=scales.flatten()), second)
 
@@ -170,7 +170,8 @@ def _stage(x: Tensor, groups: int, error: StoredError | None, beta: float) -> St
     if error is None:
         return Stage(codes[0], scales[0], x[:0], _empty(x.device))
     sent = torch.ops.fn.dequantize(codes, scales, valid, runs, 4)[0].to(x.dtype)
-    beta = float(torch.tensor(beta, dtype=torch.float32))  # 1 - beta is taken of the rounded beta, as kernels do
+    rounded = torch.tensor(beta, dtype=torch.float32, device="cpu")
+    beta = float(rounded)  # 1 - beta is taken of it, as kernels do
     kept = (beta * e.float() + (1.0 - beta) * (x.float() - sent.float())).to(x.dtype)
     stored = torch.ops.fn.quantize(kept[None], valid, runs, 8)
     return Stage(codes[0], scales[0], kept, StoredError(stored[0][0], stored[1][0]))

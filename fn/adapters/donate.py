@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +10,8 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.interrupts import begin_writing
 from fn.base import UpdateFn
+from fn.compiling import own_code
+from fn.inplace.memory import among, is_folded, memory_of, written_into
 from fn.kernels.eager import is_eager
 
 Tree = Any
@@ -36,53 +37,32 @@ def donate(update: UpdateFn) -> UpdateFn:
                 f"with it; allowed is memory of its own: clone it in init"
             )
         updates, after = update(updates, state, params)
-        is_old = _among(tree.leaves(state))
+        is_old = among(tree.leaves(state))
         updates = tree.map(lambda u: u.clone() if is_old(u) else u, updates)
         write_back(state, after)
         return updates, state
 
-    return donated
+    return own_code(donated)
 
 
 def write_back(old: Tree, new: Tree) -> None:
-    """Copy the leaves of `new` into those of `old`.
+    """Copy the leaves of `new` into those of `old`, as `written_into` says.
 
-    A leaf of `new` that is an old leaf from another place, or a view of one, is copied aside first, before that one is
-    overwritten.
-    Raises: ValueError if structure, shapes or dtypes differ; nothing is written then.
+    Raises: ValueError if structure, shapes or dtypes differ, or if a leaf cannot be written; nothing is written then.
     """
-    olds, structure = tree.flatten(old)
-    news, found = tree.flatten(new)
-    if structure != found:
-        raise ValueError(f"update: changed the structure of the state from {structure} to {found}")
-    is_old = _among(olds)
-    pairs = [(o, n.clone() if is_old(n) else n) for o, n in zip(olds, news, strict=True) if n is not o]
-    for o, n in pairs:
-        if o.shape != n.shape or o.dtype != n.dtype:
-            raise ValueError(f"update: changed a leaf from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}")
+    write = written_into(old, new)
     if not torch.compiler.is_compiling():
         begin_writing()
-    for o, n in pairs:
-        _at_least_1d(o).copy_(_at_least_1d(n))
-
-
-def _at_least_1d(x: Tensor) -> Tensor:
-    """Return a view of a 0-d tensor: what a compiled graph writes into one of float64 itself, torch (2.13) loses."""
-    return x if x.dim() else x.view(1)
+    write()
 
 
 def owned(state: Tree, params: Tree) -> Tree:
     """Return a state whose leaves have memory of their own, so that writing one changes no other one and no param."""
     leaves, structure = tree.flatten(state)
-    shared = {*_shared(state, params), *(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and _is_folded(x))}
+    shared = {*_shared(state, params), *(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and is_folded(x))}
     if not shared:
         return state
     return tree.unflatten(structure, [x.clone() if i in shared else x for i, x in enumerate(leaves)])
-
-
-def _is_folded(x: Tensor) -> bool:
-    """Return whether elements of a tensor share memory, as `expand` makes them; such a tensor cannot be written."""
-    return any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True))
 
 
 def _shared(state: Tree, params: Tree) -> list[int]:
@@ -92,30 +72,14 @@ def _shared(state: Tree, params: Tree) -> list[int]:
     if not is_eager(*tensors):
         return []
     starts = [start for x in tensors if (start := x.data_ptr())]  # 0 where there is no memory
-    theirs = {_memory(p) for p in tree.leaves(params) if isinstance(p, Tensor)}
-    if len({*starts}) == len(starts) and theirs.isdisjoint(map(_memory, tensors)):
+    theirs = {memory_of(p) for p in tree.leaves(params) if isinstance(p, Tensor)}
+    if len({*starts}) == len(starts) and theirs.isdisjoint(map(memory_of, tensors)):
         return []
     seen, found = set[int](), []
     for place, x in enumerate(leaves):
         if isinstance(x, Tensor) and x.numel():
-            if x.data_ptr() in seen or _memory(x) in theirs:
+            if x.data_ptr() in seen or memory_of(x) in theirs:
                 found.append(place)
             seen.add(x.data_ptr())
     return found
 
-
-def _memory(x: Tensor) -> int:
-    """Return what tensors in the same memory have in common."""
-    found: int = x.untyped_storage()._cdata if is_eager(x) else id(x)
-    return found
-
-
-def _among(leaves: list[Tensor]) -> Callable[[Any], bool]:
-    """Return what tells whether something lies in the memory of one of these leaves.
-
-    While a compiler traces, for which memory is no constant: whether it is one of them.
-    """
-    if torch.compiler.is_compiling():
-        return lambda x: any(x is leaf for leaf in leaves)
-    known = {_memory(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
-    return lambda x: isinstance(x, Tensor) and _memory(x) in known

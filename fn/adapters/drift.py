@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fn.adapters.param_groups import names_of
+from fn.adapters.param_groups import host_tensor, names_of
 from fn.adapters.rank_checks import checksum, device_among, first_difference
-from fn.adapters.state_dict import OWN, SAME, by_path, kinds
+from fn.adapters.state_kinds import OWN, SAME, by_path, kinds
 from fn.collectives.agreement import check_agreement, describe
 from fn.errors import RanksDrifted
 
@@ -36,14 +36,14 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     """
     if every < 1:
         raise ValueError(f"every: is {every}; allowed is at least 1")
-    with optimizer._binding:
-        for axis in optimizer._axes:
+    with optimizer.training.binding:
+        for axis in optimizer.training.axes:
             check_agreement(axis, {"steps between drift checks": every, "steps": optimizer.steps}, _device(optimizer))
     since: list[int] = []
 
     def before_step(*args: Any) -> None:
         if optimizer.steps % every == 0:
-            with torch.no_grad(), optimizer._binding:
+            with torch.no_grad(), optimizer.training.binding:
                 _compare(optimizer, since[-1] if since else None)
             since[:] = [optimizer.steps]
 
@@ -53,13 +53,13 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
 def _compare(optimizer: Optimizer, since: int | None) -> None:
     step, named = optimizer.steps, _replicated(optimizer)
     sums = torch.stack([checksum(x).to(_device(optimizer)) for x in named.values()])
-    for axis in optimizer._axes:
+    for axis in optimizer.training.axes:
         found = first_difference(sums, axis)
         if found is None:
             continue
         rank, leaf = found[0], list(named)[found[1]]
         cause = f"; the optimizer does not communicate over {axis!r}, for its `make` is given no axis"
-        cause = "" if repr(axis) in describe(optimizer._transforms).values() else cause
+        cause = "" if repr(axis) in describe(optimizer.training.transforms).values() else cause
         last = "they were not compared earlier" if since is None else f"they were alike before step {since}"
         message = (
             f"ranks drifted apart: before step {step} {leaf} differs on rank {rank} of axis {axis!r} from rank 0; "
@@ -88,7 +88,7 @@ def _numbers(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return a checksum of schedule and phase, the learning rate of every param group and one of its other numbers."""
     found = {"schedule": _digest({**describe(optimizer.schedule), "phase": optimizer.phase.value})}
     for g, group in enumerate(optimizer.param_groups):
-        found[f"groups[{g}].lr"] = torch.as_tensor(group["lr"])
+        found[f"groups[{g}].lr"] = host_tensor(group["lr"])
         others = {name: value for name, value in group.items() if name not in ("params", "lr", "param_names")}
         found[f"groups[{g}], hyper-parameters other than lr,"] = _digest(describe(others))
     return found
@@ -96,4 +96,4 @@ def _numbers(optimizer: Optimizer) -> dict[str, Tensor]:
 
 def _digest(described: dict[str, str]) -> Tensor:
     found = hashlib.blake2b(repr(sorted(described.items())).encode(), digest_size=8).digest()
-    return torch.tensor(int.from_bytes(found, "little") >> 1)
+    return torch.tensor(int.from_bytes(found, "little") >> 1, device="cpu")

@@ -135,7 +135,7 @@ class FlatParameters:
     @torch.no_grad()
     def _flatten(self, layout: Layout) -> None:
         """Move the parameters of one buffer into it, or leave them as they are."""
-        host = torch.empty(layout.size, dtype=layout.dtype)
+        host = torch.empty(layout.size, dtype=layout.dtype, device="cpu")
         moved: list[Span] = []
         try:
             for span in layout.spans:

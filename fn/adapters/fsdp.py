@@ -23,7 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from fn.adapters.fsdp_comms import CompressedAllGather, CompressedReduceScatter, ReplicaMean
 from fn.adapters.fsdp_groups import Group, groups_of
-from fn.adapters.state_dict import by_path
+from fn.adapters.state_dict import check_keys, check_tensor
+from fn.adapters.state_kinds import by_path
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import bind
 from fn.collectives.codec import Codec
@@ -163,8 +164,8 @@ class Compressed:
         for group, part in self._parts.items():
             name = f"{rank}.{group}"
             shards, widths = part.group.shards, part.group.gradients.widths
-            found[f"{name}.rank"] = torch.tensor([shards.rank(), shards.size()])
-            found[f"{name}.widths"] = torch.tensor(widths, dtype=torch.int64)
+            found[f"{name}.rank"] = torch.tensor([shards.rank(), shards.size()], device="cpu")
+            found[f"{name}.widths"] = torch.tensor(widths, dtype=torch.int64, device="cpu")
             found.update(by_path(part.errors(), f"{name}."))
         return found
 
@@ -178,6 +179,7 @@ class Compressed:
         if not isinstance(state_dict, Mapping):
             given = type(state_dict).__name__
             raise TypeError(f"state_dict: is {given}; allowed is what Compressed.state_dict returned")
+        check_keys(state_dict)
         own = self.state_dict()
         here, theirs = ({path.partition(".")[0] for path in state} for state in (own, state_dict))
         if here != theirs:
@@ -187,6 +189,7 @@ class Compressed:
             raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}{_ADVICE}")
         for path, mine in own.items():
             saved = state_dict[path]
+            check_tensor(path, saved)
             if saved.shape != mine.shape or saved.dtype != mine.dtype:
                 kind, allowed = ((x.dtype, tuple(x.shape)) for x in (saved, mine))
                 raise ValueError(f"state_dict: {path!r} is {kind}, but allowed is {allowed}{_ADVICE}")
@@ -253,7 +256,7 @@ def _part(
     mean = None
     if replicas is not None:
         axis, ranks = _axis_of(replicas.mesh)
-        own = group.gradients.row(torch.tensor(group.shards.rank()))
+        own = group.gradients.row(torch.tensor(group.shards.rank(), device="cpu"))
         how = replicas.codec or codec, replicas.feedback or feedback
         mean = ReplicaMean(group.name, axis, ranks, own, *how, like, sent, group.own_shards, replicas.servers)
     return Part(group, reduce_scatter, all_gather, mean)

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from fn import tree
 from fn.adapters.rank_checks import checksum, first_difference
-from fn.collectives import payloads
+from fn.collectives import messages
 from fn.collectives.axis import Binding, bind
 from fn.collectives.codec import Codec, mean_of_rows, segmented
 from fn.collectives.compressed import all_gather_shards, encode, initial_errors
@@ -86,7 +86,7 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
         self.dtype = like.dtype
         self.feedback = feedback
         self.rows = rows_of(segments, codec.align)
-        own = self.rows.segments.row(torch.tensor(group.rank()))
+        own = self.rows.segments.row(torch.tensor(group.rank(), device="cpu"))
         self.codec, self.own = (_codec(codec, segments, like.device) for segments in (self.rows.segments, own))
         x = like.expand(group.size() * self.rows.segments.row_length)
         with bind({axis: group}):
@@ -110,6 +110,7 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
                 "module.set_reduce_scatter_unused_params(True), where torch has it, and a change of requires_grad or "
                 "of dtypes needs remove() and compress(module) again"
             )
+        _lend(self.error)
         with bind({self.axis: group}), self.sent:
             mean = self._mean(self.rows.widen(input_tensor).view(group.size(), -1))
         output_tensor.copy_(self.rows.narrow(mean if factor == 1 else mean * factor))
@@ -117,9 +118,9 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
     def _mean(self, x: Tensor) -> Tensor:
         payload, error = encode(self.codec, self.feedback, x, self.error)
         if not tree.leaves(self.error):  # nothing that a NaN could spoil
-            return mean_of_rows(self.own, payloads.exchange(payload, self.axis))
+            return mean_of_rows(self.own, messages.exchange(payload, self.axis))
         ok = all_finite([p for p in tree.leaves(payload) if p.is_floating_point()])
-        payload, oks = payloads.exchange((payload, ok.to(torch.uint8).expand(x.shape[0], 1)), self.axis)
+        payload, oks = messages.exchange((payload, ok.to(torch.uint8).expand(x.shape[0], 1)), self.axis)
         ok = oks.bool().all()
         self.error = keep(ok, error, self.error)
         self.skipped += ~ok
@@ -185,7 +186,7 @@ class ReplicaMean:
 
         Raises: `RanksDisagree`, on every replica, at the first call, if they hold other parameters.
         """
-        _lend(reduced)
+        _lend((reduced, self.state))
         if self._shards is not None:
             self._check_start(self._shards())
             self._shards = None
@@ -215,14 +216,16 @@ class ReplicaMean:
             )
 
 
-def _lend(x: Tensor) -> None:
-    """Keep the memory of a tensor of another stream until the current one has done what it is about to be given.
+def _lend(x: Tree) -> None:
+    """Keep the memory of tensors of another stream until the current one has done what it is about to be given.
 
     FSDP2 calls its hook on a stream that is not the one it made the reduced gradients on. Where they are cast after
     that, it gives their memory up at once, and the next group's, made on that first stream, would be written there.
+    Errors that were made before the first backward pass are given up in it, on the stream of FSDP2's messages.
     """
-    if x.device.type != "cpu":
-        x.record_stream(torch.accelerator.current_stream(x.device))
+    for leaf in tree.leaves(x):
+        if leaf.device.type != "cpu":
+            leaf.record_stream(torch.accelerator.current_stream(leaf.device))
 
 
 def keep(ok: Tensor, new: Tree, old: Tree) -> Tree:

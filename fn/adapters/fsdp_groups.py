@@ -143,6 +143,5 @@ def _segments(params: Sequence[Any], world_size: int) -> Segments:
             valid.append([min(max(p._orig_size[0] - r * rows, 0), rows) * row for r in range(world_size)])
         else:
             valid.append([padded.numel()] * world_size)
-    return Segments(
-        tuple(widths), torch.tensor(valid, dtype=torch.int64).view(len(widths), world_size).t().contiguous()
-    )
+    counts = torch.tensor(valid, dtype=torch.int64, device="cpu").view(len(widths), world_size)
+    return Segments(tuple(widths), counts.t().contiguous())

@@ -20,7 +20,8 @@ from fn.adapters.amp import unscaled
 from fn.adapters.arrivals import Arrivals, leaving_order
 from fn.adapters.backward_end import raise_at_end
 from fn.adapters.communication_thread import CommunicationThread
-from fn.adapters.state_dict import by_path, check_fits
+from fn.adapters.state_dict import check_fits, check_keys
+from fn.adapters.state_kinds import by_path
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding
 from fn.collectives.ledger import ledger
@@ -150,19 +151,21 @@ class GradientAverage:
         what several ranks call alike, keeps those of all of them.
         """
         own = {path: leaf.clone() for path, leaf in by_path(self.states, f"state of {self._who}.").items()}
-        return {"steps": torch.tensor(self.steps), "skipped": torch.tensor(self.skipped), **own}
+        counts = {"steps": self.steps, "skipped": self.skipped}
+        return {**{name: torch.tensor(count, device="cpu") for name, count in counts.items()}, **own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, bit for bit.
 
         Raises: ValueError that names the first path that does not fit, or another rank; nothing is loaded then.
         """
+        check_keys(state_dict)
         self._check_rank(state_dict)
         check_fits(self.state_dict(), state_dict)
-        self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
         own = by_path(self.states, f"state of {self._who}.")
         found = [state_dict[path].to(leaf.device, copy=True) for path, leaf in own.items()]
         self.states = tree.unflatten(tree.flatten(self.states)[1], found)
+        self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
 
     def _check_rank(self, saved: Mapping[str, Any]) -> None:
         theirs = {path.partition(".")[0] for path in saved if path.startswith("state of rank ")}

@@ -10,18 +10,15 @@ rank, takes part in the next of them even if its gradients ended in between; fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase
-
-if TYPE_CHECKING:
-    from fn.adapters.torch_optim import Optimizer
+from fn.base import Phase, Transform
 
 Tree = Any
 Place = tuple[int, int]
@@ -39,20 +36,28 @@ class Held:
         self._masks: tuple[frozenset[Place], list[Tensor]] = frozenset(), []
 
     @contextmanager
-    def during(self, optimizer: Optimizer, phase: Phase) -> Iterator[None]:
+    def during(
+        self,
+        phase: Phase,
+        absent: frozenset[Place],
+        params: Sequence[Sequence[Tensor]],
+        states: Tree,
+        transforms: Sequence[Transform],
+    ) -> Iterator[None]:
         """Find them for a step, and put the state's copies of them back when it has been taken. The axes must be bound.
 
         The parameters themselves are for the step to leave alone.
+
+        Args: absent: the parameters that have no gradient. params, states, transforms: of each param group.
         """
-        absent = optimizer._gradients.absent
-        held = absent & self._alone if absent and _is_apart(optimizer) else absent
+        held = absent & self._alone if absent and _is_apart(states) else absent
         if phase is Phase.LOCAL:
             self.places, self._alone = absent, held
             yield
             return
         self.places = held
-        copies = [leaf for g in self._groups() for leaf in _copies(optimizer.states[g])]
-        masks = self._masks_of(optimizer) if copies else []
+        copies = [leaf for g in self._groups() for leaf in _copies(states[g])]
+        masks = self._masks_of(params, states, transforms) if copies else []
         before = [leaf.clone() for leaf in copies]
         yield
         for leaf, old, mask in zip(copies, before, masks, strict=True):
@@ -61,15 +66,16 @@ class Held:
     def _groups(self) -> list[int]:
         return sorted({g for g, _ in self.places})
 
-    def _masks_of(self, optimizer: Optimizer) -> list[Tensor]:
+    def _masks_of(
+        self, params: Sequence[Sequence[Tensor]], states: Tree, transforms: Sequence[Transform]
+    ) -> list[Tensor]:
         """Return where the copies are of parameters that stay, which an init of ones for those tells."""
         if self._masks[0] != self.places:
             masks = []
             for g in self._groups():
-                params = optimizer.param_groups[g]["params"]
-                ones = [torch.full_like(p.detach(), float((g, i) in self.places)) for i, p in enumerate(params)]
-                if _copies(optimizer.states[g]):
-                    masks += [leaf != 0 for leaf in _copies(optimizer._transforms[g].init(ones))]
+                ones = [torch.full_like(p.detach(), float((g, i) in self.places)) for i, p in enumerate(params[g])]
+                if _copies(states[g]):
+                    masks += [leaf != 0 for leaf in _copies(transforms[g].init(ones))]
             self._masks = self.places, masks
         return self._masks[1]
 
@@ -78,6 +84,6 @@ def _copies(state: Tree) -> list[Tensor]:
     return [leaf for name in COPIES for leaf in tree.leaves(tree.fields(state, name))]
 
 
-def _is_apart(optimizer: Optimizer) -> bool:
+def _is_apart(states: Tree) -> bool:
     """Tell whether ranks took local steps since they agreed; it is replicated."""
-    return any(float(elapsed) > 0 for elapsed in tree.fields(optimizer.states, "elapsed"))
+    return any(float(elapsed) > 0 for elapsed in tree.fields(states, "elapsed"))

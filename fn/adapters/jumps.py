@@ -8,20 +8,19 @@ because a softmax does not see them: a third of `MultiheadAttention.in_proj_bias
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor
 
 from fn import tree
 from fn.adapters.param_groups import names_of
+from fn.adapters.training import Training
 from fn.base import Phase
+from fn.kernels.reference import over_root
 from fn.schedules import phase_of
 from fn.transforms.moments import OnebitAdamState
 from fn.transforms.zero_one import ZeroOneAdamState
-
-if TYPE_CHECKING:
-    from fn.adapters.torch_optim import Optimizer
 
 FAR = 1000.0
 """Learning rates that an element moves in a step; Adam's own steps are of one to ten."""
@@ -35,26 +34,26 @@ KINDS = OnebitAdamState, ZeroOneAdamState
 _warned: WeakSet[Any] = WeakSet()
 
 
-def warn_of_jumps(optimizer: Optimizer, phase: Phase) -> None:
+def warn_of_jumps(training: Training, phase: Phase) -> None:
     """Warn, once, if a first step in codes after a warm-up step moved elements by more than `FAR` learning rates.
 
     Rank 0 says so; of shards each rank that holds such elements. 0/1 Adam has such steps after each of its variance
     steps, which are ever rarer. Call it when the step is written and counted; other steps cost nothing.
     """
-    if phase is not Phase.COMPRESSED or phase_of(optimizer.schedule, max(optimizer.steps - 2, 0)) is not Phase.WARMUP:
+    if phase is not Phase.COMPRESSED or phase_of(training.schedule, max(training.steps - 2, 0)) is not Phase.WARMUP:
         return
-    if optimizer in _warned:
+    if training in _warned:
         return
-    is_first = not any(int(bound.rank) for bound in optimizer._binding.axes.values())
+    is_first = not any(int(bound.rank) for bound in training.binding.axes.values())
     far = [
         (*seen, name)
-        for g, hypers in enumerate(optimizer._hypers)
-        for state in _states(optimizer.states[g])
-        for name, seen in _each(optimizer.param_groups[g], state, hypers, is_first)
+        for g, hypers in enumerate(training.hypers)
+        for state in _states(training.states[g])
+        for name, seen in _each(training.groups[g], state, hypers, is_first)
         if seen[0] > FAR
     ]
     if far:
-        _warned.add(optimizer)
+        _warned.add(training)
         most, count, size, _, name = max(far)
         eps = max(found[3] for found in far)
         others = f", and {len(far) - 1} other parameters" if len(far) > 1 else ""
@@ -96,6 +95,6 @@ def _each(group: dict[str, Any], state: Any, hypers: dict[str, Any], is_first: b
 
 def _measure(mu: Tensor, nu: Tensor, eps: float) -> tuple[float, int, int, float]:
     size = mu.abs()
-    steps = (size / nu.sqrt().add_(eps)).nan_to_num_(0.0)  # 0 / 0 where no gradient ever came
+    steps = over_root(size, nu, eps).nan_to_num_(0.0)
     far = steps > FAR
     return float(steps.max()), int(far.sum()), mu.numel(), float((size * far).max()) / ORDINARY

@@ -69,7 +69,7 @@ class Watch:
         optimizer = self._optimizer
         moved = optimizer.skipped == skipped
         wire = seen.time_in("exchange", "gather", "average")
-        elsewhere = optimizer.ahead is not None and phase is not Phase.LOCAL and wire is None
+        elsewhere = optimizer.training.ahead is not None and phase is not Phase.LOCAL and wire is None
         metrics = StepMetrics(
             step=optimizer.steps - 1,
             phase=phase,

@@ -8,6 +8,7 @@ keeps the comparison off the steady path, and no rank waits for a message that a
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import torch
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.rank_checks import device_among
-from fn.collectives.agreement import check_agreement
+from fn.collectives.agreement import check_agreement, gather_texts
+from fn.collectives.axis import axis_index
+from fn.errors import RanksDisagree
 
 Place = tuple[int, int]
 
@@ -60,20 +63,49 @@ class Gradients:
         Raises: `RanksDisagree`, on every rank, that names a rank and a parameter, if the ranks differ; the problem
             of this rank if all of them have it.
         """
-        problem = self._problem
-        found = {"this step": "can be taken" if problem is None else f"{type(problem).__name__}: {problem}"}
-        found |= {
+        device = device_among(groups)
+        all_have, found_elsewhere = _told(self._problem, axes, device)
+        if self._problem is not None and all_have:
+            raise self._problem
+        if found_elsewhere is not None:
+            raise found_elsewhere
+        found = {
             f"the gradient of param group {g}, parameter {name}": "absent" if (g, i) in self._now else "present"
             for g, group in enumerate(names)
             for i, name in enumerate(group)
         }
+        differs: RanksDisagree | None = None
         for axis in axes:
-            check_agreement(axis, found, device_among(groups))
-        if problem is not None:
-            raise problem
+            try:
+                check_agreement(axis, found, device)
+            except RanksDisagree as error:  # not raised here, where others may wait on the next axis
+                differs = differs or error
+        _, found_elsewhere = _told(differs, axes if len(axes) > 1 else (), device)
+        if differs is not None:
+            raise differs
+        if found_elsewhere is not None:
+            raise found_elsewhere
         changed = self.absent != self._now
         self.absent = self._now
         return changed
+
+
+def _told(
+    problem: Exception | None, axes: Sequence[str], device: torch.device
+) -> tuple[bool, RanksDisagree | None]:
+    """Tell the ranks of all axes of a problem; return whether all have one, and an error with the first one's text."""
+    all_have, rank, text = problem is not None, -1, ""
+    if problem is not None and axes:
+        here = ", ".join(f"rank {int(axis_index(axis))} of axis {axis!r}" for axis in axes)
+        rank, text = int(axis_index(axes[0])), f"{here}: {type(problem).__name__}: {problem}"
+    for axis in axes:
+        each = [json.loads(said) for said in gather_texts(json.dumps((all_have, rank, text)), axis, device)]
+        all_have = all(found for found, _, _ in each)
+        rank, text = next(((r, t) for _, r, t in each if t), (-1, ""))
+    if not text:
+        return all_have, None
+    message = f"this step cannot be taken on {text}; nothing has moved"
+    return all_have, RanksDisagree(message, rank=rank, field="this step")
 
 
 def _absent(found: Sequence[Sequence[Tensor | None]]) -> frozenset[Place]:

@@ -31,7 +31,7 @@ from fn.base import Phase
 from fn.collectives.axis import Binding
 from fn.collectives.ledger import ledger
 from fn.collectives.peers import named
-from fn.transforms.in_place import Staged
+from fn.inplace.protocol import Staged
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,8 @@ class Overlap:
         self._params, self._optimizer = params, optimizer
         self._known, self._said_thawed = {*map(id, params)}, False
         self._changes = Changes(optimizer, scaler)
+        self.maker = "overlap"
+        """The function that the user called: what errors advise to change."""
         self._threads = [CommunicationThread(binding, params[0].device) for binding in bindings]
         self._rate, self._least, self._alike = rate, least, alike
         self._transports = {name: axis.transport for name, axis in bindings[0].axes.items()}
@@ -106,7 +108,7 @@ class Overlap:
     def begin(self) -> None:
         """Start a backward pass; forget what was taken ahead for a step that never came."""
         optimizer = self._optimizer
-        problem = optimizer._follow_groups()
+        problem = optimizer.training.follow_groups()
         self._forget(optimizer.phase if self._threads else Phase.LOCAL)  # closed: nothing is sent
         self._problem = problem
         if not self.is_on(self._phase) or self._has_thawed():
@@ -176,7 +178,7 @@ class Overlap:
         if self._problem is not None:
             return True
         params = self._optimizer.param_groups[group]["params"]
-        return not self._alike and self._optimizer._gradients.are_others_absent(group, params)
+        return not self._alike and self._optimizer.training.gradients.are_others_absent(group, params)
 
     def _job(self, group: int, grads: list[Tensor]) -> Callable[[], Staged]:
         phase, scale = self._phase, self._changes.scale
@@ -187,7 +189,8 @@ class Overlap:
             try:
                 # Others may wait for this rank on the groups of the other threads.
                 with ledger() as sent, named(self._transports, self._all_transports):
-                    found: Staged = self._optimizer.stage_group(group, phase, unscaled((grads,), scale, None)[0])
+                    (wide,) = unscaled((grads,), scale, None)
+                    found = self._optimizer.stage_group(group, phase, wide)
                 self._sent[group] = sent.total
             except BaseException as error:
                 self._error = error
@@ -207,14 +210,14 @@ class Overlap:
         Raises: ValueError if hyper-parameters or the state were changed since, or the loss is scaled and nobody said
             so; what was raised while communicating.
         """
-        changed = self._changes.of_gradients()
+        changed = self._changes.of_gradients(self.maker)
         changed = changed if phase is self._phase else None
         self._send_the_rest(phase)
         if not self.is_taking or phase is not self._phase:
             return None, changed
-        gradients, groups = self._optimizer._gradients, self._optimizer.param_groups
+        gradients, groups = self._optimizer.training.gradients, self._optimizer.param_groups
         others_absent = any(gradients.are_others_absent(g, group["params"]) for g, group in enumerate(groups))
-        problem = self._changes.of_settings()  # while the last codes are on the wire
+        problem = self._changes.of_settings(self.maker)  # while the last codes are on the wire
         jobs, self._jobs, self._arrivals = self._jobs, {}, None
         steps = [jobs[group].result() for group in sorted(jobs)]
         for thread in self._threads:
@@ -262,7 +265,7 @@ class Overlap:
         See `fn.adapters.ddp.close`.
         """
         self._forget(Phase.LOCAL)
-        if self._optimizer.ahead == self.ahead:
-            self._optimizer.ahead = None
+        if self._optimizer.training.ahead == self.ahead:
+            self._optimizer.training.ahead = None
         while self._threads:
             self._threads.pop().close()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fn.base import Transform, check_transform
+from fn.errors import expected
 from fn.schedules import Schedule, phase_of, phases_of
 
 
@@ -59,33 +60,47 @@ def check_made(made: Transform, schedule: Schedule) -> Transform:
     check_transform("make: its result", made)
     for phase in phases_of(schedule):
         try:
-            made.update(phase)
+            made.composed(phase)
         except ValueError as error:
             kind = type(schedule).__name__
             raise ValueError(f"schedule: is {kind}, which does not fit this optimizer; {error}") from error
     return made
 
 
-def check_make(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what makes transforms as it is.
+def check_make(make: Any, example: str = "partial(fn.onebit_adam, axis='data')") -> Callable[..., Transform]:
+    """Return what makes transforms as it is. example: one that would do.
 
     Raises: TypeError if it is no function, or a partial with arguments that its function does not take; ValueError if
         it holds a learning rate, which nobody would use.
     """
-    _check_callable("make", make, "partial(fn.onebit_adam, axis='data')")
+    found, wanted = getattr(make, "func", make), f"a function that makes a transform, such as {example}"
+    if isinstance(found, Transform):
+        cure = "give the function itself, which is called for each param group with its learning rate"
+        raise TypeError(expected("make", wanted, "a transform that is made already", cure))
+    kind = found if isinstance(found, type) else type(found)
+    if issubclass(kind, torch.optim.Optimizer):
+        cure = "any optimizer of torch goes with fn.adapters.ddp.average_gradients, which averages gradients in codes"
+        raise TypeError(expected("make", wanted, f"{kind.__name__}, an optimizer of torch", cure))
+    _check_callable("make", make, example)
     if isinstance(make, partial):
         _refuse_unknown(make.keywords, make.func)
         if "lr" in make.keywords:
             text = "allowed is fn.Optimizer(..., lr=...) or a param group's own, which schedulers change"
             raise ValueError(f"lr: is given to make, as {make.keywords['lr']}; {text}")
-    return make
+    made: Callable[..., Transform] = make
+    return made
 
 
 def shown(group: dict[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """Write the numbers that `make` is called with into a param group, those that were not given, too; return them.
 
-    Raises: as `hyper_parameters`.
+    Raises: as `hyper_parameters`; TypeError if `make` takes no learning rate.
     """
+    names, takes_any = _arguments(make)
+    if "lr" not in names and not takes_any:
+        got = f"{_name_of(make)}, which takes {', '.join(names) or 'nothing'}"
+        cure = "give one that does: lambda lr: fn.chain(..., fn.scale_by_learning_rate(lr))"
+        raise TypeError(expected("make", "a function that takes lr", got, cure))
     found = hyper_parameters(group, make)
     for name, argument in inspect.signature(make).parameters.items():
         if isinstance(argument.default, int | float) and name not in {*_OTHERS, *found}:
@@ -106,9 +121,13 @@ def hyper_parameters(group: Mapping[str, Any], make: Callable[..., Any]) -> dict
 def _refuse_unknown(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
     names, takes_any = _arguments(make)
     for name in () if takes_any else given.keys() - set(names):
-        called = getattr(getattr(make, "func", make), "__name__", "make")
+        called = _name_of(make)
         allowed = ", ".join(n for n in names if n != "lr")
         raise TypeError(f"{name}: is no argument of {called}; allowed are {allowed}")
+
+
+def _name_of(make: Any) -> str:
+    return str(getattr(getattr(make, "func", make), "__name__", "make"))
 
 
 def _without_betas(given: dict[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
@@ -120,9 +139,41 @@ def _without_betas(given: dict[str, Any], make: Callable[..., Any]) -> dict[str,
     twice = ", ".join(sorted(given.keys() & _MOMENTS))
     if twice:
         raise TypeError(f"betas: is in a param group with {twice}; allowed is one of the two spellings")
+    b1, b2 = _pair(betas)
+    return {**given, "b1": b1, "b2": b2}
+
+
+def _pair(betas: Any) -> Any:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas: is {betas!r}; allowed is a pair, (b1, b2)")
-    return {**given, "b1": betas[0], "b2": betas[1]}
+    return betas
+
+
+def spell_betas(given: dict[str, Any], make: Callable[..., Any], defaults: Mapping[str, Any]) -> None:
+    """Write b1 and b2 as torch's `betas`, which its schedulers look for, where `make` takes the one or the other.
+
+    Args: given: hyper-parameters; they stay as they are if they have betas. defaults: whose betas stand for what is not
+        given, before the defaults of `make`.
+    """
+    arguments = inspect.signature(make).parameters
+    if "betas" in given:
+        return
+    if "betas" in arguments:
+        if isinstance(arguments["betas"].default, tuple):
+            given["betas"] = defaults.get("betas", arguments["betas"].default)
+    elif _MOMENTS.issubset(arguments):
+        pair = _pair(defaults["betas"]) if "betas" in defaults else [arguments[name].default for name in ("b1", "b2")]
+        betas = tuple(given.get(name, other) for name, other in zip(("b1", "b2"), pair, strict=True))
+        if inspect.Parameter.empty not in betas:
+            given["betas"] = betas
+            for name in _MOMENTS & given.keys():
+                del given[name]
+
+
+def fold_betas(group: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """Take what was written into a group as b1 or b2 into its `betas`. Args: before: its hyper-parameters."""
+    if _MOMENTS & group.keys() and "betas" in group and "betas" not in before:
+        group["betas"] = tuple(group.pop(name, x) for name, x in _spelled(group).items())
 
 
 def _arguments(make: Callable[..., Any]) -> tuple[list[str], bool]:
@@ -142,15 +193,16 @@ _SCHEDULERS = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "s
 def current(group: Mapping[str, Any], before: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """Return the hyper-parameters that a group holds now: those of `before`, and new ones that `make` knows.
 
-    Raises: ValueError if one of `before` is gone; as `hyper_parameters` for betas.
+    Raises: ValueError if one of `before` is gone, or for betas that are no pair.
     """
-    added = group.keys() - before.keys() - _OTHERS - _SCHEDULERS
-    if not added and before.keys() <= group.keys():  # asked in every step
-        return {k: group[k] for k in before}
+    now = {**group}
+    if "betas" in group and "betas" not in before:
+        now.update(zip(("b1", "b2"), _pair(now.pop("betas")), strict=True))
+    added = now.keys() - before.keys() - _OTHERS - _SCHEDULERS
+    if not added and before.keys() <= now.keys():  # asked in every step
+        return {k: now[k] for k in before}
     names, takes_any = _arguments(make)
-    known = {*names, "betas"} if _MOMENTS.issubset(names) else names
-    found = {k: v for k, v in group.items() if k in before or (k in added and (takes_any or k in known))}
-    found = _without_betas(found, make)
+    found = {k: v for k, v in now.items() if k in before or (k in added and (takes_any or k in names))}
     for name in before.keys() - found.keys():
         raise ValueError(f"{name}: was taken out of a param group; allowed is to change it")
     return {**{k: found[k] for k in before}, **found}
@@ -200,15 +252,26 @@ def follow(group: dict[str, Any], lr: Tensor) -> None:
     given = group["lr"]
     if given is lr and lr.device.type != "cpu":  # nobody waits for a device here
         return
-    number = float(given) if _is_number(given) else math.nan
-    if not ROUNDED <= number < math.inf:
-        raise _wrong_rate(given)
+    number = checked_rate(given)
     if given is lr:
         return
     rounded = lr.clone().fill_(number)
     if not torch.equal(rounded, lr):  # what is written counts as a change, see `Overlap`
         lr.copy_(rounded)
     show_rate(group, lr)
+
+
+def checked_rate(given: Any) -> float:
+    """Return a learning rate that was written into a group as a number. Raises: as `follow`."""
+    number = float(given) if _is_number(given) else math.nan
+    if not ROUNDED <= number < math.inf:
+        raise _wrong_rate(given)
+    return number
+
+
+def host_tensor(value: Any, dtype: torch.dtype | None = None) -> Tensor:
+    """Return numbers as a tensor of the host, whatever torch's default device is; a tensor stays where it is."""
+    return value.to(dtype=dtype) if isinstance(value, Tensor) else torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def saved_numbers(group: Mapping[str, Any], hypers: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -219,23 +282,28 @@ def saved_numbers(group: Mapping[str, Any], hypers: Mapping[str, Any]) -> dict[s
     made_of = {*hypers, *_spelled(group)} if "betas" in hypers else hypers.keys()
     kept = {name: x for name, x in _numbers(group).items() if name in made_of or name in _OF_SCHEDULERS}
     kept.update({name: group[name] for name in ("lr", "initial_lr") if name in group})
-    return {name: torch.as_tensor(value, dtype=torch.float64).detach() for name, value in kept.items()}
+    return {name: host_tensor(value, torch.float64).detach() for name, value in kept.items()}
 
 
-def restore_numbers(group: dict[str, Any], saved: Mapping[str, Tensor]) -> None:
-    """Write into a group what `saved_numbers` returned, as torch's optimizers do; the next step takes it over."""
-    now, found = _numbers(group), {name: float(x) for name, x in saved.items()}
-    lr = found.pop("lr")
-    if isinstance(group["lr"], Tensor):
-        group["lr"].fill_(lr)
-    else:
-        group["lr"] = lr
-    found = {name: x for name, x in found.items() if name in _OF_SCHEDULERS or now.get(name, x) != x}
+def restored_numbers(group: Mapping[str, Any], saved: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the entries that bring what `saved_numbers` returned back into a group; nothing is written."""
+    now = _numbers(group)
+    found: dict[str, Any] = {name: float(x) for name, x in saved.items()}
+    always = {"lr", *_OF_SCHEDULERS}
+    found = {name: x for name, x in found.items() if name in always or now.get(name, x) != x}
     whole = {name for name, x in found.items() if isinstance(now.get(name), int) and x.is_integer()}
-    found.update({name: int(found[name]) for name in whole})
+    found.update({name: int(found[name]) for name in whole - {"lr"}})
     if spelled := _spelled(group):
-        group["betas"] = tuple(found.pop(name, x) for name, x in spelled.items())
-    group.update(found)
+        found["betas"] = tuple(found.pop(name, x) for name, x in spelled.items())
+    return found
+
+
+def write_numbers(group: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Write what `restored_numbers` returned into its group, as torch's optimizers do; the next step takes it over."""
+    lr = group["lr"]
+    group.update(entries)
+    if isinstance(lr, Tensor):
+        group["lr"] = lr.fill_(entries["lr"])
 
 
 _OF_SCHEDULERS = _SCHEDULERS | {"initial_lr"}

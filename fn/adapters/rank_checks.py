@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.param_groups import names_of
-from fn.adapters.state_dict import OWN, kinds
+from fn.adapters.state_kinds import OWN, SAME, by_path, kinds
 from fn.base import Transform
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.primitives import all_gather
@@ -56,19 +56,26 @@ def check_start(
 ) -> None:
     """Refuse a param group whose numbers differ between ranks that are to train one model.
 
-    Updates are the same on all ranks, so parameters that start apart stay apart, and nothing would say so. Not looked
-    at are axes that the transform does not communicate over, and transforms, such as 0/1 Adam, that lead each rank to
-    parameters of its own. All ranks must call it; one pass over the parameters, and 8 bytes for each on the wire.
+    Updates are the same on all ranks, so parameters that start apart stay apart, and nothing would say so; likewise
+    what no class of the state names in `rank_local`. Not looked at are axes that the transform does not communicate
+    over, and the parameters of transforms, such as 0/1 Adam, that lead each rank to some of its own. All ranks must
+    call it; one pass over parameters and state, and 8 bytes for each parameter on the wire.
 
     Args: state: of the transform. group, place: the param group and its number.
     Raises: `RanksDisagree`, on every rank.
     """
     params = group["params"]
     named = set(describe(transform).values())
-    if not params or OWN in tree.leaves(kinds(state)):
+    axes = [axis for axis in axes if repr(axis) in named]
+    marks = by_path(kinds(state), "")
+    replicated = contents({path: leaf for path, leaf in by_path(state, "").items() if marks[path] == SAME})
+    fields = {f"{path} of the state, which rank_local does not name,": text for path, text in replicated.items()}
+    for axis in axes:
+        check_agreement(axis, fields, device_among(params))
+    if not params or OWN in marks.values():
         return
     sums = torch.stack([checksum(p).to(params[0].device) for p in params])
-    for axis in [axis for axis in axes if repr(axis) in named]:
+    for axis in axes:
         if found := first_difference(sums, axis):
             rank, i = found
             name = names_of(group)[i]
@@ -86,8 +93,18 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def checksum(x: Tensor) -> Tensor:
     """Return the sum of a tensor's words as integers, modulo 2^64, 0-d int64: any single flipped bit changes it."""
-    words = x.detach().contiguous().view(-1).view(_WORDS[x.element_size()])
+    words = x.detach().contiguous().view(-1).view(_WORDS.get(x.element_size(), torch.int64))
     return words.sum(dtype=torch.int64)
+
+
+def contents(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return shape, dtype and checksum of tensors as text; a device is waited for once."""
+    if not named:
+        return {}
+    device = next(iter(named.values())).device
+    sums = torch.stack([checksum(x).to(device) for x in named.values()]).tolist()
+    pairs = zip(named.items(), sums, strict=True)
+    return {name: f"{x.dtype} {tuple(x.shape)} with checksum {s & (1 << 64) - 1:016x}" for (name, x), s in pairs}
 
 
 def first_difference(sums: Tensor, axis: str) -> tuple[int, int] | None:

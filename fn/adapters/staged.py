@@ -13,7 +13,7 @@ from fn.adapters.donate import donate
 from fn.adapters.interrupts import begin_writing
 from fn.base import UpdateFn
 from fn.collectives.observe import step_range
-from fn.transforms.in_place import InPlace, Staged
+from fn.inplace.protocol import InPlace, Staged
 
 Tree = Any
 
@@ -42,14 +42,18 @@ def checked(update: UpdateFn) -> UpdateFn:
     return step
 
 
-def stage(update: UpdateFn, grads: list[Tensor], state: Tree, params: list[Tensor]) -> Staged:
+def stage(
+    update: UpdateFn, in_place: InPlace | None, grads: list[Tensor], state: Tree, params: list[Tensor]
+) -> Staged:
     """Take the step of a param group up to where it would be written. Nothing is changed.
 
-    Args: update: guarded, so that its state counts skipped steps. The others: its arguments.
+    Args: update: guarded, so that its state counts skipped steps. in_place: how it is staged where it fits. The others:
+        its arguments.
     """
-    if isinstance(update, InPlace) and update.fits(grads, state, params):
-        found = update.stage(grads, state, params)
-        return found._replace(ok=bool(found.ok))  # here, where only the thread that communicates waits
+    if in_place is not None and in_place.fits(grads, state, params):
+        found = in_place.stage(grads, state, params).settled()  # here, where only the thread that communicates waits
+        if found.safe:
+            return found
     params = [p.detach() for p in params]
     moves, after = checked(update)(grads, state, params)
 

@@ -16,126 +16,166 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fn.adapters.alike_gradients import still_in_doubt
 from fn.adapters.amp import unscaled
-from fn.adapters.carried import added, due
+from fn.adapters.carried import added
 from fn.adapters.clipping import Clipping, clipping
 from fn.adapters.compiled import compile_update
 from fn.adapters.donate import donate
 from fn.adapters.interrupts import begin_writing
 from fn.adapters.param_groups import names_of
-from fn.adapters.staged import checked, commit, move
+from fn.adapters.staged import checked, commit, move, stage
+from fn.adapters.training import Training
 from fn.adapters.unmoved import warn_of_thawed
-from fn.base import Phase, UpdateFn
+from fn.base import Phase, SideBySide, UpdateFn
 from fn.collectives.observe import step_range
-from fn.transforms.host_numbers import on_host
-from fn.transforms.in_place import InPlace, Staged
-
-if TYPE_CHECKING:
-    from fn.adapters.torch_optim import Optimizer
+from fn.inplace.match import in_place
+from fn.inplace.protocol import InPlace, Staged
+from fn.schedules import FreezeWhenStable
 
 Tree = Any
+
+logger = logging.getLogger("fn")
 Grads = tuple[list[Tensor], ...]
 
 
 class Update(NamedTuple):
     """The update of a phase, of all param groups.
 
-    clip: what the gradients go through first. donated: with the new state written back. in_place: to be staged; None if
-    it cannot be.
+    clip: what the gradients go through first. donated: with the new state written back. in_place: how it is staged;
+    None if it cannot be. groups: the same for each param group alone.
     """
 
     clip: Clipping
     donated: UpdateFn
     in_place: InPlace | None
+    groups: Sequence[InPlace | None] = ()
 
 
-def update_of(optimizer: Optimizer, phase: Phase) -> Update:
+def update_of(training: Training, phase: Phase) -> Update:
     """Return the update of a phase, made once for the numbers that the param groups hold."""
-    if phase not in optimizer._updates:
-        pure = optimizer._joined().update(phase)
-        clip = clipping(phase, optimizer._max_norm, next(iter(optimizer._axes), None), optimizer.states)
+    if phase not in training.updates:
+        pure = training.joined().composed(phase)
+        clip = clipping(phase, training.max_norm, next(iter(training.axes), None), training.states)
         donated = donate(checked(pure))
-        donated = compile_update(donated) if optimizer._compile else donated
-        in_place = pure if isinstance(pure, InPlace) and not optimizer._compile else None
-        optimizer._updates[phase] = Update(clip, donated, in_place)
-    return optimizer._updates[phase]
+        donated = compile_update(donated) if training.compile else donated
+        matched, known = in_place(pure, training.bounds), training.bounds
+        updates = pure.updates if isinstance(pure, SideBySide) else ()
+        groups = [in_place(update, known.setdefault(i, {})) for i, update in enumerate(updates)]
+        staged = matched if isinstance(matched, InPlace) and not training.compile else None
+        each = [one if isinstance(one, InPlace) else None for one in groups]
+        if isinstance(matched, str) and isinstance(pure, SideBySide) and not training.compile:
+            logger.info("the %s step is taken link by link: %s; see `python -m fn explain`", phase.value, matched)
+        training.updates[phase] = Update(clip, donated, staged, each)
+    found: Update = training.updates[phase]
+    return found
 
 
-def take(optimizer: Optimizer, phase: Phase, problem: Exception | None) -> None:
+def take(training: Training, phase: Phase, problem: Exception | None) -> None:
     """Take a step from the gradients in `p.grad`. The axes must be bound.
 
     Args: problem: why this rank cannot take the step.
     """
-    update, before = update_of(optimizer, phase), [int(on_host(count)) for count in optimizer._skip_counts()]
-    grads = collect(optimizer, phase is not Phase.LOCAL, problem)
-    if phase in optimizer._doubts:
-        optimizer._doubts = still_in_doubt(optimizer._doubts, phase, grads, optimizer._axes)
-    updates = _move(optimizer, phase, update, grads)
-    if optimizer.skipped > max(before, default=0) and _ask(optimizer, before):
-        updates = _move(optimizer, phase, update, collect(optimizer))
+    update, before = update_of(training, phase), training.skip_counts()
+    grads = collect(training, phase is not Phase.LOCAL, problem)
+    if phase in training.doubts:
+        training.doubts = still_in_doubt(training.doubts, phase, grads, training.axes)
+    updates = _move(training, phase, update, grads)
+    if training.skipped > max(before, default=0) and _ask(training, before):
+        updates = _move(training, phase, update, collect(training))
     if updates is not None:
-        _apply(optimizer, updates)
+        _apply(training, updates)
 
 
-def collect(optimizer: Optimizer, ask: bool = True, problem: Exception | None = None) -> Grads:
+def collect(training: Training, ask: bool = True, problem: Exception | None = None) -> Grads:
     """Return the gradients of all param groups, without the scale of the loss, with what is carried.
 
     Args and Raises: as `Gradients.collect`.
     """
-    found = optimizer._gradients.collect(_params(optimizer), ask, problem)
-    found = unscaled(found, getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None))
-    return added(due(optimizer, optimizer.phase), found)
+    found = training.gradients.collect(training.params, ask, problem)
+    found = unscaled(found, *training.scale)
+    return added(training.due(training.phase), found)
 
 
-def _move(optimizer: Optimizer, phase: Phase, update: Update, grads: Grads) -> Sequence[list[Tensor]] | None:
+def _move(training: Training, phase: Phase, update: Update, grads: Grads) -> Sequence[list[Tensor]] | None:
     """Move the states; return the updates of the params, None if nothing is left to add."""
-    states, params = optimizer.states, tuple(_params(optimizer))
-    with optimizer._held.during(optimizer, phase):
+    states, params = training.states, tuple(training.params)
+    with training.held.during(
+        phase, training.gradients.absent, training.params, training.states, training.transforms
+    ):
         grads = update.clip.gradients(grads, params)
         with update.clip.binding:
-            in_place = None if optimizer._gradients.absent else update.in_place  # which moves all params
-            if in_place is not None and in_place.fits(grads, states, params):
-                commit([in_place.stage(grads, states, params)], states)
-                return None
+            staged = None if training.gradients.absent else update.in_place  # which moves all params
+            if staged is not None and staged.fits(grads, states, params):
+                step = staged.stage(grads, states, params).settled()
+                if step.safe:
+                    commit([step], states)
+                    return None
             updates, _ = update.donated(grads, states, tuple([p.detach() for p in group] for group in params))
             return tuple(updates)
 
 
-def _ask(optimizer: Optimizer, before: list[int]) -> bool:
+def _ask(training: Training, before: list[int]) -> bool:
     """Compare with the other ranks after a skipped step; tell whether it is to be taken again, and count it if not."""
-    names = [names_of(group) for group in optimizer.param_groups]
-    absent, again = optimizer._gradients.absent, True
+    names = [names_of(group) for group in training.groups]
+    absent, again = training.gradients.absent, True
     try:
-        again = optimizer._gradients.settle(optimizer._axes, _params(optimizer), names)
-        warn_of_thawed(optimizer, absent - optimizer._gradients.absent)
+        again = training.gradients.settle(training.axes, training.params, names)
+        warn_of_thawed(training, absent - training.gradients.absent)
     finally:
         if again:  # the step was not skipped for its numbers, but to ask the other ranks
-            for count, own in zip(optimizer._skip_counts(), before, strict=True):
+            for count, own in zip(training.skip_counters(), before, strict=True):
                 count.fill_(own)
     return again
 
 
-def _apply(optimizer: Optimizer, updates: Sequence[list[Tensor]]) -> None:
+def _apply(training: Training, updates: Sequence[list[Tensor]]) -> None:
     """Add the updates to the params that are not held."""
     begin_writing()
     with step_range("apply"):
-        for g, (params, moves) in enumerate(zip(_params(optimizer), updates, strict=True)):
+        for g, (params, moves) in enumerate(zip(training.params, updates, strict=True)):
             pairs = enumerate(zip(params, moves, strict=True))
-            move([(p, u) for i, (p, u) in pairs if (g, i) not in optimizer._held.places])
+            move([(p, u) for i, (p, u) in pairs if (g, i) not in training.held.places])
 
 
-def write(optimizer: Optimizer, phase: Phase, steps: Sequence[Staged]) -> None:
+def write(training: Training, phase: Phase, steps: Sequence[Staged]) -> None:
     """Write a step that was staged group by group, but for what is held. The axes must be bound."""
-    with optimizer._held.during(optimizer, phase):
-        params = _params(optimizer)
-        commit(steps, optimizer.states, [params[g][i] for g, i in optimizer._held.places])
+    with training.held.during(
+        phase, training.gradients.absent, training.params, training.states, training.transforms
+    ):
+        params = training.params
+        commit(steps, training.states, [params[g][i] for g, i in training.held.places])
 
 
-def _params(optimizer: Optimizer) -> list[list[Tensor]]:
-    return [group["params"] for group in optimizer.param_groups]
+def count(training: Training, phase: Phase, skipped: int) -> None:
+    """Count a step that was taken, and let a schedule that watches the training see it.
+
+    Args: phase: of the step. skipped: how many steps had been skipped before it.
+    """
+    moved = training.skipped == skipped
+    if moved and training.due(phase):
+        training.carried = ()
+    training.steps += 1
+    if phase is not Phase.LOCAL:
+        training.skipped_in_a_row = 0 if moved else training.skipped_in_a_row + 1
+    if isinstance(training.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
+        training.schedule.observe(training.steps - 1, training.second_moment_norm() if moved else None)
+
+
+@torch.no_grad()
+def stage_group(training: Training, index: int, phase: Phase, grads: list[Tensor]) -> Staged:
+    """Take a step of a param group up to where it would be written. Nothing is changed.
+
+    Args: index: of the group. phase: of the step. grads: one per parameter. The axes must be bound.
+    """
+    update = training.transforms[index].composed(phase)
+    in_place = None if training.gradients.absent else update_of(training, phase).groups[index]  # as `take` does
+    (grads,) = added(training.due(phase)[index : index + 1], (grads,))
+    return stage(update, in_place, grads, training.states[index], training.params[index])

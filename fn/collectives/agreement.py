@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.base import Step
 from fn.collectives.axis import (
     SIMULATED,
     AxisNames,
@@ -97,6 +98,13 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=24).digest()
 
 
+def gather_texts(text: str, axis: AxisNames, device: torch.device | str = "cpu") -> list[str]:
+    """Return the texts of all ranks of an axis; every rank must call it. device: where the exchange takes place."""
+    data = text.encode()
+    lengths = _gather_bytes(len(data).to_bytes(8, "little"), axis, device)
+    return [found.decode() for found in _gather_texts(data, lengths, axis, device)]
+
+
 def _gather_texts(
     text: bytes, lengths: list[bytes], axis: AxisNames, device: torch.device | str
 ) -> list[bytes]:
@@ -152,6 +160,8 @@ def describe(value: Any) -> dict[str, str]:
 def _describe(value: Any, name: str, found: dict[str, str], seen: set[int], shared: bool = False) -> None:
     """Note what `describe` says. shared: of a codec or a feedback."""
     shared = shared or isinstance(value, Codec | Feedback)
+    if isinstance(value, Step):
+        value = value.run  # which closes over all that its rule says
     if isinstance(value, Tensor):
         _note(name, _describe_tensor(value, shared), found)
     elif isinstance(value, tuple | list):

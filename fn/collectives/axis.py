@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fn import tree
+from fn.base import rank_local
 from fn.collectives.mpi import Communicator, is_communicator, register_communicator
 from fn.collectives.peers import remember
 
@@ -94,10 +95,10 @@ def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator]) -> B
 
 def _group_axis(name: str, group: Any) -> Axis:
     if isinstance(group, dist.ProcessGroup):
-        return Axis(group.size(), torch.tensor(group.rank()), remember(group))
+        return Axis(group.size(), torch.tensor(group.rank(), device="cpu"), remember(group))
     if is_communicator(group):
         transport = register_communicator(group)
-        return Axis(group.Get_size(), torch.tensor(group.Get_rank()), transport)
+        return Axis(group.Get_size(), torch.tensor(group.Get_rank(), device="cpu"), transport)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(f"mesh: {name!r} is a process group without this rank; allowed are groups that it is in")
     raise TypeError(
@@ -128,7 +129,7 @@ def resolve(axis: str) -> Axis:
             f"optimizer inside `with fn.bind(mesh)`, mesh = init_device_mesh(device, ({ranks_around()},), "
             f"mesh_dim_names=({axis!r},)), or over MPI mesh = {{{axis!r}: MPI.COMM_WORLD}}"
         )
-    return Axis(1, torch.tensor(0), ALONE)
+    return Axis(1, torch.tensor(0, device="cpu"), ALONE)
 
 
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -180,7 +181,7 @@ def axis_index(axis: AxisNames) -> Tensor:
 
 def all_ranks() -> Tensor:
     """Return a 0-d tensor that is batched at the levels of all simulated axes in force, and at no other."""
-    total = torch.tensor(0)
+    total = torch.tensor(0, device="cpu")
     for bound in _bound.axes.values():
         total = total + bound.rank
     return total
@@ -189,13 +190,15 @@ def all_ranks() -> Tensor:
 def rank_dims(state: Any) -> Any:
     """Return a tree like `state` with 0 at leaves that belong to one rank and None at replicated ones.
 
-    These are the in_dims and out_dims of a state under `simulate`. A state class says which of its fields
-    belong to one rank by a property `rank_local`, as `ErrorFeedbackState` does. Params are no part of a state: they are
+    These are the in_dims and out_dims of a state under `simulate`. A state class names those of its fields that
+    belong to one rank in `rank_local`, as `ErrorFeedbackState` does. Params are no part of a state: they are
     None, the same on all ranks, for every named optimizer but `zero_one_adam`, whose ranks differ between
     synchronisations and whose params are 0 in every phase.
+
+    Raises: TypeError or ValueError if a class names what is no field of it.
     """
     if isinstance(state, tuple) and hasattr(state, "_fields"):
-        local = getattr(state, "rank_local", ())
+        local = rank_local(state)
         fields = zip(state._fields, state, strict=True)
         return type(state)(*(tree.map(lambda _: 0, v) if k in local else rank_dims(v) for k, v in fields))
     if isinstance(state, (tuple, list)):

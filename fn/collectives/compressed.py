@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.collectives import payloads
+from fn.collectives import messages
 from fn.collectives.axis import axis_index, axis_size
 from fn.collectives.codec import Codec, Fused, mean_of_rows, segmented
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off
@@ -61,7 +61,7 @@ def reduce_scatter_wide(
     size = axis_size(axis)
     check_vector(x, error, size * codec.align, "x")
     payload, error = encode(for_rows(codec, segments), feedback, x.view(size, -1), error)
-    received = payloads.exchange(payload, axis)
+    received = messages.exchange(payload, axis)
     with step_range("decode"):
         shard = mean_of_rows(for_own_row(codec, segments, axis), received)
     return (shard.float() if shard.element_size() < 4 else shard), error
@@ -82,7 +82,7 @@ def all_gather_shards(
     check_vector(shard, error, codec.align, "shard")
     own = for_own_row(codec, segments, axis)
     payload, error = encode(own, feedback, shard.view(1, -1), error, worker=False)
-    gathered = payloads.gather(payload, axis)
+    gathered = messages.gather(payload, axis)
     return _decode(for_rows(codec, segments), gathered, shard.dtype), error
 
 
@@ -134,12 +134,12 @@ def through_servers(
     fused = fused_with(for_own_row(codec, segments, axis), feedback)
     if fused is None or fused.serve is None:
         raise TypeError("codec: has no kernel that serves; use reduce_scatter_mean and all_gather_shards")
-    received = payloads.exchange(payload, axis)
+    received = messages.exchange(payload, axis)
     with step_range("serve"):
         payload, server = fused.serve(received, server)
     if observed():
         observe_kept(fused.settle(server, 1))
-    return payloads.gather(payload, axis), server
+    return messages.gather(payload, axis), server
 
 
 def initial_errors(

@@ -89,13 +89,14 @@ def _length(codec: Codec) -> int:
 
 
 def _numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
 
 
 def _segments(codec: Codec) -> Segments:
     """Return two rows of four tensors: a whole one, one that ends early, an empty one, one that row 1 lacks."""
     widths = (5 * codec.align, 3 * codec.align, 0, codec.align)
-    return Segments(widths, torch.tensor([[*widths], [widths[0], 2 * codec.align, 0, 0]]))
+    return Segments(widths, torch.tensor([[*widths], [widths[0], 2 * codec.align, 0, 0]], device="cpu"))
 
 
 def _unequal(a: Tree, b: Tree) -> bool:
@@ -139,10 +140,10 @@ def _pure(codec: Codec) -> str | None:
 
 def _zeros(codec: Codec) -> str | None:
     n = _length(codec)
-    if codec.decode(codec.encode(torch.zeros(2, n))).any():
+    if codec.decode(codec.encode(torch.zeros(2, n, device="cpu"))).any():
         return "moved"
     for place in (0, n // 2, n - 1):
-        x = torch.zeros(1, n)
+        x = torch.zeros(1, n, device="cpu")
         x[0, place] = -1.0
         sums = x.clone()
         for _ in range(ROUNDS):  # with what was not delivered: a threshold may hold it back for a while
@@ -167,9 +168,9 @@ def _nonfinite(codec: Codec) -> str | None:
 def _telescopes(codec: Codec, segments: Segments | None) -> str | None:
     half = codec if segments is None else segmented(codec, segments)
     n = _length(codec) if segments is None else segments.row_length
-    real = torch.ones(2, n, dtype=torch.bool) if segments is None else segments.mask(torch.device("cpu"))
-    error: Tree = classic().init(torch.zeros(2 * n))
-    sent = delivered = torch.zeros(2, n, dtype=torch.float64)
+    real = torch.ones(2, n, dtype=torch.bool, device="cpu") if segments is None else segments.mask(torch.device("cpu"))
+    error: Tree = classic().init(torch.zeros(2 * n, device="cpu"))
+    sent = delivered = torch.zeros(2, n, dtype=torch.float64, device="cpu")
     sizes = []
     for step in range(ROUNDS):
         x = torch.where(real, _numbers(2, n, seed=step), 0.0)
@@ -185,7 +186,7 @@ def _telescopes(codec: Codec, segments: Segments | None) -> str | None:
 
 def _apart(codec: Codec) -> str | None:
     y = _numbers(2, _length(codec))
-    only = segmented(codec, Segments((y.shape[1],), torch.full((2, 1), y.shape[1])))
+    only = segmented(codec, Segments((y.shape[1],), torch.full((2, 1), y.shape[1], device="cpu")))
     if _unequal(only.decode(only.encode(y)), codec.decode(codec.encode(y))):
         return "`segmented` is another codec: the only tensor of a row comes back as something else"
     segments = _segments(codec)
@@ -271,7 +272,7 @@ def _averages(codec: Codec) -> str | None:
         return None
     if _unequal(fused.later.averages(mu, grads, 0.9, error=error, rows=2)[0], expected[0]):
         return "the kernel `later.averages` does not give the payload of `averages`"
-    return _served_later(segmented(codec, segments.row(torch.tensor(0))), segments.row_length)
+    return _served_later(segmented(codec, segments.row(torch.tensor(0, device="cpu"))), segments.row_length)
 
 
 def _served_later(half: Codec, n: int) -> str | None:

@@ -164,7 +164,7 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
         check_whole(name, value)
         if value < 1:
             raise ValueError(f"{name}: is {value}; allowed is at least 1")
-    beta = float(torch.tensor(beta, dtype=torch.float32))  # 1 - beta is taken of what the kernels see
+    beta = float(torch.tensor(beta, dtype=torch.float32, device="cpu"))  # 1 - beta is taken of what the kernels see
 
     def init(x: Tensor) -> DampedError:
         age = torch.zeros((), dtype=torch.int64, device=x.device)

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fn.collectives import payloads
+from fn.collectives import messages
 from fn.collectives.codec import Codec, mean_of_rows, segmented
 from fn.collectives.compressed import check_vector, encode
 from fn.collectives.feedback import Feedback
@@ -59,7 +59,7 @@ def all_gather_mean(
     check_vector(x, worker, codec.align, "x")
     codec = codec if segments is None else segmented(codec, segments)
     payload, worker = encode(codec, feedback, x.view(1, -1), worker, consume=consume)
-    gathered = payloads.gather(payload, axis)
+    gathered = messages.gather(payload, axis)
     with step_range("decode"):
         mean = mean_of_rows(codec, gathered)
     return mean.to(x.dtype), (worker, server)

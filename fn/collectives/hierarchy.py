@@ -21,19 +21,22 @@ Paper: Wang et al., ZeRO++ (arXiv 2306.10209), section 4.3, hierarchical all-to-
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from fn.collectives import compressed, primitives
-from fn.collectives.axis import AxisNames, axis_index, axis_size, names
+from fn.collectives.axis import AxisNames, axis_size, names, resolve
 from fn.collectives.codec import Codec, identity
 from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
 from fn.collectives.feedback import Feedback, off
 from fn.collectives.gathered import all_gather_mean
 from fn.collectives.segments import Segments
 from fn.collectives.simulation import found_alike
+from fn.kernels.eager import is_eager, remembered
 
 Tree = Any
 Codecs = Codec | tuple[Codec, ...]
@@ -212,20 +215,30 @@ def levels(segments: Segments | None, axis: AxisNames, *, servers: bool = True) 
 
     Rows that a later hop divides lie side by side in one row of the hop before it.
     """
-    found: list[Segments | None] = []
-    rows = segments
-    for name in names(axis):
-        if rows is None:
-            found.append(None)
-            continue
-        is_last = name == names(axis)[-1]
-        size = axis_size(name) if servers or not is_last else 1
-        parts, tensors = rows.valid.shape[0] // size, len(rows.widths)
+    if segments is None:
+        return [None] * len(names(axis))
+    *inner, last = (resolve(name) for name in names(axis))
+    sizes = (*(each.size for each in inner), last.size if servers else 1)
+    ranks = tuple(each.rank for each in inner)
+    if is_eager(segments.valid, *ranks):  # every step asks: plans are found again by the objects that they are for
+        return [*_planned(segments, sizes, tuple(map(int, ranks)))]
+    return [*_cut(segments, sizes, ranks)]
+
+
+def _cut(rows: Segments, sizes: tuple[int, ...], ranks: tuple[Tensor | int, ...]) -> Iterator[Segments]:
+    """Yield the segments of hops with so many rows each; ranks: which of them is this rank's, but at the last hop."""
+    tensors = len(rows.widths)
+    for size, rank in zip_longest(sizes, ranks):
+        parts = rows.valid.shape[0] // size
         hop = Segments(rows.widths * parts, rows.valid.reshape(size, parts * tensors))
-        found.append(hop)
-        if not is_last:
-            rows = Segments(rows.widths, hop.row(axis_index(name)).valid.reshape(parts, tensors))
-    return found
+        yield hop
+        if rank is not None:
+            rows = Segments(rows.widths, hop.row(rank).valid.reshape(parts, tensors))
+
+
+@remembered
+def _planned(segments: Segments, sizes: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[Segments, ...]:
+    return (*_cut(segments, sizes, ranks),)
 
 
 def _refuse_to_differentiate(x: Tensor, collective: str, axis: AxisNames) -> None:

@@ -14,14 +14,16 @@ counted. Of fractions of a byte, which an all-reduce of few elements can give, t
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
+
+from fn.collectives.watchers import watch, watchers, writing
 
 
 class Ledger:
     """Bytes that one rank sent, by (axis, collective). A context: it counts while it is entered.
+
+    It counts what this thread sends, and what other threads send for it: a backward pass on a device, and what
+    `fn.adapters.ddp` sends behind one, all of which is sent when the optimizer's step has returned.
 
     sent: {(axis, collective): bytes}. messages: the same for the number of collectives.
     """
@@ -40,26 +42,20 @@ class Ledger:
         return sum(count for (name, _), count in self.sent.items() if name == axis)
 
     def __enter__(self) -> Ledger:
-        _open.ledgers = (*_open.ledgers, self)
+        here = watchers()
+        watch(here._replace(ledgers=(*here.ledgers, self)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        last = len(_open.ledgers) - 1 - _open.ledgers[::-1].index(self)  # another may have been entered since
-        _open.ledgers = _open.ledgers[:last] + _open.ledgers[last + 1 :]
+        here = watchers()
+        last = len(here.ledgers) - 1 - here.ledgers[::-1].index(self)  # another may have been entered since
+        watch(here._replace(ledgers=here.ledgers[:last] + here.ledgers[last + 1 :]))
 
     def __repr__(self) -> str:
         lines = [f"  {axis} {name}: {count:,} bytes" for (axis, name), count in self.sent.items()]
         return "\n".join([f"Ledger: {self.total:,} bytes per rank", *lines])
-
-
-class _Open(threading.local):
-    def __init__(self) -> None:
-        self.ledgers: tuple[Ledger, ...] = ()
-
-
-_open = _Open()
 
 
 def ledger() -> Ledger:
@@ -69,27 +65,14 @@ def ledger() -> Ledger:
 
 def record(axis: str, collective: str, size: int) -> None:
     """Count one message of `size` bytes in every ledger that is open."""
-    for book in _open.ledgers:
+    if books := watchers().ledgers:
         key = (axis, collective)
-        book.sent[key] = book.sent.get(key, 0) + size
-        book.messages[key] = book.messages.get(key, 0) + 1
+        with writing:
+            for book in books:
+                book.sent[key] = book.sent.get(key, 0) + size
+                book.messages[key] = book.messages.get(key, 0) + 1
 
 
 def is_open() -> bool:
     """Tell whether somebody counts."""
-    return bool(_open.ledgers)
-
-
-def open_ledgers() -> tuple[Ledger, ...]:
-    """Return the ledgers that count in this thread."""
-    return _open.ledgers
-
-
-@contextmanager
-def counting(ledgers: tuple[Ledger, ...]) -> Iterator[None]:
-    """Let ledgers, such as those of another thread, count what is sent in this context, and no others."""
-    before, _open.ledgers = _open.ledgers, ledgers
-    try:
-        yield
-    finally:
-        _open.ledgers = before
+    return bool(watchers().ledgers)

@@ -75,10 +75,10 @@ def _host(like: Tensor, shape: Sequence[int]) -> Tensor:
     """Return an uninitialised host tensor, page-locked if it stages for a device that can use that."""
     if like.device.type != "cpu":
         try:
-            return torch.empty(tuple(shape), dtype=like.dtype, pin_memory=True)
+            return torch.empty(tuple(shape), dtype=like.dtype, pin_memory=True, device="cpu")
         except RuntimeError:  # a device without page-locked memory
             pass
-    return torch.empty(tuple(shape), dtype=like.dtype)
+    return torch.empty(tuple(shape), dtype=like.dtype, device="cpu")
 
 
 def _bytes(x: Tensor) -> Any:

@@ -1,13 +1,12 @@
 """What goes on inside a step, for those who look: ranges by name, and what encoding loses.
 
-While a profiler records, or an `Observer` is open in the thread, `step_range` marks the steps of the algorithm in
+While a profiler records, or an `Observer` is open, `step_range` marks the steps of the algorithm in
 eager mode. Under `torch.compile`, other tracing and functorch's transforms it does nothing.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
@@ -17,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from fn.collectives.watchers import watch, watchers, writing
 
 RangeName = Literal["encode", "exchange", "serve", "gather", "decode", "average", "apply", "decode and apply"]
 """What the ranges of a step are called; a profiler shows them as "fn: encode" and so on."""
@@ -36,13 +37,15 @@ class Observer:
         self.kept: float | None = None
 
     def start(self) -> Observer:
-        """Observe what this thread does from now on."""
-        _open.observers = (*_open.observers, self)
+        """Observe what this thread, and others for it, do from now on."""
+        here = watchers()
+        watch(here._replace(observers=(*here.observers, self)))
         return self
 
     def stop(self) -> None:
         """Observe no longer."""
-        _open.observers = tuple(each for each in _open.observers if each is not self)
+        here = watchers()
+        watch(here._replace(observers=tuple(each for each in here.observers if each is not self)))
 
     def time_in(self, *names: RangeName) -> float | None:
         """Return the seconds in these ranges together; None if none was entered."""
@@ -60,39 +63,35 @@ class Observer:
         return None if self.kept is None else math.sqrt(self.kept)
 
 
-class _Open(threading.local):
-    def __init__(self) -> None:
-        self.observers: tuple[Observer, ...] = ()
-
-
-_open = _Open()
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 def observed() -> bool:
-    """Tell whether an observer is open in this thread and the code runs eagerly."""
-    return not torch.compiler.is_compiling() and bool(_open.observers) and not _transformed()
+    """Tell whether an observer is open and the code runs eagerly."""
+    return not torch.compiler.is_compiling() and bool(watchers().observers) and not _transformed()
 
 
 def observe_loss(compensated: Tensor, lost: Tensor) -> None:
     """Enter into the observers what a worker encoded, and what of it the codes do not say."""
     encoded, missed = _squares(compensated), _squares(lost)
-    for each in _open.observers:
-        each.encoded, each.lost = (each.encoded or 0.0) + encoded, (each.lost or 0.0) + missed
+    with writing:
+        for each in watchers().observers:
+            each.encoded, each.lost = (each.encoded or 0.0) + encoded, (each.lost or 0.0) + missed
 
 
 def observe_kept(error: Tensor) -> None:
     """Enter into the observers a plain error that was kept."""
     kept = _squares(error)
-    for each in _open.observers:
-        each.kept = (each.kept or 0.0) + kept
+    with writing:
+        for each in watchers().observers:
+            each.kept = (each.kept or 0.0) + kept
 
 
 def step_range(name: RangeName) -> AbstractContextManager[None]:
     """Return a context that names what it spans to the profiler and the observers."""
     if torch.compiler.is_compiling():
         return nullcontext()
-    if not (profiler._is_profiler_enabled or _open.observers) or _transformed():
+    if not (profiler._is_profiler_enabled or watchers().observers) or _transformed():
         return _NOTHING
     return _Range(name)
 
@@ -111,8 +110,9 @@ class _Range:
     ) -> None:
         spent = time.perf_counter() - self._begin
         self._record.__exit__(kind, error, trace)
-        for each in _open.observers:
-            each.seconds[self._name] = each.seconds.get(self._name, 0.0) + spent
+        with writing:
+            for each in watchers().observers:
+                each.seconds[self._name] = each.seconds.get(self._name, 0.0) + spent
 
 
 def _transformed() -> bool:

@@ -3,7 +3,8 @@
 A loss is noticed by the ranks that were to hear from the one that is gone. Others wait for these, who will not send
 any more: so they close their connections, and everybody notices. A backend says that a connection was closed, or that
 time ran out, but not whose. The ranks that are left write themselves down in the key-value store through which the
-group met and look who else did. This is no collective: nobody waits for anybody longer than `PATIENCE`.
+group met and look who else did. This is no collective: nobody waits for anybody longer than `PATIENCE`. A store that
+does not answer tells as much: torch has it hosted by rank 0.
 """
 
 from __future__ import annotations
@@ -56,15 +57,16 @@ def peer_lost(error: BaseException, collective: str, axis: str | None, transport
     """Return what to raise for a failed collective: who is gone, where it was noticed, and what to do."""
     group = _groups.get(transport)
     hang_up(transport)
-    lost, silent = call_roll(group) if group is not None else Roll((), ())
+    lost, silent, has_store = call_roll(group) if group is not None else Roll((), ())
     rank = group.rank() if group is not None else None
     where = f" of axis {axis!r}" if axis is not None else ""
     who = f"rank {', '.join(map(str, lost))}{where} is gone or stopped" if lost else f"a rank{where} is lost"
     if silent and not lost:
         who += f", perhaps rank {', '.join(map(str, silent))}, which runs but does something else"
+    store = "" if has_store else "; the key-value store, which rank 0 or its launcher hosts, does not answer either"
     message = (
-        f"{who}, noticed in {collective} by rank {'?' if rank is None else rank}; parameters and state are as before "
-        f"the step; end this process and resume from the last checkpoint (torchrun --max-restarts does); "
+        f"{who}, noticed in {collective} by rank {'?' if rank is None else rank}{store}; parameters and state are as "
+        f"before the step; end this process and resume from the last checkpoint (torchrun --max-restarts does); "
         f"if no rank failed, some had fewer batches: drop the last ones, so that all take as many steps; or they were "
         f"in other phases: a schedule may depend on the step only, and a checkpoint is loaded on all ranks; "
         f"the backend says: {error}"
@@ -105,7 +107,7 @@ def hang_up(transport: str) -> None:
     rendezvous.hang_up(group)
     for peer in set(range(group.size())) - {group.rank()}:
         try:
-            work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=TAG)
+            work = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=TAG)
             if work is not None:
                 work.wait(datetime.timedelta(milliseconds=1))
         except RuntimeError as error:  # of a connection that is broken already, or, once, of the time
@@ -121,41 +123,72 @@ def _is_gloo(group: Any) -> bool:
 
 
 class Roll(NamedTuple):
-    """The ranks that did not answer a roll call: lost, which are gone; silent, whose processes run on this host."""
+    """The ranks that did not answer a roll call: lost, which are gone; silent, whose processes run on this host.
+
+    has_store: whether the store answered.
+    """
 
     lost: tuple[int, ...]
     silent: tuple[int, ...]
+    has_store: bool = True
 
 
 def call_roll(group: dist.ProcessGroup) -> Roll:
     """Return the ranks of a group that do not answer within `PATIENCE`: that are gone, and that are alive on this host.
 
-    A rank may be silent because it still waits in an exchange; on this host its process tells. Nobody if the store is
-    not at hand.
+    A rank may be silent because it still waits in an exchange; on this host its process tells. If the store does not
+    answer, the rank that hosts it is gone; of the others nothing is known.
     """
     number = _calls[group.group_name] = _calls.get(group.group_name, 0) + 1
-    found: list[Roll] = []
-    asking = threading.Thread(target=_ask, args=(group, number, found), daemon=True)  # a store may block, too
+    store, found = _store_of(group), list[Roll]()
+    if store is None:
+        return Roll((), ())
+    asking = threading.Thread(target=_ask, args=(group, store, number, found), daemon=True)  # a store may block, too
     asking.start()
     asking.join(2 * PATIENCE)
-    return Roll((), ()) if asking.is_alive() or not found else found[0]
+    return found[-1] if found else Roll(tuple(_hosts_of(store, group)), (), has_store=False)
 
 
-def _ask(group: Any, number: int, found: list[Roll]) -> None:
-    until = time.monotonic() + PATIENCE
+def _ask(group: Any, store: Any, number: int, found: list[Roll]) -> None:
+    """Call the roll. A first, empty answer in `found` says that the store is there, but slow perhaps."""
+    until, here = time.monotonic() + PATIENCE, dict[int, bool | None]()
+    silent, answer = set(range(group.size())), f"fn/roll call {number}/{group.rank()}"
     try:
-        store, silent = group.get_group_store(), set(range(group.size()))
-        store.set(f"fn/roll call {number}/{group.rank()}", _process())
+        store.set(answer, _process())
+        store.check([answer])
+        found.append(Roll((), ()))
         while True:
             here = {rank: _is_alive_here(store, rank) for rank in silent}  # first: one may answer, and end then
             silent = {rank for rank in silent if not _has_answered(store, number, rank)}
             if all(here[rank] is False for rank in silent) or time.monotonic() > until:
                 break
             time.sleep(0.02)  # they may answer, or be about to die
-    except (AttributeError, RuntimeError):  # a torch without this method, a store that is gone
+    except RuntimeError:  # the store is gone; its host may have answered before
+        lost = {rank for rank in silent if here.get(rank) is False} | (silent & _hosts_of(store, group))
+        found.append(Roll(tuple(sorted(lost)), (), has_store=False))
         return
-    lost = tuple(sorted(rank for rank in silent if not here[rank]))
-    found.append(Roll(lost, tuple(sorted(silent - {*lost}))))
+    lost = {rank for rank in silent if not here[rank]}
+    found.append(Roll(tuple(sorted(lost)), tuple(sorted(silent - lost))))
+
+
+def _store_of(group: Any) -> Any:
+    try:
+        return group.get_group_store()
+    except (AttributeError, RuntimeError):  # a torch or a group without one
+        return None
+
+
+def _hosts_of(store: Any, group: Any) -> set[int]:
+    """Return the rank of a group that hosts its store: the first of all ranks, as `init_process_group` has it.
+
+    Nobody if that is this rank, or not in the group; if the store is no `TCPStore`, or torchrun's agent hosts it.
+    """
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    is_hosted = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+    if not is_hosted or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return set()
+    return {rank for rank, of_all in enumerate(dist.get_process_group_ranks(group)) if of_all == 0} - {group.rank()}
 
 
 def _has_answered(store: Any, number: int, rank: int) -> bool:
@@ -167,15 +200,17 @@ def _has_answered(store: Any, number: int, rank: int) -> bool:
 
 
 def _write_down(group: Any) -> None:
-    with suppress(AttributeError, RuntimeError):
-        group.get_group_store().set(f"fn/process of rank/{group.rank()}", _process())
+    store = _store_of(group)
+    with suppress(RuntimeError):
+        if store is not None:
+            store.set(f"fn/process of rank/{group.rank()}", _process())
 
 
 def _process() -> str:
-    return f"{_here()} {os.getpid()}"
+    return f"{here()} {os.getpid()}"
 
 
-def _here() -> str:
+def here() -> str:
     """Return what names this machine and its process numbers."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
@@ -189,7 +224,7 @@ def _is_alive_here(store: Any, rank: int) -> bool | None:
     if not store.check([key]):
         return None
     where, _, process = store.get(key).decode().rpartition(" ")
-    if where != _here():
+    if where != here():
         return None
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

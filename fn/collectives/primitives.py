@@ -180,7 +180,7 @@ def count(x: Tensor, axis: str, collective: str, times: int, per: int) -> None:
         torch.ops.fn.count(x, axes.all_ranks(), _tally, axis, collective, size, per)
 
 
-_tally = torch.zeros((), dtype=torch.int64)
+_tally = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def _run_count(x: Tensor, ranks: Tensor, tally: Tensor, axis: str, collective: str, size: int, per: int) -> None:

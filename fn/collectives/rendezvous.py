@@ -1,7 +1,7 @@
 """How the ranks of a process group come to connections of their own, beside gloo's.
 
 They open them in their first exchange, which all ranks must call, on the network interface that gloo uses. If one pair
-of ranks cannot connect, all of them go over gloo, and the log says why.
+of ranks cannot connect, all of them go over gloo, and the log says why. Whoever else calls meanwhile is turned away.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import selectors
 import socket
 import struct
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -29,6 +30,12 @@ logger = logging.getLogger(__name__)
 
 OPENING = 20.0
 """Seconds that opening the connections may take."""
+
+CALLERS = 64
+"""Callers that may be about to say who they are, while the connections are opened."""
+
+RANK = "<Q"
+"""What a rank that calls says after the token."""
 
 Address = tuple[str, int]
 
@@ -68,7 +75,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
     token = secrets.token_bytes(16)
     try:
         check_system()
-        listener = _listen(group.size())
+        listener = _listen(group.size() + CALLERS)
         address = listener.getsockname()[:2]
     except OSError as error:
         problem = f"rank {group.rank()} cannot listen: {error}"
@@ -101,20 +108,80 @@ def _meet(
 ) -> dict[int, socket.socket]:
     """Call all lower ranks, and take the calls of all higher ones, which give the token."""
     me, until = group.rank(), time.monotonic() + OPENING
-    found = {}
-    for peer in range(me):
-        found[peer] = socket.create_connection(addresses[peer], timeout=OPENING)
-        found[peer].sendall(token + struct.pack("<Q", me))
-    while len(found) < group.size() - 1:
-        listener.settimeout(max(until - time.monotonic(), 0.01))
-        caller, _ = listener.accept()
-        caller.settimeout(max(until - time.monotonic(), 0.01))
-        said = caller.recv(len(token) + 8, socket.MSG_WAITALL)
-        if said[: len(token)] == token:
-            found[struct.unpack("<Q", said[len(token) :])[0]] = caller
-        else:
-            caller.close()
+    found = dict[int, socket.socket]()
+    try:
+        for peer in range(me):
+            left = max(until - time.monotonic(), 0.01)
+            found[peer] = socket.create_connection(addresses[peer], timeout=left)
+            found[peer].sendall(token + struct.pack(RANK, me))
+        for peer, connection in _calls(listener, set(range(me + 1, group.size())), token, until):
+            found[peer] = connection
+    except BaseException:
+        for connection in found.values():
+            connection.close()
+        raise
     return found
+
+
+def _calls(listener: Any, missing: set[int], token: bytes, until: float) -> Iterator[tuple[int, socket.socket]]:
+    """Yield a call of each rank that is missing. Nobody waits for strangers, who are hung up on.
+
+    A caller who says nothing may be a rank that is about to: it stays until `CALLERS` others have called since.
+    """
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as line:
+        line.register(listener, selectors.EVENT_READ)
+        try:
+            while missing:
+                if time.monotonic() >= until:
+                    raise TimeoutError(f"rank {', '.join(map(str, sorted(missing)))} did not call in {OPENING:g} s")
+                ready: list[Any] = [key for key, _ in line.select(until - time.monotonic())]
+                for caller, said in ((key.fileobj, key.data) for key in ready if key.fileobj is not listener):
+                    if _is_speaking(caller, said, len(token) + struct.calcsize(RANK)):
+                        continue
+                    line.unregister(caller)
+                    peer = _rank_in(said, token)
+                    if peer in missing:
+                        missing.remove(peer)
+                        yield peer, caller
+                    else:
+                        caller.close()
+                if any(key.fileobj is listener for key in ready):
+                    _answer(listener, line)
+        finally:
+            _hang_up_on(line, 0)
+
+
+def _is_speaking(caller: socket.socket, said: bytearray, length: int) -> bool:
+    """Add to what a caller has said; return whether it has neither said all that it may nor hung up."""
+    part = b""
+    with suppress(OSError):
+        part = caller.recv(length - len(said))
+    said += part
+    return bool(part) and len(said) < length
+
+
+def _rank_in(said: bytearray, token: bytes) -> int | None:
+    """Return the rank that says so; None for a stranger."""
+    knows = secrets.compare_digest(said[: len(token)], token) and len(said) == len(token) + struct.calcsize(RANK)
+    return int(struct.unpack(RANK, said[len(token) :])[0]) if knows else None
+
+
+def _answer(listener: Any, line: Any) -> None:
+    """Take the next call, at the price of the oldest one that nothing has been said in if there are too many."""
+    with suppress(BlockingIOError, ConnectionError):  # the caller has hung up before
+        caller, _ = listener.accept()
+        caller.setblocking(False)
+        line.register(caller, selectors.EVENT_READ, bytearray())
+    _hang_up_on(line, CALLERS)
+
+
+def _hang_up_on(line: Any, but: int) -> None:
+    """Hang up on all callers but the last few; the listener, which comes first, stays."""
+    keys = [*line.get_map().values()][1:]
+    for key in keys[: max(len(keys) - but, 0)]:
+        line.unregister(key.fileobj)
+        key.fileobj.close()
 
 
 def _listen(backlog: int) -> socket.socket:

@@ -30,15 +30,15 @@ class Segments(NamedTuple):
         """Return the segments as the kernels take them: (1, width) each."""
         return [value for width in self.widths for value in (1, width)]
 
-    def row(self, index: Tensor) -> Segments:
-        """Return the segments of one row, chosen by a 0-d index."""
-        if is_eager(index, self.valid):
+    def row(self, index: Tensor | int) -> Segments:
+        """Return the segments of one row, chosen by a 0-d index or a number."""
+        if isinstance(index, int) or is_eager(index, self.valid):
             return _row(self, int(index))
         return Segments(self.widths, self.valid.to(index.device).index_select(0, index.view(1)))
 
     def mask(self, device: torch.device) -> Tensor:
         """Return (R, n) bool, true at real elements."""
-        places = torch.cat([torch.arange(w) for w in self.widths]).to(device)
+        places = torch.cat([torch.arange(w, device="cpu") for w in self.widths]).to(device)
         counts = self.valid.to(device).repeat_interleave(torch.tensor(self.widths, device=device), dim=1)
         return places < counts
 

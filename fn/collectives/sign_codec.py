@@ -17,7 +17,7 @@ from fn.collectives.two_passes import Later, Sent
 from fn.kernels import ops
 from fn.kernels.eager import is_eager, remembered
 from fn.kernels.reference import scale_dtype
-from fn.kernels.table import cells
+from fn.kernels.table import have_kernels
 
 Tree = Any
 
@@ -203,7 +203,7 @@ def _sign_with_feedback(
 
     def waits(error: Tree) -> bool:
         found = isinstance(error, Tensor) and is_eager(error)
-        return found and all(cells(op, error.device.type) for op in _IN_TWO_PASSES)
+        return found and have_kernels(_IN_TWO_PASSES, error.device.type)
 
     def averages_first(
         mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tensor, rows: int

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import SIMULATED, Axis, AxisNames, Binding, names, resolve
+from fn.compiling import own_code
 from fn.kernels.eager import is_eager
 
 
@@ -66,13 +67,13 @@ def simulate(
         for number, (arg, dim) in enumerate(zip(args, dims, strict=True)):
             _check_slices(number, arg, dim, size)
         each = torch.func.vmap(on_rank, in_dims=(0, *dims), randomness=randomness)
-        mapped = iter(each(torch.arange(size), *args))
+        mapped = iter(each(torch.arange(size, device="cpu"), *args))
         structure, dims, same = kept
         pairs = zip(dims, same, strict=True)
         leaves = [x if d is None else next(mapped).movedim(0, d).contiguous() for d, x in pairs]
         return tree.unflatten(structure, leaves)
 
-    return run
+    return own_code(run)
 
 
 def _check_slices(number: int, arg: Any, dims: Any, size: int) -> None:

@@ -226,4 +226,13 @@ def bytes_of(x: Tensor) -> memoryview:
     return memoryview(array)
 
 
+def rows_of_bytes(tensors: Sequence[Tensor], rows: int) -> list[list[memoryview]]:
+    """Return the memory of contiguous tensors on the host, each cut into so many rows."""
+    found = []
+    for whole in map(bytes_of, tensors):
+        width = len(whole) // rows
+        found.append([whole[r * width : (r + 1) * width] for r in range(rows)])
+    return found
+
+
 _OF_PYTHON = {torch.uint8, torch.int8, torch.float32, torch.float64}  # dtypes that a memoryview knows

@@ -43,7 +43,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None 
     count = math.prod(shape)
     size = count * dtype.itemsize
     if size < SMALLEST or (device is not None and device.type != "cpu"):
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
+        return torch.empty(tuple(shape), dtype=dtype, device=device or "cpu")
     block = _take(size)
     lease = block.view(_Lease)
     lease.block = block

@@ -169,21 +169,21 @@ def arguments(
     runs = [1, n] if n < 1000 else [2, 96, 1, 8, 1, n - 200]
     segments = sum(runs[::2])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    widths = torch.tensor([w for c, w in zip(runs[::2], runs[1::2], strict=True) for _ in range(c)])
+    widths = torch.tensor([w for c, w in zip(runs[::2], runs[1::2], strict=True) for _ in range(c)], device="cpu")
     valid = torch.stack([widths, (widths * 7) // 8])
 
     def numbers(kind: torch.dtype, *shape: int) -> Tensor:
-        x = torch.randn((*shape, 2) if strided else shape, generator=g, dtype=torch.float64)
+        x = torch.randn((*shape, 2) if strided else shape, generator=g, dtype=torch.float64, device="cpu")
         x = (x[..., 0] if strided else x).to(kind)
         if special:
-            x[..., : len(_SPECIAL)] = torch.tensor(_SPECIAL, dtype=torch.float64).to(kind)
+            x[..., : len(_SPECIAL)] = torch.tensor(_SPECIAL, dtype=torch.float64, device="cpu").to(kind)
         return x
 
     def integers(kind: torch.dtype, *shape: int) -> Tensor:
-        return torch.randint(0, 256, shape, generator=g).to(torch.uint8).view(kind)
+        return torch.randint(0, 256, shape, generator=g, device="cpu").to(torch.uint8).view(kind)
 
     def scales(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=g, dtype=torch.float64).to(wide)
+        return torch.rand(shape, generator=g, dtype=torch.float64, device="cpu").to(wide)
 
     def tensors(**kind: float) -> list[Tensor]:
         return [numbers(wide, int(k)).clamp(**kind) if kind else numbers(wide, int(k)) for k in valid.sum(0)]

@@ -112,7 +112,8 @@ def momentum_signs(
     at = places(runs)
     if not at.aligned or not plain(mu, grads, (buffer,)) or not norms_agree(at):
         return NotImplemented
-    bits, squares = _encode(mu, grads, decay, buffer, torch.zeros(valid.shape), None, valid.contiguous(), at)
+    zeros = torch.zeros(valid.shape, device="cpu")
+    bits, squares = _encode(mu, grads, decay, buffer, zeros, None, valid.contiguous(), at)
     return bits, sums_of(squares, runs)
 
 
@@ -121,7 +122,7 @@ def serve_signs(bits: Tensor, scales: Tensor, buffer: Tensor, valid: Tensor, run
     at, scales = places(runs), divided(scales)
     if not at.aligned or not plain((scales, buffer)) or not norms_agree(at):
         return NotImplemented
-    mine, squares = serve(bits, scales, buffer, torch.zeros(valid.shape), None, valid.contiguous(), at)
+    mine, squares = serve(bits, scales, buffer, torch.zeros(valid.shape, device="cpu"), None, valid.contiguous(), at)
     return mine, sums_of(squares, runs)
 
 

@@ -29,7 +29,7 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     if at is None or x.dtype == torch.float64:
         return NotImplemented
     x = x.contiguous() if x.dtype == torch.float32 else empty(x.shape, torch.float32).copy_(x)
-    codes, scales = _codes(x.shape[0], at.n, width), torch.ones(valid.shape, dtype=torch.float32)
+    codes, scales = _codes(x.shape[0], at.n, width), torch.ones(valid.shape, dtype=torch.float32, device="cpu")
     run(loops.quantize, at, valid.contiguous(), x.data_ptr(), codes.data_ptr(), scales.data_ptr(), width)
     return codes, scales
 
@@ -47,7 +47,7 @@ def quantize_feedback(
     x, error, error_scales = x.contiguous(), error.contiguous(), error_scales.contiguous()
     found = []
     for bits in (width, 8):
-        found += [_codes(x.shape[0], at.n, bits), torch.ones(valid.shape, dtype=torch.float32)]
+        found += [_codes(x.shape[0], at.n, bits), torch.ones(valid.shape, dtype=torch.float32, device="cpu")]
     inputs = (x.data_ptr(), error.data_ptr(), error_scales.data_ptr(), beta)
     longest = int(at.table[:, 1].max(initial=0))
     run(loops.quantize_feedback, at, valid.contiguous(), *inputs, *(t.data_ptr() for t in found), width,

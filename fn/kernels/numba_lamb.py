@@ -189,7 +189,7 @@ def lamb_moments_(
     at = _places(params)
     tables = addresses(params), addresses(grads), addresses(mu), addresses(nu)
     numbers = *lerp_weight(b1), *map(np.float32, (b2, 1 - b2, eps, weight_decay))
-    sums = torch.zeros((len(at.table), 3), dtype=torch.float64)
+    sums = torch.zeros((len(at.table), 3), dtype=torch.float64, device="cpu")
     run(moments_places, at, whole(1, at), *(t.ctypes.data for t in tables), *numbers, sums.data_ptr())
     return _per_tensor(sums, at, peaks=False)
 
@@ -206,7 +206,7 @@ def onebit_lamb_moments_(
     at = _places(params)
     tables = [addresses(tensors) for tensors in lists]
     numbers = map(np.float32, (b1, 1 - b1, b2, 1 - b2, eps, weight_decay))
-    sums = torch.zeros((len(at.table), 3), dtype=torch.float64)
+    sums = torch.zeros((len(at.table), 3), dtype=torch.float64, device="cpu")
     ends = scaling.data_ptr(), *numbers, keep_zeros, sums.data_ptr()
     run(fresh_places, at, whole(1, at), *(t.ctypes.data for t in tables), *ends)
     return _per_tensor(sums, at, peaks=True)

@@ -26,15 +26,16 @@ def _single(*tensors: Tensor) -> list[Tensor] | None:
 @lru_cache(maxsize=2)
 def _norms_agree(width: int) -> bool:
     """Return whether this torch adds squares in the order of the loops, for rows of a width."""
-    x = torch.sin(torch.arange(1.0, 1 + 256 * width)).view(256, width) * torch.logspace(-3, 3, 256)[:, None]
-    sums = _encode(x.contiguous(), None, None, None, torch.full((256, 1), width), places([1, width]))[1]
+    x = torch.sin(torch.arange(1.0, 1 + 256 * width, device="cpu")).view(256, width)
+    x = x * torch.logspace(-3, 3, 256, device="cpu")[:, None]
+    sums = _encode(x.contiguous(), None, None, None, torch.full((256, 1), width, device="cpu"), places([1, width]))[1]
     return torch.equal(sums, reference.sum_of_squares(x, [1, width]))
 
 
 def outputs(rows: int, at: Places) -> tuple[Tensor, Tensor]:
     """Return memory for the bits of rows, and for the squares of their places."""
     bits = empty((rows, reference.bytes_for(at.n)), torch.uint8)
-    return bits, torch.empty((rows, len(at.table)), dtype=torch.float64)
+    return bits, torch.empty((rows, len(at.table)), dtype=torch.float64, device="cpu")
 
 
 def _encode(
@@ -55,7 +56,7 @@ def norms_agree(at: Places) -> bool:
 def sums_of(squares: Tensor, runs: Sequence[int]) -> Tensor:
     """Return the sums of squares of the segments from those of the places, (R, S) float64."""
     lengths = places_of_segments(tuple(runs), NORM_BLOCK, squares.device)
-    sums = torch.empty((squares.shape[0], len(lengths)), dtype=torch.float64)
+    sums = torch.empty((squares.shape[0], len(lengths)), dtype=torch.float64, device="cpu")
     loops.add_up(squares.data_ptr(), lengths.data_ptr(), *sums.shape, sums.data_ptr())
     return sums
 

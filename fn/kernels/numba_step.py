@@ -234,7 +234,7 @@ def extents(tensors: Sequence[Tensor], at: Places) -> tuple[NDArray[np.int64], N
 
 def whole(rows: int, at: Places) -> Tensor:
     """Return what stands for the lengths of segments where a loop does not look at them."""
-    return torch.empty((rows, at.segments), dtype=torch.int64)
+    return torch.empty((rows, at.segments), dtype=torch.int64, device="cpu")
 
 
 def lerp_weight(decay: float) -> tuple[bool, np.float32]:
@@ -316,7 +316,7 @@ def adamw_into_(
     if not plain(new, rows, old):
         return NotImplemented
     at = places([1, new[0].numel()], BLOCK)
-    peaks = torch.zeros((max(1, len(at.table)), 2))
+    peaks = torch.zeros((max(1, len(at.table)), 2), device="cpu")
     tables = addresses(new), addresses(rows), addresses(old)
     news, gradients, olds = (t.ctypes.data for t in tables)
     numbers = np.float32(b2), np.float32(1 - b2), *_numbers(eps, weight_decay, lr, mu_weight, nu_weight)
@@ -330,7 +330,7 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     if not grads or not plain(grads):
         return NotImplemented
     at = places(runs_of_tensors(grads), BLOCK)
-    table, peaks = addresses(grads), torch.zeros(max(1, len(at.table)))
+    table, peaks = addresses(grads), torch.zeros(max(1, len(at.table)), device="cpu")
     run(magnitude_places, at, whole(1, at), table.ctypes.data, peaks.data_ptr())
     return peaks.amax()
 

@@ -230,4 +230,20 @@ def direction(x: Tensor, nu: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     Returns: kept (R, n) and kept / (sqrt(nu) + eps) (R, n). Where nu is zero and x is not finite, kept is NaN.
     """
     kept = torch.where(nu > 0, x, x - x)
-    return kept, kept / (nu.sqrt() + eps)
+    return kept, over_root(kept, nu, eps)
+
+
+def over_root(x: Tensor, nu: Tensor, eps: float) -> Tensor:
+    """Return x / (sqrt(nu) + eps); 0 where that divides by zero, so that what never had a gradient does not move.
+
+    That can be where eps is 0, or rounds to it: not with an eps for which `is_normal`, and kernels get no other.
+    """
+    below = nu.sqrt() + eps
+    if is_normal(eps, below.dtype):
+        return x / below
+    return torch.where(below == 0, x - x, x / below.masked_fill(below == 0, 1.0))
+
+
+def is_normal(eps: float, dtype: torch.dtype) -> bool:
+    """Return whether an eps keeps all of its digits in a dtype."""
+    return eps >= torch.finfo(dtype).tiny

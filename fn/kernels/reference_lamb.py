@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fn.kernels.reference import over_root
+
 
 def lamb_moments_(
     params: Sequence[Tensor],
@@ -70,7 +72,7 @@ def onebit_lamb_moments_(
         g = (x - b1 * m) / (1 - b1)
         m.copy_(x)
         f.mul_(b2).addcmul_(g, g, value=1 - b2)
-        ratios = ((v.sqrt() + eps) / (f.sqrt() + eps)).reshape(-1)
+        ratios = over_root(v.sqrt() + eps, f, eps).reshape(-1)
         largest = torch.cat([ratios.new_zeros(1), ratios]).max().double()
         q, u = _update(p, m, v, eps, 0.0), _update(p, m, v, eps, weight_decay)
         sums.append(torch.stack([largest, _squares(q), _squares(u)]))
@@ -89,11 +91,11 @@ def lamb_step_(
 
 
 def _update(p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float) -> Tensor:
-    return m / (v.sqrt() + eps) + weight_decay * p.to(m.dtype)
+    return over_root(m, v, eps) + weight_decay * p.to(m.dtype)
 
 
 def _table(rows: list[Tensor]) -> Tensor:
-    return torch.stack(rows) if rows else torch.zeros((0, 3), dtype=torch.float64)
+    return torch.stack(rows) if rows else torch.zeros((0, 3), dtype=torch.float64, device="cpu")
 
 
 def _squares(x: Tensor) -> Tensor:

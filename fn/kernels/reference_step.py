@@ -236,5 +236,5 @@ def adamw_into_(
 def _descend(
     p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
 ) -> None:
-    u = (m / mu_weight) / ((v / nu_weight).sqrt() + eps)
+    u = reference.over_root(m / mu_weight, v / nu_weight, eps)
     p.copy_(p - lr * (u + weight_decay * p.to(u.dtype)))

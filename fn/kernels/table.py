@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
@@ -168,6 +168,11 @@ def cells(op: str, device_type: str) -> tuple[Cell, ...]:
     """Return the accepted kernels of an op on a device, in the order in which they are asked."""
     found = _accepted.get((op, device_type))
     return found if found is not None else _accept(op, device_type)
+
+
+def have_kernels(ops: Iterable[str], device_type: str) -> bool:
+    """Return whether a device has accepted kernels of its own for all of these ops."""
+    return all(cells(op, device_type) for op in ops)
 
 
 def _accept(op: str, device_type: str) -> tuple[Cell, ...]:

@@ -22,7 +22,7 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     if _too_wide(runs):
         return NotImplemented
     x = x.to(scale_dtype(x))
-    codes, scales, least = _codes_like(x), torch.ones(valid.shape, dtype=x.dtype), least_of(valid)
+    codes, scales, least = _codes_like(x), torch.ones(valid.shape, dtype=x.dtype, device="cpu"), least_of(valid)
     for tile in tiles(x.shape[0], runs):
         part = clear(tile.of(x).clone(), tile, valid, least)
         found, tile.scales(scales)[:] = _quantize(part, width)
@@ -53,7 +53,7 @@ def quantize_feedback(
         parts = quantize, dequantize
         return half_feedback.quantize_feedback(*parts, x, error, error_scales, beta, valid, runs, width)
     codes, kept, least = _codes_like(x), _codes_like(x), least_of(valid)
-    scales, kept_scales = (torch.ones(valid.shape, dtype=x.dtype) for _ in range(2))
+    scales, kept_scales = (torch.ones(valid.shape, dtype=x.dtype, device="cpu") for _ in range(2))
     for tile in tiles(x.shape[0], runs):
         e = tile.of(error).to(x.dtype).mul_(tile.scales(error_scales))
         h = clear(tile.of(x) + clear(e, tile, valid, least), tile, valid, least)
@@ -116,7 +116,7 @@ def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
 @remembered
 def _table(dtype: torch.dtype) -> Tensor:
     """Return the two numbers that each byte stands for: (256, 2)."""
-    byte = torch.arange(256)
+    byte = torch.arange(256, device="cpu")
     pairs = torch.stack([byte >> 4, byte & 15], 1)
     return ((pairs ^ 8) - 8).to(dtype)
 

@@ -99,7 +99,7 @@ def _encode(
     rows, n = x.shape
     signs, least = buffers.empty((rows, n + -n % 8), torch.bool), least_of(valid)
     signs[:, n:] = False
-    sums = torch.zeros(valid.shape, dtype=torch.float64)
+    sums = torch.zeros(valid.shape, dtype=torch.float64, device="cpu")
     fresh = sent is not None and not sent.any()  # a buffer that was sent with scale 0 is an error itself
     for tile in tiles(rows, runs):
         part, here = tile.of(x), (tile, valid, least)
@@ -125,7 +125,7 @@ def _pack(signs: Tensor) -> Tensor:
 @remembered
 def _signs(dtype: torch.dtype) -> Tensor:
     """Return the eight signs that each byte stands for: (256, 8)."""
-    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1
     return (2 * bits - 1).to(dtype)
 
 

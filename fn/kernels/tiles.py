@@ -59,5 +59,5 @@ def clear(part: Tensor, tile: Tile, valid: Tensor, least: list[int]) -> Tensor:
     """Write zeros into the padding of a part. What is real in all rows is not looked at."""
     low, end = max(min(least[tile.segments]), tile.begin), tile.begin + part.shape[-1]
     if low < end:
-        part[..., low - tile.begin :].masked_fill_(torch.arange(low, end) >= tile.scales(valid), 0)
+        part[..., low - tile.begin :].masked_fill_(torch.arange(low, end, device="cpu") >= tile.scales(valid), 0)
     return part

@@ -182,7 +182,7 @@ def nowhere(axis: str, ranks: int) -> Binding:
         psum=lambda x: x * ranks,
     )
     name = transports.register(f"nowhere, {ranks} ranks", transport)
-    return Binding({axis: Axis(ranks, torch.tensor(0), name)})
+    return Binding({axis: Axis(ranks, torch.tensor(0, device="cpu"), name)})
 
 
 def show(links: Mapping[str, Link]) -> str:

@@ -142,7 +142,7 @@ def _piece_bytes(codec: Codec, n: int, dtype: torch.dtype) -> int:
 
 def payload_bytes(codec: Codec, widths: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes of a row in which pieces of several tensors lie side by side, by making its payload."""
-    segments = Segments(widths, torch.tensor([widths]))
+    segments = Segments(widths, torch.tensor([widths], device="cpu"))
     row = torch.empty((1, segments.row_length), device="meta", dtype=dtype)
     return sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(segmented(codec, segments).encode(row)))
 

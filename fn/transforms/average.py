@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, check_state, missing, unchanged
+from fn.base import Phase, Step, Transform, check_state, missing, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size
@@ -36,6 +36,16 @@ class CodedAverageState(NamedTuple):
     """The state of `average` in codes. gradient_errors: what was not delivered of the gradients yet."""
 
     gradient_errors: ErrorFeedbackState
+
+
+class CompressedAverage(NamedTuple):
+    """The rule of `compressed_average`, with its arguments."""
+
+    axis: AxisNames
+    codec: Codecs
+    feedback: Feedbacks
+    layout: str
+    servers: bool
 
 
 def average(
@@ -107,8 +117,9 @@ def _exact_average(axis: AxisNames | None) -> Transform:
 
 def always_average(axis: AxisNames | None) -> Transform:
     """Average as `average` does, and have no other phase: for optimizers that do not compress."""
-    others = [missing(phase, "an optimizer that always averages exactly") for phase in (Phase.COMPRESSED, Phase.LOCAL)]
-    return Transform(*average(axis)[:2], *others)
+    owner = "an optimizer that always averages exactly"
+    compressed, local = missing(Phase.COMPRESSED, owner), missing(Phase.LOCAL, owner)
+    return average(axis)._replace(compressed_update=compressed, local_update=local)
 
 
 def compressed_average(
@@ -203,7 +214,8 @@ def _in_codes(
             server.append(d)
         return layouts.restore(structure, found), ErrorFeedbackState(tuple(worker), tuple(server))
 
-    return Transform(init, unchanged, compressed, unchanged)
+    rule = CompressedAverage(axis, codec, feedback, layout, servers)
+    return Transform(init, unchanged, Step(rule, compressed), unchanged)
 
 
 def _in_order(updates: Tree, params: Tree) -> Tree:

@@ -21,7 +21,7 @@ from fn.collectives.hierarchy import (
     initial_errors,
     reduce_scatter_wide,
 )
-from fn.collectives.rows import fill_rows, swap_rows
+from fn.collectives.messages import fill_rows, swap_rows
 from fn.transforms.layout import LAYOUTS, Bucket, buckets, join, rows_of
 from fn.transforms.shards import row, wide
 

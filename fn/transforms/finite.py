@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_state, check_transform, combine
+from fn.base import Guarded, Phase, SideBySide, Transform, UpdateFn, check_state, check_transform, combine
 from fn.collectives.axis import rank_dims
 from fn.kernels.eager import is_eager
-from fn.transforms.in_place import side_by_side
 
 Tree = Any
 
@@ -34,6 +33,8 @@ class _InsideState(NamedTuple):
 
 def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transform:
     """Leave params and state bitwise as they are in a step whose result is not finite, and count it.
+
+    So it is with an update of 2^103, 1e31, or more in float32, and 2^970 in float64: a param could overflow with it.
 
     A NaN or Inf on one rank reaches every rank, in the exact mean or in the scales of the codes, and so makes the
     replicated results of all ranks non-finite: looking at these needs no message, and all ranks skip together. In a
@@ -82,12 +83,12 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
             if watch:
                 ok = all_finite([x for name in watch for x in tree.leaves(tree.fields(after, name))])
             else:
-                ok = all_finite([*tree.leaves(out), *_changed_and_replicated(state.inner, after)])
+                ok = all_addable(tree.leaves(out)) & all_finite(_changed_and_replicated(state.inner, after))
             for new, old in zip(tree.fields(after, "skipped"), tree.fields(state.inner, "skipped"), strict=True):
                 ok = ok if new is old else ok & (new == old)  # what a guard inside skips, all of it skips
             return _keep_or_skip(ok, out, after, state, math.nan if inside else -0.0)
 
-        return local if phase is Phase.LOCAL else update
+        return Guarded(found, None, local) if phase is Phase.LOCAL else Guarded(found, watch, update)
 
     return combine([inner], init, guard)
 
@@ -114,7 +115,7 @@ def together(transforms: Sequence[Transform]) -> Transform:
                 ]
             return tuple(out for out, _ in results), tuple(new for _, new in results)
 
-        return side_by_side(found, update)
+        return SideBySide(tuple(found), update)
 
     return combine(transforms, init, compose)
 
@@ -146,13 +147,38 @@ def _changed_and_replicated(before: Tree, after: Tree) -> list[Tensor]:
 def all_finite(leaves: list[Tensor]) -> Tensor:
     """Return whether all elements of all leaves are finite, 0-d bool."""
     leaves = [x for x in leaves if x.numel()]
-    if not leaves:
-        return torch.tensor(True)
-    device = leaves[0].device
-    if device.type == "cpu" and is_eager(*leaves):
+    if _is_on_host(leaves):
         sums = [float(x.detach().sum(dtype=x.dtype)) for x in leaves]
         if all(map(math.isfinite, sums)):  # finite sums prove it in half the time; an infinite one proves nothing
-            return torch.tensor(True)
-    # Smallest and largest are NaN or Inf where any element is: one pass, and no temporary of the leaf's size.
-    ends = [end.double().to(device) for x in leaves for end in torch.aminmax(x)]
-    return torch.isfinite(torch.stack(ends)).all()
+            return torch.tensor(True, device="cpu")
+    return torch.isfinite(_ends(leaves)).all()
+
+
+def all_addable(updates: list[Tensor]) -> Tensor:
+    """Return whether updates are finite and make no finite param overflow, 0-d bool.
+
+    What is less than half a unit in the last place of the largest number there is does not change that one.
+    """
+    updates = [x for x in updates if x.numel()]
+    if _is_on_host(updates):
+        norms = [(float(torch.linalg.vector_norm(x.detach())), _far(x)) for x in updates]
+        if all(norm < far for norm, far in norms):
+            return torch.tensor(True, device="cpu")
+    each = [_ends([x]).abs() < _far(x) for x in updates]
+    return torch.stack([x.all().to(each[0].device) for x in each]).all()
+
+
+def _far(x: Tensor) -> float:
+    return 2.0**970 if x.dtype == torch.float64 else 2.0**103
+
+
+def _is_on_host(leaves: list[Tensor]) -> bool:
+    return not leaves or (leaves[0].device.type == "cpu" and is_eager(*leaves))
+
+
+def _ends(leaves: list[Tensor]) -> Tensor:
+    """Return the smallest and the largest element of every leaf: NaN or Inf where an element is.
+
+    One pass, and no temporary of the leaf's size.
+    """
+    return torch.stack([end.double().to(leaves[0].device) for x in leaves for end in torch.aminmax(x)])

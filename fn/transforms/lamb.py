@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, check_params, check_state, check_transform, missing, stateless
-from fn.kernels.reference import scale_dtype
+from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing, stateless
+from fn.kernels.reference import over_root, scale_dtype
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -70,7 +70,7 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
 
 
 class LambHyper(NamedTuple):
-    """Hyper-parameters of 1-bit LAMB for one tensor; see `scale_by_onebit_lamb`."""
+    """Hyper-parameters of 1-bit LAMB for one tensor, and the rule of its warm-up; see `scale_by_onebit_lamb`."""
 
     b1: float
     b2: float
@@ -82,6 +82,14 @@ class LambHyper(NamedTuple):
     factor_max: float
     factor_min: float
     factor_threshold: float
+
+
+class OnebitLamb(NamedTuple):
+    """The rule of a compressed step of `scale_by_onebit_lamb`. average: the momentum's."""
+
+    hyper: LambHyper
+    keep_zeros: bool
+    average: UpdateFn
 
 
 def scale_by_onebit_lamb(
@@ -133,7 +141,9 @@ def scale_by_onebit_lamb(
     hyper = LambHyper(
         b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
     )
-    return onebit_lamb_by_tensor(lambda count: [hyper] * count, sync=sync, keep_zeros=keep_zeros)
+    tx = onebit_lamb_by_tensor(lambda count: [hyper] * count, sync=sync, keep_zeros=keep_zeros)
+    compressed = Step(OnebitLamb(hyper, keep_zeros, sync.compressed_update), tx.compressed_update)
+    return tx._replace(warmup_update=Step(hyper, tx.warmup_update), compressed_update=compressed)
 
 
 def onebit_lamb_by_tensor(
@@ -162,7 +172,7 @@ def onebit_lamb_by_tensor(
         fresh = tree.map(torch.zeros_like, nu)
         zero, factor, ratio, scaling = (tree.map(partial(_number, value=v), mu) for v in (0.0, 1.0, 1.0, 1.0))
         leaves = tree.leaves(mu)
-        rest = (leaves[0] if leaves else torch.zeros(())).new_zeros(tail)
+        rest = (leaves[0] if leaves else torch.zeros((), device="cpu")).new_zeros(tail)
         return OnebitLambState(step, mu, nu, fresh, zero, factor, ratio, scaling, rest, sync.init((mu, rest)))
 
     def checked(updates: Tree, state: OnebitLambState, params: Tree) -> tuple[Tree, Tree]:
@@ -208,7 +218,8 @@ def onebit_lamb_by_tensor(
         state = state._replace(mu=mu, nu_fresh=fresh, factor=factor, ratio=ratio, tail=rest, sync=sync_state)
         return out, state._replace(step=state.step + 1)
 
-    return Transform(init, warmup, compressed, missing(Phase.LOCAL, "1-bit LAMB"))
+    local = missing(Phase.LOCAL, "1-bit LAMB")
+    return Transform(init, warmup, compressed, local, needs_warmup=frozenset({Phase.COMPRESSED}))  # nu is frozen
 
 
 def _warm_tensor(
@@ -253,7 +264,7 @@ def frozen_ratio(coefficient: Tensor, factor: Tensor) -> Tensor:
 def _bounded_factor(h: LambHyper, last: Tensor, nu: Tensor, fresh: Tensor, q: Tensor, u: Tensor) -> Tensor:
     if not nu.numel():
         return last
-    f = ((nu.sqrt() + h.eps) / (fresh.sqrt() + h.eps)).max().to(last.dtype)
+    f = over_root(nu.sqrt() + h.eps, fresh, h.eps).max().to(last.dtype)
     return bounded_factor(h, last, f, _norm(q), _norm(u)) if h.weight_decay > 0 else bounded_factor(h, last, f, f, f)
 
 
@@ -315,10 +326,14 @@ def common_scale(mu: Tree) -> Tree:
 
 
 def common_scale_of(rms: Tensor) -> Tensor:
-    """Return what brings root mean squares (S,) to their mean; 1 where one is zero."""
+    """Return what brings root mean squares (S,) to their mean; 1 where one is zero.
+
+    At most the largest float32: a momentum that fades out passes through numbers of which the quotient is not one.
+    """
     alive = rms > 0
     mean = rms.sum() / alive.sum().clamp(min=1)
-    return torch.where(alive, mean / torch.where(alive, rms, 1.0), 1.0)
+    scaling = (mean / torch.where(alive, rms, 1.0)).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(alive, scaling, 1.0)
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -120,7 +120,8 @@ def _check_labels(state: Tree, labels: Iterable[str]) -> None:
 
 def unfrozen(inner: Transform) -> Transform:
     """Stay in the warm-up in every phase: full precision for what compression would harm, norms and biases."""
-    return inner._replace(compressed_update=inner.warmup_update, local_update=inner.warmup_update)
+    update = inner.warmup_update
+    return inner._replace(compressed_update=update, local_update=update, needs_warmup=frozenset())
 
 
 def apply_mask(mask: Tree) -> Transform:

@@ -13,12 +13,42 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_number, check_state, check_transform, lift, missing
+from fn.base import (
+    Phase,
+    Step,
+    Transform,
+    UpdateFn,
+    check_number,
+    check_state,
+    check_transform,
+    lift,
+    links_of,
+    missing,
+)
 from fn.collectives.differentiation import is_recorded
 from fn.kernels import reference
 from fn.kernels.eager import is_eager, pooled
 
 Tree = Any
+
+
+class Adam(NamedTuple):
+    """The rule of `scale_by_adam`. corrected: whether moments are divided by their weights."""
+
+    b1: float
+    b2: float
+    eps: float
+    corrected: bool = True
+
+
+class OnebitAdam(NamedTuple):
+    """The rule of a compressed step of `scale_by_onebit_adam`. average: the momentum's."""
+
+    b1: float
+    eps: float
+    corrected: bool
+    keep_zeros: bool
+    average: UpdateFn
 
 
 class AdamState(NamedTuple):
@@ -65,7 +95,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         after = AdamState(state.step + 1, mu, nu, mu_weight, nu_weight)
         return adam_direction(mu, nu, eps, mu_weight, nu_weight), after
 
-    return lift(init, update)
+    return lift(init, Step(Adam(b1, b2, eps), update))
 
 
 def scale_by_onebit_adam(
@@ -134,7 +164,11 @@ def scale_by_onebit_adam(
             state = state._replace(mu=keep_unseen_at_zero(state.mu, state.nu))
         return direction(state), state
 
-    return Transform(init, warmup, compressed, missing(Phase.LOCAL, "1-bit Adam"))
+    adam = Adam(b1, b2, eps, bias_correction)
+    frozen = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update)
+    exact = warmup if links_of(sync.warmup_update) else Step(adam, warmup)
+    local, rests = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # rests: the second moment
+    return Transform(init, exact, Step(frozen, compressed), local, needs_warmup=rests)
 
 
 def check_betas(b1: float, b2: float, eps: float) -> None:
@@ -178,7 +212,7 @@ def kept_direction(mu: Tree, nu: Tree, eps: float) -> tuple[Tree, Tree]:
 
 
 def _kept_direction(m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not is_eager(m, v) or is_recorded((m, v)):  # kernels have no gradient
+    if not is_eager(m, v) or is_recorded((m, v)) or not reference.is_normal(eps, v.dtype):  # kernels have no gradient
         return reference.direction(m, v, eps)
     kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps)
     return kept.view(m.shape), out.view(m.shape)
@@ -202,12 +236,12 @@ def moving_average_of_squares(average: Tree, new: Tree, decay: float) -> Tree:
 def adam_direction(
     mu: Tree, nu: Tree, eps: float, mu_weight: Tensor | None = None, nu_weight: Tensor | None = None
 ) -> Tree:
-    """Return mu / (sqrt(nu) + eps), each moment divided by its weight first if that is given."""
+    """Return mu / (sqrt(nu) + eps), 0 for 0 / 0; each moment divided by its weight first if that is given."""
 
     def divide(m: Tensor, v: Tensor) -> Tensor:
         dtype = m.dtype  # a weight of another dtype would decide that of a 0-d moment
         m = m if mu_weight is None else m / mu_weight
         v = v if nu_weight is None else v / nu_weight
-        return (m / (v.sqrt() + eps)).to(dtype)
+        return reference.over_root(m, v, eps).to(dtype)
 
     return tree.map(divide, mu, nu)

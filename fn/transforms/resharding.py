@@ -68,7 +68,7 @@ def errors_reshape(
             dtype, at = leaves[bucket.places[0]].dtype, bucket.segments
             sent = to_plain(e, worker.codec, worker.feedback, at, dtype)
             found += parts_of(None if sent is None else sent.double() / world, bucket)
-            own = to_plain(d, server.codec, server.feedback, at.row(torch.tensor(rank)), dtype)
+            own = to_plain(d, server.codec, server.feedback, at.row(torch.tensor(rank, device="cpu")), dtype)
             found += parts_of(None if own is None else in_row(own, bucket, rank), bucket)
             found += [_age(e, rank), _age(d, rank)]
         return found
@@ -84,12 +84,12 @@ def errors_reshape(
             if isinstance(d, tuple) and not d:
                 servers.append(d)
             else:
-                row, mine = at.row(torch.tensor(rank)), own.view(world, -1)[rank]
+                row, mine = at.row(torch.tensor(rank, device="cpu")), own.view(world, -1)[rank]
                 servers.append(from_plain(mine, d, row, server.feedback, ages[1]))
         return ErrorFeedbackState(tuple(workers), tuple(servers))
 
     def rest(total: Tree, state: ErrorFeedbackState) -> list[Tensor]:
-        found, parts = [torch.zeros(leaf.shape, dtype=torch.float64) for leaf in leaves], iter(total)
+        found, parts = [torch.zeros(leaf.shape, dtype=torch.float64, device="cpu") for leaf in leaves], iter(total)
         for bucket, e, d in zip(plan(axis_size(axis)), state.worker, state.server, strict=True):
             at, dtype = bucket.segments, leaves[bucket.places[0]].dtype
             sent, own = take_parts(parts, bucket), take_parts(parts, bucket)
@@ -114,7 +114,7 @@ def _lost_by_servers(own: Tensor, like: Tree, hop: Hop, at: Segments, age: Tenso
         return own
     lost = own.clone().view(at.valid.shape[0], -1)
     for rank, piece in enumerate(lost):
-        row = at.row(torch.tensor(rank))
+        row = at.row(torch.tensor(rank, device="cpu"))
         held = to_plain(from_plain(piece, like, row, hop.feedback, age), hop.codec, hop.feedback, row, dtype)
         piece -= 0.0 if held is None else held.double().cpu()
     return lost.view(-1)
@@ -123,7 +123,7 @@ def _lost_by_servers(own: Tensor, like: Tree, hop: Hop, at: Segments, age: Tenso
 def _age(error: Tree, rank: int) -> Tensor:
     """Return an error's age as rank 0 adds it, and nothing as the others do."""
     age = age_of(error) if rank == 0 else None
-    return torch.zeros((), dtype=torch.float64) if age is None else age.double().cpu()
+    return torch.zeros((), dtype=torch.float64, device="cpu") if age is None else age.double().cpu()
 
 
 def in_row(piece: Tensor, bucket: layouts.Bucket, rank: int) -> Tensor:
@@ -137,14 +137,14 @@ def in_row(piece: Tensor, bucket: layouts.Bucket, rank: int) -> Tensor:
 def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Addends:
     """Return the bucket's tensors of a vector, on the CPU; zeros for None."""
     if vector is None:
-        return [torch.zeros(shape, dtype=torch.float64) for shape in bucket.shapes]
+        return [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in bucket.shapes]
     return [part.double().cpu() for part in layouts.split(vector, bucket)]
 
 
 def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
     """Return the next tensors of an iterator, as many as a bucket has, as its vector (n,)."""
     found = {place: next(rest) for place in bucket.places}
-    return layouts.join([found.get(i, torch.empty(0)) for i in range(max(bucket.places) + 1)], bucket)
+    return layouts.join([found.get(i, torch.empty(0, device="cpu")) for i in range(max(bucket.places) + 1)], bucket)
 
 
 def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
@@ -165,7 +165,8 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
             bucket = bucket_of(path, leaf, buckets)
             if bucket is None:
-                found.append(leaf.double().cpu() if rank == 0 else torch.zeros(leaf.shape, dtype=torch.float64))
+                zeros = torch.zeros(leaf.shape, dtype=torch.float64, device="cpu")
+                found.append(leaf.double().cpu() if rank == 0 else zeros)
             else:
                 found += parts_of(in_row(leaf, bucket, rank), bucket)
         return found

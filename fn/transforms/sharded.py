@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_params, check_state, check_transform, has_phase, missing
+from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codec import identity
@@ -61,6 +61,14 @@ class ShardedState(NamedTuple):
     def rank_local(self) -> frozenset[str]:
         """Return the fields that belong to one rank."""
         return frozenset({"inner", "master", "place"})
+
+
+class Sharded(NamedTuple):
+    """The rule of `sharded` in a phase. inner: the update of the shard. codes: whether messages are codes."""
+
+    rules: Rules
+    inner: UpdateFn
+    codes: bool
 
 
 _TAKE_NORMS = ("clip_by_global_norm", "scale_by_trust_ratio", "onebit_lamb_by_tensor")
@@ -169,7 +177,7 @@ def sharded(
             masters.append(owned[-1].clone() if rules.keeps_master(like.dtype) else ())
             x = like.new_zeros(bucket.segments.valid.shape[0] * bucket.segments.row_length)
             kept.append(exchange.start(x, bucket, rules))
-        place = torch.stack([index, torch.tensor(axis_size(axis))])
+        place = torch.stack([index, torch.tensor(axis_size(axis), device="cpu")])
         state = _state(inner.init(as_inner(structure, owned)), masters, kept, place)
         if isinstance(axis, str):
             paths = tree.paths(params) if layout == "per_tensor" else None
@@ -211,9 +219,10 @@ def sharded(
                 masters.append(value if sends_params else ())
             return layouts.restore(structure, found), _state(inside, masters, kept, state.place)
 
-        return update
+        return Step(Sharded(rules, move, phase is Phase.COMPRESSED), update)
 
-    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), missing(Phase.LOCAL, "a sharded optimizer"))
+    local = missing(Phase.LOCAL, "a sharded optimizer")
+    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, needs_warmup=inner.needs_warmup)
 
 
 def _state(inner: Tree, masters: list[Tree], kept: list[Kept], place: Tensor) -> ShardedState:

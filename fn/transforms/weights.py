@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, check_number, check_params, stateless
+from fn.base import Step, Transform, check_number, check_params, lift
 from fn.kernels.eager import pooled
 
 Tree = Any
+
+
+class Decay(NamedTuple):
+    """The rule u + weight_decay p."""
+
+    weight_decay: float
+
+
+class Rate(NamedTuple):
+    """The rule -lr u."""
+
+    lr: float | Tensor
 
 
 def add_decayed_weights(weight_decay: float) -> Transform:
@@ -24,14 +36,14 @@ def add_decayed_weights(weight_decay: float) -> Transform:
     """
     check_decay(weight_decay)
 
-    def add(updates: Tree, params: Tree) -> Tree:
+    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         if weight_decay == 0:
-            return updates
+            return updates, state
         check_params(params)
         tree.check_real(updates, "updates")
-        return tree.map(lambda u, p: u + weight_decay * p.to(u.dtype), updates, params)
+        return tree.map(lambda u, p: u + weight_decay * p.to(u.dtype), updates, params), state
 
-    return stateless(add)
+    return lift(lambda params: (), Step(Decay(weight_decay), update))
 
 
 def check_decay(weight_decay: float) -> None:
@@ -61,8 +73,9 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     check_rate(lr)
     tensors = (lr,) if isinstance(lr, Tensor) else ()
 
-    def scale(updates: Tree, params: Tree) -> Tree:
+    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         tree.check_real(updates, "updates")
-        return tree.map(lambda u: torch.mul(u, -lr, **pooled(u, *tensors)).to(u.dtype), updates)
+        return tree.map(lambda u: torch.mul(u, -lr, **pooled(u, *tensors)).to(u.dtype), updates), state
 
-    return stateless(scale)
+    return lift(lambda params: (), Step(Rate(lr), update))
+

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, check_params, check_state, check_transform, missing
+from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing
+from fn.collectives.axis import SIMULATED, current_binding
+from fn.collectives.simulation import found_alike
 from fn.kernels.eager import is_eager
+from fn.kernels.reference import over_root
+from fn.transforms.finite import all_addable, all_finite
 from fn.transforms.moments import (
     adam_direction,
     check_betas,
@@ -31,8 +35,8 @@ class ZeroOneAdamState(NamedTuple):
     went: instead of the anchor, the sum of the steps since (see `anchored`).
     elapsed: the sum of learning rates since, 0-d.
     dropped: local steps that this rank left out because its gradient was not finite, 0-d int64.
-    peak: the largest magnitude in the last exchange, 0-d, NaN if it was not finite. Where a step in place takes signs
-        of several ranks as they came, it is a bound of that: the largest of their scales.
+    peak: the largest magnitude in the last exchange, 0-d, NaN if that or what followed was not finite. Where
+        a step in place takes signs of several ranks as they came, it is a bound of that: the largest of their scales.
     sync: the state of the compressed mean.
     """
 
@@ -50,6 +54,40 @@ class ZeroOneAdamState(NamedTuple):
     def rank_local(self) -> frozenset[str]:
         """Return the fields that are one rank's own."""
         return frozenset({"mu", "anchor", "went", "dropped"})
+
+    @property
+    def local_params(self) -> bool:
+        """Tell that each rank goes to params of its own."""
+        return True
+
+
+class ZeroOneAdam(NamedTuple):
+    """The hyper-parameters of `scale_by_zero_one_adam`."""
+
+    lr: float | Tensor
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+
+
+class VarianceStep(NamedTuple):
+    """The rule of a variance step, with an anchor."""
+
+    hyper: ZeroOneAdam
+
+
+class LocalStep(NamedTuple):
+    """The rule of a local step, with an anchor; the decay comes with the synchronisation."""
+
+    hyper: ZeroOneAdam
+
+
+class SynchronisingStep(NamedTuple):
+    """The rule of a synchronising step, with an anchor. average: of the steps since the last one."""
+
+    hyper: ZeroOneAdam
+    average: UpdateFn
 
 
 WATCHED = ("nu", "peak")
@@ -127,7 +165,8 @@ def scale_by_zero_one_adam(
         direction = adam_direction(mu, state.nu, eps)
         updates = tree.map(lambda u, p: (-lr * (u + weight_decay * p)).to(u.dtype), direction, wide)
         anchor = tree.map(torch.add, wide, updates) if anchored else ()
-        return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor)
+        peak = _shown(state.peak, all_addable(tree.leaves(updates)))
+        return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor, peak=peak)
 
     def checked(updates: Tree, state: ZeroOneAdamState, params: Tree) -> Tree:
         """Return the params in the order of the state; refuse arguments that do not fit together."""
@@ -159,8 +198,7 @@ def scale_by_zero_one_adam(
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         moves, mu = step_alone(updates, state, checked(updates, state, params))
         squares = tree.map(lambda m, g: g.to(m.dtype).square(), state.mu, updates)  # where nu is zero, moves are too
-        each = [torch.isfinite(x).all() for x in (*tree.leaves(moves), *tree.leaves(squares))]
-        ok = torch.stack(each).all() if each else torch.ones_like(state.dropped, dtype=torch.bool)
+        ok = (all_addable(tree.leaves(moves)) & all_finite(tree.leaves(squares))).to(state.dropped.device)
         moves = tree.map(lambda u: torch.where(ok, u, -0.0), moves)
         mu = tree.map(lambda new, old: torch.where(ok, new, old), mu, state.mu)
         went = () if anchored else tree.map(torch.add, state.went, moves)
@@ -183,18 +221,27 @@ def scale_by_zero_one_adam(
         decay = 0.0 if decay_in_momentum else weight_decay
 
         def moved(x: Tensor, s: Tensor, v: Tensor) -> Tensor:
-            return (x - elapsed * decay * x + s / (v.sqrt() + eps)).to(x.dtype)
+            return (x - elapsed * decay * x + over_root(s, v, eps)).to(x.dtype)
 
         there = tree.map(moved, start, mean, state.nu)
+        peak = _shown(peak, all_finite([*tree.leaves(there), *tree.leaves(mu)]))
         back = tree.map(lambda x, p: x - p.to(x.dtype), there, params)
         kept = (there, ()) if anchored else ((), tree.map(torch.zeros_like, went))
         zero = torch.zeros_like(state.elapsed)
         state = state._replace(mu=mu, anchor=kept[0], went=kept[1], elapsed=zero, peak=peak, sync=sync_state)
         return back, state._replace(step=state.step + 1)
 
+    frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # where nu stays as the last variance step left it
+    plain = anchored and keep_zeros and not decay_in_momentum  # other forms are DeepSpeed's, or have no kernels
+    hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay)
+    variance = Step(VarianceStep(hyper), warmup) if plain else warmup
     if compress == "gradients":
-        return Transform(init, warmup, compress_gradients, missing(Phase.LOCAL, "0/1 Adam with compress='gradients'"))
-    return Transform(init, warmup, synchronise, local)
+        alone = missing(Phase.LOCAL, "0/1 Adam with compress='gradients'")
+        return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen)
+    if not plain:
+        return Transform(init, variance, synchronise, local, needs_warmup=frozen)
+    agreed = Step(SynchronisingStep(hyper, sync.compressed_update), synchronise)
+    return Transform(init, variance, agreed, Step(LocalStep(hyper), local), needs_warmup=frozen)
 
 
 def check_synchronised(elapsed: Tensor) -> None:
@@ -206,8 +253,20 @@ def check_synchronised(elapsed: Tensor) -> None:
         )
 
 
+def _shown(peak: Tensor, ok: Tensor) -> Tensor:
+    """Return the peak, NaN where what followed is not ok. That is made from each rank's own numbers, and yet alike.
+
+    A compiled simulation cannot know that, so there it is not looked at.
+    """
+    axes = current_binding().axes
+    if torch.compiler.is_compiling() and any(bound.transport == SIMULATED for bound in axes.values()):
+        return peak
+    ok = found_alike(ok, tuple(axes)) if axes else ok
+    return torch.where(ok.to(peak.device), peak, torch.nan)
+
+
 def largest(updates: Tree) -> Tensor:
     """Return the largest magnitude over all leaves, 0-d float32; NaN or Inf where an element is."""
     leaves = [u for u in tree.leaves(updates) if u.numel()]
     ends = [end.abs().to(leaves[0].device, torch.float32) for u in leaves for end in torch.aminmax(u)]
-    return torch.stack(ends).max() if ends else torch.zeros((), dtype=torch.float32)
+    return torch.stack(ends).max() if ends else torch.zeros((), dtype=torch.float32, device="cpu")

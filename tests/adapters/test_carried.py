@@ -11,7 +11,7 @@ import torch.distributed as dist
 from test_transactions import bits, build, same, set_gradients
 
 import fn
-from fn.adapters.carried import due, restored
+from fn.adapters.carried import restored
 from fn.adapters.staged import commit
 
 STEPS = 3
@@ -34,7 +34,7 @@ def trained(
 def delivered(freeze_step: int) -> dict[str, Any]:
     params, opt, rest = trained(True, freeze_step)
     others, by_hand, _ = trained(False, freeze_step)
-    found = {"a local step leaves it": due(opt, fn.Phase.LOCAL) == () != due(opt, opt.phase)}
+    found = {"a local step leaves it": opt.training.due(fn.Phase.LOCAL) == () != opt.training.due(opt.phase)}
     set_gradients(params, 50)
     if dist.get_rank() == 0:
         params[0].grad[0, 0] = float("nan")
@@ -69,7 +69,7 @@ def staged_ahead() -> bool:
     opt.ahead = lambda phase: ([opt.stage_group(0, phase, [p.grad for p in params])], None)
     opt.step()
     set_gradients(others, 51)
-    with torch.no_grad(), by_hand._binding:
+    with torch.no_grad(), by_hand.training.binding:
         grads = [p.grad + r for p, r in zip(others, rest, strict=True)]
         commit([by_hand.stage_group(0, fn.Phase.COMPRESSED, grads)], by_hand.states, [])
     return same(bits((params, opt.states)), bits((others, by_hand.states))) and opt.carried == ()

@@ -55,6 +55,7 @@ def descriptors() -> list[tuple[tuple[int, int, int], ...]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="needs /proc")
 @pytest.mark.parametrize("in_ddp", [False, True])
 def test_optimizers_one_after_the_other_take_no_more_than_one(in_ddp):

@@ -43,6 +43,7 @@ def replay_all(world: int) -> list[str]:
     return failures
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_recording_is_followed_in_real_processes(world: int) -> None:
     for rank, failures in enumerate(run(world, replay_all, world)):

@@ -53,6 +53,7 @@ def test_an_update_that_changes_the_form_of_the_state_is_refused_and_writes_noth
     assert not any(x.any() for x in state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "shape"), [(fn.adamw, (3,)), (fn.onebit_lamb, ())], ids=["adamw", "onebit_lamb"])
 def test_compiled_steps_write_numbers_without_a_dimension_too(make, shape):
     """Without a view of them, those of float64 stayed at zero: AdamW corrected the bias of the first step for good."""

@@ -42,7 +42,7 @@ def frozen(name: str, one_bucket: bool, at: int) -> tuple[str, Any, str, bool]:
 @pytest.mark.parametrize("place", PLACES)
 def test_all_ranks_name_the_rank_and_the_parameter(place, at):
     """The other ranks waited for its messages until the group's timeout."""
-    found = ranks.outcomes(2, frozen, *PLACES[place], at, timeout=20)  # less than the group's timeout
+    found = ranks.outcomes(2, frozen, *PLACES[place], at)
     for outcome in found:
         assert isinstance(outcome, tuple), outcome
         assert len(outcome) == 4, outcome

@@ -331,6 +331,13 @@ class Own(ReduceScatter):
     allocate = __call__ = None
 
 
+def with_its_last_sparse(state):
+    """Return other errors, the last one of which cannot be copied into a dense tensor."""
+    errors = {k: torch.ones_like(x) for k, x in state.items() if not k.endswith((".rank", ".widths"))}
+    last = max(errors, key=[*state].index)
+    return {**state, **errors, last: errors[last].to_sparse()}
+
+
 def loco_on_a_rank(path: str):
     """Train, save, go on; then load and go on: both must be the same. Then what is refused."""
     rank, found = dist.get_rank(), {}
@@ -371,6 +378,7 @@ def loco_on_a_rank(path: str):
         "another rank": torch.load(f"{path}/{1 - rank}", weights_only=True),
         "another grouping": compress(fully_shard(Net())).state_dict(),
         "another feedback": compress(sharded(), feedback=fn.classic()).state_dict(),
+        "its last error sparse": with_its_last_sparse(compressed.state_dict()),
     }
     for name, state in wrong.items():
         with pytest.raises(ValueError, match="state_dict: ") as refused:

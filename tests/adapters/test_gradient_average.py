@@ -124,7 +124,7 @@ def killed(option: str, at: int) -> tuple[str, Any, bool, str]:
 
 @pytest.mark.parametrize(("option", "at"), [(option, at) for option in ("plain", "unused", "static") for at in (0, 2)])
 def test_backward_names_the_rank_that_is_lost_in_it(option, at):
-    found = ranks.outcomes(3, killed, option, at, timeout=20)  # less than the group's timeout
+    found = ranks.outcomes(3, killed, option, at)
     assert found[1] == ranks.Died(-signal.SIGKILL)
     for outcome in (found[0], found[2]):
         assert isinstance(outcome, tuple), outcome

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 
 import fn
-from fn.adapters import checkpoint_state, ddp, fsdp_comms
+from fn.adapters import checkpoint_state, communication_thread, ddp, fsdp_comms
 
 
 @pytest.fixture
@@ -49,6 +50,10 @@ class Lent:
         raise InterruptedError("what follows is done with numbers")
 
 
+def interrupted(*_: Any, **__: Any) -> Any:
+    raise InterruptedError
+
+
 def test_gradients_stay_in_memory_until_the_replicas_stream_is_done_with_them(alone, monkeypatch):
     """FSDP2 frees what it hands to the hook before that stream has read it, where it casts it afterwards."""
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"current on {device}")
@@ -59,6 +64,44 @@ def test_gradients_stay_in_memory_until_the_replicas_stream_is_done_with_them(al
     with pytest.raises(InterruptedError):
         mean(reduced)
     assert reduced.streams == ["current on cuda:1"]
+
+
+def test_errors_stay_in_memory_until_the_stream_of_the_messages_is_done_with_them(alone, monkeypatch):
+    """They are made on the stream of the user's code; the first backward pass reads and replaces them on FSDP2's."""
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"current on {device}")
+    own = fn.collectives.segments.Segments((8,), torch.tensor([[8]]))
+    like, sent, op = torch.zeros(1), fn.ledger(), dist.ReduceOp.AVG
+    scatter = fsdp_comms.CompressedReduceScatter("block", "shard", alone, own, fn.sign(), fn.classic(), like, sent)
+    mean = fsdp_comms.ReplicaMean("block", "replicas", alone, own, fn.sign(), fn.classic(), like, sent, dict)
+    monkeypatch.setattr(fsdp_comms, "bind", interrupted)
+    scatter.error = (Lent(), Lent())
+    with pytest.raises(InterruptedError):
+        scatter(torch.zeros(8), torch.zeros(8), alone, op)
+    assert [x.streams for x in scatter.error] == [["current on cuda:1"]] * 2
+    mean.state, mean._shards, reduced = (Lent(), [Lent()]), None, Lent()
+    with pytest.raises(InterruptedError):
+        mean(reduced)
+    assert [x.streams for x in (mean.state[0], *mean.state[1], reduced)] == [["current on cuda:1"]] * 3
+
+
+def test_a_group_for_another_thread_is_made_without_the_ranks_that_are_not_in_it(alone, monkeypatch):
+    """With `device_id` torch splits communicators off the world's, which waits for all of its ranks."""
+    split, world = [], dist.group.WORLD
+    monkeypatch.setattr(c10d, "_get_split_source", lambda group: split.append(group))
+    monkeypatch.setattr(communication_thread, "_free", {})
+    world.bound_device_id = torch.device("cuda", 0)
+    try:
+        twin = communication_thread.bind_twin("data", world)
+        assert world.bound_device_id == torch.device("cuda", 0)
+        monkeypatch.setattr(dist, "new_group", interrupted)
+        with pytest.raises(InterruptedError):
+            communication_thread.bind_twin("data", world)
+        assert world.bound_device_id == torch.device("cuda", 0)
+    finally:
+        world.bound_device_id = None
+    assert split == []
+    with twin:
+        assert fn.pmean(torch.ones(3), "data").tolist() == [1.0] * 3
 
 
 def test_what_was_read_from_a_checkpoint_is_added_up_on_the_device_of_the_parameters(monkeypatch):
@@ -73,8 +116,8 @@ def test_what_was_read_from_a_checkpoint_is_added_up_on_the_device_of_the_parame
     monkeypatch.setattr(checkpoint_state, "device_among", lambda groups: torch.device("meta"), raising=False)
     opt = fn.Optimizer([torch.nn.Parameter(torch.zeros(3))], fn.adamw)
     states = {path: leaf for path, leaf in opt.state_dict().items() if path.startswith("state.")}
-    opt._axes, opt._binding = ["data"], fn.collectives.axis.Binding({})
+    opt.training.axes, opt.training.binding = ["data"], fn.collectives.axis.Binding({})
     rows = checkpoint_state.Rows(torch.ones(1, 3), 0, 2)
-    found = checkpoint_state.moved(opt, {**states, "params.0.0": rows})
+    found = checkpoint_state.moved(opt.training, {**states, "params.0.0": rows})
     assert found["params.0.0"].tolist() == [3.0] * 3
     assert summed == [torch.device("meta")]

@@ -165,7 +165,7 @@ def test_a_param_group_shows_every_number_that_its_transform_was_made_of():
     opt = fn.Optimizer(groups, partial(fn.onebit_adam, axis="data", eps=1e-5), lr=0.1)
     flags = {"servers": True, "bias_correction": False, "keep_zeros": True}
     found = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in opt.param_groups]
-    assert found[0] == {"name": "head", "b1": 0.9, "b2": 0.999, "eps": 1e-5, "weight_decay": 0.0, **flags}
+    assert found[0] == {"name": "head", "betas": (0.9, 0.999), "eps": 1e-5, "weight_decay": 0.0, **flags}
     assert found[1] == {"betas": (0.8, 0.99), "eps": 1e-5, "weight_decay": 0.5, **flags}
     assert "weight_decay: 0.5" in repr(opt)
 
@@ -179,6 +179,7 @@ def test_betas_are_another_spelling_of_b1_and_b2():
         opt.param_groups[0].update(change)
         go_on(opt, 3, 6)
         ends.append(p.detach())
+        assert opt.param_groups[0]["betas"] == (0.7, 0.9)
     assert torch.equal(*ends)
     with pytest.raises(TypeError, match="betas: is in a param group with b1; allowed is one of the two spellings"):
         fn.Optimizer([p], fn.adamw, betas=(0.5, 0.9), b1=0.5)
@@ -186,8 +187,17 @@ def test_betas_are_another_spelling_of_b1_and_b2():
         fn.Optimizer([p], fn.adamw, betas=0.9)
 
 
+def test_a_groups_own_b1_stands_before_the_betas_of_the_others():
+    p, q, r = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
+    opt = fn.Optimizer([{"params": [p], "b1": 0.5}, {"params": [q]}], partial(fn.adamw, b2=0.99), b1=0.8)
+    opt.add_param_group({"params": [r], "b2": 0.9})
+    assert [group["betas"] for group in opt.param_groups] == [(0.5, 0.99), (0.8, 0.99), (0.8, 0.9)]
+    assert not any({"b1", "b2"} & group.keys() for group in opt.param_groups)
+
+
+@pytest.mark.parametrize("given", [{}, {"betas": (0.9, 0.999)}, {"b1": 0.9}], ids=["by default", "betas", "b1"])
 @pytest.mark.parametrize("scheduler", ["OneCycleLR", "CyclicLR"])
-def test_schedulers_that_cycle_the_momentum_cycle_the_first_of_the_betas(scheduler):
+def test_schedulers_that_cycle_the_momentum_cycle_the_first_of_the_betas(scheduler, given):
     """As with torch's Adam: the values that were written are those of the step, through the freeze, too."""
     made = []
 
@@ -196,7 +206,7 @@ def test_schedulers_that_cycle_the_momentum_cycle_the_first_of_the_betas(schedul
         return fn.onebit_adam(lr, b1, b2, axis="data")
 
     p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-    opt = fn.Optimizer([p], make, schedule=fn.freeze_after(4), lr=0.01, betas=(0.9, 0.999))
+    opt = fn.Optimizer([p], make, schedule=fn.freeze_after(4), lr=0.01, **given)
     theirs = torch.optim.Adam([q], lr=0.01, betas=(0.9, 0.999))
     options = {"total_steps": 10} if scheduler == "OneCycleLR" else {"step_size_up": 4}
     rates = {"max_lr": 0.1} if scheduler == "OneCycleLR" else {"base_lr": 0.01, "max_lr": 0.1}

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from ranks import run
 
 import fn
-from fn.adapters import donate, interrupts, step_order
+from fn.adapters import checkpoint, donate, interrupts, step_order
 from fn.adapters.step_order import update_of
+from fn.collectives.sockets import Connections
 from fn.kernels import ops
 
 
@@ -43,7 +50,8 @@ def numbers(opt: fn.Optimizer, params: list[torch.Tensor]) -> list[torch.Tensor]
 
 
 def chained(lr: torch.Tensor) -> fn.Transform:
-    return fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))  # no kernel takes its whole step
+    own = fn.stateless(lambda updates, params: updates)  # a link of one's own, so no kernel takes the whole step
+    return fn.chain(fn.scale_by_adam(), own, fn.scale_by_learning_rate(lr))
 
 
 PLACES = {
@@ -141,9 +149,9 @@ def test_of_two_signals_in_a_step_both_handlers_are_called_although_they_raise()
 def test_a_step_of_another_thread_leaves_signals_alone():
     opt, _ = build()
     before, seen = signal.getsignal(signal.SIGINT), []
-    made = update_of(opt, opt.phase)
+    made = update_of(opt.training, opt.phase)
     watched = lambda *args: (made.donated(*args), seen.append(signal.getsignal(signal.SIGINT)))[0]  # noqa: E731
-    opt._updates[opt.phase] = made._replace(donated=watched, in_place=None)
+    opt.training.updates[opt.phase] = made._replace(donated=watched, in_place=None)
     thread = threading.Thread(target=opt.step)
     thread.start()
     thread.join()
@@ -158,3 +166,170 @@ def test_nothing_is_held_back_outside_of_a_step():
     update = partial(fn.donate(fn.scale_by_adam().warmup_update), [torch.ones(3)])
     update(fn.scale_by_adam().init([torch.ones(3)]), [torch.ones(3)])
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_thread_knows_whether_it_is_inside_of_a_step():
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(interrupts.inside_step())
+
+    with interrupts.whole_step(), interrupts.whole_step():
+        look()
+        elsewhere = threading.Thread(target=look)
+        elsewhere.start()
+        elsewhere.join()
+    look()
+
+    @interrupts.whole_step()
+    def failing() -> None:
+        look()
+        raise ValueError
+
+    def stepping() -> None:
+        with pytest.raises(ValueError):  # noqa: PT011
+            failing()
+        look()
+
+    thread = threading.Thread(target=stepping)
+    thread.start()
+    thread.join()
+    assert seen == [True, False, False, True, False]
+
+
+# Handlers of one's own, which may communicate: they wait for the end of the step, also while it waits for others.
+
+
+@contextmanager
+def handled(number: int, handler: Any) -> Iterator[None]:
+    before = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+
+
+def saved_in_a_step(folder: str) -> list[tuple[str, int, bool]]:
+    """Save from a handler of SIGUSR1, which rank 0 gets while it waits in an exchange, and rank 1 behind it."""
+    processes: list[Any] = [None, None]
+    dist.all_gather_object(processes, os.getpid())
+    params, found = [torch.nn.Parameter(torch.ones(5))], []
+
+    def before(g: Any, s: Any, p: Any) -> Any:
+        dist.barrier()  # both are inside of the step
+        if dist.get_rank() == 1:
+            os.kill(processes[0], signal.SIGUSR1)
+        return g, s
+
+    def behind(g: Any, s: Any, p: Any) -> Any:
+        if dist.get_rank() == 1:
+            signal.raise_signal(signal.SIGUSR1)
+        return g, s
+
+    def make(lr: torch.Tensor) -> fn.Transform:
+        mean = fn.compressed_average("data", fn.sign())
+        exchange = fn.chain(fn.lift(lambda p: (), before), mean, fn.lift(lambda p: (), behind))
+        return fn.chain(exchange, fn.scale_by_learning_rate(lr))
+
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = fn.Optimizer(params, make, schedule=fn.freeze_after(0), lr=0.1)
+
+    def save(*_: Any) -> None:
+        found.append((checkpoint.save(folder, opt).name, opt.steps, interrupts.inside_step()))
+
+    with handled(signal.SIGUSR1, save):
+        for _ in range(3):
+            params[0].grad = torch.full((5,), 1.0 + dist.get_rank())
+            opt.step()
+    return found
+
+
+def test_a_handler_that_saves_a_checkpoint_is_called_when_the_step_of_all_ranks_has_ended(tmp_path):
+    first, second = run(2, saved_in_a_step, str(tmp_path))
+    assert first == second
+    assert [steps for _, steps, _ in first] == [1, 2, 3]
+    assert not any(inside for *_, inside in first)
+    assert {name for name, *_ in first[-2:]} <= {path.name for path in Path(tmp_path).iterdir()}
+
+
+def recorder(heard: list[int]) -> Callable[..., None]:
+    return lambda number, frame: heard.append(number)
+
+
+def test_a_handler_waits_for_the_end_of_the_outermost_step_and_a_second_signal_does_not():
+    heard: list[int] = []
+    with handled(signal.SIGUSR1, recorder(heard)):
+        with interrupts.whole_step():
+            with interrupts.whole_step():
+                signal.raise_signal(signal.SIGUSR1)
+            assert heard == []
+        assert heard == [signal.SIGUSR1]
+        with interrupts.whole_step():
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == [signal.SIGUSR1] * 2
+        assert heard == [signal.SIGUSR1] * 2  # once for both
+        with interrupts.whole_step():
+            interrupts.begin_writing()
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGUSR1)
+            assert heard == [signal.SIGUSR1] * 2
+        assert heard == [signal.SIGUSR1] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGCHLD])
+def test_an_alarm_and_the_end_of_a_child_break_a_wait_but_not_the_writing(number):
+    heard: list[int] = []
+    with handled(number, recorder(heard)):
+        with interrupts.whole_step():
+            signal.raise_signal(number)
+            assert heard == [number]
+            interrupts.begin_writing()
+            signal.raise_signal(number)
+            assert heard == [number]
+        assert heard == [number] * 2
+
+
+def test_ctrl_c_breaks_a_step_again_after_one_inside_of_it_has_been_written():
+    @interrupts.whole_step()
+    def outer() -> None:
+        with interrupts.whole_step():
+            interrupts.begin_writing()
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it was held back")
+
+    with pytest.raises(KeyboardInterrupt):
+        outer()
+
+
+def test_a_handler_that_is_set_inside_of_a_step_stays():
+    heard: list[int] = []
+    theirs = recorder(heard)
+    with handled(signal.SIGUSR1, recorder([])):
+        with interrupts.whole_step():
+            signal.signal(signal.SIGUSR1, theirs)
+        assert signal.getsignal(signal.SIGUSR1) is theirs
+
+
+def test_a_second_sigterm_ends_the_wait_for_a_peer_that_never_answers():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        here = socket.create_connection(listener.getsockname())
+        there, _ = listener.accept()
+    connections, is_over = Connections({1: here}, timeout=300.0), threading.Event()
+
+    def insist() -> None:
+        while not is_over.wait(0.05):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
+
+    sender = threading.Thread(target=insist, daemon=True)
+
+    @interrupts.whole_step()
+    def step() -> None:
+        sender.start()
+        connections.pass_rows(torch.ones(2, 5), torch.empty(2, 5))
+
+    with handled(signal.SIGTERM, lambda *_: (is_over.set(), sys.exit(143))):
+        with pytest.raises(SystemExit):
+            step()
+        sender.join()
+    there.close()

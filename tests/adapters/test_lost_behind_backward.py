@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -40,8 +39,7 @@ def failed(how: str, parcel: int, at: int) -> tuple[str, Any, bool]:
         opt.step()
     except Exception as error:
         unchanged = same(before, arrays([*model.parameters()], opt.states))
-        if dist.get_rank() == 1:
-            time.sleep(5)  # it stays: who noticed only its end would name it
+        ranks.stay(2 if how == "dies" else 3)  # who noticed only the end of rank 1 would name it
         return type(error).__name__, getattr(error, "lost", None), unchanged
     return "nothing", None, False
 
@@ -50,7 +48,7 @@ def failed(how: str, parcel: int, at: int) -> tuple[str, Any, bool]:
 @pytest.mark.parametrize("parcel", [0, 1])
 @pytest.mark.parametrize("how", ["dies", "stays"])
 def test_all_others_hear_of_it_and_nothing_moves(how, parcel, at):
-    found = ranks.outcomes(3, failed, how, parcel, at, timeout=20)  # less than the group's timeout
+    found = ranks.outcomes(3, failed, how, parcel, at)
     if how == "dies":
         assert found.pop(1) == ranks.Died(-signal.SIGKILL)
     for outcome in found:

@@ -242,3 +242,27 @@ def test_what_happens_behind_the_backward_pass_is_not_made_up(checked: bool) -> 
     for found in ranks.run(2, overlapped, checked):
         assert [m.step for m in found] == [0, 1, 2, 3, 4]
         assert {m[2:3] + m[4:] for m in found} == {(None,) * 6}
+
+
+def watched_backward() -> list[tuple[int, int, list[str]]]:
+    """Return what a ledger and an observer around each backward pass saw, beside what the step sent."""
+    model = ddp_cases.wrapped()
+    opt = ddp_cases.build(model)
+    running, found = overlap(model, opt, least_wire_seconds=0.0), []
+    for step in range(6):
+        opt.zero_grad()
+        loss, phase = model(ddp_cases.batch(step)).square().mean(), opt.phase
+        seen = Observer().start()
+        with fn.ledger() as sent:
+            loss.backward()
+        seen.stop()
+        opt.step()
+        found.append((sent.total, running.bytes[phase], sorted(seen.seconds)))
+    return found
+
+
+def test_a_ledger_and_an_observer_around_a_backward_pass_see_what_other_threads_send_behind_it() -> None:
+    for found in ranks.run(2, watched_backward):
+        assert all(counted == sent > 0 for counted, sent, _ in found)
+        assert found[0][2] == ["average"]
+        assert found[-1][2] == ["encode", "exchange", "gather", "serve"]

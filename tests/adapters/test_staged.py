@@ -7,6 +7,7 @@ import torch
 
 import fn
 from fn.adapters.staged import commit, stage
+from fn.inplace.match import in_place
 
 KINDS = {"in place where there is a kernel": torch.float32, "pure": torch.float64}
 
@@ -28,7 +29,7 @@ def test_a_staged_step_changes_nothing_until_it_is_written_and_is_then_the_pure_
     update, grads, states, params = groups(dtype)
     expected = [[p + u for p, u in zip(ps, update(g, s, ps)[0], strict=True)]
                 for g, s, ps in zip(grads, states, params, strict=True)]  # fmt: skip
-    steps = [stage(update, *arguments) for arguments in zip(grads, states, params, strict=True)]
+    steps = [stage(update, in_place(update), *arguments) for arguments in zip(grads, states, params, strict=True)]
     assert all(bool((p == 1).all()) for ps in params for p in ps)
     commit(steps, states, still=[params[0][1]])
     torch.testing.assert_close(params[0][0], expected[0][0])
@@ -40,7 +41,7 @@ def test_a_staged_step_changes_nothing_until_it_is_written_and_is_then_the_pure_
 @pytest.mark.parametrize("dtype", KINDS.values(), ids=KINDS)
 def test_a_group_that_is_not_finite_stops_all_of_them(dtype):
     update, grads, states, params = groups(dtype, bad=True)
-    steps = [stage(update, *arguments) for arguments in zip(grads, states, params, strict=True)]
+    steps = [stage(update, in_place(update), *arguments) for arguments in zip(grads, states, params, strict=True)]
     assert [step.ok for step in steps] == [True, False]
     commit(steps, states, still=[])
     assert all(bool((p == 1).all()) for ps in params for p in ps)

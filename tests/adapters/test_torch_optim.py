@@ -403,6 +403,7 @@ def test_freeze_when_stable_is_fed_by_the_second_moment():
     assert phases == [Phase.WARMUP] * 5 + [Phase.COMPRESSED] * 5
 
 
+@pytest.mark.filterwarnings("ignore:steps. the last")
 def test_skipped_steps_do_not_freeze_a_second_moment_that_rests_because_of_them():
     p = torch.nn.Parameter(torch.ones(3))
     opt = fn.Optimizer([p], partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_when_stable(b2=0.5), lr=0.01)

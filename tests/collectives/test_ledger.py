@@ -111,6 +111,7 @@ def test_a_failing_step_closes_its_ledger():
         raise RuntimeError("inside")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["counting", "inductor"])
 def test_a_compiled_step_counts_in_every_run_and_is_not_traced_again(backend, graphs):
     f = fn.simulate(lambda x: one_mean(x, fn.sign()), "data", 2)
@@ -180,6 +181,7 @@ def on_processes(compile: bool) -> list:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
 def test_processes_count_what_the_simulation_counts(compile):
     outcomes = ranks.run(2, on_processes, compile)

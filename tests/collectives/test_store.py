@@ -117,6 +117,7 @@ def test_both_halves_take_every_store_and_their_errors_settle_to_vectors(name, s
 COMPRESSED = [o for o in OPTIMIZERS if Phase.COMPRESSED in o.phases and not o.coded_warmup]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store", STORES[1:], ids=["bf16", "int8"])
 @pytest.mark.parametrize("optimizer", COMPRESSED, ids=[o.name for o in COMPRESSED])
 def test_every_optimizer_trains_with_stored_errors_and_saves_them(optimizer, store):

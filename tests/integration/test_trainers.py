@@ -61,6 +61,18 @@ def test_a_recipe_trains_through_both_phases_and_resumes_bit_for_bit(recipe, tmp
         assert_same(first, resumed)
 
 
+def test_the_recipe_of_transformers_resumes_an_older_checkpoint_with_the_optimizer_of_its_step(tmp_path):
+    """A run of eight steps saves after the fourth and the eighth; it goes on from the fourth, in the same folder."""
+    if importlib.util.find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    out = tmp_path / "out"
+    first, _ = torchrun("with_transformers", out)
+    kept = {str(p.relative_to(out)) for p in out.glob("checkpoint-*/optimizer-*.pt")}
+    assert kept == {f"checkpoint-{step}/optimizer-{rank}.pt" for step in (4, 8) for rank in (0, 1)}
+    for resumed in torchrun("with_transformers", out, "--resume"):
+        assert_same(first, resumed)
+
+
 def test_the_recipe_of_accelerate_runs_in_a_single_process(tmp_path):
     """There `prepare` leaves the model without DDP."""
     if importlib.util.find_spec("accelerate") is None:

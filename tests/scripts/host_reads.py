@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from other_device import NAME, echo
 
 import fn
-from fn.adapters import torch_optim
+from fn.adapters import torch_optim, training
+from fn.inplace import zero_one_adam
 from fn.kernels import eager, foreach, ops, triton, triton_int
-from fn.transforms import agreed, average, zero_one_in_place
+from fn.transforms import agreed, average
 
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
@@ -97,10 +98,10 @@ def pretend() -> None:
         table._accepted[op, NAME] = tuple(table.Cell(row.name, row.kernels[op]) for row in rows if op in row.kernels)
     eager._PLAIN.add(FakeTensor)
     vars(eager)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
-    for module, check in ((torch_optim, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
+    for module, check in ((training, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
                           (agreed, "check_agreement"), (average, "check_agreement")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None
-    vars(zero_one_in_place)["check_synchronised"] = lambda elapsed: None  # a number that is not there reads as 0.5
+    vars(zero_one_adam)["check_synchronised"] = lambda elapsed: None  # a number that is not there reads as 0.5
     made = torch.tensor
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:

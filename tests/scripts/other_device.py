@@ -23,16 +23,10 @@ import fn
 from fn import tree
 from fn.collectives import segments, transports
 from fn.collectives.axis import Axis, Binding
+from fn.inplace import adam, bounds, descent, zero_one_adam
+from fn.inplace.match import in_place
 from fn.kernels import eager, foreach
-from fn.transforms import (
-    adam_in_place,
-    average_in_place,
-    coded_in_place,
-    lamb_in_place,
-    shards,
-    zero_one_in_place,
-)
-from fn.transforms.in_place import InPlace
+from fn.transforms import shards
 
 NAME = "elsewhere"
 SHAPES = [(37, 5), (7,), (), (0,), (4097,)]
@@ -70,13 +64,12 @@ def pretend(device: torch.device) -> None:
     eager._PLAIN.add(FakeTensor)
     segments.Segments.row = lambda self, index: segments.Segments(self.widths, self.valid[:1])
     vars(shards)["int"] = lambda index: 0
-    coded_in_place.CodedMean.ok = property(lambda self: all(x.device == device for x in self.numbers))
-    for module in (average_in_place, zero_one_in_place):
-        module.squares_are_finite = lambda leaves: all(x.device == device for x in leaves)
-    vars(lamb_in_place)["bool"] = lambda number: number.device == device
-    seen = {"bool": lambda number: True, "float": lambda number: 1e-3, "check_synchronised": lambda elapsed: None}
-    vars(zero_one_in_place).update(seen)
-    adam_in_place.Descent.tail = lambda self, state: (self.eps, self.weight_decay, 1e-3, 1.0, 1.0)
+    bounds.Bounds.hold = bounds.Bounds.follow = lambda *args: True
+    descent.Descent.rate = property(lambda self: 1e-3)
+    for module in (adam, zero_one_adam, bounds):
+        vars(module).update({"bool": lambda number: True, "float": lambda number: 1e-3})
+    vars(zero_one_adam)["check_synchronised"] = lambda elapsed: None
+    adam.kernel_args = lambda rule, descent, moments: (rule.eps, descent.weight_decay, 1e-3, 1.0, 1.0)
     made = torch.tensor
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> torch.Tensor:
@@ -89,11 +82,11 @@ def pretend(device: torch.device) -> None:
 
 def step(update: Any, staged: bool, grads: list[Any], state: Any, params: list[Any]) -> None:
     if staged:
-        found = update.stage(grads, state, params)
+        found = in_place(update).stage(grads, state, params)
         assert found.ok if isinstance(found.ok, bool) else found.ok.device == params[0].device
         found.commit()
         return
-    updates, after = (update.pure if isinstance(update, InPlace) else update)(grads, state, params)
+    updates, after = update(grads, state, params)
     fn.apply_updates(params, updates)
     for old, new in zip(tree.leaves(state), tree.leaves(after), strict=True):
         assert new.device == old.device, (old.device, new.device)

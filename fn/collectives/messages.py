@@ -1,26 +1,64 @@
-"""Payloads on the wire: the rows of several tensors as one message each. `exchange` and `gather`.
+"""Messages: the rows of several tensors as one message each. `exchange` and `gather`; `swap_rows` and `fill_rows`.
 
 The leaves of a row go one behind the other, the widest dtypes first. Over connections of our own each leaf is sent from
 where it lies and received where it belongs; a collective carries bytes that are joined before and taken apart after.
+
+`swap_rows` and `fill_rows` are `all_to_all` and `all_gather` on the host, for a step in memory that it has. They copy
+no row of this rank's own, and are neither traced nor simulated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fn import tree
+from fn.collectives import axis as axes
 from fn.collectives import primitives
+from fn.collectives.ledger import record
 from fn.collectives.observe import step_range
-from fn.collectives.rows import Direct, direct
-from fn.collectives.sockets import bytes_of
+from fn.collectives.rendezvous import connections
+from fn.collectives.sockets import Connections, bytes_of, rows_of_bytes
+from fn.collectives.transports import registered
 from fn.kernels import buffers
+from fn.kernels.eager import is_eager
 
 Tree = Any
+Parts = Sequence[memoryview]
+
+
+class Direct(NamedTuple):
+    """How rows of an axis go over connections of our own. size: ranks. me: this one."""
+
+    axis: str
+    size: int
+    me: int
+    transport: str
+    connections: Connections
+
+    def pass_rows(self, collective: str, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> None:
+        """Send bytes to every other rank and fill bytes from it, and count them as a collective's.
+
+        Raises: `PeerLost` if a rank ends or does not answer in time.
+        """
+        record(self.axis, collective, sum(len(part) for parts in sends.values() for part in parts))
+        with primitives.losses_named(collective, self.transport):
+            self.connections.exchange(sends, receives)
+
+
+def direct(tensors: Sequence[Tensor], axis: str) -> Direct | None:
+    """Return the way over connections of our own; None where a collective carries tensors like these."""
+    size, rank, transport = axes.resolve(axis)
+    if size == 1 or transport in registered or transport == axes.SIMULATED or not is_eager(*tensors):
+        return None
+    if any(t.device.type != "cpu" for t in tensors) or not any(t.numel() for t in tensors):
+        return None
+    found = connections(primitives.group_of(transport))
+    return None if found is None else Direct(axis, size, int(rank), transport, found)
 
 
 def exchange(payload: Tree, axis: str) -> Tree:
@@ -49,6 +87,41 @@ def gather(payload: Tree, axis: str) -> Tree:
         return restore(gathered)
 
 
+def swap_rows(rows: Sequence[Tensor], axis: str) -> list[Tensor]:
+    """Exchange rows: entry r of the result is the row that rank r held for this rank.
+
+    Args: rows: W contiguous tensors of one shape, entry r for rank r. axis: the axis' name.
+    Returns: as many tensors of that shape; this rank's own is the one that was given.
+    Raises: as `all_to_all`.
+    """
+    way = direct(rows, axis)
+    with step_range("exchange"):
+        if way is None:
+            found = primitives.all_to_all(torch.stack(list(rows)), axis) if len(rows) > 1 else rows[0][None]
+            return [*found.unbind(0)]
+        received = [row if r == way.me else buffers.empty(row.shape, row.dtype) for r, row in enumerate(rows)]
+        others = [p for p in range(way.size) if p != way.me]
+        sends, receives = ({p: [bytes_of(each[p])] for p in others} for each in (rows, received))
+        way.pass_rows("all_to_all", sends, receives)
+        return received
+
+
+def fill_rows(out: Tensor, axis: str) -> None:
+    """Write row r of rank r into row r of `out` on all ranks.
+
+    Args: out: (W, ...), contiguous, of which this rank's own row is there. axis: the axis' name.
+    Raises: as `all_gather`.
+    """
+    way = direct([out], axis)
+    with step_range("gather"):
+        if way is None:
+            if out.shape[0] > 1:
+                out.copy_(primitives.all_gather(out[int(axes.axis_index(axis))], axis))
+            return
+        mine, others = [bytes_of(out[way.me])], [p for p in range(way.size) if p != way.me]
+        way.pass_rows("all_gather", dict.fromkeys(others, mine), {p: [bytes_of(out[p])] for p in others})
+
+
 def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
     """Return the leaves and what puts them back; of a NamedTuple of tensors, as codecs have them, without a walk."""
     if hasattr(payload, "_make") and {type(leaf) for leaf in payload} == {Tensor}:
@@ -60,20 +133,13 @@ def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree
 def _pass(way: Direct, collective: str, leaves: Sequence[Tensor], into: Sequence[Tensor], rows: int) -> None:
     """Send row p of so many, or the only one, to rank p; fill row p of W from rank p, and copy this rank's own."""
     order = _wide_first(leaves)
-    give = [_cut(leaves[i], rows) * (way.size // rows) for i in order]
-    take = [_cut(into[i], way.size) for i in order]
+    give, take = rows_of_bytes([leaves[i] for i in order], rows), rows_of_bytes([into[i] for i in order], way.size)
+    give = [parts * (way.size // rows) for parts in give]
     for mine, place in zip(give, take, strict=True):
         place[way.me][:] = mine[way.me]
     others = [p for p in range(way.size) if p != way.me]
     sends = {p: [parts[p] for parts in give] for p in others}
     way.pass_rows(collective, sends, {p: [parts[p] for parts in take] for p in others})
-
-
-def _cut(x: Tensor, rows: int) -> list[memoryview]:
-    """Return the bytes of each row."""
-    whole = bytes_of(x)
-    width = len(whole) // rows
-    return [whole[r * width : (r + 1) * width] for r in range(rows)]
 
 
 def _wide_first(leaves: Sequence[Tensor]) -> list[int]:

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import Phase, tree
 from fn.adapters import step_order
+from fn.inplace.compressed_average import CodedMean
+from fn.inplace.match import in_place
+from fn.inplace.protocol import InPlace
 from fn.kernels.table import cells
-from fn.transforms.coded_in_place import CodedMean
-from fn.transforms.in_place import InPlace
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
@@ -138,6 +139,7 @@ def count_means():
         CodedMean.step = original
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "rows"), [(1, "numba"), (2, "numba"), (3, "numba"), (1, "torch"), (2, "torch"), (3, "torch")]
 )
@@ -260,7 +262,7 @@ def test_adamw_in_place_is_torchs(dtype):
 
 
 def test_what_cannot_be_staged_runs_the_donated_update():
-    update = fn.adamw(1e-2).update(Phase.WARMUP)
+    update = in_place(fn.adamw(1e-2).update(Phase.WARMUP))
     assert isinstance(update, InPlace)
     for params in ([torch.ones(3, dtype=torch.float64)], [torch.ones(4, 4).t()[:, :2]], []):
         state = fn.adamw(1e-2).init(params)
@@ -287,7 +289,7 @@ def test_staging_writes_nothing():
     params, tx = [torch.ones(100)], fn.adamw(1e-2)
     state = tx.init(params)
     before = [x.clone() for x in tree.leaves([params, state])]
-    found = tx.update(Phase.WARMUP).stage([torch.randn(100)], state, params)
+    found = in_place(tx.update(Phase.WARMUP)).stage([torch.randn(100)], state, params)
     assert found.ok
     assert all(map(torch.equal, before, tree.leaves([params, state])))
     found.commit()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.collectives import payloads
+from fn.collectives import messages
 from fn.collectives.codec import Codec
 from fn.collectives.compressed import for_own_row, for_rows, fused_with, through_servers
 from fn.collectives.feedback import Feedback
@@ -38,10 +38,10 @@ def through_servers_later(
     if fused is None or fused.later is None or observed() or not fused.later.accepts(server):
         gathered, after = through_servers(payload, server, axis, codec, feedback, segments=segments)
         return gathered, successor(server, after)
-    received = payloads.exchange(payload, axis)
+    received = messages.exchange(payload, axis)
     with step_range("serve"):
         mean = fused.later.serve(received, server)
-    return payloads.gather(mean, axis), partial(fused.later.keep, received, server, mean)
+    return messages.gather(mean, axis), partial(fused.later.keep, received, server, mean)
 
 
 EncodeAverages = Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Callable[[], None], Sent | None]]

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import Phase, tree
 from fn.collectives import rendezvous
+from fn.inplace.match import in_place
+from fn.inplace.protocol import InPlace
 from fn.transforms import layout as layouts
-from fn.transforms.in_place import InPlace
 from fn.transforms.shards import take
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
@@ -59,7 +60,7 @@ def against_the_pure_chain(own_connections: bool) -> list[Any]:
             for p, g in zip(params, grads, strict=True):
                 p.grad = g
             given = ([p.detach() for p in params],)
-            staged += tx.update(schedule(step)).fits(grads, opt.states[0], given[0])
+            staged += in_place(tx.update(schedule(step))).fits(grads, opt.states[0], given[0])
             with fn.ledger() as sent:
                 opt.step()
             with fn.bind(mesh), fn.ledger() as sent_too:
@@ -112,7 +113,7 @@ def test_staging_writes_nothing_and_what_it_cannot_do_it_leaves():
     params, tx = [torch.ones(100)], fn.loco_adamw(1e-2, axis="data")
     state = tx.init(params)
     before = [x.clone() for x in tree.leaves([params, state])]
-    update = tx.update(Phase.COMPRESSED)
+    update = in_place(tx.update(Phase.COMPRESSED))
     assert isinstance(update, InPlace)
     found = update.stage([torch.randn(100)], state, params)
     assert found.ok
@@ -122,4 +123,4 @@ def test_staging_writes_nothing_and_what_it_cannot_do_it_leaves():
     wide = [torch.ones(3, dtype=torch.float64)]
     assert not update.fits(wide, tx.init(wide), wide)
     coded = fn.loco_adamw(1e-2, axis="data", gather=fn.int8())  # of float32: updates travel, which are not params
-    assert not coded.update(Phase.COMPRESSED).fits(params, coded.init(params), params)
+    assert not in_place(coded.update(Phase.COMPRESSED)).fits(params, coded.init(params), params)

@@ -11,22 +11,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.collectives import payloads
-from fn.collectives.axis import AxisNames
+from fn import tree
+from fn.base import Step, UpdateFn, links_of
+from fn.collectives import messages
 from fn.collectives.codec import Codec, segmented
 from fn.collectives.compressed import ErrorFeedbackState, encode
-from fn.collectives.compressed_in_place import EncodeAverages, encode_averages, successor, through_servers_later
 from fn.collectives.feedback import Feedback
 from fn.collectives.gathered import check_no_server
-from fn.collectives.hierarchy import Codecs, Feedbacks, compressed_all_reduce, row_count
+from fn.collectives.hierarchy import compressed_all_reduce, hops, row_count
 from fn.collectives.observe import step_range
 from fn.collectives.segments import Segments
 from fn.collectives.sign_codec import SignPayload
 from fn.collectives.two_passes import Sent
+from fn.inplace.compressed import EncodeAverages, encode_averages, successor, through_servers_later
+from fn.inplace.memory import written_into
 from fn.kernels import buffers, ops
 from fn.kernels.eager import remembered
 from fn.transforms import layout as layouts
-from fn.transforms.finite import all_finite
+from fn.transforms.average import CompressedAverage
 from fn.transforms.layout import Bucket
 
 Tree = Any
@@ -59,11 +61,6 @@ class CodedMean(NamedTuple):
         """
         means = [each.mean for each in self.buckets]
         return [mean.scales if isinstance(mean, SignPayload) else mean for mean in means]
-
-    @property
-    def ok(self) -> Tensor:
-        """Return whether the mean is finite, 0-d bool."""
-        return all_finite(self.numbers)
 
     def step(
         self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], tail: Sequence[float], *,
@@ -148,9 +145,9 @@ class CodedAverage(NamedTuple):
         return CodedMean(found)
 
     def average_moments(
-        self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float
+        self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree = None
     ) -> CodedMean:
-        """Average decay * mu + (1 - decay) * grad."""
+        """Average decay * mu + (1 - decay) * grad. params: of no use here."""
         found = []
         for bucket, e, d, signs in self.plan(mu, sync):
             if signs is None:
@@ -171,7 +168,7 @@ class CodedAverage(NamedTuple):
     ) -> BucketMean:
         """Average what is encoded."""
         if not self.servers:
-            return BucketMean(bucket, payloads.gather(payload, self.axis), keep_worker, sent)
+            return BucketMean(bucket, messages.gather(payload, self.axis), keep_worker, sent)
         rule = self.axis, self.codec, self.feedback
         gathered, keep_server = through_servers_later(payload, d, *rule, segments=bucket.segments)
 
@@ -182,13 +179,51 @@ class CodedAverage(NamedTuple):
         return BucketMean(bucket, gathered, keep, sent)
 
 
-def coded_average(
-    axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, *, servers: bool
-) -> CodedAverage | None:
-    """Return the compressed average for steps in place; None over several axes."""
-    if isinstance(axis, str) and isinstance(codec, Codec) and isinstance(feedback, Feedback):
-        return CodedAverage(axis, codec, feedback, layout, servers)
-    return None
+class PureAverage(NamedTuple):
+    """Any average of trees, such as one over several axes or a user's own, for steps in place."""
+
+    update: UpdateFn
+
+    def average_moments(
+        self, sync: Tree, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree
+    ) -> PureMean:
+        """Average decay * mu + (1 - decay) * grad."""
+        own = [torch.lerp(g, m, decay) for g, m in zip(grads, mu, strict=True)]
+        structure = tree.flatten(params)[1]
+        mean, after = self.update(tree.unflatten(structure, own), sync, params)
+        return PureMean([m.contiguous() for m in tree.leaves(mean)], written_into(sync, after))
+
+
+class PureMean(NamedTuple):
+    """A mean that all ranks have, as tensors like the params. keep: write the errors."""
+
+    mean: list[Tensor]
+    keep: Callable[[], None]
+
+    @property
+    def numbers(self) -> list[Tensor]:
+        """Return tensors whose elements are finite if the mean is, and as large as its largest one."""
+        return self.mean
+
+    def step(
+        self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], tail: Sequence[float], *, keep_zeros: bool
+    ) -> None:
+        """Write the mean into mu, and take the step from it. keep_zeros: must be true."""
+        torch._foreach_copy_(mu, self.mean)
+        ops.direct("adamw_", params, mu, mu, nu, 0.0, 0.0, *tail, True)
+
+
+Mean = CodedMean | PureMean
+
+
+def average_of(update: UpdateFn) -> CodedAverage | PureAverage | None:
+    """Return an average for steps in place; None for one that does nothing."""
+    links = links_of(update)
+    rule = links[0].update.rule if len(links) == 1 and isinstance(links[0].update, Step) else None
+    if isinstance(rule, CompressedAverage) and isinstance(rule.axis, str) and update is links[0].update:
+        (hop,) = hops(rule.axis, rule.codec, rule.feedback)
+        return CodedAverage(rule.axis, hop.codec, hop.feedback, rule.layout, rule.servers)
+    return PureAverage(update) if links else None
 
 
 def moving_averages(

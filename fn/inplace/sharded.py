@@ -1,4 +1,4 @@
-"""Sharded AdamW's step in place, beside the pure chain: one kernel updates the shard, in memory of the pool."""
+"""Sharded AdamW's step in place: one kernel updates the shard, in memory of the pool."""
 
 from __future__ import annotations
 
@@ -8,47 +8,67 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform
+from fn.base import Link, Step, UpdateFn, links_of
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.compressed_in_place import successor
+from fn.inplace.adam import count_step, kernel_args
+from fn.inplace.bounds import MOVE, SMALLEST, Bounds
+from fn.inplace.compressed import successor
+from fn.inplace.descent import Descent, descent_of
+from fn.inplace.head import Head
+from fn.inplace.protocol import InPlace, Staged, has_kernel
 from fn.kernels import buffers
 from fn.kernels.eager import is_eager
-from fn.transforms import adam_in_place, exchange
+from fn.transforms import exchange
 from fn.transforms import layout as layouts
-from fn.transforms.adam_in_place import Descent
-from fn.transforms.exchange import Rules
-from fn.transforms.finite import SkipState, all_finite
-from fn.transforms.in_place import InPlace, Staged, has_kernel
-from fn.transforms.moments import AdamState
-from fn.transforms.sharded import ShardedState, check_shards, kept_of
+from fn.transforms.finite import all_addable, all_finite
+from fn.transforms.moments import Adam, AdamState
+from fn.transforms.sharded import Sharded, ShardedState, check_shards, kept_of
 from fn.transforms.shards import followed, take
 
 Tree = Any
 
 
-def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Transform:
-    """Let both phases of `sharded` over a chain (Adam's moments, weight decay, learning rate) be staged.
+def stage_shards(
+    update: UpdateFn, rule: Sharded, link: Link, head: Head, descent: Descent, bounds: Bounds
+) -> InPlace | str:
+    """Return how a step of `sharded` over a chain of Adam's moments, weight decays and learning rates is staged.
 
     The shard's new params and moments are made in fresh memory of the pool and take the old ones' place when all
-    ranks know that they are finite. Params travel back, also where the pure chain sends updates.
+    ranks know that they are finite, so nothing has to be bounded. Params travel back, also where the pure chain sends
+    updates.
     """
+    rules, inner = rule.rules, links_of(rule.inner)
+    adam = inner[0].update.rule if inner and isinstance(inner[0].update, Step) else None
+    if not isinstance(adam, Adam) or rules.momentum is not None:
+        return "fn.sharded has kernels for a chain that begins with scale_by_adam"
+    h, behind = adam, descent_of(inner[1:])
+    if isinstance(behind, Link):
+        return "fn.sharded has kernels for weight decays, then rates, behind scale_by_adam"
+    if descent != Descent(0.0, ()):
+        return "a weight decay or a rate stands behind fn.sharded; allowed are those inside of it"
 
-    def fits(updates: Tree, state: SkipState, params: Tree) -> bool:
-        inside: ShardedState = state.inner
-        moments: AdamState = inside.inner[0]
+    def moments_of(state: Tree) -> AdamState:
+        moments: AdamState = inner[0].state(link.state(state).inner)
+        return moments
+
+    def fits(updates: Tree, state: Tree, params: Tree) -> bool:
+        inside: ShardedState = link.state(state)
+        moments = moments_of(state)
         leaves, masters = tree.leaves(params), tree.leaves(inside.master)
         if rules.gather is not None and len(masters) != len(inside.master):
             return False  # updates in codes are not the same as params in codes
         eager = is_eager(*leaves, *tree.leaves(updates)) and all(p.is_contiguous() for p in leaves)
         lists = [tree.leaves(moments.mu), tree.leaves(moments.nu)]
         known = has_kernel("adamw_into_", lists) and (not masters or has_kernel("adamw_into_", [masters]))
-        return h.eps > 0 and eager and known
+        return h.eps >= SMALLEST and eager and known
 
-    def stage(codes: bool, updates: Tree, state: SkipState, params: Tree) -> Staged:
-        inside: ShardedState = state.inner
-        moments: AdamState = inside.inner[0]
-        leaves, grads, index = tree.leaves(params), tree.leaves(updates), axis_index(rules.axis)
-        codes = codes and axis_size(rules.axis) > 1
+    def stage(updates: Tree, state: Tree, params: Tree) -> Staged:
+        inside: ShardedState = link.state(state)
+        moments = moments_of(state)
+        made, keep = head.run(updates, state, params)
+        tree.check_updates(made, params)
+        leaves, grads, index = tree.leaves(params), tree.leaves(made), axis_index(rules.axis)
+        codes = rule.codes and axis_size(rules.axis) > 1
         plan, steps = rules.arrange(leaves), []
         check_shards(inside, plan, index)
         after = moments._replace(  # the weights after this step
@@ -66,8 +86,8 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
             mine = whole[int(index)]  # params that are not kept are made where they travel from
             new = [buffers.empty(x.shape, x.dtype) for x in (old, mu, nu)]
             new[0] = new[0] if keeps or old.dtype != dtype else mine
-            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *h.tail(after))
-            if not _are_finite(peaks, dtype):
+            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *kernel_args(h, behind, after))
+            if not (_are_finite(peaks, dtype) and _is_addable(peaks, new[0], old)):
                 new[0].fill_(float("nan"))  # for all ranks to see
             full, kept = exchange.back_from_rows(new[0], whole, kept, bucket, rules, codes)
             steps.append(_Step(bucket, kept, new, full))
@@ -78,17 +98,15 @@ def with_sharded_adam_in_place(tx: Transform, rules: Rules, h: Descent) -> Trans
         renew = successor(olds, news)
 
         def commit() -> None:
-            adam_in_place.step_weights(moments, h, warmup=True)
+            count_step(moments, h.b1, h.b2)
             for step in steps:
                 layouts.split_into([leaves[i] for i in step.bucket.places], step.whole, step.bucket)
             renew()
+            keep()
 
         return Staged(_agree([s.whole for s in steps], plan, exact), commit)
 
-    def both(update: Any, codes: bool) -> InPlace:
-        return InPlace(update, fits, lambda updates, state, params: stage(codes, updates, state, params))
-
-    return tx._replace(warmup_update=both(tx.warmup_update, False), compressed_update=both(tx.compressed_update, True))
+    return InPlace(update, fits, stage)
 
 
 class _Step(NamedTuple):
@@ -103,6 +121,11 @@ class _Step(NamedTuple):
 def _are_finite(peaks: Tensor, dtype: torch.dtype) -> bool:
     """Return whether the square of the largest gradient and the largest param, in the dtype it travels in, are."""
     return bool(peaks[0].square().isfinite() & peaks[1].to(dtype).isfinite())
+
+
+def _is_addable(peaks: Tensor, new: Tensor, old: Tensor) -> bool:
+    """Return whether the step is one that a pure one would add, looked at closely only where it may not be."""
+    return bool(peaks[1] < MOVE) or bool(all_addable([new - old.to(new.dtype)]))
 
 
 def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> bool:

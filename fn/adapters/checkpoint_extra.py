@@ -1,0 +1,86 @@
+"""What a checkpoint keeps beside the optimizer: once where it is the same on all ranks, for each rank where it differs.
+
+A model's running statistics differ between ranks whose batches do, and so do states of random generators.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from fn.errors import RanksDisagree
+
+SAME, EACH = "extra.", "extra of each rank."
+"""How the keys of leaves begin, of which there is one, or a row (W, ...) of each rank's."""
+
+X = TypeVar("X")
+
+
+def apart(
+    state: Mapping[str, Tensor],
+    as_row: Callable[[Tensor], Tensor],
+    gather: Callable[[Callable[[], Any]], list[Any]],
+) -> dict[str, Tensor]:
+    """Return what to save, with a row of this rank's for each leaf of `extra` that is not the same on all ranks.
+
+    Args: as_row: a tensor -> its row. gather: a function -> what it returns on each rank.
+    Raises: `RanksDisagree`, on every rank, if a leaf's shape or dtype differs, or not all ranks have it.
+    """
+    mine: dict[str, tuple[str, str]] = {}
+
+    def digest() -> bytes:
+        mine.update({key: (_form(x), _digest(x)) for key, x in state.items() if key.startswith(SAME)})
+        return hashlib.blake2b(repr(sorted(mine.items())).encode()).digest()
+
+    if len(set(gather(digest))) == 1:
+        return dict(state)
+    each: list[dict[str, tuple[str, str]]] = gather(lambda: mine)
+    _check_forms(each)
+    own = {key for key in mine if len({theirs[key] for theirs in each}) > 1}
+    return {EACH + k.removeprefix(SAME) if k in own else k: as_row(x) if k in own else x for k, x in state.items()}
+
+
+def joined(saved: Mapping[str, X]) -> dict[str, X]:
+    """Return what was saved under the keys of its leaves."""
+    return {SAME + key.removeprefix(EACH) if key.startswith(EACH) else key: x for key, x in saved.items()}
+
+
+def mine(saved: Mapping[str, Any], rank: int, old: int, size: int) -> dict[str, Any]:
+    """Return what this rank is given of what `old` ranks saved: on another number of ranks, all are given rank 0's."""
+    own = sorted(key.removeprefix(EACH) for key in saved if key.startswith(EACH))
+    if own and old != size:
+        warnings.warn(
+            f"extra: {', '.join(map(repr, own[:3]))}{f' and {len(own) - 3} more' if len(own) > 3 else ''} differed "
+            f"between the {old} ranks that saved; on {size} ranks all load what rank 0 had",
+            stacklevel=3,
+        )
+    row = rank if old == size else 0
+    return joined({key: x[row] if key.startswith(EACH) else x for key, x in saved.items()})
+
+
+def _check_forms(each: list[dict[str, tuple[str, str]]]) -> None:
+    for rank, theirs in enumerate(each):
+        for key in [*each[0], *theirs]:
+            first, other = (found[key][0] if key in found else "missing" for found in (each[0], theirs))
+            if first != other:
+                leaf = key.removeprefix(SAME)
+                raise RanksDisagree(
+                    f"ranks disagree: leaf {leaf!r} of extra is {other} on rank {rank} and {first} on rank 0; numbers "
+                    f"may differ, but give all ranks the same leaves; nothing was saved",
+                    rank=rank,
+                    field=leaf,
+                )
+
+
+def _form(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)}"
+
+
+def _digest(x: Tensor) -> str:
+    numbers = x.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(numbers.data, digest_size=16).hexdigest()

@@ -1,0 +1,50 @@
+"""Which leaves of a state all ranks hold alike, and which are one rank's own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from fn import tree
+from fn.base import rank_local
+from fn.collectives.compressed import ErrorFeedbackState
+from fn.errors import expected
+from fn.transforms.sharded import ShardedState
+
+Tree = Any
+
+SAME, OWN, ERROR, SHARD = "same", "own", "error", "shard"
+"""A leaf is the same on all ranks, or one rank's own: an error, a shard, or what goes with params of its own."""
+
+
+def kinds(states: Tree, mark: str = SAME) -> Tree:
+    """Return a tree like the states with SAME, OWN, ERROR or SHARD at every leaf.
+
+    What a class names in `rank_local` are errors, unless it says `local_params`: that each rank goes to params of its
+    own. Args: mark: of what no class names.
+    """
+    if isinstance(states, tuple) and hasattr(states, "_fields"):
+        local, own = rank_local(states), ERROR
+        if mark == SHARD or isinstance(states, ShardedState):
+            own = ERROR if isinstance(states, ErrorFeedbackState) else SHARD
+        elif getattr(states, "local_params", False):
+            own = OWN
+        fields = zip(states._fields, states, strict=True)
+        return type(states)(*(kinds(value, own if name in local else mark) for name, value in fields))
+    if isinstance(states, tuple | list):
+        return type(states)(kinds(value, mark) for value in states)
+    if isinstance(states, dict):
+        return {key: kinds(value, mark) for key, value in states.items()}
+    return tree.map(lambda _: mark, states)
+
+
+def by_path(states: Tree, prefix: str = "state.") -> dict[str, Any]:
+    """Return the leaves of a tree by their paths."""
+    return {f"{prefix}{path}": leaf for path, leaf in zip(tree.paths(states), tree.leaves(states), strict=True)}
+
+
+def check_paths(state: Tree) -> None:
+    """Refuse a state of which two leaves have one path with a ValueError: one would be saved for both."""
+    for path in [path for path, count in Counter(tree.paths(state)).items() if count > 1]:
+        cure = "let init return dicts with strings without dots as keys"
+        raise ValueError(expected("state", "a path of its own for every leaf", f"two leaves at {path!r}", cure))

@@ -1,0 +1,44 @@
+"""Functions with code objects of their own, of which `torch.compile` counts the compilations apart.
+
+All functions that one factory has made share a code object, and all objects that can be called share a wrapper of
+torch's. torch gives up after 8 compilations of one code object: a process would come to its end with the ninth update
+that it compiles, on params of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import update_wrapper
+from types import FunctionType
+from typing import Any, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+KEPT = 32
+"""Functions that are kept, so that an update that is asked for again is not compiled again."""
+
+_kept: dict[int, Callable[..., Any]] = {}
+
+
+def own_code(f: F) -> F:
+    """Give a function, which its factory has just made, a code object of its own; return it, or what is no function."""
+    if isinstance(f, FunctionType) and not torch.compiler.is_compiling():
+        f.__code__ = f.__code__.replace()
+    return f
+
+
+def compilable(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as it is, and of another object a function, its own for good, that calls it: `__wrapped__`."""
+    if isinstance(f, FunctionType) or torch.compiler.is_compiling():  # the second: it is part of what is compiled
+        return f
+    if id(f) not in _kept:
+
+        def call(*args: Any) -> Any:
+            return f(*args)
+
+        _kept[id(f)] = own_code(update_wrapper(call, f))  # which keeps f, so that no other one has its id
+        for oldest in [*_kept][:-KEPT]:
+            _kept.pop(oldest, None)
+    return _kept[id(f)]

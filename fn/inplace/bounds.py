@@ -1,0 +1,228 @@
+"""Bounds of what a step in place writes, carried from step to step, so that nobody has to look at the result.
+
+The pure step looks at its result, and is skipped where a number is not finite (`finite`). A step in place has written
+over the old numbers by then. So it is taken only where bounds rule out that one of the new numbers overflows. With
+`size`, the largest magnitude of what enters the momentum,
+
+    |m'| <= max(|m|, size)            |p'| <= (1 - rate weight_decay) |p| + rate |m'| / (weight eps)
+
+The bounds come from a look at params and moments, and then follow step by step. The look is a pass over memory. It is
+taken in the first step, after somebody else wrote into one of the tensors, and when the bounds have grown so far that
+they rule out nothing any more, which takes hundreds of steps. Where a fresh look rules out nothing either, the pure
+step is taken, and decides.
+
+The limit of `size` follows from hyper-parameters alone, so that all ranks decide alike. A rank whose moments are not
+finite sends NaN in place of its gradients: all ranks skip the step, not this one alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Link, UpdateFn
+from fn.inplace.protocol import InPlace, Staged
+from fn.kernels import ops
+
+Tree = Any
+
+MOVE = 2.0**102
+"""What a step moves a param by is less; from half a unit in the last place of the largest float32 on, sums overflow."""
+
+SUMMED = 2.0**57
+"""The largest number of which kernels can add up 4096 squares."""
+
+SQUARE = 2.0**62
+"""The largest gradient of which the second moment can add up squares."""
+
+PART = 2.0**11
+"""A step moves a param by at most this part of what a param may be, so that bounds hold for hundreds of steps."""
+
+SMALLEST = 2.0**-120
+"""Numbers from here on keep their digits in the products that kernels form with them."""
+
+COPIES, MOMENTA, SQUARES, RATIOS = ("anchor",), ("mu",), ("nu", "nu_fresh"), ("coefficient", "factor")
+OTHERS = ("mu_weight", "nu_weight", "scaling")
+"""Fields of links: copies of params, moments, what a step is multiplied by, and what else belongs to moments."""
+
+
+class Reach(NamedTuple):
+    """How far a step goes: p <- p - rate ratio^2 (m / (weight (sqrt(v) + eps)) + weight_decay p).
+
+    weight: of the momentum after the step. ratio: the largest one in range, where a link has `RATIOS`. keeps: whether
+    the old momentum enters the new one. gain: how much larger a gradient can be that is formed from momenta.
+    most: what a param, a decay or a direction may be.
+    """
+
+    rate: float
+    eps: float
+    weight_decay: float
+    weight: float = 1.0
+    ratio: float = 1.0
+    keeps: bool = True
+    gain: float = 1.0
+    most: float = MOVE
+
+    @property
+    def limit(self) -> float:
+        """Return what `size` may be: a power of 16, so that it changes rarely; 0 instead of what is below 1."""
+        if not (self.eps >= SMALLEST and SMALLEST <= self.weight <= 2 and 0 <= self.rate < MOVE):
+            return 0.0
+        unit = self.most * self.weight * self.eps / 4
+        found = min(SQUARE / self.gain, unit, unit / PART / max(self.rate * self.ratio**2, SMALLEST))
+        return 16.0 ** math.floor(math.log(found, 16)) if found >= 1 else 0.0
+
+
+class Sized(NamedTuple):
+    """A step that waits to be written. size: of what enters the momentum, 0-d; NaN or Inf where that is not finite.
+
+    otherwise: what to write if it is not, in a step of which no other rank hears. None: all ranks skip the step.
+    """
+
+    size: Tensor
+    commit: Callable[[], None]
+    otherwise: Callable[[], None] | None = None
+
+
+class Bounds:
+    """Bounds of the params of a chain and of the link that keeps its moments, for all phases of it."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._seen: int | None = None  # when the tensors were written last
+        self.param = self.momentum = self.square = self.ratio = math.inf  # no number of theirs is larger
+        self.finite = True
+        """Whether the moments were, at the last look."""
+        self.link: Tree = None
+        """What `hold` was asked about last."""
+
+    def hold(self, reach: Reach, link: Tree, params: Tree, tensors: list[Tensor]) -> bool:
+        """Return whether nothing overflows in a step whose size is within the limit.
+
+        Args: link: the state of the link. tensors: params and the lists that the kernels write.
+        """
+        self.link = link
+        if not reach.limit:
+            self.finite = True  # for the pure step to find out
+            return False
+        if tensors is not self._tensors:  # another phase's list of the same tensors, or others
+            addresses, same = [*map(Tensor.data_ptr, tensors)], _are_same(tensors, self._tensors)
+            self._seen = self._seen if same and addresses == self._addresses else None
+            self._tensors, self._addresses = tensors, addresses
+        seen = self._seen
+        if seen is None or seen != self._versions(link) or not self._rules_out(reach):
+            self._look(link, params)
+        return self._rules_out(reach)
+
+    def follow(self, reach: Reach, link: Tree) -> None:
+        """Follow a step that was written."""
+        if self.link is not link:  # one transform steps for several groups
+            self._seen = None
+            return
+        size, rate = reach.limit, self._rate(reach)
+        moved = abs(1 - rate * reach.weight_decay) * self.param + rate * size / (reach.weight * reach.eps)
+        self.param = moved * (1 + 2.0**-20)  # what rounding adds
+        self.momentum = max(size, self.momentum) if reach.keeps else size
+        self.square = max(self.square, (reach.gain * size) ** 2)
+        self.ratio = max(self.ratio, reach.ratio)
+        self._seen = self._versions(link)
+
+    def _rules_out(self, reach: Reach) -> bool:
+        limit, rate, decay = reach.limit, self._rate(reach), reach.weight_decay * self.param
+        if not max(self.param, decay, rate * decay) <= reach.most / 4:
+            return False
+        far = rate * limit / (reach.weight * reach.eps) > reach.most / 4
+        wide = self.square > 4 * SQUARE**2 or (reach.gain > 1 and math.sqrt(self.square) / reach.eps > MOVE)
+        return not (far or wide) and (not reach.keeps or self.momentum <= limit)
+
+    def _rate(self, reach: Reach) -> float:
+        return reach.rate * max(self.ratio, reach.ratio) ** 2
+
+    def _versions(self, link: Tree) -> int:
+        """Return a number that grows whenever somebody writes into one of the tensors."""
+        return sum(map(_VERSION, chain(self._tensors, _fields(link, RATIOS), _fields(link, OTHERS))))
+
+    def _look(self, link: Tree, params: Tree) -> None:
+        copies, momenta, squares, ratios, others = (
+            _fields(link, names) for names in (COPIES, MOMENTA, SQUARES, RATIOS, OTHERS)
+        )
+        lists = [[*tree.leaves(params), *copies], momenta, squares, ratios, others]
+        zero = lists[0][0].new_zeros(())
+        sizes = [ops.direct("largest_magnitude", each) if each else zero for each in lists]
+        lowest = torch.stack([zero, *(x.amin() for x in (*squares, *others) if x.numel())]).amin()
+        *found, least = torch.stack([*sizes, lowest]).cpu().tolist()
+        self.param, self.momentum, self.square, self.ratio, other = found
+        self.finite = all(map(math.isfinite, (self.momentum, self.square, other)))
+        if least < 0:
+            self.square = math.inf
+        self._seen = self._versions(link)
+
+
+def bounded(
+    update: UpdateFn,
+    link: Link,
+    fits: Callable[[Tree, Tree, Tree], list[Tensor] | None],
+    bounds: Bounds,
+    reach: Callable[[Any], Reach],
+    stage: Callable[[Tree, Tree, Tree], Sized],
+) -> InPlace:
+    """Return how an update is staged where no number can overflow.
+
+    Args: link: the one that keeps the moments. fits: the tensors that the kernels write, if there are kernels for them.
+        reach: of a step, from the link's state. stage: does all of a step but to write it.
+    """
+
+    def is_safe(updates: Tree, state: Tree, params: Tree) -> bool:
+        tensors = fits(updates, state, params)
+        if tensors is None:
+            return False
+        own = link.state(state)
+        return bounds.hold(reach(own), own, params, tensors) or not bounds.finite
+
+    def staged(updates: Tree, state: Tree, params: Tree) -> Staged:
+        own = link.state(state)
+        if bounds.link is not own and not is_safe(updates, state, params):
+            return Staged(True, lambda: None, safe=False)
+        if not bounds.finite:
+            updates = tree.map(lambda g: torch.full_like(g, math.nan), updates)  # for all ranks to see
+        step, (size, commit, otherwise) = reach(own), stage(updates, state, params)
+
+        def follow() -> None:
+            commit()
+            bounds.follow(step, own)
+
+        finite, within = _judged(size, step.limit)
+        if otherwise is None:
+            return Staged(finite, follow, within)
+        inside = bool(within)
+        finite = inside or bool(finite)
+        return Staged(True, follow if finite else otherwise, inside or not finite)
+
+    return InPlace(update, is_safe, staged)
+
+
+def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def _judged(size: Tensor, limit: float) -> tuple[bool | Tensor, bool | Tensor]:
+    """Return whether a size is finite, and whether it is within a limit; on its device, if nobody has to wait there."""
+    if size.device.type != "cpu":
+        return size.isfinite(), size <= limit
+    number = float(size)
+    return math.isfinite(number), number <= limit
+
+
+def _fields(link: Tree, names: Sequence[str]) -> list[Tensor]:
+    return [leaf for name in names for leaf in tree.leaves(getattr(link, name, ()))]
+
+
+_VERSION = attrgetter("_version")

@@ -1,0 +1,29 @@
+"""Say which phases of a transform are taken in place, and what is in the way in the others."""
+
+from __future__ import annotations
+
+from fn.base import Guarded, Phase, Transform, has_phase
+from fn.inplace.match import in_place
+from fn.transforms.finite import skip_nonfinite
+
+CURE = (
+    "such a step is correct, and reads and writes every tensor once per link; it is as fast as a named optimizer where "
+    "links in front of the moments, then moments, weight decays and learning rates follow each other"
+)
+
+
+def explain(transform: Transform) -> str:
+    """Return a line per phase: whether `fn.Optimizer` takes its step in place, and if not, which link is in the way.
+
+    Args: transform: a chain, or what a named optimizer returns. The kernels of the device, dtypes and layouts of the
+        tensors are looked at when the step is taken.
+    """
+    guarded = any(isinstance(update, Guarded) for update in transform[1:])
+    transform = transform if guarded else skip_nonfinite(transform)  # as `fn.Optimizer` does
+    lines = []
+    for phase in (phase for phase in Phase if has_phase(transform, phase)):
+        found = in_place(transform.composed(phase))
+        lines.append(f"{phase.value:10}  {f'link by link: {found}' if isinstance(found, str) else 'in place'}")
+    if any("link by link" in line for line in lines):
+        lines.append(CURE)
+    return "\n".join(lines)

@@ -1,0 +1,78 @@
+"""Find how a chain can take its step in place, by its links.
+
+Only the link that keeps the moments decides which kernels there are. What stands in front of it runs as it is, purely,
+and its new states are kept aside until the step is written: averages of any kind, clipping, a link of the user's own.
+Behind it any number of weight decays may stand, then any number of learning rates.
+
+    average, clip, ...        scale_by_onebit_adam        decay, decay, rate
+    run purely                one kernel from codes, moments and params to moments and params
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import unwrap
+from typing import Any
+
+from fn.base import Guarded, Link, SideBySide, Step, UpdateFn, links_of
+from fn.inplace import adam, lamb, sharded, zero_one_adam
+from fn.inplace.bounds import Bounds
+from fn.inplace.descent import descent_of
+from fn.inplace.head import Head
+from fn.inplace.protocol import InPlace, together_in_place
+from fn.transforms.lamb import LambHyper, OnebitLamb
+from fn.transforms.moments import Adam, OnebitAdam
+from fn.transforms.sharded import Sharded
+from fn.transforms.zero_one import WATCHED, LocalStep, SynchronisingStep, VarianceStep
+
+Tree = Any
+
+# kind of a link: how its step is staged, and what its guard looks at
+KINDS: dict[type, tuple[Callable[..., InPlace | str], tuple[str, ...] | None]] = {
+    Adam: (adam.warmup, ()),
+    OnebitAdam: (adam.compressed, ()),
+    LambHyper: (lamb.warmup, ()),
+    OnebitLamb: (lamb.compressed, ()),
+    VarianceStep: (zero_one_adam.variance, WATCHED),
+    SynchronisingStep: (zero_one_adam.synchronise, WATCHED),
+    LocalStep: (zero_one_adam.local, None),
+    Sharded: (sharded.stage_shards, ()),
+}
+
+
+def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace | str:
+    """Return how an update is staged, or the reason why it cannot be: a phrase that names the link in the way.
+
+    Args: update: of a transform that `skip_nonfinite` made, or of several `together`, in one phase. known: what the
+        phases of one optimizer know of its tensors together; it is filled here. None: nothing.
+    """
+    known, update = {} if known is None else known, unwrap(update)
+    if isinstance(update, SideBySide):
+        each = [in_place(inner, known.setdefault(i, {})) for i, inner in enumerate(update.updates)]
+        for found in each:
+            if isinstance(found, str):
+                return found
+        return together_in_place([found for found in each if isinstance(found, InPlace)], update)
+    if not isinstance(update, Guarded):
+        return "it is not guarded by fn.skip_nonfinite"
+    links = links_of(update.inner, (0,))  # 0: `inner` of the guard's state
+    for place, link in enumerate(links):
+        rule = link.update.rule if isinstance(link.update, Step) else None
+        if type(rule) in KINDS:
+            stage, watch = KINDS[type(rule)]
+            if update.watch != watch:
+                return f"its guard watches {update.watch}, and {name_of(link)} needs {watch}"
+            descent = descent_of(links[place + 1 :])
+            if isinstance(descent, Link):
+                return f"{name_of(descent)} stands behind {name_of(link)}; allowed are weight decays, then rates"
+            bounds = known.setdefault(link.path, Bounds())
+            return stage(update, rule, link, Head(links[:place]), descent, bounds)
+    return f"none of its links has kernels: {', '.join(map(name_of, links)) or 'it has none'}"
+
+
+def name_of(link: Link) -> str:
+    """Return what made a link, as `describe` names it: `scale_by_adam`."""
+    run = link.update.run if isinstance(link.update, Step | Guarded) else link.update
+    name: str = getattr(run, "__qualname__", type(run).__name__)
+    return name.split(".")[0]
+

@@ -1,0 +1,106 @@
+"""Who lies in whose memory, and how a new state is written into the buffers of the old one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.kernels.eager import is_eager
+
+Tree = Any
+
+
+def written_into(old: Tree, new: Tree) -> Callable[[], None]:
+    """Return what copies the leaves of `new` into those of `old`.
+
+    A leaf of `new` that lies in the memory of `old`, but is not the leaf at its place, is copied aside now.
+    Raises: ValueError now, if structure, shapes or dtypes differ, or if a leaf cannot be written.
+    """
+    olds, structure = tree.flatten(old)
+    news, found = tree.flatten(new)
+    if structure != found:
+        raise ValueError(f"update: changed the structure of the state from {structure} to {found}")
+    is_old = among(olds)
+    pairs = [(o, n.clone() if is_old(n) else n) for o, n in zip(olds, news, strict=True) if n is not o]
+    for o, n in pairs:
+        if o.shape != n.shape or o.dtype != n.dtype:
+            raise ValueError(f"update: changed a leaf from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}")
+        if is_folded(o):
+            path = next(path for path, x in zip(tree.paths(old), olds, strict=True) if x is o)
+            raise ValueError(
+                f"state: expected leaf {path or 'the root'!r} to have elements of its own, but those of the shape "
+                f"{tuple(o.shape)} and the strides {o.stride()} share memory, as expand makes them; clone it in init"
+            )
+
+    def write() -> None:
+        for o, n in pairs:
+            _at_least_1d(o).copy_(_at_least_1d(n))
+
+    return write
+
+
+def _at_least_1d(x: Tensor) -> Tensor:
+    """Return a view of a 0-d tensor: what a compiled graph writes into one of float64 itself, torch (2.13) loses."""
+    return x if x.dim() else x.view(1)
+
+
+def memory_of(x: Tensor) -> int:
+    """Return what tensors in the same memory have in common."""
+    found: int = x.untyped_storage()._cdata if is_eager(x) else id(x)
+    return found
+
+
+def among(leaves: list[Tensor]) -> Callable[[Any], bool]:
+    """Return what tells whether something lies in the memory of one of these leaves.
+
+    While a compiler traces, for which memory is no constant: whether it is one of them.
+    """
+    if torch.compiler.is_compiling():
+        return lambda x: any(x is leaf for leaf in leaves)
+    known = {memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    return lambda x: isinstance(x, Tensor) and memory_of(x) in known
+
+
+def is_folded(x: Tensor) -> bool:
+    """Return whether elements of a tensor share memory, as `expand` makes them; such a tensor cannot be written."""
+    if x.is_contiguous():
+        return False
+    reach = 0  # of the dimensions with smaller strides; beyond it no element can lie upon another
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return stride == 0 or _places(x).unique().numel() < x.numel()
+        reach += (size - 1) * stride if size else 0
+    return False
+
+
+def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
+    """Find pairs of tensors, by number and the earlier one first, of which elements share memory."""
+    starts = [(x.data_ptr(), i) for i, x in enumerate(tensors) if is_eager(x) and x.numel() and x.data_ptr()]
+    before: list[int] = []  # those that reach behind where the next one starts
+    for start, i in sorted(starts):
+        before = [j for j in before if tensors[j].data_ptr() + _bytes(tensors[j]) > start]
+        yield from ((min(i, j), max(i, j)) for j in before if _meet(tensors[j], tensors[i]))
+        before.append(i)
+
+
+def _places(x: Tensor) -> Tensor:
+    """Return where the elements of a tensor lie, counted in elements from the first one, (n,) int64."""
+    return torch.arange(_bytes(x) // x.element_size(), device="cpu").as_strided(x.shape, x.stride()).flatten()
+
+
+def _bytes(x: Tensor) -> int:
+    return x.element_size() * (1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
+
+
+def _meet(a: Tensor, b: Tensor) -> bool:
+    """Tell whether tensors share memory, b beginning within the reach of a; columns of one matrix do not."""
+    if a.device != b.device:
+        return False
+    distance, rest = divmod(b.data_ptr() - a.data_ptr(), a.element_size())
+    if rest or a.element_size() != b.element_size() or (a.is_contiguous() and b.is_contiguous()):
+        return True
+    return bool(torch.isin(_places(b) + distance, _places(a)).any())

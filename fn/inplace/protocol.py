@@ -1,0 +1,143 @@
+"""Two-phase steps in place: `stage` computes and communicates, `commit` writes.
+
+A transform is pure, and that costs memory traffic: every link reads and writes what the next one reads again, and the
+new state is copied back into the buffers of the old one. Where the table has a kernel for a whole step, `match` finds
+it for a chain; where nothing is faster torch's functions of lists are one (`foreach`). The numbers are the same up to
+rounding; only adapters, which own their buffers, use it.
+
+A step in place has two parts: `stage` does all that can fail, communication first of all, and writes nothing;
+`commit` writes, and cannot fail. So a step that fails leaves params and state as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Link, UpdateFn
+from fn.kernels.eager import is_eager
+from fn.kernels.table import cells
+
+Tree = Any
+
+
+class Staged(NamedTuple):
+    """A step that waits to be written. commit: write it, if it is ok and safe.
+
+    ok: what it is taken from is finite; if not, it is skipped. safe: so is what it writes (see `bounds`); if it may not
+    be, the pure step is taken instead. On all ranks alike; 0-d bools where nobody has waited for the device yet.
+    """
+
+    ok: bool | Tensor
+    commit: Callable[[], None]
+    safe: bool | Tensor = True
+
+    def settled(self) -> Staged:
+        """Return it with bools; a device is waited for once."""
+        ok, safe = read([self.ok, self.safe])
+        return Staged(ok, self.commit, safe or not ok)
+
+
+class InPlace(NamedTuple):
+    """A pure update that can also be staged.
+
+    pure: the update. fits: whether these (updates, state, params) can be staged; every rank answers alike, or sends
+        the same messages either way. stage: (updates, state, params) -> Staged.
+    """
+
+    pure: UpdateFn
+    fits: Callable[[Tree, Tree, Tree], bool]
+    stage: Callable[[Tree, Tree, Tree], Staged]
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what the pure update returns."""
+        return self.pure(updates, state, params)
+
+
+def together_in_place(updates: Sequence[InPlace], pure: UpdateFn) -> InPlace:
+    """Return how `pure`, the update of tuples of trees, is staged: each tree as its own of `updates` says."""
+
+    def fits(grads: Tree, states: Tree, params: Tree) -> bool:
+        return all(u.fits(*args) for u, args in zip(updates, zip(grads, states, params, strict=True), strict=True))
+
+    def stage(grads: Tree, states: Tree, params: Tree) -> Staged:
+        parts = [u.stage(*args) for u, args in zip(updates, zip(grads, states, params, strict=True), strict=True)]
+
+        def commit() -> None:
+            for part in parts:
+                part.commit()
+
+        flags = read([*(part.ok for part in parts), *(part.safe for part in parts)])
+        return Staged(all(flags[: len(parts)]), commit, all(flags[len(parts) :]))
+
+    return InPlace(pure, fits, stage)
+
+
+def read(flags: Sequence[bool | Tensor]) -> list[bool]:
+    """Return 0-d bools as bools; a device is waited for once."""
+    there = {id(x): x for x in flags if isinstance(x, Tensor) and x.device.type != "cpu"}
+    if len({x.device for x in there.values()}) != 1:
+        return [*map(bool, flags)]
+    known = dict(zip(there, torch.stack([*there.values()]).cpu().tolist(), strict=True))
+    return [known[id(x)] if id(x) in known else bool(x) for x in flags]
+
+
+class Eligibility:
+    """Whether the table has a kernel for the whole step of lists of tensors: plain, contiguous, of one kind and shape.
+
+    A look at every tensor takes longer than a small step. So params and state, which stay from step to step, are looked
+    at once, and then only whether they are the same objects at the same addresses; gradients are always looked at.
+
+    Args: op: the kernel, or what names it. link: the one that keeps the moments. fields: of its state, the lists.
+    """
+
+    def __init__(self, op: str | Callable[[], str], link: Link, fields: Sequence[str]) -> None:
+        self._op, self._link, self._fields = op, link, fields
+        self._tensors: list[Tensor] = []
+        self._seen: tuple[list[int], list[torch.Size]] | None = None  # their addresses, the shapes of params
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree) -> list[Tensor] | None:
+        """Return params and lists, one after the other, for the arguments of an update; None without a kernel.
+
+        It is the same list for as long as they are the same tensors.
+        """
+        own, op = self._link.state(state), self._op if isinstance(self._op, str) else self._op()
+        lists = tree.lists(params, *(getattr(own, name) for name in self._fields))
+        kept, shapes = [*chain(*lists)], [*map(_SHAPE, lists[0])]
+        if torch.compiler.is_compiling() or not self._as_before(kept, shapes):
+            self._seen = None
+            if not same_shapes(lists) or not has_kernel(op, lists):
+                return None
+            self._tensors, self._seen = kept, ([*map(Tensor.data_ptr, kept)], shapes)
+        grads = tree.leaves(updates)
+        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(op, [grads])
+        return self._tensors if alike and grads[0].device == kept[0].device else None
+
+    def _as_before(self, kept: list[Tensor], shapes: list[torch.Size]) -> bool:
+        if self._seen is None or len(kept) != len(self._tensors) or not all(map(is_, kept, self._tensors)):
+            return False
+        return ([*map(Tensor.data_ptr, kept)], shapes) == self._seen
+
+
+_SHAPE, _DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "device"))
+
+
+def has_kernel(op: str, lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether the table has a kernel for the whole step of these tensors: plain, contiguous, of one kind."""
+    tensors = [*chain(*lists)]
+    if not tensors or not is_eager(*tensors):
+        return False
+    alike = {*map(_DTYPE, tensors)} == {torch.float32} and len({*map(_DEVICE, tensors)}) == 1
+    return alike and all(map(Tensor.is_contiguous, tensors)) and bool(cells(op, tensors[0].device.type))
+
+
+def same_shapes(lists: Sequence[Sequence[Tensor]]) -> bool:
+    """Return whether all lists hold tensors of the same shapes; kernels see addresses and would go on behind an end."""
+    first, *others = ([*map(_SHAPE, tensors)] for tensors in lists)
+    return all(shapes == first for shapes in others)

@@ -1,0 +1,159 @@
+"""0/1 Adam's steps in place: variance, local and synchronising steps, each with an anchor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Link, UpdateFn
+from fn.collectives.axis import axis_size
+from fn.inplace.bounds import SMALLEST, Bounds, Reach, Sized, bounded
+from fn.inplace.compressed_average import CodedAverage, average_of
+from fn.inplace.descent import Descent
+from fn.inplace.head import Head, largest_of
+from fn.inplace.host_scalars import on_host, write
+from fn.inplace.protocol import Eligibility, InPlace
+from fn.kernels import ops
+from fn.transforms.layout import Bucket
+from fn.transforms.zero_one import (
+    LocalStep,
+    SynchronisingStep,
+    VarianceStep,
+    ZeroOneAdam,
+    ZeroOneAdamState,
+    check_synchronised,
+    largest,
+)
+
+Tree = Any
+
+FIELDS = ("mu", "nu", "anchor")
+BEHIND = "a weight decay or a rate stands behind 0/1 Adam, whose updates are added to the params as they are"
+
+
+def variance(
+    update: UpdateFn, rule: VarianceStep, link: Link, head: Head, descent: Descent, bounds: Bounds
+) -> InPlace | str:
+    """Return how a variance step is staged."""
+    h = rule.hyper
+    if descent != Descent(0.0, ()):
+        return BEHIND
+
+    def stage(updates: Tree, state: Tree, params: Tree) -> Sized:
+        own: ZeroOneAdamState = link.state(state)
+        check_synchronised(on_host(own.elapsed))
+        grads, keep = head.gradients(updates, state, params, own.mu)
+
+        def commit() -> None:
+            leaves = tree.leaves(params)
+            own.peak.copy_(ops.direct("largest_magnitude", grads))
+            _descend(own, leaves, grads, h, frozen=False)
+            torch._foreach_copy_(tree.leaves(own.anchor), leaves)
+            keep()
+
+        return Sized(largest_of(grads, own.step), commit)
+
+    def reach(own: ZeroOneAdamState) -> Reach:
+        return Reach(float(_rate(h)), h.eps, h.weight_decay)
+
+    return bounded(update, link, Eligibility("adamw_", link, FIELDS), bounds, reach, stage)
+
+
+def local(
+    update: UpdateFn, rule: LocalStep, link: Link, head: Head, descent: Descent, bounds: Bounds
+) -> InPlace | str:
+    """Return how a local step is staged."""
+    h = rule.hyper
+    if descent != Descent(0.0, ()):
+        return BEHIND
+
+    def stage(updates: Tree, state: Tree, params: Tree) -> Sized:
+        own: ZeroOneAdamState = link.state(state)
+        grads, keep = head.gradients(updates, state, params, own.mu)
+
+        def commit() -> None:
+            _descend(own, tree.leaves(params), grads, h, frozen=True)
+            went()
+
+        def drop() -> None:  # this rank's own: no message tells the others
+            own.dropped.add_(1)
+            own.step.add_(1)
+            went()
+
+        def went() -> None:
+            write(own.elapsed, lambda elapsed: elapsed.add_(_rate(h)))
+            keep()
+
+        return Sized(largest_of(grads, own.step), commit, drop)
+
+    def reach(own: ZeroOneAdamState) -> Reach:
+        return Reach(float(_rate(h)), h.eps, 0.0)
+
+    return bounded(update, link, Eligibility("adamw_", link, FIELDS), bounds, reach, stage)
+
+
+def synchronise(
+    update: UpdateFn, rule: SynchronisingStep, link: Link, head: Head, descent: Descent, bounds: Bounds
+) -> InPlace | str:
+    """Return how a synchronising step is staged."""
+    h, average = rule.hyper, average_of(rule.average)
+    if descent != Descent(0.0, ()):
+        return BEHIND
+    if not isinstance(average, CodedAverage) or average.layout == "fused":
+        return "0/1 Adam has kernels for fn.compressed_average over one axis, in the layouts 'flat' and 'per_tensor'"
+    eligible = Eligibility("adamw_", link, FIELDS)
+
+    def elapsed_after(own: ZeroOneAdamState) -> float:
+        return float(on_host(own.elapsed).add(_rate(h)).to(own.elapsed.dtype))
+
+    def fits(updates: Tree, state: Tree, params: Tree) -> list[Tensor] | None:
+        moved = axis_size(average.axis) > 1 and elapsed_after(link.state(state)) >= SMALLEST
+        return eligible(updates, state, params) if moved else None
+
+    def stage(updates: Tree, state: Tree, params: Tree) -> Sized:
+        own: ZeroOneAdamState = link.state(state)
+        grads, keep = head.gradients(updates, state, params, own.mu)
+        leaves, mu, nu, anchor = tree.lists(params, own.mu, own.nu, own.anchor)
+        lists = leaves, anchor, mu, grads, nu
+        elapsed = elapsed_after(own)
+
+        def drifts(bucket: Bucket) -> Tensor:
+            here = [[t[i] for i in bucket.places] for t in lists]
+            place = bucket.segments.valid.shape[0], bucket.segments.runs
+            drift: Tensor = ops.direct("drift", *here, h.b1, h.eps, float(_rate(h)), *place)
+            return drift.view(-1)
+
+        mean = average.average_rows(anchor, own.sync, drifts)
+        peak = largest(mean.numbers)
+
+        def commit() -> None:  # from the anchor, with the mean in place of minus the learning rates times the momentum
+            args = h.eps, h.weight_decay, elapsed, 1.0, 1.0
+            mean.step(anchor, mu, nu, args, factor=-1 / elapsed, copies=leaves)
+            own.peak.copy_(peak)
+            own.step.add_(1)
+            write(own.elapsed, Tensor.zero_)
+            mean.keep()
+            keep()
+
+        return Sized(peak / elapsed, commit)
+
+    def reach(own: ZeroOneAdamState) -> Reach:
+        return Reach(elapsed_after(own), h.eps, h.weight_decay, keeps=False)
+
+    return bounded(update, link, fits, bounds, reach, stage)
+
+
+def _descend(
+    own: ZeroOneAdamState, params: list[Tensor], grads: list[Tensor], h: ZeroOneAdam, *, frozen: bool
+) -> None:
+    mu, nu = tree.lists(own.mu, own.nu)
+    decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
+    ops.direct("adamw_", params, grads, mu, nu, h.b1, h.b2, h.eps, decay, float(_rate(h)), 1.0, 1.0, frozen)
+    own.step.add_(1)
+
+
+def _rate(h: ZeroOneAdam) -> float | Tensor:
+    return on_host(h.lr) if isinstance(h.lr, Tensor) else h.lr

@@ -1,0 +1,47 @@
+"""Updates are added to params: `apply_updates`, the end of every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fn import tree
+
+Tree = Any
+
+
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """Return params + updates, leaf by leaf, in the dtype of the params.
+
+    The sum is taken in the wider of the two dtypes and rounded once. It is differentiable: hand in params that do not
+    require grad, `{k: p.detach() for ...}`, unless you differentiate through the step; a loop would otherwise keep the
+    graph of all its steps.
+
+    Raises: ValueError if an update has another shape than its parameter, or the trees another structure; TypeError for
+        a leaf that is no tensor, or one of 8 bits.
+    """
+
+    try:
+        updates = tree.in_order(updates, params, "updates")
+    except ValueError as error:
+        raise ValueError(f"{error}; give what an update returned first, of (updates, state)") from None
+
+    def add(p: Tensor, u: Tensor) -> Tensor:
+        if not (isinstance(p, Tensor) and isinstance(u, Tensor)) or 1 in (p.dtype.itemsize, u.dtype.itemsize):
+            tree.check_real(params, "params")
+            tree.check_real(updates, "updates")
+        if u.shape != p.shape:
+            raise ValueError(_misfit(params, updates))
+        return (p + u).to(p.dtype)
+
+    return tree.map(add, params, updates)
+
+
+def _misfit(params: Tree, updates: Tree) -> str:
+    pairs = zip(tree.paths(params), tree.leaves(params), tree.leaves(updates), strict=True)
+    path, p, u = next(found for found in pairs if found[1].shape != found[2].shape)
+    return (
+        f"updates: leaf {path or 'the root'!r} has the shape {tuple(u.shape)}; allowed is that of its parameter, "
+        f"{tuple(p.shape)}"
+    )

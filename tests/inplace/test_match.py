@@ -1,0 +1,207 @@
+"""A chain that a user composes takes its step in place, as the named optimizer of the same links does."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import fn
+from fn import Phase, tree
+from fn.adapters import step_order
+from fn.inplace.explain import explain
+from fn.inplace.match import in_place
+from fn.inplace.protocol import InPlace
+
+SHAPES = [(37, 5), (7,), (), (0,), (4097,)]
+
+
+def adamw_by_hand(lr: Any, *, axis: Any = None, front: tuple[fn.Transform, ...] = ()) -> fn.Transform:
+    return fn.chain(
+        fn.average(axis), *front, fn.scale_by_adam(), fn.add_decayed_weights(1e-2), fn.scale_by_learning_rate(lr)
+    )
+
+
+def onebit_adam_by_hand(lr: Any, *, axis: Any, front: tuple[fn.Transform, ...] = ()) -> fn.Transform:
+    sync = fn.compressed_average(axis, fn.sign())
+    return fn.chain(
+        fn.average(axis),
+        *front,
+        fn.scale_by_onebit_adam(0.9, 0.999, 1e-8, sync=sync),
+        fn.add_decayed_weights(0.01),
+        fn.scale_by_learning_rate(lr),
+    )
+
+
+def gradient(step: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    grads = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    if step == 5 and rank == 0:
+        grads[1][2] = float("nan")
+    return grads
+
+
+def staged_steps(opt: fn.Optimizer, steps: int) -> int:
+    """Take steps; return how many of them were taken in place."""
+    count, original = 0, step_order._move
+
+    def counted(*args: Any) -> Any:
+        nonlocal count
+        updates = original(*args)
+        count += updates is None
+        return updates
+
+    step_order._move = counted
+    try:
+        for step in range(steps):
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            for p, g in zip(opt.param_groups[0]["params"], gradient(step, rank), strict=True):
+                p.grad = g
+            opt.step()
+    finally:
+        step_order._move = original
+    return count
+
+
+def train(make: Any, axes: dict[str, int]) -> tuple[int, list[torch.Tensor], int]:
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    params = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
+    with fn.bind(mesh):
+        opt = fn.Optimizer(params, make, schedule=fn.freeze_after(3), lr=1e-2)
+    taken = staged_steps(opt, 8)
+    return taken, [p.detach() for p in params], opt.skipped
+
+
+def by_hand_and_by_name() -> list[Any]:
+    by_hand = partial(onebit_adam_by_hand, axis="data")
+    by_name = partial(fn.onebit_adam, axis="data", weight_decay=0.01)
+    return [train(make, {"data": dist.get_world_size()}) for make in (by_hand, by_name)]
+
+
+def test_a_chain_by_hand_is_the_named_optimizer_bit_for_bit_and_in_place():
+    for by_hand, by_name in ranks.run(2, by_hand_and_by_name):
+        assert by_hand[0] == by_name[0] >= 7
+        assert by_hand[2] == by_name[2] == 1
+        assert all(map(torch.equal, by_hand[1], by_name[1]))
+
+
+def over_two_axes() -> list[Any]:
+    axes = {"local": 2, "node": 2}
+    make = partial(fn.onebit_adam, axis=("local", "node"))
+    found = train(make, axes)
+    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    with fn.bind(mesh):
+        tx, schedule = make(lr=1e-2), fn.freeze_after(3)
+        params = [torch.full(shape, 0.5) for shape in SHAPES]
+        state = tx.init(params)
+        for step in range(8):
+            updates, state = tx.update(schedule(step))(gradient(step, dist.get_rank()), state, params)
+            params = fn.apply_updates(params, updates)
+    return [found, params]
+
+
+def test_two_axes_are_taken_in_place():
+    for (taken, params, skipped), expected in ranks.run(4, over_two_axes):
+        assert taken >= 7
+        assert skipped == 1
+        for ours, pure in zip(params, expected, strict=True):
+            torch.testing.assert_close(ours, pure, rtol=3e-6, atol=3e-6)
+
+
+def counter() -> fn.Transform:
+    """Count updates: a link of a user's own, with a state."""
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        return tree.map(lambda u: 2 * u, updates), state + 1
+
+    return fn.lift(lambda params: torch.zeros((), dtype=torch.int64), update)
+
+
+def test_what_stands_in_front_of_the_moments_runs_as_it_is():
+    params = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
+    front = (counter(), fn.clip_by_global_norm(1.0))
+    opt = fn.Optimizer(params, partial(adamw_by_hand, front=front), lr=1e-2)
+    assert staged_steps(opt, 8) >= 7
+    assert int(opt.states[0].inner[1]) == 7  # all but the step that was skipped
+    tx = fn.skip_nonfinite(adamw_by_hand(1e-2, front=front))
+    plain = [torch.full(shape, 0.5) for shape in SHAPES]
+    state = tx.init(plain)
+    for step in range(8):
+        updates, state = tx.update(Phase.WARMUP)(gradient(step, 0), state, plain)
+        plain = fn.apply_updates(plain, updates)
+    for ours, pure in zip(params, plain, strict=True):
+        torch.testing.assert_close(ours.detach(), pure, rtol=3e-6, atol=3e-6)
+
+
+def test_decays_add_up_and_rates_multiply():
+    tx = fn.chain(
+        fn.scale_by_adam(), fn.add_decayed_weights(0.1), fn.add_decayed_weights(0.2),
+        fn.scale_by_learning_rate(0.5), fn.scale_by_learning_rate(torch.tensor(-0.1)),
+    )  # fmt: skip
+    tx = fn.skip_nonfinite(tx)
+    ours, plain = [torch.ones(9)], [torch.ones(9)]
+    state = tx.init(ours)
+    found = in_place(tx.update(Phase.WARMUP))
+    assert isinstance(found, InPlace)
+    grads = [torch.linspace(-1, 1, 9)]
+    updates, _ = tx.update(Phase.WARMUP)(grads, state, plain)
+    found.stage(grads, state, ours).commit()
+    torch.testing.assert_close(ours[0], fn.apply_updates(plain, updates)[0])
+
+
+@pytest.mark.parametrize(
+    ("links", "reason"),
+    [
+        (
+            lambda: [fn.scale_by_adam(), counter(), fn.scale_by_learning_rate(0.1)],
+            "counter stands behind scale_by_adam; allowed are weight decays, then rates",
+        ),
+        (
+            lambda: [fn.scale_by_adam(), fn.scale_by_learning_rate(0.1), fn.add_decayed_weights(0.1)],
+            "add_decayed_weights stands behind scale_by_adam; allowed are weight decays, then rates",
+        ),
+        (lambda: [counter()], "none of its links has kernels: counter"),
+    ],
+)
+def test_what_has_no_kernels_says_which_link_is_in_the_way(links, reason):
+    assert in_place(fn.skip_nonfinite(fn.chain(*links())).update(Phase.WARMUP)) == reason
+
+
+def test_a_copy_of_a_chain_has_the_rate_of_the_chain():
+    lr = torch.tensor(0.1)
+    tx = adamw_by_hand(lr)
+    copied = copy.deepcopy(tx)
+    for each in (tx, copied):
+        found = fn.skip_nonfinite(each)
+        params = [torch.ones(3)]
+        state = found.init(params)
+        lr.fill_(0.5)
+        staged = in_place(found.update(Phase.WARMUP))
+        assert isinstance(staged, InPlace)
+        staged.stage([torch.ones(3)], state, params).commit()
+        torch.testing.assert_close(params[0], torch.full((3,), 0.5 - 0.005))
+
+
+def test_explain_says_which_phase_is_fast_and_which_link_is_in_the_way():
+    assert explain(fn.onebit_adam(axis="data")) == "warmup      in place\ncompressed  in place"
+    words = explain(fn.lamb())
+    assert "warmup      link by link: scale_by_trust_ratio stands behind scale_by_adam" in words
+    assert words.endswith("learning rates follow each other")
+
+
+def test_explain_is_a_command(tmp_path):
+    (tmp_path / "train.py").write_text("import fn\ndef make(axis=None):\n    return fn.adamw(axis=axis)\n")
+    call = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, timeout=300)
+    found = call([sys.executable, "-m", "fn", "explain", "train:make", "--axis", "data"])
+    assert found.stdout == "warmup      in place\n", found.stderr
+    wrong = call([sys.executable, "-m", "fn", "explain", "train.make"])
+    assert wrong.returncode == 2
+    assert "make: expected module:function, such as train:make_optimizer, but got 'train.make'" in wrong.stderr

@@ -1,0 +1,109 @@
+"""`torch.set_default_device` moves nothing of ours: what is the host's stays there, and steps are the same."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from registry import each_optimizer
+from torch.utils._device import _device_constructors
+
+import fn
+from fn import tree
+from fn.collectives import transports
+from fn.collectives.axis import Axis, Binding, all_ranks, resolve
+
+SHAPES = [(6, 5), (7,), (), (0,)]
+MAKERS = {f"torch.{make.__name__}" for make in _device_constructors()}
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
+
+
+def test_every_tensor_that_is_made_says_on_which_device():
+    silent = []
+    for path in Path(fn.__file__).parent.rglob("*.py"):
+        calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        makers = [call for call in calls if ast.unparse(call.func) in MAKERS]
+        given = [{keyword.arg for keyword in call.keywords} & {"device", None} for call in makers]  # None: **options
+        silent += [f"{path}:{call.lineno}" for call, found in zip(makers, given, strict=True) if not found]
+    assert silent == []
+
+
+def test_the_rank_of_an_axis_is_a_number_of_the_host():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with elsewhere():
+            found = [resolve("data").rank, all_ranks()]
+            with fn.bind({"data": dist.group.WORLD}):
+                found += [resolve("data").rank, fn.axis_index("data"), all_ranks()]
+    finally:
+        dist.destroy_process_group()
+    assert {x.device.type for x in found} == {"cpu"}
+
+
+def test_simulated_ranks_are_numbers_of_the_host():
+    with elsewhere():
+        f = fn.simulate(lambda x: x + fn.axis_index("data"), "data", 3)
+        assert f(torch.zeros(3, device="cpu")).tolist() == [0, 1, 2]
+
+
+def trained(optimizer: Any) -> list[torch.Tensor]:
+    """Take 9 steps in all phases, 4 of them after a restart; return parameters, states, and what pure steps found."""
+    way = transports.Transport(
+        all_to_all=torch.clone, all_gather=lambda x: torch.stack([x, x]), psum=lambda x: x.add_(x)
+    )
+    binding = Binding({"data": Axis(2, torch.tensor(0, device="cpu"), transports.register("echo", way))})
+    first, *others = optimizer.phases
+    phases = [first, *reversed(others)] * 10
+    generator = torch.Generator().manual_seed(1)
+    numbers = [[torch.randn(s, generator=generator, device="cpu") for s in SHAPES] for _ in range(10)]
+
+    def build() -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
+        params = [torch.nn.Parameter(x.clone()) for x in numbers[-1]]
+        with binding:
+            options = {"schedule": phases.__getitem__, "lr": 0.01, "refuse_averaged": False}
+            return params, fn.Optimizer(params, partial(optimizer.make, axis="data"), **options)
+
+    params, opt = build()
+    for t in range(9):
+        if t == 5:
+            saved, before = opt.state_dict(), params
+            params, opt = build()
+            opt.load_state_dict(saved)
+            for p, old in zip(params, before, strict=True):
+                p.data.copy_(old.data)
+        for p, g in zip(params, numbers[t], strict=True):
+            p.grad = g.clone()
+        opt.step()
+    with binding:
+        tx = optimizer.make(lr=0.01, axis="data")
+        state, pure = tx.init(numbers[-1]), numbers[-1]
+        for t in range(6):
+            updates, state = tx.update(phases[t])(numbers[t], state, pure)
+            pure = fn.apply_updates(pure, updates)
+    return [*params, *tree.leaves(opt.states), *opt.state_dict().values(), *pure, *tree.leaves(state)]
+
+
+@pytest.mark.filterwarnings("ignore:(eps|gradients):")
+@each_optimizer
+def test_steps_are_the_same_whatever_the_default_device_is(optimizer):
+    expected = trained(optimizer)
+    with elsewhere():
+        found = trained(optimizer)
+    assert {x.device.type for x in found} == {"cpu"}
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
