@@ -14,6 +14,7 @@ from collections.abc import Callable
 from inspect import unwrap
 from typing import Any
 
+from fn import tree
 from fn.base import Guarded, Link, SideBySide, Step, UpdateFn, links_of
 from fn.inplace import adam, lamb, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds
@@ -65,9 +66,24 @@ def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace |
             descent = descent_of(links[place + 1 :])
             if isinstance(descent, Link):
                 return f"{name_of(descent)} stands behind {name_of(link)}; allowed are weight decays, then rates"
-            bounds = known.setdefault(link.path, Bounds())
-            return stage(update, rule, link, Head(links[:place]), descent, bounds)
+            head, bounds = Head(links[:place]), known.setdefault(link.path, Bounds())
+            return without_guards(head, stage(update, rule, link, head, descent, bounds))
     return f"none of its links has kernels: {', '.join(map(name_of, links)) or 'it has none'}"
+
+
+def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
+    """Refuse a guard among the links in front: what it skips on one rank, only the pure step makes others see."""
+    if isinstance(staged, str) or not head.links:
+        return staged
+    for link in head.links:
+        if isinstance(link.update, Guarded):
+            return f"{name_of(link)} stands in front of the moments inside of another guard"
+
+    def fits(updates: Tree, state: Tree, params: Tree) -> bool:
+        hidden = any(tree.fields(link.state(state), "skipped") for link in head.links)  # in a link of the user's own
+        return not hidden and staged.fits(updates, state, params)
+
+    return staged._replace(fits=fits)
 
 
 def name_of(link: Link) -> str:
