@@ -150,7 +150,7 @@ def unshared() -> int:
 
 def processes(ranks: int, steps: int) -> dict[str, Any]:
     """Measure gloo ranks; the time is the slowest rank's median, the memory that of all."""
-    multiprocessing.set_forkserver_preload(["torch.distributed", "torch.func", "fn.kernels.numba"])
+    multiprocessing.set_forkserver_preload(["torch.distributed", "torch.func", "fn.kernels.cpu.numba"])
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(process, (ranks, steps, folder), ranks, start_method="forkserver")
         found = [json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(ranks)]

@@ -27,7 +27,7 @@ from measure import interleaved, machine, write
 import fn
 from fn.collectives import transports
 from fn.collectives.axis import Axis, Binding
-from fn.kernels import buffers
+from fn.kernels import memory_pool
 
 Step = Callable[[], Any]
 
@@ -183,7 +183,7 @@ def all_contenders(total: int, compiled: bool, only: str = "") -> Contenders:
 def peak_bytes(step: Step) -> int:
     """Return by how much steps raise the memory of this process above parameters, gradients and state."""
     step()  # some make their state in the first one
-    buffers.clear()  # what ours keeps for the next step counts
+    memory_pool.clear()  # what ours keeps for the next step counts
     try:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
     except OSError:

@@ -17,11 +17,11 @@ import torch.distributed.fsdp
 import torch.func
 
 import fn  # noqa: F401
-from fn.kernels.acceptance import examples, outcome
+from fn.kernels.known_answers import examples, outcome
 
 torch.set_num_threads(1)
 if importlib.util.find_spec("numba"):
-    from fn.kernels import numba as compiled
+    from fn.kernels.cpu import numba as compiled
 
     for op, kernel in compiled.row("cpu").kernels.items():
         for args in examples(op):

@@ -12,7 +12,7 @@ from fn.adapters.interrupts import begin_writing
 from fn.base import UpdateFn
 from fn.compiling import own_code
 from fn.inplace.memory import among, is_folded, memory_of, written_into
-from fn.kernels.eager import is_eager
+from fn.kernels.tracing import is_concrete
 
 Tree = Any
 
@@ -69,7 +69,7 @@ def _shared(state: Tree, params: Tree) -> list[int]:
     """Return the places of leaves that begin where a leaf before them does, or lie in the params' memory."""
     leaves = tree.leaves(state)
     tensors = [x for x in leaves if isinstance(x, Tensor)]
-    if not is_eager(*tensors):
+    if not is_concrete(*tensors):
         return []
     starts = [start for x in tensors if (start := x.data_ptr())]  # 0 where there is no memory
     theirs = {memory_of(p) for p in tree.leaves(params) if isinstance(p, Tensor)}

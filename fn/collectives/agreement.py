@@ -35,7 +35,7 @@ from fn.collectives.feedback import Feedback
 from fn.collectives.primitives import all_gather
 from fn.collectives.same_kernels import rows_here, warn_of_other_kernels
 from fn.errors import RanksDisagree
-from fn.kernels.eager import is_eager
+from fn.kernels.tracing import is_concrete
 from fn.version import __version__
 
 Tree = Any
@@ -192,7 +192,7 @@ def _describe_tensor(x: Tensor, shared: bool) -> str:
     if _is_one_number(x):
         return f"{x.item():.9g}"
     form = f"{tuple(x.shape)} {x.dtype}"
-    if not shared or x.device.type == "meta" or not is_eager(x):
+    if not shared or x.device.type == "meta" or not is_concrete(x):
         return form
     numbers = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return f"{form} {hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest()}"

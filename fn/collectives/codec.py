@@ -23,7 +23,7 @@ from torch import Tensor
 from fn.collectives.remade import reduced, told_of
 from fn.collectives.segments import Segments
 from fn.collectives.two_passes import Later
-from fn.kernels.eager import pooled
+from fn.kernels.tracing import pooled
 
 Tree = Any
 

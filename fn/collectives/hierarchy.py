@@ -36,7 +36,7 @@ from fn.collectives.feedback import Feedback, off
 from fn.collectives.gathered import all_gather_mean
 from fn.collectives.segments import Segments
 from fn.collectives.simulation import found_alike
-from fn.kernels.eager import is_eager, remembered
+from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any
 Codecs = Codec | tuple[Codec, ...]
@@ -220,7 +220,7 @@ def levels(segments: Segments | None, axis: AxisNames, *, servers: bool = True) 
     *inner, last = (resolve(name) for name in names(axis))
     sizes = (*(each.size for each in inner), last.size if servers else 1)
     ranks = tuple(each.rank for each in inner)
-    if is_eager(segments.valid, *ranks):  # every step asks: plans are found again by the objects that they are for
+    if is_concrete(segments.valid, *ranks):  # every step asks: plans are found again by the objects that they are for
         return [*_planned(segments, sizes, tuple(map(int, ranks)))]
     return [*_cut(segments, sizes, ranks)]
 
@@ -236,7 +236,7 @@ def _cut(rows: Segments, sizes: tuple[int, ...], ranks: tuple[Tensor | int, ...]
             rows = Segments(rows.widths, hop.row(rank).valid.reshape(parts, tensors))
 
 
-@remembered
+@cached_plan
 def _planned(segments: Segments, sizes: tuple[int, ...], ranks: tuple[int, ...]) -> tuple[Segments, ...]:
     return (*_cut(segments, sizes, ranks),)
 

@@ -12,8 +12,8 @@ from fn.base import check_whole
 from fn.collectives.codec import Codec, Fused
 from fn.collectives.feedback import Damped, DampedError, since_reset
 from fn.collectives.segments import Segments, tile
-from fn.kernels.eager import remembered
 from fn.kernels.reference import scale_dtype
+from fn.kernels.tracing import cached_plan
 
 Tree = Any
 
@@ -67,7 +67,7 @@ def _checked(block: int) -> int:
 
 
 def _int(width: int, block: int, segments: Segments | None) -> Codec:
-    @remembered
+    @cached_plan
     def place(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int]]:
         if segments is None:
             return tile((n,), torch.full((rows, 1), n, device=device), block)
@@ -97,7 +97,7 @@ def _int(width: int, block: int, segments: Segments | None) -> Codec:
         align=8 // width,
         bits=width + 32.0 / block,
         decode_mean=decode_mean,
-        segmented=remembered(lambda s: _int(width, block, s)),  # in the codec, so that both end together
+        segmented=cached_plan(lambda s: _int(width, block, s)),  # in the codec, so that both end together
         fused=fused,
     )
 

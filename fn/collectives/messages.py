@@ -24,8 +24,8 @@ from fn.collectives.observe import step_range
 from fn.collectives.rendezvous import connections
 from fn.collectives.sockets import Connections, bytes_of, rows_of_bytes
 from fn.collectives.transports import registered
-from fn.kernels import buffers
-from fn.kernels.eager import is_eager
+from fn.kernels import memory_pool
+from fn.kernels.tracing import is_concrete
 
 Tree = Any
 Parts = Sequence[memoryview]
@@ -53,7 +53,7 @@ class Direct(NamedTuple):
 def direct(tensors: Sequence[Tensor], axis: str) -> Direct | None:
     """Return the way over connections of our own; None where a collective carries tensors like these."""
     size, rank, transport = axes.resolve(axis)
-    if size == 1 or transport in registered or transport == axes.SIMULATED or not is_eager(*tensors):
+    if size == 1 or transport in registered or transport == axes.SIMULATED or not is_concrete(*tensors):
         return None
     if any(t.device.type != "cpu" for t in tensors) or not any(t.numel() for t in tensors):
         return None
@@ -69,7 +69,7 @@ def exchange(payload: Tree, axis: str) -> Tree:
         if way is None:
             message, unpack = _as_message(leaves)
             return restore(unpack(primitives.all_to_all(message, axis)))
-        received = [buffers.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        received = [memory_pool.empty(leaf.shape, leaf.dtype) for leaf in leaves]
         _pass(way, "all_to_all", [leaf.contiguous() for leaf in leaves], received, way.size)
         return restore(received)
 
@@ -82,7 +82,7 @@ def gather(payload: Tree, axis: str) -> Tree:
         if way is None:
             message, unpack = _as_message(leaves)
             return restore(unpack(primitives.all_gather(message, axis).flatten(0, 1)))
-        gathered = [buffers.empty((way.size, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+        gathered = [memory_pool.empty((way.size, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
         _pass(way, "all_gather", [leaf.contiguous() for leaf in leaves], gathered, 1)
         return restore(gathered)
 
@@ -99,7 +99,7 @@ def swap_rows(rows: Sequence[Tensor], axis: str) -> list[Tensor]:
         if way is None:
             found = primitives.all_to_all(torch.stack(list(rows)), axis) if len(rows) > 1 else rows[0][None]
             return [*found.unbind(0)]
-        received = [row if r == way.me else buffers.empty(row.shape, row.dtype) for r, row in enumerate(rows)]
+        received = [row if r == way.me else memory_pool.empty(row.shape, row.dtype) for r, row in enumerate(rows)]
         others = [p for p in range(way.size) if p != way.me]
         sends, receives = ({p: [bytes_of(each[p])] for p in others} for each in (rows, received))
         way.pass_rows("all_to_all", sends, receives)

@@ -25,8 +25,8 @@ from fn.collectives.observe import step_range
 from fn.collectives.peers import is_loss, peer_lost
 from fn.collectives.rendezvous import connections
 from fn.collectives.transports import carry, registered
-from fn.kernels import buffers
-from fn.kernels.eager import is_eager, pooled, runs_as_written
+from fn.kernels import memory_pool
+from fn.kernels.tracing import is_concrete, pooled, runs_as_written
 
 Tree = Any
 
@@ -201,7 +201,7 @@ def _vmap_count(
 
 def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if _on_host(x):
-        out, group = buffers.empty(x.shape, x.dtype), group_of(transport)
+        out, group = memory_pool.empty(x.shape, x.dtype), group_of(transport)
         others = connections(group)
         if others is None:
             dist.all_to_all_single(out, x, group=group)
@@ -215,7 +215,7 @@ def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tenso
 
 def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if _on_host(x):
-        out, group = buffers.empty((size, *x.shape), x.dtype), group_of(transport)
+        out, group = memory_pool.empty((size, *x.shape), x.dtype), group_of(transport)
         others = connections(group)
         if others is None:
             dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=group)
@@ -229,7 +229,7 @@ def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tenso
 
 def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if _on_host(x):
-        out = buffers.empty(x.shape, x.dtype).copy_(x)
+        out = memory_pool.empty(x.shape, x.dtype).copy_(x)
         dist.all_reduce(out, group=group_of(transport))
         return out
     return _wait(torch.ops._c10d_functional.all_reduce(x, "sum", transport))
@@ -237,7 +237,7 @@ def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
 
 def _on_host(x: Tensor) -> bool:
     """Tell whether results can be written into memory of the pool: the functional collectives make fresh tensors."""
-    return x.device.type == "cpu" and is_eager(x)
+    return x.device.type == "cpu" and is_concrete(x)
 
 
 def group_of(transport: str) -> dist.ProcessGroup:

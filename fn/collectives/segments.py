@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fn.kernels.eager import is_eager, remembered
+from fn.kernels.tracing import cached_plan, is_concrete
 
 
 class Segments(NamedTuple):
@@ -32,7 +32,7 @@ class Segments(NamedTuple):
 
     def row(self, index: Tensor | int) -> Segments:
         """Return the segments of one row, chosen by a 0-d index or a number."""
-        if isinstance(index, int) or is_eager(index, self.valid):
+        if isinstance(index, int) or is_concrete(index, self.valid):
             return _row(self, int(index))
         return Segments(self.widths, self.valid.to(index.device).index_select(0, index.view(1)))
 
@@ -43,7 +43,7 @@ class Segments(NamedTuple):
         return places < counts
 
 
-@remembered
+@cached_plan
 def _row(segments: Segments, index: int) -> Segments:
     return Segments(segments.widths, segments.valid[index : index + 1])
 
@@ -54,7 +54,7 @@ def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, li
     return (valid.index_select(1, owners) - starts).clamp(min=0).minimum(lengths), [*runs]
 
 
-@remembered
+@cached_plan
 def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
     """Return per block its segment, its first element there and its length; and the runs."""
     runs: list[int] = []

@@ -15,9 +15,9 @@ from fn.collectives.feedback import Classic, LazyError
 from fn.collectives.segments import Segments, tile
 from fn.collectives.two_passes import Later, Sent
 from fn.kernels import ops
-from fn.kernels.eager import is_eager, remembered
 from fn.kernels.reference import scale_dtype
 from fn.kernels.table import have_kernels
+from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any
 
@@ -76,7 +76,7 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         counts = valid if block is not None else valid.sum(0, keepdim=True)
         return _Place(rows, valid, runs, counts.clamp(min=1).double().sqrt())
 
-    @remembered
+    @cached_plan
     def place(rows: int, n: int, device: torch.device, merge: bool = True) -> _Place:
         if segments is None:
             widths: tuple[int, ...] = (n,)
@@ -131,7 +131,7 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         align=8,
         bits=1.0 if block is None else 1.0 + 32.0 / block,
         decode_mean=decode_mean,
-        segmented=remembered(lambda s: _sign(block, padding_counts, s)),  # in the codec, so that both end together
+        segmented=cached_plan(lambda s: _sign(block, padding_counts, s)),  # in the codec, so that both end together
         fused=fused,
     )
 
@@ -161,7 +161,7 @@ def _sign_with_feedback(
     def keep(error: Tree, b: Tensor, scales: Tensor, at: _Place) -> Tree:
         if isinstance(error, LazyError):
             return LazyError(b.reshape(-1), scales)
-        if is_eager(b):  # b is a kernel's result and nobody else's
+        if is_concrete(b):  # b is a kernel's result and nobody else's
             ops.direct("sign_residual_", b, scales, at.valid, at.runs)
             return b.reshape(-1)
         return torch.ops.fn.sign_residual(b, scales, at.valid, at.runs).reshape(-1)
@@ -175,7 +175,7 @@ def _sign_with_feedback(
     def encode_over(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
         at = place(*x.shape, x.device)
         b, (buffer, scale) = at.of(x), sent(error, at)
-        if b.dtype != buffer.dtype or not is_eager(b, buffer):
+        if b.dtype != buffer.dtype or not is_concrete(b, buffer):
             return encode(x, error)
         bits, sums = torch.ops.fn.sign_encode_feedback_(b, buffer, scale, at.valid, at.runs)
         payload, scales = finish(x.shape[0], at, bits, sums, b.dtype)
@@ -197,12 +197,12 @@ def _sign_with_feedback(
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
         at, bits, scales = messages(received)
         args = bits, scales, *sent(error, at), at.valid, at.runs
-        b, bits, sums = ops.direct("sign_serve", *args) if is_eager(*args[:4]) else torch.ops.fn.sign_serve(*args)
+        b, bits, sums = ops.direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
         payload, scales = finish(1, at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
 
     def waits(error: Tree) -> bool:
-        found = isinstance(error, Tensor) and is_eager(error)
+        found = isinstance(error, Tensor) and is_concrete(error)
         return found and have_kernels(_IN_TWO_PASSES, error.device.type)
 
     def averages_first(

@@ -17,7 +17,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives.axis import SIMULATED, Axis, AxisNames, Binding, names, resolve
 from fn.compiling import own_code
-from fn.kernels.eager import is_eager
+from fn.kernels.tracing import is_concrete
 
 
 def simulate(
@@ -127,7 +127,7 @@ def _vmap_found_alike(info: Any, dims: Any, x: Tensor, rank: Tensor) -> tuple[Te
     same = (rows == first) | ((rows != rows) & (first != first))  # NaN beside NaN is no difference
     while torch._C._functorch.is_batchedtensor(same):  # the levels of other axes: all of their ranks have to agree
         same = torch._C._functorch.get_unwrapped(same)
-    return (rows[0], None) if is_eager(same) and bool(same.all()) else (x, dims[0])
+    return (rows[0], None) if is_concrete(same) and bool(same.all()) else (x, dims[0])
 
 
 _library = torch.library.Library("fn", "FRAGMENT")

@@ -21,7 +21,7 @@ from fn.collectives.feedback import Feedback
 from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
 from fn.collectives.segments import Segments
 from fn.collectives.two_passes import Sent
-from fn.kernels.eager import remembered
+from fn.kernels.tracing import cached_plan
 
 Tree = Any
 
@@ -85,7 +85,7 @@ def encode_averages(
     return encode
 
 
-@remembered
+@cached_plan
 def _like(shape: tuple[int, int]) -> Tensor:
     return torch.empty(shape, device="meta")
 

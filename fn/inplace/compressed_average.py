@@ -25,8 +25,8 @@ from fn.collectives.sign_codec import SignPayload
 from fn.collectives.two_passes import Sent
 from fn.inplace.compressed import EncodeAverages, encode_averages, successor, through_servers_later
 from fn.inplace.memory import written_into
-from fn.kernels import buffers, ops
-from fn.kernels.eager import remembered
+from fn.kernels import memory_pool, ops
+from fn.kernels.tracing import cached_plan
 from fn.transforms import layout as layouts
 from fn.transforms.average import CompressedAverage
 from fn.transforms.layout import Bucket
@@ -98,7 +98,7 @@ class CodedMean(NamedTuple):
             each.keep()
 
 
-@remembered
+@cached_plan
 def _valid_on(segments: Segments, device: torch.device) -> Tensor:
     return segments.valid.to(device)
 
@@ -234,7 +234,7 @@ def moving_averages(
     factors: 0-d, by which the averages of a fused bucket are multiplied; one per tensor.
     """
     shape = bucket.segments.valid.shape[0], bucket.segments.row_length
-    out = buffers.empty(shape, mu[0].dtype, mu[0].device)
+    out = memory_pool.empty(shape, mu[0].dtype, mu[0].device)
     if bucket.fused:
         flat, pieces = out.view(-1), layouts.split(out.view(-1), bucket)
         flat[sum(p.numel() for p in pieces) :].zero_()
@@ -245,7 +245,7 @@ def moving_averages(
         return flat
     fresh, moments = [grads[i].view(-1) for i in bucket.places], [mu[i].view(-1) for i in bucket.places]
     layouts.clear_padding(out, moments, bucket)
-    pairs = zip(*layouts.same_places(fresh, out, bucket), strict=True)
-    for (g, place), m in zip(pairs, layouts.same_places(moments, out, bucket)[0], strict=True):
+    pairs = zip(*layouts.paired_views(fresh, out, bucket), strict=True)
+    for (g, place), m in zip(pairs, layouts.paired_views(moments, out, bucket)[0], strict=True):
         torch.lerp(g, m, decay, out=place)
     return out.view(-1)

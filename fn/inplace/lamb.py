@@ -15,7 +15,7 @@ from fn.inplace.compressed_average import CodedAverage, average_of, moving_avera
 from fn.inplace.descent import Descent
 from fn.inplace.head import Head, largest_of
 from fn.inplace.protocol import Eligibility, InPlace
-from fn.kernels.eager import remembered
+from fn.kernels.tracing import cached_plan
 from fn.transforms import layout as layouts
 from fn.transforms.lamb import (
     LambHyper,
@@ -141,6 +141,6 @@ def _counts(tensors: list[Tensor]) -> Tensor:
     return _numbers(tuple(map(Tensor.numel, tensors)), device)
 
 
-@remembered
+@cached_plan
 def _numbers(counts: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(counts, dtype=torch.float64, device=device)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.kernels.eager import is_eager
+from fn.kernels.tracing import is_concrete
 
 Tree = Any
 
@@ -50,7 +50,7 @@ def _at_least_1d(x: Tensor) -> Tensor:
 
 def memory_of(x: Tensor) -> int:
     """Return what tensors in the same memory have in common."""
-    found: int = x.untyped_storage()._cdata if is_eager(x) else id(x)
+    found: int = x.untyped_storage()._cdata if is_concrete(x) else id(x)
     return found
 
 
@@ -79,7 +79,7 @@ def is_folded(x: Tensor) -> bool:
 
 def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """Find pairs of tensors, by number and the earlier one first, of which elements share memory."""
-    starts = [(x.data_ptr(), i) for i, x in enumerate(tensors) if is_eager(x) and x.numel() and x.data_ptr()]
+    starts = [(x.data_ptr(), i) for i, x in enumerate(tensors) if is_concrete(x) and x.numel() and x.data_ptr()]
     before: list[int] = []  # those that reach behind where the next one starts
     for start, i in sorted(starts):
         before = [j for j in before if tensors[j].data_ptr() + _bytes(tensors[j]) > start]

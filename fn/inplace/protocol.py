@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Link, UpdateFn
-from fn.kernels.eager import is_eager
 from fn.kernels.table import cells
+from fn.kernels.tracing import is_concrete
 
 Tree = Any
 
@@ -131,7 +131,7 @@ _SHAPE, _DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "devi
 def has_kernel(op: str, lists: Sequence[Sequence[Tensor]]) -> bool:
     """Return whether the table has a kernel for the whole step of these tensors: plain, contiguous, of one kind."""
     tensors = [*chain(*lists)]
-    if not tensors or not is_eager(*tensors):
+    if not tensors or not is_concrete(*tensors):
         return False
     alike = {*map(_DTYPE, tensors)} == {torch.float32} and len({*map(_DEVICE, tensors)}) == 1
     return alike and all(map(Tensor.is_contiguous, tensors)) and bool(cells(op, tensors[0].device.type))

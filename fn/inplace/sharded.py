@@ -16,8 +16,8 @@ from fn.inplace.compressed import successor
 from fn.inplace.descent import Descent, descent_of
 from fn.inplace.head import Head
 from fn.inplace.protocol import InPlace, Staged, has_kernel
-from fn.kernels import buffers
-from fn.kernels.eager import is_eager
+from fn.kernels import memory_pool
+from fn.kernels.tracing import is_concrete
 from fn.transforms import exchange
 from fn.transforms import layout as layouts
 from fn.transforms.finite import all_addable, all_finite
@@ -57,7 +57,7 @@ def stage_shards(
         leaves, masters = tree.leaves(params), tree.leaves(inside.master)
         if rules.gather is not None and len(masters) != len(inside.master):
             return False  # updates in codes are not the same as params in codes
-        eager = is_eager(*leaves, *tree.leaves(updates)) and all(p.is_contiguous() for p in leaves)
+        eager = is_concrete(*leaves, *tree.leaves(updates)) and all(p.is_contiguous() for p in leaves)
         lists = [tree.leaves(moments.mu), tree.leaves(moments.nu)]
         known = has_kernel("adamw_into_", lists) and (not masters or has_kernel("adamw_into_", [masters]))
         return h.eps >= SMALLEST and eager and known
@@ -82,9 +82,9 @@ def stage_shards(
             if keeps and rules.gather is None:
                 old = followed(master, leaves, bucket, index)
             dtype = leaves[bucket.places[0]].dtype if keeps else rows[0].dtype
-            whole = buffers.empty((bucket.segments.valid.shape[0], old.shape[0]), dtype)
+            whole = memory_pool.empty((bucket.segments.valid.shape[0], old.shape[0]), dtype)
             mine = whole[int(index)]  # params that are not kept are made where they travel from
-            new = [buffers.empty(x.shape, x.dtype) for x in (old, mu, nu)]
+            new = [memory_pool.empty(x.shape, x.dtype) for x in (old, mu, nu)]
             new[0] = new[0] if keeps or old.dtype != dtype else mine
             peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *kernel_args(h, behind, after))
             if not (_are_finite(peaks, dtype) and _is_addable(peaks, new[0], old)):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.kernels import acceptance
+from fn.kernels import known_answers
 from fn.kernels.ops import REFERENCES
 from fn.kernels.reference import bytes_for
 from fn.kernels.schemas import ON_LISTS
@@ -90,7 +90,7 @@ def run_checks(checks: Iterable[Check]) -> tuple[int, list[str]]:
 
 def _checks(op: str, row: Accelerator, device: torch.device, sizes: Sequence[int]) -> Iterator[Check]:
     kernel = row.kernels[op]
-    yield "known answer", lambda: acceptance.complaint(op, kernel, device)
+    yield "known answer", lambda: known_answers.complaint(op, kernel, device)
     widths, dtypes = (4, 8) if "quantize" in op else (8,), DTYPES if op in _OF_ANY_DTYPE else _WIDE
     for n, dtype, strided, width in itertools.product(sizes, dtypes, (False, True), widths):
         if not (strided and n >= 2**20):
@@ -108,13 +108,13 @@ def _checks(op: str, row: Accelerator, device: torch.device, sizes: Sequence[int
 
 def _compare(op: str, kernel: Callable[..., Any], case: Callable[[], Any], device: torch.device) -> str | None:
     args = case()
-    found = acceptance.outcome(op, kernel, args, device)
+    found = known_answers.outcome(op, kernel, args, device)
     if found is NotImplemented:  # the table asks the next row
         return None
     given = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
     wide = any(t.dtype == torch.float64 for t in given)
-    expected = acceptance.outcome(op, REFERENCES[op], args, torch.device("cpu"))
-    return acceptance.difference(found, expected, 1e-12 if wide else 1e-5, sums=acceptance.of_sums(op))
+    expected = known_answers.outcome(op, REFERENCES[op], args, torch.device("cpu"))
+    return known_answers.difference(found, expected, 1e-12 if wide else 1e-5, sums=known_answers.of_sums(op))
 
 
 def _in_table(row: Accelerator, check: Callable[[], str | None]) -> str | None:
@@ -132,32 +132,32 @@ def _op(op: str) -> Any:
 def _opcheck(op: str, device: torch.device) -> str | None:
     """Check what depends on the row; that an op can be traced with dynamic shapes is the same for all of them."""
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for args in acceptance.examples(op):
-        torch.library.opcheck(_op(op).default, tuple(acceptance.on(device, args)), test_utils=parts)
+    for args in known_answers.examples(op):
+        torch.library.opcheck(_op(op).default, tuple(known_answers.on(device, args)), test_utils=parts)
     return None
 
 
 def _vmap(op: str, device: torch.device) -> str | None:
-    args = acceptance.on(device, acceptance.examples(op)[0])
+    args = known_answers.on(device, known_answers.examples(op)[0])
     dims = tuple(0 if isinstance(a, Tensor) else None for a in args)
     pair = [torch.stack([a, a.flip(0)]) if isinstance(a, Tensor) else a for a in args]
     found = torch.func.vmap(_op(op), in_dims=dims)(*pair)
     flipped = [a.flip(0) if isinstance(a, Tensor) else a for a in args]
     for i, expected in enumerate((_op(op)(*args), _op(op)(*flipped))):
-        expected = [e.cpu() for e in acceptance.as_tuple(expected)]
-        reason = acceptance.difference([f[i] for f in acceptance.as_tuple(found)], expected)
+        expected = [e.cpu() for e in known_answers.as_tuple(expected)]
+        reason = known_answers.difference([f[i] for f in known_answers.as_tuple(found)], expected)
         if reason is not None:
             return reason
     return None
 
 
 def _fullgraph(op: str, device: torch.device) -> str | None:
-    args = acceptance.on(device, acceptance.examples(op)[0])
+    args = known_answers.on(device, known_answers.examples(op)[0])
     torch._dynamo.reset()
     # "aot_eager" traces as Inductor does, and compiles nothing
     compiled = torch.compile(lambda *a: _op(op)(*a), fullgraph=True, backend="aot_eager")
-    expected = tuple(e.cpu() for e in acceptance.as_tuple(acceptance.outcome(op, _op(op), args, device)))
-    return acceptance.difference(acceptance.outcome(op, compiled, args, device), expected)
+    expected = tuple(e.cpu() for e in known_answers.as_tuple(known_answers.outcome(op, _op(op), args, device)))
+    return known_answers.difference(known_answers.outcome(op, compiled, args, device), expected)
 
 
 def arguments(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fn.kernels.buffers import empty
+from fn.kernels.memory_pool import empty
 
 
 def quantize_feedback(
@@ -24,7 +24,7 @@ def quantize_feedback(
     runs: Sequence[int],
     width: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `reference_int.quantize_feedback`. quantize, dequantize: of the row, which return new tensors."""
+    """See `reference.quantize_feedback`. quantize, dequantize: of the row, which return new tensors."""
 
     def rounded(wide: Tensor) -> Tensor:
         return empty(x.shape, x.dtype, x.device).copy_(wide)

@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.kernels import reference, reference_int, reference_lamb, reference_step
-from fn.kernels.eager import PLANS
+from fn.kernels import reference
 from fn.kernels.schemas import ON_LISTS, SCHEMAS, WRITTEN
 from fn.kernels.table import cells
+from fn.kernels.tracing import PLANS
 
 Kernel = Callable[..., Any]
 
-REFERENCES: dict[str, Kernel] = {
-    name: next(getattr(m, name) for m in (reference, reference_int, reference_step, reference_lamb) if hasattr(m, name))
-    for name in SCHEMAS
-}
+REFERENCES: dict[str, Kernel] = {name: getattr(reference, name) for name in SCHEMAS}
 """What every kernel means, by name."""
 
 _ARGUMENTS = {
@@ -141,8 +138,8 @@ def _check_lengths(named: dict[str, Any]) -> None:
 def direct(name: str, *args: Any) -> Any:
     """Run a kernel past the dispatcher, to which every tensor of a list has its price, and past the checks.
 
-    Args: name: of the op. args: its own; tensors that hold numbers now (`is_eager`), without grad mode, checked by the
-        caller.
+    Args: name: of the op. args: its own; tensors that hold numbers now (`is_concrete`), without grad mode, checked by
+        the caller.
     """
     for cell in cells(name, device_of(args).type):
         found = cell.kernel(*args)

@@ -4,7 +4,7 @@
 
 A row with only `pack_bits` and `unpack_bits` is complete, because the references of all other ops are written in
 terms of these two. Every further cell only makes a device faster. A cell is believed when it gives the known answer
-(`acceptance`), on its first use, never because something could be imported. A cell may return NotImplemented for
+(`known_answers`), on its first use, never because something could be imported. A cell may return NotImplemented for
 arguments that it does not handle; then the next one is asked.
 
     >>> import fn
@@ -30,10 +30,10 @@ GROUP = "fn.accelerators"
 """The entry-point group; an entry point is named after its device type and is a row, or a function returning one."""
 
 BUILT_IN: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("fn.kernels.numba", "fn.kernels.cpu", "fn.kernels.foreach"),
-    "cuda": ("fn.kernels.triton", "fn.kernels.cupy", "fn.kernels.foreach"),
-    "xpu": ("fn.kernels.triton", "fn.kernels.xpu", "fn.kernels.foreach"),
-    "npu": ("fn.kernels.npu", "fn.kernels.foreach"),
+    "cpu": ("fn.kernels.cpu.numba", "fn.kernels.numpy_bits", "fn.kernels.eager.foreach"),
+    "cuda": ("fn.kernels.gpu.triton", "fn.kernels.gpu.cupy", "fn.kernels.eager.foreach"),
+    "xpu": ("fn.kernels.gpu.triton", "fn.kernels.xpu", "fn.kernels.eager.foreach"),
+    "npu": ("fn.kernels.npu", "fn.kernels.eager.foreach"),
 }
 """The rows of this package by device type, the fastest first. Each module has a function `row(device_type)`."""
 
@@ -191,12 +191,12 @@ def _accept(op: str, device_type: str) -> tuple[Cell, ...]:
 
 
 def _believed(op: str, device_type: str) -> Iterator[Cell]:
-    from fn.kernels import acceptance  # it uses the ops, which use the table
+    from fn.kernels import known_answers  # it uses the ops, which use the table
 
     for row in rows(device_type):
         if op not in row.kernels:
             continue
-        reason = acceptance.complaint(op, row.kernels[op], torch.device(device_type))
+        reason = known_answers.complaint(op, row.kernels[op], torch.device(device_type))
         if reason is None:
             yield Cell(row.name, row.kernels[op])
         else:

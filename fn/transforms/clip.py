@@ -11,7 +11,7 @@ from fn import tree
 from fn.base import Transform, check_number
 from fn.collectives.axis import AxisNames
 from fn.collectives.primitives import pmean
-from fn.kernels.eager import pooled
+from fn.kernels.tracing import pooled
 
 Tree = Any
 

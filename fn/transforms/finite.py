@@ -12,7 +12,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Guarded, Phase, SideBySide, Transform, UpdateFn, check_state, check_transform, combine
 from fn.collectives.axis import rank_dims
-from fn.kernels.eager import is_eager
+from fn.kernels.tracing import is_concrete
 
 Tree = Any
 
@@ -125,7 +125,7 @@ def _keep_or_skip(
 ) -> tuple[Tree, SkipState]:
     """Return updates and `after` where ok, and `instead` and the inner state as it was elsewhere."""
     skipped = state.skipped + (~ok).to(torch.int64)
-    if ok.device.type == "cpu" and is_eager(ok) and ok:  # here a branch costs nothing, a selection a pass over memory
+    if ok.device.type == "cpu" and is_concrete(ok) and ok:  # a branch costs nothing here, a selection a pass
         return updates, SkipState(after, skipped)
     updates = tree.map(lambda u: torch.where(ok, u, instead), updates)
     kept = tree.map(lambda new, old: new if new is old else torch.where(ok, new, old), after, state.inner)
@@ -173,7 +173,7 @@ def _far(x: Tensor) -> float:
 
 
 def _is_on_host(leaves: list[Tensor]) -> bool:
-    return not leaves or (leaves[0].device.type == "cpu" and is_eager(*leaves))
+    return not leaves or (leaves[0].device.type == "cpu" and is_concrete(*leaves))
 
 
 def _ends(leaves: list[Tensor]) -> Tensor:

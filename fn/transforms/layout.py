@@ -20,8 +20,8 @@ from torch import Tensor
 from fn import tree
 from fn.collectives.differentiation import is_recorded
 from fn.collectives.segments import Segments
-from fn.kernels import buffers, places
-from fn.kernels.eager import is_eager, remembered
+from fn.kernels import memory_pool, reference
+from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any
 
@@ -63,7 +63,7 @@ def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) 
     ]
 
 
-@remembered
+@cached_plan
 def _bucket(
     places: tuple[int, ...], shapes: tuple[torch.Size, ...], world_size: int, align: int, fused: bool
 ) -> Bucket:
@@ -83,10 +83,10 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
         tensors = [end_to_end(tensors)]
     elif world_size == 1 and list(bucket.segments.widths) == [t.shape[0] for t in tensors]:
         return end_to_end(tensors)
-    if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_eager(*tensors) and not is_recorded(tensors):
-        table = buffers.empty((world_size, bucket.segments.row_length), tensors[0].dtype)
+    if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_concrete(*tensors) and not is_recorded(tensors):
+        table = memory_pool.empty((world_size, bucket.segments.row_length), tensors[0].dtype)
         clear_padding(table, tensors, bucket)
-        flats, rows = same_places([t.detach() for t in tensors], table, bucket)
+        flats, rows = paired_views([t.detach() for t in tensors], table, bucket)
         if flats:
             torch._foreach_copy_(rows, flats)
         return table.view(-1)
@@ -99,12 +99,12 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     return torch.cat(pieces, dim=1).reshape(-1)
 
 
-def same_places(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+def paired_views(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
     """Return views of vectors and views of the rows (W, n / W) that `join` makes of them, pair by pair alike.
 
     Together they are all elements of the vectors. Not for buckets that are fused.
     """
-    return places.same_places(tensors, table, bucket.segments.widths)
+    return reference.paired_views(tensors, table, bucket.segments.widths)
 
 
 def clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> None:
@@ -132,7 +132,7 @@ def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
 
 
 def _padded(row: Tensor, width: int) -> Tensor:
-    out = buffers.empty((width,), row.dtype)
+    out = memory_pool.empty((width,), row.dtype)
     out[: row.shape[0]].copy_(row)
     out[row.shape[0] :].zero_()
     return out
@@ -143,11 +143,11 @@ def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
 
     The result may share memory with the tensors.
     """
-    eager = is_eager(*tensors) and not is_recorded(tensors)
+    eager = is_concrete(*tensors) and not is_recorded(tensors)
     if eager and adjoin(tensors):
         return tensors[0].as_strided((sum(t.shape[0] for t in tensors),), (1,))
     if eager and tensors[0].device.type == "cpu":
-        return torch.cat(list(tensors), out=buffers.empty((sum(t.shape[0] for t in tensors),), tensors[0].dtype))
+        return torch.cat(list(tensors), out=memory_pool.empty((sum(t.shape[0] for t in tensors),), tensors[0].dtype))
     return torch.cat(list(tensors))
 
 
@@ -181,7 +181,7 @@ def split_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> Non
             tensor.copy_(piece)
         return
     table = vector.view(bucket.segments.valid.shape[0], -1)
-    flats, pieces = same_places([t.view(-1) for t in tensors], table, bucket)
+    flats, pieces = paired_views([t.view(-1) for t in tensors], table, bucket)
     if flats:
         torch._foreach_copy_(flats, pieces)
 

@@ -27,7 +27,7 @@ from fn.base import (
 )
 from fn.collectives.differentiation import is_recorded
 from fn.kernels import reference
-from fn.kernels.eager import is_eager, pooled
+from fn.kernels.tracing import is_concrete, pooled
 
 Tree = Any
 
@@ -212,7 +212,7 @@ def kept_direction(mu: Tree, nu: Tree, eps: float) -> tuple[Tree, Tree]:
 
 
 def _kept_direction(m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if not is_eager(m, v) or is_recorded((m, v)) or not reference.is_normal(eps, v.dtype):  # kernels have no gradient
+    if not is_concrete(m, v) or is_recorded((m, v)) or not reference.is_normal(eps, v.dtype):  # kernels have none
         return reference.direction(m, v, eps)
     kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps)
     return kept.view(m.shape), out.view(m.shape)

@@ -32,7 +32,7 @@ from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
-from fn.kernels.eager import is_eager
+from fn.kernels.tracing import is_concrete
 from fn.transforms import exchange
 from fn.transforms import layout as layouts
 from fn.transforms.exchange import Kept, Rules, rules_of
@@ -262,7 +262,7 @@ def check_shards(state: ShardedState, plan: list[layouts.Bucket], index: Tensor)
             f"state: has master shards of {found} elements in {len(state.master)} vectors, but the params give "
             f"{lengths}; a state belongs to the world size and the params that it was made for"
         )
-    if plan and is_eager(state.place, index) and state.place.device.type == "cpu":
+    if plan and is_concrete(state.place, index) and state.place.device.type == "cpu":
         here = [int(index), plan[0].segments.valid.shape[0]]
         if state.place.tolist() != here:
             shard, ranks = state.place.tolist()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.differentiation import is_recorded
-from fn.kernels import buffers
-from fn.kernels.eager import is_eager
+from fn.kernels import memory_pool
+from fn.kernels.tracing import is_concrete
 from fn.transforms.finite import all_finite
 from fn.transforms.layout import Bucket, adjoin, end_to_end, join, split
 from fn.transforms.notes import Notes
@@ -46,7 +46,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def row(vector: Tensor, index: Tensor, rows: int) -> Tensor:
     """Return row `index` of a vector (n,) that is so many rows; it may share memory with the vector."""
     table = vector.view(rows, -1)
-    if is_eager(index, vector):
+    if is_concrete(index, vector):
         return table[int(index)]
     return table.index_select(0, index.to(vector.device).view(1)).view(-1)
 
@@ -58,7 +58,7 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     Returns: a vector that may share memory with a leaf.
     """
     tensors = [leaves[i].reshape(-1) for i in bucket.places]
-    if not is_eager(index, *tensors):
+    if not is_concrete(index, *tensors):
         return row(join(leaves, bucket), index, bucket.segments.valid.shape[0])
     if bucket.fused and adjoin(tensors):
         tensors = [end_to_end(tensors)]
@@ -76,7 +76,7 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     if len(pieces) == 1:
         return pieces[0]
     if pieces[0].device.type == "cpu" and not is_recorded(pieces):
-        return torch.cat(pieces, out=buffers.empty((sum(p.shape[0] for p in pieces),), pieces[0].dtype))
+        return torch.cat(pieces, out=memory_pool.empty((sum(p.shape[0] for p in pieces),), pieces[0].dtype))
     return torch.cat(pieces)
 
 
@@ -86,8 +86,8 @@ def followed(master: Tensor, leaves: Sequence[Tensor], bucket: Bucket, index: Te
     A model's checkpoint that is loaded, say, or a clamp after each step. Args: leaves, bucket, index: as for `take`.
     """
     here = take(leaves, bucket, index)
-    if is_eager(master, here) and here.device.type == "cpu" and not is_recorded([master, here]):
-        rounded = buffers.empty(here.shape, here.dtype).copy_(master)
+    if is_concrete(master, here) and here.device.type == "cpu" and not is_recorded([master, here]):
+        rounded = memory_pool.empty(here.shape, here.dtype).copy_(master)
         found, left = here.view(torch.int16).numpy(), rounded.view(torch.int16).numpy()
         if np.array_equal(found, left):  # torch's takes twenty times as long
             return master
@@ -117,6 +117,6 @@ def shown(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:
         if is_count:
             ok = ok & (new == old)
     kept = [old if is_count else new for new, old, is_count in zip(news, olds, counts, strict=True)]
-    if is_eager(ok) and ok.device.type == "cpu" and ok:
+    if is_concrete(ok) and ok.device.type == "cpu" and ok:
         return moves, tree.unflatten(structure, kept)
     return tree.map(lambda m: torch.where(ok, m, float("nan")), moves), tree.unflatten(structure, kept)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Step, Transform, check_number, check_params, lift
-from fn.kernels.eager import pooled
+from fn.kernels.tracing import pooled
 
 Tree = Any
 

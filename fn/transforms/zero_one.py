@@ -11,8 +11,8 @@ from fn import tree
 from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import found_alike
-from fn.kernels.eager import is_eager
 from fn.kernels.reference import over_root
+from fn.kernels.tracing import is_concrete
 from fn.transforms.finite import all_addable, all_finite
 from fn.transforms.moments import (
     adam_direction,
@@ -246,7 +246,7 @@ def scale_by_zero_one_adam(
 
 def check_synchronised(elapsed: Tensor) -> None:
     """Refuse a variance step behind local ones, which would leave each rank where it went; where a host can tell."""
-    if elapsed.device.type == "cpu" and is_eager(elapsed) and elapsed > 0:
+    if elapsed.device.type == "cpu" and is_concrete(elapsed) and elapsed > 0:
         raise ValueError(
             "phase: is WARMUP, but the last step was LOCAL, and a variance step does not bring the ranks together "
             "again; allowed is COMPRESSED, which does, and then WARMUP"

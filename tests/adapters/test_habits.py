@@ -268,7 +268,7 @@ def warned_of_kernels(rows: tuple[str, ...], elements: int) -> list[str]:
 @pytest.mark.parametrize("numba", [True, False])
 @pytest.mark.parametrize("elements", [3, 1 << 20])
 def test_where_no_kernel_makes_codes_large_models_are_warned_of(numba, elements):
-    rows = ("fn.kernels.numba",) * numba + ("fn.kernels.cpu", "fn.kernels.foreach")
+    rows = ("fn.kernels.cpu.numba",) * numba + ("fn.kernels.numpy_bits", "fn.kernels.eager.foreach")
     for found in ranks.run(2, warned_of_kernels, rows, elements):
         text = "kernels: none for 'cpu' are fused, so codes are made in plain torch"
         assert [text in said for said in found] == [True] * (elements > 3 and not numba)

@@ -66,7 +66,7 @@ BY_NAME = {"onebit_adam": CASES, "onebit_lamb": LAMB_CASES}
 
 def use(rows: str) -> None:
     if rows == "torch":
-        sys.modules["fn.kernels.table"].BUILT_IN = {"cpu": ("fn.kernels.cpu", "fn.kernels.foreach")}
+        sys.modules["fn.kernels.table"].BUILT_IN = {"cpu": ("fn.kernels.numpy_bits", "fn.kernels.eager.foreach")}
         assert [cell.provider for cell in cells("adamw_", "cpu")] == ["torch"]
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fn import kernels
-from fn.kernels import acceptance, npu, reference, xpu
+from fn.kernels import known_answers, npu, numpy_bits, reference, xpu
 
 OPTIONAL = ("numba", "triton", "cupy", "torch_npu", "intel_extension_for_pytorch")
 
@@ -23,20 +23,18 @@ def test_importing_fn_imports_no_optional_package():
 
 
 def test_the_numpy_row_conforms():
-    from fn.kernels import cpu
-
-    assert kernels.conformance(cpu.row("cpu"))
+    assert kernels.conformance(numpy_bits.row("cpu"))
 
 
 def test_the_row_of_torchs_functions_of_lists_conforms():
-    from fn.kernels import foreach
+    from fn.kernels.eager import foreach
 
     assert kernels.conformance(foreach.row("cpu"))
 
 
 def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
     """Whether a tensor is cut, or several make a chunk, the numbers are the same."""
-    from fn.kernels import foreach
+    from fn.kernels.eager import foreach
 
     def step(chunk: int) -> list[torch.Tensor]:
         monkeypatch.setattr(foreach, "CHUNK_OF_CPU", chunk)
@@ -55,18 +53,18 @@ def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 22])
 def test_the_functions_of_lists_of_accelerators_conform(monkeypatch, chunk):
-    from fn.kernels import foreach_lamb
+    from fn.kernels.eager import foreach_lamb
 
     monkeypatch.setattr(foreach_lamb, "CHUNK", chunk)
     assert kernels.conformance(kernels.Accelerator("cpu", foreach_lamb.KERNELS, provider="torch"))
     for name, kernel in foreach_lamb.KERNELS.items():
-        assert acceptance.complaint(name, kernel, torch.device("cpu")) is None
-        empty = [[torch.zeros(0)] if isinstance(a, list) else a for a in acceptance.examples(name)[0]]
+        assert known_answers.complaint(name, kernel, torch.device("cpu")) is None
+        empty = [[torch.zeros(0)] if isinstance(a, list) else a for a in known_answers.examples(name)[0]]
         assert kernel(*empty) is NotImplemented
 
 
 def test_drift_of_lists_selects_zeros_where_gradients_are_not_finite():
-    from fn.kernels import foreach_lamb
+    from fn.kernels.eager import foreach_lamb
 
     one, zero, inf = torch.ones(8), torch.zeros(8), torch.full((8,), torch.inf)
     found = foreach_lamb.drift([one], [zero], [zero], [inf], [zero], 0.9, 0.5, 0.1, 1, [1, 8])
@@ -76,7 +74,7 @@ def test_drift_of_lists_selects_zeros_where_gradients_are_not_finite():
 @pytest.mark.slow
 def test_the_numba_row_conforms():
     pytest.importorskip("numba", reason="the extra `cpu` is not installed")
-    from fn.kernels import numba
+    from fn.kernels.cpu import numba
 
     assert kernels.conformance(numba.row("cpu"))
 
@@ -89,8 +87,8 @@ def test_the_reference_conforms_to_itself():
 @pytest.mark.parametrize("op", kernels.ops.REFERENCES)
 def test_an_op_is_traced_with_dynamic_shapes(op):
     """The part of torch's checks of ops that does not depend on the row, and that the kit therefore leaves to us."""
-    (args, *_) = acceptance.examples(op)
-    found = tuple(acceptance.on(torch.device("cpu"), args))
+    (args, *_) = known_answers.examples(op)
+    found = tuple(known_answers.on(torch.device("cpu"), args))
     torch.library.opcheck(getattr(torch.ops.fn, op).default, found, test_utils="test_aot_dispatch_dynamic")
 
 
@@ -121,7 +119,7 @@ def test_the_sign_kernels_of_torch_npu_are_called_as_documented(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch_npu", library)
     row = npu.row("npu")
     for op in row.kernels:
-        assert acceptance.complaint(op, row.kernels[op], torch.device("cpu")) is None
+        assert known_answers.complaint(op, row.kernels[op], torch.device("cpu")) is None
     assert kernels.conformance(row._replace(device_type="cpu"), sizes=(0, 1, 9, 1023))
     assert row.communication_backend == "hccl"
 
@@ -146,6 +144,6 @@ def test_the_intel_extension_is_imported_only_beside_its_own_torch(monkeypatch, 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_cupy_row_conforms_on_the_gpu():
     pytest.importorskip("cupy", reason="CuPy is not installed")
-    from fn.kernels import cupy
+    from fn.kernels.gpu import cupy
 
     assert kernels.conformance(cupy.row("cuda"))

@@ -11,10 +11,10 @@ import torch
 
 import fn
 from fn import kernels
-from fn.kernels import cpu, reference, show
+from fn.kernels import numpy_bits, reference, show
 
 table = sys.modules["fn.kernels.table"]
-ROW = kernels.Accelerator("cpu", {"pack_bits": cpu.pack_bits}, provider="mine")
+ROW = kernels.Accelerator("cpu", {"pack_bits": numpy_bits.pack_bits}, provider="mine")
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_two_functions_make_a_whole_device(registered):
 
 
 @pytest.mark.parametrize("wrong", [
-    lambda x: cpu.pack_bits(x) ^ 1, lambda x: cpu.pack_bits(x)[:, :-1], lambda x: 1 / 0, lambda x: None,
+    lambda x: numpy_bits.pack_bits(x) ^ 1, lambda x: numpy_bits.pack_bits(x)[:, :-1], lambda x: 1 / 0, lambda x: None,
     lambda x: torch.from_numpy(__import__("numpy").packbits((x >= 0).numpy(), axis=-1)),
 ], ids=["bit", "shape", "raises", "nothing", "big-endian"])  # fmt: skip
 def test_a_kernel_is_believed_only_with_the_known_answer(registered, wrong):
@@ -77,7 +77,7 @@ def test_a_kernel_is_believed_only_with_the_known_answer(registered, wrong):
 
 def test_a_kernel_may_decline(registered):
     def picky(x):
-        return cpu.pack_bits(x) if x.dtype == torch.float32 else NotImplemented
+        return numpy_bits.pack_bits(x) if x.dtype == torch.float32 else NotImplemented
 
     registered(kernels.Accelerator("cpu", {"pack_bits": picky}, provider="picky"))
     assert provider("pack_bits")[0] == "picky"
@@ -99,7 +99,7 @@ def test_a_thread_that_asks_while_a_kernel_is_tried_waits_for_the_answer(registe
             found["itself"] = provider("pack_bits")
             second.start()
             second.join(0.3)  # as long as it takes to answer without having waited
-        return cpu.pack_bits(x)
+        return numpy_bits.pack_bits(x)
 
     registered(kernels.Accelerator("cpu", {"pack_bits": pack}, provider="slow"))
     ask("first")
@@ -111,9 +111,9 @@ def test_a_thread_that_asks_while_a_kernel_is_tried_waits_for_the_answer(registe
 
 def test_a_row_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"^kernels: .*fly.* not in the table"):
-        kernels.register(kernels.Accelerator("cpu", {"fly": cpu.pack_bits}))
+        kernels.register(kernels.Accelerator("cpu", {"fly": numpy_bits.pack_bits}))
     with pytest.raises(TypeError, match=r"^row: is dict"):
-        kernels.register({"pack_bits": cpu.pack_bits})
+        kernels.register({"pack_bits": numpy_bits.pack_bits})
 
 
 @pytest.mark.parametrize(("op", "args", "error", "argument"), [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fn import kernels
-from fn.kernels import acceptance, reference
+from fn.kernels import known_answers, reference
 from fn.kernels.ops import REFERENCES
 from fn.kernels.table import cells
 
@@ -148,8 +148,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_kernel_that_is_wrong_is_refused_at_its_first_use_and_does_not_conform(name):
     op, kernel = name.partition(":")[0], WRONG[name]
-    assert acceptance.complaint(op, REFERENCES[op], torch.device("cpu")) is None
-    assert acceptance.complaint(op, kernel, torch.device("cpu")) is not None
+    assert known_answers.complaint(op, REFERENCES[op], torch.device("cpu")) is None
+    assert known_answers.complaint(op, kernel, torch.device("cpu")) is not None
     report = kernels.conformance(kernels.Accelerator("cpu", {op: kernel}), sizes=(9, 1023))
     faults = [fault for fault in report.faults if "n=" in fault]
     assert faults, "only the known answer is wrong"

@@ -25,7 +25,9 @@ from other_device import NAME, echo
 import fn
 from fn.adapters import torch_optim, training
 from fn.inplace import zero_one_adam
-from fn.kernels import eager, foreach, ops, triton, triton_int
+from fn.kernels import ops, tracing
+from fn.kernels.eager import foreach
+from fn.kernels.gpu import triton, triton_int
 from fn.transforms import agreed, average
 
 _setup_privateuseone_for_python_backend(NAME)
@@ -96,8 +98,8 @@ def pretend() -> None:
     rows = [triton.row(NAME), foreach.row(NAME)]
     for op in ops.REFERENCES:
         table._accepted[op, NAME] = tuple(table.Cell(row.name, row.kernels[op]) for row in rows if op in row.kernels)
-    eager._PLAIN.add(FakeTensor)
-    vars(eager)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
+    tracing._PLAIN.add(FakeTensor)
+    vars(tracing)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
     for module, check in ((training, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
                           (agreed, "check_agreement"), (average, "check_agreement")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None

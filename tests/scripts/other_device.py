@@ -25,7 +25,8 @@ from fn.collectives import segments, transports
 from fn.collectives.axis import Axis, Binding
 from fn.inplace import adam, bounds, descent, zero_one_adam
 from fn.inplace.match import in_place
-from fn.kernels import eager, foreach
+from fn.kernels import tracing
+from fn.kernels.eager import foreach
 from fn.transforms import shards
 
 NAME = "elsewhere"
@@ -61,7 +62,7 @@ def pretend(device: torch.device) -> None:
         table._accepted[op, NAME] = ()
     for op, kernel in foreach.row(NAME).kernels.items():
         table._accepted[op, NAME] = (table.Cell("torch", kernel),)
-    eager._PLAIN.add(FakeTensor)
+    tracing._PLAIN.add(FakeTensor)
     segments.Segments.row = lambda self, index: segments.Segments(self.widths, self.valid[:1])
     vars(shards)["int"] = lambda index: 0
     bounds.Bounds.hold = bounds.Bounds.follow = lambda *args: True

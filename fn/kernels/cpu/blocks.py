@@ -1,0 +1,121 @@
+"""How a row is cut into places for the compiled CPU loops, and how threads share them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fn.kernels.reference import NORM_BLOCK, runs_of
+from fn.kernels.tracing import PLANS
+
+THREADED = 1 << 22
+"""Elements from which several threads share a kernel, if torch may use several."""
+
+LARGER_THAN_CACHE = 1 << 20
+"""Elements from which results are written past the cache: they are too many for the second level."""
+
+WHOLE_SEGMENTS = 1 << 62
+"""Elements of a place that no segment has: every segment is one."""
+
+
+class BlockTable(NamedTuple):
+    """The places of one row.
+
+    table: (places, 4) int64: first element, length, segment, offset in the segment.
+    n: elements of a row. segments: how many it has. widths: (segments,) int64, theirs.
+    aligned: every place starts at a multiple of 8. whole: and every length is one.
+    even: every place starts at an even element and has an even length.
+    """
+
+    table: NDArray[np.int64]
+    n: int
+    segments: int
+    widths: NDArray[np.int64]
+    aligned: bool
+    whole: bool
+    even: bool
+
+
+def block_table(runs: Sequence[int], block: int = NORM_BLOCK) -> BlockTable:
+    """Return the places of a row, each at most `block` elements long."""
+    return _block_table(tuple(runs), block)
+
+
+def runs_of_tensors(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the runs of a row in which every tensor is a segment."""
+    runs = [1] * (2 * len(tensors))
+    runs[1::2] = map(Tensor.numel, tensors)
+    return runs
+
+
+@lru_cache(maxsize=PLANS)
+def _block_table(runs: tuple[int, ...], block: int) -> BlockTable:
+    parts, n, segments = [np.zeros((0, 4), dtype=np.int64)], 0, 0
+    for segment, start, count, width in runs_of(runs):
+        offsets = np.arange(0, width, block, dtype=np.int64)
+        s = np.repeat(np.arange(count, dtype=np.int64), len(offsets))
+        offset = np.tile(offsets, count)
+        parts.append(np.stack([start + s * width + offset, np.minimum(block, width - offset), segment + s, offset], 1))
+        n, segments = start + count * width, segment + count
+    table = np.ascontiguousarray(np.concatenate(parts))
+    aligned, whole, even = (not (table[:, columns] % k).any() for columns, k in ((0, 8), ([0, 1], 8), ([0, 1], 2)))
+    widths = np.repeat(np.array(runs[1::2], dtype=np.int64), np.array(runs[::2], dtype=np.int64))
+    return BlockTable(table, n, segments, widths, aligned, whole, even)
+
+
+def add_up(squares: Tensor, runs: Sequence[int], block: int = NORM_BLOCK) -> Tensor:
+    """Add the squared norms of places (R, places) up to those of segments, in the order of the places: (R, S)."""
+    lengths = blocks_of_segments(tuple(runs), block, squares.device)
+    if not squares.numel():
+        return squares.new_zeros((squares.shape[0], len(lengths)))
+    columns = squares.t().contiguous()
+    return torch.segment_reduce(columns, "sum", lengths=lengths, axis=0, unsafe=True).t().contiguous()
+
+
+@lru_cache(maxsize=PLANS)
+def blocks_of_segments(runs: tuple[int, ...], block: int, device: torch.device) -> Tensor:
+    """Return how many places each segment has, (S,) int64."""
+    counts = [-(-width // block) for count, width in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
+    return torch.tensor(counts, dtype=torch.int64, device=device)
+
+
+def run(
+    kernel: Callable[..., Any], at: BlockTable, valid: Tensor, *args: Any, scratch: int = 0, over: bool = False
+) -> None:
+    """Run a compiled loop over all places of all rows, on several threads where it pays.
+
+    Args: valid (R, S) int64, contiguous. scratch: bytes of memory that each thread gets, its address being the last
+        argument of the kernel. over: results are written over what was read, so that they are in the cache.
+    """
+    rows, blocks = valid.shape[0], len(at.table)
+    elements, total = rows * at.n, rows * blocks
+    if not total:
+        return
+    nontemporal = elements >= LARGER_THAN_CACHE and not over
+    common = (blocks, at.table.ctypes.data, at.segments, valid.data_ptr(), at.n, nontemporal)
+
+    def work(low: int, high: int) -> None:
+        memory = np.empty(scratch + 64, dtype=np.uint8)
+        extra = (memory.ctypes.data + -memory.ctypes.data % 64,) if scratch else ()
+        kernel(low, high, *common, *args, *extra)
+
+    threads = torch.get_num_threads() if elements >= THREADED else 1
+    threads = min(threads, os.cpu_count() or 1, total) if threads > 1 else 1
+    cuts = [total * t // threads for t in range(threads + 1)]
+    others = [_pool(os.getpid()).submit(work, cuts[t], cuts[t + 1]) for t in range(1, threads)]
+    work(cuts[0], cuts[1])
+    for other in others:
+        other.result()
+
+
+@lru_cache(maxsize=1)
+def _pool(process: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, (os.cpu_count() or 2) - 1), thread_name_prefix="fn")

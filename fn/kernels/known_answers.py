@@ -1,0 +1,240 @@
+"""Known answers: a kernel of the table is believed when it gives them, never because it could be imported.
+
+Small fixed inputs for every op, with two rows, several segments, a segment with padding, tails that are no multiple
+of anything, and the documented vector for the bits. The answers are those of the reference, on the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn.kernels.schemas import WRITTEN
+
+RUNS = (2, 64, 1, 4104, 1, 22)
+"""Runs of the examples: two short segments, one longer than a block of norms, one with a tail."""
+
+KNOWN_SIGNS = (5.0, 4.0, 3.0, 2.0, 0.0, -1.0, -2.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0)
+KNOWN_BITS = (159, 15)
+"""torch_npu's documented vector for its sign packing."""
+
+GUARD = 16
+"""Elements behind a tensor that a kernel works on in place, which stay as they are: a vector of the widest kind."""
+
+LONG = (1 << 16) + 3
+"""Elements of the largest examples of packing: the references of all other ops pack, and these would be blamed."""
+
+_DESCENT = (0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25)
+_WIDTHS = (64, 64, 4104, 22)
+
+
+def examples(op: str) -> list[tuple[Any, ...]]:
+    """Return lists of arguments for an op, on the CPU."""
+    return _EXAMPLES[op]()
+
+
+def _wave(*shape: int, seed: float = 1.0) -> Tensor:
+    """Return numbers of both signs and many magnitudes, none of them zero; no random state is touched."""
+    count = torch.Size(shape).numel()
+    x = torch.sin(torch.arange(1.0, count + 1, dtype=torch.float64, device="cpu") * (0.7 + seed)) * 3
+    return (x * torch.linspace(0.2, 2.0, count, dtype=torch.float64, device="cpu")).float().view(shape)
+
+
+def _bytes(*shape: int, seed: int = 1) -> Tensor:
+    count = torch.Size(shape).numel()
+    return ((torch.arange(count, device="cpu") * (37 + 2 * seed) + seed) % 251).to(torch.uint8).view(shape)
+
+
+def _known() -> Tensor:
+    return torch.tensor([KNOWN_SIGNS, KNOWN_SIGNS], device="cpu")
+
+
+def _valid() -> Tensor:
+    return torch.tensor([_WIDTHS, (64, 40, 4099, 0)], device="cpu")
+
+
+_EACH = tuple(x for width in _WIDTHS for x in (1, width))
+_N = sum(_WIDTHS)
+_S = len(_WIDTHS)
+_BITS = (_N + 7) // 8
+
+_EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
+    "pack_bits": lambda: [(_known(),), (_wave(2, 77),), (_wave(2, LONG),)],
+    "unpack_bits": lambda: [(_bytes(2, (n + 7) // 8), n, torch.float32) for n in (19, LONG)],
+    "sign_encode": lambda: [(_wave(2, _N), _valid(), [*RUNS])],
+    "sign_encode_feedback": lambda: [(_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*RUNS])],
+    "sign_residual": lambda: [(_wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])],
+    "sign_serve": lambda: [
+        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])
+    ],
+    "serve_signs": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _valid(), [*RUNS])],
+    "serve_feedback_": lambda: [
+        (_wave(2, _N), _bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _S).abs(), _valid(), [*RUNS])
+    ],
+    "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*RUNS])],
+    "sign_decode_mean": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), [*RUNS])],
+    "direction": lambda: [(_wave(2, _N), (_wave(2, _N, seed=2) - 1).clamp(min=0), 3e-2)],
+    "quantize": lambda: [(_wave(2, _N), _valid(), [*RUNS], w) for w in (4, 8)],
+    "quantize_feedback": lambda: [
+        (_wave(2, _N), _bytes(2, _N).view(torch.int8), _wave(2, _S).abs() / 99, 0.8, _valid(), [*RUNS], w)
+        for w in (4, 8)
+    ],
+    "dequantize": lambda: [(_codes(w, 2), _wave(2, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
+    "momentum_encode": lambda: [
+        (*_momentum()[:2], 0.9, _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*_EACH]),
+    ],
+    "momentum_signs": lambda: [
+        (*_momentum()[:2], decay, _wave(2, _N, seed=2), _valid(), [*_EACH]) for decay in (0.9, 0.2)
+    ],
+    "drift": lambda: [(*_drift(), decay, 3e-2, 1e-2, 2, [*_EACH]) for decay in (0.9, 0.2)],
+    "onebit_adam_": lambda: [
+        (
+            *_momentum(keep), _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), [*_EACH],
+            3e-2, 0.1, 1e-2, 0.5, 0.25, keep, _momentum()[0] if ranks > 1 or not keep else [],
+        )
+        for keep, ranks in ((True, 1), (False, 1), (True, 3))
+    ],
+    "onebit_adam_feedback_": lambda: [
+        (
+            *_momentum(keep), _momentum()[0], decay, _wave(2, _N, seed=4), _wave(2, _S, seed=2).abs(),
+            _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), [*_EACH], 3e-2, 0.1, 1e-2, 0.5, 0.25, keep,
+        )
+        for keep, decay, ranks in ((True, 0.9, 1), (False, 0.2, 1), (True, 0.9, 3))
+    ],
+    "adamw_": lambda: [
+        (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25, frozen)
+        for frozen in (False, True)
+    ],
+    "lamb_moments_": lambda: [
+        (*_momentum()[:2], *_momentum()[1:], b1, 0.99, 3e-2, decay) for b1, decay in ((0.9, 0.1), (0.2, 0.0))
+    ],
+    "onebit_lamb_moments_": lambda: [
+        (*_drift()[:2], _wave(_S).abs(), *_drift()[3:], _momentum()[2], 0.9, 0.99, 3e-2, 0.1, keep)
+        for keep in (True, False)
+    ],
+    "lamb_step_": lambda: [(*_momentum(), _wave(_S) / 100, 3e-2, decay) for decay in (0.1, 0.0)],
+    "adamw_into_": lambda: [
+        ([torch.zeros(n, device="cpu") for _ in range(3)], [_wave(n, seed=s) for s in range(rows)], _old(n), *_DESCENT)
+        for n, rows in ((4099, 1), (22, 2), (77, 3))
+    ],
+    "largest_magnitude": lambda: [
+        ([_wave(n) for n in (22, 4099, 5)],), ([_wave(77), -9 * _wave(3), _wave(64)],), ([_wave(40), -9 * _wave(40)],)
+    ],
+    "dequantize_mean": lambda: [(_codes(w, 2, 3), _wave(2, 3, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
+}
+_EXAMPLES |= {f"{op}_": _EXAMPLES[op] for op in ("sign_encode_feedback", "sign_residual")}
+
+
+def _old(n: int) -> list[Tensor]:
+    """Return a param, mu and nu."""
+    return [_wave(n), _wave(n, seed=2), _wave(n, seed=3).abs()]
+
+
+def _momentum(zeros: bool = False) -> tuple[Any, ...]:
+    """Return lists of params, mu and nu; nu is above zero, or zero in places, where mu is to stay zero."""
+    sizes = [2 * 64, 64 + 40, 4104 + 4099, 22]  # as _valid says
+    nu = [_wave(n, seed=3) if zeros else _wave(n, seed=3).abs() for n in sizes]
+    return [_wave(n) for n in sizes], [_wave(n, seed=2) for n in sizes], [v.clamp(min=0.0) for v in nu]
+
+
+def _drift() -> tuple[Any, ...]:
+    """Return lists of params, anchors, mu, grads and nu, the last zero in places."""
+    params, mu, nu = _momentum(zeros=True)
+    return params, *([_wave(len(p), seed=s) for p in params] for s in (4, 5)), mu, nu
+
+
+def _codes(width: int, *rows: int) -> Tensor:
+    return _bytes(*rows, _N // 2) if width == 4 else _bytes(*rows, _N).view(torch.int8)
+
+
+def complaint(op: str, kernel: Callable[..., Any], device: torch.device) -> str | None:
+    """Return why a kernel's answers are not the known ones, or None if they are."""
+    from fn.kernels.ops import REFERENCES  # it imports the table, which asks for known answers
+
+    try:
+        with torch.no_grad():
+            for args in examples(op):
+                found = outcome(op, kernel, args, device)
+                if found is NotImplemented:
+                    return "it answers NotImplemented to the example"
+                expected = outcome(op, REFERENCES[op], args, torch.device("cpu"))
+                reason = difference(found, expected, sums=of_sums(op))
+                if reason is not None:
+                    return reason
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    if op == "pack_bits" and tuple(kernel(torch.tensor([KNOWN_SIGNS], device=device))[0].tolist()) != KNOWN_BITS:
+        return f"the signs of {KNOWN_SIGNS} are not {KNOWN_BITS}"
+    return None
+
+
+def on(device: torch.device, args: Sequence[Any]) -> list[Any]:
+    """Return arguments on a device; tensors in lists, which may be written, are copied."""
+    return [
+        a.to(device)
+        if isinstance(a, Tensor)
+        else [_guarded(x, device) for x in a]
+        if isinstance(a, list) and a and isinstance(a[0], Tensor)
+        else a
+        for a in args
+    ]
+
+
+def _guarded(x: Tensor, device: torch.device) -> Tensor:
+    """Return a contiguous copy of a tensor, in front of elements that no kernel may write."""
+    room = torch.full((x.numel() + GUARD,), 7.0, dtype=x.dtype, device=device)
+    return room[: x.numel()].view(x.shape).copy_(x)
+
+
+def _guard_of(x: Tensor) -> Tensor:
+    return x.as_strided((GUARD,), (1,), x.storage_offset() + x.numel())
+
+
+def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Any:
+    """Run a kernel on copies of the arguments; return what it works on in place, what lies behind, and its results."""
+    args = on(device, args)
+    written: list[Any] = []
+    if op.endswith("_"):
+        args = [_guarded(a, device) if i in WRITTEN[op] and isinstance(a, Tensor) else a for i, a in enumerate(args)]
+        written = [x for a in args if isinstance(a, list) for x in a if isinstance(x, Tensor)]
+        written += [args[i] for i in WRITTEN[op] if isinstance(args[i], Tensor)]
+    found = kernel(*args)
+    if found is NotImplemented or not written:
+        return found
+    return [*written, *map(_guard_of, written), *(() if found is None else as_tuple(found))]
+
+
+def of_sums(op: str) -> bool:
+    """Return whether the results of a kernel are sums of terms that other kernels round otherwise."""
+    return op.endswith("_") or op == "drift"
+
+
+def difference(found: Any, expected: Any, rtol: float = 1e-6, *, sums: bool = False) -> str | None:
+    """Return how a result differs from the expected one, or None: integers exactly, floats up to rounding.
+
+    Args: sums: the results are sums, in which the operands' rounding can outweigh what is left of them.
+    """
+    found, expected = as_tuple(found), as_tuple(expected)
+    if len(found) != len(expected):
+        return f"{len(found)} results instead of {len(expected)}"
+    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+        if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
+            return f"result {i} is {_kind(a)} instead of {_kind(b)}"
+        a = a.detach().cpu()
+        atol = rtol * float(torch.where(b.isfinite(), b, 0.0).abs().max()) if sums and b.numel() else 0.0
+        same = torch.equal(a, b) or torch.allclose(a.double(), b.double(), rtol, atol, equal_nan=True)
+        if not (torch.equal(a, b) if not b.is_floating_point() else same):
+            return f"result {i} differs from the reference in {int((a != b).sum())} of {b.numel()} places"
+    return None
+
+
+def as_tuple(x: Any) -> Sequence[Any]:
+    """Return a result as a tuple of results."""
+    return tuple(x) if isinstance(x, (tuple, list)) else (x,)
+
+
+def _kind(x: Any) -> str:
+    return f"{tuple(x.shape)} {x.dtype}" if isinstance(x, Tensor) else type(x).__name__

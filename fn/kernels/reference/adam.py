@@ -1,0 +1,246 @@
+"""The kernels that take an optimizer's whole step in place, in plain torch: their specification.
+
+They work on lists of tensors, a list per role, and write into params and moments. The pure updates of
+`transforms.moments` say the same thing without writing; adapters, which own their buffers, run these.
+
+A list of tensors and the rows (R, n) of a message: segment s of row r is piece r of tensor s, R equal pieces each,
+zeros behind the end of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fn.kernels.reference.layout import rows_of, tensors_of
+from fn.kernels.reference.signs import sign_decode_mean, sign_encode, sign_encode_feedback, sign_residual
+
+
+def direction(x: Tensor, nu: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return a momentum, zero where its second moment is zero, and the direction that Adam takes from it.
+
+    Args: x (R, n) the momentum; nu (R, n) the second moment, of the same dtype; eps.
+    Returns: kept (R, n) and kept / (sqrt(nu) + eps) (R, n). Where nu is zero and x is not finite, kept is NaN.
+    """
+    kept = torch.where(nu > 0, x, x - x)
+    return kept, over_root(kept, nu, eps)
+
+
+def over_root(x: Tensor, nu: Tensor, eps: float) -> Tensor:
+    """Return x / (sqrt(nu) + eps); 0 where that divides by zero, so that what never had a gradient does not move.
+
+    That can be where eps is 0, or rounds to it: not with an eps for which `is_normal`, and kernels get no other.
+    """
+    below = nu.sqrt() + eps
+    if is_normal(eps, below.dtype):
+        return x / below
+    return torch.where(below == 0, x - x, x / below.masked_fill(below == 0, 1.0))
+
+
+def is_normal(eps: float, dtype: torch.dtype) -> bool:
+    """Return whether an eps keeps all of its digits in a dtype."""
+    return eps >= torch.finfo(dtype).tiny
+
+
+def momentum_encode(
+    mu: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    decay: float,
+    buffer: Tensor,
+    sent: Tensor,
+    valid: Tensor,
+    runs: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode with feedback the moving average decay * mu + (1 - decay) * grad of every tensor.
+
+    Args: mu, grads: S tensors each; decay; the rest, and the results, as for `reference.sign_encode_feedback`.
+    """
+    averages = _averages(mu, grads, decay, buffer.shape[0], runs)
+    return sign_encode_feedback(averages, buffer, sent, valid, runs)
+
+
+def momentum_signs(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, valid: Tensor, runs: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Return the bits and sums of what `momentum_encode` returns for an error that is a vector.
+
+    Args: as there; buffer (R, n) the error.
+    """
+    return sign_encode(_averages(mu, grads, decay, buffer.shape[0], runs) + buffer, valid, runs)
+
+
+def _averages(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, rows: int, runs: Sequence[int]
+) -> Tensor:
+    averages = [torch.lerp(g.to(m.dtype), m, decay) for m, g in zip(mu, grads, strict=True)]
+    return rows_of(averages, rows, runs)
+
+
+def drift(
+    params: Sequence[Tensor],
+    anchors: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    decay: float,
+    eps: float,
+    lr: float,
+    rows: int,
+    runs: Sequence[int],
+) -> Tensor:
+    """Return how far every tensor is from its anchor after one more local step of 0/1 Adam, as rows (R, n).
+
+        m = decay mu + (1 - decay) grad, 0 where nu = 0       x = (p - anchor) (sqrt(nu) + eps) - lr m
+
+    Args: params, anchors, mu, grads, nu: S tensors each; decay, eps, lr; rows: R; runs.
+    """
+    found = []
+    for p, a, m, g, v in zip(params, anchors, mu, grads, nu, strict=True):
+        m = torch.where(v > 0, torch.lerp(g.to(m.dtype), m, decay), 0.0)
+        found.append((p.to(m.dtype) - a) * (v.sqrt() + eps) - lr * m)
+    return rows_of(found, rows, runs)
+
+
+def onebit_adam_(
+    params: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    bits: Tensor,
+    scales: Tensor,
+    valid: Tensor,
+    runs: Sequence[int],
+    eps: float,
+    weight_decay: float,
+    lr: float,
+    mu_weight: float,
+    nu_weight: float,
+    keep_zeros: bool,
+    copies: Sequence[Tensor],
+) -> None:
+    """Take the step of 1-bit Adam's compressed phase from the momentum of W messages, their mean.
+
+        mu <- mean_r D(codes_r), 0 where nu = 0
+        p <- p - lr ((mu / w_mu) / (sqrt(nu / w_nu) + eps) + weight_decay p)
+
+    Args: params, mu, nu: S tensors each; params and mu are written. bits (R, W, ceil(n / 8)), scales (R, W, S), valid,
+        runs: as for `reference.sign_decode_mean`; W is 1 for codes of the mean. mu_weight, nu_weight: w_mu, w_nu, 1
+        for no bias correction. keep_zeros: without it, mu is not masked. copies: S tensors into which the new params
+        are copied, or none.
+    """
+    found = tensors_of(sign_decode_mean(bits, scales, valid, runs), params, runs)
+    for p, m, v, x in zip(params, mu, nu, found, strict=True):
+        m.copy_(torch.where(v > 0, x, 0.0) if keep_zeros else x)
+        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+    for copy, p in zip(copies, params, strict=bool(copies)):
+        copy.copy_(p)
+
+
+def onebit_adam_feedback_(
+    params: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    decay: float,
+    buffer: Tensor,
+    sent: Tensor,
+    bits: Tensor,
+    scales: Tensor,
+    valid: Tensor,
+    runs: Sequence[int],
+    eps: float,
+    weight_decay: float,
+    lr: float,
+    mu_weight: float,
+    nu_weight: float,
+    keep_zeros: bool,
+) -> None:
+    """Take the step of `onebit_adam_`, and write over an error the next one.
+
+        buffer <- b - sent * sgn(b),   b = decay * mu + (1 - decay) * grad + buffer
+
+    Args: grads, decay, buffer (R, n): as `momentum_signs` had them. sent (R, S): the scales that its codes were sent
+        with. The rest as there.
+    """
+    b = _averages(mu, grads, decay, buffer.shape[0], runs) + buffer
+    descent = eps, weight_decay, lr, mu_weight, nu_weight
+    onebit_adam_(params, mu, nu, bits, scales, valid, runs, *descent, keep_zeros, [])
+    buffer.copy_(sign_residual(b, sent, valid, runs))
+
+
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    lr: float,
+    mu_weight: float,
+    nu_weight: float,
+    frozen: bool,
+) -> None:
+    """Take AdamW's step.
+
+        mu <- b1 mu + (1 - b1) g          nu <- b2 nu + (1 - b2) g^2          p as for `onebit_adam_`
+
+    Args: params, grads, mu, nu: as many tensors each; all but grads are written. mu_weight, nu_weight: those after
+        this step, 1 for no bias correction. frozen: nu rests, and mu stays 0 where nu is.
+
+    A kernel may write zero for a momentum below the smallest normal number, 2**-126 in float32. With a gradient of zero
+    rounding would keep it at a few of the smallest numbers there are, with which some processors are slow.
+    """
+    for p, g, m, v in zip(params, grads, mu, nu, strict=True):
+        g = g.to(m.dtype)
+        m.lerp_(g, 1 - b1)
+        if frozen:
+            m.masked_fill_(v <= 0, 0.0)
+        else:
+            v.mul_(b2).addcmul_(g, g, value=1 - b2)
+        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+
+
+def largest_magnitude(grads: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude of all elements, 0-d; NaN where one of them is.
+
+    Args: grads: tensors of one dtype. Raises: ValueError if there is none.
+    """
+    if not grads:
+        raise ValueError("grads: is empty; allowed is at least one tensor")
+    return torch.stack([x.abs().amax() if x.numel() else x.new_zeros(()) for x in grads]).amax()
+
+
+def adamw_into_(
+    new: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    old: Sequence[Tensor],
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    lr: float,
+    mu_weight: float,
+    nu_weight: float,
+) -> Tensor:
+    """Take AdamW's step with the mean of several gradients, and write it elsewhere.
+
+    Args: new: param, mu and nu after the step, which are written. rows: gradients, added in their order. old: param,
+        mu and nu, which stay as they are. The rest as for `adamw_`, of whose tensors these are one each.
+    Returns: (2,), the largest magnitudes of the mean gradient and of the new param; NaN where one of them is.
+    """
+    mean = sum(rows[1:], start=rows[0]) * (1.0 / len(rows))
+    for to, x in zip(new, old, strict=True):
+        to.copy_(x)
+    p, mu, nu = ([to] for to in new)
+    adamw_(p, [mean], mu, nu, b1, b2, eps, weight_decay, lr, mu_weight, nu_weight, False)
+    return torch.stack([x.to(mean.dtype).abs().amax() if x.numel() else mean.new_zeros(()) for x in (mean, new[0])])
+
+
+def _descend(
+    p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
+) -> None:
+    u = over_root(m / mu_weight, v / nu_weight, eps)
+    p.copy_(p - lr * (u + weight_decay * p.to(u.dtype)))

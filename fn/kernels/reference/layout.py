@@ -1,0 +1,125 @@
+"""How the rows of all kernels are laid out: segments, runs of them, padding; and lists of tensors as rows.
+
+A row of n elements is divided into segments, each with a scale of its own; `runs` lists them as pairs (count, width),
+one after the other: [2, 1024, 1, 40] is two segments of 1024 elements and one of 40. `valid` says how many leading
+elements of each segment are real; what lies behind them is padding, which is never counted and always decodes to zero.
+
+A list of tensors and the rows (R, n) of a message: segment s of row r is piece r of tensor s, R equal pieces each,
+zeros behind the end of the tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+NORM_BLOCK = 4096
+"""Squares are summed in float32 over blocks of this many elements, and in float64 over the blocks: a float32
+sum over 2**24 elements is off by 7e-4."""
+
+
+def runs_of(runs: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first segment, first element, count, width) of every run."""
+    segment = start = 0
+    for count, width in zip(runs[::2], runs[1::2], strict=True):
+        yield segment, start, count, width
+        segment += count
+        start += count * width
+
+
+def row_length(runs: Sequence[int]) -> int:
+    """Return n, the number of elements that the runs describe."""
+    return sum(c * w for c, w in zip(runs[::2], runs[1::2], strict=True))
+
+
+def widths_of(runs: Sequence[int]) -> list[int]:
+    """Return the width of every segment."""
+    return [width for count, width in zip(runs[::2], runs[1::2], strict=True) for _ in range(count)]
+
+
+def scale_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of scales and errors: float64 for float64, float32 for all others."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def bytes_for(n: int) -> int:
+    """Return how many bytes n sign bits take."""
+    return math.ceil(n / 8)
+
+
+def per_segment(x: Tensor, runs: Sequence[int], f: Callable[[Tensor, int, int], Tensor]) -> list[Tensor]:
+    """Apply f(part (R, count, width), first segment, end segment) to every run of x (R, n)."""
+    rows = x.shape[0]
+    parts = []
+    for segment, start, count, width in runs_of(runs):
+        part = x[:, start : start + count * width].reshape(rows, count, width)
+        parts.append(f(part, segment, segment + count))
+    return parts
+
+
+def padding_mask(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+    """Return (R, n) bool, true where an element of x (R, n) is real and not padding."""
+
+    def part(p: Tensor, first: int, end: int) -> Tensor:
+        inside = torch.arange(p.shape[-1], device=x.device) < valid[:, first:end, None]
+        return inside.expand(p.shape).flatten(1)
+
+    return torch.cat([*per_segment(x, runs, part), x.new_empty((x.shape[0], 0), dtype=torch.bool)], -1)
+
+
+def spread(values: Tensor, runs: Sequence[int]) -> Tensor:
+    """Repeat the value of every segment, values (R, S), over its elements: (R, n)."""
+    rows = values.shape[0]
+    parts = [
+        values[:, first : first + count, None].expand(rows, count, width).reshape(rows, count * width)
+        for first, _, count, width in runs_of(runs)
+    ]
+    return torch.cat([*parts, values[:, :0]], -1)
+
+
+def rows_of(tensors: Sequence[Tensor], rows: int, runs: Sequence[int]) -> Tensor:
+    """Return tensors as the rows (R, n) that `runs` describe."""
+    pieces = []
+    for tensor, width in zip(tensors, widths_of(runs), strict=True):
+        flat = tensor.reshape(-1)
+        pieces.append(F.pad(flat, (0, rows * width - flat.shape[0])).view(rows, width))
+    return torch.cat(pieces, dim=1)
+
+
+def tensors_of(x: Tensor, like: Sequence[Tensor], runs: Sequence[int]) -> list[Tensor]:
+    """Return the rows x (R, n) as tensors of given shapes."""
+    pieces = x.split(widths_of(runs), dim=1)
+    return [p.reshape(-1)[: t.numel()].view(t.shape) for p, t in zip(pieces, like, strict=True)]
+
+
+def paired_views(tensors: Sequence[Tensor], table: Tensor, widths: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
+    """Return views of vectors and views of the rows (R, n) that hold R pieces of each, pair by pair alike.
+
+    Together they are all elements of the vectors. widths: of the pieces, padding included.
+    """
+    flats, rows, start = [], [], 0
+    for flat, width in zip(tensors, widths, strict=True):
+        whole, rest = divmod(flat.shape[0], max(1, width))
+        if whole:
+            flats.append(flat[: whole * width].view(whole, width))
+            rows.append(table[:whole, start : start + width])
+        if rest:
+            flats.append(flat[whole * width :])
+            rows.append(table[whole, start : start + rest])
+        start += width
+    return flats, rows
+
+
+def plain(*lists: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are what kernels on lists take: contiguous float32."""
+    tensors = [*chain(*lists)]
+    return {*map(_DTYPE, tensors)} <= {torch.float32} and all(map(Tensor.is_contiguous, tensors))
+
+
+_DTYPE = attrgetter("dtype")

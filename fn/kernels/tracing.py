@@ -1,0 +1,68 @@
+"""Eager mode: whether tensors hold numbers now, and results in memory that is used again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fn.kernels import memory_pool
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+def is_concrete(*tensors: Tensor) -> bool:
+    """Return whether the tensors hold numbers now: no compiler traces, and none is fake or batched."""
+    if torch.compiler.is_compiling():
+        return False
+    return {*map(type, tensors)} <= _PLAIN and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors))
+
+
+_PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def runs_as_written() -> bool:
+    """Return whether no compiler, no tracer and no transform of `torch.func` looks at what is done."""
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    return torch._C._functorch.peek_interpreter_stack() is None
+
+
+PLANS = 4096
+"""Plans that are kept of a kind. A step takes one for each vector that travels and form of it, in the same order every
+time: where a model has more than are kept, none is found again, and on a device each is copied there anew."""
+
+
+def cached_plan(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
+    """Return a function that plans a step from hashable arguments once, so that the next step finds the plan.
+
+    What it makes must depend on nothing else, and nobody may write into it. Under a tracer it is made anew, for tensors
+    that are made there belong to the trace.
+    """
+    if torch.compiler.is_compiling():  # a plan within a plan
+        return make
+    kept: Callable[_Args, _Result] = lru_cache(maxsize=PLANS)(make)  # type: ignore[assignment]
+
+    @wraps(make)
+    def get(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        return (kept if runs_as_written() else make)(*args, **kwargs)
+
+    return get
+
+
+def pooled(like: Tensor, *others: Tensor) -> dict[str, Tensor]:
+    """Return {"out": a tensor like the first, from the pool of large buffers} for a torch function of the tensors.
+
+    Where that is not possible, on other devices, in traces, where gradients or tangents are taken, it is empty.
+    """
+    tensors = (like, *others)
+    if like.device.type != "cpu" or any(t.requires_grad for t in tensors) or not is_concrete(*tensors):
+        return {}
+    if forward_ad._current_level >= 0:
+        return {}
+    return {"out": memory_pool.empty(like.shape, like.dtype)}
