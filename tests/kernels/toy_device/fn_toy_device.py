@@ -8,19 +8,23 @@ calls = []
 
 
 def pack(x):
-    """Pack the signs of x (R, n), bit by bit."""
+    """Pack the signs of x (R, n), one bit of all bytes after the other."""
     calls.append("pack")
     packed = torch.zeros(x.shape[0], -(-x.shape[1] // 8), dtype=torch.uint8)
-    for i in range(x.shape[1]):
-        packed[:, i // 8] |= (x[:, i] >= 0).to(torch.uint8) << (i % 8)
+    for bit in range(8):
+        signs = (x[:, bit::8] >= 0).to(torch.uint8)
+        packed[:, : signs.shape[1]] |= signs << bit
     return packed
 
 
 def unpack(bits, n, dtype):
     """Unpack n signs of each row."""
     calls.append("unpack")
-    signs = [(bits[:, i // 8] >> (i % 8)) & 1 for i in range(n)]
-    return torch.stack([*signs, *[bits.new_zeros(bits.shape[0])] * (not n)], 1)[:, :n].to(dtype) * 2 - 1
+    signs = torch.empty(bits.shape[0], n, dtype=dtype)
+    for bit in range(8):
+        place = signs[:, bit::8]
+        place.copy_((bits[:, : place.shape[1]] >> bit) & 1)
+    return signs * 2 - 1
 
 
 def row():
