@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from ranks import run
+from ranks import LIMIT, run
 
 import fn
 
@@ -68,7 +68,7 @@ def test_all_python_blocks_of_a_page_run_in_order(page: Path, tmp_path: Path) ->
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
     )
     assert ended.returncode == 0, ended.stderr
 
@@ -82,6 +82,7 @@ def watched(optimizer: str) -> list[str]:
     return out.getvalue().splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["fn.onebit_adam", "fn.loco_adamw"])
 def test_the_norm_of_the_errors_to_watch_is_there_for_errors_in_8_bits_too(optimizer: str) -> None:
     for warm_up, compressed in run(2, watched, optimizer):

@@ -139,6 +139,7 @@ def poisonings() -> list[list[tuple]]:
     return ranks.run(2, all_poisoned)
 
 
+@pytest.mark.slow
 @each_phase
 @pytest.mark.parametrize("bad", [0, 1, 2], ids=["nan", "inf", "-inf"])
 def test_a_number_that_is_not_finite_on_one_rank_poisons_nothing_and_is_counted_alike(optimizer, phase, bad):

@@ -48,6 +48,6 @@ def test_a_step_waits_for_the_device_once_and_launches_by_lists():
 def test_ledgers_and_observers_follow_a_backward_pass_into_the_thread_of_a_device_and_from_there_into_ours():
     code = [sys.executable, str(TESTS / "scripts" / "device_thread.py")]
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=120)
+    found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=LIMIT)
     assert found.returncode == 0, found.stdout + found.stderr
     assert found.stdout == "2 4 ['average']\n"

@@ -171,6 +171,7 @@ PURE = tuple((name, dtype) for name in BY_NAME for dtype in (torch.float32, torc
 ADAPTED = (*((*case, 1) for case in PURE), *((name, torch.float32, 2) for name in BY_NAME))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "dtype"), [(2, torch.float32), (4, torch.float32), (2, torch.bfloat16)])
 @each_optimizer
 def test_an_optimizer_trains_what_the_simulation_trains(optimizer, world, dtype):
@@ -239,6 +240,7 @@ def test_compiled_steps_agree_with_eager_ones_on_processes(case):
     assert same_bits(first[1], second[1])
 
 
+@pytest.mark.slow
 def test_what_is_clipped_in_these_steps_ends_elsewhere():
     (plain, _), (clipped, _) = (answers(2, compiled, CLIPPED)[0][case] for case in CLIPPED)
     assert max(float((a - b).abs().max()) for a, b in zip(plain, clipped, strict=True) if a.numel()) > 1e-3
@@ -272,6 +274,7 @@ SKIPPING = [(o, phase) for o in OPTIMIZERS for phase in o.phases if phase is not
 BAD = tuple((o.name, phase, culprit, groups) for o, phase in SKIPPING for culprit in (0, 1) for groups in (1, 2))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("optimizer", "phase"), SKIPPING, ids=[f"{o.name}-{phase.value}" for o, phase in SKIPPING])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("culprit", [0, 1])

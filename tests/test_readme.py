@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import LIMIT
 
 import fn
 
@@ -37,7 +38,7 @@ def test_the_readme_shows_python_and_all_of_it_runs_in_order(tmp_path):
         env={**os.environ, **torchrun, "PYTHONPATH": str(README.parent)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
     )
     assert run.returncode == 0, run.stderr
 

@@ -116,6 +116,7 @@ def test_the_readmes_diffs_change_a_plain_ddp_script_by_few_lines():
     assert [[sum(line.startswith(sign) for line in diff) for sign in "-+"] for diff in diffs()] == [[0, 2], [1, 3]]
 
 
+@pytest.mark.slow
 def test_a_plain_ddp_script_trains_with_either_diff_of_the_readme(tmp_path):
     """And the warm-up of the second one takes AdamW's steps, weight decay and bias correction included."""
     ranks = run(2, before_and_after, str(tmp_path))

@@ -55,6 +55,7 @@ INITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [adamw, chain, link, stateless, masked, donated, simulated])
 def test_a_process_may_compile_twelve_updates_of_a_kind_on_params_of_their_own(make):
     torch._dynamo.reset()
@@ -67,6 +68,7 @@ def test_a_process_may_compile_twelve_updates_of_a_kind_on_params_of_their_own(m
         torch.testing.assert_close(updates, expected)
 
 
+@pytest.mark.slow
 def test_a_process_may_build_twelve_optimizers_that_compile(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from ranks import LIMIT
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +26,7 @@ def result(tmp_path_factory):
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
     )
     assert ended.returncode == 0, ended.stderr
     return {**json.loads((out / "x.json").read_text()), "printed": ended.stdout, "said": ended.stderr, "folder": out}

@@ -15,6 +15,8 @@ from ranks import Cases
 import fn
 from fn.adapters.ddp import keep_local, overlap
 
+pytestmark = pytest.mark.slow
+
 case = Cases(2)
 
 MODELS: dict[str, Callable[[], Any]] = {

@@ -83,6 +83,7 @@ def restart_after_every_step(name: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_restart_before_any_step_continues_bit_for_bit(name: str) -> None:
     assert run(2, restart_after_every_step, name) == [[], []]
@@ -137,6 +138,7 @@ def load_theirs(name: str, to: DeepSpeedOptimizer, optimizer: DeepSpeedOptimizer
     to.load_checkpoint({"optimizer": as_deepspeed_saves(name, optimizer, params), "global_steps": 3})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_deepspeeds_checkpoint_is_our_state_without_errors(name: str) -> None:
     """And leads elsewhere than the state with its errors, with which a restart is none.

@@ -21,6 +21,8 @@ from fn import tree
 from fn.adapters.fsdp import Replicas, compress
 from fn.transforms import layout
 
+pytestmark = pytest.mark.slow
+
 
 class Net(nn.Module):
     """Odd sizes, so that shards are uneven on any number of ranks, and a frozen parameter."""

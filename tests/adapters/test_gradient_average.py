@@ -17,6 +17,8 @@ from ddp_cases import arrays, backward, same, train, wrapped
 import fn
 from fn.adapters.ddp import average_gradients, keep_local
 
+pytestmark = pytest.mark.slow
+
 OPTIONS: dict[str, dict[str, bool]] = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},

@@ -21,6 +21,8 @@ import fn
 from fn.adapters.ddp import overlap
 from fn.adapters.overlap import Overlap
 
+pytestmark = pytest.mark.slow
+
 case = Cases(2)
 
 

@@ -65,6 +65,7 @@ def answers() -> list[dict[Any, list]]:
     return ranks.run(2, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ahead", [False, True], ids=["serial", "overlap"])
 @pytest.mark.parametrize("first", [5, 6, 7, 8])
 def test_ranks_of_zero_one_adam_agree_on_what_lost_its_gradient_between_synchronisations(first, ahead):

@@ -44,6 +44,7 @@ def failed(how: str, parcel: int, at: int) -> tuple[str, Any, bool]:
     return "nothing", None, False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 4])  # while connections open; in the compressed phase
 @pytest.mark.parametrize("parcel", [0, 1])
 @pytest.mark.parametrize("how", ["dies", "stays"])

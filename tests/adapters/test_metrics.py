@@ -71,6 +71,7 @@ def profiled() -> tuple[dict[str, int], dict[str, int], list[StepMetrics]]:
     return warm, ranges(params, opt), found
 
 
+@pytest.mark.slow
 def test_a_profiler_and_a_callback_see_the_steps_of_real_ranks() -> None:
     for warm, compressed, found in ranks.run(2, profiled):
         assert warm.keys() == {"fn: average", "fn: apply"}

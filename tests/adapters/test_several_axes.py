@@ -92,6 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKES)
 def test_a_checkpoint_keeps_the_nodes_together_bit_for_bit(name, folder):
     found = [rank[name] for rank in answers(folder)]
@@ -101,6 +102,7 @@ def test_a_checkpoint_keeps_the_nodes_together_bit_for_bit(name, folder):
             assert all(map(torch.equal, rank["params"], found[0]["params"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_another_ranks_errors_of_a_server_within_a_node_are_refused_and_nothing_is_loaded(name, folder):
     last = answers(folder)[3][name]
@@ -110,6 +112,7 @@ def test_another_ranks_errors_of_a_server_within_a_node_are_refused_and_nothing_
     assert not last["loaded"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(MAKES) - set(REFUSED)))
 def test_where_servers_within_a_node_have_none_it_is_loaded(name, folder):
     last = answers(folder)[3][name]
@@ -133,6 +136,7 @@ def saving(folder: str, name: str) -> None:
     checkpoint.save(f"{folder}/{name}", opt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4)])
 def test_another_world_is_refused(old, new, tmp_path):
     ranks.run(old, saving, str(tmp_path), "both hops")

@@ -682,6 +682,7 @@ def test_a_shard_that_a_loader_wrote_into_the_state_dict_is_refused():
 # Compiled.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_norm", [None, 0.5])
 def test_compiled_steps_agree_with_eager_ones_and_keep_their_buffers(graphs, max_norm):
     p, q = parameters(), parameters()
@@ -715,6 +716,7 @@ def test_compiled_steps_follow_a_hyper_parameter_a_few_times_and_refuse_one_that
     assert torch.equal(p, ends[1])
 
 
+@pytest.mark.slow
 def test_each_phase_is_compiled_once_whatever_the_step_and_the_learning_rate(graphs, monkeypatch):
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
     p = parameters()

@@ -135,6 +135,7 @@ def attacked_ranks() -> list[Any]:
     return [both, alone]
 
 
+@pytest.mark.slow
 def test_ranks_skip_together_what_one_of_them_cannot_take():
     one, two = ranks.run(2, attacked_ranks)
     assert one[0] == two[0]
@@ -165,6 +166,7 @@ def steady() -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_steady_steps_are_taken_in_place_without_a_look(world):
     for outcome in ranks.run(world, steady):

@@ -157,6 +157,7 @@ def test_a_gradient_whose_update_overflows_is_skipped_on_a_single_rank_too():
     assert p.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "rows"), [(2, "numba"), (3, "numba"), (2, "torch")])
 def test_onebit_lamb_in_place_is_the_pure_one(world, rows):
     check_cases(LAMB_CASES, ranks.run(world, against_the_pure_chain, "onebit_lamb", rows), rows)
@@ -236,6 +237,7 @@ def zero_one_cases(rows: str) -> list[list[float]]:
     return [zero_one_against_the_pure_chain(hyper) for hyper in ZERO_ONE_CASES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "rows"), [(2, "numba"), (3, "numba"), (2, "torch")])
 def test_zero_one_adam_in_place_is_the_pure_one(world, rows):
     for outcome in ranks.run(world, zero_one_cases, rows):

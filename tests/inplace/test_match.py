@@ -214,6 +214,7 @@ def test_explain_says_which_phase_is_fast_and_which_link_is_in_the_way():
     assert words.endswith("learning rates follow each other")
 
 
+@pytest.mark.slow
 def test_explain_is_a_command(tmp_path):
     (tmp_path / "train.py").write_text("import fn\ndef make(axis=None):\n    return fn.adamw(axis=axis)\n")
     call = partial(subprocess.run, capture_output=True, text=True, cwd=tmp_path, timeout=300)

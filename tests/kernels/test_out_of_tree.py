@@ -35,6 +35,7 @@ def toy(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_an_installed_row_is_used(toy):
     code = """
 import sys, torch, fn
@@ -53,6 +54,7 @@ assert fn.kernels.conformance(fn_toy_device.row(), sizes=(0, 1, 7, 8, 9, 1023)),
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("text", "target", "reason"), [
     ("import no_such_vendor_library", "row", "ModuleNotFoundError: No module named 'no_such_vendor_library'"),
     ("def row(): raise AttributeError('version mismatch')", "row", "AttributeError: version mismatch"),
@@ -78,6 +80,7 @@ def test_a_row_of_another_device_is_not_loaded(tmp_path):
     assert found.returncode == 0, found.stderr
 
 
+@pytest.mark.slow
 def test_the_plugin_makes_a_test_of_every_kernel(toy):
     (toy / "conftest.py").write_text("")
     found = python(toy, "-m", "pytest", "-p", "fn.kernels.pytest_plugin", "--fn-row", "fn_toy_device:row", "-q", "-rA",
@@ -87,6 +90,7 @@ def test_the_plugin_makes_a_test_of_every_kernel(toy):
     assert "2 passed" in found.stdout
 
 
+@pytest.mark.slow
 def test_the_plugin_shows_what_differs(tmp_path):
     (tmp_path / "fn_wrong.py").write_text(
         "from fn.kernels import Accelerator, ops\n"

@@ -26,6 +26,7 @@ def test_the_numpy_row_conforms():
     assert kernels.conformance(numpy_bits.row("cpu"))
 
 
+@pytest.mark.slow
 def test_the_row_of_torchs_functions_of_lists_conforms():
     from fn.kernels.eager import foreach
 
@@ -51,6 +52,7 @@ def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
         assert all(map(torch.equal, step(chunk), whole))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 22])
 def test_the_functions_of_lists_of_accelerators_conform(monkeypatch, chunk):
     from fn.kernels.eager import foreach_lamb
@@ -79,11 +81,13 @@ def test_the_numba_row_conforms():
     assert kernels.conformance(numba.row("cpu"))
 
 
+@pytest.mark.slow
 def test_the_reference_conforms_to_itself():
     row = kernels.Accelerator("cpu", kernels.ops.REFERENCES)
     assert kernels.conformance(row, sizes=(0, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("op", kernels.ops.REFERENCES)
 def test_an_op_is_traced_with_dynamic_shapes(op):
     """The part of torch's checks of ops that does not depend on the row, and that the kit therefore leaves to us."""

@@ -131,7 +131,7 @@ def peak_per_parameter(name: str, parameters: int = 4_000_000) -> float:
     """Return the bytes that a step holds above parameters, gradients and state, in a process of its own."""
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     command = [sys.executable, str(STEP), "--peak", name, "--parameters", str(parameters)]
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=300)
+    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True, timeout=ranks.LIMIT)
     found = int(done.stdout.split()[-1])
     if found < 0:
         pytest.skip("this system does not forget the peak of a process")

@@ -58,6 +58,7 @@ def compile_ahead(name: str, target: tuple[str, int, int]) -> Any:
     return triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8, "enable_fp_fusion": False})
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("ops", ["'sign_encode', 'sign_encode_feedback', 'sign_residual', 'sign_serve'",
                                  "'sign_encode_feedback_', 'sign_residual_'",
