@@ -4,6 +4,7 @@ A rank that does this itself does little else. No thread may start here, since a
 kernels stays as empty as it is after an import, since some tests change what it finds.
 """
 
+import gc
 import importlib.util
 
 import hypothesis  # noqa: F401
@@ -16,7 +17,9 @@ import torch.distributed.device_mesh
 import torch.distributed.fsdp
 import torch.func
 
-import fn  # noqa: F401
+import fn
+import fn.kernels.eager.foreach
+import fn.kernels.numpy_bits  # noqa: F401
 from fn.kernels.known_answers import examples, outcome
 
 torch.set_num_threads(1)
@@ -26,3 +29,4 @@ if importlib.util.find_spec("numba"):
     for op, kernel in compiled.row("cpu").kernels.items():
         for args in examples(op):
             outcome(op, kernel, args, torch.device("cpu"))
+gc.freeze()  # else the first collection of every rank looks at all of this, and copies its memory
