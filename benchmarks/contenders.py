@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import fn
 from fn.adapters import ddp
 from fn.collectives.axis import Binding
-from fn.collectives.codec import identity
-from fn.collectives.int_codec import int4, int8
-from fn.collectives.sign_codec import sign
+from fn.collectives.codecs.codec import identity
+from fn.collectives.codecs.integer import int4, int8
+from fn.collectives.codecs.sign import sign
 from fn.planner import traffic
 from fn.planner.methods import Method, parts_of
 from fn.planner.traffic import Model

@@ -1,33 +1,33 @@
 """Communication-efficient optimizers for PyTorch, as pure functions."""
 
 from fn import kernels
-from fn.adapters.donate import donate
-from fn.adapters.flatten import flatten_parameters
-from fn.adapters.torch_optim import Optimizer
+from fn.adapters.flatten.flatten import flatten_parameters
+from fn.adapters.optim.donate import donate
+from fn.adapters.optim.optimizer import Optimizer
 from fn.base import Phase, Transform, UpdateFn, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
-from fn.collectives.codec import Codec, identity
+from fn.collectives.codecs.codec import Codec, identity
+from fn.collectives.codecs.integer import int4, int8
+from fn.collectives.codecs.sign import sign
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.conformance import check_codec
 from fn.collectives.feedback import Feedback, classic, damped, off
 from fn.collectives.hierarchy import all_gather_shards, reduce_scatter_mean
-from fn.collectives.int_codec import int4, int8
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
-from fn.collectives.sign_codec import sign
 from fn.collectives.simulation import simulate
+from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.schedules import freeze_after, freeze_when_stable, zero_one_schedule
+from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.clip import clip_by_global_norm
-from fn.transforms.finite import skip_nonfinite
+from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
-from fn.transforms.mask import apply_mask, mask, partition, unfrozen
-from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
+from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.sharded import ShardedState, sharded
-from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
-from fn.transforms.zero_one import scale_by_zero_one_adam
+from fn.transforms.skip_nonfinite import skip_nonfinite
+from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 from fn.updates import apply_updates
 from fn.version import __version__ as __version__
 

@@ -56,7 +56,7 @@ class UpdateFn(Protocol):
 class Step(NamedTuple):
     """An update that says what it computes, so that an adapter can find kernels for a chain that holds it.
 
-    rule: a NamedTuple of hyper-parameters; its type is the kind, such as `fn.transforms.moments.Adam`. run: the update.
+    rule: a NamedTuple of hyper-parameters; its type is the kind, such as `fn.transforms.adam.Adam`. run: the update.
     """
 
     rule: Any

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from fn.base import Transform, chain
 from fn.collectives.axis import AxisNames
+from fn.collectives.codecs.integer import int4
+from fn.collectives.codecs.sign import sign
 from fn.collectives.feedback import classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
-from fn.collectives.int_codec import int4
-from fn.collectives.sign_codec import sign
+from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.agreed import agreed
 from fn.transforms.average import always_average, average, compressed_average
-from fn.transforms.finite import skip_nonfinite
+from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import LambHyper, scale_by_onebit_lamb, scale_by_trust_ratio
-from fn.transforms.moments import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.sharded import sharded
-from fn.transforms.weights import add_decayed_weights, scale_by_learning_rate
-from fn.transforms.zero_one import WATCHED, scale_by_zero_one_adam
+from fn.transforms.skip_nonfinite import skip_nonfinite
+from fn.transforms.zero_one_adam import WATCHED, scale_by_zero_one_adam
 
 
 def _warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from fn.collectives import axis, watchers
+from fn.collectives import axis, profiling
 
 hypothesis.settings.register_profile(
     "fn", deadline=None, max_examples=25, derandomize=True, database=None, print_blob=False
@@ -55,7 +55,7 @@ def nothing_left_behind():
     assert "WORLD_SIZE" not in os.environ
     yield
     assert axis._bound.axes == {}
-    assert watchers.watchers() == watchers.Watchers()
+    assert profiling.watchers() == profiling.Watchers()
     assert not torch.distributed.is_initialized()
 
 

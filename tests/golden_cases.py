@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.adapters.deepspeed_numerics import ParamGroup
+from fn.adapters.deepspeed.transforms import ParamGroup
 
 FOLDER = Path(__file__).parent / "golden"
 

@@ -12,7 +12,7 @@ from registry import OPTIMIZERS, each_missing_phase, each_optimizer, each_phase,
 
 import fn
 from fn import Phase, tree
-from fn.transforms.layout import buckets, split
+from fn.transforms.flat_layout import buckets, split
 
 SHAPES = {"matrix": (6, 5), "vector": (7,), "scalar": ()}
 COLLECTIVE = (Phase.WARMUP, Phase.COMPRESSED)

@@ -2,7 +2,7 @@
 
 A test quotes a sentence in its own docstring, behind the full name of what it is said of:
 
-    Differs: fn.collectives.sign_codec.sign: by default padding is neither counted nor given an error.
+    Differs: fn.collectives.codecs.sign.sign: by default padding is neither counted nor given an error.
 """
 
 from __future__ import annotations

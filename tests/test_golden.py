@@ -11,7 +11,7 @@ from golden_cases import Case, assert_close, load_cases, names, record
 
 import fn
 from fn import tree
-from fn.adapters import deepspeed_numerics as numerics
+from fn.adapters.deepspeed import transforms as numerics
 
 CASES = load_cases("onebit_adam", "onebit_lamb", "zero_one_adam")
 

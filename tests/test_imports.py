@@ -65,20 +65,9 @@ def floor(module: str) -> int:
     return FLOORS[name]
 
 
-def type_checking_only(tree: ast.Module) -> set[ast.AST]:
-    """Return the nodes below `if TYPE_CHECKING:`, which never run."""
-    guarded = [
-        node
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-    ]
-    return {inner for node in guarded for statement in node.body for inner in ast.walk(statement)}
-
-
 def imports(path: Path, package: str) -> list[tuple[str, bool]]:
-    """Return the modules that a file imports, and whether it does so as it is imported itself."""
+    """Return the modules that a file imports, for a type checker too, and whether it does so at its top."""
     tree = ast.parse(path.read_text())
-    skipped = type_checking_only(tree)
     inner = {
         node
         for function in ast.walk(tree)
@@ -87,8 +76,6 @@ def imports(path: Path, package: str) -> list[tuple[str, bool]]:
     }
     found: list[tuple[str, bool]] = []
     for node in ast.walk(tree):
-        if node in skipped:
-            continue
         if isinstance(node, ast.Import):
             found += [(alias.name, node not in inner) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

@@ -15,8 +15,8 @@ from torch import Tensor
 import fn
 from fn import Phase
 from fn.adapters import ddp
-from fn.adapters.changes import Changes
-from fn.adapters.clipping import check_max_grad_norm
+from fn.adapters.ddp.staleness import Changes
+from fn.adapters.optim.clipping import check_max_grad_norm
 
 PARAMS = {"w": torch.ones(3), "b": torch.ones(2)}
 FLOAT8 = torch.float8_e4m3fn

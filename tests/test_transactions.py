@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fn
 from fn import Phase, tree
-from fn.collectives import peers
-from fn.collectives.sockets import Connections
+from fn.collectives.transports import failure_detection as peers
+from fn.collectives.transports.tcp import Connections
 
 SHAPES = [(6, 5), (7,), (), (0,), (300, 1000)]  # the last one is large enough for kernels and buffers of their own
 BY_NAME = {optimizer.name: optimizer for optimizer in OPTIMIZERS}
@@ -72,7 +72,7 @@ class Interrupt(TorchDispatchMode):
 
 
 def fail() -> None:
-    peers.hang_up = lambda transport: None  # the failure is made up, and the connections are to be used again
+    peers.abort_connections = lambda transport: None  # the failure is made up, and the connections are to be used again
     raise RuntimeError(BROKEN)
 
 

@@ -12,7 +12,7 @@ from data import ACCUMULATE, FREEZE, STEPS, Examples, arguments, network, own_fi
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import fn
-from fn.adapters.clipping import check_max_grad_norm
+from fn.adapters import check_max_grad_norm
 from fn.adapters.ddp import bucketed, overlap
 
 

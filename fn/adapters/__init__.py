@@ -1,5 +1,6 @@
 """The only modules that mutate: pure transforms behind stateful interfaces."""
 
-from fn.adapters.adamw import from_adamw
+from fn.adapters.optim.clipping import check_max_grad_norm
+from fn.adapters.optim.from_adamw import from_adamw
 
-__all__ = ["from_adamw"]
+__all__ = ["check_max_grad_norm", "from_adamw"]

@@ -7,20 +7,18 @@ after that the ranks train different models, and nothing says so. One checksum p
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from fn.adapters.param_groups import host_tensor, names_of
-from fn.adapters.rank_checks import checksum, device_among, first_difference
-from fn.adapters.state_kinds import OWN, SAME, by_path, kinds
+from fn.adapters.optim.consistency import checksum, device_among, first_difference
+from fn.adapters.optim.optimizer import Optimizer
+from fn.adapters.optim.param_groups import host_tensor, names_of
+from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
 from fn.collectives.agreement import check_agreement, describe
 from fn.errors import RanksDrifted
-
-if TYPE_CHECKING:
-    from fn.adapters.torch_optim import Optimizer
 
 
 def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:

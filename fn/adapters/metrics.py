@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from fn.adapters.torch_optim import Optimizer
+from fn.adapters.optim.optimizer import Optimizer
 from fn.base import Phase
 from fn.collectives.ledger import Ledger
-from fn.collectives.observe import Observer
+from fn.collectives.profiling import Observer
 
 
 class StepMetrics(NamedTuple):

@@ -11,7 +11,8 @@ import hashlib
 import json
 import os
 import types
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Step
-from fn.collectives.axis import (
+from fn.collectives.axis import (  # fmt: skip
     SIMULATED,
     AxisNames,
     axis_index,
@@ -29,18 +30,21 @@ from fn.collectives.axis import (
     names,
     ranks_around,
     resolve,
-)  # fmt: skip
-from fn.collectives.codec import Codec
+)
+from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback
 from fn.collectives.primitives import all_gather
-from fn.collectives.same_kernels import rows_here, warn_of_other_kernels
 from fn.errors import RanksDisagree
+from fn.kernels.table import rows
 from fn.kernels.tracing import is_concrete
 from fn.version import __version__
 
 Tree = Any
 
 _PLAIN = (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
+
+_said: set[str] = set()
+
 
 
 def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch.device | str = "cpu") -> None:
@@ -220,3 +224,25 @@ def _note(name: str, value: str, found: dict[str, str]) -> None:
         number += 1
         unique = f"{name}#{number}"
     found[unique] = value
+
+
+def rows_here(device: torch.device | str) -> str:
+    """Return the names of the rows that serve a device here, in the order in which they are asked."""
+    device_type = torch.device(device).type
+    return f"{', '.join(row.name for row in rows(device_type)) or 'the reference'} ({device_type})"
+
+
+def warn_of_other_kernels(found: Sequence[str], axis: AxisNames) -> None:
+    """Warn, once, of ranks whose kernels are not those of rank 0. found: `rows_here` of every rank."""
+    others = {rank: rows for rank, rows in enumerate(found) if rows != found[0]}
+    first = min(others)
+    more = f" and {len(others) - 1} more ranks" if len(others) > 1 else ""
+    text = (
+        f"kernels: those of rank {first}{more} of axis {axis!r} are {others[first]}, those of rank 0 {found[0]}; they "
+        f"round differently, so weights that all ranks should hold alike drift apart, a last bit at a time; install "
+        f"the same packages on all ranks (`python -m fn` lists what is there), or, where the devices differ, average "
+        f"the params every few hundred steps with fn.pmean"
+    )
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, stacklevel=2)

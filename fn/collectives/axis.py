@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fn import tree
 from fn.base import rank_local
-from fn.collectives.mpi import Communicator, is_communicator, register_communicator
-from fn.collectives.peers import remember
+from fn.collectives.transports.failure_detection import remember
+from fn.collectives.transports.mpi import Communicator, is_communicator, register_communicator
 
 SIMULATED = ""
 ALONE = "alone"

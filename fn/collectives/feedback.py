@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from fn.base import check_number, check_whole
-from fn.collectives.remade import reduced, told_of
-from fn.collectives.store import from_blocks, store_of, to_blocks
+from fn.collectives.codecs.pickling import invalidates, reduced
+from fn.collectives.error_storage import from_blocks, store_of, to_blocks
 from fn.kernels.reference import scale_dtype
 
 Tree = Any
 
 
-@told_of({"init", "compensate", "residual"}, {"rule", "make"})
+@invalidates({"init", "compensate", "residual"}, {"rule", "make"})
 class Feedback(NamedTuple):
     """How the error of one rank enters the next message.
 

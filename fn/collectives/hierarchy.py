@@ -29,12 +29,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn.collectives import compressed, primitives
+from fn.collectives.autograd import is_differentiated, refuse_to_differentiate
 from fn.collectives.axis import AxisNames, axis_size, names, resolve
-from fn.collectives.codec import Codec, identity
-from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
+from fn.collectives.codecs.codec import Codec, identity
+from fn.collectives.codecs.segments import Segments
+from fn.collectives.compressed import all_gather_mean
 from fn.collectives.feedback import Feedback, off
-from fn.collectives.gathered import all_gather_mean
-from fn.collectives.segments import Segments
 from fn.collectives.simulation import found_alike
 from fn.kernels.tracing import cached_plan, is_concrete
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from types import TracebackType
 
-from fn.collectives.watchers import watch, watchers, writing
+from fn.collectives.profiling import watch, watchers, writing
 
 
 class Ledger:

@@ -9,7 +9,7 @@ no row of this rank's own, and are neither traced nor simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,15 +20,14 @@ from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives import primitives
 from fn.collectives.ledger import record
-from fn.collectives.observe import step_range
-from fn.collectives.rendezvous import connections
-from fn.collectives.sockets import Connections, bytes_of, rows_of_bytes
-from fn.collectives.transports import registered
+from fn.collectives.profiling import step_range
+from fn.collectives.transports.registry import registered
+from fn.collectives.transports.tcp import Connections, Rows
+from fn.collectives.transports.tcp_setup import connections
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete
 
 Tree = Any
-Parts = Sequence[memoryview]
 
 
 class Direct(NamedTuple):
@@ -40,14 +39,17 @@ class Direct(NamedTuple):
     transport: str
     connections: Connections
 
-    def pass_rows(self, collective: str, sends: Mapping[int, Parts], receives: Mapping[int, Parts]) -> None:
-        """Send bytes to every other rank and fill bytes from it, and count them as a collective's.
+    def pass_rows(self, collective: str, sends: Rows, receives: Rows) -> None:
+        """Send tensors to every other rank and fill tensors from it, and count them as a collective's.
 
         Raises: `PeerLost` if a rank ends or does not answer in time.
         """
-        record(self.axis, collective, sum(len(part) for parts in sends.values() for part in parts))
-        with primitives.losses_named(collective, self.transport):
+        record(self.axis, collective, sum([part.nbytes for parts in sends.values() for part in parts]))
+        try:
             self.connections.exchange(sends, receives)
+        except RuntimeError as error:
+            primitives.raise_if_lost(error, collective, self.transport)
+            raise
 
 
 def direct(tensors: Sequence[Tensor], axis: str) -> Direct | None:
@@ -101,8 +103,7 @@ def swap_rows(rows: Sequence[Tensor], axis: str) -> list[Tensor]:
             return [*found.unbind(0)]
         received = [row if r == way.me else memory_pool.empty(row.shape, row.dtype) for r, row in enumerate(rows)]
         others = [p for p in range(way.size) if p != way.me]
-        sends, receives = ({p: [bytes_of(each[p])] for p in others} for each in (rows, received))
-        way.pass_rows("all_to_all", sends, receives)
+        way.pass_rows("all_to_all", {p: [rows[p]] for p in others}, {p: [received[p]] for p in others})
         return received
 
 
@@ -118,8 +119,8 @@ def fill_rows(out: Tensor, axis: str) -> None:
             if out.shape[0] > 1:
                 out.copy_(primitives.all_gather(out[int(axes.axis_index(axis))], axis))
             return
-        mine, others = [bytes_of(out[way.me])], [p for p in range(way.size) if p != way.me]
-        way.pass_rows("all_gather", dict.fromkeys(others, mine), {p: [bytes_of(out[p])] for p in others})
+        others = [p for p in range(way.size) if p != way.me]
+        way.pass_rows("all_gather", {p: [out[way.me]] for p in others}, {p: [out[p]] for p in others})
 
 
 def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
@@ -133,10 +134,10 @@ def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree
 def _pass(way: Direct, collective: str, leaves: Sequence[Tensor], into: Sequence[Tensor], rows: int) -> None:
     """Send row p of so many, or the only one, to rank p; fill row p of W from rank p, and copy this rank's own."""
     order = _wide_first(leaves)
-    give, take = rows_of_bytes([leaves[i] for i in order], rows), rows_of_bytes([into[i] for i in order], way.size)
-    give = [parts * (way.size // rows) for parts in give]
+    give = [leaves[i].view(rows, -1).expand(way.size, -1).unbind() for i in order]
+    take = [into[i].view(way.size, -1).unbind() for i in order]
     for mine, place in zip(give, take, strict=True):
-        place[way.me][:] = mine[way.me]
+        place[way.me].copy_(mine[way.me])
     others = [p for p in range(way.size) if p != way.me]
     sends = {p: [parts[p] for parts in give] for p in others}
     way.pass_rows(collective, sends, {p: [parts[p] for parts in take] for p in others})

@@ -8,8 +8,7 @@ This is the only module that names the functional collectives: they are private 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,12 +18,12 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from fn import tree
 from fn.collectives import axis as axes
-from fn.collectives.differentiation import refuse_to_differentiate
+from fn.collectives.autograd import refuse_to_differentiate
 from fn.collectives.ledger import is_open, record
-from fn.collectives.observe import step_range
-from fn.collectives.peers import is_loss, peer_lost
-from fn.collectives.rendezvous import connections
-from fn.collectives.transports import carry, registered
+from fn.collectives.profiling import step_range
+from fn.collectives.transports.failure_detection import is_loss, peer_lost
+from fn.collectives.transports.registry import carry, registered
+from fn.collectives.transports.tcp_setup import connections
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete, pooled, runs_as_written
 
@@ -283,14 +282,9 @@ def _vmap_psum(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, transpo
     return torch.ops.fn.psum(x.contiguous(), rank, size, transport), 0
 
 
-@contextmanager
-def losses_named(collective: str, transport: str) -> Iterator[None]:
-    """Raise `PeerLost` where a collective fails inside for a rank that ended or does not answer."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_loss(error):
-            raise
+def raise_if_lost(error: RuntimeError, collective: str, transport: str) -> None:
+    """Raise `PeerLost` if a collective failed for a rank that ended or does not answer."""
+    if is_loss(error):
         raise peer_lost(error, collective, axes.carried_by(transport), transport) from error
 
 
@@ -298,8 +292,11 @@ def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched]
     def run_or_carry(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
         if transport in registered:
             return carry(x, size, name, transport)
-        with losses_named(name, transport):
+        try:
             return run(x, rank, size, transport)
+        except RuntimeError as error:
+            raise_if_lost(error, name, transport)
+            raise
 
     _library.define(f"{name}(Tensor x, Tensor rank, int size, str transport) -> Tensor")
     _library.impl(name, run_or_carry, "CompositeImplicitAutograd")

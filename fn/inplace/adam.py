@@ -6,18 +6,15 @@ from typing import Any
 
 from torch import Tensor
 
-from fn import tree
 from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
 from fn.inplace.bounds import Bounds, Reach, Sized, bounded
 from fn.inplace.compressed_average import CodedAverage, Mean, average_of
-from fn.inplace.descent import Descent
-from fn.inplace.head import Head, largest_of
-from fn.inplace.host_scalars import on_host, write
+from fn.inplace.host_scalars import number, write
+from fn.inplace.links import Descent, Head, largest_of
 from fn.inplace.protocol import Eligibility, InPlace
 from fn.kernels import ops
-from fn.transforms.moments import Adam, AdamState, OnebitAdam, OnebitAdamState
-from fn.transforms.zero_one import largest
+from fn.transforms.adam import Adam, AdamState, OnebitAdam, OnebitAdamState
 
 Tree = Any
 Moments = AdamState | OnebitAdamState
@@ -26,20 +23,20 @@ Moments = AdamState | OnebitAdamState
 def warmup(update: UpdateFn, rule: Adam, link: Link, head: Head, descent: Descent, bounds: Bounds) -> InPlace | str:
     """Return how a step of Adam is staged; its moments are those of `link`."""
 
-    def stage(updates: Tree, state: Tree, params: Tree) -> Sized:
-        moments: Moments = link.state(state)
-        grads, keep = head.gradients(updates, state, params, moments.mu)
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: Moments, reach: Reach) -> Sized:
+        params, mu, nu = lists
 
         def commit() -> None:
             count_step(moments, rule.b1, rule.b2)
-            leaves, mu, nu = tree.lists(params, moments.mu, moments.nu)
-            ops.direct("adamw_", leaves, grads, mu, nu, rule.b1, rule.b2, *kernel_args(rule, descent, moments), False)
-            keep()
+            args = kernel_args(rule, descent.weight_decay, reach.rate, moments)
+            ops.direct("adamw_", params, grads, mu, nu, rule.b1, rule.b2, *args, False)
 
         return Sized(largest_of(grads, moments.step), commit)
 
-    fits = Eligibility("adamw_", link, ("mu", "nu"))
-    return bounded(update, link, fits, bounds, lambda moments: reach_of(rule, descent, moments), stage)
+    def reach(moments: Moments) -> Reach:
+        return reach_of(rule, descent, moments)
+
+    return bounded(update, link, head, bounds, Eligibility("adamw_", ("mu", "nu")), reach, stage)
 
 
 def compressed(
@@ -47,58 +44,50 @@ def compressed(
 ) -> InPlace | str:
     """Return how a step of 1-bit Adam is staged, from the codes of the mean where they are signs by tensor."""
     average = average_of(rule.average)
+    if isinstance(average, CodedAverage) and axis_size(average.axis) == 1:
+        average = None  # the momentum is its own mean
+    eligible = Eligibility("adamw_" if average is None else "onebit_adam_", ("mu", "nu"))
 
-    def is_alone() -> bool:
-        """Tell whether the momentum is its own mean."""
-        return average is None or (isinstance(average, CodedAverage) and axis_size(average.axis) == 1)
+    def fits(updates: Tree, moments: OnebitAdamState, params: Tree) -> list[list[Tensor]] | None:
+        lists = eligible(updates, moments, params)
+        if lists is None or rule.keep_zeros:
+            return lists
+        return lists if isinstance(average, CodedAverage) and average.in_signs(lists[0], moments.sync) else None
 
-    eligible = Eligibility(lambda: "adamw_" if is_alone() else "onebit_adam_", link, ("mu", "nu"))
-
-    def fits(updates: Tree, state: Tree, params: Tree) -> list[Tensor] | None:
-        tensors = eligible(updates, state, params)
-        if tensors is None or rule.keep_zeros:
-            return tensors
-        coded = average if isinstance(average, CodedAverage) and not is_alone() else None
-        return tensors if coded is not None and coded.in_signs(tree.leaves(params), link.state(state).sync) else None
-
-    def stage(updates: Tree, state: Tree, params: Tree) -> Sized:
-        moments: OnebitAdamState = link.state(state)
-        grads, keep = head.gradients(updates, state, params, moments.mu)
-        leaves, mu, nu = tree.lists(params, moments.mu, moments.nu)
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitAdamState, reach: Reach) -> Sized:
+        params, mu, nu = lists
         mean: Mean | None = None
-        if average is not None and not is_alone():
-            mean = average.average_moments(moments.sync, mu, grads, rule.b1, params)
+        if average is not None:
+            mean = average.average_moments(moments.sync, mu, grads, rule.b1, moments.mu)
 
         def commit() -> None:
             count_step(moments, rule.b1)
-            args = kernel_args(rule, descent, moments)
+            args = kernel_args(rule, descent.weight_decay, reach.rate, moments)
             if mean is None:
-                ops.direct("adamw_", leaves, grads, mu, nu, rule.b1, 0.0, *args, True)
+                ops.direct("adamw_", params, grads, mu, nu, rule.b1, 0.0, *args, True)
             else:
-                mean.step(leaves, mu, nu, args, keep_zeros=rule.keep_zeros)
+                mean.step(params, mu, nu, args, keep_zeros=rule.keep_zeros)
                 mean.keep()
-            keep()
 
-        return Sized(largest_of(grads, moments.step) if mean is None else largest(mean.numbers), commit)
+        return Sized(largest_of(grads if mean is None else mean.numbers, moments.step), commit)
 
     def reach(moments: OnebitAdamState) -> Reach:
-        return reach_of(rule, descent, moments, keeps=is_alone())
+        return reach_of(rule, descent, moments, keeps=average is None)
 
-    return bounded(update, link, fits, bounds, reach, stage)
+    return bounded(update, link, head, bounds, fits, reach, stage)
 
 
 def reach_of(rule: Adam | OnebitAdam, descent: Descent, moments: Moments, *, keeps: bool = True) -> Reach:
     """Return how far the next step goes. keeps: whether the old momentum enters the new one."""
-    weight = rule.b1 * float(on_host(moments.mu_weight)) + 1 - rule.b1 if rule.corrected else 1.0
-    return Reach(abs(descent.rate), rule.eps, descent.weight_decay, weight, keeps=keeps)
+    weight = rule.b1 * number(moments.mu_weight) + 1 - rule.b1 if rule.corrected else 1.0
+    return Reach(descent.rate, rule.eps, descent.weight_decay, weight, keeps=keeps)
 
 
-def kernel_args(rule: Adam | OnebitAdam, descent: Descent, moments: Moments) -> tuple[float, ...]:
+def kernel_args(rule: Adam | OnebitAdam, weight_decay: float, rate: float, moments: Moments) -> tuple[float, ...]:
     """Return eps, weight decay, learning rate and the weights of the moments, as the kernels take them."""
     if not rule.corrected:
-        return rule.eps, descent.weight_decay, descent.rate, 1.0, 1.0
-    weights = float(on_host(moments.mu_weight)), float(on_host(moments.nu_weight)) or 1.0
-    return rule.eps, descent.weight_decay, descent.rate, *weights
+        return rule.eps, weight_decay, rate, 1.0, 1.0
+    return rule.eps, weight_decay, rate, number(moments.mu_weight), number(moments.nu_weight) or 1.0
 
 
 def count_step(moments: Moments, b1: float, b2: float | None = None) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Link, UpdateFn
+from fn.inplace.links import Head
 from fn.inplace.protocol import InPlace, Staged
 from fn.kernels import ops
 
@@ -73,10 +74,11 @@ class Reach(NamedTuple):
     @property
     def limit(self) -> float:
         """Return what `size` may be: a power of 16, so that it changes rarely; 0 instead of what is below 1."""
-        if not (self.eps >= SMALLEST and SMALLEST <= self.weight <= 2 and 0 <= self.rate < MOVE):
+        rate = abs(self.rate)
+        if not (self.eps >= SMALLEST and SMALLEST <= self.weight <= 2 and rate < MOVE):
             return 0.0
         unit = self.most * self.weight * self.eps / 4
-        found = min(SQUARE / self.gain, unit, unit / PART / max(self.rate * self.ratio**2, SMALLEST))
+        found = min(SQUARE / self.gain, unit, unit / PART / max(rate * self.ratio**2, SMALLEST))
         return 16.0 ** math.floor(math.log(found, 16)) if found >= 1 else 0.0
 
 
@@ -91,35 +93,43 @@ class Sized(NamedTuple):
     otherwise: Callable[[], None] | None = None
 
 
+NOWHERE = Reach(0.0, 1.0, 0.0)
+
+
 class Bounds:
     """Bounds of the params of a chain and of the link that keeps its moments, for all phases of it."""
 
     def __init__(self) -> None:
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
-        self._seen: int | None = None  # when the tensors were written last
+        self._watched: list[Tensor] = []  # those, and what else of the link's state bounds depend on
+        self._seen: int | None = None  # when they were written last
         self.param = self.momentum = self.square = self.ratio = math.inf  # no number of theirs is larger
         self.finite = True
         """Whether the moments were, at the last look."""
         self.link: Tree = None
+        self.lists: list[list[Tensor]] = []
+        self.reach = NOWHERE
         """What `hold` was asked about last."""
 
-    def hold(self, reach: Reach, link: Tree, params: Tree, tensors: list[Tensor]) -> bool:
+    def hold(self, reach: Reach, link: Tree, lists: list[list[Tensor]]) -> bool:
         """Return whether nothing overflows in a step whose size is within the limit.
 
-        Args: link: the state of the link. tensors: params and the lists that the kernels write.
+        Args: link: the state of the link. lists: params and the lists that the kernels write.
         """
-        self.link = link
+        known = self.link is link and self.lists is lists
+        self.link, self.lists, self.reach = link, lists, reach
         if not reach.limit:
             self.finite = True  # for the pure step to find out
             return False
-        if tensors is not self._tensors:  # another phase's list of the same tensors, or others
+        if not known:  # another phase's lists of the same tensors, or others
+            tensors = [*chain(*lists)]
             addresses, same = [*map(Tensor.data_ptr, tensors)], _are_same(tensors, self._tensors)
             self._seen = self._seen if same and addresses == self._addresses else None
             self._tensors, self._addresses = tensors, addresses
-        seen = self._seen
-        if seen is None or seen != self._versions(link) or not self._rules_out(reach):
-            self._look(link, params)
+            self._watched = [*tensors, *_fields(link, (*RATIOS, *OTHERS))]
+        if self._seen is None or self._seen != self._version() or not self._rules_out(reach):
+            self._look(link, lists[0])
         return self._rules_out(reach)
 
     def follow(self, reach: Reach, link: Tree) -> None:
@@ -133,7 +143,7 @@ class Bounds:
         self.momentum = max(size, self.momentum) if reach.keeps else size
         self.square = max(self.square, (reach.gain * size) ** 2)
         self.ratio = max(self.ratio, reach.ratio)
-        self._seen = self._versions(link)
+        self._seen = self._version()
 
     def _rules_out(self, reach: Reach) -> bool:
         limit, rate, decay = reach.limit, self._rate(reach), reach.weight_decay * self.param
@@ -144,17 +154,17 @@ class Bounds:
         return not (far or wide) and (not reach.keeps or self.momentum <= limit)
 
     def _rate(self, reach: Reach) -> float:
-        return reach.rate * max(self.ratio, reach.ratio) ** 2
+        return abs(reach.rate) * max(self.ratio, reach.ratio) ** 2
 
-    def _versions(self, link: Tree) -> int:
+    def _version(self) -> int:
         """Return a number that grows whenever somebody writes into one of the tensors."""
-        return sum(map(_VERSION, chain(self._tensors, _fields(link, RATIOS), _fields(link, OTHERS))))
+        return sum(map(_VERSION, self._watched))
 
-    def _look(self, link: Tree, params: Tree) -> None:
+    def _look(self, link: Tree, params: list[Tensor]) -> None:
         copies, momenta, squares, ratios, others = (
             _fields(link, names) for names in (COPIES, MOMENTA, SQUARES, RATIOS, OTHERS)
         )
-        lists = [[*tree.leaves(params), *copies], momenta, squares, ratios, others]
+        lists = [[*params, *copies], momenta, squares, ratios, others]
         zero = lists[0][0].new_zeros(())
         sizes = [ops.direct("largest_magnitude", each) if each else zero for each in lists]
         lowest = torch.stack([zero, *(x.amin() for x in (*squares, *others) if x.numel())]).amin()
@@ -163,29 +173,30 @@ class Bounds:
         self.finite = all(map(math.isfinite, (self.momentum, self.square, other)))
         if least < 0:
             self.square = math.inf
-        self._seen = self._versions(link)
+        self._seen = self._version()
 
 
 def bounded(
     update: UpdateFn,
     link: Link,
-    fits: Callable[[Tree, Tree, Tree], list[Tensor] | None],
+    head: Head,
     bounds: Bounds,
+    fits: Callable[[Tree, Tree, Tree], list[list[Tensor]] | None],
     reach: Callable[[Any], Reach],
-    stage: Callable[[Tree, Tree, Tree], Sized],
+    stage: Callable[[list[Tensor], list[list[Tensor]], Any, Reach], Sized],
 ) -> InPlace:
     """Return how an update is staged where no number can overflow.
 
-    Args: link: the one that keeps the moments. fits: the tensors that the kernels write, if there are kernels for them.
-        reach: of a step, from the link's state. stage: does all of a step but to write it.
+    Args: link: the one that keeps the moments. head: what stands in front of it.
+        fits: (updates, the link's state, params) -> the lists that the kernels write, params first; None without any.
+        reach: of a step, from the link's state.
+        stage: (gradients, those lists, the link's state, reach) -> all of a step but to write it.
     """
 
     def is_safe(updates: Tree, state: Tree, params: Tree) -> bool:
-        tensors = fits(updates, state, params)
-        if tensors is None:
-            return False
         own = link.state(state)
-        return bounds.hold(reach(own), own, params, tensors) or not bounds.finite
+        lists = fits(updates, own, params)
+        return lists is not None and (bounds.hold(reach(own), own, lists) or not bounds.finite)
 
     def staged(updates: Tree, state: Tree, params: Tree) -> Staged:
         own = link.state(state)
@@ -193,18 +204,26 @@ def bounded(
             return Staged(True, lambda: None, safe=False)
         if not bounds.finite:
             updates = tree.map(lambda g: torch.full_like(g, math.nan), updates)  # for all ranks to see
-        step, (size, commit, otherwise) = reach(own), stage(updates, state, params)
+        step, lists = bounds.reach, bounds.lists
+        grads, keep = head.gradients(updates, state, params, own.mu)
+        size, write, otherwise = stage(grads, lists, own, step)
 
-        def follow() -> None:
-            commit()
+        def commit() -> None:
+            write()
+            keep()
             bounds.follow(step, own)
 
         finite, within = _judged(size, step.limit)
         if otherwise is None:
-            return Staged(finite, follow, within)
+            return Staged(finite, commit, within)
+
+        def drop() -> None:
+            otherwise()
+            keep()
+
         inside = bool(within)
         finite = inside or bool(finite)
-        return Staged(True, follow if finite else otherwise, inside or not finite)
+        return Staged(True, commit if finite else drop, inside or not finite)
 
     return InPlace(update, is_safe, staged)
 

@@ -15,12 +15,11 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives import messages
-from fn.collectives.codec import Codec
+from fn.collectives.codecs.codec import Codec, PendingError
+from fn.collectives.codecs.segments import Segments
 from fn.collectives.compressed import for_own_row, for_rows, fused_with, through_servers
 from fn.collectives.feedback import Feedback
-from fn.collectives.observe import observe_kept, observe_loss, observed, step_range
-from fn.collectives.segments import Segments
-from fn.collectives.two_passes import Sent
+from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.kernels.tracing import cached_plan
 
 Tree = Any
@@ -44,7 +43,7 @@ def through_servers_later(
     return messages.gather(mean, axis), partial(fused.later.keep, received, server, mean)
 
 
-EncodeAverages = Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Callable[[], None], Sent | None]]
+EncodeAverages = Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Callable[[], None], PendingError | None]]
 """(mu, grads, decay) -> the payload of the moving averages, which are not formed, and what writes the next error: a
 function, or the kernel that takes the step, from what was sent."""
 
@@ -70,7 +69,9 @@ def encode_averages(
     in_one_pass, settle = fused.averages, fused.settle
     later = None if fused.later is None or observed() or not fused.later.accepts(worker) else fused.later
 
-    def encode(mu: list[Tensor], grads: list[Tensor], decay: float) -> tuple[Tree, Callable[[], None], Sent | None]:
+    def encode(
+        mu: list[Tensor], grads: list[Tensor], decay: float
+    ) -> tuple[Tree, Callable[[], None], PendingError | None]:
         with step_range("encode"):
             if later is not None:
                 payload, sent = later.averages(mu, grads, decay, error=worker, rows=rows)

@@ -14,22 +14,20 @@ from torch import Tensor
 from fn import tree
 from fn.base import Step, UpdateFn, links_of
 from fn.collectives import messages
-from fn.collectives.codec import Codec, segmented
-from fn.collectives.compressed import ErrorFeedbackState, encode
+from fn.collectives.codecs.codec import Codec, PendingError, segmented
+from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.sign import SignPayload
+from fn.collectives.compressed import ErrorFeedbackState, check_no_server, encode
 from fn.collectives.feedback import Feedback
-from fn.collectives.gathered import check_no_server
 from fn.collectives.hierarchy import compressed_all_reduce, hops, row_count
-from fn.collectives.observe import step_range
-from fn.collectives.segments import Segments
-from fn.collectives.sign_codec import SignPayload
-from fn.collectives.two_passes import Sent
+from fn.collectives.profiling import step_range
 from fn.inplace.compressed import EncodeAverages, encode_averages, successor, through_servers_later
 from fn.inplace.memory import written_into
 from fn.kernels import memory_pool, ops
 from fn.kernels.tracing import cached_plan
-from fn.transforms import layout as layouts
+from fn.transforms import flat_layout as layouts
 from fn.transforms.average import CompressedAverage
-from fn.transforms.layout import Bucket
+from fn.transforms.flat_layout import Bucket
 
 Tree = Any
 
@@ -43,7 +41,7 @@ class BucketMean(NamedTuple):
     bucket: Bucket
     mean: SignPayload | Tensor
     keep: Callable[[], None]
-    sent: Sent | None = None
+    sent: PendingError | None = None
 
 
 class CodedMean(NamedTuple):
@@ -72,15 +70,15 @@ class CodedMean(NamedTuple):
             mean is no codes. copies: tensors into which the new params are copied, or none; not with `sent`.
         """
         for bucket, mean, _, sent in self.buckets:
-            p, m, v = lists = [[t[i] for i in bucket.places] for t in (params, mu, nu)]
-            too = [copies[i] for i in bucket.places] if copies else []
+            p, m, v = lists = [[t[i] for i in bucket.leaf_indices] for t in (params, mu, nu)]
+            too = [copies[i] for i in bucket.leaf_indices] if copies else []
             with step_range("decode and apply"):
                 if isinstance(mean, SignPayload):
                     rows = bucket.segments.valid.shape[0]
                     scales, bits = (t.unflatten(0, (rows, -1)) for t in mean)
                     codes = bits, scales if factor == 1 else scales * factor
                     if sent is not None:
-                        feedback = [self.grads[i] for i in bucket.places], self.decay, sent.error, sent.scales
+                        feedback = [self.grads[i] for i in bucket.leaf_indices], self.decay, sent.error, sent.scales
                         rule = *codes, sent.valid, sent.runs, *tail, keep_zeros
                         ops.direct("onebit_adam_feedback_", *lists, *feedback, *rule)
                     else:
@@ -153,7 +151,7 @@ class CodedAverage(NamedTuple):
             if signs is None:
                 found.append(self._of_vector(bucket, e, d, moving_averages(mu, grads, decay, bucket)))
             else:
-                lists = [mu[i] for i in bucket.places], [grads[i] for i in bucket.places]
+                lists = [mu[i] for i in bucket.leaf_indices], [grads[i] for i in bucket.leaf_indices]
                 found.append(self._of_codes(bucket, d, *signs(*lists, decay)))
         return CodedMean(found, grads, decay)
 
@@ -164,7 +162,7 @@ class CodedAverage(NamedTuple):
         return BucketMean(bucket, mean, successor((e, d), after))
 
     def _of_codes(
-        self, bucket: Bucket, d: Tree, payload: Tree, keep_worker: Callable[[], None], sent: Sent | None = None
+        self, bucket: Bucket, d: Tree, payload: Tree, keep_worker: Callable[[], None], sent: PendingError | None = None
     ) -> BucketMean:
         """Average what is encoded."""
         if not self.servers:
@@ -238,12 +236,12 @@ def moving_averages(
     if bucket.fused:
         flat, pieces = out.view(-1), layouts.split(out.view(-1), bucket)
         flat[sum(p.numel() for p in pieces) :].zero_()
-        for i, piece in zip(bucket.places, pieces, strict=True):
+        for i, piece in zip(bucket.leaf_indices, pieces, strict=True):
             torch.lerp(grads[i], mu[i], decay, out=piece)
             if factors is not None:
                 piece.mul_(factors[i])
         return flat
-    fresh, moments = [grads[i].view(-1) for i in bucket.places], [mu[i].view(-1) for i in bucket.places]
+    fresh, moments = [grads[i].view(-1) for i in bucket.leaf_indices], [mu[i].view(-1) for i in bucket.leaf_indices]
     layouts.clear_padding(out, moments, bucket)
     pairs = zip(*layouts.paired_views(fresh, out, bucket), strict=True)
     for (g, place), m in zip(pairs, layouts.paired_views(moments, out, bucket)[0], strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fn.base import Guarded, Phase, Transform, has_phase
 from fn.inplace.match import in_place
-from fn.transforms.finite import skip_nonfinite
+from fn.transforms.skip_nonfinite import skip_nonfinite
 
 CURE = (
     "such a step is correct, and reads and writes every tensor once per link; it is as fast as a named optimizer where "

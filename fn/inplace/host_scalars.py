@@ -26,6 +26,11 @@ def on_host(x: Tensor) -> Tensor:
     return known[1]
 
 
+def number(x: Tensor | float) -> float:
+    """Return a number, or that of a 0-d tensor, on the host."""
+    return float(on_host(x) if isinstance(x, Tensor) else x)
+
+
 def write(x: Tensor, how: Callable[[Tensor], Any]) -> None:
     """Write into a 0-d tensor, and into its copy on the host if that was asked for. how: writes into what it is given.
 

@@ -12,11 +12,11 @@ from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
 from fn.inplace.bounds import SUMMED, Bounds, Reach, Sized, bounded
 from fn.inplace.compressed_average import CodedAverage, average_of, moving_averages
-from fn.inplace.descent import Descent
-from fn.inplace.head import Head, largest_of
+from fn.inplace.links import Descent, Head, largest_of
 from fn.inplace.protocol import Eligibility, InPlace
 from fn.kernels.tracing import cached_plan
-from fn.transforms import layout as layouts
+from fn.transforms import flat_layout as layouts
+from fn.transforms.flat_layout import Bucket
 from fn.transforms.lamb import (
     LambHyper,
     OnebitLamb,
@@ -27,8 +27,6 @@ from fn.transforms.lamb import (
     moved_coefficient,
     ratio_of,
 )
-from fn.transforms.layout import Bucket
-from fn.transforms.zero_one import largest
 
 Tree = Any
 
@@ -41,26 +39,23 @@ def warmup(
     if descent.weight_decay:
         return DECAYS
 
-    def stage(updates: Tree, state: Tree, params: Tree) -> Sized:
-        own: OnebitLambState = link.state(state)
-        grads, keep = head.gradients(updates, state, params, own.mu)
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], own: OnebitLambState, reach: Reach) -> Sized:
+        leaves, mu, nu, fresh = lists
 
         def commit() -> None:
-            leaves, mu, nu = tree.lists(params, own.mu, own.nu)
             squares = torch.ops.fn.lamb_moments_(leaves, grads, mu, nu, h.b1, h.b2, h.eps, h.weight_decay)
             weight, moved, rms = squares.sqrt().unbind(1)
             ratio = ratio_of(weight.float(), moved.float(), h.min_coeff, h.max_coeff)
             _write(own.coefficient, moved_coefficient(h, _read(own.coefficient), ratio))
             _write(own.factor, torch.ones_like(ratio))
             _write(own.scaling, common_scale_of(rms / _counts(mu).clamp(min=1).sqrt()).float())
-            torch._foreach_copy_(tree.leaves(own.nu_fresh), nu)
-            _descend(own, leaves, ratio, h, descent)
-            keep()
+            torch._foreach_copy_(fresh, nu)
+            _descend(own, lists, ratio, h, reach.rate)
 
         return Sized(largest_of(grads, own.step), commit)
 
-    fits = Eligibility("lamb_step_", link, FIELDS)
-    return bounded(update, link, fits, bounds, lambda own: _reach(h, descent), stage)
+    fits = Eligibility("lamb_step_", FIELDS)
+    return bounded(update, link, head, bounds, fits, lambda own: _reach(h, descent), stage)
 
 
 def compressed(
@@ -72,26 +67,24 @@ def compressed(
         return DECAYS
     if not isinstance(average, CodedAverage) or average.layout != "fused":
         return "1-bit LAMB has kernels for fn.compressed_average over one axis in the layout 'fused'"
-    eligible = Eligibility("lamb_step_", link, FIELDS)
+    eligible = Eligibility("lamb_step_", FIELDS)
 
-    def fits(updates: Tree, state: Tree, params: Tree) -> list[Tensor] | None:
-        return eligible(updates, state, params) if axis_size(average.axis) > 1 else None
+    def fits(updates: Tree, own: OnebitLambState, params: Tree) -> list[list[Tensor]] | None:
+        return eligible(updates, own, params) if axis_size(average.axis) > 1 else None
 
-    def stage(updates: Tree, state: Tree, params: Tree) -> Sized:
-        own: OnebitLambState = link.state(state)
-        fresh_grads, keep = head.gradients(updates, state, params, own.mu)
-        leaves, mu, nu, fresh = tree.lists(params, own.mu, own.nu, own.nu_fresh)
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], own: OnebitLambState, reach: Reach) -> Sized:
+        leaves, mu, nu, fresh = lists
         scaling = _read(own.scaling)
-        sent, grads = [*mu, own.tail], [*fresh_grads, own.tail]
+        sent, entering = [*mu, own.tail], [*grads, own.tail]
         factors = [*tree.leaves(own.scaling), torch.ones_like(scaling[0])]
 
         def rows(bucket: Bucket) -> Tensor:
-            return moving_averages(sent, grads, h.b1, bucket, factors)
+            return moving_averages(sent, entering, h.b1, bucket, factors)
 
         mean = average.average_rows(sent, own.sync, rows)
         ((bucket, vector, *_),) = mean.buckets
         *averages, tail = layouts.split(vector, bucket)  # type: ignore[arg-type]
-        size = largest(mean.numbers) / scaling.min()
+        size = largest_of(mean.numbers, own.step) / scaling.min()
 
         def commit() -> None:
             args = h.b1, h.b2, h.eps, h.weight_decay, rule.keep_zeros
@@ -101,14 +94,13 @@ def compressed(
             factor = torch.where(_counts(mu) > 0, factor, last)
             _write(own.factor, factor)
             own.tail.copy_(tail)
-            _descend(own, leaves, frozen_ratio(_read(own.coefficient), factor), h, descent)
+            _descend(own, lists, frozen_ratio(_read(own.coefficient), factor), h, reach.rate)
             mean.keep()
-            keep()
 
         return Sized(size, commit)
 
     gain = 2 / (1 - h.b1)  # of gradients that are formed from a momentum less b1 times the last one
-    return bounded(update, link, fits, bounds, lambda own: _reach(h, descent, gain), stage)
+    return bounded(update, link, head, bounds, fits, lambda own: _reach(h, descent, gain), stage)
 
 
 FIELDS = ("mu", "nu", "nu_fresh")
@@ -117,12 +109,12 @@ DECAYS = "a weight decay stands behind 1-bit LAMB, whose trust ratio has to see 
 
 def _reach(h: LambHyper, descent: Descent, gain: float = 1.0) -> Reach:
     ratio = max(1.0, h.max_coeff, h.factor_max)
-    return Reach(abs(descent.rate), h.eps, h.weight_decay, ratio=ratio, gain=gain, most=SUMMED)
+    return Reach(descent.rate, h.eps, h.weight_decay, ratio=ratio, gain=gain, most=SUMMED)
 
 
-def _descend(own: OnebitLambState, params: list[Tensor], ratio: Tensor, h: LambHyper, descent: Descent) -> None:
-    moments = tree.leaves(own.mu), tree.leaves(own.nu)
-    torch.ops.fn.lamb_step_(params, *moments, descent.rate * ratio, h.eps, h.weight_decay)
+def _descend(own: OnebitLambState, lists: list[list[Tensor]], ratio: Tensor, h: LambHyper, rate: float) -> None:
+    params, mu, nu, _ = lists
+    torch.ops.fn.lamb_step_(params, mu, nu, rate * ratio, h.eps, h.weight_decay)
     _write(own.ratio, ratio)
     own.step.add_(1)
 

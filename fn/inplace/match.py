@@ -18,13 +18,12 @@ from fn import tree
 from fn.base import Guarded, Link, SideBySide, Step, UpdateFn, links_of
 from fn.inplace import adam, lamb, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds
-from fn.inplace.descent import descent_of
-from fn.inplace.head import Head
+from fn.inplace.links import Head, descent_of
 from fn.inplace.protocol import InPlace, together_in_place
+from fn.transforms.adam import Adam, OnebitAdam
 from fn.transforms.lamb import LambHyper, OnebitLamb
-from fn.transforms.moments import Adam, OnebitAdam
 from fn.transforms.sharded import Sharded
-from fn.transforms.zero_one import WATCHED, LocalStep, SynchronisingStep, VarianceStep
+from fn.transforms.zero_one_adam import WATCHED, LocalStep, SynchronisingStep, VarianceStep
 
 Tree = Any
 

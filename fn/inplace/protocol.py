@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Link, UpdateFn
+from fn.base import UpdateFn
 from fn.kernels.table import cells
 from fn.kernels.tracing import is_concrete
 
@@ -94,35 +94,37 @@ class Eligibility:
     A look at every tensor takes longer than a small step. So params and state, which stay from step to step, are looked
     at once, and then only whether they are the same objects at the same addresses; gradients are always looked at.
 
-    Args: op: the kernel, or what names it. link: the one that keeps the moments. fields: of its state, the lists.
+    Args: op: the kernel. fields: of the state of the link that keeps the moments, the lists.
     """
 
-    def __init__(self, op: str | Callable[[], str], link: Link, fields: Sequence[str]) -> None:
-        self._op, self._link, self._fields = op, link, fields
-        self._tensors: list[Tensor] = []
+    def __init__(self, op: str, fields: Sequence[str]) -> None:
+        self._op, self._fields = op, fields
+        self._lists: list[list[Tensor]] = []
         self._seen: tuple[list[int], list[torch.Size]] | None = None  # their addresses, the shapes of params
 
-    def __call__(self, updates: Tree, state: Tree, params: Tree) -> list[Tensor] | None:
-        """Return params and lists, one after the other, for the arguments of an update; None without a kernel.
+    def __call__(self, updates: Tree, own: Tree, params: Tree) -> list[list[Tensor]] | None:
+        """Return params and the fields of a link's state as lists; None if there is no kernel for them and the updates.
 
         It is the same list for as long as they are the same tensors.
         """
-        own, op = self._link.state(state), self._op if isinstance(self._op, str) else self._op()
-        lists = tree.lists(params, *(getattr(own, name) for name in self._fields))
+        grads, *lists = tree.lists(updates, params, *(getattr(own, name) for name in self._fields))
         kept, shapes = [*chain(*lists)], [*map(_SHAPE, lists[0])]
         if torch.compiler.is_compiling() or not self._as_before(kept, shapes):
             self._seen = None
-            if not same_shapes(lists) or not has_kernel(op, lists):
+            if not same_shapes(lists) or not has_kernel(self._op, lists):
                 return None
-            self._tensors, self._seen = kept, ([*map(Tensor.data_ptr, kept)], shapes)
-        grads = tree.leaves(updates)
-        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(op, [grads])
-        return self._tensors if alike and grads[0].device == kept[0].device else None
+            self._lists, self._seen = lists, ([*map(Tensor.data_ptr, kept)], shapes)
+        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, [grads])
+        return self._lists if alike and grads[0].device == kept[0].device else None
 
     def _as_before(self, kept: list[Tensor], shapes: list[torch.Size]) -> bool:
-        if self._seen is None or len(kept) != len(self._tensors) or not all(map(is_, kept, self._tensors)):
+        if self._seen is None or not _are_same(kept, [*chain(*self._lists)]):
             return False
         return ([*map(Tensor.data_ptr, kept)], shapes) == self._seen
+
+
+def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
 
 
 _SHAPE, _DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "device"))

@@ -13,17 +13,16 @@ from fn.collectives.axis import axis_index, axis_size
 from fn.inplace.adam import count_step, kernel_args
 from fn.inplace.bounds import MOVE, SMALLEST, Bounds
 from fn.inplace.compressed import successor
-from fn.inplace.descent import Descent, descent_of
-from fn.inplace.head import Head
+from fn.inplace.links import Descent, Head, descent_of
 from fn.inplace.protocol import InPlace, Staged, has_kernel
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete
 from fn.transforms import exchange
-from fn.transforms import layout as layouts
-from fn.transforms.finite import all_addable, all_finite
-from fn.transforms.moments import Adam, AdamState
+from fn.transforms import flat_layout as layouts
+from fn.transforms.adam import Adam, AdamState
 from fn.transforms.sharded import Sharded, ShardedState, check_shards, kept_of
 from fn.transforms.shards import followed, take
+from fn.transforms.skip_nonfinite import all_addable, all_finite
 
 Tree = Any
 
@@ -81,12 +80,13 @@ def stage_shards(
             old = master if keeps else take(leaves, bucket, index)
             if keeps and rules.gather is None:
                 old = followed(master, leaves, bucket, index)
-            dtype = leaves[bucket.places[0]].dtype if keeps else rows[0].dtype
+            dtype = leaves[bucket.leaf_indices[0]].dtype if keeps else rows[0].dtype
             whole = memory_pool.empty((bucket.segments.valid.shape[0], old.shape[0]), dtype)
             mine = whole[int(index)]  # params that are not kept are made where they travel from
             new = [memory_pool.empty(x.shape, x.dtype) for x in (old, mu, nu)]
             new[0] = new[0] if keeps or old.dtype != dtype else mine
-            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *kernel_args(h, behind, after))
+            args = kernel_args(h, behind.weight_decay, behind.rate, after)
+            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *args)
             if not (_are_finite(peaks, dtype) and _is_addable(peaks, new[0], old)):
                 new[0].fill_(float("nan"))  # for all ranks to see
             full, kept = exchange.back_from_rows(new[0], whole, kept, bucket, rules, codes)
@@ -100,7 +100,7 @@ def stage_shards(
         def commit() -> None:
             count_step(moments, h.b1, h.b2)
             for step in steps:
-                layouts.split_into([leaves[i] for i in step.bucket.places], step.whole, step.bucket)
+                layouts.split_into([leaves[i] for i in step.bucket.leaf_indices], step.whole, step.bucket)
             renew()
             keep()
 

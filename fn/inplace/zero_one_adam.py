@@ -7,25 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn import tree
 from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
 from fn.inplace.bounds import SMALLEST, Bounds, Reach, Sized, bounded
 from fn.inplace.compressed_average import CodedAverage, average_of
-from fn.inplace.descent import Descent
-from fn.inplace.head import Head, largest_of
 from fn.inplace.host_scalars import on_host, write
+from fn.inplace.links import Descent, Head, largest_of
 from fn.inplace.protocol import Eligibility, InPlace
 from fn.kernels import ops
-from fn.transforms.layout import Bucket
-from fn.transforms.zero_one import (
+from fn.transforms.flat_layout import Bucket
+from fn.transforms.zero_one_adam import (
     LocalStep,
     SynchronisingStep,
     VarianceStep,
     ZeroOneAdam,
     ZeroOneAdamState,
     check_synchronised,
-    largest,
 )
 
 Tree = Any
@@ -42,24 +39,21 @@ def variance(
     if descent != Descent(0.0, ()):
         return BEHIND
 
-    def stage(updates: Tree, state: Tree, params: Tree) -> Sized:
-        own: ZeroOneAdamState = link.state(state)
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], own: ZeroOneAdamState, reach: Reach) -> Sized:
         check_synchronised(on_host(own.elapsed))
-        grads, keep = head.gradients(updates, state, params, own.mu)
 
         def commit() -> None:
-            leaves = tree.leaves(params)
+            params, _, _, anchor = lists
             own.peak.copy_(ops.direct("largest_magnitude", grads))
-            _descend(own, leaves, grads, h, frozen=False)
-            torch._foreach_copy_(tree.leaves(own.anchor), leaves)
-            keep()
+            _descend(own, lists, grads, h, frozen=False)
+            torch._foreach_copy_(anchor, params)
 
         return Sized(largest_of(grads, own.step), commit)
 
     def reach(own: ZeroOneAdamState) -> Reach:
         return Reach(float(_rate(h)), h.eps, h.weight_decay)
 
-    return bounded(update, link, Eligibility("adamw_", link, FIELDS), bounds, reach, stage)
+    return bounded(update, link, head, bounds, Eligibility("adamw_", FIELDS), reach, stage)
 
 
 def local(
@@ -70,12 +64,9 @@ def local(
     if descent != Descent(0.0, ()):
         return BEHIND
 
-    def stage(updates: Tree, state: Tree, params: Tree) -> Sized:
-        own: ZeroOneAdamState = link.state(state)
-        grads, keep = head.gradients(updates, state, params, own.mu)
-
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], own: ZeroOneAdamState, reach: Reach) -> Sized:
         def commit() -> None:
-            _descend(own, tree.leaves(params), grads, h, frozen=True)
+            _descend(own, lists, grads, h, frozen=True)
             went()
 
         def drop() -> None:  # this rank's own: no message tells the others
@@ -85,14 +76,13 @@ def local(
 
         def went() -> None:
             write(own.elapsed, lambda elapsed: elapsed.add_(_rate(h)))
-            keep()
 
         return Sized(largest_of(grads, own.step), commit, drop)
 
     def reach(own: ZeroOneAdamState) -> Reach:
         return Reach(float(_rate(h)), h.eps, 0.0)
 
-    return bounded(update, link, Eligibility("adamw_", link, FIELDS), bounds, reach, stage)
+    return bounded(update, link, head, bounds, Eligibility("adamw_", FIELDS), reach, stage)
 
 
 def synchronise(
@@ -104,52 +94,48 @@ def synchronise(
         return BEHIND
     if not isinstance(average, CodedAverage) or average.layout == "fused":
         return "0/1 Adam has kernels for fn.compressed_average over one axis, in the layouts 'flat' and 'per_tensor'"
-    eligible = Eligibility("adamw_", link, FIELDS)
+    eligible = Eligibility("adamw_", FIELDS)
 
     def elapsed_after(own: ZeroOneAdamState) -> float:
         return float(on_host(own.elapsed).add(_rate(h)).to(own.elapsed.dtype))
 
-    def fits(updates: Tree, state: Tree, params: Tree) -> list[Tensor] | None:
-        moved = axis_size(average.axis) > 1 and elapsed_after(link.state(state)) >= SMALLEST
-        return eligible(updates, state, params) if moved else None
+    def fits(updates: Tree, own: ZeroOneAdamState, params: Tree) -> list[list[Tensor]] | None:
+        moved = axis_size(average.axis) > 1 and elapsed_after(own) >= SMALLEST
+        return eligible(updates, own, params) if moved else None
 
-    def stage(updates: Tree, state: Tree, params: Tree) -> Sized:
-        own: ZeroOneAdamState = link.state(state)
-        grads, keep = head.gradients(updates, state, params, own.mu)
-        leaves, mu, nu, anchor = tree.lists(params, own.mu, own.nu, own.anchor)
-        lists = leaves, anchor, mu, grads, nu
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], own: ZeroOneAdamState, reach: Reach) -> Sized:
+        params, mu, nu, anchor = lists
         elapsed = elapsed_after(own)
 
         def drifts(bucket: Bucket) -> Tensor:
-            here = [[t[i] for i in bucket.places] for t in lists]
+            here = [[t[i] for i in bucket.leaf_indices] for t in (params, anchor, mu, grads, nu)]
             place = bucket.segments.valid.shape[0], bucket.segments.runs
             drift: Tensor = ops.direct("drift", *here, h.b1, h.eps, float(_rate(h)), *place)
             return drift.view(-1)
 
         mean = average.average_rows(anchor, own.sync, drifts)
-        peak = largest(mean.numbers)
+        peak = largest_of(mean.numbers, own.peak)
 
         def commit() -> None:  # from the anchor, with the mean in place of minus the learning rates times the momentum
             args = h.eps, h.weight_decay, elapsed, 1.0, 1.0
-            mean.step(anchor, mu, nu, args, factor=-1 / elapsed, copies=leaves)
+            mean.step(anchor, mu, nu, args, factor=-1 / elapsed, copies=params)
             own.peak.copy_(peak)
             own.step.add_(1)
             write(own.elapsed, Tensor.zero_)
             mean.keep()
-            keep()
 
         return Sized(peak / elapsed, commit)
 
     def reach(own: ZeroOneAdamState) -> Reach:
         return Reach(elapsed_after(own), h.eps, h.weight_decay, keeps=False)
 
-    return bounded(update, link, fits, bounds, reach, stage)
+    return bounded(update, link, head, bounds, fits, reach, stage)
 
 
 def _descend(
-    own: ZeroOneAdamState, params: list[Tensor], grads: list[Tensor], h: ZeroOneAdam, *, frozen: bool
+    own: ZeroOneAdamState, lists: list[list[Tensor]], grads: list[Tensor], h: ZeroOneAdam, *, frozen: bool
 ) -> None:
-    mu, nu = tree.lists(own.mu, own.nu)
+    params, mu, nu, _ = lists
     decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
     ops.direct("adamw_", params, grads, mu, nu, h.b1, h.b2, h.eps, decay, float(_rate(h)), 1.0, 1.0, frozen)
     own.step.add_(1)

@@ -17,12 +17,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fn.collectives import primitives, transports
 from fn.collectives.axis import Axis, Binding, axis_size, bind
-from fn.collectives.codec import Codec
+from fn.collectives.codecs.codec import Codec
+from fn.collectives.codecs.integer import int4, int8
+from fn.collectives.codecs.sign import sign
 from fn.collectives.feedback import Feedback, classic, damped, off
 from fn.collectives.hierarchy import compressed_all_reduce, initial_errors
-from fn.collectives.int_codec import int4, int8
 from fn.collectives.ledger import ledger
-from fn.collectives.sign_codec import sign
 from fn.planner.methods import label
 from fn.planner.network import Cost, Link, Network
 from fn.planner.units import show_rate, show_seconds

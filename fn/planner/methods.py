@@ -6,9 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-from fn.collectives.codec import identity
-from fn.collectives.int_codec import int4, int8
-from fn.collectives.sign_codec import sign
+from fn.collectives.codecs.codec import identity
+from fn.collectives.codecs.integer import int4, int8
+from fn.collectives.codecs.sign import sign
 from fn.planner import traffic
 from fn.planner.network import Message, Network
 from fn.planner.traffic import Model

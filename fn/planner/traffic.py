@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from fn import tree
-from fn.collectives.codec import Codec, segmented
-from fn.collectives.segments import Segments
+from fn.collectives.codecs.codec import Codec, segmented
+from fn.collectives.codecs.segments import Segments
 from fn.planner.network import Message
 
 BUCKET = 25 * 2**20

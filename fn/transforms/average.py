@@ -26,7 +26,7 @@ from fn.collectives.hierarchy import (
     initial_errors,
     row_count,
 )
-from fn.transforms import layout as layouts
+from fn.transforms import flat_layout as layouts
 from fn.transforms.resharding import errors_reshape, reshapes
 
 Tree = Any
@@ -109,7 +109,7 @@ def _exact_average(axis: AxisNames | None) -> Transform:
         found: dict[int, Tensor] = {}
         for bucket in layouts.buckets(leaves, 1, 1, "flat"):
             mean = exact_mean(layouts.join(leaves, bucket), axis)
-            found.update(zip(bucket.places, layouts.split(mean, bucket), strict=True))
+            found.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
         return layouts.restore(structure, found), state
 
     return Transform(init, warmup, unchanged, unchanged)
@@ -182,7 +182,7 @@ def _in_codes(
         worker, server = [], []
         for bucket in arrange(leaves):
             segments = bucket.segments
-            like = leaves[bucket.places[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
+            like = leaves[bucket.leaf_indices[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
             e, d = initial_errors(like, axis, codec, feedback, segments=segments, servers=servers)
             worker.append(e)
             server.append(d)
@@ -206,10 +206,10 @@ def _in_codes(
         worker, server = [], []
         for bucket, e, d in zip(arrange(leaves), state.worker, state.server, strict=True):
             x, segments = layouts.join(leaves, bucket), bucket.segments
-            joined = len(bucket.places) > 1 and not bucket.fused  # else x may be the caller's memory
+            joined = len(bucket.leaf_indices) > 1 and not bucket.fused  # else x may be the caller's memory
             rule = axis, codec, feedback
             y, (e, d) = compressed_all_reduce(x, (e, d), *rule, segments=segments, consume=joined, servers=servers)
-            found.update(zip(bucket.places, layouts.split(y, bucket), strict=True))
+            found.update(zip(bucket.leaf_indices, layouts.split(y, bucket), strict=True))
             worker.append(e)
             server.append(d)
         return layouts.restore(structure, found), ErrorFeedbackState(tuple(worker), tuple(server))

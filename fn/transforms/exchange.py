@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
-from fn.collectives.codec import identity
+from fn.collectives.codecs.codec import identity
 from fn.collectives.feedback import classic, off
 from fn.collectives.hierarchy import (
     Codecs,
@@ -22,7 +22,7 @@ from fn.collectives.hierarchy import (
     reduce_scatter_wide,
 )
 from fn.collectives.messages import fill_rows, swap_rows
-from fn.transforms.layout import LAYOUTS, Bucket, buckets, join, rows_of
+from fn.transforms.flat_layout import LAYOUTS, Bucket, buckets, join, rows_of
 from fn.transforms.shards import row, wide
 
 Tree = Any
@@ -123,7 +123,7 @@ def reduce_to_rows(
 
     Args: leaves: gradients, not joined yet. The rest as for `reduce`.
     """
-    narrow = leaves[bucket.places[0]].element_size() < 4
+    narrow = leaves[bucket.leaf_indices[0]].element_size() < 4
     if codes or narrow or rules.momentum is not None or not isinstance(rules.axis, str):
         shard, kept = reduce(join(leaves, bucket), kept, bucket, rules, codes)
         return [shard], kept

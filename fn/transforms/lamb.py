@@ -12,7 +12,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing, stateless
 from fn.kernels.reference import over_root, scale_dtype
-from fn.transforms.moments import (
+from fn.transforms.adam import (
     adam_direction,
     check_betas,
     keep_unseen_at_zero,
@@ -20,7 +20,7 @@ from fn.transforms.moments import (
     moving_average_of_squares,
     start_moments,
 )
-from fn.transforms.weights import check_decay
+from fn.transforms.decay_and_lr import check_decay
 
 Tree = Any
 

@@ -11,23 +11,25 @@ piece.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import axis_index, axis_size
+from fn.collectives.codecs.segments import Segments
 from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.error_conversion import age_of, from_plain, to_plain
 from fn.collectives.feedback import Damped, StoredClassic
 from fn.collectives.hierarchy import Hop
-from fn.collectives.plain_errors import age_of, from_plain, to_plain
-from fn.collectives.segments import Segments
-from fn.transforms import layout as layouts
-from fn.transforms.notes import Notes
+from fn.transforms import flat_layout as layouts
 
 Tree = Any
+Note = TypeVar("Note")
 Addends = list[Tensor]
 """Of one part of a state; those of a state in parts are a list of these."""
 
@@ -44,6 +46,28 @@ class Reshape(NamedTuple):
     addends: Callable[[Tree, int, int], Tree]
     adopt: Callable[[Tree, Tree], Tree]
     rest: Callable[[Tree, Tree], list[Tensor]] | None = None
+
+
+
+class Notes(threading.local, Generic[Note]):
+    """What an init has to say beside the state that it returns, collected by thread; dropped if nobody listens."""
+
+    _found: list[Note] | None = None
+
+    @contextmanager
+    def collected(self) -> Iterator[list[Note]]:
+        """Collect what is said inside."""
+        before, self._found = self._found, []
+        try:
+            yield self._found
+        finally:
+            self._found = before
+
+    def say(self, note: Note) -> None:
+        """Tell whoever listens."""
+        if self._found is not None:
+            self._found.append(note)
+
 
 
 reshapes: Notes[tuple[Tree, Reshape]] = Notes()
@@ -65,7 +89,7 @@ def errors_reshape(
     def addends(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
         found: Addends = []
         for bucket, e, d in zip(plan(world), state.worker, state.server, strict=True):
-            dtype, at = leaves[bucket.places[0]].dtype, bucket.segments
+            dtype, at = leaves[bucket.leaf_indices[0]].dtype, bucket.segments
             sent = to_plain(e, worker.codec, worker.feedback, at, dtype)
             found += parts_of(None if sent is None else sent.double() / world, bucket)
             own = to_plain(d, server.codec, server.feedback, at.row(torch.tensor(rank, device="cpu")), dtype)
@@ -91,13 +115,13 @@ def errors_reshape(
     def rest(total: Tree, state: ErrorFeedbackState) -> list[Tensor]:
         found, parts = [torch.zeros(leaf.shape, dtype=torch.float64, device="cpu") for leaf in leaves], iter(total)
         for bucket, e, d in zip(plan(axis_size(axis)), state.worker, state.server, strict=True):
-            at, dtype = bucket.segments, leaves[bucket.places[0]].dtype
+            at, dtype = bucket.segments, leaves[bucket.leaf_indices[0]].dtype
             sent, own = take_parts(parts, bucket), take_parts(parts, bucket)
             _, age = next(parts), next(parts).long()
             held = to_plain(e, worker.codec, worker.feedback, at, dtype)
             lost = sent - (0.0 if held is None else held.double().cpu())
             lost += _lost_by_servers(own, d, server, at, age, dtype)
-            for place, part in zip(bucket.places, parts_of(lost, bucket), strict=True):
+            for place, part in zip(bucket.leaf_indices, parts_of(lost, bucket), strict=True):
                 found[place] = part
         return found
 
@@ -143,8 +167,9 @@ def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Addends:
 
 def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
     """Return the next tensors of an iterator, as many as a bucket has, as its vector (n,)."""
-    found = {place: next(rest) for place in bucket.places}
-    return layouts.join([found.get(i, torch.empty(0, device="cpu")) for i in range(max(bucket.places) + 1)], bucket)
+    leaves = {i: next(rest) for i in bucket.leaf_indices}
+    none = torch.empty(0, device="cpu")
+    return layouts.join([leaves.get(i, none) for i in range(max(bucket.leaf_indices) + 1)], bucket)
 
 
 def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:

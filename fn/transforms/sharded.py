@@ -29,12 +29,12 @@ from fn import tree
 from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
-from fn.collectives.codec import identity
+from fn.collectives.codecs.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.kernels.tracing import is_concrete
 from fn.transforms import exchange
-from fn.transforms import layout as layouts
+from fn.transforms import flat_layout as layouts
 from fn.transforms.exchange import Kept, Rules, rules_of
 from fn.transforms.resharding import Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
 from fn.transforms.shards import Division, divisions, followed, shown, take, wide
@@ -172,7 +172,7 @@ def sharded(
         plan = rules.arrange(leaves)
         divisions.say(Division(plan, index))
         for bucket in plan:
-            like = leaves[bucket.places[0]]
+            like = leaves[bucket.leaf_indices[0]]
             owned.append(take(leaves, bucket, index).to(wide(like.dtype), copy=True))
             masters.append(owned[-1].clone() if rules.keeps_master(like.dtype) else ())
             x = like.new_zeros(bucket.segments.valid.shape[0] * bucket.segments.row_length)
@@ -212,9 +212,9 @@ def sharded(
             for i, (bucket, moved, precise) in enumerate(zip(plan, tree.leaves(moves), owned, strict=True)):
                 sends_params = isinstance(state.master[i], Tensor)
                 value = precise + moved if sends_params else moved
-                dtype = leaves[bucket.places[0]].dtype if sends_params else moved.dtype
+                dtype = leaves[bucket.leaf_indices[0]].dtype if sends_params else moved.dtype
                 whole, kept[i] = exchange.back(value, dtype, kept[i], bucket, rules, codes)
-                parts = zip(bucket.places, layouts.split(whole, bucket), strict=True)
+                parts = zip(bucket.leaf_indices, layouts.split(whole, bucket), strict=True)
                 found.update((k, part - leaves[k] if sends_params else part) for k, part in parts)
                 masters.append(value if sends_params else ())
             return layouts.restore(structure, found), _state(inside, masters, kept, state.place)

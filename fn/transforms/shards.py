@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
-from fn.collectives.differentiation import is_recorded
+from fn.collectives.autograd import is_recorded
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete
-from fn.transforms.finite import all_finite
-from fn.transforms.layout import Bucket, adjoin, end_to_end, join, split
-from fn.transforms.notes import Notes
+from fn.transforms.flat_layout import Bucket, adjoin, end_to_end, join, split
+from fn.transforms.resharding import Notes
+from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
 
@@ -57,7 +57,7 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     Args: leaves, bucket: as for `layout.join`. index: 0-d int64.
     Returns: a vector that may share memory with a leaf.
     """
-    tensors = [leaves[i].reshape(-1) for i in bucket.places]
+    tensors = [leaves[i].reshape(-1) for i in bucket.leaf_indices]
     if not is_concrete(index, *tensors):
         return row(join(leaves, bucket), index, bucket.segments.valid.shape[0])
     if bucket.fused and adjoin(tensors):

@@ -20,7 +20,7 @@ from fn.adapters.drift import check_drift
 from fn.adapters.metrics import StepMetrics, watch
 from fn.collectives import transports
 from fn.collectives.axis import Axis, Binding
-from fn.collectives.observe import Observer, step_range
+from fn.collectives.profiling import Observer, step_range
 
 SHAPES = [(5, 3), (7,), (40, 8)]
 WARM = 2

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.adapters import step_order
+from fn.adapters.optim import step as step_order
 from fn.inplace.compressed_average import CodedMean
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace

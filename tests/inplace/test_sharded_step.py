@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.collectives import rendezvous
+from fn.collectives.transports import tcp_setup as rendezvous
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
-from fn.transforms import layout as layouts
+from fn.transforms import flat_layout as layouts
 from fn.transforms.shards import take
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
@@ -97,7 +97,7 @@ def test_rows_are_those_of_the_joined_vector_and_are_written_back(world, layout,
     found = torch.randn(sum(sizes))
     leaves = list(found.split(sizes)) if end_to_end else [torch.randn(n) for n in sizes]
     for bucket in layouts.buckets(leaves, world, 4, layout):
-        mine = [leaves[i] for i in bucket.places]
+        mine = [leaves[i] for i in bucket.leaf_indices]
         rows, joined = layouts.rows_of(leaves, bucket), layouts.join(leaves, bucket)
         assert torch.equal(torch.cat(rows), joined)
         assert all(map(torch.equal, mine, layouts.split(joined, bucket)))

@@ -21,12 +21,13 @@ import registry
 
 import fn
 from fn import tree
-from fn.collectives import segments, transports
+from fn.collectives import transports
 from fn.collectives.axis import Axis, Binding
+from fn.collectives.codecs import segments
 from fn.inplace import adam, bounds, descent, zero_one_adam
 from fn.inplace.match import in_place
 from fn.kernels import tracing
-from fn.kernels.eager import foreach
+from fn.kernels.tracing import foreach
 from fn.transforms import shards
 
 NAME = "elsewhere"

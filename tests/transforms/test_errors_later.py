@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.collectives.observe import Observer
+from fn.collectives.profiling import Observer
 from fn.inplace.match import in_place
 from fn.kernels import ops
 

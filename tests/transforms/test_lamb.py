@@ -12,7 +12,7 @@ from oracle_family import OnebitLamb
 
 import fn
 from fn import tree
-from fn.adapters import deepspeed_numerics as numerics
+from fn.adapters.deepspeed import transforms as numerics
 
 SHAPES = [(7, 5), (13,), (1,), (0,)]
 

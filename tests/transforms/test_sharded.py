@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import fn
 from fn import Phase, tree
-from fn.transforms.layout import LAYOUTS, buckets, join
+from fn.transforms.flat_layout import LAYOUTS, buckets, join
 from fn.transforms.shards import take
 
 SHAPES = {"matrix": (6, 5), "vector": (7,), "scalar": (), "empty": (0,), "odd": (3, 1, 3)}

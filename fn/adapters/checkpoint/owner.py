@@ -1,0 +1,166 @@
+"""Who saves into a folder: one job at a time, which a file there names for as long as it saves.
+
+Two that save at once would clear away each other's unfinished files. A process that was killed leaves its file behind.
+On the same machine its number and its start tell that it is gone, and the file is taken over at once. Of another
+machine nothing is known but that an owner touches its file every `BEAT` seconds: a file that nobody touches for
+`PATIENCE` seconds is taken over, too. An owner that was only stopped for so long hears of it before its checkpoint
+becomes the newest one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fn.collectives.transports.failure_detection import here
+
+OWNER = ".owner"
+BEAT = 5.0
+PATIENCE = 30.0
+JOBS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "TORCHELASTIC_RUN_ID")
+
+logger = logging.getLogger("fn")
+
+
+class Claim:
+    """The right to save into a folder, from `take` to the end of this context."""
+
+    def __init__(self, folder: Path):
+        self._path = folder / OWNER
+        self._text = ""
+        self._over = threading.Event()
+
+    def __enter__(self) -> Claim:
+        return self
+
+    def take(self) -> None:
+        """Become the owner. Raises: OSError that names who is."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        text = _describe_this_process()
+        while not _create(self._path, text):
+            _remove_stale(self._path)
+        self._text = text
+        threading.Thread(target=self._beat, daemon=True, name="fn-checkpoint-owner").start()
+
+    def check(self) -> None:
+        """Raise an OSError if another process has become the owner since `take`."""
+        found = _look(self._path)
+        if found is None or found[0] != self._text:
+            raise OSError(
+                f"checkpoint: {self._path.parent} was taken over by {_named(_parsed(found))}, because this process did "
+                f"not touch {OWNER} there for {PATIENCE} s; this checkpoint was not finished"
+            )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._over.set()
+        if not self._text:
+            return
+        with suppress(OSError):  # of a disk that is gone; what is to be said about it the save has said
+            found = _look(self._path)
+            if found is not None and found[0] == self._text:
+                self._path.unlink()
+
+    def _beat(self) -> None:
+        while not self._over.wait(BEAT):
+            with suppress(OSError):
+                os.utime(self._path)
+
+
+def _describe_this_process() -> str:
+    job = next((f"{name}={os.environ[name]}" for name in JOBS if os.environ.get(name)), "")
+    own = {
+        "job": job,
+        "host": socket.gethostname(),
+        "where": here(),
+        "pid": os.getpid(),
+        "started": _start(os.getpid()),
+    }
+    return json.dumps({**own, "token": secrets.token_hex(8)})
+
+
+def _create(path: Path, text: str) -> bool:
+    """Write a file that is not there; return whether it was not."""
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+    except FileExistsError:
+        return False
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+    except OSError:  # the disk is full
+        path.unlink(missing_ok=True)
+        raise
+    return True
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove the file of a process that is gone. Raises: OSError that names it if it is not."""
+    found = _look(path)
+    if found is None:  # released meanwhile
+        return
+    owner = _parsed(found)
+    if _runs(owner) or (_runs(owner) is None and _is_touched(path, found)):
+        raise OSError(
+            f"checkpoint: {path.parent} is in use: {_named(owner)} is saving into it; give each job a folder of its "
+            f"own, or save again when that one has ended"
+        )
+    logger.warning("checkpoint: %s is taken over from %s, which is gone", path.parent, _named(owner))
+    path.unlink(missing_ok=True)
+
+
+def _is_touched(path: Path, found: tuple[str, int]) -> bool:
+    until = time.monotonic() + PATIENCE
+    while time.monotonic() < until:
+        time.sleep(PATIENCE / 30)
+        if _look(path) != found:
+            return True
+    return False
+
+
+def _look(path: Path) -> tuple[str, int] | None:
+    """Return a file's text and when it was touched last; None if it is not there."""
+    if not path.is_file() and os.path.lexists(path):  # a pipe would be waited for
+        raise OSError(f"checkpoint: {path} is no regular file; remove it")
+    try:
+        with path.open(errors="replace") as file:  # opened each time: over NFS that brings its times up to date
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except FileNotFoundError:
+        return None
+
+
+def _parsed(found: tuple[str, int] | None) -> dict[str, Any]:
+    with suppress(ValueError):
+        owner = json.loads(found[0] if found else "")
+        if isinstance(owner, dict):
+            return owner
+    return {}  # its process has not written it yet, or was killed before
+
+
+def _named(owner: dict[str, Any]) -> str:
+    job = f"job {owner['job']}, " if owner.get("job") else ""
+    return f"{job}process {owner['pid']} on {owner.get('host')}" if "pid" in owner else "another process"
+
+
+def _runs(owner: dict[str, Any]) -> bool | None:
+    """Return whether a process runs; None if it is not known, as that of another machine."""
+    if owner.get("where") != here():
+        return None
+    return bool(_start(owner.get("pid")) == owner.get("started"))
+
+
+def _start(process: object) -> str | None:
+    """Return when a process was started, in the system's ticks; None if it is gone."""
+    try:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else fields[19]

@@ -1,0 +1,252 @@
+"""An optimizer's state for `torch.distributed.checkpoint`: what is one rank's own as rows (W, ...) of all ranks.
+
+Rows are DTensors in `Shard(0)`: every rank writes its own, and any number of ranks can read them. On the same world a
+rank gets its own row back, bit for bit. On another one errors and shards move as `fn.transforms.resharding` says, and
+what else is a rank's own, such as 0/1 Adam's local momentum and parameters, becomes the mean of the rows.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from fn import tree
+from fn.adapters.optim.consistency import device_among
+from fn.adapters.optim.gradients import PREFIX
+from fn.adapters.optim.optimizer import Optimizer
+from fn.adapters.optim.signals import inside_step
+from fn.adapters.optim.state_dict import SAVED_BY, flat_state, place_of
+from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
+from fn.adapters.optim.training import Training
+from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.primitives import psum
+from fn.transforms.resharding import Reshape, reshapes
+from fn.transforms.sharded import ShardedState
+
+Tree = Any
+
+logger = logging.getLogger("fn")
+
+
+class Rows(NamedTuple):
+    """Some rows of what was saved: (k, ...) from row `first` of `world`."""
+
+    rows: Tensor
+    first: int
+    world: int
+
+
+def check_optimizer(optimizer: object) -> None:
+    """Refuse anything but an optimizer with a TypeError, and a call inside of its step with a RuntimeError."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer, after the folder")
+    if inside_step():
+        raise RuntimeError(
+            "checkpoint: called inside of a step, by the handler of a signal, say, where the other ranks exchange the "
+            "step's messages; let the handler set a flag, and call it on all ranks when `step` has returned"
+        )
+
+
+def world() -> tuple[int, int]:
+    """Return this process' rank and how many there are."""
+    together = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if together else (0, 1)
+
+
+def own_rows(training: Training) -> set[str]:
+    """Return the keys of `everything` that are one rank's own.
+
+    Raises: ValueError if there are some, but the optimizer's axes are not all ranks of the world.
+    """
+    marks = by_path(kinds(training.states))
+    found = {path for path, mark in marks.items() if mark != SAME}
+    if OWN in marks.values():  # these go with parameters of its own
+        found |= {key for key in everything(training) if key.startswith("params.")}
+    _, reached = place_of(training)
+    if found and reached != world()[1]:
+        raise ValueError(
+            f"optimizer: its axes reach {reached} of {world()[1]} ranks; a checkpoint in one folder needs all of them: "
+            f"save each rank's state_dict() in a file of its own"
+        )
+    return found
+
+
+def everything(training: Training, extra: Tree = None) -> dict[str, Tensor]:
+    """Return {key: tensor} of the optimizer's state, its parameters, and `extra`."""
+    found = dict(flat_state(training))
+    found.pop(SAVED_BY)
+    for g, group in enumerate(training.groups):
+        found.update({f"params.{g}.{i}": p.detach() for i, p in enumerate(group["params"])})
+    if extra is not None:
+        found.update(by_path(extra, "extra."))
+    return found
+
+
+class Snapshot(NamedTuple):
+    """What is saved: copies on the CPU, of what is a rank's own as its row of a DTensor.
+
+    steps: that the optimizer has taken. device: of the parameters. as_row: a tensor -> this rank's row of a DTensor.
+    """
+
+    tensors: dict[str, Tensor]
+    steps: int
+    device: torch.device
+    as_row: Callable[[Tensor], Tensor]
+
+
+def to_save(training: Training, extra: Tree = None) -> Snapshot:
+    """Return a snapshot of `everything`. All ranks must call it."""
+    own, as_row = own_rows(training), partial(_as_row, mesh=_mesh())
+    copies = {k: torch.empty_like(v, device="cpu").copy_(v.detach()) for k, v in everything(training, extra).items()}
+    tensors = {k: as_row(v) if k in own else v for k, v in copies.items()}
+    return Snapshot(tensors, training.steps, device_among(training.groups), as_row)
+
+
+def to_fill(own: set[str], shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Return empty tensors that a checkpoint with these shapes is read into; rows for the keys in `own`."""
+    mesh = _mesh()
+
+    def empty(key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        if key not in own or mesh is None:
+            return torch.zeros(shape, dtype=dtype, device="cpu")
+        _, count = _span(shape[0])
+        local = torch.zeros((count, *shape[1:]), dtype=dtype, device="cpu")
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+    return {key: empty(key, *form) for key, form in shapes.items()}
+
+
+def local_rows(x: Tensor) -> Rows:
+    """Return the rows of a filled tensor that this rank has."""
+    if isinstance(x, DTensor):
+        return Rows(x.to_local(), _span(x.shape[0])[0], x.shape[0])
+    return Rows(x, 0, x.shape[0])
+
+
+def _mesh() -> DeviceMesh | None:
+    return init_device_mesh("cpu", (world()[1],)) if world()[1] > 1 else None
+
+
+def _as_row(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    return x[None] if mesh is None else DTensor.from_local(x[None], mesh, [Shard(0)], run_check=False)
+
+
+def _span(rows: int) -> tuple[int, int]:
+    """Return first and number of the rows that `Shard(0)` gives this rank."""
+    rank, size = world()
+    each = -(-rows // size)
+    first = min(rank * each, rows)
+    return first, min(first + each, rows) - first
+
+
+def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return {key: tensor} for this world from what another one saved. All ranks must call it.
+
+    Args: saved: `everything`; what is one rank's own as `Rows`.
+    Raises: ValueError for several axes, and if the rows do not fit the layout of the number of ranks they come from.
+    """
+    axes = training.axes
+    if len(axes) > 1:
+        raise ValueError(f"checkpoint: is of another world, and its errors of the axes {axes} belong to that one")
+    if len(training.transforms) != len(training.groups):
+        raise ValueError("checkpoint: is of another world; those of DeepSpeed's drop-ins fit only their own")
+    add = partial(_over_ranks, axis=axes[0] if axes else None, device=device_among(training.groups))
+    with training.binding:
+        fresh, notes = [], list[list[tuple[Tree, Reshape]]]()
+        for transform, group in zip(training.transforms, training.groups, strict=True):
+            with reshapes.collected() as own:
+                fresh.append(transform.init([p.detach() for p in group["params"]]))
+            notes.append(own)
+        some = next((x for x in saved.values() if isinstance(x, Rows)), Rows(torch.empty(0, device="cpu"), 0, 1))
+        move = _Move([note for own in notes for note in own], some, add, [])
+        structure = tree.flatten(tuple(fresh))[1]
+        after = move.walk(tuple(fresh), tree.unflatten(structure, [saved[path] for path in by_path(tuple(fresh))]))
+        found = by_path(after)
+        for key, value in saved.items():
+            if not key.startswith("state."):
+                found[key] = _mean(value, add) if isinstance(value, Rows) else value
+    for g, own in enumerate(notes):
+        rests = [rest for state, rest in move.rests if any(state is s for s, _ in own)]
+        if len(rests) == 1 and len(rests[0]) == len(training.groups[g]["params"]):
+            found.update(_carried(g, rests[0], saved))
+        elif rests:
+            logger.warning("param group %d is parted among transforms: its errors moved, to 8 bits", g)
+    return found
+
+
+def _carried(g: int, rest: list[Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return what a param group carries: what its errors do not hold, and what it carried before."""
+    keys = [f"{PREFIX}{g}.{i}" for i in range(len(rest))]
+    return {k: (r + saved[k].double() if k in saved else r).float() for k, r in zip(keys, rest, strict=True)}
+
+
+class _Move(NamedTuple):
+    """How states move from the rows of another world. rests: (state, what its errors do not hold) so far.
+
+    notes: how the states that were made here take their own from addends. rows: some rows of what was saved. add: the
+    sum over all ranks.
+    """
+
+    notes: Sequence[tuple[Tree, Reshape]]
+    rows: Rows
+    add: Callable[[Tree], Tree]
+    rests: list[tuple[Tree, list[Tensor]]]
+
+    def walk(self, fresh: Tree, found: Tree) -> Tree:
+        """Return `found`, a tree like a fresh state with `Rows` for what is one rank's own, as that state."""
+        for state, reshape in self.notes:
+            if state is fresh:
+                total = self._total(reshape, fresh, found)
+                after = reshape.adopt(total, fresh)
+                if reshape.rest is not None:
+                    self.rests.append((fresh, reshape.rest(total, after)))
+                return after
+        if isinstance(fresh, ErrorFeedbackState | ShardedState):
+            raise ValueError("checkpoint: is of another world, and nothing says how errors of several axes move")
+        if isinstance(found, Rows):
+            return _mean(found, self.add).to(fresh)
+        if isinstance(fresh, Tensor):
+            return found
+        keys = fresh if isinstance(fresh, dict) else range(len(fresh))
+        below = [self.walk(fresh[k], found[k]) for k in keys]
+        if isinstance(fresh, dict):
+            return dict(zip(keys, below, strict=True))
+        return type(fresh)(*below) if hasattr(fresh, "_fields") else type(fresh)(below)
+
+    def _total(self, reshape: Reshape, fresh: Tree, found: Tree) -> Tree:
+        def of_rank(take: Callable[[Tensor], Tensor]) -> Tree:
+            return tree.map(lambda _, x: take(x.rows) if isinstance(x, Rows) else x, fresh, found)
+
+        rows, first, world = self.rows
+        try:
+            nothing = of_rank(lambda rows: rows.new_zeros(rows.shape[1:]))
+            total = tree.map(torch.zeros_like, reshape.addends(nothing, world, 0))
+            for j in range(rows.shape[0]):
+                share = reshape.addends(of_rank(lambda rows, j=j: rows[j]), world, first + j)  # type: ignore[misc]
+                total = tree.map(torch.add, total, share)
+        except (RuntimeError, ValueError, AttributeError) as error:
+            raise ValueError(
+                f"checkpoint: its errors do not fit these parameters on {world} ranks: {error}"
+            ) from error
+        return self.add(total)
+
+
+def _over_ranks(addends: Tree, axis: str | None, device: torch.device) -> Tree:
+    """Add up what each rank read, on the CPU; on the device of the parameters, where the axis' group has a backend."""
+    if axis is None:
+        return addends
+    return tree.map(lambda x: psum(x.to(device), axis).to(x.device), addends)
+
+
+def _mean(x: Rows, add: Callable[[Tree], Tree]) -> Tensor:
+    mean: Tensor = add(x.rows.double().sum(0)) / x.world
+    return mean.to(x.rows.dtype) if x.rows.is_floating_point() else mean.round().to(x.rows.dtype)

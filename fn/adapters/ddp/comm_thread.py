@@ -1,0 +1,174 @@
+"""One thread that communicates while others compute, over process groups of its own.
+
+Collectives must start in the same order on all ranks. Callbacks of futures do not keep an order, so everything that
+is sent behind a backward pass is sent by one thread, one job after the other. `seconds_per_byte` measures the wire
+once, to decide whether hiding it is worth the trouble.
+"""
+
+from __future__ import annotations
+
+import queue
+import statistics
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fn.collectives.axis import Binding, axis_size, bind
+from fn.collectives.primitives import all_to_all, group_of, pmean
+from fn.collectives.profiling import Watchers, watched_by, watchers
+from fn.collectives.transports.tcp_setup import timeout_of
+
+Job = Callable[[], Any]
+Entry = tuple[Job, Any, Watchers, Future[Any]]
+Jobs = queue.SimpleQueue[Entry | None]
+
+PROBE = 1 << 20
+"""Bytes that each rank sends in a measurement."""
+
+
+class CommunicationThread:
+    """Run jobs in the order in which they are submitted, without gradients, with axes bound.
+
+    The thread ends when nobody holds this object any more, after what was submitted.
+
+    On an accelerator the jobs run on a stream of their own, behind what was queued when they were submitted.
+
+    Args: binding: the axes of the jobs. device: where their tensors are.
+    """
+
+    def __init__(self, binding: Binding, device: torch.device):
+        self._jobs: Jobs = queue.SimpleQueue()
+        self._stream = None if device.type == "cpu" else torch.Stream(device=device)
+        self._device, self._transports = device, [axis.transport for axis in binding.axes.values()]
+        # A daemon: a peer that hangs does not keep this process alive.
+        what = self._jobs, binding, self._stream  # not self, so that the thread ends with it
+        self._thread = threading.Thread(target=_run, args=what, name="fn-communication", daemon=True)
+        self._thread.start()
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+
+    def submit(self, job: Job) -> Future[Any]:
+        """Queue a job; the ledgers and observers that are open here see what it does."""
+        done: Future[Any] = Future()
+        event = None if self._stream is None else torch.accelerator.current_stream(self._device).record_event()
+        self._jobs.put((job, event, watchers(), done))
+        return done
+
+    def catch_up(self) -> None:
+        """Let this thread's stream wait for what the jobs have queued on theirs."""
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._device).wait_stream(self._stream)
+
+    def close(self) -> None:
+        """End the thread, after what was submitted, and keep its process groups for the next `bind_twin`.
+
+        All ranks must call it, in the same order. A group that is gone already is passed over.
+        """
+        self._jobs.put(None)
+        self._thread.join()
+        for transport in self._transports:
+            with suppress(RuntimeError):
+                twin = group_of(transport)
+                if (original := _originals[twin]()) is not None:
+                    _free.setdefault(original, []).append(twin)
+
+
+def _run(jobs: Jobs, binding: Binding, stream: Any) -> None:
+    torch.set_grad_enabled(False)  # holds for this thread only
+    if stream is not None:
+        torch.accelerator.set_stream(stream)
+    while _do(jobs.get(), binding, stream):  # no name for the job: it would live until the next one
+        pass
+
+
+def _do(entry: Entry | None, binding: Binding, stream: Any) -> bool:
+    """Run a job; return whether there may be more."""
+    if entry is None:
+        return False
+    job, event, those, done = entry
+    try:
+        if stream is not None:
+            stream.wait_event(event)
+        with binding, watched_by(those):
+            done.set_result(job())
+    except BaseException as error:
+        done.set_exception(error)
+    return True
+
+
+_originals: weakref.WeakKeyDictionary[dist.ProcessGroup, Any] = weakref.WeakKeyDictionary()
+"""Twin -> a weak reference to the group that it was made for."""
+
+_free: weakref.WeakKeyDictionary[dist.ProcessGroup, list[dist.ProcessGroup]] = weakref.WeakKeyDictionary()
+"""Group -> twins that nobody uses any more; the same on all ranks, as long as all give theirs back.
+
+They are not ended: torch would give the next one the name of the one that is gone, and under that name the store still
+has the addresses of its ranks.
+"""
+
+
+def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
+    """Bind an axis to another process group of the same ranks; all ranks of the group must call it.
+
+    What one thread sends over it cannot be mixed up with what another sends over the old one.
+    """
+    if free := _free.get(group):
+        return bind({axis: free.pop()})
+    backend = dist.get_backend(group)
+    with _unbound(dist.group.WORLD):
+        twin = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend=None if backend == "undefined" else backend,
+            timeout=timeout_of(group),
+            use_local_synchronization=True,
+            group_desc="fn: behind the backward pass",
+        )
+    _originals[twin] = weakref.ref(group)
+    return bind({axis: twin})
+
+
+@contextmanager
+def _unbound(world: Any) -> Iterator[None]:
+    """Let the world be without a device of its own, so that only its members need to make a group.
+
+    Where `init_process_group` was given `device_id`, torch splits the communicators of groups off that of the world.
+    Such a split waits for all ranks of the world, those of other groups included, which may never come.
+    """
+    device, world.bound_device_id = world.bound_device_id, None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+def seconds_per_byte(axis: str, device: torch.device) -> float:
+    """Return how long a rank takes to send a byte to the others, the same number on all ranks of the axis.
+
+    All ranks must call it. It is the median of three exchanges of `PROBE` bytes, averaged over the ranks; 0 on one
+    rank.
+    """
+    world = axis_size(axis)
+    if world == 1:
+        return 0.0
+    rows = torch.zeros(world, PROBE // (world - 1), dtype=torch.uint8, device=device)
+    times = []
+    for _ in range(4):
+        pmean(torch.zeros(1, device=device), axis)  # nobody starts before all are here
+        _finish(device)
+        start = time.perf_counter()
+        all_to_all(rows, axis)
+        _finish(device)
+        times.append(time.perf_counter() - start)
+    median = statistics.median(times[1:])  # the first one opens connections
+    return float(pmean(torch.tensor([median / PROBE], dtype=torch.float64, device=device), axis))
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

@@ -1,0 +1,349 @@
+"""`torch.nn.parallel.DistributedDataParallel`, with the communication of `fn`.
+
+    model = DistributedDataParallel(model)
+    opt = fn.adapters.ddp.optimizer(model, fn.onebit_adam, schedule=fn.freeze_after(1000), lr=1e-3)
+
+DDP then sends nothing: the optimizer does, behind the backward pass. `keep_local` and `overlap` are the parts of it,
+for an optimizer that is made elsewhere; `overlap` takes a model without DDP, too, and then no gradient is copied.
+`average_gradients` averages gradients in codes for any optimizer.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from fn.adapters.ddp.buckets import split
+from fn.adapters.ddp.comm_thread import bind_twin, seconds_per_byte
+from fn.adapters.ddp.grad_hooks import DdpBuckets, GradientHooks
+from fn.adapters.ddp.gradient_averaging import GradientAverage
+from fn.adapters.ddp.overlapped import Overlap
+from fn.adapters.optim.optimizer import Optimizer
+from fn.adapters.optim.param_groups import as_list, check_make
+from fn.base import Phase, Transform, chain
+from fn.collectives.agreement import check_agreement, describe
+from fn.collectives.axis import ALONE, bind, ranks_around
+from fn.collectives.codecs.codec import Codec
+from fn.collectives.feedback import Feedback
+from fn.collectives.primitives import group_of
+from fn.collectives.transports.registry import registered
+from fn.schedules import Schedule
+from fn.transforms.average import average, compressed_average
+
+BUCKET = 3 << 20
+"""Elements that travel together: small enough to start early, large enough for few messages, for each has its price."""
+
+AXIS = "data"
+"""What the ranks of a model are called here."""
+
+THREADS = 3
+"""That communicate behind a backward pass over gloo: while some wait for the wire, another encodes."""
+
+LEAST_WIRE_SECONDS = 0.03
+"""Below this time on the wire hiding it costs as much as it saves, where a rank has a single core."""
+
+
+def keep_local(model: Any) -> Any:
+    """Let DDP leave gradients alone: each rank keeps its own, and the optimizer communicates.
+
+    Args: model: a `DistributedDataParallel` without a communication hook, or what `torch.compile` made of one.
+    Returns: the model. `no_sync` goes on working and changes nothing.
+    Raises: TypeError if it is none; RuntimeError if it has a hook already.
+    """
+    checked = _check(model)
+    _hook(checked, _unless_joining(checked, noop_hook))
+    return model
+
+
+def bucketed(params: Iterable[Any], elements: int = BUCKET) -> list[dict[str, Any]]:
+    """Split parameters, or param groups, into param groups that `overlap` sends one by one.
+
+    Args: params: as for an optimizer, named ones, too. elements: that a group may have; of larger ones the first
+        part and the last ones are smaller, so that the wire begins and ends soon.
+    Returns: param groups with the hyper-parameters of those that they are parts of, the last parameters first. A group
+        may be given a "name", by which to look its parts up afterwards.
+    Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors, or have no order.
+    """
+    if elements < 1:
+        raise ValueError(f"elements: is {elements}; allowed is at least 1")
+    listed = as_list(params)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    return [{**group, "params": bucket} for group in groups for bucket in _buckets(group["params"], elements) if bucket]
+
+
+def overlap(
+    model: nn.Module, optimizer: Optimizer, *, scaler: Any = None, least_wire_seconds: float = LEAST_WIRE_SECONDS
+) -> Overlap:
+    """Let an optimizer communicate behind the backward pass, one param group after the other.
+
+    The numbers are those of the serial step, bit for bit. All ranks must call it, once; it measures the wire. A phase
+    whose messages are on the wire for a shorter time than `least_wire_seconds` is not overlapped after its first step,
+    and a warning in the log says so.
+
+    Args:
+        model: a `DistributedDataParallel` without a communication hook; a `bucket_cap_mb` of 4 to 16 lets gradients
+            go early. Or a plain module, which starts from the same numbers on all ranks: nothing is copied into
+            buckets then, gradients must stay as they are from `backward` to `step`, and accumulation goes into
+            `no_sync` of what is returned.
+        optimizer: over parameters of the model, with gradients of each rank's own. A param group travels as one:
+            see `bucketed`.
+        scaler: the `torch.amp.GradScaler` that scales the loss, if one does.
+        least_wire_seconds: 0 overlaps in any case.
+    Returns: what runs it; `is_on(phase)`, `bytes` and `wire_seconds(phase)` say what was decided and why.
+    Raises: TypeError if the model or the optimizer is of another type; ValueError if the optimizer is compiled or
+        clips by `max_norm`, has parameters that are not the model's, or an axis that is not the model's process group;
+        RuntimeError if the model has a hook already.
+        From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for
+        one: their update is computed already, and is written, as on ranks that know of no change. In phases that are
+        not overlapped all ranks raise `RanksDisagree` or that error, and nothing is written.
+    """
+    model = _uncompiled(model)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel or another module")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer")
+    if len(optimizer.training.transforms) != len(optimizer.param_groups):
+        raise ValueError(f"optimizer: {type(optimizer).__name__} steps all param groups at once; allowed is one by one")
+    if optimizer.training.max_norm is not None:
+        raise ValueError("optimizer: clips by max_norm; the global norm is known only after the whole backward pass")
+    if optimizer.training.compile:
+        raise ValueError("optimizer: is compiled; allowed is compile=False, for updates are split among threads")
+    in_ddp = isinstance(model, DistributedDataParallel)
+    if not in_ddp and any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+        text = "holds a DistributedDataParallel, which averages gradients; allowed is that part itself"
+        raise TypeError(f"model: {type(model).__name__} {text}")
+    params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
+    _check_params(params, optimizer.param_groups)
+    _warn_of_others(model, optimizer)
+    axis, group = _axis(model, optimizer)
+    bindings = [bind_twin(axis, group) for _ in range(_threads(group, params[0].device))]
+    with bindings[0]:
+        rate = seconds_per_byte(axis, params[0].device)
+    found = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds, in_ddp)
+    if isinstance(model, DistributedDataParallel):
+        buckets = DdpBuckets(found)
+        _hook(model, _unless_joining(model, lambda state, bucket: buckets(_dense(bucket))))
+    else:
+        GradientHooks(params, found)
+    optimizer.training.ahead = found.ahead
+    return found
+
+
+def close(optimizer: Optimizer | GradientAverage) -> None:
+    """End the threads of `overlap` and give back its process groups; from then on steps communicate in `step`.
+
+    The next `overlap` over the same ranks takes these groups: torch keeps every group, with its descriptors and
+    threads, until `dist.destroy_process_group()`. All ranks must call it alike, at the same step and not in one; a rank
+    that kept its groups would wait for the others in the next `overlap`. The model stays local, and training can go
+    on, with the same numbers. Called again, or without `overlap`, it does nothing.
+
+    Args: optimizer: of `optimizer` or `overlap`; or what `average_gradients` returned, without which nobody averages:
+        the model's next backward pass is refused, with a ValueError.
+    """
+    running: Any = optimizer
+    if isinstance(optimizer, Optimizer):
+        running = getattr(optimizer.training.ahead, "__self__", None)
+    if isinstance(running, Overlap | GradientAverage):
+        running.close()
+
+
+def optimizer(
+    model: Any,
+    make: Callable[..., Transform],
+    *,
+    params: Iterable[Any] | None = None,
+    scaler: Any = None,
+    elements: int = BUCKET,
+    least_wire_seconds: float = LEAST_WIRE_SECONDS,
+    **options: Any,
+) -> Optimizer:
+    """Make an optimizer for a DDP model that communicates behind the backward pass.
+
+    Args:
+        model: a `DistributedDataParallel` without a communication hook. In a single process also a plain module, which
+            is what accelerate makes of one there: steps are then those of one rank, which sends nothing.
+        make: a named optimizer, such as `fn.onebit_adam`; it is given axis="data", the model's process group.
+        params: parameters of the model, named or not, or param groups of them; None: all. They are split into groups
+            of about `elements`, the last first: see `bucketed`. Nobody averages the gradients of others; a warning
+            names one that requires them.
+        elements: as for `bucketed`. scaler, least_wire_seconds: as for `overlap`.
+        **options: schedule, lr and whatever else `fn.Optimizer` takes. With `max_norm` nothing is overlapped: the
+            norm is known after the backward pass only.
+    Raises: as `bucketed`, `overlap` and `fn.Optimizer`; RuntimeError if the model has a hook already.
+    """
+    plain = isinstance(model, nn.Module) and not isinstance(_uncompiled(model), DistributedDataParallel)
+    alone = plain and ranks_around() == 1
+    with nullcontext() if alone else bind({AXIS: _check(model).process_group}):
+        groups = bucketed(model.parameters() if params is None else params, elements)
+        found = Optimizer(groups, partial(check_make(make, "fn.onebit_adam"), axis=AXIS), **options)
+    if alone:
+        return found
+    if found.training.max_norm is None:
+        overlap(model, found, scaler=scaler, least_wire_seconds=least_wire_seconds).maker = "fn.adapters.ddp.optimizer"
+    else:
+        keep_local(model)
+        _warn_of_others(_check(model), found)
+    return found
+
+
+def average_gradients(
+    model: Any,
+    codec: Codec,
+    feedback: Feedback | None = None,
+    *,
+    schedule: Schedule | None = None,
+    scaler: Any = None,
+    elements: int = BUCKET,
+    servers: bool = True,
+) -> GradientAverage:
+    """Let DDP average gradients in codes, behind the backward pass, for any optimizer.
+
+    What travels together is fixed by the order of the model's parameters, so errors outlive the rearrangement of
+    DDP's buckets. `no_sync` adds gradients up and communicates once. Gradients are averaged when `backward` returns,
+    so `clip_grad_norm_` clips by the global norm of their mean. Parameters that are thawed later are not averaged, as
+    under DDP, with a warning.
+
+    Args:
+        model: a `DistributedDataParallel` without a communication hook.
+        codec, feedback: as for `compressed_average`; `fn.int4()` with `fn.damped()` is LoCo.
+        schedule: step -> Phase; in the warm-up the mean is exact. None: always compressed.
+        scaler: the `torch.amp.GradScaler` that scales the loss, if one does: gradients are unscaled before they are
+            encoded and scaled again after that.
+        elements: that travel together, at least.
+        servers: as for `compressed_average`; False is faster for two ranks.
+    Returns: what runs it; its `states` are the errors, `state_dict` and `load_state_dict` continue it.
+    Raises: TypeError if the model is of another type; ValueError, on all ranks, if they disagree. From then on
+        `backward` raises what fails behind it, as it is: `PeerLost` if a rank ends or stops answering. Errors and steps
+        are then as before, and gradients of no use. What all ranks raised can be caught, and the pass taken again after
+        `zero_grad`, with `no_sync` from its first batch on.
+    """
+    model = _check(model)
+    group = model.process_group
+    params = [p for p in model.module.parameters() if p.requires_grad]
+    _check_params(params, [])
+    schedule = schedule or (lambda step: Phase.COMPRESSED)
+    transform = chain(average(AXIS), compressed_average(AXIS, codec, feedback, servers=servers))
+    buckets = split(params, elements)
+    with bind({AXIS: group}), torch.no_grad():
+        check_agreement(AXIS, {"elements": elements, **describe(schedule)}, params[0].device)
+        states = tuple(transform.init([p.detach() for p in bucket]) for bucket in buckets)
+    frozen = [p for p in model.module.parameters() if not p.requires_grad]
+    found = GradientAverage(buckets, params, transform, states, bind_twin(AXIS, group), schedule, scaler, frozen)
+    _hook(model, lambda state, bucket: found.on_bucket(_dense(bucket)))
+    return found
+
+
+def _uncompiled(model: Any) -> Any:
+    """Return what `torch.compile` was given, if the model is what it returned; trainers hand that out."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _check(model: Any) -> DistributedDataParallel:
+    model = _uncompiled(model)
+    if not isinstance(model, DistributedDataParallel):
+        raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel")
+    return model
+
+
+def _dense(bucket: Any) -> Any:
+    if bucket.buffer().layout != torch.strided:
+        shapes = ", ".join(str(tuple(p.shape)) for p in bucket.parameters())
+        text = "is sparse; allowed are dense ones, of torch.nn.Embedding(..., sparse=False)"
+        raise TypeError(f"gradients: that of the parameter of shape {shapes} {text}")
+    return bucket
+
+
+def _check_params(params: Sequence[Tensor], groups: Sequence[dict[str, Any]]) -> None:
+    if not params:
+        raise ValueError("model: has no parameters that require gradients")
+    known = {id(p) for p in params}
+    for g, group in enumerate(groups):
+        for i, p in enumerate(group["params"]):
+            if p.requires_grad and id(p) not in known:
+                raise ValueError(f"optimizer: parameter {i} of param group {g} is none of the model's")
+
+
+def _warn_of_others(model: nn.Module, optimizer: Optimizer) -> None:
+    """Warn of parameters whose gradients nobody averages: DDP leaves all alone, and the optimizer has others."""
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    aside = getattr(model, "parameters_to_ignore", ())
+    names = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
+    if names := [name for name in names if name not in aside]:
+        found = f"params: {len(names)} of the model's that require gradients, {names[0]!r} for one"
+        hint = "give it all of them, in param groups with other hyper-parameters perhaps, or set requires_grad to False"
+        text = "are not the optimizer's, and nobody averages their gradients over the ranks"
+        warnings.warn(f"{found}, {text}; {hint}", stacklevel=3)
+
+
+def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGroup]:
+    """Return the optimizer's axis and its process group, which is the model's if that is in DDP."""
+    bound = {axis: optimizer.training.binding.axes[axis] for axis in optimizer.training.axes}
+    found = {axis: size for axis, (size, _, _) in bound.items()}
+    size = model.process_group.size() if isinstance(model, DistributedDataParallel) else None
+    if len(found) != 1 or size not in (None, *found.values()):
+        text = "one" if size is None else f"one, of the model's {size} ranks"
+        raise ValueError(f"optimizer: communicates over the axes {found}; allowed is {text}")
+    ((axis, (_, _, transport)),) = bound.items()
+    if isinstance(model, DistributedDataParallel):
+        return axis, model.process_group
+    if transport == ALONE or transport in registered:
+        raise ValueError(f"optimizer: the axis {axis!r} is carried by {transport!r}; allowed is a process group")
+    return axis, group_of(transport)
+
+
+def _threads(group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return how many threads may communicate at a time, each over a group of its own; the same on all ranks.
+
+    Several only over gloo. NCCL's exchanges are kernels that wait for each other on the device: where ranks start those
+    of two groups in different orders, each may wait for what the other cannot start any more. Threads keep no order.
+    """
+    return THREADS if group._get_backend(device).name() == "gloo" else 1
+
+
+def _buckets(params: Any, elements: int) -> list[list[Any]]:
+    """Return what `split` makes of tensors or (name, tensor), the names kept."""
+    entries = [params] if isinstance(params, Tensor) else list(params)
+    tensors: list[Any] = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
+    for entry, p in zip(entries, tensors, strict=True):
+        if not isinstance(p, Tensor):
+            raise TypeError(f"params: hold a {type(entry).__name__}; allowed are tensors, or pairs of (name, tensor)")
+    given = {id(p): entry for entry, p in zip(entries, tensors, strict=True)}
+    return [[given[id(p)] for p in bucket] for bucket in split(tensors, elements)]
+
+
+def _unless_joining(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Return a hook that refuses `model.join()`: ranks that have joined take no steps, in which the others wait."""
+    found = weakref.ref(model)  # DDP keeps its hook where Python sees no cycle
+
+    def allowed() -> Callable[[Any, Any], Any]:
+        join = getattr(found(), "_join_config", None)
+        if join is not None and join.enable and not join.throw_on_early_termination:
+            text = "is in join(), where ranks without data take no steps, but the optimizer needs all of them in each"
+            hint = "give all ranks as many batches, or stop with the first: join(throw_on_early_termination=True)"
+            raise ValueError(f"model: {text}; {hint}")
+        return hook
+
+    return lambda state, bucket: allowed()(state, bucket)
+
+
+def _hook(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> None:
+    try:
+        model.register_comm_hook(None, hook)
+    except RuntimeError as error:
+        if "only be called once" not in str(error):
+            raise
+        text = "has a communication hook already, of an optimizer before this one, say, and DDP takes one for good"
+        hint = "in the place of an old optimizer, wrap the module anew: DistributedDataParallel(model.module)"
+        several = "several at a time: keep_local(model) once, and each an fn.Optimizer, which communicates in step"
+        raise RuntimeError(f"model: {text}; {hint}; {several}") from error

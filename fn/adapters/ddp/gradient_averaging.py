@@ -1,0 +1,206 @@
+"""The mean of gradients in codes, behind the backward pass, for any optimizer of torch.
+
+model = DistributedDataParallel(model)
+mean = average_gradients(model, fn.int8(), fn.damped(), schedule=fn.freeze_after(1000))
+opt = torch.optim.AdamW(model.parameters())        # finds averaged gradients, as always under DDP
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from fn import tree
+from fn.adapters.ddp.buckets import Arrivals, leaving_order
+from fn.adapters.ddp.comm_thread import CommunicationThread
+from fn.adapters.optim.gradients import unscaled
+from fn.adapters.optim.state_dict import check_fits, check_keys
+from fn.adapters.optim.state_kinds import by_path
+from fn.base import Phase, Transform
+from fn.collectives.axis import Binding
+from fn.collectives.ledger import ledger
+from fn.collectives.transports.failure_detection import raising_peer_lost
+from fn.errors import PeerLost
+from fn.schedules import Schedule, phase_of
+from fn.transforms.skip_nonfinite import all_finite
+
+Tree = Any
+
+
+class GradientAverage:
+    """Averages the gradients of one DDP model. Made by `fn.adapters.ddp.average_gradients`.
+
+    steps: synchronised backward passes so far. skipped: those that were not finite on some rank; they leave the errors
+    as they were and deliver the non-finite gradients to all ranks. states: the errors, one entry per bucket of
+    parameters; new tensors after each step. bytes: what a rank sent in the last step of each phase.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Sequence[Tensor]],
+        params: Sequence[Tensor],
+        transform: Transform,
+        states: tuple[Tree, ...],
+        binding: Binding,
+        schedule: Schedule,
+        scaler: Any,
+        frozen: Sequence[Tensor],
+    ):
+        self.steps, self.skipped, self.states, self.schedule = 0, 0, states, schedule
+        self.bytes: dict[Phase, int] = {}
+        self._buckets, self._transform, self._scaler = buckets, transform, scaler
+        ((size, rank, _),) = binding.axes.values()
+        self._frozen, self._who = frozen, f"rank {int(rank)} of {size}"
+        self._transports = {axis: bound.transport for axis, bound in binding.axes.items()}
+        self._order = leaving_order(buckets, params)
+        self._thread: CommunicationThread | None = CommunicationThread(binding, params[0].device)
+        self._start(Phase.WARMUP)
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase of the next step."""
+        return phase_of(self.schedule, self.steps)
+
+    def _start(self, phase: Phase) -> None:
+        self._phase, self._arrivals = phase, Arrivals(self._buckets, self._order)
+        self._jobs: dict[int, Future[tuple[bool, Tree]]] = {}
+        self._waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self._scale = None if self._scaler is None else float(self._scaler.get_scale())
+        self._sent = 0
+
+    def on_bucket(self, bucket: Any) -> Any:
+        """DDP's communication hook: return a future of the bucket, averaged; what fails is raised by `backward`.
+
+        Raises: ValueError in the local phase and after `close`: nobody would average.
+        """
+        if self._thread is None:
+            text = "nobody averages them any more, for average_gradients was closed"
+            raise ValueError(f"gradients: {text}; wrap the module anew: DistributedDataParallel(model.module)")
+        if bucket.index() == 0:
+            if self.phase is Phase.LOCAL:
+                raise ValueError(
+                    "schedule: asks for the local phase; gradients have only a warm-up and a compressed one"
+                )
+            self._warn_of_thawed()
+            self._start(self.phase)
+        device = bucket.buffer().device
+        done: Any = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
+        self._waiting.append((done, bucket.buffer()))
+        ready = self._arrivals.add(bucket.parameters(), bucket.gradients())
+        for i in [*ready, *(self._arrivals.rest() if bucket.is_last() else [])]:
+            self._jobs[i] = self._thread.submit(self._job(i, self._arrivals.grads(i)))
+        if bucket.is_last():
+            raise_at_end(self._thread.submit(self._finish), [future for future, _ in self._waiting])
+        return done
+
+    def close(self) -> None:
+        """End the thread, and give back its process group. See `fn.adapters.ddp.close`."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
+
+    def _warn_of_thawed(self) -> None:
+        """Warn, once, of parameters that DDP does not know: their gradients stay each rank's own."""
+        if count := sum(p.requires_grad for p in self._frozen):
+            self._frozen = ()
+            text = (
+                f"gradients: {count} parameters were thawed after DistributedDataParallel was made; nobody averages "
+                f"theirs, and the ranks drift apart; wrap the model anew, and call average_gradients for it"
+            )
+            warnings.warn(text, stacklevel=2)
+
+    def _job(self, bucket: int, grads: list[Tensor]) -> Any:
+        def run() -> tuple[bool, Tree]:
+            for job in list(self._jobs.values()):  # more are submitted meanwhile; after an error the peers may be gone
+                if job.done():
+                    job.result()
+            params = [p.detach() for p in self._buckets[bucket]]
+            with ledger() as sent, raising_peer_lost(self._transports):
+                wide = unscaled((grads,), self._scale, None)[0]
+                means, after = self._transform.update(self._phase)(wide, self.states[bucket], params)
+            self._sent += sent.total
+            for g, mean in zip(grads, means, strict=True):
+                g.copy_(mean if self._scale is None else mean * self._scale)
+            return bool(all_finite(means)), after
+
+        return run
+
+    def _finish(self) -> None:
+        """Take the new errors over if all buckets are finite; let DDP go on, also where a job failed; raise that."""
+        try:
+            results = [self._jobs[bucket].result() for bucket in range(len(self._buckets))]
+            if all(finite for finite, _ in results):
+                self.states = tuple(after for _, after in results)
+            else:
+                self.skipped += 1
+            self.steps += 1
+            self.bytes[self._phase] = self._sent
+        finally:
+            for future, buffer in self._waiting:
+                future.set_result(buffer)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return steps, skipped steps and errors as a flat {path: tensor}.
+
+        The errors are this rank's own. Their paths name it, so that `torch.distributed.checkpoint`, which writes once
+        what several ranks call alike, keeps those of all of them.
+        """
+        own = {path: leaf.clone() for path, leaf in by_path(self.states, f"state of {self._who}.").items()}
+        counts = {"steps": self.steps, "skipped": self.skipped}
+        return {**{name: torch.tensor(count, device="cpu") for name, count in counts.items()}, **own}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned on this rank, bit for bit.
+
+        Raises: ValueError that names the first path that does not fit, or another rank; nothing is loaded then.
+        """
+        check_keys(state_dict)
+        self._check_rank(state_dict)
+        check_fits(self.state_dict(), state_dict)
+        own = by_path(self.states, f"state of {self._who}.")
+        found = [state_dict[path].to(leaf.device, copy=True) for path, leaf in own.items()]
+        self.states = tree.unflatten(tree.flatten(self.states)[1], found)
+        self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
+
+    def _check_rank(self, saved: Mapping[str, Any]) -> None:
+        theirs = {path.partition(".")[0] for path in saved if path.startswith("state of rank ")}
+        if theirs and f"state of {self._who}" not in theirs:
+            raise ValueError(
+                f"state_dict: has the {min(theirs)}, but this is {self._who}; allowed is what this rank "
+                f"saved; another number of ranks goes on with errors of zero, and what was not delivered is lost: "
+                f"set steps = {int(saved['steps'])} of what average_gradients returned, on all ranks"
+            )
+
+
+def raise_at_end(finished: Future[None], buckets: Sequence[torch.futures.Future[torch.Tensor]]) -> None:
+    """Raise what a future holds at the end of the running backward pass. For a communication hook, at the last bucket.
+
+    Of an exception in a bucket's future DDP makes a RuntimeError. A callback of autograd may raise any type. DDP has to
+    end its pass first, or it takes no other one. It queues its end after the last bucket: behind what is
+    queued here, before what that queues in turn. Not so after the loss of a rank: DDP's own messages, those about
+    unused parameters, fail as well, in its end, which would hide what was lost; and there is no other pass. Nor where
+    a bucket was left open, for which DDP would wait for ever.
+
+    Args: finished: done when the buckets are, or when something failed. buckets: what DDP was given.
+    """
+    is_in_pass = torch._C._current_graph_task_id() != -1
+    queue = Variable._execution_engine.queue_callback
+
+    def before_ddp_ends() -> None:
+        lost = isinstance(finished.exception(), PeerLost)  # waits
+        if not is_in_pass or lost or not all(bucket.done() for bucket in buckets):
+            finished.result()
+        else:
+            queue(finished.result)
+
+    # No node runs while a static graph sends the buckets of its first pass, or a rank that has joined sends zeros.
+    if torch._C._current_autograd_node() is None:
+        before_ddp_ends()
+    else:
+        queue(before_ddp_ends)

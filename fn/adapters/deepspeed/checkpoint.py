@@ -1,0 +1,96 @@
+"""Loading an optimizer state dict that DeepSpeed's 1-bit optimizers saved."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.adapters.deepspeed import transforms as numerics
+from fn.adapters.optim.donate import write_back
+from fn.adapters.optim.optimizer import Optimizer
+from fn.adapters.optim.param_groups import follow
+
+NAMES = {
+    "exp_avg": "mu",
+    "exp_avg_sq": "nu",
+    "exp_avg_sq_fresh": "nu_fresh",
+    "scaling_coeff": "scaling",
+    "lamb_coeff_freeze": "coefficient",
+    "last_factor": "factor",
+    "momentum_accumulator": "went",
+}
+"""DeepSpeed's names of what a parameter's state holds, and ours."""
+
+
+def load_checkpoint(optimizer: Optimizer, checkpoint: Mapping[str, Any]) -> None:
+    """Copy steps, moments, coefficients and learning rates of {"state": ..., "param_groups": ...}; zero the errors.
+
+    Raises: ValueError that names what is missing or of another shape; nothing is loaded then.
+    """
+    for wrapper in ("optimizer", "optimizer_state_dict"):
+        checkpoint = checkpoint.get(wrapper, checkpoint)
+    by_group = _rows(optimizer, checkpoint)
+    rows = [row for group in by_group for row in group]
+    state = numerics.reset_errors(optimizer.states)
+    for theirs, ours in NAMES.items():
+        if tree.fields(state, ours) and all(theirs in row for row in rows):
+            state = _with_field(state, ours, iter([row[theirs] for row in rows]))
+    state = _with_field(state, "elapsed", iter([group[0].get("lrs", 0.0) if group else 0.0 for group in by_group]))
+    steps = max(int(rows[0]["step"]) - 1, 0) if rows else 0  # theirs counts the initialising call
+    state = _with_field(state, "step", itertools.repeat(steps))
+    with torch.no_grad():
+        write_back(optimizer.states, state)
+        lrs = optimizer.training.lrs
+        for group, lr, saved in zip(optimizer.param_groups, lrs, checkpoint["param_groups"], strict=True):
+            group["lr"] = float(saved["lr"])
+            follow(group, lr)
+    optimizer.steps = steps
+
+
+def _rows(optimizer: Optimizer, checkpoint: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
+    """Return what is saved for every parameter, a list per group; raise as `load_checkpoint` does."""
+    groups, saved = optimizer.param_groups, checkpoint["param_groups"]
+    if len(groups) != len(saved):
+        raise ValueError(f"checkpoint: has {len(saved)} param groups; this optimizer has {len(groups)}")
+    found: list[list[Mapping[str, Any]]] = []
+    for g, (group, theirs) in enumerate(zip(groups, saved, strict=True)):
+        rows: list[Mapping[str, Any]] = [checkpoint["state"].get(i, {}) for i in theirs["params"]]
+        if len(rows) == 1 < len(group["params"]):
+            rows = _split(rows[0], group["params"])
+        shapes = [tuple(row["exp_avg"].shape) if "exp_avg" in row else None for row in rows]
+        expected = [tuple(p.shape) for p in group["params"]]
+        if shapes != expected:
+            raise ValueError(f"checkpoint: the momentum of param group {g} has shapes {shapes}; allowed are {expected}")
+        found.append(rows)
+    return found
+
+
+def _split(row: Mapping[str, Any], params: list[Tensor]) -> list[Mapping[str, Any]]:
+    """Split the state of a group that was flattened into one tensor; what belongs to it as a whole goes to each."""
+    sizes = [p.numel() for p in params]
+    parts: list[dict[str, Any]] = [{} for _ in params]
+    for name, value in row.items():
+        flat = isinstance(value, Tensor) and value.shape == (sum(sizes),)
+        values = value.split(sizes) if flat else [value] * len(params)
+        for part, p, piece in zip(parts, params, values, strict=True):
+            part[name] = piece.view(p.shape) if flat else piece
+    return list(parts)
+
+
+def _with_field(state: Any, name: str, values: Iterator[Any]) -> Any:
+    """Return the state with the leaves of every field of that name replaced, in the order of the parameters."""
+
+    def convert(leaf: Tensor) -> Tensor:
+        return torch.as_tensor(next(values), dtype=leaf.dtype, device=leaf.device).reshape(leaf.shape)
+
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        pairs = zip(state._fields, state, strict=True)
+        return type(state)(*(tree.map(convert, v) if k == name else _with_field(v, name, values) for k, v in pairs))
+    if isinstance(state, tuple | list):
+        return type(state)(_with_field(v, name, values) for v in state)
+    return state

@@ -1,0 +1,232 @@
+"""Parameters as views of one flat buffer, on any device.
+
+    flat = fn.flatten_parameters(model, dtype=torch.bfloat16, gradients=True)
+    loss.backward(); opt.step(); flat.zero_grad()
+
+A parameter on a device is never given memory of the host, which some devices refuse, and never lives twice on its
+device. Its values go to the host, its own memory on the device is given up, and when all values are on the host, one
+buffer of them moves to the device:
+
+    device   | a | b | c |     host   | . . . |
+    device   |   | b | c |     host   | a . . |       copied, then given up: one after the other
+    device   |   |   |   |     host   | a b c |
+    device   | a b c |                                moved once; the parameters are views of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from fn.adapters.flatten.memory_spans import Layout, Span, View, layouts, own_strides
+
+Key = tuple[torch.dtype, torch.device]
+
+
+def flatten_parameters(
+    module_or_params: nn.Module | Iterable[Tensor],
+    dtype: torch.dtype | None = torch.bfloat16,
+    *,
+    gradients: bool = False,
+    align: int = 1,
+) -> FlatParameters:
+    """Make parameters views of one flat buffer per (dtype, device); in place.
+
+    The parameters remain the same objects; build the optimizer afterwards, or before if dtypes stay. Memory on the
+    device is at most max(the parameters, the buffers) plus the largest parameter, provided that nothing else holds
+    the parameters' memory. Frozen and empty parameters take part; parameters that share memory share it afterwards;
+    others become contiguous. Buffers of a module stay as they are.
+
+    Args:
+        module_or_params: a module, of which all parameters are taken, or parameters.
+        dtype: of floating parameters from now on. None: their own. Others keep theirs.
+        gradients: make the gradients of parameters that require one views of a flat buffer too, in the order of the
+            parameters: averaging these over the ranks copies nothing. They start at zero, or at what they were, and
+            are zeros instead of None from then on, so weight decay moves a parameter that is not used.
+        align: elements; every parameter starts at a multiple of it. 8 lets kernels for 16-bit numbers read whole
+            vectors where sizes are odd; the gaps are zero.
+    Returns: the buffers, and the way back.
+    Raises: TypeError for parameters that are sparse, of a tensor subclass such as DTensor, or that share memory in
+        different dtypes; ValueError for parameters on the meta device or an align below 1. Nothing is changed then.
+
+    Differs: DeepSpeed gives parameters host memory on the way, which only CUDA and the CPU allow, and does not undo.
+    """
+    params = module_or_params.parameters() if isinstance(module_or_params, nn.Module) else module_or_params
+    unique = list({id(p): p for p in params}.values())
+    _check(unique, dtype, align)
+    return FlatParameters(unique, dtype, gradients, align)
+
+
+def _check(params: list[Tensor], dtype: torch.dtype | None, align: int) -> None:
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(f"dtype: is {dtype}; allowed are floating dtypes and None")
+    if align < 1:
+        raise ValueError(f"align: is {align}; allowed is at least 1")
+    for i, p in enumerate(params):
+        if type(p) not in (Tensor, nn.Parameter) or type(p.data) is not Tensor or p.layout != torch.strided:
+            found = type(p.data).__name__ if isinstance(p, Tensor) else type(p).__name__
+            raise TypeError(f"params: parameter {i} is {found}, {getattr(p, 'layout', '')}; allowed are dense tensors")
+        if not p.is_leaf:
+            raise ValueError(f"params: parameter {i} was computed from others; allowed are leaves")
+        if p.is_meta:
+            raise ValueError(f"params: parameter {i} is on the meta device; give it memory first, `Module.to_empty`")
+
+
+class FlatParameters:
+    """Parameters that are views of flat buffers; made by `flatten_parameters`.
+
+    buffers: {(dtype, device): (n,)}, the memory of the parameters, in their order. gradients: the same for the
+    gradients of those that require one; empty without `gradients=True`. Both are empty after `restore`.
+    """
+
+    def __init__(self, params: list[Tensor], dtype: torch.dtype | None, gradients: bool, align: int):
+        self.buffers: dict[Key, Tensor] = {}
+        self.gradients: dict[Key, Tensor] = {}
+        self._params = params
+        self._dtypes = [p.dtype for p in params]
+        self._layouts = layouts([p.detach() for p in params], dtype, align)
+        self._gradient_views: dict[int, View] = {}
+        found = self._take_gradients()
+        try:
+            for layout in self._layouts:
+                self._flatten(layout)
+        except BaseException:
+            self._unflatten()
+            for p, grad in zip(params, found, strict=True):
+                p.grad = grad
+            raise
+        if gradients:
+            self._make_gradients(align)
+        self._give_gradients(found)
+
+    def zero_grad(self) -> None:
+        """Set the gradients to zero and make them views of their buffer again; without such a buffer, to None."""
+        for buffer in self.gradients.values():
+            buffer.zero_()
+        for i, p in enumerate(self._params):
+            p.grad = self._gradient_of(i)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give every parameter, and its gradient, memory of its own, with the dtype and strides that it had.
+
+        Values that were rounded stay so. Memory on the device is bounded as it is for `flatten_parameters`.
+
+        Raises: ValueError if a parameter is no view of its buffer any more, restored ones included; nothing is
+            changed then.
+        """
+        self._check_views()
+        found = self._take_gradients()
+        self._unflatten()
+        self.gradients.clear()
+        self._gradient_views.clear()
+        self._give_gradients(found)
+
+    def _check_views(self) -> None:
+        for layout in self._layouts:
+            buffer = self.buffers.get((layout.dtype, layout.device))
+            for span in layout.spans:
+                for i, view in zip(span.places, span.views, strict=True):
+                    if buffer is None or not _same_memory(self._params[i], buffer, view):
+                        raise ValueError(f"params: parameter {i} is not a view of its flat buffer any more")
+
+    @torch.no_grad()
+    def _flatten(self, layout: Layout) -> None:
+        """Move the parameters of one buffer into it, or leave them as they are."""
+        host = torch.empty(layout.size, dtype=layout.dtype, device="cpu")
+        moved: list[Span] = []
+        try:
+            for span in layout.spans:
+                host[moved[-1].end if moved else 0 : span.start].zero_()
+                self._to_host(span, host)
+                moved.append(span)
+            flat = _to(host, layout.device)
+        except BaseException:
+            for span in moved:
+                self._own(span, host, layout.device)
+            raise
+        self.buffers[layout.dtype, layout.device] = flat
+        for span in layout.spans:
+            for i, view in zip(span.places, span.views, strict=True):
+                self._params[i].data = view.of(flat)
+
+    def _to_host(self, span: Span, host: Tensor) -> None:
+        """Copy a span to the host and give up its memory on the device."""
+        first = self._params[span.places[0]].detach()
+        if span.source is None:
+            span.views[0].of(host).copy_(first)
+        else:
+            host[span.start : span.end].copy_(span.source.of(first))
+        for i in span.places:
+            self._params[i].data = torch.empty(0, dtype=host.dtype, device=first.device)
+
+    def _unflatten(self) -> None:
+        """Give the parameters of all buffers memory of their own."""
+        for layout in self._layouts:
+            flat = self.buffers.pop((layout.dtype, layout.device), None)
+            if flat is None:
+                continue
+            for i in (i for span in layout.spans for i in span.places):
+                self._params[i].data = torch.empty(0, dtype=layout.dtype, device=layout.device)
+            host = flat.cpu()
+            del flat
+            for span in layout.spans:
+                self._own(span, host, layout.device)
+
+    def _own(self, span: Span, host: Tensor, device: torch.device) -> None:
+        """Give the parameters of a span memory of their own, with values from the host."""
+        dtype = self._dtypes[span.places[0]]
+        if span.source is None:
+            shape, stride, _ = span.before[0]
+            own = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(span.views[0].of(host))
+            self._params[span.places[0]].data = own
+            return
+        shared = torch.empty(span.length, dtype=dtype, device=device)
+        shared.copy_(host[span.start : span.end])
+        for i, before in zip(span.places, span.before, strict=True):
+            self._params[i].data = before.of(shared)
+
+    def _make_gradients(self, align: int) -> None:
+        """Make the buffers of the gradients: every parameter that requires one has a piece, tied or not."""
+        sizes: dict[Key, int] = {}
+        for i, p in enumerate(self._params):
+            if p.requires_grad:
+                key = (p.dtype, p.device)
+                start = -(-sizes.get(key, 0) // align) * align
+                self._gradient_views[i] = View(p.shape, own_strides(p), start)  # as autograd wants them
+                sizes[key] = start + p.numel()
+        self.gradients = {key: torch.zeros(n, dtype=key[0], device=key[1]) for key, n in sizes.items()}
+
+    def _gradient_of(self, i: int) -> Tensor | None:
+        p = self._params[i]
+        return self._gradient_views[i].of(self.gradients[p.dtype, p.device]) if i in self._gradient_views else None
+
+    def _take_gradients(self) -> list[Tensor | None]:
+        found = [p.grad for p in self._params]
+        for p in self._params:
+            p.grad = None
+        return found
+
+    @torch.no_grad()
+    def _give_gradients(self, found: list[Tensor | None]) -> None:
+        for i, (p, grad) in enumerate(zip(self._params, found, strict=True)):
+            view = self._gradient_of(i)
+            if grad is not None:
+                p.grad = torch.empty_like(p).copy_(grad) if view is None else view.copy_(grad)
+            elif view is not None:
+                p.grad = view
+            found[i] = None
+
+
+def _to(host: Tensor, device: torch.device) -> Tensor:
+    """Return the host's buffer on a device; on the CPU itself."""
+    if device.type == "cpu":
+        return host
+    return torch.empty(host.shape, dtype=host.dtype, device=device).copy_(host)
+
+
+def _same_memory(p: Tensor, buffer: Tensor, view: View) -> bool:
+    same = p.untyped_storage()._cdata == buffer.untyped_storage()._cdata and p.storage_offset() == view.start
+    return p.shape == view.shape and (same or not p.numel())

@@ -1,0 +1,1 @@
+"""`fn.Optimizer`: any transform behind the interface of `torch.optim`."""

@@ -1,0 +1,187 @@
+"""Compare with the other ranks what must agree: params at construction, gradients in the first step of a phase."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.adapters.optim.param_groups import names_of
+from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
+from fn.base import Phase, Transform
+from fn.collectives.agreement import check_agreement, describe
+from fn.collectives.axis import axis_size
+from fn.collectives.primitives import all_gather
+from fn.errors import RanksDisagree
+
+Grads = tuple[list[Tensor], ...]
+
+CLOSE = 1e-5
+"""Relative difference of norms that clipping to one norm leaves, by its rounding; norms of two ranks differ by more."""
+
+
+def device_among(params: Any) -> torch.device:
+    """Return the device of the first tensor in a tree of params or param groups; the CPU if there is none."""
+    return next((p.device for p in tree.leaves(params) if isinstance(p, Tensor)), torch.device("cpu"))
+
+
+def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, object]) -> None:
+    """Compare what transforms do not know: ranks with other phases, groups or names would wait for one another.
+
+    Args: params: what a `torch.optim.Optimizer` was given, as a list. others: more that must agree.
+    Raises: `RanksDisagree`, on every rank.
+    """
+    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
+    listed = [list(p) if not isinstance(p, Tensor) else [p] for p in (g.get("params", ()) for g in groups)]
+    fields: dict[str, object] = {"number of param groups": len(groups)}
+    for g, members in enumerate(listed):
+        fields[f"number of parameters in group {g}"] = len(members)
+        names = [p[0] for p in members if isinstance(p, tuple)]
+        fields.update({f"name of parameter {i} in group {g}": name for i, name in enumerate(names)})
+    for axis in axes:
+        check_agreement(axis, {**fields, **others}, device_among(params))
+
+
+def check_accepted(axes: Sequence[str], group: int, problem: BaseException | None, device: torch.device) -> None:
+    """Tell the other ranks whether a param group was accepted here, and hear it from them.
+
+    Raises: `problem` if there is one and the ranks agree on it; else `RanksDisagree`, on every rank.
+    """
+    verdict = "accepted" if problem is None else f"refused ({type(problem).__name__}: {problem})"
+    for axis in axes:
+        check_agreement(axis, {f"param group {group}": verdict}, device)
+    if problem is not None:
+        raise problem
+
+
+def check_start(
+    axes: Sequence[str], transform: Transform, state: Any, group: Mapping[str, Any], place: int
+) -> None:
+    """Refuse a param group whose numbers differ between ranks that are to train one model.
+
+    Updates are the same on all ranks, so parameters that start apart stay apart, and nothing would say so; likewise
+    what no class of the state names in `rank_local`. Not looked at are axes that the transform does not communicate
+    over, and the parameters of transforms, such as 0/1 Adam, that lead each rank to some of its own. All ranks must
+    call it; one pass over parameters and state, and 8 bytes for each parameter on the wire.
+
+    Args: state: of the transform. group, place: the param group and its number.
+    Raises: `RanksDisagree`, on every rank.
+    """
+    params = group["params"]
+    named = set(describe(transform).values())
+    axes = [axis for axis in axes if repr(axis) in named]
+    marks = by_path(kinds(state), "")
+    replicated = contents({path: leaf for path, leaf in by_path(state, "").items() if marks[path] == SAME})
+    fields = {f"{path} of the state, which rank_local does not name,": text for path, text in replicated.items()}
+    for axis in axes:
+        check_agreement(axis, fields, device_among(params))
+    if not params or OWN in marks.values():
+        return
+    sums = torch.stack([checksum(p).to(params[0].device) for p in params])
+    for axis in axes:
+        if found := first_difference(sums, axis):
+            rank, i = found
+            name = names_of(group)[i]
+            raise RanksDisagree(
+                f"ranks disagree: the numbers of parameter {name} in group {place} are others on rank {rank} of axis "
+                f"{axis!r} than on rank 0; start from the same ones: the same seed before the model is made, "
+                f"torch.distributed.broadcast, or DistributedDataParallel, which does that",
+                rank=rank,
+                field=f"parameter {name} in group {place}",
+            )
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Return the sum of a tensor's words as integers, modulo 2^64, 0-d int64: any single flipped bit changes it."""
+    words = x.detach().contiguous().view(-1).view(_WORDS.get(x.element_size(), torch.int64))
+    return words.sum(dtype=torch.int64)
+
+
+def contents(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return shape, dtype and checksum of tensors as text; a device is waited for once."""
+    if not named:
+        return {}
+    device = next(iter(named.values())).device
+    sums = torch.stack([checksum(x).to(device) for x in named.values()]).tolist()
+    pairs = zip(named.items(), sums, strict=True)
+    return {name: f"{x.dtype} {tuple(x.shape)} with checksum {s & (1 << 64) - 1:016x}" for (name, x), s in pairs}
+
+
+def first_difference(sums: Tensor, axis: str) -> tuple[int, int] | None:
+    """Return the first rank of an axis with other checksums (n,) than rank 0, and which; None if all are alike."""
+    rows = all_gather(sums, axis)
+    differs = (rows != rows[:1]).nonzero().tolist()
+    return (differs[0][0], differs[0][1]) if differs else None
+
+
+def refuse_elsewhere(params: Iterable[Tensor]) -> None:
+    """Refuse the parameters of FSDP2 with a TypeError, and those on the meta device with a ValueError.
+
+    Both say what to do instead.
+    """
+    for i, p in enumerate(params):
+        if p.is_meta:
+            raise ValueError(
+                f"params: parameter {i} is on the meta device, which holds no numbers, and module.to_empty(device=...) "
+                "makes other parameters of it; make the optimizer after that"
+            )
+        if hasattr(p, "device_mesh"):
+            raise TypeError(
+                f"params: parameter {i} is a DTensor, whose gradients FSDP2 reduces before an optimizer sees them; "
+                "compress these with fn.adapters.fsdp.compress(module), and give the parameters to torch.optim"
+            )
+
+
+def in_doubt(refuse_averaged: bool, compresses: bool) -> frozenset[Phase]:
+    """Return the phases whose first step looks at its gradients."""
+    phases = (Phase.WARMUP, Phase.COMPRESSED) if compresses else (Phase.COMPRESSED,)
+    return frozenset(phases if refuse_averaged else ())
+
+
+def still_in_doubt(doubts: frozenset[Phase], phase: Phase, grads: Grads, axes: Sequence[str]) -> frozenset[Phase]:
+    """Look at the gradients of a step; return the phases that are still to be looked at.
+
+    If they are the same on all ranks of an axis, something has averaged them, DDP perhaps, and has sent what the
+    optimizer was to save: in a warm-up that is warned of, in the compressed phase refused. If they differ but have one
+    norm, each rank has clipped by a norm of its own: that is warned of. Gradients that are zero or not finite tell
+    nothing. All ranks must call it; three numbers per parameter travel.
+
+    Raises: ValueError, on all ranks, with what to do.
+    """
+    marks = [_mark(g) for group in grads for g in group if g.numel()]
+    if not marks:
+        return doubts
+    told = True
+    for axis in axes:
+        rows = all_gather(torch.stack(marks), axis)
+        told = told and bool(torch.isfinite(rows).all()) and bool(rows.any())
+        if not told or axis_size(axis) == 1:
+            continue
+        norms = rows[..., 2].sum(1).sqrt()
+        if bool((rows == rows[:1]).all()):
+            text = (
+                f"gradients: are the same on all ranks of {axis!r}, so they were averaged already and the compressed "
+                f"phase would save nothing; call fn.adapters.ddp.keep_local(model) if the model is wrapped in DDP, or "
+                f"pass refuse_averaged=False if the ranks see the same data on purpose"
+            )
+            if phase is Phase.COMPRESSED:
+                raise ValueError(text)
+            warnings.warn(f"{text}; the first compressed step refuses them", stacklevel=7)
+        elif bool(((norms - norms[0]).abs() <= CLOSE * norms[0]).all()):
+            text = f"gradients: have the norm {float(norms[0]):.4g} on all ranks of {axis!r}, although they differ"
+            hint = "which is not that of their mean; leave that out, and give the optimizer max_norm in its place"
+            text = f"{text}, as if each rank had clipped by a norm of its own, {hint}"
+            warnings.warn(text, stacklevel=7)
+    return doubts - {phase} if told else doubts
+
+
+def _mark(g: Tensor) -> Tensor:
+    wide = g.detach().double()
+    return torch.stack([wide.sum(), wide.abs().sum(), wide.square().sum()])

@@ -1,0 +1,249 @@
+"""`fn.Optimizer`: any transform behind the interface of `torch.optim`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.adapters.optim import param_groups
+from fn.adapters.optim.clipping import check_max_norm
+from fn.adapters.optim.consistency import check_accepted, check_listed, device_among, in_doubt, refuse_elsewhere
+from fn.adapters.optim.gradients import Residuals
+from fn.adapters.optim.param_memory import check_params
+from fn.adapters.optim.signals import defer_signals
+from fn.adapters.optim.skipped_steps import is_due, warn_of_skips
+from fn.adapters.optim.state_dict import of_rank, restore_of_rank
+from fn.adapters.optim.step import count, stage_group, take, write
+from fn.adapters.optim.training import Training
+from fn.adapters.optim.warnings import warn_at_start, warn_of_jumps, warn_of_late_group
+from fn.base import Phase, Transform
+from fn.collectives.agreement import describe
+from fn.collectives.axis import Binding, current_binding
+from fn.collectives.transports.failure_detection import raising_peer_lost
+from fn.collectives.turns import in_turn
+from fn.inplace.protocol import Staged
+from fn.schedules import FreezeWhenStable, Schedule, always_warm_up
+
+Tree = Any
+Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
+
+
+def _of_training(name: str, meaning: str) -> Any:
+    """Return a property that reads and writes a field of `training`."""
+
+    def read(self: Optimizer) -> Any:
+        return getattr(self.training, name)
+
+    def write(self: Optimizer, value: Any) -> None:
+        setattr(self.training, name, value)
+
+    return property(read, write, doc=meaning)
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Drive a transform as a `torch.optim.Optimizer`; gradients are each rank's own.
+
+        with fn.bind(mesh):
+            opt = fn.Optimizer(model.parameters(), partial(fn.onebit_adam, axis="data"),
+                               schedule=fn.freeze_after(1000), lr=1e-3)
+        loss.backward(); opt.step(); opt.zero_grad()
+
+    Args:
+        params: parameters, named parameters or param groups, as for torch. A group's own keys override the defaults.
+        make: (lr=tensor, **hyper-parameters) -> Transform, called once per param group, in which its numbers are shown.
+        schedule: step -> Phase, steps from 0, alike on all ranks. None: always warm-up, for what does not compress.
+        lr: the learning rate, a number or a 0-d tensor, which is copied and which torch's schedulers then fill in
+            place. What is written into `group["lr"]` takes effect in the next step, and so do other hyper-parameters
+            of a group, for which the transform is made again.
+        compile: run the update of each phase through `torch.compile`, anew if a number but lr changes.
+        max_norm: clip by the global norm over all groups: of the averaged gradient in an exact warm-up, by a norm that
+            the ranks agree on where codes travel (see `fn.adapters.optim.clipping`). None: do not clip.
+        refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
+            something averaged before, such as DDP without `fn.adapters.ddp.keep_local`; the first warm-up step warns.
+        **defaults: further hyper-parameters for `make`; b1 and b2 are shown as torch's `betas`, and may be given so.
+    Raises: TypeError if params is a tensor; what `make` and the transform's init raise: the axis is not bound, the
+        ranks disagree, also in the numbers that parameters start from.
+
+    The axes that are bound when the optimizer is built stay bound in its steps. Parameters and moments keep their
+    buffers from step to step, errors their tensors. Where the device has kernels for a whole step they take it, see
+    `fn.inplace`; the numbers are the same up to rounding. A step with a NaN or Inf gradient on any rank is
+    skipped on all; `skipped` counts them. A parameter that has no gradient on any rank counts as gradient zero and is
+    not moved; one that has none on some ranks only is refused, on all ranks.
+
+    Under `torch.amp.GradScaler` and `ShardedGradScaler` the gradients are unscaled before they are averaged or
+    encoded, and a rank that finds an Inf makes all ranks skip.
+    """
+
+    _training_class = Training
+    _step_supports_amp_scaling = True  # a scaler then always calls step, on the ranks that saw an Inf, too
+
+    def __init__(
+        self,
+        params: Params,
+        make: Callable[..., Transform],
+        *,
+        schedule: Schedule | None = None,
+        lr: float | Tensor = 1e-3,
+        compile: bool = False,
+        max_norm: float | None = None,
+        refuse_averaged: bool = True,
+        **defaults: Any,
+    ):
+        make = param_groups.check_make(make)
+        schedule_given, schedule = schedule is not None, always_warm_up if schedule is None else schedule
+        binding = current_binding()
+        self.training = self._training_class(
+            make, param_groups.check_schedule(schedule), binding, _axes_of(make, binding), max_norm, compile,
+            in_doubt(refuse_averaged, schedule_given),
+        )  # fmt: skip
+        """What is trained and where it stands, which everything that helps this optimizer works on."""
+        listed, axes = param_groups.as_list(params), self.training.axes
+        with binding:
+            check_listed(axes, listed, {"max_norm": max_norm, "compile": compile, **describe(self.schedule)})
+        check_max_norm(max_norm, axes)
+        param_groups.spell_betas(defaults, make, {})
+        super().__init__(listed, {"lr": lr, **defaults})
+        if isinstance(self.schedule, FreezeWhenStable):
+            self.training.second_moment_norm()
+        warn_at_start(self.training, given=schedule_given)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: not a scheduler's `step`, which would go on with this one."""
+        return {k: v for k, v in vars(self).items() if k != "step" and not k.startswith(("_optimizer_", "_zero_grad"))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, with transforms of its own."""
+        super().__setstate__(state)
+        self.defaults.pop("differentiable", None)  # torch adds it; no transform takes it
+        self.training.groups = self.param_groups
+        for index in range(len(self.training.transforms)):
+            self.training.remake(index)
+
+    make: Callable[..., Transform] = _of_training("make", "What makes the transform of a param group.")
+    schedule: Schedule = _of_training("schedule", "Step -> Phase.")
+    steps: int = _of_training("steps", "Steps taken, skipped ones included.")
+    states: Tree = _of_training("states", "The transform's state, live buffers: a tuple with an entry per param group.")
+    skipped_in_a_row: int = _of_training("skipped_in_a_row", "Steps skipped in a row, but for local ones.")
+    residual_gradients: Residuals = _of_training(
+        "residual_gradients", "What was undelivered when the number of ranks changed."
+    )
+
+    ahead: Any = _of_training("ahead", "Set by `fn.adapters.ddp.overlap`, which takes steps behind the backward pass.")
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase of the next step.
+
+        Until a step was taken, a phase that needs a warm-up step before it is one, whatever the schedule says.
+        """
+        return self.training.phase
+
+    @property
+    def skipped(self) -> int:
+        """Return how many steps were skipped because a gradient was not finite."""
+        return self.training.skipped
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a param group: its transform is made and its state starts at zero.
+
+        Raises: as the constructor; the optimizer is then as it was.
+        """
+        training = self.training
+        before, problem = len(self.param_groups), None
+        try:
+            try:
+                if isinstance(param_group, dict):
+                    param_groups.spell_betas(param_group, self.make, self.defaults)
+                super().add_param_group(param_group)
+                refuse_elsewhere(self.param_groups[-1]["params"])
+                tree.check_real(self.param_groups[-1]["params"], "params")
+                check_params(self.param_groups)
+                prepared = training.prepare(self.param_groups[-1])
+            except Exception as error:
+                problem = error
+            with training.binding:
+                check_accepted(training.axes, before, problem, device_among(self.param_groups))
+            training.groups = self.param_groups
+            training.start(self.param_groups[-1], *prepared)
+        except BaseException:
+            del self.param_groups[before:]
+            raise
+        warn_of_late_group(training)
+
+    @defer_signals()
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step from the gradients in `p.grad`.
+
+        Args: closure: recomputes the loss and the gradients, as for torch.
+        Returns: what the closure returned.
+        Raises: TypeError for sparse or complex gradients; ValueError for a phase that the transform does not have;
+            `RanksDisagree` on all ranks for what holds on some ranks only, such as a missing or a sparse gradient;
+            `PeerLost` if a rank ends or stops answering; RuntimeError while another thread is inside of a step over the
+            same process group. Parameters and state are then as before the step.
+        """
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        training = self.training
+        training.groups = self.param_groups
+        training.scale = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        phase, problem, skipped = training.phase, training.follow_groups(), training.skipped
+        shared = {axis: wire for axis, wire in training.transports.items() if training.binding.axes[axis].size > 1}
+        with in_turn(shared), training.binding, raising_peer_lost(training.transports):
+            early, changed = (None, None) if training.ahead is None else training.ahead(phase)
+            if early is None:
+                take(training, phase, problem or changed)
+            elif problem is not None:
+                raise problem
+            else:
+                write(training, phase, early)
+        count(training, phase, skipped)
+        warn_of_jumps(training, phase)
+        if phase is not Phase.LOCAL and is_due(training.skipped_in_a_row):
+            with training.binding, raising_peer_lost(training.transports):
+                warn_of_skips(training)
+        if early is not None and changed is not None:
+            raise changed
+        return loss
+
+    def stage_group(self, index: int, phase: Phase, grads: list[Tensor]) -> Staged:
+        """Take a step of a param group up to where it would be written. Nothing is changed.
+
+        Args: index: of the group. phase: of the step. grads: one per parameter. The axes must be bound.
+        """
+        return stage_group(self.training, index, phase, grads)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that continues the training, as a flat {path: tensor}.
+
+        Elsewhere it continues without this rank's errors, whose paths name it; `fn.adapters.checkpoint` keeps all.
+        """
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        found: dict[str, Any] = of_rank(self.training)
+        for after in self._optimizer_state_dict_post_hooks.values():
+            changed = after(self, found)
+            found = found if changed is None else changed
+        return found
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned, bit for bit.
+
+        Raises: ValueError that names the first path that is missing, unexpected or of another shape, dtype or layout,
+            or whose number is out of range; TypeError for keys that are no strings; nothing is loaded then.
+        """
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = before(self, dict(state_dict))
+            state_dict = state_dict if changed is None else changed
+        restore_of_rank(self.training, state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+
+def _axes_of(make: Callable[..., Transform], binding: Binding) -> list[str]:
+    """Return the bound axes that `make` names; all of them if it names none that can be seen."""
+    named = set(describe(make).values())
+    return [axis for axis in binding.axes if repr(axis) in named] or list(binding.axes)

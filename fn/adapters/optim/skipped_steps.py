@@ -1,0 +1,65 @@
+"""Warn of steps that are skipped one after the other, and say on which rank what is not finite.
+
+The ranks skip together and know how many times, so that they can tell each other what they see when it is time for a
+warning. Steps that are taken, and the first that are skipped, send nothing for it.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from fn import tree
+from fn.adapters.optim.consistency import device_among
+from fn.adapters.optim.param_groups import names_of
+from fn.adapters.optim.state_dict import place_of
+from fn.adapters.optim.training import Training
+from fn.collectives.agreement import gather_texts
+from fn.transforms.skip_nonfinite import all_finite
+
+FIRST = 5
+"""Skipped steps in a row after which a warning comes. The next ones come at powers of two from 16 on."""
+
+NAMED = 4
+"""Ranks that a warning names."""
+
+
+def is_due(count: int) -> bool:
+    """Return whether a warning is due after this many skipped steps in a row."""
+    return count == FIRST or (count >= 16 and count & (count - 1) == 0)
+
+
+def warn_of_skips(training: Training) -> None:
+    """Warn, on rank 0, of the steps that were skipped. All ranks call it together, with the axes bound."""
+    rank, _ = place_of(training)
+    leaf = next(_not_finite(training), None)
+    texts = [] if leaf is None else [f"{leaf}, on rank {rank}"]
+    for axis in training.axes:
+        gathered = gather_texts(json.dumps(texts), axis, device_among(training.groups))
+        texts = [text for each in gathered for text in json.loads(each)]
+    if rank:
+        return
+    more = f"; and something on {len(texts) - NAMED} more ranks" if len(texts) > NAMED else ""
+    what = f"not finite: {'; '.join(texts[:NAMED])}{more}"
+    if not texts:
+        what = "gradients, parameters and state are finite, but what follows from them is not: lower lr or weight_decay"
+    text = f"steps: the last {training.skipped_in_a_row} were skipped, and nothing moves until one is not; {what}"
+    warnings.warn(text, stacklevel=6)
+
+
+def _not_finite(training: Training) -> Iterator[str]:
+    """Yield what is not finite on this rank: gradients, else parameters, else leaves of the state."""
+    for g, group in enumerate(training.groups):
+        for name, p in zip(names_of(group), group["params"], strict=True):
+            if p.grad is not None and not all_finite([p.grad]):
+                yield f"the gradient of parameter {name} of group {g}"
+    for g, group in enumerate(training.groups):
+        for name, p in zip(names_of(group), group["params"], strict=True):
+            if not all_finite([p.detach()]):
+                yield f"parameter {name} of group {g}"
+    for path, leaf in zip(tree.paths(training.states), tree.leaves(training.states), strict=True):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not all_finite([leaf]):
+            yield f"state.{path}"

@@ -1,0 +1,251 @@
+"""An optimizer's state as a flat {path: tensor}, which `torch.load(weights_only=True)` accepts."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.adapters.optim import gradients
+from fn.adapters.optim.donate import write_back
+from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
+from fn.adapters.optim.signals import begin_writing, defer_signals
+from fn.adapters.optim.state_kinds import ERROR, SAME, SHARD, by_path, kinds
+from fn.adapters.optim.training import Training
+from fn.errors import expected
+from fn.schedules import FreezeWhenStable
+
+Tree = Any
+
+
+SAVED_BY = "saved by"
+"""The key of (rank, world size), int64: whose errors and shards these are."""
+
+
+def flat_state(training: Training) -> dict[str, Tensor]:
+    """Return the steps, every group's numbers and state, residual gradients, and a schedule's memory, by path."""
+    counts = {"steps": training.steps, SAVED_BY: place_of(training)}
+    found = {name: torch.tensor(count, device="cpu") for name, count in counts.items()}
+    for i, (group, hypers) in enumerate(zip(training.groups, training.hypers, strict=True)):
+        found.update({f"groups.{i}.{name}": x for name, x in saved_numbers(group, hypers).items()})
+    # A place is compared with what is loaded, which some loaders write into the tensors that they were given.
+    each = by_path(training.states).items()
+    found.update({path: leaf.clone() if path.endswith(".place") else leaf for path, leaf in each})
+    found.update(gradients.flat(training.residual_gradients))
+    schedule = training.schedule
+    if isinstance(schedule, FreezeWhenStable):
+        found["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64, device="cpu")
+        frozen_at = -1 if schedule.frozen_at is None else schedule.frozen_at
+        found["schedule.frozen_at"] = torch.tensor(frozen_at, device="cpu")
+    return found
+
+
+OF_RANK = re.compile(r"rank (\d+) of (\d+)\.(state\..*)")
+"""The path of what is one rank's own. `torch.distributed.checkpoint` writes once what several ranks call alike."""
+
+
+def of_rank(training: Training) -> dict[str, Tensor]:
+    """Return `flat_state` with a rank in the paths of what is its own, in place of `SAVED_BY`."""
+    (rank, size), flat = place_of(training), flat_state(training)
+    del flat[SAVED_BY]
+    own = {path for path, mark in by_path(kinds(training.states)).items() if mark != SAME}
+    return {f"rank {rank} of {size}.{path}" if path in own else path: x for path, x in flat.items()}
+
+
+def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
+    """Load what `of_rank` returned, here or on another rank, or of all ranks' what is this rank's own.
+
+    Raises: as `restore_flat`; ValueError if it holds what belongs to other numbers of ranks.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(f"state_dict: is {type(saved).__name__}; allowed is what fn.Optimizer.state_dict returned")
+    check_keys(saved)
+    found = {path: OF_RANK.fullmatch(path) for path in saved}
+    places = {(int(m[1]), int(m[2])) for m in found.values() if m}
+    if len({size for _, size in places}) > 1:
+        ranks = ", ".join(f"rank {rank} of {size}" for rank, size in sorted(places))
+        raise ValueError(f"state_dict: holds the errors of {ranks}; allowed are those of one rank, or of one world")
+    if SAVED_BY in saved:
+        raise ValueError(f"state_dict: {SAVED_BY!r} is unexpected; paths say whose errors and shards they hold")
+    here = place_of(training)
+    place = here if here in places else min(places, default=here)
+    own = {m[3]: saved[path] for path, m in found.items() if m and (int(m[1]), int(m[2])) == place}
+    same = {path: x for path, x in saved.items() if not found[path]}
+    restore_flat(training, {SAVED_BY: torch.tensor(place, device="cpu"), **same, **own})
+
+
+def place_of(training: Training) -> tuple[int, int]:
+    """Return this rank's number among those of the optimizer's axes, and how many these are."""
+    rank, size = 0, 1
+    for axis in training.axes:
+        bound = training.binding.axes[axis]
+        rank, size = rank * bound.size + int(bound.rank), size * bound.size
+    return rank, size
+
+
+def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
+    """Copy a `flat_state` into an optimizer's buffers. What another rank saved continues with errors of zero.
+
+    Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype, or for what
+        another rank saved if it holds shards, or errors on the way back within a node; nothing is copied then.
+    """
+    if {"state", "param_groups"} <= saved.keys():
+        text = "state_dict: is of an optimizer of torch; allowed is what fn.Optimizer.state_dict returned; start anew"
+        raise ValueError(f"{text}, with a warm-up in which the moments build up again")
+    own = flat_state(training)
+    saved, text = _without_foreign_errors(training, own, dict(saved))
+    check_fits(own, saved)
+    rest = gradients.restored(saved, training.groups)
+    numbers = [_numbers_of(training, i, saved) for i in range(len(training.groups))]
+    if text:
+        warnings.warn(text, stacklevel=4)
+    with defer_signals():
+        _write(training, saved, rest, numbers)
+
+
+def check_keys(saved: Mapping[Any, Any]) -> None:
+    """Refuse a flat state whose keys are not all strings with a TypeError that names the first that is none."""
+    for key in saved:
+        if not isinstance(key, str):
+            got = f"{key!r}, of type {type(key).__name__}"
+            cure = "load what state_dict() returned"
+            raise TypeError(expected("state_dict", "keys to be strings, such as 'steps'", got, cure))
+
+
+def _numbers_of(training: Training, index: int, saved: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the entries that a flat state brings into a param group.
+
+    Raises: ValueError that names the group if its transform cannot be made of them.
+    """
+    here, group = f"groups.{index}.", training.groups[index]
+    found = restored_numbers(group, {p.removeprefix(here): x for p, x in saved.items() if p.startswith(here)})
+    try:
+        training.check_group(index, {**group, **found})
+    except Exception as error:
+        text = f"state_dict: expected numbers of param group {index} that its transform takes, but got {error}"
+        raise ValueError(text) from error
+    return found
+
+
+def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+    """Compare a flat state with one to be loaded.
+
+    Raises: ValueError that names the first path that is missing, unexpected, of another shape or dtype, or of the
+        shard of another rank.
+    """
+    optional = {path for path in {*own, *saved} if is_optional(path)}
+    for path in sorted((set(own) ^ set(saved)) - optional):
+        hint = about_servers(path, own, saved)
+        if path.startswith("schedule."):
+            what = "opt.state_dict() has it" if path in own else "leave it out"
+            hint = f"; only fn.freeze_when_stable has it, so the schedules differ; if that is meant, {what}"
+        if path.startswith("groups."):
+            hint = SPLIT
+        raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}{hint}")
+    for path, theirs in saved.items():
+        check_tensor(path, theirs)
+        if path.startswith("groups.") and f"{path.rpartition('.')[0]}.lr" not in own:
+            raise ValueError(f"state_dict: {path!r} is unexpected{SPLIT}")
+    for path, mine in own.items():
+        theirs = saved.get(path, mine)
+        fits = theirs.ndim == 1 if path == "schedule.norms" else theirs.shape == mine.shape
+        if not fits or (theirs.dtype != mine.dtype and not path.startswith("groups.")):
+            raise ValueError(
+                f"state_dict: {path!r} is {theirs.dtype} {tuple(theirs.shape)}, but this has {mine.dtype} "
+                f"{tuple(mine.shape)}; errors belong to the world size they were made for"
+            )
+        if path.endswith(".place") and theirs.tolist() != mine.tolist():
+            raise ValueError(
+                f"state_dict: {path!r} says shard {theirs[0]} of {theirs[1]}, but this rank has shard {mine[0]} of "
+                f"{mine[1]}; shards belong to the ranks and the order of axes they were made for"
+            )
+
+
+def check_tensor(path: str, x: Any) -> None:
+    """Refuse what cannot be copied into a state, numbers of a group that are no numbers, and counts below 0."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"state_dict: {path!r} is {type(x).__name__}, not a tensor")
+    if x.layout != torch.strided or x.is_nested or x.is_meta:
+        kind = "nested" if x.is_nested else "on the meta device" if x.is_meta else f"of layout {x.layout}"
+        raise ValueError(f"state_dict: expected {path!r} to be a dense tensor with numbers, but got one that is {kind}")
+    if path.startswith("groups.") and (x.ndim or x.is_complex() or x.isnan()):
+        form = f"{x.dtype} {tuple(x.shape)}" if x.ndim or x.is_complex() else "nan"
+        raise ValueError(f"state_dict: expected {path!r} to be a real number, a 0-d tensor, but got {form}")
+    if path.split(".")[-1] in ("steps", "skipped") and not x.ndim and x < 0:
+        raise ValueError(f"state_dict: expected {path!r} to be at least 0, but got {x.item()}")
+
+
+def is_optional(path: str) -> bool:
+    """Tell whether a path may be missing: numbers of a group other than its learning rate, and residual gradients."""
+    return path.startswith(gradients.PREFIX) or (path.startswith("groups.") and not path.endswith(".lr"))
+
+
+SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"
+"""What to say of a path that belongs to a param group."""
+
+
+def about_servers(path: str, own: Collection[str], saved: Collection[str]) -> str:
+    """Return what to say of a path of one of two states whose other has no errors of servers beside those of workers.
+
+    Empty if that is not so.
+    """
+    before, errors, _ = path.partition(".server.")
+    lacks = own if path in saved else saved
+    halves = [any(p.startswith(f"{before}.{half}.") for p in lacks) for half in ("worker", "server")]
+    if not errors or halves != [True, False]:
+        return ""
+    return f"; saved with servers={path in saved}, but this has servers={path in own}: make it as the saved one was"
+
+
+def _without_foreign_errors(
+    training: Training, own: Mapping[str, Tensor], saved: dict[str, Any]
+) -> tuple[dict[str, Any], str]:
+    """Return what was saved, with zeros for errors if another rank saved it, and what there is to say about that."""
+    theirs, mine = saved[SAVED_BY], own[SAVED_BY]
+    if torch.equal(theirs, mine):
+        return saved, ""
+    marks = by_path(kinds(training.states))
+    who = "rank {} of {}".format(*theirs.tolist()), "rank {} of {}".format(*mine.tolist())
+    how = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
+    if SHARD in marks.values():
+        raise ValueError(f"state_dict: is of {who[0]} and holds its shards only, but this is {who[1]}; {how}")
+    if any(map(_between_nodes, tree.fields(training.states, "server"))):
+        raise ValueError(
+            f"state_dict: is of {who[0]}, but this is {who[1]}, and the ranks of different nodes stay together only "
+            f"while their errors of the hop within a node, which has codes on the way back, are equal; {how}, or make "
+            f"the optimizer without them, feedback=(fn.off(), fn.classic())"
+        )
+    zeros = {path: torch.zeros_like(own[path]) for path, mark in marks.items() if mark == ERROR}
+    text = (
+        f"state_dict: is of {who[0]}, but this is {who[1]}: its own errors, what compression had not delivered yet, "
+        f"are lost and start from zero; to keep them {how}"
+    )
+    return {**saved, **zeros, SAVED_BY: mine}, text if zeros else ""
+
+
+def _between_nodes(servers: Tree) -> bool:
+    """Tell whether servers of several axes have errors at another hop than the last: (one per hop) for each vector."""
+    each = [s for s in servers if isinstance(s, tuple) and not hasattr(s, "_fields")]
+    return any(bool(tree.leaves(s[:-1])) for s in each)
+
+
+def _write(
+    training: Training, saved: Mapping[str, Any], rest: gradients.Residuals, numbers: list[dict[str, Any]]
+) -> None:
+    """Write what was found to fit: rest as residual gradients, numbers into the param groups."""
+    state = by_path(training.states)
+    begin_writing()
+    with torch.no_grad():
+        write_back([*state.values()], [saved[path] for path in state])
+        for group, entries in zip(training.groups, numbers, strict=True):
+            write_numbers(group, entries)
+    training.residual_gradients, training.steps = rest, int(saved["steps"])
+    if isinstance(training.schedule, FreezeWhenStable):
+        training.schedule.norms = saved["schedule.norms"].tolist()
+        frozen_at = int(saved["schedule.frozen_at"])
+        training.schedule.frozen_at = None if frozen_at < 0 else frozen_at

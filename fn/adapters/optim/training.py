@@ -1,0 +1,196 @@
+"""What an optimizer trains, and where it stands: `Training`. `fn.Optimizer` owns one, and what helps it takes one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.adapters.optim import param_groups
+from fn.adapters.optim.compiled import check_changes
+from fn.adapters.optim.consistency import check_start
+from fn.adapters.optim.donate import owned
+from fn.adapters.optim.frozen_params import FrozenParams
+from fn.adapters.optim.gradients import Gradients, Residuals
+from fn.adapters.optim.param_memory import check_writable
+from fn.adapters.optim.state_kinds import check_paths
+from fn.base import Phase, Transform
+from fn.collectives.axis import Binding, rank_dims
+from fn.inplace.host_scalars import on_host
+from fn.inplace.protocol import Staged
+from fn.schedules import Schedule, phase_of
+from fn.transforms.skip_nonfinite import SkipState, skip_nonfinite, together
+
+Tree = Any
+
+
+@dataclass(eq=False)
+class Training:
+    """The data of `fn.Optimizer`.
+
+    make, schedule, max_norm, compile: as it was given. binding: the axes that were bound when it was built; axes: those
+    of them that it communicates over. groups: the param groups of torch.
+    """
+
+    make: Callable[..., Transform]
+    schedule: Schedule
+    binding: Binding
+    axes: list[str]
+    max_norm: float | None = None
+    compile: bool = False
+    doubts: Any = ()
+    """The phases in which gradients may turn out to be averaged already, see `alike_gradients`."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    steps: int = 0
+    skipped_in_a_row: int = 0
+    """How many of the last steps were skipped, one after the other, without local ones."""
+    states: Tree = ()
+    """The transform's state, the live buffers: a tuple with an entry per param group."""
+    residual_gradients: Residuals = ()
+    """What was undelivered when the number of ranks changed, see its module."""
+    transforms: list[Any] = field(default_factory=list)
+    """A `Transform` per param group; none while a copy is made."""
+    lrs: list[Tensor] = field(default_factory=list)
+    hypers: list[dict[str, Any]] = field(default_factory=list)
+    guarded: list[bool] = field(default_factory=list)
+    """Whether `make` made a transform that skips steps by itself."""
+    gradients: Gradients = field(default_factory=Gradients)
+    frozen_params: FrozenParams = field(default_factory=FrozenParams)
+    scale: tuple[Tensor | None, Tensor | None] = None, None
+    """What `torch.amp.GradScaler` says of this step: the scale of the loss, and whether it found an Inf."""
+    updates: dict[Phase, Any] = field(default_factory=dict)
+    """What `step_order` made for a phase from the numbers that the param groups hold."""
+    bounds: dict[Any, Any] = field(default_factory=dict)
+    """Of the numbers in tensors, for steps in place."""
+    ahead: Callable[[Phase], tuple[Sequence[Staged] | None, Exception | None]] | None = None
+    """Set by `fn.adapters.ddp.overlap`: see `Overlap.ahead`."""
+    compiled_at: set[int] = field(default_factory=set)
+    """Steps with other hyper-parameters, of updates that are compiled."""
+    counts: tuple[Tree, list[Tensor]] = (), []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs: not the transforms, which would go on with this one."""
+        none = [None] * len(self.transforms)
+        return {**vars(self), "ahead": None, "updates": {}, "bounds": {}, "transforms": none}
+
+    @property
+    def transports(self) -> dict[str, str]:
+        """Return what the axes travel over."""
+        return {axis: self.binding.axes[axis].transport for axis in self.axes}
+
+    @property
+    def params(self) -> list[list[Tensor]]:
+        """Return the parameters of each group."""
+        return [group["params"] for group in self.groups]
+
+    @property
+    def phase(self) -> Phase:
+        """Return the phase of the next step, as `fn.Optimizer.phase`."""
+        phase = phase_of(self.schedule, self.steps)
+        return Phase.WARMUP if self.steps == self.skipped and self.needs_warmup(phase) else phase
+
+    def needs_warmup(self, phase: Phase, group: int | None = None) -> bool:
+        """Return whether a phase needs a warm-up step before it, in a param group or in any of them."""
+        chosen = self.transforms if group is None else self.transforms[group : group + 1]
+        return any(phase in transform.needs_warmup for transform in chosen)
+
+    @property
+    def skipped(self) -> int:
+        """Return how many steps were skipped because a gradient was not finite."""
+        return max(self.skip_counts(), default=0)
+
+    def skip_counters(self) -> list[Tensor]:
+        """Return the tensors that count skipped steps, one per guard."""
+        if self.counts[0] is not self.states:  # a walk through all states takes longer than a small step
+            self.counts = self.states, tree.fields(self.states, "skipped")
+        return self.counts[1]
+
+    def skip_counts(self) -> list[int]:
+        """Return their numbers."""
+        return [int(on_host(count)) for count in self.skip_counters()]
+
+    def residuals_in(self, phase: Phase) -> Residuals:
+        """Return the residual gradients if several ranks meet in a step of a phase; () if they do not."""
+        several = any(bound.size > 1 for bound in self.binding.axes.values())
+        return self.residual_gradients if several and phase is not Phase.LOCAL else ()
+
+    def joined(self) -> Transform:
+        """Return the transform of all param groups, whose state is `states`."""
+        return together(self.transforms)
+
+    def prepare(self, group: dict[str, Any]) -> tuple[Tensor, Transform | None]:
+        """Return a group's learning rate as a tensor and its transform; asks no other rank."""
+        lr = param_groups.learning_rate(group)
+        with self.binding:
+            made = self.make(lr=lr, **param_groups.shown(group, self.make))
+        return lr, param_groups.check_made(made, self.schedule)
+
+    def start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
+        """Make the state of a group that was prepared, and take both in."""
+        assert transform is not None
+        params = [p.detach() for p in group["params"]]
+        with self.binding:
+            state = owned(transform.init(params), params)
+            guarded = isinstance(state, SkipState)
+            if not guarded:  # a chain of the caller's own: guarded like the named ones
+                transform = skip_nonfinite(transform)
+                state = owned(transform.init(params), params)
+            check_paths(state)
+            check_start(self.axes, transform, state, group, len(self.transforms))
+        param_groups.show_rate(group, lr)
+        self.lrs.append(lr)
+        self.guarded.append(guarded)
+        self.hypers.append(param_groups.hyper_parameters(group, self.make))
+        self.transforms.append(transform)
+        self.states = (*self.states, state)
+        self.updates.clear()
+
+    def check_group(self, index: int, group: Mapping[str, Any]) -> None:
+        """Raise what a step would raise if a param group held these entries. Nothing is changed."""
+        param_groups.checked_rate(group["lr"])
+        hyper = param_groups.current(group, self.hypers[index], self.make)
+        with self.binding:
+            self.make(lr=self.lrs[index], **hyper)
+
+    def remake(self, index: int) -> None:
+        """Make a group's transform again from hyper-parameters that were written into the group; its state stays."""
+        with self.binding:
+            transform = self.make(lr=self.lrs[index], **self.hypers[index])
+        self.transforms[index] = transform if self.guarded[index] else skip_nonfinite(transform)
+
+    def follow_groups(self) -> Exception | None:
+        """Take over what was written into the param groups since the last step; return why that is not possible."""
+        for i, (group, lr) in enumerate(zip(self.groups, self.lrs, strict=True)):
+            before = self.hypers[i]
+            try:
+                check_writable(self.groups, i)
+                param_groups.follow(group, lr)
+                param_groups.fold_betas(group, before)
+                hyper = param_groups.current(group, before, self.make)
+                if not param_groups.same(hyper, before):
+                    if self.compile:
+                        check_changes(before, hyper, self.compiled_at, self.steps)
+                    self.hypers[i] = hyper
+                    self.remake(i)
+                    self.updates.clear()
+            except Exception as error:  # not raised here, where the other ranks would wait
+                self.hypers[i] = before
+                return error
+        return None
+
+    def second_moment_norm(self) -> float:
+        """Return the 1-norm of the second moment, for `fn.freeze_when_stable`.
+
+        Raises: ValueError if there is none, or each rank has a piece of it.
+        """
+        moments = tree.fields(self.states, "nu")
+        if not moments:
+            raise ValueError("schedule: freeze_when_stable needs a transform whose state has a second moment `nu`")
+        if any(dim == 0 for dims in tree.fields(rank_dims(self.states), "nu") for dim in tree.leaves(dims)):
+            raise ValueError("schedule: freeze_when_stable needs a second moment that all ranks hold; this is sharded")
+        norms = [leaf.abs().double().sum() for nu in moments for leaf in tree.leaves(nu)]
+        return float(torch.stack([norm.to(norms[0].device) for norm in norms]).sum()) if norms else 0.0

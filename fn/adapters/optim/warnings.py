@@ -1,0 +1,200 @@
+"""Warn about configurations that run but do not do what was meant."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.adapters.optim.param_groups import names_of
+from fn.adapters.optim.training import Training
+from fn.base import Phase
+from fn.collectives.primitives import psum
+from fn.kernels.reference import over_root
+from fn.kernels.table import cells
+from fn.schedules import phase_of
+from fn.transforms.adam import OnebitAdamState
+from fn.transforms.sharded import ShardedState
+from fn.transforms.shards import divisions
+from fn.transforms.zero_one_adam import ZeroOneAdamState
+
+LARGE = 1 << 20
+"""Elements from which it matters whether kernels are fused."""
+
+FAR = 1000.0
+"""Learning rates that an element moves in a step; Adam's own steps are of one to ten."""
+
+ORDINARY = 100.0
+"""Learning rates that the step had been at most with the `eps` that is named; later ones are a little more."""
+
+KINDS = OnebitAdamState, ZeroOneAdamState
+
+_warned: WeakSet[Any] = WeakSet()
+
+_SHRINKS = "weight decay, if there is any, shrinks them all the same"
+
+
+def warn_at_start(training: Training, given: bool) -> None:
+    """Warn of a schedule without a warm-up, and, where there are other ranks, of what does not compress or send.
+
+    Args: given: whether there is a schedule.
+    """
+    several = any(training.binding.axes[axis].size > 1 for axis in training.axes)
+    compresses = several and bool(tree.leaves(tree.fields(training.states, "worker")))
+    if several:
+        _warn_of_no_axis(training)
+    if compresses:
+        _warn_of_plain_torch([p for group in training.groups for p in group["params"]])
+    if not given and compresses:
+        text = "schedule: is None, so every step is a warm-up step; pass fn.freeze_after(n) for the compressed phase"
+        warnings.warn(text, stacklevel=3)
+    phase = phase_of(training.schedule, 0)
+    if training.needs_warmup(phase):
+        text = f"schedule: has no warm-up; the first step is one, for {phase} of this optimizer needs one before it"
+        warnings.warn(text, stacklevel=3)
+
+
+def _warn_of_no_axis(training: Training) -> None:
+    argument = inspect.signature(training.make).parameters.get("axis")
+    is_open = argument is not None and argument.default is None
+    if is_open and any(group.get("axis") is None for group in training.groups):
+        bound = " or ".join(repr(axis) for axis in training.axes)
+        text = f"axis: is None, so gradients are not averaged; pass partial(make, axis=...) with {bound}"
+        hint = "or build the optimizer outside of fn.bind if something else averages them, such as DDP"
+        warnings.warn(f"{text}, {hint}", stacklevel=4)
+
+
+def _warn_of_plain_torch(params: list[Tensor]) -> None:
+    for device in sorted({p.device.type for p in params}):
+        count = sum(p.numel() for p in params if p.device.type == device)
+        makers = [*cells("sign_encode_feedback", device), *cells("quantize_feedback", device)]
+        if count >= LARGE and all(cell.provider == "torch" for cell in makers):
+            text = "are fused, so codes are made in plain torch, which takes several times as long and more memory"
+            hint = "`python -m fn` says what can be installed"
+            warnings.warn(f"kernels: none for {device!r} {text}; {hint}", stacklevel=4)
+
+
+def warn_of_late_group(training: Training) -> None:
+    """Warn of a param group, the last one, that comes after the warm-up."""
+    last = len(training.groups) - 1
+    if training.steps and training.needs_warmup(training.phase, last):
+        text = "come after the warm-up; where it freezes the second moment, theirs is 0 and no gradient moves them"
+        warnings.warn(f"params: {text}; {_SHRINKS}", stacklevel=3)
+
+
+def warn_of_thawed(training: Training, places: Iterable[tuple[int, int]]) -> None:
+    """Warn of parameters that get their first gradients after the warm-up.
+
+    Args: places: (group, parameter) by index, of those that had no gradient up to now.
+    """
+    places = [(g, i) for g, i in places if training.needs_warmup(training.phase, g)]
+    still, shards = [], {g: _seen_in_shards(training, g) for g in sorted({g for g, _ in places})}
+    for g, i in sorted(places):
+        params, moments = training.groups[g]["params"], tree.fields(training.states[g], "nu")
+        alike = [nu[i] for nu in moments if len(nu) == len(params) and nu[i].shape == params[i].shape]
+        seen = shards[g] or {i: not alike or any(bool(nu.any()) for nu in alike)}
+        if not seen[i]:
+            still.append(f"{names_of(training.groups[g])[i]} of group {g}")
+    if still:
+        text = "their second moment is 0 and frozen, so no gradient moves them until the schedule returns to a warm-up"
+        text = f"get first gradients after the warm-up; {text}; {_SHRINKS}"
+        warnings.warn(f"params: {', '.join(still)}: {text}", stacklevel=8)
+
+
+def _seen_in_shards(training: Training, g: int) -> dict[int, bool]:
+    """Return whether each parameter of a group whose second moment rests has one on any rank, in shards.
+
+    Empty where there are none. All ranks must call it; one number per parameter on the wire, and the memory of a state.
+    """
+    state, params = training.states[g], [p.detach() for p in training.groups[g]["params"]]
+    if not isinstance(getattr(state, "inner", None), ShardedState):
+        return {}
+    with divisions.collected() as found:
+        training.transforms[g].init(params)
+    seen = torch.zeros(len(params), device=params[0].device)
+    for nu in tree.fields(state, "nu"):
+        for bucket, shard in zip(found[0].plan, tree.leaves(nu), strict=True):
+            for i, there in zip(bucket.leaf_indices, found[0].placed(bucket, shard != 0), strict=True):
+                seen[i] += there.any()
+    for axis in training.axes:
+        seen = psum(seen, axis)
+    return {i: bool(x) for i, x in enumerate(seen)}
+
+
+def warn_of_jumps(training: Training, phase: Phase) -> None:
+    """Warn, once, if a first step in codes after a warm-up step moved elements by more than `FAR` learning rates.
+
+    A code gives every element of a tensor a momentum of plus or minus its scale, and the frozen second moment divides
+    it. Where that comes from rounding alone, the quotient is thousands of steps of Adam. The biases of keys are such
+    elements, because a softmax does not see them: a third of `MultiheadAttention.in_proj_bias`, and of GPT-2's
+    `c_attn.bias`.
+
+    Rank 0 says so; of shards each rank that holds such elements. 0/1 Adam has such steps after each of its variance
+    steps, which are ever rarer. Call it when the step is written and counted; other steps cost nothing.
+    """
+    if phase is not Phase.COMPRESSED or phase_of(training.schedule, max(training.steps - 2, 0)) is not Phase.WARMUP:
+        return
+    if training in _warned:
+        return
+    is_first = not any(int(bound.rank) for bound in training.binding.axes.values())
+    far = [
+        (*seen, name)
+        for g, hypers in enumerate(training.hypers)
+        for state in _states(training.states[g])
+        for name, seen in _each(training.groups[g], state, hypers, is_first)
+        if seen[0] > FAR
+    ]
+    if far:
+        _warned.add(training)
+        most, count, size, _, name = max(far)
+        eps = max(found[3] for found in far)
+        others = f", and {len(far) - 1} other parameters" if len(far) > 1 else ""
+        what = f"{count} of {size} elements of {name}{others}, moved by up to {most:.0f} times lr"
+        why = "codes give them the scale of the others, but next to no gradient, that of a key's bias say, froze theirs"
+        hint = f"eps={eps:.0e}, from the start or written into the param groups now, leaves some {ORDINARY:.0f}"
+        warnings.warn(f"eps: too small for the second moment of {what}: {why}; {hint}", stacklevel=6)
+
+
+def _states(state: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(one: Any) -> Any:
+        found.append(one)
+        return one
+
+    for kind in KINDS:
+        tree.replace(state, kind, note)
+    return found
+
+
+def _each(group: dict[str, Any], state: Any, hypers: dict[str, Any], is_first: bool) -> list[tuple[str, Any]]:
+    """Return by name for each parameter: the largest step, how many are far, of how many, and the eps they would need.
+
+    The moments of shards are vectors of this rank's. What all ranks hold is for the first one to look at.
+    """
+    mus, nus = tree.leaves(state.mu), tree.leaves(state.nu)
+    names = [f"parameter {name}" for name in names_of(group)]
+    if [mu.shape for mu in mus] != [p.shape for p in group["params"]]:
+        names = [f"shard {i} of this rank" for i in range(len(mus))]
+    elif not is_first:
+        return []
+    eps, weights = float(hypers.get("eps", 0.0)), (1.0, 1.0)
+    if hypers.get("bias_correction"):
+        weights = float(state.mu_weight), float(state.nu_weight)
+    rows = zip(names, mus, nus, strict=True)
+    return [(name, _measure(mu / weights[0], nu / weights[1], eps)) for name, mu, nu in rows if mu.numel()]
+
+
+def _measure(mu: Tensor, nu: Tensor, eps: float) -> tuple[float, int, int, float]:
+    size = mu.abs()
+    steps = over_root(size, nu, eps).nan_to_num_(0.0)
+    far = steps > FAR
+    return float(steps.max()), int(far.sum()), mu.numel(), float((size * far).max()) / ORDINARY
+
+

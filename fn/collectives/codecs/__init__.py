@@ -1,0 +1,1 @@
+"""Codecs: what a vector looks like on the wire."""

@@ -1,0 +1,67 @@
+"""Codecs and feedbacks are functions inside of functions, which pickle does not take: they are made again instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+_Kind = TypeVar("_Kind", bound=type)
+
+
+def invalidates(functions: set[str], told: set[str]) -> Callable[[_Kind], _Kind]:
+    """Return a decorator of a NamedTuple: `_replace` of one of `functions` makes those fields None that tell of them.
+
+    A kernel for the old functions would otherwise go on in place of the new ones. Fields that are given stay. Its repr
+    is what makes it, where that is known.
+    """
+
+    def decorate(kind: _Kind) -> _Kind:
+        plain = kind._replace  # type: ignore[attr-defined]
+
+        def replaced(self: Any, /, **fields: Any) -> Any:
+            return plain(self, **{**({} if functions.isdisjoint(fields) else dict.fromkeys(told)), **fields})
+
+        kind._replace = replaced  # type: ignore[attr-defined]
+        kind.__repr__ = _spelled  # type: ignore[assignment]
+        return kind
+
+    return decorate
+
+
+def _spelled(found: Any) -> str:
+    """Return the call that makes a codec or a feedback; of one that nothing makes again, the names of its functions."""
+    make = found[-1]
+    if make is not None and _same(found[:-1], make()[:-1]):
+        call = partial(make)  # a partial of a partial is one
+        arguments = [*map(repr, call.args), *(f"{name}={value!r}" for name, value in call.keywords.items())]
+        return f"fn.{call.func.__name__}({', '.join(arguments)})"
+    names = [getattr(value, "__qualname__", None) or repr(value) for value in found]
+    fields = ", ".join(f"{field}={name}" for field, name in zip(found._fields, names, strict=True))
+    return f"{type(found).__name__}({fields})"
+
+
+def reduced(found: tuple[Any, ...], make: Callable[[], tuple[Any, ...]] | None) -> tuple[Any, ...]:
+    """Return what pickle needs of a NamedTuple of functions, for its `__reduce__`.
+
+    Args: found: it; its last field is `make`, what makes it again, None if not known. One that was changed since is
+        taken as it is: it can be copied, and pickled where its functions can.
+    """
+    if make is not None and _same(found[:-1], make()[:-1]):
+        return make, ()
+    return type(found), tuple(found)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Return whether two things are equal; functions are if their code is, and all that it closes over."""
+    a, b = (inspect.unwrap(x) if callable(x) else x for x in (a, b))
+    if inspect.isfunction(a) and inspect.isfunction(b):
+        return a.__code__ == b.__code__ and _same(_closed_over(a), _closed_over(b))
+    if isinstance(a, tuple) and isinstance(b, tuple):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return bool(a is b or a == b)
+
+
+def _closed_over(f: Callable[..., Any]) -> tuple[Any, ...]:
+    return tuple(cell.cell_contents for cell in f.__closure__ or ())

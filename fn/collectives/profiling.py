@@ -1,0 +1,170 @@
+"""What goes on inside a step, for those who watch: ranges by name, and what encoding loses.
+
+While a profiler records, or an `Observer` is open, `step_range` marks the steps of the algorithm in
+eager mode. Under `torch.compile`, other tracing and functorch's transforms it does nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+RangeName = Literal["encode", "exchange", "serve", "gather", "decode", "average", "apply", "decode and apply"]
+"""What the ranges of a step are called; a profiler shows them as "fn: encode" and so on."""
+
+
+_KEY = "fn: watchers"
+
+
+class Watchers(NamedTuple):
+    """What is open: ledgers, and observers.
+
+    They belong to the thread that opened them, to the threads of autograd that run a backward pass for it, as torch
+    carries its own thread-local state there, and to the threads of ours that it gives jobs: `watched_by`.
+    """
+
+    ledgers: tuple[Any, ...] = ()
+    observers: tuple[Any, ...] = ()
+
+
+_NOBODY = Watchers()
+
+writing = threading.RLock()  # a handler of signals may send, too
+"""Held while one is written: several threads may work for whoever opened it."""
+
+
+def watchers() -> Watchers:
+    """Return who watches what is done here."""
+    found: Watchers = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else _NOBODY
+    return found
+
+
+def watch(by: Watchers) -> None:
+    """Let these, and nobody else, watch from now on."""
+    torch._C._stash_obj_in_tls(_KEY, by)
+
+
+@contextmanager
+def watched_by(those: Watchers) -> Iterator[None]:
+    """Let these, such as those of the thread that a job is for, and nobody else, watch in this context."""
+    before = watchers()
+    watch(those)
+    try:
+        yield
+    finally:
+        watch(before)
+
+
+class Observer:
+    """Seconds by range, and sums of squares of what was encoded, lost and kept.
+
+    seconds: {name: host time}. encoded, lost: of workers' compensated vectors c, and of c - D(Q(c)); codecs that send
+    every bit are left out. kept: of the errors after the step. Those are None until something was measured.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.encoded: float | None = None
+        self.lost: float | None = None
+        self.kept: float | None = None
+
+    def start(self) -> Observer:
+        """Observe what this thread, and others for it, do from now on."""
+        here = watchers()
+        watch(here._replace(observers=(*here.observers, self)))
+        return self
+
+    def stop(self) -> None:
+        """Observe no longer."""
+        here = watchers()
+        watch(here._replace(observers=tuple(each for each in here.observers if each is not self)))
+
+    def time_in(self, *names: RangeName) -> float | None:
+        """Return the seconds in these ranges together; None if none was entered."""
+        found = [self.seconds[name] for name in names if name in self.seconds]
+        return sum(found) if found else None
+
+    def compression_error(self) -> float | None:
+        """Return the norm of what was lost relative to that of what was encoded; 0 where both are 0."""
+        if self.lost is None or self.encoded is None:
+            return None
+        return math.sqrt(self.lost / self.encoded) if self.encoded else math.sqrt(self.lost)
+
+    def error_norm(self) -> float | None:
+        """Return the norm of all errors that were kept."""
+        return None if self.kept is None else math.sqrt(self.kept)
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+def observed() -> bool:
+    """Tell whether an observer is open and the code runs eagerly."""
+    return not torch.compiler.is_compiling() and bool(watchers().observers) and not _transformed()
+
+
+def observe_loss(compensated: Tensor, lost: Tensor) -> None:
+    """Enter into the observers what a worker encoded, and what of it the codes do not say."""
+    encoded, missed = _squares(compensated), _squares(lost)
+    with writing:
+        for each in watchers().observers:
+            each.encoded, each.lost = (each.encoded or 0.0) + encoded, (each.lost or 0.0) + missed
+
+
+def observe_kept(error: Tensor) -> None:
+    """Enter into the observers a plain error that was kept."""
+    kept = _squares(error)
+    with writing:
+        for each in watchers().observers:
+            each.kept = (each.kept or 0.0) + kept
+
+
+def step_range(name: RangeName) -> AbstractContextManager[None]:
+    """Return a context that names what it spans to the profiler and the observers."""
+    if torch.compiler.is_compiling():
+        return nullcontext()
+    if not (profiler._is_profiler_enabled or watchers().observers) or _transformed():
+        return _NOTHING
+    return _Range(name)
+
+
+class _Range:
+    def __init__(self, name: str):
+        self._name = name
+        self._record = profiler.record_function(f"fn: {name}")
+
+    def __enter__(self) -> None:
+        self._record.__enter__()
+        self._begin = time.perf_counter()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        spent = time.perf_counter() - self._begin
+        self._record.__exit__(kind, error, trace)
+        with writing:
+            for each in watchers().observers:
+                each.seconds[self._name] = each.seconds.get(self._name, 0.0) + spent
+
+
+def _transformed() -> bool:
+    """Tell whether functorch or a tracer would see what is done."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or get_proxy_mode() is not None
+
+
+def _squares(x: Tensor) -> float:
+    """Return the sum of squares: in the precision of x where that does not overflow, several times as fast."""
+    flat = x.detach().reshape(-1)
+    flat = flat.float() if flat.element_size() < 4 else flat
+    total = float(torch.dot(flat, flat))
+    return total if math.isfinite(total) else float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2

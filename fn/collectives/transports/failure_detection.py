@@ -1,0 +1,233 @@
+"""What to do when an exchange fails: let the others know, and find out which ranks are gone.
+
+A loss is noticed by the ranks that were to hear from the one that is gone. Others wait for these, who will not send
+any more: so they close their connections, and everybody notices. A backend says that a connection was closed, or that
+time ran out, but not whose. The ranks that are left write themselves down in the key-value store through which the
+group met and look who else did. This is no collective: nobody waits for anybody longer than `PATIENCE`. A store that
+does not answer tells as much: torch has it hosted by rank 0.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+import torch.distributed as dist
+
+from fn.collectives.transports import tcp_setup as rendezvous
+from fn.errors import PeerLost
+
+PATIENCE = 0.5
+"""Seconds that a roll call takes at most."""
+
+TAG = 0x666F
+"""Of a message that nobody sends."""
+
+_groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
+_calls: dict[str, int] = {}  # group -> roll calls so far, so that an old answer does not count
+
+
+def remember(group: dist.ProcessGroup) -> str:
+    """Remember a group for roll calls and return the name by which collectives find it."""
+    name = str(group.group_name)
+    if _groups.get(name) is not group:
+        _groups[name] = group
+        _write_down(group)
+    return name
+
+
+def is_loss(error: BaseException) -> bool:
+    """Return whether an error says that a peer is gone or silent, as gloo, NCCL and the stores word it."""
+    closed = "Connection closed", "Connection reset", "Broken pipe", "pair closure"
+    words = ("gloo/transport", *closed, "Timed out", "timed out")
+    if isinstance(error, PeerLost) or not isinstance(error, RuntimeError):
+        return False
+    return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
+
+
+def peer_lost(error: BaseException, collective: str, axis: str | None, transport: str) -> PeerLost:
+    """Return what to raise for a failed collective: who is gone, where it was noticed, and what to do."""
+    group = _groups.get(transport)
+    abort_connections(transport)
+    lost, silent, has_store = find_lost_ranks(group) if group is not None else Roll((), ())
+    rank = group.rank() if group is not None else None
+    where = f" of axis {axis!r}" if axis is not None else ""
+    who = f"rank {', '.join(map(str, lost))}{where} is gone or stopped" if lost else f"a rank{where} is lost"
+    if silent and not lost:
+        who += f", perhaps rank {', '.join(map(str, silent))}, which runs but does something else"
+    store = "" if has_store else "; the key-value store, which rank 0 or its launcher hosts, does not answer either"
+    message = (
+        f"{who}, noticed in {collective} by rank {'?' if rank is None else rank}{store}; parameters and state are as "
+        f"before the step; end this process and resume from the last checkpoint (torchrun --max-restarts does); "
+        f"if no rank failed, some had fewer batches: drop the last ones, so that all take as many steps; or they were "
+        f"in other phases: a schedule may depend on the step only, and a checkpoint is loaded on all ranks; "
+        f"the backend says: {error}"
+    )
+    return PeerLost(message, rank=rank, axis=axis, lost=lost)
+
+
+@contextmanager
+def raising_peer_lost(wires: Mapping[str, str], others: Iterable[str] = (), *, where: str = "a step") -> Iterator[None]:
+    """Raise `PeerLost` for a loss inside that no collective has named: those of compiled graphs.
+
+    After a loss on one of the axes this rank is not heard of on the others either.
+
+    Args: wires: axis -> transport, the first of which is named. others: further transports on which it falls silent.
+        where: what the message says it was noticed in.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_loss(error) and not isinstance(error, PeerLost):
+            raise
+        for transport in {*wires.values(), *others}:
+            abort_connections(transport)
+        if isinstance(error, PeerLost):
+            raise
+        axis = next(iter(wires), None)
+        raise peer_lost(error, where, axis, "" if axis is None else wires[axis]) from error
+
+
+def abort_connections(transport: str) -> None:
+    """Close this rank's connections of a gloo group, ours and its own, so that whoever waits for this rank notices.
+
+    gloo has no call for that, but a receive whose time runs out closes all connections of its group.
+    """
+    group = _groups.get(transport)
+    if group is None or not _is_gloo(group):
+        return
+    rendezvous.abort_connections(group)
+    for peer in set(range(group.size())) - {group.rank()}:
+        try:
+            work = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=TAG)
+            if work is not None:
+                work.wait(datetime.timedelta(milliseconds=1))
+        except RuntimeError as error:  # of a connection that is broken already, or, once, of the time
+            if "Timed out" in str(error):
+                return
+
+
+def _is_gloo(group: Any) -> bool:
+    try:
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except RuntimeError:  # it has none for the CPU
+        return False
+
+
+class Roll(NamedTuple):
+    """The ranks that did not answer a roll call: lost, which are gone; silent, whose processes run on this host.
+
+    has_store: whether the store answered.
+    """
+
+    lost: tuple[int, ...]
+    silent: tuple[int, ...]
+    has_store: bool = True
+
+
+def find_lost_ranks(group: dist.ProcessGroup) -> Roll:
+    """Return the ranks of a group that do not answer within `PATIENCE`: that are gone, and that are alive on this host.
+
+    A rank may be silent because it still waits in an exchange; on this host its process tells. If the store does not
+    answer, the rank that hosts it is gone; of the others nothing is known.
+    """
+    number = _calls[group.group_name] = _calls.get(group.group_name, 0) + 1
+    store, found = _store_of(group), list[Roll]()
+    if store is None:
+        return Roll((), ())
+    asking = threading.Thread(target=_ask, args=(group, store, number, found), daemon=True)  # a store may block, too
+    asking.start()
+    asking.join(2 * PATIENCE)
+    return found[-1] if found else Roll(tuple(_hosts_of(store, group)), (), has_store=False)
+
+
+def _ask(group: Any, store: Any, number: int, found: list[Roll]) -> None:
+    """Call the roll. A first, empty answer in `found` says that the store is there, but slow perhaps."""
+    until, here = time.monotonic() + PATIENCE, dict[int, bool | None]()
+    silent, answer = set(range(group.size())), f"fn/roll call {number}/{group.rank()}"
+    try:
+        store.set(answer, _process())
+        store.check([answer])
+        found.append(Roll((), ()))
+        while True:
+            here = {rank: _is_alive_here(store, rank) for rank in silent}  # first: one may answer, and end then
+            silent = {rank for rank in silent if not _has_answered(store, number, rank)}
+            if all(here[rank] is False for rank in silent) or time.monotonic() > until:
+                break
+            time.sleep(0.02)  # they may answer, or be about to die
+    except RuntimeError:  # the store is gone; its host may have answered before
+        lost = {rank for rank in silent if here.get(rank) is False} | (silent & _hosts_of(store, group))
+        found.append(Roll(tuple(sorted(lost)), (), has_store=False))
+        return
+    lost = {rank for rank in silent if not here[rank]}
+    found.append(Roll(tuple(sorted(lost)), tuple(sorted(silent - lost))))
+
+
+def _store_of(group: Any) -> Any:
+    try:
+        return group.get_group_store()
+    except (AttributeError, RuntimeError):  # a torch or a group without one
+        return None
+
+
+def _hosts_of(store: Any, group: Any) -> set[int]:
+    """Return the rank of a group that hosts its store: the first of all ranks, as `init_process_group` has it.
+
+    Nobody if that is this rank, or not in the group; if the store is no `TCPStore`, or torchrun's agent hosts it.
+    """
+    while isinstance(store, dist.PrefixStore):  # type: ignore[attr-defined]
+        store = store.underlying_store
+    is_hosted = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
+    if not is_hosted or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return set()
+    return {rank for rank, of_all in enumerate(dist.get_process_group_ranks(group)) if of_all == 0} - {group.rank()}
+
+
+def _has_answered(store: Any, number: int, rank: int) -> bool:
+    """Return whether a rank is in the roll: its process of today, for torchrun keeps the store over a restart."""
+    answer, process = f"fn/roll call {number}/{rank}", f"fn/process of rank/{rank}"
+    if not store.check([answer]):
+        return False
+    return not store.check([process]) or bool(store.get(answer) == store.get(process))
+
+
+def _write_down(group: Any) -> None:
+    store = _store_of(group)
+    with suppress(RuntimeError):
+        if store is not None:
+            store.set(f"fn/process of rank/{group.rank()}", _process())
+
+
+def _process() -> str:
+    return f"{here()} {os.getpid()}"
+
+
+def here() -> str:
+    """Return what names this machine and its process numbers."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
+    except OSError:  # not Linux: then no process is known to be alive here
+        return f"unknown-{os.getpid()}"
+
+
+def _is_alive_here(store: Any, rank: int) -> bool | None:
+    """Return whether the process of a rank is there and runs; None if it is not on this machine."""
+    key = f"fn/process of rank/{rank}"
+    if not store.check([key]):
+        return None
+    where, _, process = store.get(key).decode().rpartition(" ")
+    if where != here():
+        return None
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "TtZX"  # stopped, traced, dead

@@ -1,0 +1,247 @@
+"""Adam's moments, and 1-bit Adam's: the second moment frozen, the first averaged in codes.
+
+Moments are float32 for half-precision updates, and in the updates' dtype otherwise. Bias correction divides by the
+weight that an average has gathered, itself a moving average of ones: 1 - b**t, exact in float32 also for small t.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import (
+    Phase,
+    Step,
+    Transform,
+    UpdateFn,
+    check_number,
+    check_state,
+    check_transform,
+    lift,
+    links_of,
+    missing,
+)
+from fn.collectives.autograd import is_recorded
+from fn.kernels import reference
+from fn.kernels.tracing import is_concrete, pooled
+
+Tree = Any
+
+
+class Adam(NamedTuple):
+    """The rule of `scale_by_adam`. corrected: whether moments are divided by their weights."""
+
+    b1: float
+    b2: float
+    eps: float
+    corrected: bool = True
+
+
+class OnebitAdam(NamedTuple):
+    """The rule of a compressed step of `scale_by_onebit_adam`. average: the momentum's."""
+
+    b1: float
+    eps: float
+    corrected: bool
+    keep_zeros: bool
+    average: UpdateFn
+
+
+class AdamState(NamedTuple):
+    """step: updates made, 0-d int64. mu, nu: moments, like the params. mu_weight, nu_weight: 1 - b**t, 0-d."""
+
+    step: Tensor
+    mu: Tree
+    nu: Tree
+    mu_weight: Tensor
+    nu_weight: Tensor
+
+
+class OnebitAdamState(NamedTuple):
+    """As `AdamState`; nu and nu_weight rest after the warm-up. sync: the state of the compressed mean."""
+
+    step: Tensor
+    mu: Tree
+    nu: Tree
+    mu_weight: Tensor
+    nu_weight: Tensor
+    sync: Tree
+
+
+def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
+    """Divide the averaged gradient by the root of the averaged square.
+
+        mu <- b1 mu + (1 - b1) g        nu <- b2 nu + (1 - b2) g^2
+        u = (mu / (1 - b1^t)) / (sqrt(nu / (1 - b2^t)) + eps)
+
+    Raises: ValueError if b1 or b2 is outside [0, 1), or eps is negative or not finite.
+
+    Paper: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1.
+    """
+    check_betas(b1, b2, eps)
+
+    def init(params: Tree) -> AdamState:
+        return AdamState(*start_moments(params))
+
+    def update(updates: Tree, state: AdamState, params: Tree, /) -> tuple[Tree, AdamState]:
+        check_state(state, AdamState)
+        tree.check_updates(updates, state.mu)
+        mu, nu = moving_average(state.mu, updates, b1), moving_average_of_squares(state.nu, updates, b2)
+        mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
+        after = AdamState(state.step + 1, mu, nu, mu_weight, nu_weight)
+        return adam_direction(mu, nu, eps, mu_weight, nu_weight), after
+
+    return lift(init, Step(Adam(b1, b2, eps), update))
+
+
+def scale_by_onebit_adam(
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    *,
+    sync: Transform,
+    bias_correction: bool = False,
+    keep_zeros: bool = True,
+) -> Transform:
+    """Run Adam in the warm-up; then freeze the second moment and average the momentum in codes.
+
+        warm-up:     mu <- b1 mu + (1 - b1) g          nu <- b2 nu + (1 - b2) g^2
+        compressed:  mu <- C(b1 mu + (1 - b1) g_r)     nu stays
+        u = mu / (sqrt(nu) + eps)
+
+    In the warm-up g is the averaged gradient, in the compressed phase each rank's own: the compressed mean is
+    written back into the momentum.
+
+    Args:
+        b1, b2, eps: as for Adam.
+        sync: the transform that averages the momentum, such as `compressed_average(axis, sign())`.
+        bias_correction: divide mu by 1 - b1^t and nu by 1 - b2^T, T the last warm-up step; nu by 1 if there was none.
+        keep_zeros: keep the momentum at zero where nu is zero, that is, where no gradient ever came: one bit cannot
+            say zero, and such an element would drift by +-scale / eps.
+    Raises: ValueError if b1 or b2 is outside [0, 1), or eps is negative or not finite.
+
+    Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
+    Differs: `bias_correction` and `keep_zeros` are not in the paper; DeepSpeed needs a hand-written mask.
+    """
+    check_transform("sync:", sync)
+    check_betas(b1, b2, eps)
+
+    def init(params: Tree) -> OnebitAdamState:
+        moments = start_moments(params)
+        return OnebitAdamState(*moments, sync.init(moments[1]))
+
+    def direction(state: OnebitAdamState) -> Tree:
+        if not bias_correction:
+            return adam_direction(state.mu, state.nu, eps)
+        seen = torch.where(state.nu_weight > 0, state.nu_weight, 1.0)  # of params that came after the warm-up: 0
+        return adam_direction(state.mu, state.nu, eps, state.mu_weight, seen)
+
+    def moved(updates: Tree, state: OnebitAdamState, params: Tree, average: UpdateFn) -> OnebitAdamState:
+        """Return the state with the next momentum, on which the ranks agree by `average`."""
+        check_state(state, OnebitAdamState)
+        tree.check_updates(updates, state.mu)
+        params = params if params is None else tree.in_order(params, state.mu, "params")
+        mu, sync_state = average(moving_average(state.mu, updates, b1), state.sync, params)
+        weight = b1 * state.mu_weight + (1 - b1)
+        return state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=sync_state)
+
+    def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
+        state = moved(updates, state, params, sync.warmup_update)
+        nu, weight = moving_average_of_squares(state.nu, updates, b2), b2 * state.nu_weight + (1 - b2)
+        state = state._replace(nu=nu, nu_weight=weight)
+        return direction(state), state
+
+    def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
+        state = moved(updates, state, params, sync.compressed_update)
+        if keep_zeros and not bias_correction:
+            mu, out = kept_direction(state.mu, state.nu, eps)
+            return out, state._replace(mu=mu)
+        if keep_zeros:
+            state = state._replace(mu=keep_unseen_at_zero(state.mu, state.nu))
+        return direction(state), state
+
+    adam = Adam(b1, b2, eps, bias_correction)
+    frozen = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update)
+    exact = warmup if links_of(sync.warmup_update) else Step(adam, warmup)
+    local, rests = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # rests: the second moment
+    return Transform(init, exact, Step(frozen, compressed), local, needs_warmup=rests)
+
+
+def check_betas(b1: float, b2: float, eps: float) -> None:
+    """Refuse decay rates outside [0, 1) and an eps that is negative or not finite with a ValueError."""
+    for name, b in (("b1", b1), ("b2", b2)):
+        check_number(name, b)
+        if not 0.0 <= b < 1.0:
+            raise ValueError(f"{name}: is {b}; allowed is [0, 1)")
+    check_number("eps", eps)
+    if not 0.0 <= eps < math.inf:
+        raise ValueError(f"eps: is {eps}; allowed are finite numbers of at least 0")
+
+
+def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:
+    """Return step, mu, nu, mu_weight, nu_weight before the first update."""
+    tree.check_real(params, "params")
+    leaves = tree.leaves(params)
+    device = leaves[0].device if leaves else torch.device("cpu")
+    wide = torch.float64 if any(p.dtype == torch.float64 for p in leaves) else torch.float32
+    zero = [torch.zeros((), dtype=wide, device=device) for _ in range(2)]
+    step = torch.zeros((), dtype=torch.int64, device=device)
+    return step, tree.map(zeros_like_moment, params), tree.map(zeros_like_moment, params), *zero
+
+
+def zeros_like_moment(p: Tensor) -> Tensor:
+    """Return zeros in the dtype that moments of p have: float32 for half precision, else p's own."""
+    dtype = torch.float32 if p.dtype in (torch.float16, torch.bfloat16) else p.dtype
+    return torch.zeros(p.shape, dtype=dtype, device=p.device)
+
+
+def keep_unseen_at_zero(x: Tree, nu: Tree) -> Tree:
+    """Return x, zero where nu is zero; but NaN where it is not finite there, so that the step is still skipped."""
+    return tree.map(lambda a, v: torch.where(v > 0, a, a - a), x, nu)
+
+
+def kept_direction(mu: Tree, nu: Tree, eps: float) -> tuple[Tree, Tree]:
+    """Return `keep_unseen_at_zero(mu, nu)` and the `adam_direction` of it, in one pass where the device has one."""
+    leaves, structure = tree.flatten(mu)
+    pairs = [_kept_direction(m, v, eps) for m, v in zip(leaves, tree.leaves(nu), strict=True)]
+    return tree.unflatten(structure, [m for m, _ in pairs]), tree.unflatten(structure, [u for _, u in pairs])
+
+
+def _kept_direction(m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if not is_concrete(m, v) or is_recorded((m, v)) or not reference.is_normal(eps, v.dtype):  # kernels have none
+        return reference.direction(m, v, eps)
+    kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps)
+    return kept.view(m.shape), out.view(m.shape)
+
+
+def moving_average(average: Tree, new: Tree, decay: float) -> Tree:
+    """Return decay * average + (1 - decay) * new, leaf by leaf, in the dtype of the average."""
+    return tree.map(lambda a, x: torch.lerp(x.to(a.dtype), a, decay, **pooled(a, x)), average, new)
+
+
+def moving_average_of_squares(average: Tree, new: Tree, decay: float) -> Tree:
+    """Return decay * average + (1 - decay) * new^2, leaf by leaf, in the dtype of the average."""
+
+    def square(a: Tensor, x: Tensor) -> Tensor:
+        x = x.to(a.dtype)
+        return torch.addcmul(a * decay, x, x, value=1 - decay)
+
+    return tree.map(square, average, new)
+
+
+def adam_direction(
+    mu: Tree, nu: Tree, eps: float, mu_weight: Tensor | None = None, nu_weight: Tensor | None = None
+) -> Tree:
+    """Return mu / (sqrt(nu) + eps), 0 for 0 / 0; each moment divided by its weight first if that is given."""
+
+    def divide(m: Tensor, v: Tensor) -> Tensor:
+        dtype = m.dtype  # a weight of another dtype would decide that of a 0-d moment
+        m = m if mu_weight is None else m / mu_weight
+        v = v if nu_weight is None else v / nu_weight
+        return reference.over_root(m, v, eps).to(dtype)
+
+    return tree.map(divide, mu, nu)

@@ -1,0 +1,191 @@
+"""How a tree becomes the vectors that travel.
+
+Every tensor is padded to W equal pieces and piece r of every tensor goes into row r, so each rank serves a part of
+each tensor, and scales and blocks of a codec never cross from one tensor into another.
+
+    tensor a (5)        tensor b (3)          W = 2, align = 4
+    a0 a1 a2 a3 a4      b0 b1 b2              row 0:  a0 a1 a2 a3 | b0 b1 b2 0
+                                              row 1:  a4  0  0  0 |  0  0  0 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fn import tree
+from fn.collectives.autograd import is_recorded
+from fn.collectives.codecs.segments import Segments
+from fn.kernels import memory_pool, reference
+from fn.kernels.tracing import cached_plan, is_concrete
+
+Tree = Any
+
+LAYOUTS = ("flat", "per_tensor", "fused")
+
+
+class Bucket(NamedTuple):
+    """Tensors that travel together.
+
+    leaf_indices: where they are in the list of leaves. shapes: theirs. segments: their pieces in a row.
+    fused: they are laid end to end as one tensor, which is the only segment.
+    """
+
+    leaf_indices: tuple[int, ...]
+    shapes: tuple[torch.Size, ...]
+    segments: Segments
+    fused: bool = False
+
+
+def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) -> list[Bucket]:
+    """Group leaves into buckets: one per tensor for "per_tensor", else one per (dtype, device).
+
+    "flat" keeps the tensors apart as in the picture above; "fused" lays them end to end, with one scale for all.
+
+    Raises: ValueError if the layout is not one of `LAYOUTS`.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: is {layout!r}; allowed are {LAYOUTS}")
+    groups: dict[Any, list[int]] = {}
+    if layout != "per_tensor" and len({leaf.dtype for leaf in leaves}) == 1 == len({leaf.device for leaf in leaves}):
+        groups[None] = [*range(len(leaves))]  # without a look at each key: a step asks every time
+    else:
+        for i, leaf in enumerate(leaves):
+            key = i if layout == "per_tensor" else (leaf.dtype, leaf.device)
+            groups.setdefault(key, []).append(i)
+    return [
+        _bucket(tuple(places), tuple(leaves[i].shape for i in places), world_size, align, layout == "fused")
+        for places in groups.values()
+    ]
+
+
+@cached_plan
+def _bucket(
+    places: tuple[int, ...], shapes: tuple[torch.Size, ...], world_size: int, align: int, fused: bool
+) -> Bucket:
+    lengths = [shape.numel() for shape in shapes]
+    lengths = [sum(lengths)] if fused else lengths
+    widths = [-(-n // (world_size * align)) * align for n in lengths]
+    valid = [[min(max(n - r * w, 0), w) for n, w in zip(lengths, widths, strict=True)] for r in range(world_size)]
+    counts = torch.tensor(valid, dtype=torch.int64, device="cpu")  # in a meta context, too
+    return Bucket(places, shapes, Segments(tuple(widths), counts), fused)
+
+
+def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
+    """Return the bucket's leaves as one vector (n,), n = W rows of `bucket.segments`, zeros in the padding."""
+    world_size = bucket.segments.valid.shape[0]
+    tensors = [leaves[i].reshape(-1) for i in bucket.leaf_indices]
+    if bucket.fused:
+        tensors = [end_to_end(tensors)]
+    elif world_size == 1 and list(bucket.segments.widths) == [t.shape[0] for t in tensors]:
+        return end_to_end(tensors)
+    if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_concrete(*tensors) and not is_recorded(tensors):
+        table = memory_pool.empty((world_size, bucket.segments.row_length), tensors[0].dtype)
+        clear_padding(table, tensors, bucket)
+        flats, rows = paired_views([t.detach() for t in tensors], table, bucket)
+        if flats:
+            torch._foreach_copy_(rows, flats)
+        return table.view(-1)
+    pieces = []
+    for flat, width in zip(tensors, bucket.segments.widths, strict=True):
+        pad = world_size * width - flat.shape[0]
+        pieces.append((F.pad(flat, (0, pad)) if pad else flat).view(world_size, width))
+    if len(pieces) == 1:
+        return pieces[0].reshape(-1)
+    return torch.cat(pieces, dim=1).reshape(-1)
+
+
+def paired_views(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
+    """Return views of vectors and views of the rows (W, n / W) that `join` makes of them, pair by pair alike.
+
+    Together they are all elements of the vectors. Not for buckets that are fused.
+    """
+    return reference.paired_views(tensors, table, bucket.segments.widths)
+
+
+def clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> None:
+    """Write zeros behind the vectors in rows (W, n / W) of a bucket that is not fused."""
+    start = 0
+    for flat, width in zip(tensors, bucket.segments.widths, strict=True):
+        if flat.shape[0] < table.shape[0] * width:
+            whole, rest = divmod(flat.shape[0], width)
+            table[whole, start + rest : start + width].zero_()
+            table[whole + 1 :, start : start + width].zero_()
+        start += width
+
+
+def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
+    """Return the W rows of what `join` returns, without a copy of those that lie in one piece in memory already.
+
+    For tensors on the host that hold numbers.
+    """
+    rows, width = bucket.segments.valid.shape[0], bucket.segments.row_length
+    if not bucket.fused and len(bucket.leaf_indices) > 1:
+        return list(join(leaves, bucket).view(rows, width).unbind(0))
+    flat = end_to_end([leaves[i].reshape(-1) for i in bucket.leaf_indices])
+    found = [flat[r * width : (r + 1) * width] for r in range(rows)]
+    return [row if row.shape[0] == width else _padded(row, width) for row in found]
+
+
+def _padded(row: Tensor, width: int) -> Tensor:
+    out = memory_pool.empty((width,), row.dtype)
+    out[: row.shape[0]].copy_(row)
+    out[row.shape[0] :].zero_()
+    return out
+
+
+def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
+    """Return vectors as one; if they lie end to end in memory, as `flatten_parameters` lays gradients, without a copy.
+
+    The result may share memory with the tensors.
+    """
+    eager = is_concrete(*tensors) and not is_recorded(tensors)
+    if eager and adjoin(tensors):
+        return tensors[0].as_strided((sum(t.shape[0] for t in tensors),), (1,))
+    if eager and tensors[0].device.type == "cpu":
+        return torch.cat(list(tensors), out=memory_pool.empty((sum(t.shape[0] for t in tensors),), tensors[0].dtype))
+    return torch.cat(list(tensors))
+
+
+def adjoin(tensors: Sequence[Tensor]) -> bool:
+    """Return whether vectors lie end to end in memory."""
+    storage, end = tensors[0].untyped_storage()._cdata, tensors[0].storage_offset()
+    for t in tensors:
+        if t.shape[0] > 1 and t.stride(0) != 1:
+            return False
+        if t.shape[0] and (t.storage_offset() != end or t.untyped_storage()._cdata != storage):
+            return False
+        end += t.shape[0]
+    return True
+
+
+def split(vector: Tensor, bucket: Bucket) -> list[Tensor]:
+    """Take a vector (n,) apart into tensors of the bucket's shapes, the padding left out."""
+    if bucket.fused:
+        lengths = [shape.numel() for shape in bucket.shapes]
+        ends = vector[: sum(lengths)].split(lengths)
+        return [piece.view(shape) for piece, shape in zip(ends, bucket.shapes, strict=True)]
+    rows = vector.view(bucket.segments.valid.shape[0], -1)
+    pieces = rows.split(list(bucket.segments.widths), dim=1)
+    return [p.reshape(-1)[: shape.numel()].view(shape) for p, shape in zip(pieces, bucket.shapes, strict=True)]
+
+
+def split_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> None:
+    """Write a vector (n,), taken apart, into contiguous tensors of the bucket's shapes, rounding to their dtypes."""
+    if bucket.fused:
+        for tensor, piece in zip(tensors, split(vector, bucket), strict=True):
+            tensor.copy_(piece)
+        return
+    table = vector.view(bucket.segments.valid.shape[0], -1)
+    flats, pieces = paired_views([t.view(-1) for t in tensors], table, bucket)
+    if flats:
+        torch._foreach_copy_(flats, pieces)
+
+
+def restore(structure: Any, found: dict[int, Tensor]) -> Tree:
+    """Put leaves that were found bucket by bucket back into their tree."""
+    return tree.unflatten(structure, [found[i] for i in range(len(found))])

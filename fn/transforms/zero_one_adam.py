@@ -1,0 +1,266 @@
+"""0/1 Adam: steps without any message between steps that agree in codes on where the ranks went."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing
+from fn.collectives.axis import SIMULATED, current_binding
+from fn.collectives.simulation import found_alike
+from fn.kernels.reference import over_root
+from fn.kernels.tracing import is_concrete
+from fn.transforms.adam import adam_direction, check_betas, moving_average, moving_average_of_squares, start_moments
+from fn.transforms.decay_and_lr import check_decay, check_rate
+from fn.transforms.skip_nonfinite import all_addable, all_finite
+
+Tree = Any
+
+
+class ZeroOneAdamState(NamedTuple):
+    """State of `scale_by_zero_one_adam`.
+
+    step, mu, nu: as for Adam; between synchronisations mu is a rank's own.
+    anchor: the params that all ranks agreed on last, in the dtype of the moments. It is reached from each rank's own
+        params, so that a simulation cannot know that it is the same everywhere.
+    went: instead of the anchor, the sum of the steps since (see `anchored`).
+    elapsed: the sum of learning rates since, 0-d.
+    dropped: local steps that this rank left out because its gradient was not finite, 0-d int64.
+    peak: the largest magnitude in the last exchange, 0-d, NaN if that or what followed was not finite. Where
+        a step in place takes signs of several ranks as they came, it is a bound of that: the largest of their scales.
+    sync: the state of the compressed mean.
+    """
+
+    step: Tensor
+    mu: Tree
+    nu: Tree
+    anchor: Tree
+    went: Tree
+    elapsed: Tensor
+    dropped: Tensor
+    peak: Tensor
+    sync: Tree
+
+    @property
+    def rank_local(self) -> frozenset[str]:
+        """Return the fields that are one rank's own."""
+        return frozenset({"mu", "anchor", "went", "dropped"})
+
+    @property
+    def local_params(self) -> bool:
+        """Tell that each rank goes to params of its own."""
+        return True
+
+
+class ZeroOneAdam(NamedTuple):
+    """The hyper-parameters of `scale_by_zero_one_adam`."""
+
+    lr: float | Tensor
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+
+
+class VarianceStep(NamedTuple):
+    """The rule of a variance step, with an anchor."""
+
+    hyper: ZeroOneAdam
+
+
+class LocalStep(NamedTuple):
+    """The rule of a local step, with an anchor; the decay comes with the synchronisation."""
+
+    hyper: ZeroOneAdam
+
+
+class SynchronisingStep(NamedTuple):
+    """The rule of a synchronising step, with an anchor. average: of the steps since the last one."""
+
+    hyper: ZeroOneAdam
+    average: UpdateFn
+
+
+WATCHED = ("nu", "peak")
+"""What all ranks hold alike after an exchange, and what `skip_nonfinite` therefore looks at."""
+
+
+def scale_by_zero_one_adam(
+    lr: float | Tensor,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    *,
+    sync: Transform,
+    compress: Literal["steps", "gradients"] = "steps",
+    decay_in_momentum: bool = False,
+    anchored: bool = True,
+    keep_zeros: bool = True,
+) -> Transform:
+    """Update the variance in some steps, agree on the parameters in some, and step alone in between.
+
+        variance step (warm-up phase): g is the mean;  nu, mu as Adam;  p <- p - lr mu / (sqrt(nu) + eps)
+        local step:                    mu <- b1 mu + (1 - b1) g_r;      p <- p - lr mu / (sqrt(nu) + eps)
+        synchronising step (compressed phase): a local step, then, with x the params agreed on last,
+            s = C((p - x) (sqrt(nu) + eps)),  mu <- -s / sum of lr,  p <- x + s / (sqrt(nu) + eps),  x <- p
+
+    The learning rate and the weight decay are inside the link, because what is agreed on is where the ranks went;
+    its updates are added to the parameters as they are.
+
+    Args:
+        lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
+        sync: the transform that averages the steps.
+        compress: what the compressed phase averages: "steps", as above, or "gradients", DeepSpeed's form before the
+            variance is frozen: mu <- b1 mu + (1 - b1) C(g_r), then a step. Nothing in it would bring ranks that stepped
+            alone together again, so there is no local phase then.
+        decay_in_momentum: decay in local steps, as DeepSpeed does, so that the rebuilt momentum contains the decay.
+            False: the decay of all steps since the last synchronisation is applied to the agreed parameters there.
+        anchored: keep the params agreed on last, and return to them exactly. False: keep the sum of the steps since
+            and take it back, as DeepSpeed does; the ranks then drift apart by rounding.
+        keep_zeros: keep the momentum and the steps at zero where nu is zero.
+    Returns: a transform with all three phases, of gradients without the local one. Between synchronisations params and
+        mu differ between ranks. A variance step does not bring them together, so none may follow a local step; in
+        `fn.zero_one_schedule` none does.
+    Raises: ValueError if an argument is out of range; from a variance step behind a local one, but for a pure one on
+        an accelerator, which would have to wait for it.
+
+    Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1; T_v and T_u are `fn.zero_one_schedule`.
+    Differs: a variance step uses the exact mean for the momentum, too, and sends no codes. The ranks return to the
+        anchor instead of taking their steps back, so they do not drift apart by rounding. A rank whose gradient is
+        not finite in a local step leaves that step out alone, and counts it: no message tells the others.
+    """
+    check_transform("sync:", sync)
+    check_betas(b1, b2, eps)
+    check_decay(weight_decay)
+    check_rate(lr)
+    if compress not in ("steps", "gradients"):
+        raise ValueError(f"compress: is {compress!r}; allowed are 'steps' and 'gradients'")
+
+    def init(params: Tree) -> ZeroOneAdamState:
+        step, mu, nu, elapsed, _ = start_moments(params)
+        peak = torch.zeros((), dtype=torch.float32, device=step.device)
+        anchor = tree.map(lambda p, m: p.detach().to(m.dtype, copy=True), params, mu) if anchored else ()
+        went = () if anchored else tree.map(torch.zeros_like, mu)
+        return ZeroOneAdamState(step, mu, nu, anchor, went, elapsed, torch.zeros_like(step), peak, sync.init(mu))
+
+    def later(elapsed: Tensor) -> Tensor:
+        return (elapsed + lr).to(elapsed.dtype)  # here and below: 0-d tensors of two dtypes meet in the wider one
+
+    def zeros_kept(x: Tree, nu: Tree) -> Tree:
+        return tree.map(lambda a, v: torch.where(v > 0, a, 0.0), x, nu) if keep_zeros else x
+
+    def common_step(mu: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, ZeroOneAdamState]:
+        """Step from a momentum that all ranks share; the new parameters are the anchor."""
+        wide = tree.map(lambda p, m: p.to(m.dtype), params, mu)
+        direction = adam_direction(mu, state.nu, eps)
+        updates = tree.map(lambda u, p: (-lr * (u + weight_decay * p)).to(u.dtype), direction, wide)
+        anchor = tree.map(torch.add, wide, updates) if anchored else ()
+        peak = _shown(state.peak, all_addable(tree.leaves(updates)))
+        return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor, peak=peak)
+
+    def checked(updates: Tree, state: ZeroOneAdamState, params: Tree) -> Tree:
+        """Return the params in the order of the state; refuse arguments that do not fit together."""
+        check_state(state, ZeroOneAdamState)
+        check_params(params)
+        tree.check_updates(updates, state.mu)
+        return tree.in_order(params, state.mu, "params")
+
+    def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        params = checked(updates, state, params)
+        check_synchronised(state.elapsed)
+        nu = moving_average_of_squares(state.nu, updates, b2)
+        return common_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
+
+    def compress_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        params = checked(updates, state, params)
+        wide = tree.map(lambda m, g: g.to(m.dtype), state.mu, updates)
+        mean, sync_state = sync.compressed_update(wide, state.sync, params)
+        mu = zeros_kept(moving_average(state.mu, mean, b1), state.nu)
+        return common_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params)
+
+    def step_alone(updates: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, Tree]:
+        mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
+        moves = tree.map(lambda u: (-lr * u).to(u.dtype), adam_direction(mu, state.nu, eps))
+        if decay_in_momentum and weight_decay > 0:
+            moves = tree.map(lambda u, p: (u - lr * weight_decay * p.to(u.dtype)).to(u.dtype), moves, params)
+        return moves, mu
+
+    def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        moves, mu = step_alone(updates, state, checked(updates, state, params))
+        squares = tree.map(lambda m, g: g.to(m.dtype).square(), state.mu, updates)  # where nu is zero, moves are too
+        ok = (all_addable(tree.leaves(moves)) & all_finite(tree.leaves(squares))).to(state.dropped.device)
+        moves = tree.map(lambda u: torch.where(ok, u, -0.0), moves)
+        mu = tree.map(lambda new, old: torch.where(ok, new, old), mu, state.mu)
+        went = () if anchored else tree.map(torch.add, state.went, moves)
+        dropped = state.dropped + (~ok).to(torch.int64)
+        state = state._replace(mu=mu, went=went, elapsed=later(state.elapsed), dropped=dropped)
+        return moves, state._replace(step=state.step + 1)
+
+    def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
+        params = checked(updates, state, params)
+        moves, _ = step_alone(updates, state, params)
+        elapsed = later(state.elapsed)
+        here = tree.map(lambda p, u: p.to(u.dtype) + u, params, moves)
+        went = tree.map(torch.sub, here, state.anchor) if anchored else tree.map(torch.add, state.went, moves)
+        start = state.anchor if anchored else tree.map(torch.sub, here, went)
+        scaled = tree.map(lambda d, v: d * (v.sqrt() + eps), went, state.nu)
+        mean, sync_state = sync.compressed_update(scaled, state.sync, params)
+        peak = largest(mean)
+        mean = zeros_kept(mean, state.nu)
+        mu = tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0).to(s.dtype), mean)
+        decay = 0.0 if decay_in_momentum else weight_decay
+
+        def moved(x: Tensor, s: Tensor, v: Tensor) -> Tensor:
+            return (x - elapsed * decay * x + over_root(s, v, eps)).to(x.dtype)
+
+        there = tree.map(moved, start, mean, state.nu)
+        peak = _shown(peak, all_finite([*tree.leaves(there), *tree.leaves(mu)]))
+        back = tree.map(lambda x, p: x - p.to(x.dtype), there, params)
+        kept = (there, ()) if anchored else ((), tree.map(torch.zeros_like, went))
+        zero = torch.zeros_like(state.elapsed)
+        state = state._replace(mu=mu, anchor=kept[0], went=kept[1], elapsed=zero, peak=peak, sync=sync_state)
+        return back, state._replace(step=state.step + 1)
+
+    frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # where nu stays as the last variance step left it
+    plain = anchored and keep_zeros and not decay_in_momentum  # other forms are DeepSpeed's, or have no kernels
+    hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay)
+    variance = Step(VarianceStep(hyper), warmup) if plain else warmup
+    if compress == "gradients":
+        alone = missing(Phase.LOCAL, "0/1 Adam with compress='gradients'")
+        return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen)
+    if not plain:
+        return Transform(init, variance, synchronise, local, needs_warmup=frozen)
+    agreed = Step(SynchronisingStep(hyper, sync.compressed_update), synchronise)
+    return Transform(init, variance, agreed, Step(LocalStep(hyper), local), needs_warmup=frozen)
+
+
+def check_synchronised(elapsed: Tensor) -> None:
+    """Refuse a variance step behind local ones, which would leave each rank where it went; where a host can tell."""
+    if elapsed.device.type == "cpu" and is_concrete(elapsed) and elapsed > 0:
+        raise ValueError(
+            "phase: is WARMUP, but the last step was LOCAL, and a variance step does not bring the ranks together "
+            "again; allowed is COMPRESSED, which does, and then WARMUP"
+        )
+
+
+def _shown(peak: Tensor, ok: Tensor) -> Tensor:
+    """Return the peak, NaN where what followed is not ok. That is made from each rank's own numbers, and yet alike.
+
+    A compiled simulation cannot know that, so there it is not looked at.
+    """
+    axes = current_binding().axes
+    if torch.compiler.is_compiling() and any(bound.transport == SIMULATED for bound in axes.values()):
+        return peak
+    ok = found_alike(ok, tuple(axes)) if axes else ok
+    return torch.where(ok.to(peak.device), peak, torch.nan)
+
+
+def largest(updates: Tree) -> Tensor:
+    """Return the largest magnitude over all leaves, 0-d float32; NaN or Inf where an element is."""
+    leaves = [u for u in tree.leaves(updates) if u.numel()]
+    ends = [end.abs().to(leaves[0].device, torch.float32) for u in leaves for end in torch.aminmax(u)]
+    return torch.stack(ends).max() if ends else torch.zeros((), dtype=torch.float32, device="cpu")

@@ -1,0 +1,138 @@
+"""The roll call after a loss: who is named as gone."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import socket
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import fn
+from fn.collectives.transports import failure_detection as peers
+
+
+class Group:
+    """As much of a process group as a roll call asks for."""
+
+    group_name = "made up"
+
+    def __init__(self, size: int):
+        self._size, self._store = size, dist.HashStore()
+
+    def get_group_store(self) -> dist.Store:
+        return self._store
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """Three ranks, of which rank 1 runs no longer and rank 2 is this process."""
+    found = Group(3)
+    monkeypatch.setattr(peers, "_calls", {})
+    for rank, process in ((0, os.getpid()), (1, 2**22 + 1), (2, os.getpid())):
+        found.get_group_store().set(f"fn/process of rank/{rank}", f"{peers.here()} {process}")
+    return found
+
+
+def answer(group: Group, rank: int) -> None:
+    store = group.get_group_store()
+    store.set(f"fn/roll call 1/{rank}", store.get(f"fn/process of rank/{rank}"))
+
+
+def test_ranks_that_answer_or_run_on_this_machine_are_not_gone(group):
+    assert peers.find_lost_ranks(group) == ((1,), (2,), True)
+
+
+def test_ranks_that_run_but_do_not_answer_are_told_of(group, monkeypatch):
+    monkeypatch.setattr(peers, "_groups", {"a wire": group})
+    monkeypatch.setattr(peers, "abort_connections", lambda transport: None)
+    group.get_group_store().set("fn/process of rank/1", f"{peers.here()} {os.getpid()}")
+    error = peers.peer_lost(RuntimeError("Timed out"), "all_gather", "data", "a wire")
+    assert error.lost == ()
+    assert "a rank of axis 'data' is lost, perhaps rank 1, 2, which runs but does something else" in str(error)
+
+
+def test_a_rank_that_answers_and_ends_while_it_is_looked_for_is_not_gone(group, monkeypatch):
+    """It raised what this rank is about to raise, and its process ended."""
+
+    def ends(store: dist.Store, rank: int) -> bool:
+        if rank == 2:
+            answer(group, 2)
+        return rank == 0
+
+    monkeypatch.setattr(peers, "_is_alive_here", ends)
+    assert peers.find_lost_ranks(group).lost == (1,)
+
+
+def test_an_answer_of_an_earlier_process_does_not_count(group):
+    group.get_group_store().set("fn/roll call 1/1", "another process")
+    assert peers.find_lost_ranks(group).lost == (1,)
+
+
+@pytest.mark.parametrize(("has_answered", "lost"), [(True, (3,)), (False, (2, 3))])
+def test_the_host_of_a_store_that_goes_during_a_roll_call_is_gone_unless_it_has_answered(
+    monkeypatch, has_answered, lost
+):
+    """Rank 2 hosts it. If it has answered, it raised what this rank is about to raise, and ended. Rank 3 is gone."""
+    group = Group(4)
+    store = group.get_group_store()
+    monkeypatch.setattr(peers, "_calls", {})
+    monkeypatch.setattr(peers, "_hosts_of", lambda *_: {2})
+    for rank in range(4):
+        store.set(f"fn/process of rank/{rank}", f"{peers.here()} {os.getpid() if rank < 3 else 2**22 + 1}")
+    if has_answered:
+        answer(group, 2)
+
+    class Going:
+        looks = 0
+        set, get = staticmethod(store.set), staticmethod(store.get)
+
+        def check(self, keys: list[str]) -> bool:
+            self.looks += keys == ["fn/roll call 1/1"]
+            if self.looks == 2:
+                raise dist.DistNetworkError("made up")
+            return store.check(keys)
+
+    monkeypatch.setattr(group, "_store", Going())
+    assert peers.find_lost_ranks(group) == (lost, (), False)
+
+
+def without_host(how: int) -> Any:
+    """Send a signal to rank 0, which hosts the store, before it speaks; return what the others find."""
+    rank, size, port = dist.get_rank(), dist.get_world_size(), [0]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = [free.getsockname()[1]]
+        dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]), RANK=str(rank), WORLD_SIZE=str(size))
+    seconds = 5.0 if how == signal.SIGSTOP else ranks.GROUP_TIMEOUT  # which is waited for, or not
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+    with fn.bind({"data": dist.group.WORLD}):
+        fn.all_to_all(torch.ones(3, 5), "data")
+        if rank == 0:
+            os.kill(os.getpid(), how)
+        try:
+            fn.all_to_all(torch.ones(3, 5), "data")
+        except fn.PeerLost as error:
+            return error.lost, str(error)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_the_rank_that_hosts_the_store_is_named_too(how):
+    gone, *others = ranks.outcomes(3, without_host, how, enough=3 if how == signal.SIGKILL else 2)
+    assert gone == ranks.Died(-how if how == signal.SIGKILL else None)
+    for lost, text in others:
+        assert lost == (0,)
+        assert text.startswith("rank 0 of axis 'data' is gone or stopped, noticed in all_to_all by rank ")
+        assert "the key-value store, which rank 0 or its launcher hosts, does not answer either" in text

@@ -1,0 +1,210 @@
+"""`skip_nonfinite`: a step that is not finite moves nothing, on any rank, and is counted."""
+
+from __future__ import annotations
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+
+import fn
+from fn import Phase, tree
+from fn.base import has_phase
+from fn.transforms.skip_nonfinite import together
+
+BAD = [float("nan"), float("inf"), float("-inf")]
+
+
+def guarded() -> fn.Transform:
+    sync = fn.compressed_average("data", fn.sign())
+    return fn.skip_nonfinite(fn.chain(fn.average("data"), fn.scale_by_onebit_adam(sync=sync)))
+
+
+def warmed_up(tx, world):
+    """Return the state of all ranks after a warm-up step and a compressed one."""
+    p = torch.ones(world, 20)
+    state = fn.simulate(lambda p: tx.init([p]), "data", world)(p)
+    for phase in (Phase.WARMUP, Phase.COMPRESSED):
+        _, state = step(tx, phase, world)(torch.randn(world, 20), state)
+    return state
+
+
+def step(tx, phase, world):
+    return fn.simulate(lambda g, s: tx.update(phase)([g], s, [g]), "data", world)
+
+
+def bitwise_equal(a, b) -> bool:
+    return all(map(torch.equal, map_bytes(a), map_bytes(b)))
+
+
+def map_bytes(t):
+    return [leaf.flatten().contiguous().view(torch.uint8) for leaf in tree.leaves(t)]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_bad_number_on_any_one_rank_stops_all_ranks_and_leaves_the_state_bitwise(phase, bad, rank):
+    tx = guarded()
+    state = warmed_up(tx, 3)
+    g = torch.randn(3, 20)
+    g[rank, 7] = bad
+    (u,), after = step(tx, phase, 3)(g, state)
+    assert torch.equal(u, torch.zeros(3, 20))
+    assert torch.signbit(u).all()
+    assert bitwise_equal(after.inner, state.inner)
+    assert after.skipped.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
+def test_a_bad_number_where_no_gradient_ever_came_is_seen_too(phase):
+    """Momentum is kept at zero there, which must not hide the number: it would stay in the error."""
+    tx = guarded()
+    state = fn.simulate(lambda p: tx.init([p]), "data", 2)(torch.ones(2, 20))
+    seen = (torch.arange(20) < 10) * torch.randn(2, 20)
+    _, state = step(tx, Phase.WARMUP, 2)(seen, state)
+    g = seen.clone()
+    g[1, 15] = float("nan")
+    (u,), after = step(tx, phase, 2)(g, state)
+    assert bitwise_equal(after.inner, state.inner)
+    assert after.skipped.tolist() == [1, 1]
+    assert torch.equal(u, torch.zeros(2, 20))
+
+
+def test_a_bad_number_in_a_block_that_is_kept_at_zero_is_seen_too():
+    sync = fn.compressed_average("data", fn.sign(block=8))
+    tx = fn.skip_nonfinite(fn.chain(fn.average("data"), fn.scale_by_onebit_adam(sync=sync)))
+    state = fn.simulate(lambda p: tx.init([p]), "data", 2)(torch.ones(2, 32))
+    seen = (torch.arange(32) < 8) * torch.randn(2, 32)
+    _, state = step(tx, Phase.WARMUP, 2)(seen, state)
+    g = seen.clone()
+    g[0, 30] = float("inf")
+    _, after = step(tx, Phase.COMPRESSED, 2)(g, state)
+    assert bitwise_equal(after.inner, state.inner)
+    assert after.skipped.tolist() == [1, 1]
+
+
+def test_the_step_after_a_skipped_one_is_as_if_it_had_not_been():
+    tx = guarded()
+    state = warmed_up(tx, 2)
+    g, bad = torch.randn(2, 20), torch.full((2, 20), float("nan"))
+    _, skipped = step(tx, Phase.COMPRESSED, 2)(bad, state)
+    a, after_a = step(tx, Phase.COMPRESSED, 2)(g, skipped)
+    b, after_b = step(tx, Phase.COMPRESSED, 2)(g, state)
+    assert bitwise_equal(a, b)
+    assert bitwise_equal(after_a.inner, after_b.inner)
+
+
+def test_finite_steps_are_not_touched():
+    inner = fn.scale_by_adam()
+    tx = fn.skip_nonfinite(inner)
+    g = [torch.randn(5)]
+    found, state = tx.warmup_update(g, tx.init(g), g)
+    alone, inner_state = inner.warmup_update(g, inner.init(g), g)
+    assert bitwise_equal(found, alone)
+    assert bitwise_equal(state.inner, inner_state)
+    assert state.skipped == 0
+
+
+def test_a_finite_update_with_a_state_that_is_not_is_a_bad_step():
+    """An overflow may show in the state first: here the square, while the update is 1."""
+
+    def overflowing(updates, state, params):
+        return updates, updates[0] * float("inf")
+
+    tx = fn.skip_nonfinite(fn.lift(lambda p: torch.zeros(()), overflowing))
+    (u,), state = tx.warmup_update([torch.tensor(1.0)], tx.init([torch.ones(())]), [torch.ones(())])
+    assert u == 0
+    assert state.skipped == 1
+    assert state.inner == 0
+
+
+def test_a_counter_that_is_a_number_of_python_is_refused_by_its_path():
+    counting = fn.lift(lambda p: {"t": 0}, lambda updates, state, params: (updates, {"t": state["t"] + 1}))
+    tx = fn.skip_nonfinite(fn.chain(fn.scale_by_learning_rate(0.1), counting))
+    x = [torch.ones(2)]
+    with pytest.raises(TypeError, match=r"state: leaf '1\.t' changed and is int; allowed are tensors, torch\.zeros"):
+        tx.warmup_update(x, tx.init(x), x)
+
+
+def test_a_guard_around_a_guard_skips_what_the_inner_one_skips():
+    inner = fn.skip_nonfinite(fn.scale_by_adam())
+    tx = fn.skip_nonfinite(fn.chain(fn.scale_by_adam(), inner))
+    p = [torch.ones(3)]
+    state = tx.init(p)
+    _, after = tx.warmup_update([torch.tensor([1.0, float("nan"), 1.0])], state, p)
+    assert bitwise_equal(after.inner, state.inner)
+    assert after.skipped == 1
+
+
+def guarded_in_front(*behind):
+    return fn.chain(fn.skip_nonfinite(fn.clip_by_global_norm(1.0)), fn.average("data"), *behind)
+
+
+@pytest.mark.parametrize("around", [fn.skip_nonfinite, lambda tx: fn.skip_nonfinite(fn.chain(tx))])
+def test_what_a_guard_in_front_of_an_exchange_skips_on_one_rank_all_ranks_skip(around):
+    """Nobody but that rank knows of it, unless it sends something that is not finite."""
+    tx = around(guarded_in_front(fn.scale_by_adam()))
+    state = fn.simulate(lambda p: tx.init([p]), "data", 2)(torch.ones(2, 5))
+    g = torch.randn(2, 5)
+    _, state = step(tx, Phase.WARMUP, 2)(g, state)
+    g[1, 3] = float("nan")
+    (u,), after = step(tx, Phase.WARMUP, 2)(g, state)
+    assert torch.equal(u, torch.zeros(2, 5))
+    assert after.skipped.tolist() == [1, 1]
+    assert bitwise_equal(after.inner, state.inner)
+    assert tree.flatten(after)[1] == tree.flatten(state)[1]
+
+
+def test_a_guard_in_front_of_an_exchange_with_none_around_it_sends_zeros():
+    tx = guarded_in_front()
+    state = fn.simulate(lambda p: tx.init([p]), "data", 2)(torch.ones(2, 2))
+    (u,), _ = step(tx, Phase.WARMUP, 2)(torch.tensor([[0.5, 0.25], [float("nan"), 0.0]]), state)
+    assert torch.equal(u, torch.tensor([[0.25, 0.125]] * 2))
+
+
+def guarded_in_front_on_ranks() -> list[tuple[list[float], int]]:
+    p, found = torch.nn.Parameter(torch.ones(3)), []
+    with fn.bind({"data": dist.group.WORLD}):
+        make = lambda lr: guarded_in_front(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))  # noqa: E731
+        opt = fn.Optimizer([p], make)
+    for t in range(3):
+        p.grad = torch.full((3,), 1.0 + dist.get_rank())
+        if t == 1 and dist.get_rank() == 1:
+            p.grad[0] = float("nan")
+        opt.step()
+        found.append((p.tolist(), opt.skipped))
+    return found
+
+
+def test_behind_an_optimizer_no_rank_waits_for_what_a_guard_in_front_of_an_exchange_skipped():
+    first, second = ranks.run(2, guarded_in_front_on_ranks)
+    assert first == second
+    assert [skipped for _, skipped in first] == [0, 1, 1]
+    assert first[0][0] == first[1][0] != first[2][0]
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_it_has_the_phases_of_the_inner_transform(phase):
+    assert has_phase(guarded(), phase) == (phase is not Phase.LOCAL)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_together_one_bad_tree_stops_the_others(culprit):
+    tx = together([fn.skip_nonfinite(fn.scale_by_adam()), fn.skip_nonfinite(fn.scale_by_adam(0.5))])
+    p = ([torch.ones(3)], [torch.ones(2)])
+    state = tx.init(p)
+    _, state = tx.warmup_update(tree.map(torch.ones_like, p), state, p)
+    g = tree.map(torch.ones_like, p)
+    g[culprit][0][1] = float("nan")
+    u, after = tx.warmup_update(g, state, p)
+    assert not any(leaf.any() for leaf in tree.leaves(u))
+    for old, new in zip(state, after, strict=True):
+        assert bitwise_equal(old.inner, new.inner)
+        assert new.skipped == 1
+
+
+def test_together_has_only_the_phases_that_all_have():
+    tx = together([fn.skip_nonfinite(fn.adamw()), fn.onebit_adam(axis="data")])
+    assert has_phase(tx, Phase.WARMUP)
+    assert not has_phase(tx, Phase.COMPRESSED)
