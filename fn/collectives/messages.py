@@ -55,9 +55,11 @@ class Direct(NamedTuple):
 def direct(tensors: Sequence[Tensor], axis: str) -> Direct | None:
     """Return the way over connections of our own; None where a collective carries tensors like these."""
     size, rank, transport = axes.resolve(axis)
-    if size == 1 or transport in registered or transport == axes.SIMULATED or not is_concrete(*tensors):
+    if size == 1 or transport in registered or transport == axes.SIMULATED:
         return None
-    if any(t.device.type != "cpu" for t in tensors) or not any(t.numel() for t in tensors):
+    if {t.device.type for t in tensors} != {"cpu"} or not any(t.numel() for t in tensors):
+        return None
+    if not is_concrete(*tensors):
         return None
     found = connections(primitives.group_of(transport))
     return None if found is None else Direct(axis, size, int(rank), transport, found)

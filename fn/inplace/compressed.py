@@ -25,22 +25,31 @@ from fn.kernels.tracing import cached_plan
 Tree = Any
 
 
-def through_servers_later(
-    payload: Tree, server: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
-) -> tuple[Tree, Callable[[], None]]:
-    """Do what `through_servers` does, and leave the server's error as it is.
+Serve = Callable[[Tree], tuple[Tree, Callable[[], None]]]
+"""A payload of W rows -> the payload of the mean, and what writes the server's next error over its error."""
 
-    Returns: the payload of the mean, and what writes the next error over the error: where the codec and the error are
-        made for that it is not kept until then, but formed once more from what was received.
+
+def through_servers_later(
+    server: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+) -> Serve:
+    """Return what does as `through_servers` does, and leaves the server's error as it is.
+
+    Where the codec and the error are made for that, the next error is not kept until it is written, but formed once
+    more from what was received.
     """
     fused = fused_with(for_own_row(codec, segments, axis), feedback)
-    if fused is None or fused.later is None or observed() or not fused.later.accepts(server):
-        gathered, after = through_servers(payload, server, axis, codec, feedback, segments=segments)
-        return gathered, successor(server, after)
-    received = messages.exchange(payload, axis)
-    with step_range("serve"):
-        mean = fused.later.serve(received, server)
-    return messages.gather(mean, axis), partial(fused.later.keep, received, server, mean)
+    later = None if fused is None or fused.later is None or not fused.later.accepts(server) else fused.later
+
+    def serve(payload: Tree) -> tuple[Tree, Callable[[], None]]:
+        if later is None or observed():
+            gathered, after = through_servers(payload, server, axis, codec, feedback, segments=segments)
+            return gathered, successor(server, after)
+        received = messages.exchange(payload, axis)
+        with step_range("serve"):
+            mean = later.serve(received, server)
+        return messages.gather(mean, axis), partial(later.keep, received, server, mean)
+
+    return serve
 
 
 EncodeAverages = Callable[[list[Tensor], list[Tensor], float], tuple[Tree, Callable[[], None], PendingError | None]]
@@ -67,17 +76,18 @@ def encode_averages(
     if servers and (fused.serve is None or not fused.accepts(like[:1], server)):
         return None
     in_one_pass, settle = fused.averages, fused.settle
-    later = None if fused.later is None or observed() or not fused.later.accepts(worker) else fused.later
+    later = None if fused.later is None or not fused.later.accepts(worker) else fused.later
 
     def encode(
         mu: list[Tensor], grads: list[Tensor], decay: float
     ) -> tuple[Tree, Callable[[], None], PendingError | None]:
+        looked_at = observed()
         with step_range("encode"):
-            if later is not None:
+            if later is not None and not looked_at:
                 payload, sent = later.averages(mu, grads, decay, error=worker, rows=rows)
                 return payload, nothing, sent
             payload, after = in_one_pass(mu, grads, decay, error=worker, rows=rows)
-        if observed():  # the whole difference is the error, so what was encoded is the sum of the two
+        if looked_at:  # the whole difference is the error, so what was encoded is the sum of the two
             kept, decoded = settle(after, rows), half.decode(payload).reshape(-1)
             observe_kept(kept)
             observe_loss(decoded.add_(kept), kept)

@@ -21,7 +21,7 @@ from fn.collectives.compressed import ErrorFeedbackState, check_no_server, encod
 from fn.collectives.feedback import Feedback
 from fn.collectives.hierarchy import compressed_all_reduce, hops, row_count
 from fn.collectives.profiling import step_range
-from fn.inplace.compressed import EncodeAverages, encode_averages, successor, through_servers_later
+from fn.inplace.compressed import EncodeAverages, Serve, encode_averages, successor, through_servers_later
 from fn.inplace.memory import written_into
 from fn.kernels import memory_pool, ops
 from fn.kernels.tracing import cached_plan
@@ -101,45 +101,67 @@ def _valid_on(segments: Segments, device: torch.device) -> Tensor:
     return segments.valid.to(device)
 
 
+class BucketPlan(NamedTuple):
+    """What the mean of a bucket needs in every step.
+
+    worker, server: its errors. encode: of moving averages, None where the codes are not signs by tensor. serve: None
+    without servers.
+    """
+
+    bucket: Bucket
+    worker: Tree
+    server: Tree
+    encode: EncodeAverages | None
+    serve: Serve | None
+
+
 class CodedAverage(NamedTuple):
-    """`compressed_average` over one axis, for steps in place. axis, codec, feedback, layout, servers: as there."""
+    """`compressed_average` over one axis, for steps in place. axis, codec, feedback, layout, servers: as there.
+
+    plans: (state, its plans), of the state that was averaged with last; filled here.
+    """
 
     axis: str
     codec: Codec
     feedback: Feedback
     layout: str
     servers: bool
+    plans: list[tuple[ErrorFeedbackState, list[BucketPlan]]]
 
-    def plan(
-        self, leaves: Sequence[Tensor], sync: ErrorFeedbackState
-    ) -> list[tuple[Bucket, Tree, Tree, EncodeAverages | None]]:
-        """Return per vector that travels the errors and, where the codes are signs by tensor, `encode_averages`."""
+    def plan(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> list[BucketPlan]:
+        """Return what each vector that travels needs, planned once for a state."""
+        if self.plans and self.plans[0][0] is sync:
+            return self.plans[0][1]
         found, rule = [], (self.codec, self.feedback)
         rows = row_count(self.axis, servers=self.servers)
-        plan = layouts.buckets(leaves, rows, self.codec.align, self.layout)
-        for bucket, e, d in zip(plan, sync.worker, sync.server, strict=True):
+        buckets = layouts.buckets(leaves, rows, self.codec.align, self.layout)
+        for bucket, e, d in zip(buckets, sync.worker, sync.server, strict=True):
             if not self.servers:
                 check_no_server(d)
-            signs = None if bucket.fused else encode_averages(*rule, bucket.segments, e, d, servers=self.servers)
-            found.append((bucket, e, d, signs))
+            at = bucket.segments
+            signs = None if bucket.fused else encode_averages(*rule, at, e, d, servers=self.servers)
+            serve = through_servers_later(d, self.axis, *rule, segments=at) if self.servers else None
+            found.append(BucketPlan(bucket, e, d, signs, serve))
+        self.plans[:] = [(sync, found)]
         return found
 
     def in_signs(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> bool:
         """Return whether all codes are signs by tensor."""
-        return all(signs is not None for *_, signs in self.plan(leaves, sync))
+        return all(plan.encode is not None for plan in self.plan(leaves, sync))
 
     def average_rows(
         self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor]
     ) -> CodedMean:
         """Average vectors that are formed for this and may be overwritten. rows: bucket -> (n,)."""
         found = []
-        for bucket, e, d, signs in self.plan(leaves, sync):
-            if signs is None:
-                found.append(self._of_vector(bucket, e, d, rows(bucket)))
+        for plan in self.plan(leaves, sync):
+            if plan.encode is None:
+                found.append(self._of_vector(plan, rows(plan.bucket)))
                 continue
-            x = rows(bucket).view(bucket.segments.valid.shape[0], -1)
-            payload, after = encode(segmented(self.codec, bucket.segments), self.feedback, x, e, consume=True)
-            found.append(self._of_codes(bucket, d, payload, successor(e, after)))
+            at = plan.bucket.segments
+            x, e = rows(plan.bucket).view(at.valid.shape[0], -1), plan.worker
+            payload, after = encode(segmented(self.codec, at), self.feedback, x, e, consume=True)
+            found.append(self._of_codes(plan, payload, successor(e, after)))
         return CodedMean(found)
 
     def average_moments(
@@ -147,34 +169,33 @@ class CodedAverage(NamedTuple):
     ) -> CodedMean:
         """Average decay * mu + (1 - decay) * grad. params: of no use here."""
         found = []
-        for bucket, e, d, signs in self.plan(mu, sync):
-            if signs is None:
-                found.append(self._of_vector(bucket, e, d, moving_averages(mu, grads, decay, bucket)))
+        for plan in self.plan(mu, sync):
+            if plan.encode is None:
+                found.append(self._of_vector(plan, moving_averages(mu, grads, decay, plan.bucket)))
             else:
-                lists = [mu[i] for i in bucket.leaf_indices], [grads[i] for i in bucket.leaf_indices]
-                found.append(self._of_codes(bucket, d, *signs(*lists, decay)))
+                lists = [mu[i] for i in plan.bucket.leaf_indices], [grads[i] for i in plan.bucket.leaf_indices]
+                found.append(self._of_codes(plan, *plan.encode(*lists, decay)))
         return CodedMean(found, grads, decay)
 
-    def _of_vector(self, bucket: Bucket, e: Tree, d: Tree, x: Tensor) -> BucketMean:
+    def _of_vector(self, plan: BucketPlan, x: Tensor) -> BucketMean:
         """Average x (n,), which may be overwritten."""
-        rule, at = (self.axis, self.codec, self.feedback), bucket.segments
-        mean, after = compressed_all_reduce(x, (e, d), *rule, segments=at, consume=True, servers=self.servers)
-        return BucketMean(bucket, mean, successor((e, d), after))
+        rule, at, errors = (self.axis, self.codec, self.feedback), plan.bucket.segments, (plan.worker, plan.server)
+        mean, after = compressed_all_reduce(x, errors, *rule, segments=at, consume=True, servers=self.servers)
+        return BucketMean(plan.bucket, mean, successor(errors, after))
 
     def _of_codes(
-        self, bucket: Bucket, d: Tree, payload: Tree, keep_worker: Callable[[], None], sent: PendingError | None = None
+        self, plan: BucketPlan, payload: Tree, keep_worker: Callable[[], None], sent: PendingError | None = None
     ) -> BucketMean:
         """Average what is encoded."""
-        if not self.servers:
-            return BucketMean(bucket, messages.gather(payload, self.axis), keep_worker, sent)
-        rule = self.axis, self.codec, self.feedback
-        gathered, keep_server = through_servers_later(payload, d, *rule, segments=bucket.segments)
+        if plan.serve is None:
+            return BucketMean(plan.bucket, messages.gather(payload, self.axis), keep_worker, sent)
+        gathered, keep_server = plan.serve(payload)
 
         def keep() -> None:
             keep_worker()
             keep_server()
 
-        return BucketMean(bucket, gathered, keep, sent)
+        return BucketMean(plan.bucket, gathered, keep, sent)
 
 
 class PureAverage(NamedTuple):
@@ -220,7 +241,7 @@ def average_of(update: UpdateFn) -> CodedAverage | PureAverage | None:
     rule = links[0].update.rule if len(links) == 1 and isinstance(links[0].update, Step) else None
     if isinstance(rule, CompressedAverage) and isinstance(rule.axis, str) and update is links[0].update:
         (hop,) = hops(rule.axis, rule.codec, rule.feedback)
-        return CodedAverage(rule.axis, hop.codec, hop.feedback, rule.layout, rule.servers)
+        return CodedAverage(rule.axis, hop.codec, hop.feedback, rule.layout, rule.servers, [])
     return PureAverage(update) if links else None
 
 

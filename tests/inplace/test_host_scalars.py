@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fn.inplace import host_scalars
-from fn.kernels.tracing import foreach
+from fn.kernels.eager import foreach
 
 
 class There(torch.Tensor):

@@ -27,8 +27,8 @@ from fn.adapters.optim import optimizer as torch_optim
 from fn.adapters.optim import training
 from fn.inplace import zero_one_adam
 from fn.kernels import ops, tracing
+from fn.kernels.eager import foreach
 from fn.kernels.gpu import triton, triton_int
-from fn.kernels.tracing import foreach
 from fn.transforms import agreed, average
 
 _setup_privateuseone_for_python_backend(NAME)

@@ -27,7 +27,7 @@ from fn.collectives.codecs import segments
 from fn.inplace import adam, bounds, descent, zero_one_adam
 from fn.inplace.match import in_place
 from fn.kernels import tracing
-from fn.kernels.tracing import foreach
+from fn.kernels.eager import foreach
 from fn.transforms import shards
 
 NAME = "elsewhere"

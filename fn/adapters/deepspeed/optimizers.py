@@ -97,7 +97,7 @@ class OnebitAdam(DeepSpeedOptimizer):
     def _take_initial_moments(self) -> None:
         training = self.training
         training.groups, training.scale = self.param_groups, (None, None)
-        grads = collect(training)
+        grads = collect(training, self.phase)
         with training.binding:
             write_back(self.states, numerics.initialise(self.states, self.training.described(), pmean(grads, AXIS)))
 

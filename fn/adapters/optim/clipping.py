@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,10 @@ def check_max_grad_norm(max_grad_norm: float | None) -> None:
 
 
 class Clipping(NamedTuple):
-    """gradients: (gradients, params) of all groups -> the gradients clipped. binding: of the update that follows."""
+    """gradients: (gradients, params) of all groups -> the gradients clipped; None: as they are. binding: of the update."""
 
-    gradients: Callable[[Tree, Tree], Tree]
-    binding: Binding
+    gradients: Callable[[Tree, Tree], Tree] | None
+    binding: AbstractContextManager[Any]
 
 
 def clipping(phase: Phase, max_norm: float | None, axis: str | None, state: Tree) -> Clipping:
@@ -60,7 +61,7 @@ def clipping(phase: Phase, max_norm: float | None, axis: str | None, state: Tree
         transform; it tells whether the warm-up is in codes, and whether it is sharded.
     """
     if max_norm is None:
-        return Clipping(lambda grads, params: grads, Binding({}))
+        return Clipping(None, nullcontext())
     if phase is Phase.WARMUP and tree.fields(state, "gradient_errors"):
         phase = Phase.COMPRESSED
     clip = chain(average(axis), clip_by_global_norm(max_norm, axis)).update(phase)

@@ -83,24 +83,24 @@ def take(training: Training, phase: Phase, problem: Exception | None) -> None:
     Args: problem: why this rank cannot take the step.
     """
     update, before = update_of(training, phase), training.skip_counts()
-    grads = collect(training, phase is not Phase.LOCAL, problem)
+    grads = collect(training, phase, problem)
     if phase in training.doubts:
         training.doubts = still_in_doubt(training.doubts, phase, grads, training.axes)
     updates = _move(training, phase, update, grads)
     if training.skipped > max(before, default=0) and _ask(training, before):
-        updates = _move(training, phase, update, collect(training))
+        updates = _move(training, phase, update, collect(training, phase))
     if updates is not None:
         _apply(training, updates)
 
 
-def collect(training: Training, ask: bool = True, problem: Exception | None = None) -> Grads:
+def collect(training: Training, phase: Phase, problem: Exception | None = None) -> Grads:
     """Return the gradients of all param groups, without the scale of the loss, with their residuals.
 
-    Args and Raises: as `Gradients.collect`.
+    Args: phase: of the step. problem: why this rank cannot take it. Raises: as `Gradients.collect`.
     """
-    found = training.gradients.collect(training.params, ask, problem)
+    found = training.gradients.collect(training.params, phase is not Phase.LOCAL, problem)
     found = unscaled(found, *training.scale)
-    return with_residuals(training.residuals_in(training.phase), found)
+    return with_residuals(training.residuals_in(phase), found)
 
 
 def _move(training: Training, phase: Phase, update: Update, grads: Grads) -> Sequence[list[Tensor]] | None:
@@ -109,7 +109,7 @@ def _move(training: Training, phase: Phase, update: Update, grads: Grads) -> Seq
     with training.frozen_params.during(
         phase, training.gradients.absent, training.params, training.states, training.transforms
     ):
-        grads = update.clip.gradients(grads, params)
+        grads = grads if update.clip.gradients is None else update.clip.gradients(grads, params)
         with update.clip.binding:
             staged = None if training.gradients.absent else update.in_place  # which moves all params
             if staged is not None and staged.fits(grads, states, params):

@@ -110,8 +110,9 @@ class Training:
         return self.counts[1]
 
     def skip_counts(self) -> list[int]:
-        """Return their numbers."""
-        return [int(on_host(count)) for count in self.skip_counters()]
+        """Return their numbers, without waiting for a device where nobody has written into them."""
+        counters = self.skip_counters()
+        return [int(count if count.device.type == "cpu" else on_host(count)) for count in counters]
 
     def residuals_in(self, phase: Phase) -> Residuals:
         """Return the residual gradients if several ranks meet in a step of a phase; () if they do not."""

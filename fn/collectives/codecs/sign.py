@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from fn.collectives.feedback import Classic, LazyError
 from fn.kernels import ops
 from fn.kernels.reference import scale_dtype
 from fn.kernels.table import have_kernels
-from fn.kernels.tracing import cached_plan, is_concrete
+from fn.kernels.tracing import PLANS, cached_plan, is_concrete
 
 Tree = Any
 
@@ -75,8 +75,7 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         counts = valid if block is not None else valid.sum(0, keepdim=True)
         return _Place(rows, valid, runs, counts.clamp(min=1).double().sqrt())
 
-    @cached_plan
-    def place(rows: int, n: int, device: torch.device, merge: bool = True) -> _Place:
+    def make_place(rows: int, n: int, device: torch.device, merge: bool = True) -> _Place:
         if segments is None:
             widths: tuple[int, ...] = (n,)
             valid = torch.full((rows, 1), n, device=device)
@@ -89,6 +88,8 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         if merge and len(widths) == 1:  # one tensor: its rows are one vector, and its norm is taken as of one vector
             return placed(1, valid.sum(0, keepdim=True), [1, rows * n])
         return placed(rows, valid.contiguous(), [v for w in widths for v in (1, w)])
+
+    place = cached_plan(make_place)
 
     def finish(rows: int, at: _Place, bits: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[SignPayload, Tensor]:
         """Return the payload, and the scales (K, S) as the kernels take them: root mean squares, 0 where nothing is."""
@@ -117,7 +118,7 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], at.valid, at.runs)
         return mean[0]
 
-    with_feedback = _sign_with_feedback(place, finish, segments)
+    with_feedback = _sign_with_feedback(make_place, finish, segments)
     if block is not None:
         with_feedback = with_feedback._replace(averages=None)  # a segment must be a tensor
 
@@ -139,9 +140,11 @@ _IN_TWO_PASSES = ("momentum_signs", "onebit_adam_feedback_", "serve_signs", "ser
 
 
 def _sign_with_feedback(
-    place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]], segments: Segments | None
+    make_place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]], segments: Segments | None
 ) -> Fused:
     """Return sign and classic feedback in one: the error may be a vector, or lazy."""
+    place, length = cached_plan(make_place), 0 if segments is None else segments.row_length
+    kept_place = lru_cache(maxsize=PLANS)(make_place)  # for steps in place, which no tracer looks at
 
     def init(x: Tensor) -> LazyError:
         at = place(*x.shape, x.device)
@@ -184,12 +187,12 @@ def _sign_with_feedback(
         mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tree, rows: int
     ) -> tuple[SignPayload, Tree]:
         assert segments is not None
-        at = place(rows, segments.row_length, mu[0].device)
+        at = place(rows, length, mu[0].device)
         b, bits, sums = ops.direct("momentum_encode", mu, grads, decay, *sent(error, at), at.valid, at.runs)
         payload, scales = finish(rows, at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
 
-    def messages(received: SignPayload) -> tuple[_Place, Tensor, Tensor]:
+    def messages(received: SignPayload, place: Callable[..., _Place] = place) -> tuple[_Place, Tensor, Tensor]:
         at = place(1, received.bits.shape[1] * 8, received.bits.device)
         return at, received.bits[None], received.scales.contiguous()[None]
 
@@ -207,21 +210,20 @@ def _sign_with_feedback(
     def averages_first(
         mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tensor, rows: int
     ) -> tuple[SignPayload, PendingError]:
-        assert segments is not None
-        here = rows, segments.row_length, mu[0].device
-        at = place(*here)
+        here = rows, length, mu[0].device
+        at = kept_place(*here)
         bits, sums = ops.direct("momentum_signs", mu, grads, decay, at.of(error), at.valid, at.runs)
         payload, _ = finish(rows, at, bits, sums, error.dtype)
-        at = place(*here, merge=False)
+        at = kept_place(*here, False)
         return payload, PendingError(at.of(error), payload.scales.contiguous(), at.valid, at.runs)
 
     def serve_first(received: SignPayload, error: Tensor) -> SignPayload:
-        at, bits, scales = messages(received)
+        at, bits, scales = messages(received, kept_place)
         bits, sums = ops.direct("serve_signs", bits, scales, at.of(error), at.valid, at.runs)
         return finish(1, at, bits, sums, error.dtype)[0]
 
     def keep_served(received: SignPayload, error: Tensor, mean: SignPayload) -> None:
-        at, bits, scales = messages(received)
+        at, bits, scales = messages(received, kept_place)
         ops.direct("serve_feedback_", at.of(error), bits, scales, mean.scales, at.valid, at.runs)
 
     def settle(error: Tree, rows: int) -> Tensor:
