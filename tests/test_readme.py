@@ -69,5 +69,5 @@ def test_the_examples_in_docstrings_hold(name):
 def test_the_doctests_of_the_core_are_found():
     """If the examples were lost, the test above would pass."""
     finder = doctest.DocTestFinder()
-    for name in ("base", "schedules", "collectives.simulation", "collectives.ledger", "collectives.codec"):
+    for name in ("base", "schedules", "collectives.simulation", "collectives.ledger", "collectives.codecs.codec"):
         assert any(found.examples for found in finder.find(importlib.import_module(f"fn.{name}"))), name

@@ -22,6 +22,7 @@ from fn import tree
 from fn.base import rank_local
 from fn.collectives.transports.failure_detection import remember
 from fn.collectives.transports.mpi import Communicator, is_communicator, register_communicator
+from fn.collectives.transports.tcp_setup import stay_on_gloo
 
 SIMULATED = ""
 ALONE = "alone"
@@ -70,12 +71,15 @@ class Binding:
         _bound.axes = _bound.before.pop()
 
 
-def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator]) -> Binding:
+def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator], *, tcp: bool = True) -> Binding:
     """Give axis names to process groups, as a context.
 
     Args:
         mesh: a `DeviceMesh` with `mesh_dim_names`, or a mapping from names to process groups of torch.distributed or
             communicators of mpi4py: `{"data": MPI.COMM_WORLD}`.
+        tcp: codes of tensors in host memory travel over TCP connections of their own where the group's backend is gloo,
+            which carries one direction after the other. False, on any rank, before the group's first exchange: over
+            gloo on all ranks, and no connection is opened.
     Returns: a context manager. `fn.Optimizer` keeps the binding it was built in.
     Raises: ValueError if the mesh has no dimension names, a communicator is null, or this rank is not in a group;
         TypeError for anything else.
@@ -90,6 +94,8 @@ def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator]) -> B
         groups = dict(mesh)
     else:
         raise TypeError(f"mesh: is {type(mesh).__name__}; allowed are a DeviceMesh or a mapping of names to groups")
+    if not tcp:
+        stay_on_gloo(group for group in groups.values() if isinstance(group, dist.ProcessGroup))
     return Binding({name: _group_axis(name, group) for name, group in groups.items()})
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from fn.collectives.axis import Binding, axis_size, bind
 from fn.collectives.primitives import all_to_all, group_of, pmean
 from fn.collectives.profiling import Watchers, watched_by, watchers
-from fn.collectives.transports.tcp_setup import timeout_of
+from fn.collectives.transports.tcp_setup import stay_on_gloo, stays_on_gloo, timeout_of
 
 Job = Callable[[], Any]
 Entry = tuple[Job, Any, Watchers, Future[Any]]
@@ -130,6 +130,8 @@ def bind_twin(axis: str, group: dist.ProcessGroup) -> Binding:
             group_desc="fn: behind the backward pass",
         )
     _originals[twin] = weakref.ref(group)
+    if stays_on_gloo(group):
+        stay_on_gloo([twin])
     return bind({axis: twin})
 
 

@@ -41,7 +41,11 @@ def check_max_grad_norm(max_grad_norm: float | None) -> None:
 
 
 class Clipping(NamedTuple):
-    """gradients: (gradients, params) of all groups -> the gradients clipped; None: as they are. binding: of the update."""
+    """How gradients are clipped.
+
+    gradients: (gradients, params) of all groups -> the gradients clipped; None: they stay. binding: of the update that
+    follows.
+    """
 
     gradients: Callable[[Tree, Tree], Tree] | None
     binding: AbstractContextManager[Any]

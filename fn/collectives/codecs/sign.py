@@ -75,7 +75,8 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         counts = valid if block is not None else valid.sum(0, keepdim=True)
         return _Place(rows, valid, runs, counts.clamp(min=1).double().sqrt())
 
-    def make_place(rows: int, n: int, device: torch.device, merge: bool = True) -> _Place:
+    @cached_plan
+    def place(rows: int, n: int, device: torch.device, merge: bool = True) -> _Place:
         if segments is None:
             widths: tuple[int, ...] = (n,)
             valid = torch.full((rows, 1), n, device=device)
@@ -88,8 +89,6 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         if merge and len(widths) == 1:  # one tensor: its rows are one vector, and its norm is taken as of one vector
             return placed(1, valid.sum(0, keepdim=True), [1, rows * n])
         return placed(rows, valid.contiguous(), [v for w in widths for v in (1, w)])
-
-    place = cached_plan(make_place)
 
     def finish(rows: int, at: _Place, bits: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[SignPayload, Tensor]:
         """Return the payload, and the scales (K, S) as the kernels take them: root mean squares, 0 where nothing is."""
@@ -118,7 +117,7 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], at.valid, at.runs)
         return mean[0]
 
-    with_feedback = _sign_with_feedback(make_place, finish, segments)
+    with_feedback = _sign_with_feedback(place, finish, segments)
     if block is not None:
         with_feedback = with_feedback._replace(averages=None)  # a segment must be a tensor
 
@@ -140,11 +139,11 @@ _IN_TWO_PASSES = ("momentum_signs", "onebit_adam_feedback_", "serve_signs", "ser
 
 
 def _sign_with_feedback(
-    make_place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]], segments: Segments | None
+    place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]], segments: Segments | None
 ) -> Fused:
     """Return sign and classic feedback in one: the error may be a vector, or lazy."""
-    place, length = cached_plan(make_place), 0 if segments is None else segments.row_length
-    kept_place = lru_cache(maxsize=PLANS)(make_place)  # for steps in place, which no tracer looks at
+    kept_place = lru_cache(maxsize=PLANS)(place)  # for steps in place, which no tracer looks at
+    length = 0 if segments is None else sum(segments.widths)
 
     def init(x: Tensor) -> LazyError:
         at = place(*x.shape, x.device)

@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -40,6 +40,7 @@ RANK = "<Q"
 Address = tuple[str, int]
 
 _opened: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections | None] = weakref.WeakKeyDictionary()
+_on_gloo: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def connections(group: dist.ProcessGroup) -> Connections | None:
@@ -51,6 +52,16 @@ def connections(group: dist.ProcessGroup) -> Connections | None:
         is_gloo = group._get_backend(torch.device("cpu")).name() == "gloo"
         _opened[group] = _open(group) if is_gloo else None
     return _opened[group]
+
+
+def stay_on_gloo(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Open no connections of these groups; the other ranks hear of it when they are about to open theirs."""
+    _on_gloo.update(groups)
+
+
+def stays_on_gloo(group: dist.ProcessGroup) -> bool:
+    """Tell whether this rank opens no connections of a group."""
+    return group in _on_gloo
 
 
 def abort_connections(group: dist.ProcessGroup) -> None:
@@ -74,6 +85,8 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
     problem, listener, address = "", None, None
     token = secrets.token_bytes(16)
     try:
+        if stays_on_gloo(group):
+            raise OSError("its axis was bound with tcp=False")
         check_system()
         listener = _listen(group.size() + CALLERS)
         address = listener.getsockname()[:2]
@@ -92,7 +105,7 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
     if not reasons:
         return found
     found.close()
-    if group.rank() == 0:
+    if group.rank() == 0 and not stays_on_gloo(group):
         logger.warning("codes go over gloo instead of connections of their own: %s", reasons[0])
     return None
 

@@ -26,7 +26,9 @@ from hypothesis import strategies as st
 from ranks import LIMIT, Died, Raised, outcomes, run
 
 import fn
+from fn.adapters.ddp.comm_thread import bind_twin
 from fn.collectives.messages import fill_rows, swap_rows
+from fn.collectives.primitives import group_of
 from fn.collectives.transports import tcp_setup as rendezvous
 from fn.collectives.transports.tcp import HEADER, WAKE, Connections
 from fn.collectives.transports.tcp_setup import connections
@@ -256,6 +258,7 @@ def no_port(backlog: int) -> None:
 
 
 BREAKS = {
+    "its axis was bound with tcp=False": lambda: fn.bind({"data": dist.group.WORLD}, tcp=False),
     "no port": lambda: setattr(rendezvous, "_listen", no_port),
     "this system has no select.poll": lambda: delattr(select, "poll"),
 }
@@ -282,6 +285,20 @@ def test_ranks_that_cannot_connect_go_over_gloo_together_and_say_why(why):
     text = f"codes go over gloo instead of connections of their own: rank 1 cannot listen: {why}"
     assert first == [True, True, [text]]
     assert second == [True, True, []]
+
+
+def bound_without_connections() -> list[Any]:
+    x = rows(dist.get_rank(), 2, 5)
+    with fn.bind({"data": dist.group.WORLD}, tcp=False):
+        found = fn.all_to_all(x, "data")
+    expected = torch.stack([rows(r, 2, 5)[dist.get_rank()] for r in range(2)])
+    twin = bind_twin("data", dist.group.WORLD).axes["data"].transport
+    groups = dist.group.WORLD, group_of(twin)
+    return [torch.equal(found, expected), [connections(group) for group in groups]]
+
+
+def test_one_argument_of_bind_leaves_codes_to_gloo_and_to_that_of_the_thread_that_communicates():
+    assert run(2, bound_without_connections) == [[True, [None, None]]] * 2
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/net/if_inet6"), reason="needs Linux with IPv6")
@@ -330,7 +347,7 @@ def reset(listener: socket.socket, text: bytes = b"") -> socket.socket:
     return caller
 
 
-def abort_connections(listener: socket.socket, text: bytes = b"") -> socket.socket:
+def hang_up(listener: socket.socket, text: bytes = b"") -> socket.socket:
     caller = call(listener, text)
     caller.close()
     return caller
@@ -344,8 +361,8 @@ STRANGERS: dict[str, list[Callable[[socket.socket], socket.socket]]] = {
     "silent": [call],
     "resets": [reset],
     "resets after a part of the token": [lambda listener: reset(listener, TOKEN[:5])],
-    "hangs up": [abort_connections],
-    "hangs up after the token": [lambda listener: abort_connections(listener, TOKEN)],
+    "hangs up": [hang_up],
+    "hangs up after the token": [lambda listener: hang_up(listener, TOKEN)],
     "speaks": [lambda listener: call(listener, b"x" * 24)],
     "speaks at length": [lambda listener: call(listener, b"GET / HTTP/1.1\r\n" * 50)],
     "says too little": [lambda listener: call(listener, b"x")],
@@ -400,7 +417,7 @@ def test_the_opening_ends_in_time_and_names_who_did_not_call(monkeypatch):
 
         def flood() -> None:
             while not is_over.is_set():
-                abort_connections(listener)
+                hang_up(listener)
 
         flooding = threading.Thread(target=flood)
         flooding.start()
