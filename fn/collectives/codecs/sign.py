@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from fn.collectives.feedback import Classic, LazyError
 from fn.kernels import ops
 from fn.kernels.reference import scale_dtype
 from fn.kernels.table import have_kernels
-from fn.kernels.tracing import PLANS, cached_plan, is_concrete
+from fn.kernels.tracing import cached_plan, eager_plan, is_concrete
 
 Tree = Any
 
@@ -142,7 +142,7 @@ def _sign_with_feedback(
     place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]], segments: Segments | None
 ) -> Fused:
     """Return sign and classic feedback in one: the error may be a vector, or lazy."""
-    kept_place = lru_cache(maxsize=PLANS)(place)  # for steps in place, which no tracer looks at
+    kept_place = eager_plan(place)  # for steps in place, which no tracer looks at
     length = 0 if segments is None else sum(segments.widths)
 
     def init(x: Tensor) -> LazyError:
