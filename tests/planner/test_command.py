@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ranks import LIMIT
 
 from fn.__main__ import main
 from fn.planner import calibrate
@@ -193,7 +194,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(line):
         stdout=start,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=240,
+        timeout=LIMIT,
     )
     os.close(start)
     assert (ended.returncode, ended.stderr) == (1, "")
@@ -210,7 +211,7 @@ def test_a_job_measures_its_links(tmp_path):
         env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=LIMIT,
     )
     assert ended.returncode == 0, ended.stderr
     for collective in ("all_reduce", "all_to_all", "all_gather"):
