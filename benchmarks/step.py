@@ -84,6 +84,18 @@ def adapter(params: list[torch.nn.Parameter], make: Any, phase: fn.Phase) -> Ste
     return opt.step
 
 
+def adamw_by_hand(lr: Any) -> fn.Transform:
+    """Return the links of `fn.adamw` as a user writes them."""
+    return fn.chain(fn.scale_by_adam(), fn.add_decayed_weights(1e-2), fn.scale_by_learning_rate(lr))
+
+
+def onebit_adam_by_hand(lr: Any) -> fn.Transform:
+    """Return the four links of `fn.onebit_adam`."""
+    sync = fn.compressed_average("data", fn.sign())
+    moments = fn.scale_by_onebit_adam(0.9, 0.999, 1e-8, sync=sync)
+    return fn.chain(fn.average("data"), moments, fn.add_decayed_weights(1e-2), fn.scale_by_learning_rate(lr))
+
+
 def functional(params: list[torch.nn.Parameter], donated: bool, flat: bool = False, compiled: bool = False) -> Step:
     """Return the pure update of AdamW, over a list of tensors or one flat vector."""
     tx = fn.adamw(1e-4)
@@ -153,6 +165,7 @@ def all_contenders(total: int, compiled: bool, only: str = "") -> Contenders:
     found.add("AdamW foreach, torch", partial(torchs, foreach=True), 7)
     found.add("AdamW for-loop, torch", partial(torchs, foreach=False), 7)
     found.add("AdamW, fn.Optimizer", partial(adapter, make=fn.adamw, phase=fn.Phase.WARMUP), 7)
+    found.add("AdamW, a chain by hand, fn.Optimizer", partial(adapter, make=adamw_by_hand, phase=fn.Phase.WARMUP), 7)
     found.add("AdamW, fn functional", partial(functional, donated=False), 7)
     found.add("AdamW, fn functional, donated", partial(functional, donated=True), 7)
     if compiled:
@@ -161,6 +174,8 @@ def all_contenders(total: int, compiled: bool, only: str = "") -> Contenders:
         onebit = partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy))
         make = partial(adapter, make=onebit, phase=fn.Phase.COMPRESSED)
         found.add(f"1-bit Adam compressed, fn.Optimizer{name}", make, streams + 1)
+    by_hand = partial(adapter, make=onebit_adam_by_hand, phase=fn.Phase.COMPRESSED)
+    found.add("1-bit Adam, a chain by hand, fn.Optimizer", by_hand, 12)
     ints = partial(fn.onebit_adam, axis="data", codec=fn.int8(), feedback=fn.damped())
     found.add("1-bit Adam in int8, fn.Optimizer", partial(adapter, make=ints, phase=fn.Phase.COMPRESSED), 9)
     coded = partial(fn.onebit_adam, axis="data", warmup=fn.int8())
