@@ -74,7 +74,7 @@ def exchange(payload: Tree, axis: str) -> Tree:
             message, unpack = _as_message(leaves)
             return restore(unpack(primitives.all_to_all(message, axis)))
         received = [memory_pool.empty(leaf.shape, leaf.dtype) for leaf in leaves]
-        _pass(way, "all_to_all", [leaf.contiguous() for leaf in leaves], received, way.size)
+        _pass(way, "all_to_all", leaves, received)
         return restore(received)
 
 
@@ -87,7 +87,7 @@ def gather(payload: Tree, axis: str) -> Tree:
             message, unpack = _as_message(leaves)
             return restore(unpack(primitives.all_gather(message, axis).flatten(0, 1)))
         gathered = [memory_pool.empty((way.size, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
-        _pass(way, "all_gather", [leaf.contiguous() for leaf in leaves], gathered, 1)
+        _pass(way, "all_gather", leaves, gathered)
         return restore(gathered)
 
 
@@ -133,11 +133,11 @@ def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree
     return leaves, partial(tree.unflatten, structure)
 
 
-def _pass(way: Direct, collective: str, leaves: Sequence[Tensor], into: Sequence[Tensor], rows: int) -> None:
-    """Send row p of so many, or the only one, to rank p; fill row p of W from rank p, and copy this rank's own."""
+def _pass(way: Direct, collective: str, leaves: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+    """Send row p, or the only one, to rank p; fill row p of W from rank p, and copy this rank's own."""
     order = _wide_first(leaves)
-    give = [leaves[i].view(rows, -1).expand(way.size, -1).unbind() for i in order]
-    take = [into[i].view(way.size, -1).unbind() for i in order]
+    give = [leaves[i].contiguous().expand_as(into[i]).unbind() for i in order]
+    take = [into[i].unbind() for i in order]
     for mine, place in zip(give, take, strict=True):
         place[way.me].copy_(mine[way.me])
     others = [p for p in range(way.size) if p != way.me]

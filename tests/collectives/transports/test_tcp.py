@@ -27,7 +27,7 @@ from ranks import LIMIT, Died, Raised, outcomes, run
 
 import fn
 from fn.adapters.ddp.comm_thread import bind_twin
-from fn.collectives.messages import fill_rows, swap_rows
+from fn.collectives.messages import exchange, fill_rows, gather, swap_rows
 from fn.collectives.primitives import group_of
 from fn.collectives.transports import tcp_setup as rendezvous
 from fn.collectives.transports.tcp import HEADER, WAKE, Connections
@@ -66,6 +66,20 @@ def exchanged(n: int) -> list[bool]:
 def test_every_rank_gets_its_rows_whoever_is_late(n):
     for found in run(3, exchanged, n):
         assert all(found)
+
+
+def with_leaves_of_any_shape() -> list[bool]:
+    rank = dist.get_rank()
+    parts = torch.tensor([[1.0], [2.0]]) + 10 * rank, torch.empty(2, 0, dtype=torch.uint8), torch.ones(()).expand(2, 3)
+    with fn.bind({"data": dist.group.WORLD}):
+        swapped, gathered = exchange(parts, "data"), gather(tuple(part[:1] for part in parts), "data")
+    expected = torch.tensor([[1.0], [11.0]])
+    rest = [torch.equal(part, parts[i]) for part_of in (swapped, gathered) for i, part in enumerate(part_of) if i]
+    return [torch.equal(swapped[0], expected + rank), torch.equal(gathered[0], expected), *rest]
+
+
+def test_messages_have_leaves_without_elements_and_without_memory_of_their_own():
+    assert run(2, with_leaves_of_any_shape) == [[True] * 6] * 2
 
 
 def a_pair(timeout: float = 2 * LIMIT) -> tuple[Connections, Connections]:
