@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fn.kernels.reference import NORM_BLOCK, runs_of
+from fn.kernels.reference import runs_of
 from fn.kernels.tracing import PLANS
 
 THREADED = 1 << 22
@@ -22,8 +22,26 @@ THREADED = 1 << 22
 LARGER_THAN_CACHE = 1 << 20
 """Elements from which results are written past the cache: they are too many for the second level."""
 
+BLOCK = 1 << 12
+"""Elements of a block where squares are added."""
+
 WHOLE_SEGMENTS = 1 << 62
 """Elements of a place that no segment has: every segment is one."""
+
+
+class Grid(NamedTuple):
+    """The blocks of some rows, as compiled loops take them: addresses and numbers.
+
+    blocks: of a row. table: (blocks, 4) as in `BlockTable`. segments: of a row. valid: (R, S). n: elements of a row.
+    nontemporal: 1 where results are more than a cache holds, so that they are written past it.
+    """
+
+    blocks: int
+    table: int
+    segments: int
+    valid: int
+    n: int
+    nontemporal: int
 
 
 class BlockTable(NamedTuple):
@@ -44,7 +62,7 @@ class BlockTable(NamedTuple):
     even: bool
 
 
-def block_table(runs: Sequence[int], block: int = NORM_BLOCK) -> BlockTable:
+def block_table(runs: Sequence[int], block: int = BLOCK) -> BlockTable:
     """Return the places of a row, each at most `block` elements long."""
     return _block_table(tuple(runs), block)
 
@@ -71,7 +89,7 @@ def _block_table(runs: tuple[int, ...], block: int) -> BlockTable:
     return BlockTable(table, n, segments, widths, aligned, whole, even)
 
 
-def add_up(squares: Tensor, runs: Sequence[int], block: int = NORM_BLOCK) -> Tensor:
+def add_up(squares: Tensor, runs: Sequence[int], block: int = BLOCK) -> Tensor:
     """Add the squared norms of places (R, places) up to those of segments, in the order of the places: (R, S)."""
     lengths = blocks_of_segments(tuple(runs), block, squares.device)
     if not squares.numel():
@@ -99,13 +117,13 @@ def run(
     elements, total = rows * at.n, rows * blocks
     if not total:
         return
-    nontemporal = elements >= LARGER_THAN_CACHE and not over
-    common = (blocks, at.table.ctypes.data, at.segments, valid.data_ptr(), at.n, nontemporal)
+    nontemporal = int(elements >= LARGER_THAN_CACHE and not over)
+    grid = Grid(blocks, at.table.ctypes.data, at.segments, valid.data_ptr(), at.n, nontemporal)
 
     def work(low: int, high: int) -> None:
-        memory = np.empty(scratch + 64, dtype=np.uint8)
-        extra = (memory.ctypes.data + -memory.ctypes.data % 64,) if scratch else ()
-        kernel(low, high, *common, *args, *extra)
+        memory = torch.empty(scratch, dtype=torch.uint8, device="cpu")  # aligned to 64 bytes
+        extra = (memory.data_ptr(),) if scratch else ()
+        kernel(low, high, grid, *args, *extra)
 
     threads = torch.get_num_threads() if elements >= THREADED else 1
     threads = min(threads, os.cpu_count() or 1, total) if threads > 1 else 1

@@ -1,71 +1,222 @@
-"""The integer kernels of the CPU row in Numba, part of `numba`. Bit for bit those of the reference, but for float64."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator"
+"""The integer kernels on a CPU, bit for bit those of the reference, but for float64. Loops first, then the cells.
+
+A block is a whole segment, because it has one scale. No product and sum become one operation here: they would round
+once, where the reference rounds twice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fn.kernels import half_feedback
-from fn.kernels.cpu import int_loops as loops
 from fn.kernels.cpu.blocks import WHOLE_SEGMENTS, BlockTable, block_table, run
+from fn.kernels.cpu.intrinsics import floats, ints, magnitude, octets, of_magnitude
+from fn.kernels.cpu.loops import ONE, STEP, ZERO, block_of, compiled, pad, streams, within, write
+from fn.kernels.cpu.signs import messages
+from fn.kernels.cpu.steps import larger_magnitude
 from fn.kernels.memory_pool import empty
+from fn.kernels.rules import code_scale, damped
+
+INFINITY = np.float32(np.inf)
+ROUNDER = np.float32(1.5 * 2**23)
+"""The floats around it are the integers, so that adding it rounds half to even."""
 
 
-def _block_table(runs: Sequence[int], width: int) -> BlockTable | None:
+@compiled()
+def scale_of(peak, width):
+    """Return what elements are multiplied by before they are rounded."""
+    return code_scale(peak, np.float32(8) if width == 4 else np.float32(128), ONE, INFINITY)
+
+
+@compiled()
+def rounded(x, top):
+    """Return the nearest whole number, at most top. |x| must be at most top + 1, up to rounding."""
+    return min((x + ROUNDER) - ROUNDER, top)
+
+
+@compiled()
+def put_codes(x, codes, scale, width, count):
+    """Write the codes of `count` elements, an even number of them if two are in a byte."""
+    value, to = floats(x), octets(codes)
+    if width == 8:
+        for j in range(count):
+            to[j] = np.int8(rounded(value[j] * scale, np.float32(127)))
+    else:
+        for j in range(count // 2):
+            high = np.int32(rounded(value[2 * j] * scale, np.float32(7)))
+            low = np.int32(rounded(value[2 * j + 1] * scale, np.float32(7)))
+            to[j] = np.int8((high << 4) | (low & 15))
+
+
+@compiled()
+def get_codes(codes, factor, out, width, count, add):
+    """Write code times factor, or add it."""
+    code, to = octets(codes), floats(out)
+    if width == 8:
+        for j in range(count):
+            value = np.float32(code[j]) * factor
+            to[j] = to[j] + value if add else value
+    else:
+        for j in range((count + 1) // 2):
+            both = np.int32(code[j])
+            high, low = np.float32(np.int32(both >> 4)) * factor, np.float32(np.int32(((both & 15) ^ 8) - 8)) * factor
+            to[2 * j], to[2 * j + 1] = (to[2 * j] + high, to[2 * j + 1] + low) if add else (high, low)
+
+
+@compiled()
+def quantize_segment(x, codes, width, length, peak):
+    """Write the codes of a segment whose largest magnitude is `peak`; return the factor that decodes them."""
+    scale, to = scale_of(peak, width), octets(codes)
+    if np.isfinite(peak):
+        put_codes(x, codes, scale, width, length)
+    else:
+        for j in range(length * width // 8):
+            to[j] = 0
+    return ONE / scale
+
+
+@compiled()
+def peak_of(x, count):
+    """Return the largest magnitude, NaN if one of them is."""
+    return of_magnitude(larger_magnitude(magnitude(ZERO), x, count))
+
+
+@compiled()
+def quantize_blocks(low, high, grid, x, codes, scales, width, scratch):
+    """Write the codes of x (R, n), and the factors (R, S) that decode them."""
+    for k in range(low, high):
+        r, first, length, s, _ = block_of(grid, k)
+        here, row = r * grid.segments + s, x + 4 * (r * grid.n + first)
+        real = within(ints(grid.valid)[here], length)
+        if real < length:
+            write(scratch, row, real, False)
+            pad(scratch, real, length)
+            row = scratch
+        to = codes + (r * grid.n + first) * width // 8
+        floats(scales)[here] = quantize_segment(row, to, width, length, peak_of(row, length))
+
+
+@compiled()
+def compensate(x, error, factor, h, count):
+    """Write h = x + error."""
+    value, e, to = floats(x), octets(error), floats(h)
+    for j in range(count):
+        to[j] = value[j] + np.float32(e[j]) * factor
+
+
+@compiled()
+def damp(h, sent, error, factor, beta, rest, count):
+    """Write over h the next error; `sent` is what h was decoded as."""
+    value, d, e = floats(h), floats(sent), octets(error)
+    for j in range(count):
+        value[j] = damped(np.float32(e[j]) * factor, value[j] - d[j], beta, rest)
+
+
+@compiled()
+def feedback_blocks(
+    low, high, grid, x, error, error_scales, beta, rest, codes, scales, kept, kept_scales, width, scratch
+):
+    """Quantise x + error, and keep the moving average of what was lost in 8 bits; h lives in `scratch`."""
+    h = scratch + 4 * STEP
+    for k in range(low, high):
+        r, first, length, s, _ = block_of(grid, k)
+        here, place = r * grid.segments + s, r * grid.n + first
+        real, old = within(ints(grid.valid)[here], length), floats(error_scales)[here]
+        compensate(x + 4 * place, error + place, old, h, real)
+        pad(h, real, length)
+        to = codes + place * width // 8
+        factor = quantize_segment(h, to, width, length, peak_of(h, length))
+        for i in range(0, real, STEP):
+            count = min(STEP, real - i)
+            get_codes(to + i * width // 8, factor, scratch, width, count, False)
+            damp(h + 4 * i, scratch, error + place + i, old, beta, rest, count)
+        floats(scales)[here] = factor
+        floats(kept_scales)[here] = quantize_segment(h, kept + place, 8, length, peak_of(h, length))
+
+
+@compiled()
+def decode_blocks(low, high, grid, codes, row_stride, stride, ranks, scales, width, share, out, scratch):
+    """Write the mean over the ranks of code * scale; codes (R, W, .), scales (R, W, S)."""
+    mean = floats(scratch)
+    for k in range(low, high):
+        r, first, length, s, _ = block_of(grid, k)
+        real, to = ints(grid.valid)[r * grid.segments + s], out + 4 * (r * grid.n + first)
+        theirs, factors = codes + r * row_stride, floats(scales + 4 * (r * ranks * grid.segments + s))
+        nontemporal = streams(grid, to)
+        for i in range(0, length, STEP):
+            count = min(STEP, length - i)
+            for w in range(ranks):
+                here = theirs + w * stride + (first + i) * width // 8
+                get_codes(here, factors[w * grid.segments], scratch, width, count, w > 0)
+            if ranks > 1:
+                for j in range(count):
+                    mean[j] *= share
+            pad(scratch, within(real - i, count), count)
+            write(to + 4 * i, scratch, count, nontemporal)
+
+
+def _table(runs: Sequence[int], width: int) -> BlockTable | None:
     at = block_table(runs, WHOLE_SEGMENTS)
     return at if width == 8 or at.even else None
 
 
-def _codes(rows: int, n: int, width: int) -> Tensor:
-    return empty((rows, n * width // 8), torch.uint8 if width == 4 else torch.int8)
+def _codes(rows: int, valid: Tensor, n: int, width: int) -> list[Tensor]:
+    """Return memory for codes and scales."""
+    codes = empty((rows, n * width // 8), torch.uint8 if width == 4 else torch.int8)
+    return [codes, torch.ones(valid.shape, dtype=torch.float32, device="cpu")]
+
+
+def _room(at: BlockTable) -> int:
+    """Return bytes for the longest segment, and a piece."""
+    return 4 * (int(at.table[:, 1].max(initial=0)) + STEP + 16)
 
 
 def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     """See `reference.quantize`."""
-    at = _block_table(runs, width)
+    at = _table(runs, width)
     if at is None or x.dtype == torch.float64:
         return NotImplemented
     x = x.contiguous() if x.dtype == torch.float32 else empty(x.shape, torch.float32).copy_(x)
-    codes, scales = _codes(x.shape[0], at.n, width), torch.ones(valid.shape, dtype=torch.float32, device="cpu")
-    run(loops.quantize, at, valid.contiguous(), x.data_ptr(), codes.data_ptr(), scales.data_ptr(), width)
-    return codes, scales
+    found = _codes(x.shape[0], valid, at.n, width)
+    outs = x.data_ptr(), *(t.data_ptr() for t in found), width
+    run(quantize_blocks, at, valid.contiguous(), *outs, scratch=_room(at))
+    return tuple(found)
 
 
 def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
     """See `reference.quantize_feedback`."""
-    at = _block_table(runs, width)
+    at = _table(runs, width)
     if at is None or x.dtype == torch.float64 or error_scales.dtype != torch.float32:
         return NotImplemented
     if x.dtype != torch.float32:
         parts = quantize, dequantize
         return half_feedback.quantize_feedback(*parts, x, error, error_scales, beta, valid, runs, width)
-    x, error, error_scales = x.contiguous(), error.contiguous(), error_scales.contiguous()
-    found = []
-    for bits in (width, 8):
-        found += [_codes(x.shape[0], at.n, bits), torch.ones(valid.shape, dtype=torch.float32, device="cpu")]
-    inputs = (x.data_ptr(), error.data_ptr(), error_scales.data_ptr(), beta)
-    longest = int(at.table[:, 1].max(initial=0))
-    run(loops.quantize_feedback, at, valid.contiguous(), *inputs, *(t.data_ptr() for t in found), width,
-        scratch=4 * longest + 64)  # fmt: skip
+    given = [t.contiguous() for t in (x, error, error_scales)]
+    found = [t for bits in (width, 8) for t in _codes(x.shape[0], valid, at.n, bits)]
+    numbers = np.float32(beta), np.float32(1.0 - beta)
+    ends = *(t.data_ptr() for t in given), *numbers, *(t.data_ptr() for t in found), width
+    run(feedback_blocks, at, valid.contiguous(), *ends, scratch=_room(at))
     return tuple(found)
 
 
 def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     """See `reference.dequantize_mean`."""
-    at = _block_table(runs, width)
+    at = _table(runs, width)
     if at is None or scales.dtype != torch.float32:
         return NotImplemented
-    codes = codes if codes.stride(-1) == 1 or codes.shape[-1] <= 1 else codes.contiguous()
-    scales = scales.contiguous()
-    rows, ranks = codes.shape[:2]
-    out = empty((rows, at.n), torch.float32)
-    message = (codes.data_ptr(), codes.stride(0), codes.stride(1), ranks, scales.data_ptr(), width)
-    run(loops.dequantize, at, valid.contiguous(), *message, out.data_ptr())
+    kept, message = messages(codes, scales)
+    out = empty((codes.shape[0], at.n), torch.float32)
+    ends = *message, width, np.float32(1.0 / codes.shape[1]), out.data_ptr()
+    run(decode_blocks, at, valid.contiguous(), *ends, scratch=4 * STEP)
+    del kept
     return out
 
 

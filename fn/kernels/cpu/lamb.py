@@ -1,5 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""LAMB's and 1-bit LAMB's steps on a CPU, compiled by Numba: one pass over moments, with sums, and one over params."""
+"""LAMB's and 1-bit LAMB's steps on a CPU: one pass over moments, with sums, and one over params.
+
+Also 0/1 Adam's drift and Adam's direction: all are plain loops over whole blocks.
+"""
 
 from __future__ import annotations
 
@@ -11,168 +14,151 @@ import torch
 from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
-from fn.kernels.cpu.int_loops import raise_peak
-from fn.kernels.cpu.loops import ZERO, block_of, compiled, moved_lanes, moved_one
-from fn.kernels.cpu.simd import (
-    LANES,
-    PREFETCH_NEAR,
-    get,
-    get_int,
-    lane_sum,
-    larger,
-    largest,
-    load,
-    magnitude,
-    multiply_add,
-    no_magnitude,
-    prefetch,
-    put,
-    put_double,
-    select,
-    splat,
-    square_root,
-    store,
-)
-from fn.kernels.cpu.steps import addresses, lerp_weight, whole
+from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
+from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled, pad, streams, within, write
+from fn.kernels.cpu.signs import sum_of_squares
+from fn.kernels.cpu.steps import addresses, extents, larger_magnitude, moved, pointers, whole
+from fn.kernels.memory_pool import empty
 from fn.kernels.reference.layout import plain
+from fn.kernels.rules import (
+    decayed,
+    denominator,
+    direction,
+    drift,
+    implied_gradient,
+    kept_at_zero,
+    lerp,
+    second_moment,
+)
 
 
-@compiled
-def update_lanes(p, m, v, eps, decay):
-    """Return LAMB's direction, decay included."""
-    return multiply_add(decay, p, m / (square_root(v) + eps))
+@compiled("contract")
+def moments_piece(p, g, mu, nu, b1, b2, rest2, eps, decay, u, count):
+    """Move Adam's moments and write LAMB's direction, decay included."""
+    param, x, m, v, to = floats(p), floats(g), floats(mu), floats(nu), floats(u)
+    for j in range(count):
+        new, square = moved(m[j], x[j], b1), second_moment(v[j], x[j], b2, rest2)
+        m[j], v[j] = new, square
+        to[j] = decayed(direction(new, square, eps), param[j], decay)
 
 
-@compiled
-def update_one(p, m, v, eps, decay):
-    """Return for one element what `update_lanes` does."""
-    return m / (np.float32(np.sqrt(v)) + eps) + decay * p
-
-
-@compiled
-def put_sums(sums, k, a, b, c):
-    """Write row k of sums (places, 3)."""
-    put_double(sums, 3 * k, np.float64(a))
-    put_double(sums, 3 * k + 1, np.float64(b))
-    put_double(sums, 3 * k + 2, np.float64(c))
-
-
-@compiled
-def moments_blocks(
-    low, high, places, table, segments, valid, n, larger_than_cache,
-    ps, gs, mus, nus, small, weight, b2, rest2, eps, decay, sums,
-):  # fmt: skip
-    """Move Adam's moments and add up squares, place by place; sums (places, 3) float64."""
-    weight_, b2_, rest2_, eps_, decay_ = splat(weight), splat(b2), splat(rest2), splat(eps), splat(decay)
+@compiled()
+def moments_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, eps, decay, sums, scratch):
+    """Move Adam's moments and add up squares, block by block; sums (blocks, 3) float64."""
     for k in range(low, high):
-        _, _, length, s, offset = block_of(k, places, table)
-        start = 4 * offset
-        p, g, mu, nu = get_int(ps, s) + start, get_int(gs, s) + start, get_int(mus, s) + start, get_int(nus, s) + start
-        ofp, ofu, ofm = splat(ZERO), splat(ZERO), splat(ZERO)
-        full = length - length % LANES
-        for i in range(0, full, LANES):
-            prefetch(p, i + PREFETCH_NEAR)
-            prefetch(g, i + PREFETCH_NEAR)
-            prefetch(mu, i + PREFETCH_NEAR)
-            prefetch(nu, i + PREFETCH_NEAR)
-            x, old = load(g, i), load(p, i)
-            m = moved_lanes(load(mu, i), x, small, weight_)
-            v = multiply_add(x * x, rest2_, b2_ * load(nu, i))
-            store(mu, i, m)
-            store(nu, i, v)
-            u = update_lanes(old, m, v, eps_, decay_)
-            ofp, ofu, ofm = multiply_add(old, old, ofp), multiply_add(u, u, ofu), multiply_add(m, m, ofm)
-        a, b, c = lane_sum(ofp), lane_sum(ofu), lane_sum(ofm)
-        for i in range(full, length):
-            x, old = get(g, i), get(p, i)
-            m = moved_one(get(mu, i), x, small, weight)
-            v = b2 * get(nu, i) + x * x * rest2
-            put(mu, i, m)
-            put(nu, i, v)
-            u = update_one(old, m, v, eps, decay)
-            a, b, c = a + old * old, b + u * u, c + m * m
-        put_sums(sums, k, a, b, c)
+        _, _, length, s, offset = block_of(grid, k)
+        of_p = of_u = of_m = 0.0
+        for i in range(0, length, STEP):
+            at, count = 4 * (offset + i), min(STEP, length - i)
+            p, g, mu, nu = ints(ps)[s] + at, ints(gs)[s] + at, ints(mus)[s] + at, ints(nus)[s] + at
+            moments_piece(p, g, mu, nu, b1, b2, rest2, eps, decay, scratch, count)
+            of_p += sum_of_squares(floats(p), count)
+            of_u += sum_of_squares(floats(scratch), count)
+            of_m += sum_of_squares(floats(mu), count)
+        to = doubles(sums)
+        to[3 * k], to[3 * k + 1], to[3 * k + 2] = of_p, of_u, of_m
 
 
-@compiled
+@compiled("contract")
+def fresh_piece(p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, keep_zeros, q, u, ratio, count):
+    """Take the momentum, move the second moment that goes on; write q, u and the ratios of denominators."""
+    param, new, m, v, f = floats(p), floats(x), floats(mu), floats(nu), floats(fresh)
+    to_q, to_u, to_ratio = floats(q), floats(u), floats(ratio)
+    for j in range(count):
+        average = new[j] / factor
+        if keep_zeros:
+            average = kept_at_zero(average, v[j], ZERO, ZERO)
+        square = second_moment(f[j], implied_gradient(average, m[j], b1, rest1), b2, rest2)
+        m[j], f[j] = average, square
+        below = denominator(v[j], eps)
+        plain_direction = average / below
+        to_q[j], to_u[j] = plain_direction, decayed(plain_direction, param[j], decay)
+        to_ratio[j] = below / denominator(square, eps)
+
+
+@compiled()
 def fresh_blocks(
-    low, high, places, table, segments, valid, n, larger_than_cache,
-    ps, xs, mus, nus, freshes, shrink, b1, rest1, b2, rest2, eps, decay, keep_zeros, sums,
-):  # fmt: skip
-    """Take the momentum and move the second moment that goes on, place by place; sums (places, 3) float64."""
-    b1_, rest1_, b2_, rest2_, eps_ = splat(b1), splat(rest1), splat(b2), splat(rest2), splat(eps)
-    decay_, zero = splat(decay), splat(ZERO)
+    low, high, grid, ps, xs, mus, nus, freshes, shrink, b1, rest1, b2, rest2, eps, decay, keep_zeros, sums, scratch
+):
+    """Take the momentum and move the second moment that goes on, block by block; sums (blocks, 3) float64."""
+    q, u, ratio = scratch, scratch + 4 * STEP, scratch + 8 * STEP
     for k in range(low, high):
-        _, _, length, s, offset = block_of(k, places, table)
-        start = 4 * offset
-        p, x, mu, nu = get_int(ps, s) + start, get_int(xs, s) + start, get_int(mus, s) + start, get_int(nus, s) + start
-        fresh, factor = get_int(freshes, s) + start, get(shrink, s)
-        factor_, sizes, ofq, ofu = splat(factor), no_magnitude(), zero, zero
-        full = length - length % LANES
-        for i in range(0, full, LANES):
-            prefetch(p, i + PREFETCH_NEAR)
-            prefetch(x, i + PREFETCH_NEAR)
-            prefetch(mu, i + PREFETCH_NEAR)
-            prefetch(nu, i + PREFETCH_NEAR)
-            prefetch(fresh, i + PREFETCH_NEAR)
-            m, v, old = load(x, i) / factor_, load(nu, i), load(p, i)
-            if keep_zeros:
-                m = select(v > zero, m, zero)
-            g = (m - b1_ * load(mu, i)) / rest1_
-            f = multiply_add(g * g, rest2_, b2_ * load(fresh, i))
-            store(mu, i, m)
-            store(fresh, i, f)
-            root = square_root(v) + eps_
-            sizes = larger(sizes, magnitude(root / (square_root(f) + eps_)))
-            q = m / root
-            u = multiply_add(decay_, old, q)
-            ofq, ofu = multiply_add(q, q, ofq), multiply_add(u, u, ofu)
-        peak, b, c = largest(sizes), lane_sum(ofq), lane_sum(ofu)
-        for i in range(full, length):
-            m, v, old = get(x, i) / factor, get(nu, i), get(p, i)
-            if keep_zeros and not v > ZERO:
-                m = ZERO
-            g = (m - b1 * get(mu, i)) / rest1
-            f = b2 * get(fresh, i) + g * g * rest2
-            put(mu, i, m)
-            put(fresh, i, f)
-            root = np.float32(np.sqrt(v)) + eps
-            peak = raise_peak(peak, root / (np.float32(np.sqrt(f)) + eps))
-            q = m / root
-            u = q + decay * old
-            b, c = b + q * q, c + u * u
-        put_sums(sums, k, peak, b, c)
+        _, _, length, s, offset = block_of(grid, k)
+        factor, peak, of_q, of_u = floats(shrink)[s], magnitude(ZERO), 0.0, 0.0
+        for i in range(0, length, STEP):
+            at, count = 4 * (offset + i), min(STEP, length - i)
+            p, x, mu, nu = ints(ps)[s] + at, ints(xs)[s] + at, ints(mus)[s] + at, ints(nus)[s] + at
+            fresh = ints(freshes)[s] + at
+            fresh_piece(
+                p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, keep_zeros, q, u, ratio, count
+            )
+            peak = larger_magnitude(peak, ratio, count)
+            of_q += sum_of_squares(floats(q), count)
+            of_u += sum_of_squares(floats(u), count)
+        to = doubles(sums)
+        to[3 * k], to[3 * k + 1], to[3 * k + 2] = np.float64(of_magnitude(peak)), of_q, of_u
 
 
-@compiled
-def step_blocks(
-    low, high, places, table, segments, valid, n, larger_than_cache, ps, mus, nus, rates, eps, decay
-):  # fmt: skip
-    """Take the step of every tensor at its own rate, place by place."""
-    eps_, decay_ = splat(eps), splat(decay)
+@compiled("contract")
+def step_piece(p, mu, nu, rate, eps, decay, count):
+    """Take LAMB's step."""
+    param, m, v = floats(p), floats(mu), floats(nu)
+    for j in range(count):
+        param[j] = param[j] - rate * decayed(direction(m[j], v[j], eps), param[j], decay)
+
+
+@compiled()
+def step_blocks(low, high, grid, ps, mus, nus, rates, eps, decay):
+    """Take the step of every tensor at its own rate, block by block."""
     for k in range(low, high):
-        _, _, length, s, offset = block_of(k, places, table)
-        start = 4 * offset
-        p, mu, nu, rate = get_int(ps, s) + start, get_int(mus, s) + start, get_int(nus, s) + start, get(rates, s)
-        rate_ = splat(rate)
-        full = length - length % LANES
-        for i in range(0, full, LANES):
-            prefetch(p, i + PREFETCH_NEAR)
-            prefetch(mu, i + PREFETCH_NEAR)
-            prefetch(nu, i + PREFETCH_NEAR)
-            old = load(p, i)
-            store(p, i, old - rate_ * update_lanes(old, load(mu, i), load(nu, i), eps_, decay_))
-        for i in range(full, length):
-            old = get(p, i)
-            put(p, i, old - rate * update_one(old, get(mu, i), get(nu, i), eps, decay))
+        _, _, length, s, offset = block_of(grid, k)
+        for i in range(0, length, STEP):
+            at = 4 * (offset + i)
+            p, mu, nu = ints(ps)[s] + at, ints(mus)[s] + at, ints(nus)[s] + at
+            step_piece(p, mu, nu, floats(rates)[s], eps, decay, min(STEP, length - i))
 
 
-def _block_table(tensors: Sequence[Tensor]) -> BlockTable:
+@compiled("contract")
+def drift_piece(p, anchor, mu, g, nu, decay, eps, lr, out, count):
+    """Write the drift of a piece."""
+    param, a, m, x, v, to = floats(p), floats(anchor), floats(mu), floats(g), floats(nu), floats(out)
+    for j in range(count):
+        average = kept_at_zero(lerp(x[j], m[j], decay), v[j], ZERO, ZERO)
+        to[j] = drift(param[j], a[j], average, v[j], eps, lr)
+
+
+@compiled()
+def drift_blocks(low, high, grid, ps, anchors, mus, gs, nus, widths, sizes, decay, eps, lr, out, scratch):
+    """Write the drift of tensors into rows, zeros behind their ends, block by block."""
+    for k in range(low, high):
+        r, first, length, s, offset = block_of(grid, k)
+        start, row = r * ints(widths)[s] + offset, out + 4 * (r * grid.n + first)
+        have, nontemporal = ints(sizes)[s] - start, streams(grid, row)
+        for i in range(0, length, STEP):
+            at, count = 4 * (start + i), min(STEP, length - i)
+            p, a, mu = ints(ps)[s] + at, ints(anchors)[s] + at, ints(mus)[s] + at
+            g, nu = ints(gs)[s] + at, ints(nus)[s] + at
+            inside = within(have - i, count)
+            drift_piece(p, a, mu, g, nu, decay, eps, lr, scratch, inside)
+            pad(scratch, inside, count)
+            write(row + 4 * i, scratch, count, nontemporal)
+
+
+@compiled("contract")
+def write_direction(n, x, nu, eps, kept, out):
+    """Write x where nu > 0 and x - x elsewhere, and the direction of that."""
+    value, v, to, u = floats(x), floats(nu), floats(kept), floats(out)
+    for j in range(n):
+        m = kept_at_zero(value[j], v[j], value[j] - value[j], ZERO)
+        to[j], u[j] = m, direction(m, v[j], eps)
+
+
+def _blocks_of(tensors: Sequence[Tensor]) -> BlockTable:
     return block_table(runs_of_tensors(tensors))
 
 
 def _per_tensor(sums: Tensor, at: BlockTable, *, peaks: bool) -> Tensor:
-    """Return the sums (S, 3) of tensors from those of places; peaks: the first one is a largest number."""
+    """Return the sums (S, 3) of tensors from those of blocks; peaks: the first one is a largest number."""
     owner = torch.from_numpy(np.ascontiguousarray(at.table[:, 2]))
     found = sums.new_zeros(at.segments, 3).index_add_(0, owner, sums)
     if peaks:
@@ -187,11 +173,10 @@ def lamb_moments_(
     """See `reference.lamb_moments_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
-    at = _block_table(params)
-    tables = addresses(params), addresses(grads), addresses(mu), addresses(nu)
-    numbers = *lerp_weight(b1), *map(np.float32, (b2, 1 - b2, eps, weight_decay))
+    at, tables = _blocks_of(params), addresses(params, grads, mu, nu)
+    numbers = map(np.float32, (b1, b2, 1 - b2, eps, weight_decay))
     sums = torch.zeros((len(at.table), 3), dtype=torch.float64, device="cpu")
-    run(moments_blocks, at, whole(1, at), *(t.ctypes.data for t in tables), *numbers, sums.data_ptr())
+    run(moments_blocks, at, whole(1, at), *pointers(tables), *numbers, sums.data_ptr(), scratch=4 * STEP)
     return _per_tensor(sums, at, peaks=False)
 
 
@@ -204,12 +189,11 @@ def onebit_lamb_moments_(
     lists = params, averages, mu, nu, fresh
     if not plain(*lists, (scaling,)):
         return NotImplemented
-    at = _block_table(params)
-    tables = [addresses(tensors) for tensors in lists]
+    at, tables = _blocks_of(params), addresses(*lists)
     numbers = map(np.float32, (b1, 1 - b1, b2, 1 - b2, eps, weight_decay))
     sums = torch.zeros((len(at.table), 3), dtype=torch.float64, device="cpu")
     ends = scaling.data_ptr(), *numbers, keep_zeros, sums.data_ptr()
-    run(fresh_blocks, at, whole(1, at), *(t.ctypes.data for t in tables), *ends)
+    run(fresh_blocks, at, whole(1, at), *pointers(tables), *ends, scratch=12 * STEP)
     return _per_tensor(sums, at, peaks=True)
 
 
@@ -220,11 +204,40 @@ def lamb_step_(
     """See `reference.lamb_step_`."""
     if not plain(params, mu, nu, (rates,)):
         return NotImplemented
-    at = _block_table(params)
-    tables = addresses(params), addresses(mu), addresses(nu)
-    numbers = np.float32(eps), np.float32(weight_decay)
-    run(step_blocks, at, whole(1, at), *(t.ctypes.data for t in tables), rates.data_ptr(), *numbers)
+    at, tables = _blocks_of(params), addresses(params, mu, nu)
+    run(step_blocks, at, whole(1, at), *pointers(tables), rates.data_ptr(), np.float32(eps), np.float32(weight_decay))
     return None
 
 
-KERNELS = {f.__name__: f for f in (lamb_moments_, onebit_lamb_moments_, lamb_step_)}
+def drift_(
+    params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
+    nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
+) -> Any:  # fmt: skip
+    """See `reference.drift`."""
+    lists = params, anchors, mu, grads, nu
+    if not plain(*lists):
+        return NotImplemented
+    at = block_table(runs)
+    tables, out = [*addresses(*lists), *extents(params, at)], empty((rows, at.n), torch.float32)
+    numbers = map(np.float32, (decay, eps, lr))
+    run(drift_blocks, at, whole(rows, at), *pointers(tables), *numbers, out.data_ptr(), scratch=4 * STEP)
+    return out
+
+
+def direction_(x: Tensor, nu: Tensor, eps: float) -> Any:
+    """See `reference.direction`."""
+    if x.dtype != torch.float32 or nu.dtype != torch.float32:
+        return NotImplemented
+    x, nu = x.contiguous(), nu.contiguous()
+    kept, out = empty(x.shape, torch.float32), empty(x.shape, torch.float32)
+    write_direction(x.numel(), x.data_ptr(), nu.data_ptr(), np.float32(eps), kept.data_ptr(), out.data_ptr())
+    return kept, out
+
+
+KERNELS = {
+    "lamb_moments_": lamb_moments_,
+    "onebit_lamb_moments_": onebit_lamb_moments_,
+    "lamb_step_": lamb_step_,
+    "drift": drift_,
+    "direction": direction_,
+}

@@ -1,69 +1,127 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""What the loops on a CPU, compiled by Numba, have in common.
+"""What the loops on a CPU have in common: how they are compiled and cached, the rules in them, and blocks of rows.
 
-They see addresses, not arrays. A row is a list of places: blocks of elements that do not cross segments, as rows
-(first element, length, segment, offset in the segment) of an int64 table, see `places`. Each loop works on the places
-low .. high of all rows, so several threads can share the work, and results do not depend on how.
+A loop sees addresses, not arrays: `floats(address)[i]`. It works on the blocks low .. high of all rows of a `Grid`, so
+several threads can share the work, and results do not depend on how. A block is worked through in pieces of STEP
+elements: one loop takes codes apart, one of a rule (`fn.kernels.rules`) computes, one packs; what goes from loop to
+loop lies in a scratch that stays in the first-level cache. Padding and tails are ends of loops.
 
-A place is worked through in lanes, LANES elements at a time, and what is left one by one.
+One array must not come in by two names: LLVM could not tell that nothing overlaps, and would take number by number.
 """
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numba import njit
+from numba.extending import overload, register_jitable
 
-from fn.kernels.cpu.simd import get_int, is_normal, multiply_add, select, splat, square_root, store, stream
+from fn.kernels import rules
+from fn.kernels.cpu.intrinsics import floats, ints, stream
 
-compiled: Any = njit(nogil=True, cache=True, error_model="numpy")
+STEP = 256
+"""Elements of a piece: enough to pay for the checks in front of a loop."""
 
-ZERO = np.float32(0)
+PREFETCH_NEAR, PREFETCH_FAR = STEP, 1 << 11
+"""Elements that are asked for ahead, measured: where codes are packed, and where one tensor is read. Processors do not
+look beyond a page of memory by themselves. Lines are asked for one by one in a loop that is no vector's; many at once
+keep what is needed now waiting, and loops that do little else are faster without."""
+
+LINE = 16
+"""Elements of a cache line."""
+
+ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 SMALLEST = np.finfo(np.float32).smallest_normal
 
 
-@compiled
-def block_of(k, places, table):
-    """Return the row of place k of all rows, its first element, its length, its segment and its offset in that."""
-    place = table + 32 * (k % places)
-    return k // places, get_int(place, 0), get_int(place, 1), get_int(place, 2), get_int(place, 3)
+def digest() -> str:
+    """Return a digest of the sources of all kernels."""
+    found = hashlib.sha256()
+    for path in sorted(Path(rules.__file__).parent.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
 
 
-@compiled
-def write(address, i, v, larger_than_cache):
-    """Store a vector, past the cache if so wanted."""
-    if larger_than_cache:
-        stream(address, i, v)
-    else:
-        store(address, i, v)
+DIGEST = digest()
 
 
-@compiled
-def moved_lanes(m, x, small, weight):
-    """Return the moving average of m and x as `torch.lerp` takes it (see `lerp_weight`), zero where it is not normal.
+def compiled(*fastmath: str) -> Callable[[Any], Any]:
+    """Compile a function. Its cache is valid for one state of the kernels' sources.
 
-    Where gradients stay zero, as those of rare words do, a momentum would otherwise come to rest at 5.6e-45, and some
-    processors take many times as long for such numbers.
+    Args: fastmath: what LLVM may do with sums and products: "contract" makes one operation of a product and a sum, as
+        `torch.lerp` does; "reassoc" changes the order of sums, so that they take all lanes.
     """
-    m = multiply_add(weight, m - x, x if small else m)
-    return select(is_normal(m), m, splat(ZERO))
+
+    def decorate(f: Any) -> Any:
+        made: Any = njit(nogil=True, error_model="numpy", fastmath=set(fastmath))(f)
+        made.enable_caching()
+        file = made._cache._cache_file  # Numba looks at the file of f alone, and not at rules in others
+        file._source_stamp = (file._source_stamp, DIGEST)
+        return made
+
+    return decorate
 
 
-@compiled
-def moved_one(m, x, small, weight):
-    """Return for one element what `moved_lanes` does."""
-    m = (x if small else m) + weight * (m - x)
-    return ZERO if abs(m) < SMALLEST else m
+@overload(rules.where)
+def _where(condition, a, b):
+    return lambda condition, a, b: a if condition else b
 
 
-@compiled
-def descended_lanes(p, m, v, eps, decay, lr, c1, c2):
-    """Return params after AdamW's step; c1, c2: what m and the root of v are multiplied by to correct their biases."""
-    return p - lr * multiply_add(decay, p, m * c1 / (square_root(v) * c2 + eps))
+@overload(rules.root)
+def _root(x):
+    return lambda x: np.sqrt(x)
 
 
-@compiled
-def descended_one(p, m, v, eps, decay, lr, c1, c2):
-    """Return for one element what `descended_lanes` does."""
-    return p - lr * (m * c1 / (np.float32(np.sqrt(v)) * c2 + eps) + decay * p)
+@overload(rules.lerp)
+def _lerp(start, end, weight):
+    def lerp(start, end, weight):
+        return start + weight * (end - start) if weight < HALF else end + (weight - ONE) * (end - start)
+
+    return lerp
+
+
+for _name in (name for name, f in vars(rules).items() if getattr(f, "__module__", "") == rules.__name__):
+    if _name not in ("where", "root", "lerp"):
+        register_jitable(getattr(rules, _name))
+
+
+@compiled()
+def block_of(grid, k):
+    """Return the row of block k of all rows, its first element, its length, its segment and its offset in that."""
+    block = ints(grid.table + 32 * (k % grid.blocks))
+    return k // grid.blocks, block[0], block[1], block[2], block[3]
+
+
+@compiled()
+def within(count, most):
+    """Return a count, at least 0 and at most `most`."""
+    return max(min(count, most), 0)
+
+
+@compiled()
+def streams(grid, address):
+    """Return whether rows of results at an address go past the cache."""
+    return grid.nontemporal != 0 and address % 32 == 0
+
+
+@compiled()
+def write(to, x, count, nontemporal):
+    """Copy elements, past the cache if so wanted."""
+    out, mine = floats(to), floats(x)
+    whole = count - count % 8 if nontemporal else 0
+    for j in range(0, whole, 8):
+        stream(out, j, mine, j)
+    for j in range(whole, count):
+        out[j] = mine[j]
+
+
+@compiled()
+def pad(x, count, length):
+    """Write zeros behind `count` elements."""
+    out = floats(x)
+    for j in range(count, length):
+        out[j] = ZERO

@@ -1,18 +1,18 @@
 """The CPU row in Numba: fused kernels that read and write memory once. Needs the extra `cpu`.
 
-The loops hold no GIL, are compiled once and cached on disk, and leave torch's thread count alone. Results are bit
-for bit those of the reference, for float32 and what converts to it, but for whole optimizer steps: their last bits
-differ, and momenta below 1.2e-38 become zero. float64 is left to the row after it.
+The loops hold no GIL, are compiled once and cached on disk, and leave torch's thread count alone. Codes and errors are
+bit for bit those of the reference, for float32 and what converts to it; sums of squares differ by their order, steps of
+optimizers in their last bits, and momenta below 1.2e-38 become zero. float64 is left to the row after it.
 """
 
 from __future__ import annotations
 
-from fn.kernels.cpu import direction, feedback, ints, lamb, signs, steps
+from fn.kernels.cpu import feedback, ints, lamb, signs, steps
 from fn.kernels.table import Accelerator
 
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    modules = (signs, ints, direction, steps, feedback, lamb)
+    modules = (signs, ints, steps, feedback, lamb)
     kernels = {name: kernel for module in modules for name, kernel in module.KERNELS.items()}
     return Accelerator(device_type, kernels, provider="numba")

@@ -1,20 +1,186 @@
-"""The sign kernels on a CPU: the loops of `sign_loops` as cells of the table."""
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""The sign kernels on a CPU. Loops first, then the cells of the table that call them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fn.kernels import reference
-from fn.kernels.cpu import sign_loops as loops
-from fn.kernels.cpu.blocks import BlockTable, block_table, blocks_of_segments, run
+from fn.kernels.cpu.blocks import BLOCK, BlockTable, block_table, blocks_of_segments, run
+from fn.kernels.cpu.intrinsics import add_signed, doubles, floats, ints, octets, prefetch, put_sign_byte, put_signed
+from fn.kernels.cpu.loops import PREFETCH_NEAR, STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.memory_pool import empty
-from fn.kernels.reference import NORM_BLOCK
 from fn.kernels.reference.layout import plain
+from fn.kernels.rules import compensated, residual
+
+SCRATCH = 8 * STEP
+"""Bytes of two pieces."""
+
+
+@compiled("contract", "reassoc")
+def sum_of_squares(x, count):
+    """Return the sum of squares of a piece, in float64: so it hardly depends on the order."""
+    total = 0.0
+    for j in range(count):
+        total += np.float64(x[j]) * np.float64(x[j])
+    return total
+
+
+@compiled()
+def pack(b, bits, real, count, soon, too):
+    """Write the bits of a piece, 0 behind the real elements; return the sum of their squares.
+
+    soon, too: addresses of pieces whose successors are asked for on the way, a line at a time.
+    """
+    x, to, one, other = floats(b), octets(bits), floats(soon), floats(too)
+    for k in range(real // 8):
+        prefetch(one, PREFETCH_NEAR + 8 * k)
+        prefetch(other, PREFETCH_NEAR + 8 * k)
+        put_sign_byte(to, k, x, 8 * k)
+    for k in range(real // 8, (count + 7) // 8):
+        byte = 0
+        for j in range(8 * k, min(8 * k + 8, real)):
+            byte |= (1 if x[j] >= ZERO else 0) << (j - 8 * k)
+        to[k] = byte
+    return sum_of_squares(x, real)
+
+
+@compiled()
+def compensate(x, buffer, scale, b, real, count):
+    """Write x plus the residual of a buffer, plus the buffer itself behind the real elements."""
+    new, old, out = floats(x), floats(buffer), floats(b)
+    for j in range(real):
+        out[j] = compensated(new[j], old[j], scale, ZERO)
+    for j in range(real, count):
+        out[j] = new[j] + old[j]
+
+
+@compiled()
+def leave(b, scale, out, real, count):
+    """Write the residual of b, and b behind the real elements."""
+    x, to = floats(b), floats(out)
+    for j in range(real):
+        to[j] = residual(x[j], scale, ZERO)
+    for j in range(real, count):
+        to[j] = x[j]
+
+
+@compiled()
+def leave_in_place(b, scale, real):
+    """Write the residual of b over it."""
+    x = floats(b)
+    for j in range(real):
+        x[j] = residual(x[j], scale, ZERO)
+
+
+@compiled()
+def unpack_mean(bits, stride, ranks, scales, segments, out, real, count, soon, too):
+    """Write the sum over the ranks of scale * sign, zero behind the real elements; `out` has whole bytes of room.
+
+    soon, too: as for `pack`.
+    """
+    x, one, other = floats(out), floats(soon), floats(too)
+    for w in range(ranks):
+        scale, theirs = floats(scales)[w * segments], octets(bits + w * stride)
+        if w == 0:
+            for k in range((count + 7) // 8):
+                prefetch(one, PREFETCH_NEAR + 8 * k)
+                prefetch(other, PREFETCH_NEAR + 8 * k)
+                put_signed(x, 8 * k, theirs, k, scale)
+        else:
+            for k in range((count + 7) // 8):
+                add_signed(x, 8 * k, theirs, k, scale)
+    pad(out, real, count)
+
+
+@compiled()
+def encode_blocks(low, high, grid, x, buffer, sent, out, bits, squares, scratch):
+    """Encode x (R, n), with feedback if buffer is not 0; squares (R, blocks) float64."""
+    for k in range(low, high):
+        r, first, length, s, offset = block_of(grid, k)
+        here, total = r * grid.segments + s, 0.0
+        real, to, row = ints(grid.valid)[here] - offset, bits + r * ((grid.n + 7) // 8), 4 * (r * grid.n + first)
+        scale, nontemporal = floats(sent)[here] if buffer else ZERO, streams(grid, out + row)
+        for i in range(0, length, STEP):
+            at, count = row + 4 * i, min(STEP, length - i)
+            inside, b = within(real - i, count), x + at
+            if buffer:
+                compensate(x + at, buffer + at, scale, scratch, inside, count)
+                write(out + at, scratch, count, nontemporal)
+                b = scratch
+            total += pack(b, to + (first + i) // 8, inside, count, x + at, buffer + at if buffer else x + at)
+        doubles(squares)[k] = total
+
+
+@compiled()
+def serve_blocks(
+    low, high, grid, received, row_stride, stride, ranks, scales, buffer, sent, out, bits, squares, scratch
+):
+    """Encode with feedback the mean of W messages. out can be 0."""
+    b = scratch + 4 * STEP
+    for k in range(low, high):
+        r, first, length, s, offset = block_of(grid, k)
+        here, total = r * grid.segments + s, 0.0
+        real, to, row = ints(grid.valid)[here] - offset, bits + r * ((grid.n + 7) // 8), 4 * (r * grid.n + first)
+        theirs, factors = received + r * row_stride, scales + 4 * (r * ranks * grid.segments + s)
+        scale, nontemporal = floats(sent)[here], streams(grid, out + row)
+        for i in range(0, length, STEP):
+            at, count = row + 4 * i, min(STEP, length - i)
+            inside, byte, soon = within(real - i, count), (first + i) // 8, buffer + at
+            unpack_mean(theirs + byte, stride, ranks, factors, grid.segments, scratch, inside, count, soon, soon)
+            compensate(scratch, buffer + at, scale, b, inside, count)
+            if out:
+                write(out + at, b, count, nontemporal)
+            total += pack(b, to + byte, inside, count, buffer + at, buffer + at)
+        doubles(squares)[k] = total
+
+
+@compiled()
+def decode_blocks(low, high, grid, received, row_stride, stride, ranks, scales, out, scratch):
+    """Write the sum over the ranks of scale * sign; received (R, W, .), scales (R, W, S)."""
+    for k in range(low, high):
+        r, first, length, s, offset = block_of(grid, k)
+        real, row = ints(grid.valid)[r * grid.segments + s] - offset, 4 * (r * grid.n + first)
+        theirs, factors = received + r * row_stride, scales + 4 * (r * ranks * grid.segments + s)
+        nontemporal = streams(grid, out + row)
+        for i in range(0, length, STEP):
+            count = min(STEP, length - i)
+            inside, at = within(real - i, count), theirs + (first + i) // 8
+            unpack_mean(at, stride, ranks, factors, grid.segments, scratch, inside, count, scratch, scratch)
+            write(out + row + 4 * i, scratch, count, nontemporal)
+
+
+@compiled()
+def residual_blocks(low, high, grid, b, scales, out, scratch):
+    """Write b - scale sgn b for b (R, n), which out may be."""
+    for k in range(low, high):
+        r, first, length, s, offset = block_of(grid, k)
+        here, row = r * grid.segments + s, 4 * (r * grid.n + first)
+        real, scale, nontemporal = ints(grid.valid)[here] - offset, floats(scales)[here], streams(grid, out + row)
+        for i in range(0, length, STEP):
+            at, count = row + 4 * i, min(STEP, length - i)
+            if out == b:
+                leave_in_place(b + at, scale, within(real - i, count))
+            else:
+                leave(b + at, scale, scratch, within(real - i, count), count)
+                write(out + at, scratch, count, nontemporal)
+
+
+@compiled()
+def add_up(squares, lengths, rows, segments, sums):
+    """Add the squares of blocks (R, blocks) up to those of segments (R, S), in the order of the blocks."""
+    k = 0
+    for i in range(rows * segments):
+        total = 0.0
+        for _ in range(ints(lengths)[i % segments]):
+            total += doubles(squares)[k]
+            k += 1
+        doubles(sums)[i] = total
 
 
 def _single(*tensors: Tensor) -> list[Tensor] | None:
@@ -24,125 +190,106 @@ def _single(*tensors: Tensor) -> list[Tensor] | None:
     return [t.to(torch.float32).contiguous() for t in tensors]
 
 
-@lru_cache(maxsize=2)
-def _norms_agree(width: int) -> bool:
-    """Return whether this torch adds squares in the order of the loops, for rows of a width."""
-    x = torch.sin(torch.arange(1.0, 1 + 256 * width, device="cpu")).view(256, width)
-    x = x * torch.logspace(-3, 3, 256, device="cpu")[:, None]
-    valid = torch.full((256, 1), width, device="cpu")
-    sums = _encode(x.contiguous(), None, None, None, valid, block_table([1, width]))[1]
-    return torch.equal(sums, reference.sum_of_squares(x, [1, width]))
-
-
 def outputs(rows: int, at: BlockTable) -> tuple[Tensor, Tensor]:
-    """Return memory for the bits of rows, and for the squares of their places."""
+    """Return memory for the bits of rows, and for the squares of their blocks."""
     bits = empty((rows, reference.bytes_for(at.n)), torch.uint8)
     return bits, torch.empty((rows, len(at.table)), dtype=torch.float64, device="cpu")
 
 
-def _encode(
-    x: Tensor, buffer: Tensor | None, sent: Tensor | None, b: Tensor | None, valid: Tensor, at: BlockTable
-) -> tuple[Tensor, Tensor]:
-    """Return the bits and the squares of places; write what is encoded into b, if there is one, which may be x."""
-    found = outputs(x.shape[0], at)
-    addresses = [0 if t is None else t.data_ptr() for t in (x, buffer, sent, b, *found)]
-    run(loops.encode, at, valid, *addresses, over=b is x)
-    return found
-
-
-def norms_agree(at: BlockTable) -> bool:
-    """Return whether this torch adds squares in the order of the loops."""
-    return _norms_agree(64 if at.whole else 63)
-
-
 def sums_of(squares: Tensor, runs: Sequence[int]) -> Tensor:
-    """Return the sums of squares of the segments from those of the places, (R, S) float64."""
-    lengths = blocks_of_segments(tuple(runs), NORM_BLOCK, squares.device)
+    """Return the sums of squares of the segments from those of the blocks, (R, S) float64."""
+    lengths = blocks_of_segments(tuple(runs), BLOCK, squares.device)
     sums = torch.empty((squares.shape[0], len(lengths)), dtype=torch.float64, device="cpu")
-    loops.add_up(squares.data_ptr(), lengths.data_ptr(), *sums.shape, sums.data_ptr())
+    add_up(squares.data_ptr(), lengths.data_ptr(), *sums.shape, sums.data_ptr())
     return sums
 
 
-def finish(
-    b: Tensor, bits: Tensor, squares: Tensor, at: BlockTable, valid: Tensor, runs: Sequence[int]
+def _encode(
+    x: Tensor, error: tuple[Tensor, Tensor] | None, b: Tensor | None, valid: Tensor, runs: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the bits, and the sums of squares of the segments from those of the places."""
-    if norms_agree(at):
-        return bits, sums_of(squares, runs)
-    return bits, reference.sum_of_squares(torch.where(reference.padding_mask(b, valid, runs), b, 0.0), runs)
+    """Return the bits and the sums; write what is encoded into b, if there is one, which may be x."""
+    at = block_table(runs)
+    bits, squares = outputs(x.shape[0], at)
+    buffer, sent = (0, 0) if error is None else (t.data_ptr() for t in error)
+    ends = x.data_ptr(), buffer, sent, 0 if b is None else b.data_ptr(), bits.data_ptr(), squares.data_ptr()
+    run(encode_blocks, at, valid.contiguous(), *ends, scratch=SCRATCH, over=b is x)
+    return bits, sums_of(squares, runs)
 
 
 def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_encode`."""
-    at, found = block_table(runs), _single(x)
-    if found is None or not at.aligned:
+    found = _single(x)
+    if found is None or not block_table(runs).aligned:
         return NotImplemented
-    valid = valid.contiguous()
-    return finish(found[0], *_encode(found[0], None, None, None, valid, at), at, valid, runs)
+    return _encode(found[0], None, None, valid, runs)
 
 
 def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_encode_feedback`."""
-    at, found = block_table(runs), _single(x, buffer, sent)
-    if found is None or not at.aligned:
+    found = _single(x, buffer, sent)
+    if found is None or not block_table(runs).aligned:
         return NotImplemented
     x, buffer, sent = found
-    valid, b = valid.contiguous(), empty((x.shape[0], at.n), torch.float32)
-    return (b, *finish(b, *_encode(x, buffer, sent, b, valid, at), at, valid, runs))
+    b = empty(x.shape, torch.float32)
+    return (b, *_encode(x, (buffer, sent), b, valid, runs))
 
 
 def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_encode_feedback_`."""
-    at = block_table(runs)
-    if not plain((x, buffer, sent)) or not at.aligned:
+    if not plain((x, buffer, sent)) or not block_table(runs).aligned:
         return NotImplemented
-    valid = valid.contiguous()
-    return finish(x, *_encode(x, buffer, sent, x, valid, at), at, valid, runs)
+    return _encode(x, (buffer, sent), x, valid, runs)
+
+
+def _write_residual(b: Tensor, scales: Tensor, out: Tensor, valid: Tensor, runs: Sequence[int]) -> None:
+    ends = b.data_ptr(), scales.data_ptr(), out.data_ptr()
+    run(residual_blocks, block_table(runs), valid.contiguous(), *ends, scratch=SCRATCH, over=out is b)
 
 
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual`."""
-    at, found = block_table(runs), _single(b, scales)
+    found = _single(b, scales)
     if found is None:
         return NotImplemented
-    b, scales = found
     out = empty(b.shape, torch.float32)
-    run(loops.residual, at, valid.contiguous(), b.data_ptr(), scales.data_ptr(), out.data_ptr())
+    b, scales = found
+    _write_residual(b, scales, out, valid, runs)
     return out
 
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual_`."""
-    if not plain((b, scales)):
-        return NotImplemented
-    addresses = b.data_ptr(), scales.data_ptr(), b.data_ptr()
-    run(loops.residual, block_table(runs), valid.contiguous(), *addresses, over=True)
-    return None
+    return _write_residual(b, scales, b, valid, runs) if plain((b, scales)) else NotImplemented
 
 
-def messages(bits: Tensor) -> tuple[Tensor, int, int]:
-    """Return bits (R, W, bytes), the bytes from row to row, and those from message to message."""
+def messages(bits: Tensor, scales: Tensor) -> tuple[list[Tensor], tuple[int, ...]]:
+    """Return what is to be kept alive, and what loops take of W messages: addresses, strides and W.
+
+    Args: bits (R, W, bytes); scales (R, W, S), as each adds to the sum.
+    """
     bits = bits if bits.stride(-1) == 1 or bits.shape[-1] <= 1 else bits.contiguous()
-    return bits, bits.stride(0), bits.stride(1)
+    scales = scales.contiguous()
+    return [bits, scales], (bits.data_ptr(), *bits.stride()[:2], bits.shape[1], scales.data_ptr())
 
 
 def divided(scales: Tensor) -> Tensor:
     """Return scales (R, W, S) of W messages as what each adds to their mean."""
-    return scales if scales.shape[1] == 1 else (scales * (1.0 / scales.shape[1])).contiguous()
+    return scales if scales.shape[1] == 1 else scales * (1.0 / scales.shape[1])
 
 
 def serve(
-    bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, b: Tensor | None, valid: Tensor, at: BlockTable
+    bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, b: Tensor | None, valid: Tensor, runs: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """Return the bits and the squares of places of the mean of W messages, with feedback, which is written into b.
+    """Return the bits and the sums of the mean of W messages, with feedback, which is written into b if there is one.
 
-    Args: scales: `divided`. b: None where it is not wanted. valid: contiguous.
+    Args: scales: `divided`.
     """
-    found, (received, row_stride, stride) = outputs(bits.shape[0], at), messages(bits)
-    message = received.data_ptr(), row_stride, stride, bits.shape[1], scales.data_ptr()
-    addresses = [0 if t is None else t.data_ptr() for t in (buffer, sent, b, *found)]
-    run(loops.serve, at, valid, *message, *addresses, scratch=4 * NORM_BLOCK)
-    return found
+    at, (kept, message) = block_table(runs), messages(bits, scales)
+    mine, squares = outputs(bits.shape[0], at)
+    ends = *(0 if t is None else t.data_ptr() for t in (buffer, sent, b, mine, squares)),
+    run(serve_blocks, at, valid.contiguous(), *message, *ends, scratch=SCRATCH)
+    del kept
+    return mine, sums_of(squares, runs)
 
 
 def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
@@ -151,19 +298,18 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
     if found is None or not at.aligned:
         return NotImplemented
     scales, buffer, sent = found
-    valid, b = valid.contiguous(), empty((bits.shape[0], at.n), torch.float32)
-    return (b, *finish(b, *serve(bits, scales, buffer, sent, b, valid, at), at, valid, runs))
+    b = empty((bits.shape[0], at.n), torch.float32)
+    return (b, *serve(bits, scales, buffer, sent, b, valid, runs))
 
 
 def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     at, found = block_table(runs), _single(scales)
     if found is None or not at.aligned:
         return NotImplemented
-    received, row_stride, stride = messages(bits)
-    rows, ranks = bits.shape[:2]
-    out = empty((rows, at.n), torch.float32)
-    message = (received.data_ptr(), row_stride, stride, ranks, found[0].data_ptr())
-    run(loops.decode, at, valid.contiguous(), *message, out.data_ptr())
+    kept, message = messages(bits, found[0])
+    out = empty((bits.shape[0], at.n), torch.float32)
+    run(decode_blocks, at, valid.contiguous(), *message, out.data_ptr(), scratch=SCRATCH)
+    del kept
     return out
 
 
@@ -174,17 +320,11 @@ def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]
 
 def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_decode_mean`."""
-    return _decode(bits, scales * (1.0 / bits.shape[1]), valid, runs)
+    return _decode(bits, divided(scales), valid, runs)
 
 
-_FOUND = (
-    sign_encode,
-    sign_encode_feedback,
-    sign_encode_feedback_,
-    sign_residual,
-    sign_residual_,
-    sign_serve,
-    sign_decode,
+_CELLS = (
+    sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual, sign_residual_, sign_serve, sign_decode,
     sign_decode_mean,
-)
-KERNELS = {f.__name__: f for f in _FOUND}
+)  # fmt: skip
+KERNELS = {f.__name__: f for f in _CELLS}

@@ -1,8 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""Whole optimizer steps on a CPU, compiled by Numba: one pass over the gradients, one over moments and params.
+"""The steps of Adam and 1-bit Adam on a CPU, and largest magnitudes. Loops first, then the cells of the table.
 
-The loops see a table of addresses per list of tensors. A place (see `loops`) is a block of one tensor, and of one
-row of a message.
+The loops see a table of addresses per list of tensors: a block is one of a tensor, and of one row of a message.
 """
 
 from __future__ import annotations
@@ -16,217 +15,199 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
+from fn.kernels.cpu.intrinsics import floats, ints, magnitude, of_magnitude, prefetch
 from fn.kernels.cpu.loops import (
+    LINE,
+    PREFETCH_FAR,
+    SMALLEST,
+    STEP,
     ZERO,
     block_of,
     compiled,
-    descended_lanes,
-    descended_one,
-    moved_lanes,
-    moved_one,
+    streams,
+    within,
     write,
 )
-from fn.kernels.cpu.sign_loops import mean_block, mean_of_lanes, mean_of_one
-from fn.kernels.cpu.signs import divided, messages
-from fn.kernels.cpu.simd import (
-    LANES,
-    PREFETCH_FAR,
-    PREFETCH_NEAR,
-    fused_multiply_add,
-    get,
-    get_int,
-    larger,
-    largest,
-    load,
-    magnitude,
-    multiply_add,
-    no_magnitude,
-    prefetch,
-    put,
-    select,
-    splat,
-    store,
-)
-from fn.kernels.reference import NORM_BLOCK
+from fn.kernels.cpu.signs import divided, messages, unpack_mean
 from fn.kernels.reference.layout import plain
+from fn.kernels.rules import adamw, kept_at_zero, lerp, residual, second_moment
+
+LARGE_BLOCK = 1 << 16
+"""Elements of a block where no squares are added."""
 
 
-@compiled
+@compiled("contract")
+def moved(m, g, b1):
+    """Return the next momentum, zero where it is not normal.
+
+    Where gradients stay zero, as those of rare words do, a momentum would otherwise come to rest at 5.6e-45, and some
+    processors take many times as long for such numbers.
+    """
+    m = lerp(g, m, b1)
+    return ZERO if abs(m) < SMALLEST else m
+
+
+@compiled("contract")
+def keep_error(mu, g, decay, error, scale, count):
+    """Write over an error the next one, that of the moving average that was sent."""
+    m, x, e = floats(mu), floats(g), floats(error)
+    for j in range(count):
+        b = lerp(x[j], m[j], decay) + e[j]
+        e[j] = residual(b, scale, ZERO)
+
+
+@compiled("contract")
+def onebit_piece(mean, p, nu, descent, keep_zeros, count):
+    """Take AdamW's step with a momentum, which is masked in place."""
+    m, param, v = floats(mean), floats(p), floats(nu)
+    for j in range(count):
+        if keep_zeros:
+            m[j] = kept_at_zero(m[j], v[j], ZERO, ZERO)
+        param[j] = adamw(param[j], m[j], v[j], *descent)
+
+
+@compiled()
 def onebit_blocks(
-    low, high, places, table, segments, valid, n, larger_than_cache,
-    ps, mus, nus, widths, sizes, copies, gs, small, weight, buffer, sent, bits, row_stride, stride, ranks, scales,
-    eps, decay, lr, c1, c2, keep_zeros, scratch,
+    low, high, grid, ps, mus, nus, widths, sizes, copies, gs, decay, buffer, sent, received, row_stride, stride, ranks,
+    scales, descent, keep_zeros, scratch,
 ):  # fmt: skip
     """Decode the mean momentum of W messages and take 1-bit Adam's step with it. copies can be 0.
 
-    Unless gs is None, whose machine code is another, write the errors of the moving averages that were sent, too.
+    Unless gs is 0, write the errors of the moving averages that were sent, too.
     """
-    zero, eps_, decay_, lr_, c1_, c2_ = splat(ZERO), splat(eps), splat(decay), splat(lr), splat(c1), splat(c2)
     for k in range(low, high):
-        r, first, length, s, offset = block_of(k, places, table)
-        start = r * get_int(widths, s) + offset
-        count = max(min(get_int(sizes, s) - start, length), 0)
-        p, mu, nu = get_int(ps, s) + 4 * start, get_int(mus, s) + 4 * start, get_int(nus, s) + 4 * start
-        theirs, factors = bits + r * row_stride, scales + 4 * (r * ranks * segments + s)
-        if ranks > 2:
-            mean_block(theirs, stride, ranks, factors, segments, scratch - 4 * first, first, length, length, False)
-        theirs, scale, other = theirs + first // 8, get(factors, 0), get(factors, segments) if ranks == 2 else ZERO
-        up, down, other_up, other_down = splat(scale), splat(-scale), splat(other), splat(-other)
-        too = get_int(copies, s) + 4 * start if copies else 0
-        nontemporal = gs is None and larger_than_cache and mu % 32 == 0
-        too_nontemporal = larger_than_cache and too % 32 == 0
-        if gs is not None:
-            g, error, mine = get_int(gs, s) + 4 * start, buffer + 4 * (r * n + first), get(sent, r * segments + s)
-            weight_, my_up, my_down = splat(weight), splat(mine), splat(-mine)
-        whole = count - count % LANES
-        for i in range(0, whole, LANES):
-            prefetch(p, i + PREFETCH_NEAR)
-            prefetch(nu, i + PREFETCH_NEAR)
-            if not nontemporal:
-                prefetch(mu, i + PREFETCH_NEAR)
-            if gs is not None:
-                prefetch(g, i + PREFETCH_NEAR)
-                prefetch(error, i + PREFETCH_NEAR)
-                x, m = load(g, i), load(mu, i)
-                b = multiply_add(weight_, m - x, x if small else m) + load(error, i)
-                store(error, i, b - select(b >= zero, my_up, my_down))
-            v = load(nu, i)
-            m = mean_of_lanes(theirs, stride, ranks, up, down, other_up, other_down, scratch, i)
-            if keep_zeros:
-                m = select(v > zero, m, zero)
-            write(mu, i, m, nontemporal)
-            new = descended_lanes(load(p, i), m, v, eps_, decay_, lr_, c1_, c2_)
-            store(p, i, new)
+        r, first, length, s, offset = block_of(grid, k)
+        here, start = r * grid.segments + s, r * ints(widths)[s] + offset
+        have = within(ints(sizes)[s] - start, length)
+        p, mu, nu = ints(ps)[s] + 4 * start, ints(mus)[s] + 4 * start, ints(nus)[s] + 4 * start
+        theirs, factors = received + r * row_stride, scales + 4 * (r * ranks * grid.segments + s)
+        too = ints(copies)[s] + 4 * start if copies else 0
+        error, g = buffer + 4 * (r * grid.n + first), ints(gs)[s] + 4 * start if gs else 0
+        mine = floats(sent)[here] if gs else ZERO
+        for i in range(0, have, STEP):
+            at, count = 4 * i, min(STEP, have - i)
+            if gs:
+                keep_error(mu + at, g + at, decay, error + at, mine, count)
+            unpack_mean(theirs + (first + i) // 8, stride, ranks, factors, grid.segments, scratch, count, count,
+                        p + at, nu + at)  # fmt: skip
+            onebit_piece(scratch, p + at, nu + at, descent, keep_zeros, count)
+            write(mu + at, scratch, count, streams(grid, mu) and not gs)
             if too:
-                write(too, i, new, too_nontemporal)
-        for i in range(whole, count):
-            if gs is not None:
-                x, m = get(g, i), get(mu, i)
-                b = fused_multiply_add(weight, m - x, x if small else m) + get(error, i)
-                put(error, i, b - (mine if b >= ZERO else -mine))
-            v = get(nu, i)
-            m = mean_of_one(theirs, stride, ranks, factors, segments, i)
-            if keep_zeros and not v > ZERO:
-                m = ZERO
-            put(mu, i, m)
-            new = descended_one(get(p, i), m, v, eps, decay, lr, c1, c2)
-            put(p, i, new)
-            if too:
-                put(too, i, new)
-        if gs is not None:
-            for i in range(count, min(length, get_int(valid, r * segments + s) - offset)):  # padding that counts
-                b = get(error, i)
-                put(error, i, b - (mine if b >= ZERO else -mine))
+                write(too + at, p + at, count, streams(grid, too))
+        if gs:  # padding that counts
+            e = floats(error)
+            for i in range(have, min(length, ints(grid.valid)[here] - offset)):
+                e[i] = residual(e[i], mine, ZERO)
 
 
-@compiled
-def adamw_blocks(
-    low, high, places, table, segments, valid, n, larger_than_cache,
-    ps, gs, mus, nus, small, weight, b2, rest2, eps, decay, lr, c1, c2, frozen,
-):  # fmt: skip
-    """Take AdamW's step, place by place."""
-    weight_, b2_, rest2_, eps_, zero = splat(weight), splat(b2), splat(rest2), splat(eps), splat(ZERO)
-    decay_, lr_, c1_, c2_ = splat(decay), splat(lr), splat(c1), splat(c2)
+@compiled("contract")
+def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, frozen, count):
+    """Take AdamW's step."""
+    param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
+    if frozen:
+        for j in range(count):
+            new = kept_at_zero(moved(m[j], x[j], b1), v[j], ZERO, ZERO)
+            m[j] = new
+            param[j] = adamw(param[j], new, v[j], *descent)
+    else:
+        for j in range(count):
+            new, square = moved(m[j], x[j], b1), second_moment(v[j], x[j], b2, rest2)
+            m[j], v[j] = new, square
+            param[j] = adamw(param[j], new, square, *descent)
+
+
+@compiled()
+def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, frozen):
+    """Take AdamW's step, block by block."""
     for k in range(low, high):
-        _, _, length, s, offset = block_of(k, places, table)
-        start = 4 * offset
-        p, g, mu, nu = get_int(ps, s) + start, get_int(gs, s) + start, get_int(mus, s) + start, get_int(nus, s) + start
-        whole = length - length % LANES
-        for i in range(0, whole, LANES):
-            prefetch(p, i + PREFETCH_NEAR)
-            prefetch(g, i + PREFETCH_NEAR)
-            prefetch(mu, i + PREFETCH_NEAR)
-            prefetch(nu, i + PREFETCH_NEAR)
-            x, v = load(g, i), load(nu, i)
-            m = moved_lanes(load(mu, i), x, small, weight_)
-            if frozen:
-                m = select(v > zero, m, zero)
-            else:
-                v = multiply_add(x * x, rest2_, b2_ * v)
-                store(nu, i, v)
-            store(mu, i, m)
-            store(p, i, descended_lanes(load(p, i), m, v, eps_, decay_, lr_, c1_, c2_))
-        for i in range(whole, length):
-            x, v = get(g, i), get(nu, i)
-            m = moved_one(get(mu, i), x, small, weight)
-            if frozen:
-                m = m if v > ZERO else ZERO
-            else:
-                v = b2 * v + x * x * rest2
-                put(nu, i, v)
-            put(mu, i, m)
-            put(p, i, descended_one(get(p, i), m, v, eps, decay, lr, c1, c2))
+        _, _, length, s, offset = block_of(grid, k)
+        p, g, mu, nu = ints(ps)[s], ints(gs)[s], ints(mus)[s], ints(nus)[s]
+        for i in range(0, length, STEP):
+            at = 4 * (offset + i)
+            adamw_piece(p + at, g + at, mu + at, nu + at, b1, b2, rest2, descent, frozen, min(STEP, length - i))
 
 
-@compiled
+@compiled()
+def larger_magnitude(peak, x, count):
+    """Return the larger of a peak and the largest magnitude of a piece, as integers."""
+    values = floats(x)
+    for j in range(count):
+        peak = max(peak, magnitude(values[j]))
+    return peak
+
+
+@compiled()
+def mean_of_rows(rows, count_of_rows, share, at, out, count):
+    """Write the mean of several tensors."""
+    to, first = floats(out), floats(ints(rows)[0] + at)
+    for j in range(count):
+        to[j] = first[j]
+    for r in range(1, count_of_rows):
+        x = floats(ints(rows)[r] + at)
+        for j in range(count):
+            to[j] += x[j]
+    for j in range(count):
+        to[j] *= share
+
+
+@compiled("contract")
+def adamw_into_piece(p, g, mu, nu, b1, b2, rest2, descent, new, new_mu, new_nu, count):
+    """Take AdamW's step elsewhere."""
+    param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
+    to, to_m, to_v = floats(new), floats(new_mu), floats(new_nu)
+    for j in range(count):
+        momentum, square = moved(m[j], x[j], b1), second_moment(v[j], x[j], b2, rest2)
+        to_m[j], to_v[j] = momentum, square
+        to[j] = adamw(param[j], momentum, square, *descent)
+
+
+@compiled()
 def adamw_into_blocks(
-    low, high, places, table, segments, valid, n, larger_than_cache,
-    news, rows, count, share, olds, peaks, small, weight, b2, rest2, eps, decay, lr, c1, c2,
-):  # fmt: skip
-    """Take the step of `adamw_blocks` with the mean of `count` gradients, elsewhere; note the largest magnitudes."""
-    weight_, b2_, rest2_, eps_, share_ = splat(weight), splat(b2), splat(rest2), splat(eps), splat(share)
-    decay_, lr_, c1_, c2_ = splat(decay), splat(lr), splat(c1), splat(c2)
+    low, high, grid, news, rows, count_of_rows, share, olds, peaks, b1, b2, rest2, descent, scratch
+):
+    """Take AdamW's step with the mean of gradients, elsewhere; note the largest magnitudes of mean and params."""
+    here, here_mu, here_nu = scratch + 4 * STEP, scratch + 8 * STEP, scratch + 12 * STEP
     for k in range(low, high):
-        _, first, length, _, _ = block_of(k, places, table)
-        start = 4 * first
-        p, mu, nu = get_int(olds, 0) + start, get_int(olds, 1) + start, get_int(olds, 2) + start
-        to_p, to_mu, to_nu = get_int(news, 0) + start, get_int(news, 1) + start, get_int(news, 2) + start
-        nontemporal = larger_than_cache and (to_p | to_mu | to_nu) % 32 == 0
-        g, most_g, most_p = get_int(rows, 0) + start, no_magnitude(), no_magnitude()
-        whole = length - length % LANES
-        for i in range(0, whole, LANES):
-            x = load(g, i)
-            for r in range(1, count):
-                x = x + load(get_int(rows, r) + start, i)
-            x = x * share_
-            m = moved_lanes(load(mu, i), x, small, weight_)
-            v = multiply_add(x * x, rest2_, b2_ * load(nu, i))
-            new = descended_lanes(load(p, i), m, v, eps_, decay_, lr_, c1_, c2_)
-            write(to_p, i, new, nontemporal)
-            write(to_mu, i, m, nontemporal)
-            write(to_nu, i, v, nontemporal)
-            most_g, most_p = larger(most_g, magnitude(x)), larger(most_p, magnitude(new))
-        for i in range(whole, length):
-            x = get(g, i)
-            for r in range(1, count):
-                x += get(get_int(rows, r) + start, i)
-            x *= share
-            m = moved_one(get(mu, i), x, small, weight)
-            v = b2 * get(nu, i) + x * x * rest2
-            new = descended_one(get(p, i), m, v, eps, decay, lr, c1, c2)
-            put(to_p, i, new)
-            put(to_mu, i, m)
-            put(to_nu, i, v)
-            most_g, most_p = larger(most_g, magnitude(splat(x))), larger(most_p, magnitude(splat(new)))
-        put(peaks, 2 * k, largest(most_g))
-        put(peaks, 2 * k + 1, largest(most_p))
+        _, first, length, _, _ = block_of(grid, k)
+        p, mu, nu = ints(olds)[0], ints(olds)[1], ints(olds)[2]
+        to, to_mu, to_nu = ints(news)[0], ints(news)[1], ints(news)[2]
+        nontemporal = streams(grid, to | to_mu | to_nu)
+        of_mean = of_param = magnitude(ZERO)
+        for i in range(first, first + length, STEP):
+            at, count = 4 * i, min(STEP, first + length - i)
+            g = ints(rows)[0] + at
+            if count_of_rows > 1:
+                mean_of_rows(rows, count_of_rows, share, at, scratch, count)
+                g = scratch
+            adamw_into_piece(p + at, g, mu + at, nu + at, b1, b2, rest2, descent, here, here_mu, here_nu, count)
+            of_mean, of_param = larger_magnitude(of_mean, g, count), larger_magnitude(of_param, here, count)
+            write(to + at, here, count, nontemporal)
+            write(to_mu + at, here_mu, count, nontemporal)
+            write(to_nu + at, here_nu, count, nontemporal)
+        floats(peaks)[2 * k], floats(peaks)[2 * k + 1] = of_magnitude(of_mean), of_magnitude(of_param)
 
 
-@compiled
-def magnitude_blocks(low, high, places, table, segments, valid, n, larger_than_cache, xs, peaks):
-    """Note the largest magnitude of every place."""
+@compiled()
+def magnitude_blocks(low, high, grid, xs, peaks):
+    """Note the largest magnitude of every block."""
     for k in range(low, high):
-        _, _, length, s, offset = block_of(k, places, table)
-        x = get_int(xs, s) + 4 * offset
-        a, b, c, d = no_magnitude(), no_magnitude(), no_magnitude(), no_magnitude()
-        whole = length - length % (4 * LANES)
-        for i in range(0, whole, 4 * LANES):
-            prefetch(x, i + PREFETCH_FAR)
-            a, b = larger(a, magnitude(load(x, i))), larger(b, magnitude(load(x, i + LANES)))
-            prefetch(x, i + 2 * LANES + PREFETCH_FAR)
-            c, d = larger(c, magnitude(load(x, i + 2 * LANES))), larger(d, magnitude(load(x, i + 3 * LANES)))
-        for i in range(whole, length):
-            a = larger(a, magnitude(splat(get(x, i))))
-        put(peaks, k, largest(larger(larger(a, b), larger(c, d))))
+        _, _, length, s, offset = block_of(grid, k)
+        x, peak = ints(xs)[s] + 4 * offset, magnitude(ZERO)
+        for i in range(0, length, STEP):
+            for j in range(0, STEP, LINE):
+                prefetch(floats(x + 4 * i), PREFETCH_FAR + j)
+            peak = larger_magnitude(peak, x + 4 * i, min(STEP, length - i))
+        floats(peaks)[k] = of_magnitude(peak)
 
 
-BLOCK = 1 << 16
-"""Elements of a place where no norm is taken."""
+def addresses(*lists: Sequence[Tensor]) -> list[NDArray[np.int64]]:
+    """Return the tables of addresses of lists of tensors, which loops get as `pointers`."""
+    return [np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors)) for tensors in lists]
 
 
-def addresses(tensors: Sequence[Tensor]) -> NDArray[np.int64]:
-    """Return the table of addresses."""
-    return np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
+def pointers(tables: Sequence[NDArray[np.int64]]) -> list[int]:
+    """Return the addresses of tables, which must live as long as a loop looks at them."""
+    return [t.ctypes.data for t in tables]
 
 
 def extents(tensors: Sequence[Tensor], at: BlockTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -239,11 +220,11 @@ def whole(rows: int, at: BlockTable) -> Tensor:
     return torch.empty((rows, at.segments), dtype=torch.int64, device="cpu")
 
 
-def lerp_weight(decay: float) -> tuple[bool, np.float32]:
-    """Return which end `torch.lerp` starts from, and the weight of the other."""
-    decay = float(decay)  # it may be a 0-d tensor
-    small = decay < 0.5
-    return small, np.float32(decay if small else np.float32(decay) - np.float32(1))
+def descent_of(
+    eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
+) -> tuple[np.float32, ...]:
+    """Return the numbers that `rules.adamw` takes behind the moments."""
+    return tuple(map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5)))
 
 
 def onebit_adam_(
@@ -254,12 +235,10 @@ def onebit_adam_(
     """See `reference.onebit_adam_`."""
     if not plain(copies):
         return NotImplemented
-    too = addresses(copies)
-    nothing = None, None, None, None, None
-    descent = eps, weight_decay, lr, mu_weight, nu_weight
-    return _onebit(
-        params, mu, nu, too.ctypes.data if copies else 0, nothing, bits, scales, valid, runs, descent, keep_zeros
-    )
+    (table,) = addresses(copies)
+    ends = table.ctypes.data if copies else 0, 0, np.float32(0), 0, 0
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    return _onebit(params, mu, nu, ends, bits, scales, valid, runs, descent, keep_zeros)
 
 
 def onebit_adam_feedback_(
@@ -270,30 +249,24 @@ def onebit_adam_feedback_(
     """See `reference.onebit_adam_feedback_`."""
     if not plain(grads, (buffer, sent)):
         return NotImplemented
-    table = addresses(grads)
-    feedback = table.ctypes.data, *lerp_weight(decay), buffer.data_ptr(), sent.data_ptr()
-    descent = eps, weight_decay, lr, mu_weight, nu_weight
-    return _onebit(params, mu, nu, 0, feedback, bits, scales, valid, runs, descent, keep_zeros)
+    (table,) = addresses(grads)
+    ends = 0, table.ctypes.data, np.float32(decay), buffer.data_ptr(), sent.data_ptr()
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    return _onebit(params, mu, nu, ends, bits, scales, valid, runs, descent, keep_zeros)
 
 
 def _onebit(
-    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], copies: int, feedback: tuple[Any, ...],
-    bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], descent: tuple[float, ...], keep_zeros: bool,
+    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], ends: tuple[Any, ...], bits: Tensor,
+    scales: Tensor, valid: Tensor, runs: Sequence[int], descent: tuple[np.float32, ...], keep_zeros: bool,
 ) -> Any:  # fmt: skip
     at = block_table(runs)
     if not at.aligned or not plain(params, mu, nu, (scales,)):
         return NotImplemented
-    tables = addresses(params), addresses(mu), addresses(nu), *extents(params, at)
-    (received, row_stride, stride), scales = messages(bits), divided(scales)
-    message = received.data_ptr(), row_stride, stride, bits.shape[1], scales.data_ptr()
-    ends = *(t.ctypes.data for t in tables), copies, *feedback, *message, *_numbers(*descent), keep_zeros
-    run(onebit_blocks, at, valid.contiguous(), *ends, scratch=4 * NORM_BLOCK)
+    tables, (kept, message) = [*addresses(params, mu, nu), *extents(params, at)], messages(bits, divided(scales))
+    run(onebit_blocks, at, valid.contiguous(), *pointers(tables), *ends, *message, descent, keep_zeros,
+        scratch=4 * STEP)  # fmt: skip
+    del kept
     return None
-
-
-def _numbers(eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float) -> list[np.float32]:
-    """Return eps, weight decay, learning rate and what `descended_lanes` multiplies by."""
-    return [*map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5))]
 
 
 def adamw_(
@@ -303,10 +276,10 @@ def adamw_(
     """See `reference.adamw_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
-    at = block_table(runs_of_tensors(params), BLOCK)
-    tables = addresses(params), addresses(grads), addresses(mu), addresses(nu)
-    numbers = np.float32(b2), np.float32(1 - b2), *_numbers(eps, weight_decay, lr, mu_weight, nu_weight)
-    run(adamw_blocks, at, whole(1, at), *(t.ctypes.data for t in tables), *lerp_weight(b1), *numbers, frozen)
+    at = block_table(runs_of_tensors(params), LARGE_BLOCK)
+    tables = addresses(params, grads, mu, nu)
+    numbers = *map(np.float32, (b1, b2, 1 - b2)), descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    run(adamw_blocks, at, whole(1, at), *pointers(tables), *numbers, frozen)
     return None
 
 
@@ -317,13 +290,13 @@ def adamw_into_(
     """See `reference.adamw_into_`."""
     if not plain(new, rows, old):
         return NotImplemented
-    at = block_table([1, new[0].numel()], BLOCK)
+    at = block_table([1, new[0].numel()], LARGE_BLOCK)
     peaks = torch.zeros((max(1, len(at.table)), 2), device="cpu")
-    tables = addresses(new), addresses(rows), addresses(old)
-    news, gradients, olds = (t.ctypes.data for t in tables)
-    numbers = np.float32(b2), np.float32(1 - b2), *_numbers(eps, weight_decay, lr, mu_weight, nu_weight)
+    tables = addresses(new, rows, old)
+    news, gradients, olds = pointers(tables)
+    numbers = *map(np.float32, (b1, b2, 1 - b2)), descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
     ends = news, gradients, len(rows), np.float32(1.0 / len(rows)), olds, peaks.data_ptr()
-    run(adamw_into_blocks, at, whole(1, at), *ends, *lerp_weight(b1), *numbers)
+    run(adamw_into_blocks, at, whole(1, at), *ends, *numbers, scratch=16 * STEP)
     return peaks.amax(0)
 
 
@@ -331,11 +304,11 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     """See `reference.largest_magnitude`."""
     if not grads or not plain(grads):
         return NotImplemented
-    at = block_table(runs_of_tensors(grads), BLOCK)
-    table, peaks = addresses(grads), torch.zeros(max(1, len(at.table)), device="cpu")
+    at = block_table(runs_of_tensors(grads), LARGE_BLOCK)
+    (table,), peaks = addresses(grads), torch.zeros(max(1, len(at.table)), device="cpu")
     run(magnitude_blocks, at, whole(1, at), table.ctypes.data, peaks.data_ptr())
     return peaks.amax()
 
 
-_FOUND = (onebit_adam_, onebit_adam_feedback_, adamw_, adamw_into_, largest_magnitude)
-KERNELS = {f.__name__: f for f in _FOUND}
+_CELLS = (onebit_adam_, onebit_adam_feedback_, adamw_, adamw_into_, largest_magnitude)
+KERNELS = {f.__name__: f for f in _CELLS}

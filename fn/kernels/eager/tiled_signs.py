@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from fn.kernels import memory_pool
-from fn.kernels.eager.tiles import clear, least_of, tiles
-from fn.kernels.reference import NORM_BLOCK, row_length, scale_dtype
+from fn.kernels.eager.tiles import SHORT, clear, least_of, tiles
+from fn.kernels.reference import row_length, scale_dtype
 from fn.kernels.tracing import cached_plan
 
 PACK = 0x0102040810204080
@@ -130,11 +130,11 @@ def _signs(dtype: torch.dtype) -> Tensor:
 
 
 def _squares(x: Tensor) -> Tensor:
-    """Return the sums of squares over the last dimension, block after block, as `reference.sum_of_squares`."""
-    whole = x.shape[-1] - x.shape[-1] % NORM_BLOCK
+    """Return the sums of squares over the last dimension."""
+    whole = x.shape[-1] - x.shape[-1] % SHORT
     total: Tensor = torch.linalg.vector_norm(x[..., whole:], dim=-1).double().square()
     if whole:
-        blocks = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, NORM_BLOCK)), dim=-1)
+        blocks = torch.linalg.vector_norm(x[..., :whole].unflatten(-1, (-1, SHORT)), dim=-1)
         total += blocks.double().square().sum(-1)
     return total
 

@@ -11,7 +11,10 @@ from torch import Tensor
 from fn.kernels.reference import runs_of
 
 TILE = 1 << 16
-"""Elements of a tile, a few of which are in the second-level cache together; a multiple of NORM_BLOCK."""
+"""Elements of a tile, a few of which are in the second-level cache together; a multiple of SHORT."""
+
+SHORT = 256
+"""Squares are summed in float32 over so many elements, and in float64 over these sums."""
 
 
 class Tile(NamedTuple):

@@ -16,7 +16,6 @@ from fn.kernels.reference.adam import (
 from fn.kernels.reference.ints import dequantize, dequantize_mean, quantize, quantize_feedback
 from fn.kernels.reference.lamb import lamb_moments_, lamb_step_, onebit_lamb_moments_
 from fn.kernels.reference.layout import (
-    NORM_BLOCK,
     bytes_for,
     padding_mask,
     paired_views,
@@ -44,7 +43,6 @@ from fn.kernels.reference.signs import (
 )
 
 __all__ = [
-    "NORM_BLOCK",
     "adamw_",
     "adamw_into_",
     "bytes_for",

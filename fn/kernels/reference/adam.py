@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fn.kernels import rules
 from fn.kernels.reference.layout import rows_of, tensors_of
 from fn.kernels.reference.signs import sign_decode_mean, sign_encode, sign_encode_feedback, sign_residual
 
@@ -24,7 +25,7 @@ def direction(x: Tensor, nu: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     Args: x (R, n) the momentum; nu (R, n) the second moment, of the same dtype; eps.
     Returns: kept (R, n) and kept / (sqrt(nu) + eps) (R, n). Where nu is zero and x is not finite, kept is NaN.
     """
-    kept = torch.where(nu > 0, x, x - x)
+    kept = rules.kept_at_zero(x, nu, x - x, 0.0)
     return kept, over_root(kept, nu, eps)
 
 
@@ -33,7 +34,7 @@ def over_root(x: Tensor, nu: Tensor, eps: float) -> Tensor:
 
     That can be where eps is 0, or rounds to it: not with an eps for which `is_normal`, and kernels get no other.
     """
-    below = nu.sqrt() + eps
+    below: Tensor = rules.denominator(nu, eps)
     if is_normal(eps, below.dtype):
         return x / below
     return torch.where(below == 0, x - x, x / below.masked_fill(below == 0, 1.0))
@@ -74,7 +75,7 @@ def momentum_signs(
 def _averages(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, rows: int, runs: Sequence[int]
 ) -> Tensor:
-    averages = [torch.lerp(g.to(m.dtype), m, decay) for m, g in zip(mu, grads, strict=True)]
+    averages = [rules.lerp(g.to(m.dtype), m, decay) for m, g in zip(mu, grads, strict=True)]
     return rows_of(averages, rows, runs)
 
 
@@ -98,8 +99,8 @@ def drift(
     """
     found = []
     for p, a, m, g, v in zip(params, anchors, mu, grads, nu, strict=True):
-        m = torch.where(v > 0, torch.lerp(g.to(m.dtype), m, decay), 0.0)
-        found.append((p.to(m.dtype) - a) * (v.sqrt() + eps) - lr * m)
+        m = rules.kept_at_zero(rules.lerp(g.to(m.dtype), m, decay), v, 0.0, 0.0)
+        found.append(rules.drift(p.to(m.dtype), a, m, v, eps, lr))
     return rows_of(found, rows, runs)
 
 
@@ -131,7 +132,7 @@ def onebit_adam_(
     """
     found = tensors_of(sign_decode_mean(bits, scales, valid, runs), params, runs)
     for p, m, v, x in zip(params, mu, nu, found, strict=True):
-        m.copy_(torch.where(v > 0, x, 0.0) if keep_zeros else x)
+        m.copy_(rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x)
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
     for copy, p in zip(copies, params, strict=bool(copies)):
         copy.copy_(p)
@@ -195,11 +196,11 @@ def adamw_(
     """
     for p, g, m, v in zip(params, grads, mu, nu, strict=True):
         g = g.to(m.dtype)
-        m.lerp_(g, 1 - b1)
+        m.copy_(rules.lerp(g, m, b1))
         if frozen:
-            m.masked_fill_(v <= 0, 0.0)
+            m.copy_(rules.kept_at_zero(m, v, 0.0, 0.0))
         else:
-            v.mul_(b2).addcmul_(g, g, value=1 - b2)
+            v.copy_(rules.second_moment(v, g, b2, 1 - b2))
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
 
 
@@ -243,4 +244,4 @@ def _descend(
     p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
 ) -> None:
     u = over_root(m / mu_weight, v / nu_weight, eps)
-    p.copy_(p - lr * (u + weight_decay * p.to(u.dtype)))
+    p.copy_(rules.descended(p.to(u.dtype), u, weight_decay, lr))

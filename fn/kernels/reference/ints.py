@@ -22,6 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fn.kernels import rules
 from fn.kernels.reference.layout import padding_mask, per_segment, row_length, scale_dtype, spread
 
 
@@ -34,8 +35,8 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> tuple
     x = torch.where(padding_mask(x, valid, runs), x.to(scale_dtype(x)), 0.0)
     peaks = per_segment(x, runs, lambda p, a, b: p.abs().amax(-1) if p.numel() else p.new_zeros(p.shape[:2]))
     peak = torch.cat([*peaks, x[:, :0]], -1)
-    scale = torch.full_like(peak, 2.0 ** (width - 1)) / peak  # number / tensor would round twice
-    scale = torch.where(scale == float("inf"), 1.0, scale)
+    top = torch.full_like(peak, 2.0 ** (width - 1))  # number / tensor would round twice
+    scale = rules.code_scale(peak, top, 1.0, float("inf"))
     code = (x * spread(scale, runs)).round().clamp(-(2 ** (width - 1)), 2 ** (width - 1) - 1)
     code = code.nan_to_num(0.0).to(torch.int8)
     return (_pack_pairs(code) if width == 4 else code), 1.0 / scale
@@ -93,5 +94,5 @@ def quantize_feedback(
     h = x + e
     codes, scales = quantize(h, valid, runs, width)
     lost = h.to(scales.dtype) - dequantize(codes, scales, valid, runs, width).to(x.dtype).to(scales.dtype)
-    kept = beta * e.to(scales.dtype) + (1.0 - beta) * lost
+    kept: Tensor = rules.damped(e.to(scales.dtype), lost, beta, 1.0 - beta)
     return (codes, scales, *quantize(kept.to(x.dtype), valid, runs, 8))

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fn.kernels import rules
 from fn.kernels.reference.adam import over_root
 
 
@@ -36,8 +37,8 @@ def lamb_moments_(
     sums = []
     for p, g, m, v in zip(params, grads, mu, nu, strict=True):
         g = g.to(m.dtype)
-        m.lerp_(g, 1 - b1)
-        v.mul_(b2).addcmul_(g, g, value=1 - b2)
+        m.copy_(rules.lerp(g, m, b1))
+        v.copy_(rules.second_moment(v, g, b2, 1 - b2))
         sums.append(torch.stack([_squares(p), _squares(_update(p, m, v, eps, weight_decay)), _squares(m)]))
     return _table(sums)
 
@@ -68,11 +69,10 @@ def onebit_lamb_moments_(
     sums = []
     for p, x, s, m, v, f in zip(params, averages, scaling.unbind(), mu, nu, fresh, strict=True):
         x = x.to(m.dtype) / s.to(m.dtype)
-        x = torch.where(v > 0, x, 0.0) if keep_zeros else x
-        g = (x - b1 * m) / (1 - b1)
+        x = rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x
+        f.copy_(rules.second_moment(f, rules.implied_gradient(x, m, b1, 1 - b1), b2, 1 - b2))
         m.copy_(x)
-        f.mul_(b2).addcmul_(g, g, value=1 - b2)
-        ratios = over_root(v.sqrt() + eps, f, eps).reshape(-1)
+        ratios = over_root(rules.denominator(v, eps), f, eps).reshape(-1)
         largest = torch.cat([ratios.new_zeros(1), ratios]).max().double()
         q, u = _update(p, m, v, eps, 0.0), _update(p, m, v, eps, weight_decay)
         sums.append(torch.stack([largest, _squares(q), _squares(u)]))
@@ -87,11 +87,12 @@ def lamb_step_(
     Args: params, mu, nu: S tensors each; params are written. rates (S,).
     """
     for p, m, v, rate in zip(params, mu, nu, rates.unbind(), strict=True):
-        p.copy_(p - rate.to(m.dtype) * _update(p, m, v, eps, weight_decay))
+        p.copy_(rules.descended(p.to(m.dtype), over_root(m, v, eps), weight_decay, rate.to(m.dtype)))
 
 
 def _update(p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float) -> Tensor:
-    return over_root(m, v, eps) + weight_decay * p.to(m.dtype)
+    found: Tensor = rules.decayed(over_root(m, v, eps), p.to(m.dtype), weight_decay)
+    return found
 
 
 def _table(rows: list[Tensor]) -> Tensor:

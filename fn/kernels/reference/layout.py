@@ -19,10 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NORM_BLOCK = 4096
-"""Squares are summed in float32 over blocks of this many elements, and in float64 over the blocks: a float32
-sum over 2**24 elements is off by 7e-4."""
-
 
 def runs_of(runs: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
     """Yield (first segment, first element, count, width) of every run."""

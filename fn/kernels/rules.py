@@ -1,0 +1,120 @@
+"""The arithmetic of every step, once: on tensors, batches under `vmap`, in traces, and on numbers in compiled loops.
+
+The reference calls these functions with tensors, the loops of `cpu` with single float32 numbers: Numba compiles the
+same source. Three words are no operators, `where`, `root` and `lerp`; the first two are torch's and NumPy's, and `lerp`
+is torch's, because that rounds once. Numbers come in as arguments, `zero` among them: a literal would be float64 in a
+compiled loop.
+
+Symbols: p params, g gradient, m momentum, v second moment, u direction, b what is encoded; decay: of weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+Number = Any
+"""A tensor, or a float32 in a compiled loop."""
+
+
+def where(condition: Number, a: Number, b: Number) -> Number:
+    """Return a where the condition is true, else b."""
+    return torch.where(condition, a, b)
+
+
+def root(x: Number) -> Number:
+    """Return the square root."""
+    return x.sqrt()
+
+
+def lerp(start: Number, end: Number, weight: Number) -> Number:
+    """Return start + weight (end - start), from the nearer end, rounded once: moving averages are lerp(new, old, b)."""
+    return torch.lerp(start, end, weight)
+
+
+# moments
+
+
+def second_moment(v: Number, g: Number, b2: Number, rest2: Number) -> Number:
+    """Return b2 v + (1 - b2) g^2. rest2: 1 - b2, which float32 would round otherwise."""
+    return b2 * v + rest2 * (g * g)
+
+
+def kept_at_zero(m: Number, v: Number, instead: Number, zero: Number) -> Number:
+    """Return m, but `instead` where v is zero: what never had a gradient. m - m is zero, and NaN if m is not finite."""
+    return where(v > zero, m, instead)
+
+
+# directions and steps
+
+
+def denominator(v: Number, eps: Number) -> Number:
+    """Return sqrt(v) + eps."""
+    return root(v) + eps
+
+
+def decayed(u: Number, p: Number, decay: Number) -> Number:
+    """Return a direction with decoupled weight decay."""
+    return u + decay * p
+
+
+def direction(m: Number, v: Number, eps: Number) -> Number:
+    """Return Adam's direction without correction of biases."""
+    return m / denominator(v, eps)
+
+
+def corrected_direction(m: Number, v: Number, eps: Number, c1: Number, c2: Number) -> Number:
+    """Return Adam's direction; c1, c2: what m and the root of v are multiplied by to correct their biases."""
+    return m * c1 / (root(v) * c2 + eps)
+
+
+def descended(p: Number, u: Number, decay: Number, lr: Number) -> Number:
+    """Return params after a step along a direction."""
+    return p - lr * decayed(u, p, decay)
+
+
+def adamw(
+    p: Number, m: Number, v: Number, eps: Number, decay: Number, lr: Number, c1: Number, c2: Number
+) -> Number:
+    """Return params after AdamW's step with moments that have moved; 1-bit Adam takes the same."""
+    return descended(p, corrected_direction(m, v, eps, c1, c2), decay, lr)
+
+
+def drift(p: Number, anchor: Number, m: Number, v: Number, eps: Number, lr: Number) -> Number:
+    """Return what 0/1 Adam sends: how far params are from the anchor after a step, in units of the momentum."""
+    return (p - anchor) * denominator(v, eps) - lr * m
+
+
+def implied_gradient(m: Number, before: Number, b1: Number, rest1: Number) -> Number:
+    """Return the gradient that took the momentum from `before` to m: 1-bit LAMB."""
+    return (m - b1 * before) / rest1
+
+
+# codes and errors
+
+
+def signed(b: Number, scale: Number, zero: Number) -> Number:
+    """Return scale sgn(b), which is what a sign bit decodes to; sgn(0) is 1."""
+    return where(b >= zero, scale, -scale)
+
+
+def residual(b: Number, scale: Number, zero: Number) -> Number:
+    """Return b - scale sgn(b), what was not delivered."""
+    return b - signed(b, scale, zero)
+
+
+def compensated(x: Number, buffer: Number, sent: Number, zero: Number) -> Number:
+    """Return x plus what was not delivered of the last buffer: the lazy form of error feedback."""
+    return x + residual(buffer, sent, zero)
+
+
+def code_scale(peak: Number, top: Number, one: Number, infinity: Number) -> Number:
+    """Return what numbers are multiplied by to become codes: top / peak, and 1 where that overflows."""
+    scale = top / peak
+    return where(scale == infinity, one, scale)
+
+
+def damped(error: Number, lost: Number, beta: Number, rest: Number) -> Number:
+    """Return the moving average of what was lost: LoCo's feedback. rest: 1 - beta."""
+    return beta * error + rest * lost
