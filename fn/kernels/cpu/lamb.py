@@ -59,7 +59,7 @@ def moments_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, eps, decay,
         to[3 * k], to[3 * k + 1], to[3 * k + 2] = of_p, of_u, of_m
 
 
-@compiled("contract")
+@compiled()  # the implied gradient is a small difference: rounded once, it would be nobody else's
 def fresh_piece(p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, keep_zeros, q, u, ratio, count):
     """Take the momentum, move the second moment that goes on; write q, u and the ratios of denominators."""
     param, new, m, v, f = floats(p), floats(x), floats(mu), floats(nu), floats(fresh)
