@@ -26,7 +26,7 @@ from fn.base import (
     missing,
 )
 from fn.collectives.autograd import is_recorded
-from fn.kernels import reference
+from fn.kernels import reference, rules
 from fn.kernels.tracing import is_concrete, pooled
 
 Tree = Any
@@ -201,7 +201,7 @@ def zeros_like_moment(p: Tensor) -> Tensor:
 
 def keep_unseen_at_zero(x: Tree, nu: Tree) -> Tree:
     """Return x, zero where nu is zero; but NaN where it is not finite there, so that the step is still skipped."""
-    return tree.map(lambda a, v: torch.where(v > 0, a, a - a), x, nu)
+    return tree.map(lambda a, v: rules.kept_at_zero(a, v, a - a, 0.0), x, nu)
 
 
 def kept_direction(mu: Tree, nu: Tree, eps: float) -> tuple[Tree, Tree]:

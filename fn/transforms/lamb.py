@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing, stateless
-from fn.kernels.reference import over_root, scale_dtype
+from fn.kernels import reference, rules
 from fn.transforms.adam import (
     adam_direction,
     check_betas,
@@ -264,7 +264,7 @@ def frozen_ratio(coefficient: Tensor, factor: Tensor) -> Tensor:
 def _bounded_factor(h: LambHyper, last: Tensor, nu: Tensor, fresh: Tensor, q: Tensor, u: Tensor) -> Tensor:
     if not nu.numel():
         return last
-    f = over_root(nu.sqrt() + h.eps, fresh, h.eps).max().to(last.dtype)
+    f = reference.over_root(rules.denominator(nu, h.eps), fresh, h.eps).max().to(last.dtype)
     return bounded_factor(h, last, f, _norm(q), _norm(u)) if h.weight_decay > 0 else bounded_factor(h, last, f, f, f)
 
 
@@ -321,7 +321,7 @@ def common_scale(mu: Tree) -> Tree:
         return mu
     rms = torch.stack([(_norm(m).double() / max(m.numel(), 1) ** 0.5).to(leaves[0].device) for m in leaves])
     scaling = common_scale_of(rms)
-    parts = [s.to(device=m.device, dtype=scale_dtype(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]
+    parts = [s.to(m.device, reference.scale_dtype(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]
     return tree.unflatten(structure, parts)
 
 
@@ -337,12 +337,12 @@ def common_scale_of(rms: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x.to(scale_dtype(x)))
+    norm: Tensor = torch.linalg.vector_norm(x.to(reference.scale_dtype(x)))
     return norm
 
 
 def _number(like: Tensor, value: float) -> Tensor:
-    return torch.full((), value, dtype=scale_dtype(like), device=like.device)
+    return torch.full((), value, dtype=reference.scale_dtype(like), device=like.device)
 
 
 def _check_bounds(low: float, high: float) -> None:

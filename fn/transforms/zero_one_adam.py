@@ -11,6 +11,7 @@ from fn import tree
 from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import found_alike
+from fn.kernels import rules
 from fn.kernels.reference import over_root
 from fn.kernels.tracing import is_concrete
 from fn.transforms.adam import adam_direction, check_betas, moving_average, moving_average_of_squares, start_moments
@@ -151,7 +152,7 @@ def scale_by_zero_one_adam(
         return (elapsed + lr).to(elapsed.dtype)  # here and below: 0-d tensors of two dtypes meet in the wider one
 
     def zeros_kept(x: Tree, nu: Tree) -> Tree:
-        return tree.map(lambda a, v: torch.where(v > 0, a, 0.0), x, nu) if keep_zeros else x
+        return tree.map(lambda a, v: rules.kept_at_zero(a, v, 0.0, 0.0), x, nu) if keep_zeros else x
 
     def common_step(mu: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, ZeroOneAdamState]:
         """Step from a momentum that all ranks share; the new parameters are the anchor."""
@@ -207,7 +208,7 @@ def scale_by_zero_one_adam(
         here = tree.map(lambda p, u: p.to(u.dtype) + u, params, moves)
         went = tree.map(torch.sub, here, state.anchor) if anchored else tree.map(torch.add, state.went, moves)
         start = state.anchor if anchored else tree.map(torch.sub, here, went)
-        scaled = tree.map(lambda d, v: d * (v.sqrt() + eps), went, state.nu)
+        scaled = tree.map(lambda d, v: d * rules.denominator(v, eps), went, state.nu)
         mean, sync_state = sync.compressed_update(scaled, state.sync, params)
         peak = largest(mean)
         mean = zeros_kept(mean, state.nu)

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from fn.kernels import rules
 from fn.kernels.reference.layout import paired_views, plain, widths_of
 from fn.kernels.tracing import cached_plan
 
@@ -92,8 +93,8 @@ def drift(
     found: list[Tensor] = []
     for lists in _chunks(params, anchors, mu, grads, nu):
         p, a, m, g, v = map(torch.cat, lists)
-        m = torch.where(v > 0, torch.lerp(g, m, decay), 0.0)
-        found.extend(((p - a) * (v.sqrt() + eps) - lr * m).split([t.numel() for t in lists[0]]))
+        m = rules.kept_at_zero(rules.lerp(g, m, decay), v, 0.0, 0.0)
+        found.extend(rules.drift(p, a, m, v, eps, lr).split([t.numel() for t in lists[0]]))
     widths = widths_of(runs)
     out = found[0].new_zeros((rows, sum(widths)))
     flats, places = paired_views(found, out, widths)
