@@ -42,7 +42,7 @@ class Phase(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> Phase:
-        raise ValueError(f"phase: is {value!r}; allowed are {', '.join(map(str, cls))}")
+        raise ValueError(expected("phase", f"one of {', '.join(map(str, cls))}", f"{value!r}"))
 
 
 class UpdateFn(Protocol):
@@ -80,8 +80,8 @@ class Chained(NamedTuple):
         """Return the updates of the last link, and the states of all."""
         check_state(state, tuple)
         if len(state) != len(self.links):
-            found = f"{len(state)} entries, but the chain {len(self.links)} links"
-            raise ValueError(f"state: has {found}; allowed is what init of the same chain returned")
+            wanted = f"an entry for each of the {len(self.links)} links, as init of the same chain returned"
+            raise ValueError(expected("state", wanted, f"{len(state)}"))
         after = []
         for link, link_state in zip(self.links, state, strict=True):
             updates, link_state = link(updates, link_state, params)
@@ -179,7 +179,7 @@ def check_transform(argument: str, value: Any) -> None:
     """Raise a TypeError that names the argument unless a value is a transform; a function that makes one is not."""
     if not hasattr(value, "warmup_update"):
         found = getattr(value, "__name__", type(value).__name__)
-        raise TypeError(f"{argument} is {found}; allowed are transforms, such as fn.scale_by_adam()")
+        raise TypeError(expected(argument, "a transform, such as fn.scale_by_adam()", found))
 
 
 def check_number(argument: str, value: Any) -> None:
@@ -188,16 +188,16 @@ def check_number(argument: str, value: Any) -> None:
     Nor is one that `torch.func.vmap` batches, for it is several.
     """
     if not isinstance(value, numbers.Real | Tensor):
-        raise TypeError(f"{argument}: is {value!r}; allowed are numbers")
+        raise TypeError(expected(argument, "a number", f"{value!r}"))
     if isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value):
-        raise TypeError(f"{argument}: is a tensor that vmap batches; allowed are numbers; only lr may be batched")
+        raise TypeError(expected(argument, "a number", "a tensor that vmap batches", "only lr may be batched"))
 
 
 def check_whole(argument: str, value: Any) -> None:
     """Raise a TypeError that names the argument unless a value is a whole number, and none like 8.0."""
     check_number(argument, value)
     if not isinstance(value, numbers.Integral):
-        raise TypeError(f"{argument}: is {value!r}; allowed are whole numbers")
+        raise TypeError(expected(argument, "a whole number", f"{value!r}"))
 
 
 def check_state(state: Tree, kind: type) -> None:
@@ -207,25 +207,20 @@ def check_state(state: Tree, kind: type) -> None:
     but not for the states of other links in it, which are theirs to look at.
     """
     if not isinstance(state, kind):
-        raise TypeError(
-            f"state: is {type(state).__name__}; allowed is what init returned; the arguments of an update are "
-            f"(updates, state, params)"
-        )
+        raise TypeError(expected("state", "what init returned", type(state).__name__, _ORDER))
     for name in getattr(state, "_fields", ()):
         if name not in _OF_OTHER_LINKS:
-            tree.check_tensors(getattr(state, name), f"state: its {name}")
+            tree.check_tensors(getattr(state, name), f"state.{name}")
 
 
 _OF_OTHER_LINKS = frozenset({"inner", "sync"})
+_ORDER = "the arguments of an update are (updates, state, params)"
 
 
 def check_params(params: Tree) -> None:
     """Raise a TypeError that gives the order of the arguments where a link needs the params and gets None."""
     if params is None:
-        raise TypeError(
-            "params: is None; allowed are the params that init was given, which this link needs; the arguments of an "
-            "update are (updates, state, params)"
-        )
+        raise TypeError(expected("params", "those that init was given, which this link needs", "None", _ORDER))
 
 
 def rank_local(state: Tree) -> frozenset[str]:
@@ -324,7 +319,7 @@ def chain(*links: Transform) -> Transform:
     Raises: TypeError if a link is not a transform.
     """
     for place, link in enumerate(links):
-        check_transform(f"links: number {place}", link)
+        check_transform(f"links[{place}]", link)
 
     def init(params: Tree) -> Tree:
         return tuple(link.init(params) for link in links)

@@ -7,9 +7,10 @@ They can be pickled, which needs a default for every argument but the message.
 from __future__ import annotations
 
 
-def expected(argument: str, wanted: str, got: str, cure: str) -> str:
+def expected(argument: str, wanted: str, got: str, cure: str = "") -> str:
     """Return the text of an error, such as "x: expected 4 columns, but got 3; leave out the others"."""
-    return f"{argument}: expected {wanted}, but got {got}; {cure}"
+    text = f"{argument}: expected {wanted}, but got {got}"
+    return f"{text}; {cure}" if cure else text
 
 
 class PeerLost(RuntimeError):

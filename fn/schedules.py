@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fn.base import Phase
+from fn.errors import expected
 
 Schedule = Callable[[int], Phase]
 
@@ -27,8 +28,8 @@ def freeze_after(steps: int) -> Schedule:
 def _whole(argument: str, value: Any, least: int) -> int:
     number = float(value) if isinstance(value, numbers.Real) else math.nan
     if not number >= least or not number.is_integer():
-        text = f"allowed are whole numbers of at least {least}, such as int(0.2 * total)"
-        raise ValueError(f"{argument}: is {value!r}; {text}")
+        wanted = f"a whole number of at least {least}, such as int(0.2 * total)"
+        raise ValueError(expected(argument, wanted, f"{value!r}"))
     return int(number)
 
 
@@ -49,8 +50,8 @@ def phase_of(schedule: Schedule, step: int) -> Phase:
     try:
         return Phase(found)
     except ValueError as error:
-        text = f"schedule: gives {found} for step {step}; allowed are fn.Phase.WARMUP and the like"
-        raise ValueError(text) from error
+        wanted = f"a phase for step {step}, such as fn.Phase.WARMUP"
+        raise ValueError(expected("schedule", wanted, f"{found}")) from error
 
 
 def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
@@ -181,11 +182,11 @@ class FreezeWhenStable:
 
     def __init__(self, b2: float = 0.999, threshold: float = 0.96, min_steps: int = 0):
         if not 0.0 <= b2 < 1.0:
-            raise ValueError(f"b2: is {b2}; allowed is [0, 1)")
+            raise ValueError(expected("b2", "a number in [0, 1)", f"{b2}"))
         if not 0.0 < threshold <= 1.0:
-            raise ValueError(f"threshold: is {threshold}; allowed is (0, 1]")
+            raise ValueError(expected("threshold", "a number in (0, 1]", f"{threshold}"))
         if min_steps < 0:
-            raise ValueError(f"min_steps: is {min_steps}; allowed is at least 0")
+            raise ValueError(expected("min_steps", "a whole number of at least 0", f"{min_steps}"))
         self.threshold = threshold
         self.min_steps = min_steps
         self.distance = max(1, round(1 / (1 - b2)))

@@ -108,7 +108,8 @@ def check_real(tree: Tree, argument: str) -> None:
         else:
             continue
         path = paths(tree)[place] or "the root"
-        raise TypeError(f"{argument}: leaf {path!r} is {found}; allowed are dense real floating-point tensors")
+        wanted = f"leaf {path!r} to be a dense tensor of real floating-point numbers"
+        raise TypeError(expected(argument, wanted, found))
 
 
 _REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -120,8 +121,8 @@ def check_tensors(tree: Tree, argument: str) -> None:
         return  # a step looks at many
     for path, leaf in zip(paths(tree), leaves(tree), strict=True):
         if not isinstance(leaf, Tensor):
-            found = f"leaf {path or 'the root'!r} is {type(leaf).__name__}"
-            raise TypeError(f"{argument}: {found}; allowed are tensors, as init made them")
+            wanted = f"leaf {path or 'the root'!r} to be a tensor, as init made it"
+            raise TypeError(expected(argument, wanted, type(leaf).__name__))
 
 
 def _only_tensors(tree: Tree) -> bool:
@@ -148,13 +149,14 @@ def check_updates(updates: Tree, like: Tree) -> None:
     if flat is not None and type(updates) is type(like) and flat == _flat_shapes(like):
         return  # a step looks at many
     try:
-        shapes = leaves(map(_other_shape, like, updates))
+        misfits = leaves(map(_misfit, like, updates))
     except ValueError as error:
-        text = f"has the leaves {paths(updates)}; allowed are those at init, {paths(like)}"
-        raise ValueError(f"updates: {text}") from error
-    if any(shapes):
-        place = next(i for i, shape in enumerate(shapes) if shape)
-        raise ValueError(f"updates: leaf {paths(like)[place] or 'the root'!r} {shapes[place]}")
+        text = expected("updates", f"the leaves at init, {paths(like)}", f"{paths(updates)}")
+        raise ValueError(text) from error
+    if any(misfits):
+        place = next(i for i, misfit in enumerate(misfits) if misfit)
+        path, shape = paths(like)[place] or "the root", tuple(leaves(like)[place].shape)
+        raise ValueError(expected("updates", f"leaf {path!r} to have its shape at init, {shape}", misfits[place]))
 
 
 def _flat_shapes(tree: Tree) -> tuple[list[Any], list[torch.Size]] | None:
@@ -165,11 +167,10 @@ def _flat_shapes(tree: Tree) -> tuple[list[Any], list[torch.Size]] | None:
     return (keys, [x.shape for x in each]) if {*_map(type, each)} <= _TENSORS else None
 
 
-def _other_shape(like: Tensor, leaf: Any) -> str:
+def _misfit(like: Tensor, leaf: Any) -> str:
     if isinstance(leaf, Tensor) and leaf.shape == like.shape:
         return ""
-    found = f"has the shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"is {type(leaf).__name__}"
-    return f"{found}; allowed is the shape at init, {tuple(like.shape)}"
+    return f"{tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
 
 
 def fields(tree: Tree, name: str) -> list[Tree]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fn import tree
+from fn.errors import expected
 
 Tree = Any
 
@@ -41,7 +42,5 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 def _misfit(params: Tree, updates: Tree) -> str:
     pairs = zip(tree.paths(params), tree.leaves(params), tree.leaves(updates), strict=True)
     path, p, u = next(found for found in pairs if found[1].shape != found[2].shape)
-    return (
-        f"updates: leaf {path or 'the root'!r} has the shape {tuple(u.shape)}; allowed is that of its parameter, "
-        f"{tuple(p.shape)}"
-    )
+    wanted = f"leaf {path or 'the root'!r} to have the shape of its parameter, {tuple(p.shape)}"
+    return expected("updates", wanted, f"{tuple(u.shape)}")

@@ -105,7 +105,7 @@ def test_apply_updates_refuses_trees_of_different_structure():
 def test_apply_updates_refuses_what_would_be_broadcast_by_leaf(param, update):
     params = {"b": torch.ones(2), "w": [torch.ones(param)]}
     updates = {"b": torch.ones(2), "w": [torch.ones(update)]}
-    text = f"updates: leaf 'w.0' has the shape {update}; allowed is that of its parameter, {param}"
+    text = f"updates: expected leaf 'w.0' to have the shape of its parameter, {param}, but got {update}"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         fn.apply_updates(params, updates)
 
@@ -131,7 +131,7 @@ def test_links_that_need_params_say_so(name, phase):
     tx, params = NEED_PARAMS[name], {"w": torch.ones(3)}
     if has_phase(tx, phase):
         state = tx.init(params)
-        with pytest.raises(TypeError, match=r"params: is None; allowed .*\(updates, state, params\)"):
+        with pytest.raises(TypeError, match=r"params: expected .*, but got None; .*\(updates, state, params\)"):
             tx.update(phase)({"w": torch.ones(3)}, state, None)
 
 

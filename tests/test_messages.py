@@ -210,7 +210,7 @@ def refused_on_one_of_a_grid(what: str) -> str:
 def test_what_one_rank_of_a_grid_cannot_take_is_said_on_all_of_them():
     """A rank of neither its row nor its column waited on the second axis for those that had raised on the first."""
     text = "this step cannot be taken on rank 1 of axis 'node', rank 1 of axis 'local': "
-    text += "ValueError: b1: is 7.0; allowed is [0, 1); nothing has moved"
+    text += "ValueError: b1: expected a number in [0, 1), but got 7.0; nothing has moved"
     assert {*run(4, refused_on_one_of_a_grid, "b1")} == {text}
     differ = "the gradient of param group 0, parameter 0 is absent on rank 1 and present on rank 0"
     assert all(differ in said for said in run(4, refused_on_one_of_a_grid, "absent"))

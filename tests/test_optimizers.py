@@ -105,7 +105,7 @@ def after_a_step(make, lr: torch.Tensor) -> torch.Tensor:
 def test_other_hyper_parameters_that_are_batched_are_refused_by_name(optimizer, name):
     """torch spoke of data-dependent control flow, and asked for an issue."""
     make = partial(optimizer.make, axis="data")
-    with pytest.raises(TypeError, match=rf"^{name}: is a tensor that vmap batches; .* only lr may be batched"):
+    with pytest.raises(TypeError, match=rf"^{name}: .* got a tensor that vmap batches; only lr may be batched"):
         torch.func.vmap(lambda value: make(**{name: value}) and value)(torch.tensor([0.1, 0.2]))
 
 

@@ -324,13 +324,13 @@ def construct_alone(what: str) -> tuple[str, str]:
 
 
 REASONS = {
-    "sparse": "gradients of param group 0: leaf '0'.*sparse",
+    "sparse": "gradients of param group 0: expected leaf '0' .*sparse",
     "hyper-parameter": "a word",
-    "rate": "lr: is -0.5; allowed",
+    "rate": "0-d tensor, of at least 0, but got -0.5",
     "group": "complex64",
 }
 ALONE = tuple((what, p) for what in REASONS for p in (Phase.WARMUP, Phase.COMPRESSED))
-BUILDS = {"params": "complex64", "hyper-parameter": "b1: is 2.0", "empty": "number of param"}
+BUILDS = {"params": "complex64", "hyper-parameter": "in [0, 1), but got 2.0", "empty": "number of param"}
 
 
 def all_alone() -> dict[Any, Any]:

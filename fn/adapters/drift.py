@@ -18,7 +18,7 @@ from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.param_groups import host_tensor, names_of
 from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
 from fn.collectives.agreement import check_agreement, describe
-from fn.errors import RanksDrifted
+from fn.errors import RanksDrifted, expected
 
 
 def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
@@ -33,7 +33,7 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
         which names the first rank and leaf that differ from rank 0.
     """
     if every < 1:
-        raise ValueError(f"every: is {every}; allowed is at least 1")
+        raise ValueError(expected("every", "a whole number of at least 1", f"{every}"))
     with optimizer.training.binding:
         for axis in optimizer.training.axes:
             check_agreement(axis, {"steps between drift checks": every, "steps": optimizer.steps}, _device(optimizer))

@@ -9,6 +9,7 @@ from fn.adapters.optim.optimizer import Optimizer
 from fn.base import Phase
 from fn.collectives.ledger import Ledger
 from fn.collectives.profiling import Observer
+from fn.errors import expected
 
 
 class StepMetrics(NamedTuple):
@@ -103,7 +104,7 @@ def watch(optimizer: Optimizer, callback: Callable[[StepMetrics], Any], every: i
     Raises: ValueError if every is less than 1; TypeError for an optimizer of torch.
     """
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer")
+        raise TypeError(expected("optimizer", "an fn.Optimizer", type(optimizer).__name__))
     if every < 1:
-        raise ValueError(f"every: is {every}; allowed is at least 1")
+        raise ValueError(expected("every", "a whole number of at least 1", f"{every}"))
     return Watch(optimizer, callback, every)

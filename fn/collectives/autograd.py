@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from fn import tree
 from fn.collectives import axis as axes
+from fn.errors import expected
 
 Tree = Any
 
@@ -24,18 +25,17 @@ def refuse_to_differentiate(x: Tree, collective: str, axis: axes.AxisNames) -> N
     Raises: ValueError that names the collective and what to do instead.
     """
     if any(map(is_differentiated, tree.leaves(x))):
-        raise ValueError(
-            f"x: is differentiated, but {collective} is not differentiable, as no collective is; allowed are tensors "
-            f"that do not require grad: differentiate the loss of each rank without the collective and average the "
-            f"gradient, fn.pmean(grad, {axis!r}); where no gradient is wanted hand over x.detach(), or call it under "
-            f"torch.no_grad()"
+        wanted = f"a tensor that does not require grad, for {collective} is not differentiable, as no collective is"
+        cure = (
+            f"differentiate the loss of each rank without the collective and average the gradient, fn.pmean(grad, "
+            f"{axis!r}); where no gradient is wanted, hand over x.detach(), or call it under torch.no_grad()"
         )
+        raise ValueError(expected("x", wanted, "one that is differentiated", cure))
     if not torch.compiler.is_compiling() and _functorch.peek_interpreter_stack() is not None and _is_within(axis):
-        raise ValueError(
-            f"x: {collective} over the simulated axis {axis!r} stands in a function that torch.func differentiates, "
-            f"where no collective can be; allowed is to return the value, grad(..., has_aux=True), and to call "
-            f"{collective} on it outside"
-        )
+        wanted = "a collective outside of the functions that torch.func differentiates, in which none can be"
+        got = f"{collective} over the simulated axis {axis!r} inside of one"
+        cure = f"return the value, with grad(..., has_aux=True), and call {collective} on it outside"
+        raise ValueError(expected("x", wanted, got, cure))
 
 
 def is_differentiated(x: Tensor) -> bool:

@@ -23,6 +23,7 @@ from fn.base import rank_local
 from fn.collectives.transports.failure_detection import remember
 from fn.collectives.transports.mpi import Communicator, is_communicator, register_communicator
 from fn.collectives.transports.tcp_setup import stay_on_gloo
+from fn.errors import expected
 
 SIMULATED = ""
 ALONE = "alone"
@@ -93,7 +94,7 @@ def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator], *, t
     elif isinstance(mesh, Mapping):
         groups = dict(mesh)
     else:
-        raise TypeError(f"mesh: is {type(mesh).__name__}; allowed are a DeviceMesh or a mapping of names to groups")
+        raise TypeError(expected("mesh", "a DeviceMesh or a mapping from names to groups", type(mesh).__name__))
     if not tcp:
         stay_on_gloo(group for group in groups.values() if isinstance(group, dist.ProcessGroup))
     return Binding({name: _group_axis(name, group) for name, group in groups.items()})
@@ -106,10 +107,9 @@ def _group_axis(name: str, group: Any) -> Axis:
         transport = register_communicator(group)
         return Axis(group.Get_size(), torch.tensor(group.Get_rank(), device="cpu"), transport)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"mesh: {name!r} is a process group without this rank; allowed are groups that it is in")
-    raise TypeError(
-        f"mesh: {name!r} is {type(group).__name__}; allowed are process groups and communicators of mpi4py"
-    )
+        raise ValueError(expected("mesh", f"{name!r} to be a process group of this rank's", "one without this rank"))
+    wanted = f"{name!r} to be a process group or a communicator of mpi4py"
+    raise TypeError(expected("mesh", wanted, type(group).__name__))
 
 
 def current_binding() -> Binding:
@@ -124,7 +124,7 @@ def resolve(axis: str) -> Axis:
         group of several ranks: a silent local step would train W different models.
     """
     if not isinstance(axis, str):
-        raise ValueError(f"axis: is {axis!r}; allowed is a name")
+        raise ValueError(expected("axis", "a name", f"{axis!r}"))
     if axis in _bound.axes:
         return _bound.axes[axis]
     if _bound.axes:
@@ -161,7 +161,7 @@ def names(axis: AxisNames) -> tuple[str, ...]:
     """
     found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
     if not found or not all(isinstance(name, str) for name in found) or len(set(found)) != len(found):
-        raise ValueError(f"axis: is {axis!r}; allowed are a name, or a tuple of different names")
+        raise ValueError(expected("axis", "a name or a tuple of different names", f"{axis!r}"))
     return found
 
 

@@ -27,6 +27,7 @@ from fn.collectives.codecs.segments import Segments
 from fn.collectives.error_storage import StoredError
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
+from fn.errors import expected
 
 Tree = Any
 
@@ -245,11 +246,9 @@ def for_own_row(codec: Codec, segments: Segments | None, axis: str) -> Codec:
 def check_vector(x: Tensor, error: Tree, align: int, argument: str) -> None:
     """Refuse a vector that cannot travel, or does not fit its error. argument: what the caller calls it."""
     if x.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"{argument}: has dtype {x.dtype}; allowed are float16, bfloat16, float32 and float64")
+        raise TypeError(expected(argument, "float16, bfloat16, float32 or float64", f"{x.dtype}"))
     if x.ndim != 1 or x.shape[0] % align:
-        raise ValueError(
-            f"{argument}: has shape {tuple(x.shape)}; allowed is one dimension, a multiple of {align} long"
-        )
+        raise ValueError(expected(argument, f"one dimension, a multiple of {align} long", f"shape {tuple(x.shape)}"))
     first = error[0] if isinstance(error, LazyError | DampedError | StoredError) else error
     if isinstance(first, Tensor) and first.shape != x.shape:
         raise ValueError(

@@ -12,6 +12,7 @@ from fn.collectives.codecs.segments import Segments, tile
 from fn.collectives.compressed import settle
 from fn.collectives.error_storage import to_blocks
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredClassic
+from fn.errors import expected
 
 Tree = Any
 
@@ -68,7 +69,7 @@ def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedbac
         return DampedError(codes.reshape(-1), scales.view(like.scales.shape), like.age if age is None else age)
     if isinstance(feedback.rule, StoredClassic):
         return feedback.residual(vector.float(), torch.zeros_like(vector, dtype=torch.float32), like)
-    raise TypeError(f"error: is {type(like).__name__}; allowed are vectors, LazyError and DampedError")
+    raise TypeError(expected("error", "a vector, a LazyError or a DampedError", type(like).__name__))
 
 
 def age_of(error: Tree) -> Tensor | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fn.base import check_whole
 from fn.collectives.codecs.segments import tile
+from fn.errors import expected
 
 Tree = Any
 
@@ -45,10 +46,11 @@ def store_of(kind: torch.dtype | str | None, block: int) -> Store:
     """
     kind = BY_NAME.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in (None, torch.bfloat16, torch.int8):
-        raise ValueError(f"store: is {kind!r}; allowed are None, torch.bfloat16, torch.int8 and {sorted(BY_NAME)}")
+        wanted = f"None, torch.bfloat16, torch.int8 or one of {sorted(BY_NAME)}"
+        raise ValueError(expected("store", wanted, f"{kind!r}"))
     check_whole("block", block)
     if block < 1:
-        raise ValueError(f"block: is {block}; allowed is at least 1")
+        raise ValueError(expected("block", "a whole number of at least 1", f"{block}"))
     if kind is torch.int8:
         return _in_blocks(block)
     if kind is torch.bfloat16:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fn.base import check_number, check_whole
 from fn.collectives.codecs.pickling import invalidates, reduced
 from fn.collectives.error_storage import from_blocks, store_of, to_blocks
+from fn.errors import expected
 from fn.kernels.reference import scale_dtype
 
 Tree = Any
@@ -159,11 +160,11 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
     """
     check_number("beta", beta)
     if not 0 <= beta < 1:
-        raise ValueError(f"beta: is {beta}; allowed is 0 <= beta < 1")
+        raise ValueError(expected("beta", "a number in [0, 1)", f"{beta}"))
     for name, value in (("every", every), ("block", block)):
         check_whole(name, value)
         if value < 1:
-            raise ValueError(f"{name}: is {value}; allowed is at least 1")
+            raise ValueError(expected(name, "a whole number of at least 1", f"{value}"))
     beta = float(torch.tensor(beta, dtype=torch.float32, device="cpu"))  # 1 - beta is taken of what the kernels see
 
     def init(x: Tensor) -> DampedError:

@@ -36,6 +36,7 @@ from fn.collectives.codecs.segments import Segments
 from fn.collectives.compressed import all_gather_mean
 from fn.collectives.feedback import Feedback, off
 from fn.collectives.simulation import found_alike
+from fn.errors import expected
 from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any
@@ -71,9 +72,10 @@ def hops(
     for argument, values, kind in zip(called, (codec, feedback), (Codec, Feedback), strict=True):
         if not isinstance(values, tuple | list) or not all(isinstance(value, kind) for value in values):
             example = "fn.sign()" if kind is Codec else "fn.classic()"
-            raise TypeError(f"{argument}: is {values!r}; allowed is a {kind.__name__}, {example} say, or one per axis")
+            wanted = f"a {kind.__name__}, such as {example}, or one per axis"
+            raise TypeError(expected(argument, wanted, f"{values!r}"))
         if len(values) != len(found):
-            raise ValueError(f"{argument}: has {len(values)} entries for the axes {found}; allowed is one for each")
+            raise ValueError(expected(argument, f"one entry for each of the axes {found}", f"{len(values)}"))
     return [Hop(*each) for each in zip(found, codec, feedback, strict=True)]
 
 

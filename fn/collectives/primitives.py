@@ -24,6 +24,7 @@ from fn.collectives.profiling import step_range
 from fn.collectives.transports.failure_detection import is_loss, peer_lost
 from fn.collectives.transports.registry import carry, registered
 from fn.collectives.transports.tcp_setup import connections
+from fn.errors import expected
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete, pooled, runs_as_written
 
@@ -107,7 +108,7 @@ def psum(x: Tree, axis: axes.AxisNames) -> Tree:
         if _stays(leaf, size, transport):
             return leaf
         if leaf.dtype == torch.bool:
-            raise TypeError("x: has dtype torch.bool; allowed are numbers, such as x.int()")
+            raise TypeError(expected("x", "numbers", "torch.bool", "convert it, with x.int() for one"))
         refuse_to_differentiate(leaf, "psum", axis)
         count(leaf, axis, "all_reduce", 2 * (size - 1), size)
         found: Tensor = torch.ops.fn.psum(leaf.contiguous(), rank, size, transport)
@@ -139,10 +140,9 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
         return psum(x, axis)
     for leaf in tree.leaves(x):
         if not (leaf.is_floating_point() or leaf.is_complex()):
-            raise TypeError(
-                f"x: has dtype {leaf.dtype}; allowed are floating and complex numbers, since a mean of others is no "
-                f"whole number: fn.psum adds integers, or hand over x.float()"
-            )
+            wanted = "floating-point or complex numbers, since a mean of integers is no integer"
+            cure = "add integers with fn.psum, or hand over x.float()"
+            raise TypeError(expected("x", wanted, f"{leaf.dtype}", cure))
     refuse_to_differentiate(x, "pmean", axis)
     # Sums of half precision numbers overflow where their mean does not.
     parts = tree.map(lambda leaf: leaf / size if leaf.element_size() < 4 else leaf, x)
@@ -158,7 +158,8 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
 def _check_tensors(x: Tree) -> None:
     for leaf in tree.leaves(x):
         if not isinstance(leaf, Tensor):
-            raise TypeError(f"x: has a leaf {leaf!r}; allowed are tensors; the number of ranks is fn.axis_size(axis)")
+            cure = "the number of ranks is fn.axis_size(axis)"
+            raise TypeError(expected("x", "tensors", f"a leaf {leaf!r}", cure))
 
 
 def _stays(x: Tensor, size: int, transport: str) -> bool:

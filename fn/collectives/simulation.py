@@ -17,6 +17,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives.axis import SIMULATED, Axis, AxisNames, Binding, names, resolve
 from fn.compiling import own_code
+from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 
 
@@ -38,13 +39,13 @@ def simulate(
         three, or from the returned function if out_dims promises a replication that is not there.
     """
     if not callable(f):
-        raise TypeError(f"f: is {type(f).__name__}; allowed is a function of trees of tensors")
+        raise TypeError(expected("f", "a function of trees of tensors", type(f).__name__))
     if not isinstance(axis, str):
-        raise ValueError(f"axis: is {axis!r}; allowed is a name")
+        raise ValueError(expected("axis", "a name", f"{axis!r}"))
     if not isinstance(size, int) or size < 1:
-        raise ValueError(f"size: is {size!r}; allowed are whole numbers of at least 1")
+        raise ValueError(expected("size", "a whole number of at least 1", f"{size!r}"))
     if randomness not in ("error", "different", "same"):
-        raise ValueError(f"randomness: is {randomness!r}; allowed are 'error', 'different' and 'same'")
+        raise ValueError(expected("randomness", "'error', 'different' or 'same'", f"{randomness!r}"))
 
     def run(*args: Any) -> Any:
         kept: list[Any] = []
@@ -63,7 +64,8 @@ def simulate(
 
         dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
         if len(dims) != len(args):
-            raise ValueError(f"in_dims: has {len(dims)} entries for {len(args)} arguments; allowed is one for each")
+            wanted = f"one entry for each of the {len(args)} arguments"
+            raise ValueError(expected("in_dims", wanted, f"{len(dims)}"))
         for number, (arg, dim) in enumerate(zip(args, dims, strict=True)):
             _check_slices(number, arg, dim, size)
         each = torch.func.vmap(on_rank, in_dims=(0, *dims), randomness=randomness)
@@ -83,11 +85,10 @@ def _check_slices(number: int, arg: Any, dims: Any, size: int) -> None:
         if not isinstance(leaf, Tensor) or dim is None:
             continue
         if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != size:
-            raise ValueError(
-                f"in_dims: is {dim} for leaf {tree.paths(arg)[place] or 'the root'!r} of argument {number}, which has "
-                f"the shape {tuple(leaf.shape)}; allowed are {size} slices there, one for each rank; None is for what "
-                f"all ranks share, fn.rank_dims(state) for a state"
-            )
+            leaf_of = f"leaf {tree.paths(arg)[place] or 'the root'!r} of argument {number}"
+            wanted = f"{size} slices, one for each rank, in dimension {dim} of {leaf_of}"
+            cure = "give None for what all ranks share, and fn.rank_dims(state) for a state"
+            raise ValueError(expected("in_dims", wanted, f"shape {tuple(leaf.shape)}", cure))
 
 
 def _replicated(x: Any, rank: Tensor, path: str) -> Any:
@@ -99,10 +100,9 @@ def _vmap_replicated(info: Any, dims: Any, x: Tensor, rank: Tensor, path: str) -
     if dims[1] is None:
         return torch.ops.fn.replicated(x, rank, path), dims[0]
     if dims[0] is not None:
-        raise ValueError(
-            f"out_dims: is None for leaf {path or 'the root'!r} of a result that depends on the rank; allowed are None "
-            f"for what is the same on every rank, where the ranks' dimension is, and fn.rank_dims(state) for a state"
-        )
+        wanted = f"the ranks' dimension for leaf {path or 'the root'!r}, which depends on the rank"
+        cure = "give None only for what is the same on every rank, and fn.rank_dims(state) for a state"
+        raise ValueError(expected("out_dims", wanted, "None", cure))
     return x, None
 
 

@@ -26,6 +26,7 @@ from fn.collectives.compressed import compressed_all_reduce, encode, initial_err
 from fn.collectives.feedback import Classic, Feedback, classic, damped, off
 from fn.collectives.ledger import ledger
 from fn.collectives.simulation import simulate
+from fn.errors import expected
 from fn.kernels.conformance import Check, run_checks
 
 Tree = Any
@@ -64,7 +65,7 @@ def check_codec(codec: Codec) -> Report:
     Raises: TypeError if it is no codec, such as the function `fn.sign` in place of `fn.sign()`.
     """
     if not isinstance(codec, Codec):
-        raise TypeError(f"codec: is {codec!r}; allowed is a Codec, fn.sign() say")
+        raise TypeError(expected("codec", "a Codec, such as fn.sign()", f"{codec!r}"))
     checks, faults = run_checks(_checks(codec))
     return Report(checks, tuple(faults))
 

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from fn.errors import expected
+
 _inside: dict[str, tuple[threading.Thread, int]] = {}
 """Transport -> the thread that is inside of steps over it, and how many of them."""
 
@@ -24,12 +26,13 @@ def in_turn(wires: Mapping[str, str]) -> Iterator[None]:
         for axis, transport in wires.items():
             there, _ = _inside.get(transport, (here, 0))
             if there is not here:
-                raise RuntimeError(
-                    f"step: began in thread {here.name!r} while thread {there.name!r} is inside of a step over the "
-                    f"same process group, that of axis {axis!r}, and their messages would be taken for each other's; "
-                    f"allowed is one thread after the other, in the same order on all ranks, or a group for each of "
-                    f"them: fn.bind({{{axis!r}: torch.distributed.new_group()}})"
+                wanted = f"one step at a time over the process group of axis {axis!r}, so that no messages are mixed up"
+                got = f"one in thread {here.name!r} while thread {there.name!r} is inside of another"
+                cure = (
+                    f"let the threads take turns, in the same order on all ranks, or give each a group of its own: "
+                    f"fn.bind({{{axis!r}: torch.distributed.new_group()}})"
                 )
+                raise RuntimeError(expected("step", wanted, got, cure))
         for transport in {*wires.values()}:
             _inside[transport] = here, _inside.get(transport, (here, 0))[1] + 1
     try:

@@ -20,6 +20,7 @@ from fn.collectives.codecs.segments import Segments
 from fn.collectives.compressed import for_own_row, for_rows, fused_with, through_servers
 from fn.collectives.feedback import Feedback
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
+from fn.errors import expected
 from fn.kernels.tracing import cached_plan
 
 Tree = Any
@@ -109,12 +110,12 @@ def successor(old: Tree, new: Tree) -> Callable[[], None]:
     olds, structure = tree.flatten(old)
     news, found = tree.flatten(new)
     if structure != found:
-        leaves = f"{tree.paths(old)} into {tree.paths(new)}"
-        raise ValueError(f"state: an update turned the leaves {leaves}; allowed are those of init, in the same trees")
+        wanted = f"an update to keep the trees of init, with the leaves {tree.paths(old)}"
+        raise ValueError(expected("state", wanted, f"{tree.paths(new)}"))
     for o, n in zip(olds, news, strict=True):
         if o.shape != n.shape or o.dtype != n.dtype:
-            change = f"from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}"
-            raise ValueError(f"state: an update changed a leaf {change}; allowed are the form and the dtype of init")
+            wanted = f"an update to keep the dtype and the shape of init, {o.dtype} {tuple(o.shape)}"
+            raise ValueError(expected("state", wanted, f"{n.dtype} {tuple(n.shape)}"))
 
     def write() -> None:
         for o, n in zip(olds, news, strict=True):

@@ -64,7 +64,7 @@ def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace |
                 return f"its guard watches {update.watch}, and {name_of(link)} needs {watch}"
             descent = descent_of(links[place + 1 :])
             if isinstance(descent, Link):
-                return f"{name_of(descent)} stands behind {name_of(link)}; allowed are weight decays, then rates"
+                return f"expected weight decays, then rates, behind {name_of(link)}, but got {name_of(descent)}"
             head, bounds = Head(links[:place]), known.setdefault(link.path, Bounds())
             return without_guards(head, stage(update, rule, link, head, descent, bounds))
     return f"none of its links has kernels: {', '.join(map(name_of, links)) or 'it has none'}"

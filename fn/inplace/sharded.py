@@ -44,7 +44,7 @@ def stage_shards(
     if isinstance(behind, Link):
         return "fn.sharded has kernels for weight decays, then rates, behind scale_by_adam"
     if descent != Descent(0.0, ()):
-        return "a weight decay or a rate stands behind fn.sharded; allowed are those inside of it"
+        return "expected weight decays and rates inside of fn.sharded, but got one behind it"
 
     def moments_of(state: Tree) -> AdamState:
         moments: AdamState = inner[0].state(link.state(state).inner)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fn.errors import expected
 from fn.kernels import reference
 from fn.kernels.schemas import ON_LISTS, SCHEMAS, WRITTEN
 from fn.kernels.table import cells
@@ -55,7 +56,7 @@ def check(name: str, args: Sequence[Any]) -> None:
             if tensor.device != device:
                 raise ValueError(f"{key}: is on {tensor.device}, but {_ARGUMENTS[name][0]} is on {device}")
     if named.get("width", 8) not in (4, 8):
-        raise ValueError(f"width: is {named['width']}; allowed are 4 and 8")
+        raise ValueError(expected("width", "4 or 8", f"{named['width']}"))
     if "runs" in named:
         _check_lengths(named)
     if name == "adamw_into_":
@@ -65,13 +66,14 @@ def check(name: str, args: Sequence[Any]) -> None:
         _check_copies(named.get("copies", ()), named.get("params", ()))
     for key in ("scaling", "rates"):
         if key in named and named[key].shape != (len(named["mu"]),):
-            raise ValueError(f"{key}: has shape {tuple(named[key].shape)}; allowed is one number per tensor of mu")
+            shape = tuple(named[key].shape)
+            raise ValueError(expected(key, f"one number per tensor of mu, {len(named['mu'])}", f"shape {shape}"))
 
 
 def _check_copies(copies: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    shapes, allowed = ([tuple(t.shape) for t in tensors] for tensors in (copies, params))
-    if copies and shapes != allowed:
-        raise ValueError(f"copies: has tensors of shapes {shapes}; allowed are those of params, {allowed}, or none")
+    shapes, wanted = ([tuple(t.shape) for t in tensors] for tensors in (copies, params))
+    if copies and shapes != wanted:
+        raise ValueError(expected("copies", f"no tensors, or the shapes of params, {wanted}", f"{shapes}"))
 
 
 def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:
@@ -86,8 +88,8 @@ def _check_alike(lists: dict[str, Sequence[Tensor]]) -> None:
     for key, tensors in lists.items():
         sizes = [t.numel() for t in tensors]
         if sizes != [size] * max(1, len(sizes)) or (key != "rows" and len(sizes) != 3):
-            allowed = "one or more" if key == "rows" else "three"
-            raise ValueError(f"{key}: has tensors of {sizes} elements; allowed are {allowed} of {size}")
+            wanted = f"{'one or more' if key == 'rows' else 'three'} tensors of {size} elements"
+            raise ValueError(expected(key, wanted, f"{sizes}"))
 
 
 def _unlike(values: Sequence[Any], device: torch.device) -> list[Tensor]:
@@ -110,9 +112,9 @@ def device_of(args: Sequence[Any]) -> torch.device:
 
 def _check_dtype(key: str, value: Tensor) -> None:
     if key in _FLOATING and not value.is_floating_point():
-        raise TypeError(f"{key}: has dtype {value.dtype}; allowed are floating dtypes")
+        raise TypeError(expected(key, "a floating dtype", f"{value.dtype}"))
     if key in _INTEGERS and value.dtype not in _INTEGERS[key]:
-        raise TypeError(f"{key}: has dtype {value.dtype}; allowed is {' or '.join(map(str, _INTEGERS[key]))}")
+        raise TypeError(expected(key, " or ".join(map(str, _INTEGERS[key])), f"{value.dtype}"))
 
 
 @lru_cache(maxsize=PLANS)

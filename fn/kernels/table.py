@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fn.errors import expected
 from fn.kernels.schemas import SCHEMAS
 
 Kernel = Callable[..., Any]
@@ -92,8 +93,8 @@ def unregister(row: Accelerator) -> None:
     """Take a registered row out again. Raises: ValueError if it is not there."""
     with _lock:
         if row not in _registered.get(row.device_type, []):
-            found = f"{row.name!r} for {row.device_type!r}"
-            raise ValueError(f"row: {found} is not registered; allowed is what register got")
+            found = f"{row.name!r} for {row.device_type!r}, which is not registered"
+            raise ValueError(expected("row", "one that register was given", found))
         _registered[row.device_type].remove(row)
         _forget(row.device_type)
 
@@ -101,14 +102,14 @@ def unregister(row: Accelerator) -> None:
 def check_row(row: Accelerator) -> None:
     """Refuse what is not a row. Raises: as `register`."""
     if not isinstance(row, Accelerator):
-        raise TypeError(f"row: is {type(row).__name__}; allowed is fn.kernels.Accelerator")
+        raise TypeError(expected("row", "an fn.kernels.Accelerator", type(row).__name__))
     if not isinstance(row.device_type, str) or ":" in row.device_type:
-        raise ValueError(f"device_type: is {row.device_type!r}; allowed are names of device types, such as 'cuda'")
+        raise ValueError(expected("device_type", "the name of a device type, such as 'cuda'", f"{row.device_type!r}"))
     if not isinstance(row.kernels, Mapping):
-        raise TypeError(f"kernels: is {type(row.kernels).__name__}; allowed is a mapping from names to functions")
+        raise TypeError(expected("kernels", "a mapping from names to functions", type(row.kernels).__name__))
     unknown = sorted(set(row.kernels) - set(SCHEMAS))
     if unknown:
-        raise ValueError(f"kernels: {unknown} are not in the table; allowed are {sorted(SCHEMAS)}")
+        raise ValueError(expected("kernels", f"names in the table, {sorted(SCHEMAS)}", f"{unknown}"))
 
 
 def _forget(device_type: str) -> None:

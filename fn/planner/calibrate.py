@@ -23,6 +23,7 @@ from fn.collectives.codecs.sign import sign
 from fn.collectives.feedback import Feedback, classic, damped, off
 from fn.collectives.hierarchy import compressed_all_reduce, initial_errors
 from fn.collectives.ledger import ledger
+from fn.errors import expected
 from fn.planner.methods import label
 from fn.planner.network import Cost, Link, Network
 from fn.planner.units import show_rate, show_seconds
@@ -124,7 +125,8 @@ def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
     Raises: ValueError with fewer than two different sizes or a time that is not above 0.
     """
     if len(set(sizes)) < 2 or min(times) <= 0:
-        raise ValueError(f"sizes: are {list(sizes)}, times {list(times)}; allowed are two sizes and times above 0")
+        wanted = "two different sizes or more, and times above 0"
+        raise ValueError(expected("sizes, times", wanted, f"{list(sizes)}, {list(times)}"))
     slope, _ = statistics.linear_regression(sizes, times)
     if slope <= 0:  # no size costs more than another: the link is too fast to be seen
         return statistics.median(times), 1e-15

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from fn.errors import expected
+
 AXES = ("data", "local", "node")
 
 
@@ -64,7 +66,7 @@ def network(world: int, per_node: int, intra: Cost | Link, inter: Cost | Link | 
     Raises: ValueError if the ranks do not fill the nodes or a link between nodes is missing.
     """
     if world < 1 or per_node < 1 or world % per_node:
-        raise ValueError(f"world: is {world}, per_node {per_node}; allowed are whole nodes of at least one rank")
+        raise ValueError(expected("world, per_node", "whole nodes of at least one rank", f"{world}, {per_node}"))
     if world > per_node and inter is None:
         raise ValueError(f"inter: is missing, but {world} ranks are {world // per_node} nodes of {per_node}")
     inner = intra if isinstance(intra, Link) else Link(intra)
@@ -75,7 +77,7 @@ def network(world: int, per_node: int, intra: Cost | Link, inter: Cost | Link | 
 def ranks_on(net: Network, axis: str) -> int:
     """Return the number of ranks on an axis. Raises: ValueError if there is no such axis."""
     if axis not in AXES:
-        raise ValueError(f"axis: is {axis!r}; allowed are {AXES}")
+        raise ValueError(expected("axis", f"one of {AXES}", f"{axis!r}"))
     return {"data": net.world, "local": net.per_node, "node": net.nodes}[axis]
 
 

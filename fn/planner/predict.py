@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from fn.errors import expected
 from fn.planner.methods import Method, label
 from fn.planner.network import Network, duration
 from fn.planner.units import show_seconds
@@ -53,7 +54,8 @@ class Plan(NamedTuple):
         for found in self.predictions:
             if found.method.name == name and topology in (None, found.method.topology):
                 return found
-        raise ValueError(f"name: is {name!r}; allowed are {sorted({p.method.name for p in self.predictions})}")
+        known = sorted({p.method.name for p in self.predictions})
+        raise ValueError(expected("name", f"one of {known}", f"{name!r}"))
 
 
 def predict(method: Method, net: Network, compute: float, coding: float) -> Prediction:
@@ -98,7 +100,7 @@ def plan(
     Raises: ValueError if compute is not above 0.
     """
     if not compute > 0:
-        raise ValueError(f"compute: is {compute}; allowed is above 0")
+        raise ValueError(expected("compute", "a number above 0", f"{compute}"))
     measured = coding or {}
     found = [predict(m, net, compute, measured.get(_label(m), 8 * m.passes * params / memory)) for m in methods]
     ranked = tuple(sorted(found, key=lambda prediction: prediction.step))

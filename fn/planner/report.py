@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fn.errors import expected
 from fn.planner.network import Network, leaving
 from fn.planner.predict import Plan, Prediction
 from fn.planner.units import show_bytes, show_rate, show_seconds
@@ -115,9 +116,9 @@ def check_paths(json: str | Path | None, png: str | Path | None) -> None:
         _matplotlib()
         from matplotlib.backend_bases import FigureCanvasBase
 
-        allowed = FigureCanvasBase.get_supported_filetypes()
-        if Path(png).suffix[1:].lower() not in allowed:
-            raise ValueError(f"--png: {str(png)!r} is no picture; allowed are names that end in {', '.join(allowed)}")
+        known = FigureCanvasBase.get_supported_filetypes()
+        if Path(png).suffix[1:].lower() not in known:
+            raise ValueError(expected("--png", f"a name that ends in {', '.join(known)}", f"{str(png)!r}"))
 
 
 def _matplotlib() -> Any:

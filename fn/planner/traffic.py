@@ -17,6 +17,7 @@ import torch
 from fn import tree
 from fn.collectives.codecs.codec import Codec, segmented
 from fn.collectives.codecs.segments import Segments
+from fn.errors import expected
 from fn.planner.network import Message
 
 BUCKET = 25 * 2**20
@@ -55,7 +56,7 @@ def model(params: int, tensors: int = 150, width: int = 4) -> Model:
     Raises: ValueError if there are fewer parameters than tensors.
     """
     if not 1 <= tensors <= params:
-        raise ValueError(f"tensors: is {tensors}; allowed are 1 to {params}, the number of parameters")
+        raise ValueError(expected("tensors", f"1 to {params}, the number of parameters", f"{tensors}"))
     side = math.isqrt(params // tensors)
     rest = params - side * side * (tensors - 1)
     last = [shape for shape in ((rest // side, side), (rest % side,)) if math.prod(shape)]

@@ -26,6 +26,7 @@ from fn.base import (
     missing,
 )
 from fn.collectives.autograd import is_recorded
+from fn.errors import expected
 from fn.kernels import reference, rules
 from fn.kernels.tracing import is_concrete, pooled
 
@@ -127,7 +128,7 @@ def scale_by_onebit_adam(
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
     Differs: `bias_correction` and `keep_zeros` are not in the paper; DeepSpeed needs a hand-written mask.
     """
-    check_transform("sync:", sync)
+    check_transform("sync", sync)
     check_betas(b1, b2, eps)
 
     def init(params: Tree) -> OnebitAdamState:
@@ -176,10 +177,10 @@ def check_betas(b1: float, b2: float, eps: float) -> None:
     for name, b in (("b1", b1), ("b2", b2)):
         check_number(name, b)
         if not 0.0 <= b < 1.0:
-            raise ValueError(f"{name}: is {b}; allowed is [0, 1)")
+            raise ValueError(expected(name, "a number in [0, 1)", f"{b}"))
     check_number("eps", eps)
     if not 0.0 <= eps < math.inf:
-        raise ValueError(f"eps: is {eps}; allowed are finite numbers of at least 0")
+        raise ValueError(expected("eps", "a finite number of at least 0", f"{eps}"))
 
 
 def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:

@@ -26,6 +26,7 @@ from fn.collectives.hierarchy import (
     initial_errors,
     row_count,
 )
+from fn.errors import expected
 from fn.transforms import flat_layout as layouts
 from fn.transforms.resharding import errors_reshape, reshapes
 
@@ -165,9 +166,9 @@ def _in_codes(
 ) -> Transform:
     """Do what `compressed_average` says. of_gradients: whether that is what is averaged."""
     if layout not in layouts.LAYOUTS:
-        raise ValueError(f"layout: is {layout!r}; allowed are {layouts.LAYOUTS}")
+        raise ValueError(expected("layout", f"one of {layouts.LAYOUTS}", f"{layout!r}"))
     if not isinstance(servers, bool):
-        raise TypeError(f"servers: is {servers!r}; allowed are True and False")
+        raise TypeError(expected("servers", "True or False", f"{servers!r}"))
 
     align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))
 

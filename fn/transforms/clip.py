@@ -11,6 +11,7 @@ from fn import tree
 from fn.base import Transform, check_number
 from fn.collectives.axis import AxisNames
 from fn.collectives.primitives import pmean
+from fn.errors import expected
 from fn.kernels.tracing import pooled
 
 Tree = Any
@@ -32,7 +33,7 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
     """
     check_number("max_norm", max_norm)
     if not max_norm > 0:
-        raise ValueError(f"max_norm: is {max_norm}; allowed is more than 0")
+        raise ValueError(expected("max_norm", "a number above 0", f"{max_norm}"))
 
     def own(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         tree.check_real(updates, "updates")

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Step, Transform, check_number, check_params, lift
+from fn.errors import expected
 from fn.kernels.tracing import pooled
 
 Tree = Any
@@ -50,18 +51,18 @@ def check_decay(weight_decay: float) -> None:
     """Refuse a weight decay that is negative or not finite with a ValueError."""
     check_number("weight_decay", weight_decay)
     if not 0 <= weight_decay < math.inf:
-        raise ValueError(f"weight_decay: is {weight_decay}; allowed are finite numbers of at least 0")
+        raise ValueError(expected("weight_decay", "a finite number of at least 0", f"{weight_decay}"))
 
 
 def check_rate(lr: float | Tensor) -> None:
     """Refuse a learning rate that is not a number, negative, not finite, or a tensor with a dimension."""
     if isinstance(lr, Tensor):
         if lr.ndim:
-            raise ValueError(f"lr: has shape {tuple(lr.shape)}; allowed are floats and 0-d tensors")
+            raise ValueError(expected("lr", "a float or a 0-d tensor", f"a tensor of shape {tuple(lr.shape)}"))
         return
     check_number("lr", lr)
     if not 0 <= lr < math.inf:
-        raise ValueError(f"lr: is {lr}; allowed are finite numbers of at least 0")
+        raise ValueError(expected("lr", "a finite number of at least 0", f"{lr}"))
 
 
 def scale_by_learning_rate(lr: float | Tensor) -> Transform:

@@ -22,6 +22,7 @@ from fn.collectives.hierarchy import (
     reduce_scatter_wide,
 )
 from fn.collectives.messages import fill_rows, swap_rows
+from fn.errors import expected
 from fn.transforms.flat_layout import LAYOUTS, Bucket, buckets, join, rows_of
 from fn.transforms.shards import row, wide
 
@@ -69,9 +70,9 @@ def rules_of(
 ) -> Rules:
     """Return the rules that the arguments of `sharded` make. Raises: ValueError as it does."""
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: is {layout!r}; allowed are {LAYOUTS}")
+        raise ValueError(expected("layout", f"one of {LAYOUTS}", f"{layout!r}"))
     if momentum is not None and not 0.0 <= momentum < 1.0:
-        raise ValueError(f"momentum: is {momentum}; allowed are None and [0, 1)")
+        raise ValueError(expected("momentum", "None or a number in [0, 1)", f"{momentum}"))
     if momentum is not None and gather_feedback is not None:
         raise ValueError("gather_feedback: is given together with momentum; send params then, with master=True")
     codec, feedback = (identity(), feedback or off()) if codec is None else (codec, feedback or classic())

@@ -20,6 +20,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives.autograd import is_recorded
 from fn.collectives.codecs.segments import Segments
+from fn.errors import expected
 from fn.kernels import memory_pool, reference
 from fn.kernels.tracing import cached_plan, is_concrete
 
@@ -49,7 +50,7 @@ def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) 
     Raises: ValueError if the layout is not one of `LAYOUTS`.
     """
     if layout not in LAYOUTS:
-        raise ValueError(f"layout: is {layout!r}; allowed are {LAYOUTS}")
+        raise ValueError(expected("layout", f"one of {LAYOUTS}", f"{layout!r}"))
     groups: dict[Any, list[int]] = {}
     if layout != "per_tensor" and len({leaf.dtype for leaf in leaves}) == 1 == len({leaf.device for leaf in leaves}):
         groups[None] = [*range(len(leaves))]  # without a look at each key: a step asks every time

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing, stateless
+from fn.errors import expected
 from fn.kernels import reference, rules
 from fn.transforms.adam import (
     adam_direction,
@@ -159,11 +160,10 @@ def onebit_lamb_by_tensor(
     Args:
         hypers: number of tensors -> their hyper-parameters, in the order of the leaves.
         copy_fresh: start nu_fresh from nu. False: from zero, as DeepSpeed does with a freeze step below 2.
-        tail: elements that travel behind the momentum and return into the next message undecayed, which is what
-            DeepSpeed's padding does.
+        tail: elements that travel behind the momentum and return undecayed in the next message: DeepSpeed's padding.
     Raises: ValueError if a hyper-parameter is out of range.
     """
-    check_transform("sync:", sync)
+    check_transform("sync", sync)
     for hyper in hypers(1):
         check_hyper(hyper)
 
@@ -296,11 +296,11 @@ def check_hyper(h: LambHyper) -> None:
     _check_bounds(h.min_coeff, h.max_coeff)
     check_decay(h.weight_decay)
     if not 0 <= h.coeff_beta < 1:
-        raise ValueError(f"coeff_beta: is {h.coeff_beta}; allowed is [0, 1)")
+        raise ValueError(expected("coeff_beta", "a number in [0, 1)", f"{h.coeff_beta}"))
     if not 0 < h.factor_min <= h.factor_max:
-        raise ValueError(f"factor_min, factor_max: are {h.factor_min}, {h.factor_max}; allowed is 0 < min <= max")
+        raise ValueError(expected("factor_min, factor_max", "0 < min <= max", f"{h.factor_min}, {h.factor_max}"))
     if h.factor_threshold < 0:
-        raise ValueError(f"factor_threshold: is {h.factor_threshold}; allowed is at least 0")
+        raise ValueError(expected("factor_threshold", "a number of at least 0", f"{h.factor_threshold}"))
 
 
 def trust_ratio(p: Tensor, u: Tensor, low: float, high: float) -> Tensor:
@@ -347,4 +347,4 @@ def _number(like: Tensor, value: float) -> Tensor:
 
 def _check_bounds(low: float, high: float) -> None:
     if not 0 <= low <= high:
-        raise ValueError(f"min_coeff, max_coeff: are {low}, {high}; allowed is 0 <= min_coeff <= max_coeff")
+        raise ValueError(expected("min_coeff, max_coeff", "0 <= min_coeff <= max_coeff", f"{low}, {high}"))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Phase, Transform, UpdateFn, check_params, check_state, check_transform, combine, unchanged
+from fn.errors import expected
 
 Tree = Any
 
@@ -26,14 +27,14 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
     Example, no weight decay on vectors: `mask(add_decayed_weights(0.1), lambda p: tree.map(lambda x: x.ndim > 1, p))`.
     """
 
-    check_transform("inner:", inner)
+    check_transform("inner", inner)
 
     def places(params: Tree) -> list[int]:
         check_params(params)
         found = tree.in_order(mask(params) if callable(mask) else mask, params, "mask")
-        bad = [path for path, leaf in zip(tree.paths(found), tree.leaves(found), strict=True) if type(leaf) is not bool]
-        if bad:
-            raise TypeError(f"mask: leaf {bad[0]!r} is not a bool; allowed are True and False")
+        for path, leaf in zip(tree.paths(found), tree.leaves(found), strict=True):
+            if type(leaf) is not bool:
+                raise TypeError(expected("mask", f"leaf {path!r} to be True or False", type(leaf).__name__))
         return [i for i, keep in enumerate(tree.leaves(found)) if keep]
 
     def init(params: Tree) -> Tree:
@@ -80,14 +81,14 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
     """
 
     for label, transform in transforms.items():
-        check_transform(f"transforms: {label!r}", transform)
+        check_transform(f"transforms[{label!r}]", transform)
 
     def places(params: Tree) -> dict[str, list[int]]:
         check_params(params)
         flat = tree.leaves(tree.in_order(labels(params) if callable(labels) else labels, params, "labels"))
         unknown = sorted({str(label) for label in flat} - set(transforms))
         if unknown:
-            raise ValueError(f"labels: {unknown} name no transform; allowed are {sorted(transforms)}")
+            raise ValueError(expected("labels", f"names of transforms, of {sorted(transforms)}", f"{unknown}"))
         return {label: [i for i, own in enumerate(flat) if own == label] for label in transforms}
 
     def init(params: Tree) -> dict[str, Tree]:
@@ -114,8 +115,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
 def _check_labels(state: Tree, labels: Iterable[str]) -> None:
     check_state(state, dict)
     if set(state) != set(labels):
-        text = f"{sorted(map(str, state))}; allowed are those of the transforms, {sorted(labels)}"
-        raise ValueError(f"state: has the labels {text}, as init of the same partition returned")
+        wanted = f"the labels of the transforms, {sorted(labels)}, as init of the same partition returned"
+        raise ValueError(expected("state", wanted, f"{sorted(map(str, state))}"))
 
 
 def unfrozen(inner: Transform) -> Transform:

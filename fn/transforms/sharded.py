@@ -32,6 +32,7 @@ from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
+from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 from fn.transforms import exchange
 from fn.transforms import flat_layout as layouts
@@ -78,21 +79,18 @@ def _check_elementwise(described: Mapping[str, str]) -> None:
     """Refuse an inner, as `describe` shows it, whose norms would be those of a shard, another one on each rank."""
     found = [name for name in _TAKE_NORMS if any(key.startswith(f"{name}.") for key in described)]
     if found:
-        raise ValueError(
-            f"inner: holds {found[0]}, which takes norms, and would take those of this rank's shard; allowed are "
-            f"element-wise links; to clip, use fn.Optimizer(max_norm=...) or a link in front of fn.sharded"
-        )
+        got = f"{found[0]}, which would take the norms of this rank's shard only"
+        cure = "to clip, use fn.Optimizer(max_norm=...) or a link in front of fn.sharded"
+        raise ValueError(expected("inner", "element-wise links", got, cure))
 
 
 def _check_silent(inner: Transform, axis: AxisNames) -> None:
     """Refuse an inner that holds the name of a sharded axis: it would average different shards with each other."""
     for key, value in describe(inner).items():
         if _AN_AXIS.search(key) and value in map(repr, names(axis)):
-            link = key.split(".")[0]
-            raise ValueError(
-                f"inner: communicates over the axis {value} ({link}), on which every rank has another shard; allowed "
-                f"are transforms that do not, such as fn.adamw(lr) without an axis; fn.sharded averages the gradients"
-            )
+            wanted = f"no communication over the axis {value}, on which every rank has another shard"
+            cure = "make it without an axis, such as fn.adamw(lr); fn.sharded averages the gradients"
+            raise ValueError(expected("inner", wanted, f"that of {key.split('.')[0]}", cure))
 
 
 _AN_AXIS = re.compile(r"\.axis(\.\d+)?(#\d+)?$")  # what `describe` calls an axis, one of several, or a further one
@@ -152,7 +150,7 @@ def sharded(
     Differs: params stay whole on every rank, so this is not stage 3; `fn.adapters.fsdp` is for that. Where a state of
         inner is not finite or a guard inside of it skips, the shard's updates are NaN, for all ranks to see and skip.
     """
-    check_transform("inner:", inner)
+    check_transform("inner", inner)
     _check_silent(inner, axis)
     rules = rules_of(
         axis, codec, feedback, gather=gather, gather_feedback=gather_feedback, master=master, layout=layout,

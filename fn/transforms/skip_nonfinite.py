@@ -12,6 +12,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Guarded, Phase, SideBySide, Transform, UpdateFn, check_state, check_transform, combine
 from fn.collectives.axis import rank_dims
+from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 
 Tree = Any
@@ -54,7 +55,7 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
     Returns: a transform with the phases of `inner`.
     """
 
-    check_transform("inner:", inner)
+    check_transform("inner", inner)
 
     def init(params: Tree) -> SkipState:
         tree.check_real(params, "params")
@@ -137,10 +138,9 @@ def _changed_and_replicated(before: Tree, after: Tree) -> list[Tensor]:
     changed = [(place, new) for place, (old, new, dim) in enumerate(leaves) if dim is None and new is not old]
     for place, new in changed:
         if not isinstance(new, Tensor):
-            raise TypeError(
-                f"state: leaf {tree.paths(after)[place] or 'the root'!r} changed and is {type(new).__name__}; allowed "
-                f"are tensors, torch.zeros((), dtype=torch.int64) for a counter"
-            )
+            wanted = f"leaf {tree.paths(after)[place] or 'the root'!r}, which changes, to be a tensor"
+            cure = "use torch.zeros((), dtype=torch.int64) for a counter"
+            raise TypeError(expected("state", wanted, type(new).__name__, cure))
     return [new for _, new in changed if new.is_floating_point()]
 
 

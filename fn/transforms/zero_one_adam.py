@@ -11,6 +11,7 @@ from fn import tree
 from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import found_alike
+from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.reference import over_root
 from fn.kernels.tracing import is_concrete
@@ -134,12 +135,12 @@ def scale_by_zero_one_adam(
         anchor instead of taking their steps back, so they do not drift apart by rounding. A rank whose gradient is
         not finite in a local step leaves that step out alone, and counts it: no message tells the others.
     """
-    check_transform("sync:", sync)
+    check_transform("sync", sync)
     check_betas(b1, b2, eps)
     check_decay(weight_decay)
     check_rate(lr)
     if compress not in ("steps", "gradients"):
-        raise ValueError(f"compress: is {compress!r}; allowed are 'steps' and 'gradients'")
+        raise ValueError(expected("compress", "'steps' or 'gradients'", f"{compress!r}"))
 
     def init(params: Tree) -> ZeroOneAdamState:
         step, mu, nu, elapsed, _ = start_moments(params)
@@ -242,10 +243,8 @@ def scale_by_zero_one_adam(
 def check_synchronised(elapsed: Tensor) -> None:
     """Refuse a variance step behind local ones, which would leave each rank where it went; where a host can tell."""
     if elapsed.device.type == "cpu" and is_concrete(elapsed) and elapsed > 0:
-        raise ValueError(
-            "phase: is WARMUP, but the last step was LOCAL, and a variance step does not bring the ranks together "
-            "again; allowed is COMPRESSED, which does, and then WARMUP"
-        )
+        wanted = "COMPRESSED after LOCAL, for only a synchronising step brings the ranks together again"
+        raise ValueError(expected("phase", wanted, "WARMUP", "take a step of COMPRESSED in between"))
 
 
 def _shown(peak: Tensor, ok: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ def test_every_single_bit_changes_the_checksum(dtype):
 def test_a_period_below_one_is_refused_and_the_handle_ends_the_checks():
     p = torch.nn.Parameter(torch.ones(3))
     opt = fn.Optimizer([p], fn.adamw)
-    with pytest.raises(ValueError, match="every: is 0"):
+    with pytest.raises(ValueError, match=r"every: .*got 0"):
         check_drift(opt, 0)
     handle = check_drift(opt, 1)
     handle.remove()

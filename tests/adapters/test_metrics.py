@@ -162,9 +162,9 @@ def test_every_skips_and_removal() -> None:
     handle.remove()
     train(params, opt, 2)
     assert len(found) == 3
-    with pytest.raises(ValueError, match="every: is 0"):
+    with pytest.raises(ValueError, match=r"every: .*got 0"):
         watch(opt, found.append, every=0)
-    with pytest.raises(TypeError, match="optimizer: is SGD; allowed is"):
+    with pytest.raises(TypeError, match=r"optimizer: .*got SGD"):
         watch(torch.optim.SGD([torch.ones(2)]), found.append)
 
 

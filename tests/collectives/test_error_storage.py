@@ -151,9 +151,9 @@ def test_every_optimizer_trains_with_stored_errors_and_saves_them(optimizer, sto
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"store": torch.float16}, r"^store: is torch.float16"),
-        ({"store": "int5"}, r"^store: is 'int5'"),
-        ({"store": torch.int8, "block": 0}, r"^block: is 0"),
+        ({"store": torch.float16}, r"^store: .*got torch.float16"),
+        ({"store": "int5"}, r"^store: .*got 'int5'"),
+        ({"store": torch.int8, "block": 0}, r"^block: .*got 0"),
         ({"store": torch.int8, "lazy": True}, r"^lazy: "),
     ],
 )
@@ -163,11 +163,11 @@ def test_what_is_no_store_is_refused_by_name(arguments, text):
 
 
 def test_a_dtype_that_no_codec_represents_is_refused_by_name():
-    with pytest.raises(TypeError, match=r"^dtype: is torch.float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"^dtype: .*got torch.float8_e4m3fn"):
         fn.identity(torch.float8_e4m3fn)
     x = torch.ones(2, 16).to(torch.float8_e4m3fn)
     f = fn.simulate(lambda x: fn.reduce_scatter_mean(x, (), "data", fn.int4(), fn.off()), "data", 2)
-    with pytest.raises(TypeError, match=r"^x: has dtype torch.float8_e4m3fn"):
+    with pytest.raises(TypeError, match=r"^x: .*got torch.float8_e4m3fn"):
         f(x)
 
 

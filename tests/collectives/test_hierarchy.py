@@ -186,11 +186,11 @@ def test_one_codec_is_for_the_last_hop_and_a_tuple_for_each():
 @pytest.mark.parametrize(
     ("axis", "codec", "feedback", "text"),
     [
-        (AXES, (fn.int4(),), fn.off(), r"^codec: has 1 entries for the axes \('local', 'node'\)"),
-        ("data", (fn.int4(), fn.int4()), fn.off(), r"^codec: has 2 entries"),
-        (AXES, fn.int4(), (fn.off(),) * 3, r"^feedback: has 3 entries"),
-        ((), fn.int4(), fn.off(), r"^axis: is \(\)"),
-        (("node", "node"), fn.int4(), fn.off(), r"^axis: is \('node', 'node'\)"),
+        (AXES, (fn.int4(),), fn.off(), r"^codec: .* entry for each of the axes \('local', 'node'\), but got 1"),
+        ("data", (fn.int4(), fn.int4()), fn.off(), r"^codec: .*, but got 2"),
+        (AXES, fn.int4(), (fn.off(),) * 3, r"^feedback: .*, but got 3"),
+        ((), fn.int4(), fn.off(), r"^axis: .*got \(\)"),
+        (("node", "node"), fn.int4(), fn.off(), r"^axis: .*got \('node', 'node'\)"),
     ],
 )
 def test_hops_that_do_not_fit_the_axes_are_refused_when_made(axis, codec, feedback, text):
@@ -298,7 +298,7 @@ def test_errors_of_servers_that_differ_between_nodes_are_seen_in_a_simulation():
     assert torch.equal(server[0], server[1])
     assert not torch.equal(server[:, 0], server[:, 1])
     server[1, 0] = 0.0  # a node of which one rank was replaced
-    with pytest.raises(ValueError, match=r"^out_dims: is None for leaf '0.w' of a result that depends on the rank"):
+    with pytest.raises(ValueError, match=r"^out_dims: .* leaf '0.w', which depends on the rank, but got None"):
         grid_step(tx, dims, (None, dims))(g, state, p)
     u, _ = grid_step(tx, dims, 0)(g, state, p)
     assert not torch.equal(u["w"][0], u["w"][1])

@@ -65,7 +65,7 @@ def test_payloads_of_float8_are_compared():
 
 @pytest.mark.parametrize("given", [fn.sign, None, "sign", fn.classic()])
 def test_what_is_no_codec_is_refused_at_once(given):
-    with pytest.raises(TypeError, match=r"codec: is .*; allowed is a Codec, fn\.sign\(\) say"):
+    with pytest.raises(TypeError, match=r"codec: expected a Codec, such as fn\.sign\(\), but got"):
         check_codec(given)
 
 

@@ -213,7 +213,7 @@ def test_an_optimizer_whose_servers_change_refuses_the_step_and_stays_as_it_was(
     for first, second in ranks.run(2, changes_its_mind):
         assert "has a server's part" in first
         assert "is empty" in second
-    with pytest.raises(TypeError, match=r"^servers: is 'no'"):
+    with pytest.raises(TypeError, match=r"^servers: expected True or False, but got 'no'"):
         fn.onebit_adam(axis="data", servers="no")
 
 

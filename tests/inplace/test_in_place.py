@@ -315,7 +315,7 @@ def test_tensors_of_other_sizes_than_the_params_are_never_staged():
     opt = fn.Optimizer([p], fn.adamw)
     p.data, p.grad = torch.ones(100_000), None
     p.grad = torch.ones(100_000)
-    with pytest.raises(ValueError, match=r"leaf '0' has the shape \(100000,\); allowed is the shape at init, \(10,\)"):
+    with pytest.raises(ValueError, match=r"leaf '0' to have its shape at init, \(10,\), but got \(100000,\)"):
         opt.step()
     assert torch.equal(p.detach(), torch.ones(100_000))
 
@@ -360,7 +360,7 @@ def test_a_kernel_refuses_lists_of_other_sizes():
 
 def test_lamb_refuses_rates_of_another_number_of_tensors():
     x = [torch.zeros(3)]
-    with pytest.raises(ValueError, match="rates: has shape"):
+    with pytest.raises(ValueError, match=r"rates: .*got shape"):
         torch.ops.fn.lamb_step_(x, x, x, torch.zeros(2), 1e-8, 0.0)
 
 

@@ -162,11 +162,11 @@ def test_decays_add_up_and_rates_multiply():
     [
         (
             lambda: [fn.scale_by_adam(), counter(), fn.scale_by_learning_rate(0.1)],
-            "counter stands behind scale_by_adam; allowed are weight decays, then rates",
+            "expected weight decays, then rates, behind scale_by_adam, but got counter",
         ),
         (
             lambda: [fn.scale_by_adam(), fn.scale_by_learning_rate(0.1), fn.add_decayed_weights(0.1)],
-            "add_decayed_weights stands behind scale_by_adam; allowed are weight decays, then rates",
+            "expected weight decays, then rates, behind scale_by_adam, but got add_decayed_weights",
         ),
         (lambda: [counter()], "none of its links has kernels: counter"),
     ],
@@ -210,7 +210,7 @@ def test_a_copy_of_a_chain_has_the_rate_of_the_chain():
 def test_explain_says_which_phase_is_fast_and_which_link_is_in_the_way():
     assert explain(fn.onebit_adam(axis="data")) == "warmup      in place\ncompressed  in place"
     words = explain(fn.lamb())
-    assert "warmup      link by link: scale_by_trust_ratio stands behind scale_by_adam" in words
+    assert "warmup      link by link: expected weight decays, then rates, behind scale_by_adam, but got scale" in words
     assert words.endswith("learning rates follow each other")
 
 

@@ -110,9 +110,9 @@ def test_a_thread_that_asks_while_a_kernel_is_tried_waits_for_the_answer(registe
 
 
 def test_a_row_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"^kernels: .*fly.* not in the table"):
+    with pytest.raises(ValueError, match=r"^kernels: expected names in the table, .*, but got .*fly"):
         kernels.register(kernels.Accelerator("cpu", {"fly": numpy_bits.pack_bits}))
-    with pytest.raises(TypeError, match=r"^row: is dict"):
+    with pytest.raises(TypeError, match=r"^row: .*got dict"):
         kernels.register({"pack_bits": numpy_bits.pack_bits})
 
 
@@ -214,10 +214,10 @@ def test_the_command_line_prints_the_table(capsys, monkeypatch):
 @pytest.mark.parametrize("device_type", ["cuda:0", torch.device("cpu"), None])
 def test_a_row_for_what_is_no_device_type_is_refused(device_type):
     """It would never be asked for anything."""
-    with pytest.raises(ValueError, match=r"device_type: is .*; allowed are names of device types"):
+    with pytest.raises(ValueError, match=r"device_type: expected the name of a device type, .*, but got"):
         kernels.register(kernels.Accelerator(device_type, {}))
 
 
 def test_a_row_that_is_not_registered_is_named():
-    with pytest.raises(ValueError, match="row: 'mine' for 'cpu' is not registered"):
+    with pytest.raises(ValueError, match=r"row: .*got 'mine' for 'cpu', which is not registered"):
         kernels.unregister(kernels.Accelerator("cpu", {}, provider="mine"))

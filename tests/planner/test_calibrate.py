@@ -31,7 +31,7 @@ def test_timings_without_latency_and_without_slope():
 
 @pytest.mark.parametrize(("sizes", "times"), [([4, 4], [1.0, 1.0]), ([1, 2], [0.0, 1.0])])
 def test_what_cannot_be_fitted(sizes, times):
-    with pytest.raises(ValueError, match="two sizes and times above 0"):
+    with pytest.raises(ValueError, match="two different sizes or more, and times above 0"):
         fit(sizes, times)
 
 

@@ -148,7 +148,7 @@ def test_power_sgd_compresses_the_matrices_that_are_worth_it():
 @given(st.integers(1, 10**10), st.integers(1, 300))
 def test_a_model_has_as_many_parameters_as_it_says(params, tensors):
     if tensors > params:
-        with pytest.raises(ValueError, match="tensors: is"):
+        with pytest.raises(ValueError, match=r"tensors: .*got "):
             traffic.model(params, tensors)
     else:
         assert traffic.model(params, tensors).params == params

@@ -149,7 +149,7 @@ def test_moments_are_never_half_precision(dtype, moments):
 
 @pytest.mark.parametrize(("name", "value"), [("b1", 1.0), ("b1", -0.1), ("b2", 1.0), ("b2", -0.5), ("eps", -1e-8)])
 def test_arguments_out_of_range_are_refused_by_name(name, value):
-    with pytest.raises(ValueError, match=f"{name}: is {value}"):
+    with pytest.raises(ValueError, match=rf"{name}: .*got {value}"):
         fn.scale_by_adam(**{name: value})
-    with pytest.raises(ValueError, match=f"{name}: is {value}"):
+    with pytest.raises(ValueError, match=rf"{name}: .*got {value}"):
         fn.onebit_adam(axis="data", **{name: value})

@@ -98,7 +98,7 @@ def test_average_in_codes_over_two_axes_is_exact_inside_a_node():
     [
         ({"axis": "data", "feedback": fn.classic()}, "feedback: is given without a codec"),
         ({"axis": None, "codec": fn.int8()}, "codec: is given without an axis"),
-        ({"axis": "data", "codec": fn.int8(), "layout": "flt"}, "layout: is 'flt'"),
+        ({"axis": "data", "codec": fn.int8(), "layout": "flt"}, "layout: .*got 'flt'"),
     ],
 )
 def test_average_refuses_what_has_no_meaning(arguments, text):
@@ -270,7 +270,7 @@ def test_a_tree_of_nothing_but_empty_tensors_passes():
 
 
 def test_an_unknown_layout_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"layout: is 'tree'.*flat.*per_tensor"):
+    with pytest.raises(ValueError, match=r"layout: .*flat.*per_tensor.*got 'tree'"):
         fn.compressed_average("data", fn.sign(), layout="tree")
 
 
@@ -285,7 +285,7 @@ def test_a_state_of_another_world_size_is_refused_not_reinterpreted():
 
 @pytest.mark.parametrize("leaf", [torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.complex64)])
 def test_params_that_are_no_real_numbers_are_refused_at_init_by_name(leaf):
-    with pytest.raises(TypeError, match=r"params: leaf 'w'"):
+    with pytest.raises(TypeError, match=r"params: expected leaf 'w'"):
         fn.compressed_average("data", fn.sign()).init({"w": leaf})
 
 

@@ -51,12 +51,12 @@ def test_learning_rates_may_be_vmapped_one_per_seed():
 @pytest.mark.parametrize(
     ("make", "name"),
     [
-        (lambda: fn.scale_by_learning_rate(-0.1), "lr: is -0.1"),
-        (lambda: fn.scale_by_learning_rate(torch.ones(1)), r"lr: has shape \(1,\)"),
-        (lambda: fn.scale_by_learning_rate(torch.ones(2)), r"lr: has shape \(2,\)"),
-        (lambda: fn.add_decayed_weights(-0.1), "weight_decay: is -0.1"),
-        (lambda: fn.adamw(lr=-1.0), "lr: is -1.0"),
-        (lambda: fn.onebit_adam(axis="data", weight_decay=-1.0), "weight_decay: is -1.0"),
+        (lambda: fn.scale_by_learning_rate(-0.1), "lr: .*got -0.1"),
+        (lambda: fn.scale_by_learning_rate(torch.ones(1)), r"lr: .*shape \(1,\)"),
+        (lambda: fn.scale_by_learning_rate(torch.ones(2)), r"lr: .*shape \(2,\)"),
+        (lambda: fn.add_decayed_weights(-0.1), "weight_decay: .*got -0.1"),
+        (lambda: fn.adamw(lr=-1.0), "lr: .*got -1.0"),
+        (lambda: fn.onebit_adam(axis="data", weight_decay=-1.0), "weight_decay: .*got -1.0"),
     ],
 )
 def test_arguments_out_of_range_are_refused_by_name(make, name):

@@ -259,7 +259,7 @@ def test_a_local_phase_is_refused_by_name():
 
 
 def test_a_layout_that_does_not_exist_is_refused_by_name():
-    with pytest.raises(ValueError, match=r"^layout: is 'rows'"):
+    with pytest.raises(ValueError, match=r"^layout: .*got 'rows'"):
         fn.sharded(adam(), "data", layout="rows")
 
 
@@ -314,7 +314,7 @@ def test_onebit_adam_over_shards_divides_the_second_moment_and_sends_two_bits_an
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"momentum": 1.0}, r"^momentum: is 1.0"),
+        ({"momentum": 1.0}, r"^momentum: .*got 1.0"),
         ({"momentum": 0.9, "gather_feedback": fn.classic()}, r"^gather_feedback: is given together with momentum"),
     ],
 )
@@ -372,5 +372,5 @@ def test_over_two_axes_it_compiles_to_one_graph_and_agrees_with_eager(graphs):
     ids=["lamb", "clipping", "onebit_lamb"],
 )
 def test_links_that_take_norms_are_refused_for_a_shard_has_others(inner):
-    with pytest.raises(ValueError, match=r"inner: holds .*element-wise.*max_norm"):
+    with pytest.raises(ValueError, match=r"inner: .*element-wise.*max_norm"):
         fn.sharded(inner, "data").init([torch.ones(3)])

@@ -250,7 +250,7 @@ def test_a_variance_step_behind_a_local_one_is_refused_and_nothing_moves(behind:
     """It left every rank where it had gone alone, for good; behind a synchronising step it is taken."""
     phases = [fn.Phase.WARMUP, fn.Phase.LOCAL, fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.WARMUP]
     make = partial(fn.zero_one_adam, axis="data")
-    text = "^phase: is WARMUP, but the last step was LOCAL.*allowed is COMPRESSED"
+    text = "^phase: expected COMPRESSED after LOCAL, .*, but got WARMUP; .*COMPRESSED"
     p = torch.nn.Parameter(torch.ones(9, dtype=torch.float64 if behind == "float64" else torch.float32))
     if behind == "pure":
         tx, params = make(0.1), [p.detach()]

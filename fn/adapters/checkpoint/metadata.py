@@ -17,6 +17,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from fn.adapters.checkpoint.storage import METADATA, damaged
+from fn.errors import expected
 
 Form = tuple[torch.Size, torch.dtype]
 
@@ -72,7 +73,7 @@ def _forms(found: Any, verified: Collection[str]) -> dict[str, Form]:
     forms = {}
     for key, saved in found.state_dict_metadata.items():
         if type(saved) is not TensorStorageMetadata:
-            raise TypeError(f"{key!r} is {type(saved).__name__}; allowed are tensors")
+            raise TypeError(expected(f"{key!r}", "a tensor", type(saved).__name__))
         form = saved.size, saved.properties.dtype
         if (type(key), *map(type, form)) != (str, torch.Size, torch.dtype):
             raise TypeError(f"{key!r} has shape {form[0]!r} and dtype {form[1]!r}")

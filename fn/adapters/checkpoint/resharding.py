@@ -28,6 +28,7 @@ from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
 from fn.adapters.optim.training import Training
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import psum
+from fn.errors import expected
 from fn.transforms.resharding import Reshape, reshapes
 from fn.transforms.sharded import ShardedState
 
@@ -47,7 +48,7 @@ class Rows(NamedTuple):
 def check_optimizer(optimizer: object) -> None:
     """Refuse anything but an optimizer with a TypeError, and a call inside of its step with a RuntimeError."""
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer, after the folder")
+        raise TypeError(expected("optimizer", "an fn.Optimizer, after the folder", type(optimizer).__name__))
     if inside_step():
         raise RuntimeError(
             "checkpoint: called inside of a step, by the handler of a signal, say, where the other ranks exchange the "

@@ -41,7 +41,7 @@ from fn.adapters.optim.state_dict import SAVED_BY, SPLIT, about_servers, flat_st
 from fn.adapters.optim.state_kinds import by_path
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp_setup import timeout_of
-from fn.errors import RanksDisagree
+from fn.errors import RanksDisagree, expected
 
 __all__ = ["gather", "load", "save", "save_async"]
 
@@ -88,7 +88,8 @@ def save_async(
     Raises: ValueError if the group is missing.
     """
     if portable.world()[1] > 1 and group is None:
-        raise ValueError('group: is None; allowed is a group of its own, dist.new_group(backend="gloo", timeout=...)')
+        cure = 'pass dist.new_group(backend="gloo", timeout=...)'
+        raise ValueError(expected("group", "a process group of its own", "None", cure))
     _check_save(optimizer, extra, keep)
     own, all_ranks = group, dist.group.WORLD
     if own is not None and all_ranks is not None and timeout_of(own) > timeout_of(all_ranks):
@@ -143,10 +144,11 @@ def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
     portable.check_optimizer(optimizer)
     for path, leaf in {} if extra is None else by_path(extra, "").items():
         if not isinstance(leaf, Tensor):
-            text = "allowed are tensors, as in a model's state_dict(); torch.save keeps a scheduler's numbers"
-            raise TypeError(f"extra: leaf {path or 'the root'!r} is {type(leaf).__name__}; {text}")
+            wanted = f"leaf {path or 'the root'!r} to be a tensor, as in a model's state_dict()"
+            cure = "save a scheduler's numbers with torch.save"
+            raise TypeError(expected("extra", wanted, type(leaf).__name__, cure))
     if keep < 1:
-        raise ValueError(f"keep: is {keep}; allowed is at least 1")
+        raise ValueError(expected("keep", "a whole number of at least 1", f"{keep}"))
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
     if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and portable.world()[0] == 0:
         text = (
@@ -207,7 +209,8 @@ def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Pat
 
     def look() -> tuple[Path, int, set[str]]:
         if name is not None and not files.is_name(name):
-            raise ValueError(f"name: is {name!r}; allowed is the name of a checkpoint in {folder}, without a path")
+            wanted = f"the name of a checkpoint in {folder}, without a path"
+            raise ValueError(expected("name", wanted, f"{name!r}"))
         found = files.newest(folder) if name is None else folder / name
         return found, *files.verify(found, rank, size)
 

@@ -37,6 +37,7 @@ from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback
 from fn.collectives.primitives import group_of
 from fn.collectives.transports.registry import registered
+from fn.errors import expected
 from fn.schedules import Schedule
 from fn.transforms.average import average, compressed_average
 
@@ -75,7 +76,7 @@ def bucketed(params: Iterable[Any], elements: int = BUCKET) -> list[dict[str, An
     Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors, or have no order.
     """
     if elements < 1:
-        raise ValueError(f"elements: is {elements}; allowed is at least 1")
+        raise ValueError(expected("elements", "a whole number of at least 1", f"{elements}"))
     listed = as_list(params)
     groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
     return [{**group, "params": bucket} for group in groups for bucket in _buckets(group["params"], elements) if bucket]
@@ -109,19 +110,19 @@ def overlap(
     """
     model = _uncompiled(model)
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel or another module")
+        raise TypeError(expected("model", "a DistributedDataParallel or another module", type(model).__name__))
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"optimizer: is {type(optimizer).__name__}; allowed is fn.Optimizer")
+        raise TypeError(expected("optimizer", "an fn.Optimizer", type(optimizer).__name__))
     if len(optimizer.training.transforms) != len(optimizer.param_groups):
-        raise ValueError(f"optimizer: {type(optimizer).__name__} steps all param groups at once; allowed is one by one")
+        raise ValueError(expected("optimizer", "one that steps param groups one by one", type(optimizer).__name__))
     if optimizer.training.max_norm is not None:
         raise ValueError("optimizer: clips by max_norm; the global norm is known only after the whole backward pass")
     if optimizer.training.compile:
-        raise ValueError("optimizer: is compiled; allowed is compile=False, for updates are split among threads")
+        raise ValueError(expected("optimizer", "compile=False, for threads split the updates", "one that is compiled"))
     in_ddp = isinstance(model, DistributedDataParallel)
     if not in_ddp and any(isinstance(part, DistributedDataParallel) for part in model.modules()):
-        text = "holds a DistributedDataParallel, which averages gradients; allowed is that part itself"
-        raise TypeError(f"model: {type(model).__name__} {text}")
+        wanted, got = "a module without a DistributedDataParallel inside", f"{type(model).__name__}, which holds one"
+        raise TypeError(expected("model", wanted, got, "pass that part itself, for it averages gradients"))
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     _check_params(params, optimizer.param_groups)
     _warn_of_others(model, optimizer)
@@ -251,15 +252,15 @@ def _uncompiled(model: Any) -> Any:
 def _check(model: Any) -> DistributedDataParallel:
     model = _uncompiled(model)
     if not isinstance(model, DistributedDataParallel):
-        raise TypeError(f"model: is {type(model).__name__}; allowed is DistributedDataParallel")
+        raise TypeError(expected("model", "a DistributedDataParallel", type(model).__name__))
     return model
 
 
 def _dense(bucket: Any) -> Any:
     if bucket.buffer().layout != torch.strided:
         shapes = ", ".join(str(tuple(p.shape)) for p in bucket.parameters())
-        text = "is sparse; allowed are dense ones, of torch.nn.Embedding(..., sparse=False)"
-        raise TypeError(f"gradients: that of the parameter of shape {shapes} {text}")
+        found, cure = f"a sparse one for the parameter of shape {shapes}", "use torch.nn.Embedding(..., sparse=False)"
+        raise TypeError(expected("gradients", "dense ones", found, cure))
     return bucket
 
 
@@ -292,13 +293,13 @@ def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGrou
     found = {axis: size for axis, (size, _, _) in bound.items()}
     size = model.process_group.size() if isinstance(model, DistributedDataParallel) else None
     if len(found) != 1 or size not in (None, *found.values()):
-        text = "one" if size is None else f"one, of the model's {size} ranks"
-        raise ValueError(f"optimizer: communicates over the axes {found}; allowed is {text}")
+        wanted = "communication over one axis" + ("" if size is None else f" of the model's {size} ranks")
+        raise ValueError(expected("optimizer", wanted, f"the axes {found}"))
     ((axis, (_, _, transport)),) = bound.items()
     if isinstance(model, DistributedDataParallel):
         return axis, model.process_group
     if transport == ALONE or transport in registered:
-        raise ValueError(f"optimizer: the axis {axis!r} is carried by {transport!r}; allowed is a process group")
+        raise ValueError(expected("optimizer", f"a process group for the axis {axis!r}", f"{transport!r}"))
     return axis, group_of(transport)
 
 
@@ -317,7 +318,7 @@ def _buckets(params: Any, elements: int) -> list[list[Any]]:
     tensors: list[Any] = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
     for entry, p in zip(entries, tensors, strict=True):
         if not isinstance(p, Tensor):
-            raise TypeError(f"params: hold a {type(entry).__name__}; allowed are tensors, or pairs of (name, tensor)")
+            raise TypeError(expected("params", "tensors, or pairs of (name, tensor)", type(entry).__name__))
     given = {id(p): entry for entry, p in zip(entries, tensors, strict=True)}
     return [[given[id(p)] for p in bucket] for bucket in split(tensors, elements)]
 

@@ -26,7 +26,7 @@ from fn.base import Phase, Transform
 from fn.collectives.axis import Binding
 from fn.collectives.ledger import ledger
 from fn.collectives.transports.failure_detection import raising_peer_lost
-from fn.errors import PeerLost
+from fn.errors import PeerLost, expected
 from fn.schedules import Schedule, phase_of
 from fn.transforms.skip_nonfinite import all_finite
 
@@ -171,11 +171,12 @@ class GradientAverage:
     def _check_rank(self, saved: Mapping[str, Any]) -> None:
         theirs = {path.partition(".")[0] for path in saved if path.startswith("state of rank ")}
         if theirs and f"state of {self._who}" not in theirs:
-            raise ValueError(
-                f"state_dict: has the {min(theirs)}, but this is {self._who}; allowed is what this rank "
-                f"saved; another number of ranks goes on with errors of zero, and what was not delivered is lost: "
+            cure = (
+                f"another number of ranks goes on with errors of zero, and what was not delivered is lost: "
                 f"set steps = {int(saved['steps'])} of what average_gradients returned, on all ranks"
             )
+            wanted = f"the state of {self._who}, as this rank saved it"
+            raise ValueError(expected("state_dict", wanted, f"the {min(theirs)}", cure))
 
 
 def raise_at_end(finished: Future[None], buckets: Sequence[torch.futures.Future[torch.Tensor]]) -> None:

@@ -19,6 +19,7 @@ from fn.adapters.optim.training import Training
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding, axis_size, bind
 from fn.collectives.transports.mpi import Communicator
+from fn.errors import expected
 
 Tree = Any
 Group = dist.ProcessGroup | Communicator
@@ -132,7 +133,7 @@ class DeepSpeedOptimizer(Optimizer):
         Raises: ValueError if grads are given; else as `fn.Optimizer.step`.
         """
         if grads is not None:
-            raise ValueError("grads: are given; allowed is None: put gradients into p.grad")
+            raise ValueError(expected("grads", "None", "gradients", "put them into p.grad"))
         if self.initialize:
             loss = super().step(closure)
         else:
@@ -156,7 +157,8 @@ class DeepSpeedOptimizer(Optimizer):
         """
         stage = getattr(engine, "zero_optimization_stage", int)()
         if stage:
-            raise ValueError(f"engine: has ZeRO stage {stage}; allowed is 0, as for DeepSpeed's 1-bit optimizers")
+            wanted = "ZeRO stage 0, as for DeepSpeed's 1-bit optimizers"
+            raise ValueError(expected("engine", wanted, f"ZeRO stage {stage}"))
         self.engine = engine
         self._switch_engine()
 

@@ -14,6 +14,7 @@ from fn.adapters.deepspeed import transforms as numerics
 from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.param_groups import follow
+from fn.errors import expected
 
 NAMES = {
     "exp_avg": "mu",
@@ -63,9 +64,10 @@ def _rows(optimizer: Optimizer, checkpoint: Mapping[str, Any]) -> list[list[Mapp
         if len(rows) == 1 < len(group["params"]):
             rows = _split(rows[0], group["params"])
         shapes = [tuple(row["exp_avg"].shape) if "exp_avg" in row else None for row in rows]
-        expected = [tuple(p.shape) for p in group["params"]]
-        if shapes != expected:
-            raise ValueError(f"checkpoint: the momentum of param group {g} has shapes {shapes}; allowed are {expected}")
+        own = [tuple(p.shape) for p in group["params"]]
+        if shapes != own:
+            wanted = f"the momentum of param group {g} to have the shapes {own}"
+            raise ValueError(expected("checkpoint", wanted, f"{shapes}"))
         found.append(rows)
     return found
 

@@ -26,6 +26,7 @@ from fn.collectives.codecs.codec import identity
 from fn.collectives.error_storage import StoredError
 from fn.collectives.feedback import off
 from fn.collectives.hierarchy import reduce_scatter_wide
+from fn.errors import expected
 
 
 class LocoErrors(NamedTuple):
@@ -94,9 +95,9 @@ def loco_quant_reduce(
         is not checked there; if an argument is out of range; or if the errors are of other tensors.
     """
     if not 0 <= err_beta < 1:
-        raise ValueError(f"err_beta: is {err_beta}; allowed is 0 <= err_beta < 1")
+        raise ValueError(expected("err_beta", "a number in [0, 1)", f"{err_beta}"))
     if reset_T < 0:
-        raise ValueError(f"reset_T: is {reset_T}; allowed is at least 0")
+        raise ValueError(expected("reset_T", "a whole number of at least 0", f"{reset_T}"))
     plans = [_groups(t, i, local_axis, node_axis) for i, t in enumerate(tensors)]
     start = errors is None
     if start:
@@ -205,16 +206,15 @@ def _place(n: int, groups: int, device: torch.device) -> tuple[Tensor, list[int]
 def _groups(tensor: Tensor, index: int, local_axis: str, node_axis: str) -> int:
     """Return the number of groups, 0 for a tensor that is not quantised."""
     if not tensor.is_floating_point():
-        raise TypeError(f"tensors[{index}]: has dtype {tensor.dtype}; allowed are floating dtypes")
+        raise TypeError(expected(f"tensors[{index}]", "a floating dtype", f"{tensor.dtype}"))
     world = axis_size((local_axis, node_axis))
     if tensor.ndim < 2 or tensor.numel() % (2 * world) or not tensor.numel():
         return 0
     groups = max(tensor.shape[0], tensor.shape[1], world)
     if groups % world or tensor.numel() % groups or tensor.numel() // groups % 8:
-        raise ValueError(
-            f"tensors[{index}]: shape {tuple(tensor.shape)} gives {groups} groups of {tensor.numel() / groups:g} "
-            f"elements; allowed are a multiple of {world} groups of a multiple of 8 elements"
-        )
+        wanted = f"a multiple of {world} groups of a multiple of 8 elements"
+        got = f"{groups} groups of {tensor.numel() / groups:g} elements, of shape {tuple(tensor.shape)}"
+        raise ValueError(expected(f"tensors[{index}]", wanted, got))
     return groups
 
 

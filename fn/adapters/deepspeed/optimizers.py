@@ -22,6 +22,7 @@ from fn.adapters.optim.optimizer import Params
 from fn.adapters.optim.step import collect
 from fn.base import Transform
 from fn.collectives.primitives import pmean
+from fn.errors import expected
 from fn.schedules import freeze_after, zero_one_schedule
 
 __all__ = [
@@ -272,9 +273,9 @@ def from_config(params: Params, config: Mapping[str, Any], **more: Any) -> DeepS
     known = {name.lower(): kind for name, kind in NAMES.items()}
     kind = known.get(str(block.get("type", "")).lower())
     if kind is None:
-        raise ValueError(f"config: type is {block.get('type')!r}; allowed are {sorted(NAMES)}")
+        raise ValueError(expected("config", f"type to be one of {sorted(NAMES)}", f"{block.get('type')!r}"))
     arguments = dict(block.get("params", {}))
     backend = arguments.get("comm_backend_name", "nccl")
     if backend not in BACKENDS:
-        raise ValueError(f"config: comm_backend_name is {backend!r}; allowed are {BACKENDS}")
+        raise ValueError(expected("config", f"comm_backend_name to be one of {BACKENDS}", f"{backend!r}"))
     return kind(params, **{**arguments, **more})

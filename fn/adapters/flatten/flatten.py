@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fn.adapters.flatten.memory_spans import Layout, Span, View, layouts, own_strides
+from fn.errors import expected
 
 Key = tuple[torch.dtype, torch.device]
 
@@ -61,15 +62,15 @@ def flatten_parameters(
 
 def _check(params: list[Tensor], dtype: torch.dtype | None, align: int) -> None:
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype: is {dtype}; allowed are floating dtypes and None")
+        raise TypeError(expected("dtype", "a floating dtype or None", f"{dtype}"))
     if align < 1:
-        raise ValueError(f"align: is {align}; allowed is at least 1")
+        raise ValueError(expected("align", "a whole number of at least 1", f"{align}"))
     for i, p in enumerate(params):
         if type(p) not in (Tensor, nn.Parameter) or type(p.data) is not Tensor or p.layout != torch.strided:
-            found = type(p.data).__name__ if isinstance(p, Tensor) else type(p).__name__
-            raise TypeError(f"params: parameter {i} is {found}, {getattr(p, 'layout', '')}; allowed are dense tensors")
+            found = f"{type(p.data).__name__}, {p.layout}" if isinstance(p, Tensor) else type(p).__name__
+            raise TypeError(expected("params", f"parameter {i} to be a dense tensor", found))
         if not p.is_leaf:
-            raise ValueError(f"params: parameter {i} was computed from others; allowed are leaves")
+            raise ValueError(expected("params", f"parameter {i} to be a leaf", "one that was computed from others"))
         if p.is_meta:
             raise ValueError(f"params: parameter {i} is on the meta device; give it memory first, `Module.to_empty`")
 

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fn.errors import expected
+
 
 class View(NamedTuple):
     """How a parameter looks at a buffer: as `torch.as_strided`."""
@@ -67,7 +69,8 @@ def layouts(params: Sequence[Tensor], dtype: torch.dtype | None, align: int) -> 
         first = params[shared[0]]
         if len({params[i].dtype for i in shared}) > 1:
             dtypes = [params[i].dtype for i in shared]
-            raise TypeError(f"params: parameters {shared} share memory but have dtypes {dtypes}; allowed is one dtype")
+            wanted = f"one dtype for the parameters {shared}, which share memory"
+            raise TypeError(expected("params", wanted, f"{dtypes}"))
         target = dtype if dtype is not None and first.is_floating_point() else first.dtype
         groups.setdefault((target, first.device), []).append(shared)
     return [_layout(params, *key, pieces, align) for key, pieces in groups.items()]

@@ -21,7 +21,7 @@ from fn.collectives.codecs.segments import Segments
 from fn.collectives.compressed import all_gather_shards, encode, initial_errors
 from fn.collectives.feedback import Feedback, off
 from fn.collectives.ledger import Ledger
-from fn.errors import RanksDisagree
+from fn.errors import RanksDisagree, expected
 from fn.transforms.average import compressed_average
 from fn.transforms.skip_nonfinite import all_finite
 
@@ -258,4 +258,4 @@ def _factor(op: Any, size: int) -> float:
         factor = op.factor if hasattr(op, "factor") else op.__getstate__()[1]  # until torch 2.12 it is only pickled
         if isinstance(factor, float):
             return size * factor
-    raise NotImplementedError(f"op: is {op}; allowed are SUM, AVG and PREMUL_SUM of a number")
+    raise NotImplementedError(expected("op", "SUM, AVG or PREMUL_SUM of a number", f"{op}"))

@@ -32,6 +32,7 @@ from fn.collectives.codecs.integer import int4
 from fn.collectives.feedback import Feedback, damped
 from fn.collectives.hierarchy import hops
 from fn.collectives.ledger import Ledger, ledger
+from fn.errors import expected
 
 Tree = Any
 
@@ -178,7 +179,7 @@ class Compressed:
         """
         if not isinstance(state_dict, Mapping):
             given = type(state_dict).__name__
-            raise TypeError(f"state_dict: is {given}; allowed is what Compressed.state_dict returned")
+            raise TypeError(expected("state_dict", "what Compressed.state_dict returned", given))
         check_keys(state_dict)
         own = self.state_dict()
         here, theirs = ({path.partition(".")[0] for path in state} for state in (own, state_dict))
@@ -191,8 +192,8 @@ class Compressed:
             saved = state_dict[path]
             check_tensor(path, saved)
             if saved.shape != mine.shape or saved.dtype != mine.dtype:
-                kind, allowed = ((x.dtype, tuple(x.shape)) for x in (saved, mine))
-                raise ValueError(f"state_dict: {path!r} is {kind}, but allowed is {allowed}{_ADVICE}")
+                got, wanted = (f"{x.dtype} {tuple(x.shape)}" for x in (saved, mine))
+                raise ValueError(expected("state_dict", f"{path!r} to be {wanted}", got) + _ADVICE)
             if path.endswith((".rank", ".widths")) and not torch.equal(saved.cpu(), mine):
                 raise ValueError(f"state_dict: {path!r} is {saved.tolist()}, but is {mine.tolist()} here{_ADVICE}")
         for path, mine in own.items():
@@ -211,7 +212,7 @@ def _check_kinds(codec: Codec, feedback: Feedback, gather: Codec | None, replica
         hops("replicas", replicas.codec or codec, replicas.feedback or feedback, called)
         if not isinstance(replicas.mesh, DeviceMesh | dist.ProcessGroup):
             given = type(replicas.mesh).__name__
-            raise TypeError(f"replicas: is {given}; allowed are Replicas(...), a DeviceMesh or a process group")
+            raise TypeError(expected("replicas", "Replicas(...), a DeviceMesh or a process group", given))
 
 
 def _check(group: Group, gather: Codec | None, replicas: Replicas | None) -> None:
@@ -221,7 +222,8 @@ def _check(group: Group, gather: Codec | None, replicas: Replicas | None) -> Non
     for custom in theirs:
         if not isinstance(custom, DefaultReduceScatter | DefaultAllGather):
             found = type(custom).__name__
-            raise ValueError(f"module: {group.name} has a communication object of its own, {found}; allowed is FSDP2's")
+            wanted = f"{group.name} to have the communication object of FSDP2"
+            raise ValueError(expected("module", wanted, f"one of its own, {found}"))
     if gather is not None and (group.gathered is None or not group.gathered.is_floating_point):
         raise TypeError(f"gather: {group.name} gathers parameters of several or other than floating dtypes")
     if replicas is not None and group.is_hybrid:
@@ -266,5 +268,5 @@ def _axis_of(mesh: DeviceMesh | dist.ProcessGroup) -> tuple[str, dist.ProcessGro
     if not isinstance(mesh, DeviceMesh):
         return "replicas", mesh
     if mesh.ndim != 1:
-        raise ValueError(f"replicas: the mesh has {mesh.ndim} dimensions; allowed is one, such as mesh['replicas']")
+        raise ValueError(expected("replicas", "a mesh of 1 dimension, such as mesh['replicas']", f"one of {mesh.ndim}"))
     return mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "replicas", mesh.get_group()

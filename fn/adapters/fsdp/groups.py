@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fn.collectives.codecs.segments import Segments
+from fn.errors import expected
 
 ROOT = "(root)"
 """The name of the group of the module itself."""
@@ -80,7 +81,8 @@ def groups_of(module: nn.Module) -> list[Group]:
             continue
         own = _inside(part)
         if len(own) > 1:
-            raise ValueError(f"module: {name or ROOT} has parameters on {len(own)} meshes; allowed is one for a module")
+            wanted = f"{name or ROOT} to have its parameters on one mesh"
+            raise ValueError(expected("module", wanted, f"{len(own)} meshes"))
         for inside in own:
             found.setdefault(id(inside), _group(name or ROOT, part, inside, names))
     if not found:
@@ -98,17 +100,17 @@ def _inside(module: FSDPModule) -> list[Any]:
 def _group(name: str, module: FSDPModule, inside: Any, names: dict[int, str]) -> Group:
     mesh = inside.mesh_info
     if not hasattr(mesh, "shard_process_group"):
-        raise TypeError(f"module: {name} is replicated, not sharded; allowed are modules of fully_shard")
+        raise TypeError(expected("module", f"{name} to be sharded by fully_shard", "one that is replicated"))
     params = inside.fsdp_params
     trained = [p for p in params if p.sharded_param.requires_grad]
     kinds = {p.sharded_param.dtype for p in trained}
     if any(not kind.is_floating_point for kind in kinds):
-        raise TypeError(f"module: {name} has gradients of dtypes {kinds}; allowed are floating dtypes")
+        raise TypeError(expected("module", f"{name} to have gradients of floating dtypes", f"{kinds}"))
     plain = all(not hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in params)
     sent = {p.mp_policy.param_dtype or p.sharded_param.dtype for p in params}
     reduced = {_reduced(p) for p in trained}
     if len(reduced) > 1:
-        raise TypeError(f"module: {name} reduces gradients in the dtypes {reduced}; allowed is one for a module")
+        raise TypeError(expected("module", f"{name} to reduce its gradients in one dtype", f"{reduced}"))
     dims = mesh.mesh.mesh_dim_names
     return Group(
         name=name,

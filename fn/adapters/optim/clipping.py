@@ -24,7 +24,8 @@ def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
         return
     check_number("max_norm", max_norm)
     if not max_norm > 0 or len(axes) > 1:
-        raise ValueError(f"max_norm: is {max_norm} on the axes {list(axes)}; allowed is more than 0 on one axis")
+        got = f"{max_norm} on the axes {list(axes)}"
+        raise ValueError(expected("max_norm", "a number above 0, and one axis at most", got))
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:

@@ -11,6 +11,7 @@ from fn import tree
 from fn.adapters.optim.signals import begin_writing
 from fn.base import UpdateFn
 from fn.compiling import own_code
+from fn.errors import expected
 from fn.inplace.memory import among, is_folded, memory_of, written_into
 from fn.kernels.tracing import is_concrete
 
@@ -32,10 +33,8 @@ def donate(update: UpdateFn) -> UpdateFn:
         shared = _shared(state, params)
         if shared:
             leaf = tree.paths(state)[shared[0]] or "the root"
-            raise ValueError(
-                f"state: leaf {leaf!r} lies in the memory of another leaf or of the params, and would be overwritten "
-                f"with it; allowed is memory of its own: clone it in init"
-            )
+            got = "that of another leaf or of the params, with which it would be overwritten"
+            raise ValueError(expected("state", f"leaf {leaf!r} to have memory of its own", got, "clone it in init"))
         updates, after = update(updates, state, params)
         is_old = among(tree.leaves(state))
         updates = tree.map(lambda u: u.clone() if is_old(u) else u, updates)

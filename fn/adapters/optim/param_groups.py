@@ -23,10 +23,13 @@ def as_list(params: Any) -> list[Any]:
     Raises: TypeError if it is no iterable, or has no order.
     """
     if isinstance(params, Tensor | torch.nn.Module):
-        found = "a tensor" if isinstance(params, Tensor) else "a module, whose model.parameters() are meant"
-        raise TypeError(f"params: is {found}; allowed are iterables of tensors, of (name, tensor), of param groups")
+        wanted = "an iterable of tensors, of (name, tensor) pairs or of param groups"
+        if isinstance(params, Tensor):
+            raise TypeError(expected("params", wanted, "a tensor", "put it into a list"))
+        raise TypeError(expected("params", wanted, "a module", "pass model.parameters()"))
     if isinstance(params, set | frozenset):
-        raise TypeError("params: is a set, whose order differs from rank to rank; allowed are lists and the like")
+        got = "a set, whose order differs from rank to rank"
+        raise TypeError(expected("params", "a list, or another iterable with an order", got))
     return [_listed(entry) if isinstance(entry, dict) else entry for entry in params]
 
 
@@ -49,7 +52,7 @@ def check_schedule(schedule: Schedule) -> Schedule:
 
 def _check_callable(argument: str, value: Callable[..., Any], example: str) -> None:
     if not callable(value):
-        raise TypeError(f"{argument}: is {type(value).__name__}; allowed is a function such as {example}")
+        raise TypeError(expected(argument, f"a function, such as {example}", type(value).__name__))
 
 
 def check_made(made: Transform, schedule: Schedule) -> Transform:
@@ -57,7 +60,7 @@ def check_made(made: Transform, schedule: Schedule) -> Transform:
 
     A schedule of this library says now what it comes to; a step would say so after thousands of others.
     """
-    check_transform("make: its result", made)
+    check_transform("make's result", made)
     for phase in phases_of(schedule):
         try:
             made.composed(phase)
@@ -85,8 +88,8 @@ def check_make(make: Any, example: str = "partial(fn.onebit_adam, axis='data')")
     if isinstance(make, partial):
         _refuse_unknown(make.keywords, make.func)
         if "lr" in make.keywords:
-            text = "allowed is fn.Optimizer(..., lr=...) or a param group's own, which schedulers change"
-            raise ValueError(f"lr: is given to make, as {make.keywords['lr']}; {text}")
+            cure = "pass it to fn.Optimizer(..., lr=...) or in a param group, where schedulers change it"
+            raise ValueError(expected("lr", "make to leave it open", f"{make.keywords['lr']}", cure))
     made: Callable[..., Transform] = make
     return made
 
@@ -122,8 +125,8 @@ def _refuse_unknown(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
     names, takes_any = _arguments(make)
     for name in () if takes_any else given.keys() - set(names):
         called = _name_of(make)
-        allowed = ", ".join(n for n in names if n != "lr")
-        raise TypeError(f"{name}: is no argument of {called}; allowed are {allowed}")
+        taken = ", ".join(n for n in names if n != "lr")
+        raise TypeError(f"{name}: is not an argument of {called}, which takes {taken}")
 
 
 def _name_of(make: Any) -> str:
@@ -138,14 +141,14 @@ def _without_betas(given: dict[str, Any], make: Callable[..., Any]) -> dict[str,
     betas = given.pop("betas")
     twice = ", ".join(sorted(given.keys() & _MOMENTS))
     if twice:
-        raise TypeError(f"betas: is in a param group with {twice}; allowed is one of the two spellings")
+        raise TypeError(expected("betas", "one of the two spellings in a param group", f"betas and {twice}"))
     b1, b2 = _pair(betas)
     return {**given, "b1": b1, "b2": b2}
 
 
 def _pair(betas: Any) -> Any:
     if not isinstance(betas, tuple | list) or len(betas) != 2:
-        raise ValueError(f"betas: is {betas!r}; allowed is a pair, (b1, b2)")
+        raise ValueError(expected("betas", "a pair, (b1, b2)", f"{betas!r}"))
     return betas
 
 
@@ -204,7 +207,7 @@ def current(group: Mapping[str, Any], before: Mapping[str, Any], make: Callable[
     names, takes_any = _arguments(make)
     found = {k: v for k, v in now.items() if k in before or (k in added and (takes_any or k in names))}
     for name in before.keys() - found.keys():
-        raise ValueError(f"{name}: was taken out of a param group; allowed is to change it")
+        raise ValueError(expected(name, "a value in its param group", "none", "change it, but do not take it out"))
     return {**{k: found[k] for k in before}, **found}
 
 
@@ -227,7 +230,7 @@ def _is_number(given: Any) -> bool:
 
 def _wrong_rate(given: Any) -> ValueError:
     found = f"{given}" if isinstance(given, Tensor) and not given.ndim else repr(given)
-    return ValueError(f"lr: is {found}; allowed are finite numbers and 0-d tensors of at least 0")
+    return ValueError(expected("lr", "a finite number or a 0-d tensor, of at least 0", found))
 
 
 ROUNDED = -1e-10

@@ -63,13 +63,13 @@ def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
     Raises: as `restore_flat`; ValueError if it holds what belongs to other numbers of ranks.
     """
     if not isinstance(saved, Mapping):
-        raise TypeError(f"state_dict: is {type(saved).__name__}; allowed is what fn.Optimizer.state_dict returned")
+        raise TypeError(expected("state_dict", "what fn.Optimizer.state_dict returned", type(saved).__name__))
     check_keys(saved)
     found = {path: OF_RANK.fullmatch(path) for path in saved}
     places = {(int(m[1]), int(m[2])) for m in found.values() if m}
     if len({size for _, size in places}) > 1:
         ranks = ", ".join(f"rank {rank} of {size}" for rank, size in sorted(places))
-        raise ValueError(f"state_dict: holds the errors of {ranks}; allowed are those of one rank, or of one world")
+        raise ValueError(expected("state_dict", "the errors of one rank, or of one world", f"those of {ranks}"))
     if SAVED_BY in saved:
         raise ValueError(f"state_dict: {SAVED_BY!r} is unexpected; paths say whose errors and shards they hold")
     here = place_of(training)
@@ -95,8 +95,9 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
         another rank saved if it holds shards, or errors on the way back within a node; nothing is copied then.
     """
     if {"state", "param_groups"} <= saved.keys():
-        text = "state_dict: is of an optimizer of torch; allowed is what fn.Optimizer.state_dict returned; start anew"
-        raise ValueError(f"{text}, with a warm-up in which the moments build up again")
+        wanted, got = "what fn.Optimizer.state_dict returned", "that of an optimizer of torch"
+        cure = "start anew, with a warm-up in which the moments build up again"
+        raise ValueError(expected("state_dict", wanted, got, cure))
     own = flat_state(training)
     saved, text = _without_foreign_errors(training, own, dict(saved))
     check_fits(own, saved)

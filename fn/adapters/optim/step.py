@@ -35,6 +35,7 @@ from fn.adapters.optim.training import Training
 from fn.adapters.optim.warnings import warn_of_thawed
 from fn.base import Phase, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
+from fn.errors import expected
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace, Staged
 from fn.schedules import FreezeWhenStable
@@ -191,14 +192,12 @@ def checked(update: UpdateFn) -> UpdateFn:
         found = [getattr(u, "shape", None) for u in tree.leaves(moves)]
         wanted = [p.shape for p in tree.leaves(params)]
         if len(found) != len(wanted):
-            raise ValueError(f"updates: are {len(found)}; allowed is one for each of the {len(wanted)} parameters")
+            raise ValueError(expected("updates", f"{len(wanted)}, one for each parameter", f"{len(found)}"))
         if found != wanted:
             place = next(i for i, shape in enumerate(found) if shape != wanted[i])
             shape, path = found[place], tree.paths(moves)[place]
-            raise ValueError(
-                f"updates: leaf {path!r} has the shape {None if shape is None else tuple(shape)}; allowed is that of "
-                f"its parameter, {tuple(wanted[place])}"
-            )
+            text = f"leaf {path!r} to have the shape of its parameter, {tuple(wanted[place])}"
+            raise ValueError(expected("updates", text, f"{None if shape is None else tuple(shape)}"))
         return moves, after
 
     return step

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fn.collectives.codecs.pickling import invalidates, reduced
 from fn.collectives.codecs.segments import Segments
+from fn.errors import expected
 from fn.kernels.tracing import pooled
 
 Tree = Any
@@ -116,7 +117,7 @@ def identity(dtype: torch.dtype | None = None) -> Codec:
     Raises: TypeError if dtype is not a floating dtype.
     """
     if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
-        raise TypeError(f"dtype: is {dtype}; allowed are float16, bfloat16, float32, float64 and None")
+        raise TypeError(expected("dtype", "float16, bfloat16, float32, float64 or None", f"{dtype}"))
 
     def decode(payload: Tensor) -> Tensor:
         return payload.float() if payload.dtype in (torch.float16, torch.bfloat16) else payload

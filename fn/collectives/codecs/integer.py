@@ -12,6 +12,7 @@ from fn.base import check_whole
 from fn.collectives.codecs.codec import Codec, Fused
 from fn.collectives.codecs.segments import Segments, tile
 from fn.collectives.feedback import Damped, DampedError, since_reset
+from fn.errors import expected
 from fn.kernels.reference import scale_dtype
 from fn.kernels.tracing import cached_plan
 
@@ -62,7 +63,7 @@ def int8(block: int = 256) -> Codec:
 def _checked(block: int) -> int:
     check_whole("block", block)
     if block <= 0 or block % 8:
-        raise ValueError(f"block: is {block}; allowed are positive multiples of 8")
+        raise ValueError(expected("block", "a positive multiple of 8", f"{block}"))
     return block
 
 

@@ -13,6 +13,7 @@ from fn.base import check_whole
 from fn.collectives.codecs.codec import Codec, DeferredFeedback, Fused, PendingError
 from fn.collectives.codecs.segments import Segments, tile
 from fn.collectives.feedback import Classic, LazyError
+from fn.errors import expected
 from fn.kernels import ops
 from fn.kernels.reference import scale_dtype
 from fn.kernels.table import have_kernels
@@ -50,7 +51,7 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
     if block is not None:
         check_whole("block", block)
     if block is not None and (block <= 0 or block % 8):
-        raise ValueError(f"block: is {block}; allowed are None and positive multiples of 8")
+        raise ValueError(expected("block", "None or a positive multiple of 8", f"{block}"))
     return _sign(block, padding_counts, None)._replace(make=partial(sign, block, padding_counts=padding_counts))
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fn.collectives.transports.registry import Transport, register
+from fn.errors import expected
 
 Communicator = Any
 """An `mpi4py.MPI.Intracomm`."""
@@ -39,7 +40,7 @@ def register_communicator(comm: Communicator) -> str:
     if not comm:
         raise ValueError("group: is MPI.COMM_NULL; only the ranks of a communicator can bind it")
     if comm.Is_inter():
-        raise ValueError("group: is an intercommunicator; allowed are communicators of one group")
+        raise ValueError(expected("group", "a communicator of one group", "an intercommunicator"))
     return register(f"mpi:{comm.py2f()}", transport(comm))
 
 

@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fn.errors import expected
+
 
 class Transport(NamedTuple):
     """Three blocking exchanges of contiguous tensors of any dtype and device, in the same order on all ranks.
@@ -54,11 +56,9 @@ def _run(x: Tensor, size: int, collective: str, transport: str) -> Tensor:
     if isinstance(found, Tensor) and (found.shape, found.dtype, found.device) == (shape, x.dtype, x.device):
         return found.contiguous()  # as a compiler expects it
     is_tensor = isinstance(found, Tensor)
-    text = f"{found.dtype} {tuple(found.shape)} on {found.device}" if is_tensor else type(found).__name__
-    raise TypeError(
-        f"transport: {collective} of {transport!r} returned {text}; allowed is a tensor, {x.dtype} {tuple(shape)} on "
-        f"{x.device}, that holds the numbers already: wait for a handle inside of it"
-    )
+    got = f"{found.dtype} {tuple(found.shape)} on {found.device}" if is_tensor else type(found).__name__
+    wanted = f"{collective} of {transport!r} to return a tensor, {x.dtype} {tuple(shape)} on {x.device}"
+    raise TypeError(expected("transport", wanted, got, "inside of it, wait for a handle"))
 
 
 def _shape(x: Tensor, size: int, collective: str, transport: str) -> Tensor:

@@ -89,7 +89,7 @@ def two_ranks_in_one() -> str:
 
 def test_what_several_ranks_own_is_refused():
     (text,) = ranks.run(1, two_ranks_in_one)
-    assert "state_dict: holds the errors of rank 0 of 1, rank 1 of 2; allowed are those of one rank" in text
+    assert "expected the errors of one rank, or of one world, but got those of rank 0 of 1, rank 1 of 2" in text
 
 
 def test_the_state_dicts_of_torchs_own_optimizers_are_not_to_be_had_as_the_documentation_says():

@@ -428,15 +428,15 @@ def test_a_state_with_other_servers_is_refused_and_the_message_says_so(make, sav
 @pytest.mark.parametrize(
     ("give", "text"),
     [
-        (lambda folder, opt: checkpoint.save(folder, torch.nn.Linear(2, 2), opt), "optimizer: is Linear"),
-        (lambda folder, opt: checkpoint.load(folder, torch.optim.SGD([torch.ones(2)])), "optimizer: is SGD"),
-        (lambda folder, opt: checkpoint.save(folder, opt, torch.nn.Linear(2, 2)), "extra: leaf 'the root' is Linear"),
-        (lambda folder, opt: checkpoint.save(folder, opt, {"s": {"epoch": 3}}), "extra: leaf 's.epoch' is int"),
-        (lambda folder, opt: checkpoint.save_async(folder, opt, {"s": None}), "extra: leaf 's' is NoneType"),
+        (lambda folder, opt: checkpoint.save(folder, torch.nn.Linear(2, 2), opt), "optimizer: .*got Linear"),
+        (lambda folder, opt: checkpoint.load(folder, torch.optim.SGD([torch.ones(2)])), "optimizer: .*got SGD"),
+        (lambda folder, opt: checkpoint.save(folder, opt, torch.nn.Linear(2, 2)), "extra: .*'the root' .*got Linear"),
+        (lambda folder, opt: checkpoint.save(folder, opt, {"s": {"epoch": 3}}), "extra: .*'s.epoch' .*got int"),
+        (lambda folder, opt: checkpoint.save_async(folder, opt, {"s": None}), "extra: .*'s' .*got NoneType"),
     ],
 )
 def test_what_cannot_be_saved_is_refused_by_name_before_a_file_is_written(give, text, tmp_path):
-    with pytest.raises(TypeError, match=f"{text}; allowed"):
+    with pytest.raises(TypeError, match=text):
         give(tmp_path, alone(0)[1])
     assert list(tmp_path.iterdir()) == []
 
@@ -541,7 +541,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_save_is_an_oserror_on_all_ranks_
 def test_an_async_save_beside_the_training_of_two_ranks(tmp_path):
     for exact, text, said in ranks.run(2, async_on_ranks, str(tmp_path)):
         assert exact
-        assert "group: is None" in text
+        assert "group: expected a process group of its own, but got None; pass dist.new_group(" in text
         (warning,) = said  # of the group that is more patient than the default one
         assert "a process does not end while a save waits: new_group(..., timeout=...)" in warning
 

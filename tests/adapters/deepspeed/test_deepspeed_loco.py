@@ -152,11 +152,11 @@ def test_other_dtypes_are_reduced_in_their_own_precision(dtype):
 @pytest.mark.parametrize(
     ("hyper", "tensors", "kind", "text"),
     [
-        ({"err_beta": 1.0}, [torch.ones(16, 16)], ValueError, r"^err_beta: is 1.0"),
-        ({"reset_T": -1}, [torch.ones(16, 16)], ValueError, r"^reset_T: is -1"),
-        ({}, [torch.ones(16, 16), torch.ones(6, 8)], ValueError, r"^tensors\[1\]: shape \(6, 8\) gives 8 groups of 6 "),
-        ({}, [torch.ones(10, 8)], ValueError, r"^tensors\[0\]: shape \(10, 8\) gives 10 groups"),
-        ({}, [torch.ones(16, 16, dtype=torch.int32)], TypeError, r"^tensors\[0\]: has dtype torch.int32"),
+        ({"err_beta": 1.0}, [torch.ones(16, 16)], ValueError, r"^err_beta: .*got 1.0"),
+        ({"reset_T": -1}, [torch.ones(16, 16)], ValueError, r"^reset_T: .*got -1"),
+        ({}, [torch.ones(16, 16), torch.ones(6, 8)], ValueError, r"^tensors\[1\]: .*got 8 groups of 6 .*\(6, 8\)"),
+        ({}, [torch.ones(10, 8)], ValueError, r"^tensors\[0\]: .*got 10 groups .*\(10, 8\)"),
+        ({}, [torch.ones(16, 16, dtype=torch.int32)], TypeError, r"^tensors\[0\]: .*got torch.int32"),
     ],
 )
 def test_what_there_goes_wrong_in_silence_is_refused(hyper, tensors, kind, text):

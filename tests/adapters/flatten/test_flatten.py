@@ -285,12 +285,12 @@ def test_a_gpu_holds_no_more_than_the_larger_form_and_the_largest_parameter(dtyp
 @pytest.mark.parametrize(
     ("params", "options", "error", "says"),
     [
-        (lambda: [torch.randn(3), torch.ones(2, requires_grad=True) * 2], {}, ValueError, "parameter 1 was computed"),
+        (lambda: [torch.randn(3), torch.ones(2, requires_grad=True) * 2], {}, ValueError, "1 .* was computed"),
         (lambda: [torch.randn(3, device="meta")], {}, ValueError, "parameter 0 is on the meta device"),
-        (lambda: [torch.randn(3).to_sparse()], {}, TypeError, "parameter 0 is Tensor, torch.sparse_coo"),
-        (lambda: [torch.randn(3), 4], {}, TypeError, "parameter 1 is int"),
-        (lambda: [torch.randn(3)], {"dtype": torch.int8}, TypeError, "dtype: is torch.int8"),
-        (lambda: [torch.randn(3)], {"align": 0}, ValueError, "align: is 0"),
+        (lambda: [torch.randn(3).to_sparse()], {}, TypeError, "parameter 0 .*got Tensor, torch.sparse_coo"),
+        (lambda: [torch.randn(3), 4], {}, TypeError, "parameter 1 .*got int"),
+        (lambda: [torch.randn(3)], {"dtype": torch.int8}, TypeError, "dtype: .*got torch.int8"),
+        (lambda: [torch.randn(3)], {"align": 0}, ValueError, "align: .*got 0"),
     ],
 )
 def test_what_cannot_be_flattened_is_refused_and_left_alone(params, options, error, says):
@@ -303,7 +303,7 @@ def test_what_cannot_be_flattened_is_refused_and_left_alone(params, options, err
 
 def test_memory_that_is_shared_in_two_dtypes_is_refused():
     a = torch.randn(4)
-    with pytest.raises(TypeError, match=r"\[0, 1\] share memory but have dtypes"):
+    with pytest.raises(TypeError, match=r"one dtype for the parameters \[0, 1\], which share memory"):
         fn.flatten_parameters([a, a.view(torch.int32)])
 
 

@@ -440,7 +440,7 @@ def test_loco_resumes_bit_for_bit_and_refuses_what_does_not_fit(tmp_path):
         assert f"'{here}.(root).widths' is [54, 6, 12, 1], but is [63, 7, 13, 1] here" in found["another width"]
         assert f"'{here}.blocks.0.rank' is missing; errors belong to" in found["another grouping"]
         assert f"'{here}.(root).reduce_scatter' is unexpected" in found["another feedback"]
-        assert "(root) has a communication object of its own, Own" in found["own"]
+        assert "but got one of its own, Own" in found["own"]
         assert "gather: (root) gathers parameters of several" in found["dtypes"]
         assert "(root) is compressed already; call remove()" in found["twice"]
         assert "holds no FSDPModule; call torch.distributed.fsdp.fully_shard" in found["not sharded"]
@@ -450,10 +450,10 @@ def test_loco_resumes_bit_for_bit_and_refuses_what_does_not_fit(tmp_path):
         )
         assert "ranks disagree: codec: " in found["disagree"]
         assert "ranks disagree: gather is given on rank 1 and none on rank 0" in found["gather on one"]
-        assert "codec: is 'int4'; allowed is a Codec" in found["no codec"]
-        assert "feedback: is <function damped" in found["no feedback"]
-        assert "gather: is 'int8'; allowed is a Codec" in found["no gather"]
-        assert "replicas: is str; allowed are Replicas(...), a DeviceMesh" in found["no replicas"]
+        assert "codec: expected a Codec, such as fn.sign(), or one per axis, but got 'int4'" in found["no codec"]
+        assert "feedback: expected a Feedback, such as fn.classic(), or one per axis, but got <" in found["no feedback"]
+        assert "gather: expected a Codec, such as fn.sign(), or one per axis, but got 'int8'" in found["no gather"]
+        assert "replicas: expected Replicas(...), a DeviceMesh or a process group, but got str" in found["no replicas"]
 
 
 def faults_on_a_rank():

@@ -166,7 +166,7 @@ BAD: dict[str, tuple[dict[Any, Any], str]] = {
     ),
     "lr below 0": (
         {"groups.0.lr": double(-1)},
-        f"{GROUP}lr: is -1.0; allowed are finite numbers and 0-d tensors of at least 0",
+        f"{GROUP}lr: expected a finite number or a 0-d tensor, of at least 0, but got -1.0",
     ),
     "lr NaN": (
         {"groups.0.lr": double(float("nan"))},
@@ -176,7 +176,7 @@ BAD: dict[str, tuple[dict[Any, Any], str]] = {
         {"groups.0.lr": torch.tensor(1j)},
         "state_dict: expected 'groups.0.lr' to be a real number, a 0-d tensor, but got torch.complex64 ()",
     ),
-    "b1 out of range": ({"groups.0.b1": double(7)}, f"{GROUP}b1: is 7.0; allowed is [0, 1)"),
+    "b1 out of range": ({"groups.0.b1": double(7)}, f"{GROUP}b1: expected a number in [0, 1), but got 7.0"),
     "several numbers": (
         {"groups.0.initial_lr": torch.ones(2)},
         "state_dict: expected 'groups.0.initial_lr' to be a real number, a 0-d tensor, but got torch.float32 (2,)",

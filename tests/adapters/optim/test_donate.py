@@ -119,6 +119,6 @@ def test_the_optimizer_trains_as_the_pure_function_whatever_a_state_begins_as(ki
 def test_a_state_in_memory_that_is_not_its_own_is_refused_and_nothing_is_written(kind):
     params, tx = [torch.ones(3)], shares(kind)
     state = tx.init(params)
-    with pytest.raises(ValueError, match=r"state: leaf .* lies in the memory of another leaf or of the params"):
+    with pytest.raises(ValueError, match=r"state: expected leaf .* of its own, but got that of another leaf"):
         fn.donate(tx.update(Phase.WARMUP))([torch.ones(3)], state, params)
     assert torch.equal(params[0], torch.ones(3))

@@ -153,7 +153,7 @@ def test_a_hyper_parameter_takes_effect_whether_or_not_the_constructor_was_given
     assert ends[1] < ends[0] - 1e-3
     opt.param_groups[0]["weight_decay"] = -1.0
     before = p.detach().clone()
-    with pytest.raises(ValueError, match="weight_decay: is -1"):
+    with pytest.raises(ValueError, match=r"weight_decay: .*got -1"):
         go_on(opt, 3, 4)
     assert torch.equal(p, before)
 
@@ -181,9 +181,9 @@ def test_betas_are_another_spelling_of_b1_and_b2():
         ends.append(p.detach())
         assert opt.param_groups[0]["betas"] == (0.7, 0.9)
     assert torch.equal(*ends)
-    with pytest.raises(TypeError, match="betas: is in a param group with b1; allowed is one of the two spellings"):
+    with pytest.raises(TypeError, match=r"betas: expected one of the two spellings .*, but got betas and b1"):
         fn.Optimizer([p], fn.adamw, betas=(0.5, 0.9), b1=0.5)
-    with pytest.raises(ValueError, match=r"betas: is 0\.9; allowed is a pair, \(b1, b2\)"):
+    with pytest.raises(ValueError, match=r"betas: expected a pair, \(b1, b2\), but got 0\.9"):
         fn.Optimizer([p], fn.adamw, betas=0.9)
 
 

@@ -78,9 +78,9 @@ def test_a_step_over_a_group_on_which_another_thread_steps_is_refused_and_change
         with pytest.raises(RuntimeError) as caught:
             step(p, opt)
         assert str(caught.value) == (
-            "step: began in thread 'MainThread' while thread 'other_0' is inside of a step over the same process "
-            "group, that of axis 'data', and their messages would be taken for each other's; allowed is one thread "
-            "after the other, in the same order on all ranks, or a group for each of them: "
+            "step: expected one step at a time over the process group of axis 'data', so that no messages are mixed "
+            "up, but got one in thread 'MainThread' while thread 'other_0' is inside of another; let the threads take "
+            "turns, in the same order on all ranks, or give each a group of its own: "
             "fn.bind({'data': torch.distributed.new_group()})"
         )
 

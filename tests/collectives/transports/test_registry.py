@@ -145,13 +145,13 @@ def later(x: Tensor) -> Future[Tensor]:
 
 
 WRONG: dict[str, tuple[str, Callable[[Tensor], Any], str]] = {
-    "a handle": ("all_gather", later, "returned Future"),
-    "a list": ("all_gather", list, "returned list"),
-    "rows in one": ("all_gather", Tensor.flatten, r"returned torch.uint8 \(\d+,\) on cpu"),
-    "nothing": ("psum", lambda x: None, "returned NoneType"),
-    "another dtype": ("psum", Tensor.double, r"returned torch.float64 .*allowed is a tensor, torch.float32"),
-    "an array": ("psum", Tensor.numpy, "returned ndarray"),
-    "numbers for bytes": ("all_to_all", Tensor.float, "returned torch.float32"),
+    "a handle": ("all_gather", later, "got Future"),
+    "a list": ("all_gather", list, "got list"),
+    "rows in one": ("all_gather", Tensor.flatten, r"got torch.uint8 \(\d+,\) on cpu"),
+    "nothing": ("psum", lambda x: None, "got NoneType"),
+    "another dtype": ("psum", Tensor.double, r"to return a tensor, torch.float32 .*got torch.float64"),
+    "an array": ("psum", Tensor.numpy, "got ndarray"),
+    "numbers for bytes": ("all_to_all", Tensor.float, "got torch.float32"),
 }
 
 
@@ -163,7 +163,7 @@ def test_what_is_no_result_is_refused_by_name(case):
         right = getattr(way, collective)
         return way._replace(**{collective: lambda x: spoil(right(x))})
 
-    with pytest.raises(TypeError, match=rf"^transport: {collective} of 'thread \d on data' .*{text}"):
+    with pytest.raises(TypeError, match=rf"^transport: expected {collective} of 'thread \d on data' .*{text}"):
         on_threads({"data": 2}, partial(train, partial(fn.onebit_adam, axis="data")), change)
 
 
