@@ -17,7 +17,7 @@ import fn
 from fn.collectives import axis
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[1]
+ROOT = HERE.parents[2]
 CHECKS = [
     line.split("(")[0].removeprefix("def ")
     for line in (HERE / "mpi_checks.py").read_text().splitlines()
