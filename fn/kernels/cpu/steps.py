@@ -116,6 +116,16 @@ def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, frozen, count):
             param[j] = adamw(param[j], new, square, *descent)
 
 
+@compiled("contract")
+def momentum_piece(p, mu, nu, descent, count):
+    """Take a frozen step from a momentum that is there already."""
+    param, m, v = floats(p), floats(mu), floats(nu)
+    for j in range(count):
+        new = kept_at_zero(m[j], v[j], ZERO, ZERO)
+        m[j] = new
+        param[j] = adamw(param[j], new, v[j], *descent)
+
+
 @compiled()
 def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, frozen):
     """Take AdamW's step, block by block."""
@@ -123,8 +133,11 @@ def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, froz
         _, _, length, s, offset = block_of(grid, k)
         p, g, mu, nu = ints(ps)[s], ints(gs)[s], ints(mus)[s], ints(nus)[s]
         for i in range(0, length, STEP):
-            at = 4 * (offset + i)
-            adamw_piece(p + at, g + at, mu + at, nu + at, b1, b2, rest2, descent, frozen, min(STEP, length - i))
+            at, count = 4 * (offset + i), min(STEP, length - i)
+            if frozen and g == mu:  # one address given twice keeps a loop from lanes
+                momentum_piece(p + at, mu + at, nu + at, descent, count)
+            else:
+                adamw_piece(p + at, g + at, mu + at, nu + at, b1, b2, rest2, descent, frozen, count)
 
 
 @compiled()

@@ -210,7 +210,7 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Tensor:
     Args: grads: tensors of one dtype. Raises: ValueError if there is none.
     """
     if not grads:
-        raise ValueError("grads: is empty; allowed is at least one tensor")
+        raise ValueError("grads: expected at least one tensor, but got none")
     return torch.stack([x.abs().amax() if x.numel() else x.new_zeros(()) for x in grads]).amax()
 
 

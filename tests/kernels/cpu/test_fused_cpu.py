@@ -203,3 +203,18 @@ def test_a_rule_that_changes_is_compiled_again(tmp_path):
     file.write_text(text.replace("return p - lr * decayed", "return p + lr * decayed"))
     after = step()
     assert after == ("numba", pytest.approx(2 - before[1]))
+
+
+def test_a_frozen_step_from_the_momentum_that_is_there_is_that_from_a_copy_of_it():
+    generator = torch.Generator().manual_seed(0)
+    p, m, v = ([torch.randn(n, generator=generator) for n in (5, 1000)] for _ in range(3))
+    v = [x.abs() for x in v]
+    v[1][::7] = 0.0
+    taken = []
+    for aliased in (True, False):
+        params, mu, nu = ([x.clone() for x in each] for each in (p, m, v))
+        grads = mu if aliased else [x.clone() for x in mu]
+        steps.adamw_(params, grads, mu, nu, 0.0, 0.0, 1e-8, 0.01, 1e-3, 1.0, 1.0, True)
+        taken.append([*params, *mu, *nu])
+    assert all(map(torch.equal, *taken))
+    assert not taken[0][3][::7].any()
