@@ -23,9 +23,10 @@ def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
     if max_norm is None:
         return
     check_number("max_norm", max_norm)
-    if not max_norm > 0 or len(axes) > 1:
-        got = f"{max_norm} on the axes {list(axes)}"
-        raise ValueError(expected("max_norm", "a number above 0, and one axis at most", got))
+    if not max_norm > 0:
+        raise ValueError(expected("max_norm", "a number above 0", f"{max_norm}"))
+    if len(axes) > 1:
+        raise ValueError(expected("max_norm", "None where the axes are two or more", f"{max_norm} on {list(axes)}"))
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:

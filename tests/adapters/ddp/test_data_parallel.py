@@ -558,7 +558,8 @@ def averaged_elsewhere() -> tuple[str, bool]:
 
 def test_averaged_gradients_of_another_number_of_ranks_are_refused_with_the_way_to_go_on():
     for rank, (text, unchanged) in enumerate(case.answer("averaged_elsewhere")):
-        assert f"has the state of rank {rank} of 4, but this is rank {rank} of 2" in text
+        assert f"expected the state of rank {rank} of 2, as this rank saved it, but got" in text
+        assert f"the state of rank {rank} of 4" in text
         assert "another number of ranks goes on with errors of zero" in text
         assert "set steps = 9 of what average_gradients returned, on all ranks" in text
         assert unchanged

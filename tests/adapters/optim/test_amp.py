@@ -228,5 +228,5 @@ def test_one_rank_clips_like_torch():
 
 @pytest.mark.parametrize("bad", [0.0, -1.0])
 def test_a_norm_that_is_not_positive_is_refused(bad):
-    with pytest.raises(ValueError, match="max_norm: is"):
+    with pytest.raises(ValueError, match="max_norm: expected a number above 0, but got"):
         fn.Optimizer([torch.nn.Parameter(torch.ones(2))], fn.adamw, max_norm=bad)
