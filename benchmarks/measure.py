@@ -20,10 +20,14 @@ KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62), "
 
 
 def interleaved(
-    contenders: Mapping[str, Callable[[], Any]], rounds: int, before: Callable[[], Any] = lambda: None
+    contenders: Mapping[str, Callable[[], Any]],
+    rounds: int,
+    before: Callable[[], Any] = lambda: None,
+    device: torch.device | None = None,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Time each contender once a round, after two rounds that are not counted.
 
+    Args: device: what is waited for before a clock is read; None: nothing runs beside the host.
     Returns: medians in seconds, of the time that passed and of this process' processor time. Where other work shares
     the cores, only the second says what a contender costs.
     """
@@ -32,12 +36,43 @@ def interleaved(
     for k in range(rounds + 2):
         for name, run in contenders.items():
             before()
+            synchronise(device)
             starts = [clock() for clock in clocks]
             run()
+            synchronise(device)
             for found, clock, start in zip(times, clocks, starts, strict=True):
                 found[name] += [clock() - start] * (k >= 2)
     passed, spent = ({name: statistics.median(t) for name, t in found.items()} for found in times)
     return passed, spent
+
+
+def synchronise(device: torch.device | None) -> None:
+    """Wait until a device has done all that was queued; a host has nothing to wait for."""
+    if device is not None and device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def on_device(
+    contenders: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device, flush: int = 1 << 28
+) -> dict[str, float]:
+    """Return medians in seconds of contenders that take turns, by the device's own events, two rounds not counted.
+
+    Args: flush: bytes that are written before each, so that nobody finds what another one left in the cache.
+    """
+    if device.type == "cpu":
+        return interleaved(contenders, rounds)[0]
+    room = torch.empty(flush, dtype=torch.uint8, device=device)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for k in range(rounds + 2):
+        for name, run in contenders.items():
+            room.zero_()
+            start, end = (torch.Event(device=device, enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            times[name] += [start.elapsed_time(end) / 1e3] * (k >= 2)
+    return {name: statistics.median(found) for name, found in times.items()}
 
 
 def machine() -> dict[str, Any]:

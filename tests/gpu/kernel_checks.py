@@ -42,11 +42,22 @@ def against_the_reference(
             found = _run(cell.kernel, op, args, device, place)
             if found is None:  # it leaves such arguments to the next row
                 continue
+            if _alike(found, expected):
+                continue
             sums = op.endswith("_") or op == "drift"
             fault = difference(found, [x.cpu() for x in expected], 1e-5, sums=sums)
             if fault is not None:
                 return f"{cell.provider}, n={n}, width={width}, {place}{', special values' * special}: {fault}"
     return None
+
+
+def _alike(found: list[Tensor], expected: list[Tensor]) -> bool:
+    """Tell, where both are on one device, whether all is equal, but for a rounding of floats; quicker than on a CPU."""
+    return all(
+        a.device == b.device and a.dtype == b.dtype and a.shape == b.shape
+        and (torch.allclose(a, b, 1e-5, 0.0, equal_nan=True) if a.is_floating_point() else torch.equal(a, b))
+        for a, b in zip(found, expected, strict=True)
+    )  # fmt: skip
 
 
 def _run(kernel: Callable[..., Any], op: str, args: Any, device: torch.device, place: str) -> list[Tensor] | None:
@@ -76,7 +87,8 @@ def huge_needs(device: torch.device, n: int) -> str | None:
     needed = 6 * 4 * n
     if device.type == "cpu":
         return "would take the memory of a GPU" if n > LARGE else None
-    free, _ = torch.accelerator.get_memory_info(device)
+    torch.accelerator.empty_cache()
+    free, _ = torch.get_device_module(device).mem_get_info()
     return None if free >= needed else f"{needed / 2**30:.0f} GiB are needed, {free / 2**30:.0f} GiB are free"
 
 

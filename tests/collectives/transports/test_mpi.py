@@ -86,7 +86,7 @@ def test_an_intercommunicator_is_refused():
 
 
 def test_what_is_no_group_is_refused_by_the_name_of_its_axis():
-    with pytest.raises(TypeError, match="mesh: expected 'data' to be a process group .* but got int"):
+    with pytest.raises(TypeError, match=r"mesh: expected 'data' to be a process group .* but got int"):
         fn.bind({"data": 3})
 
 

@@ -1,0 +1,167 @@
+"""Whole steps on a GPU, of one of two ranks: time against torch's fused AdamW, memory, launches and host waits.
+
+A step on one rank alone says nothing to anybody. So the axis has two ranks here, of which the other one's messages are
+this one's own, sent back on the device: all kernels of a step run, and no time goes into a wire. It is the compressed
+phase of `benchmarks/step.py`, whose contenders these are, over the tensors of a GPT: 24 layers make 292.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from gpu_rows import ON_CPU, Check, Checks, Options, Row, at_most
+from measure import on_device
+from step import adapter, torchs
+from torch.profiler import ProfilerActivity, profile, record_function
+
+import fn
+from fn import Phase
+
+Step = Callable[[], Any]
+FUSED = "AdamW fused, torch"
+LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "hipLaunchKernel",
+            "hipExtModuleLaunchKernel", "hipModuleLaunchKernel")  # fmt: skip
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "hipStreamSynchronize",
+         "hipDeviceSynchronize", "hipEventSynchronize")  # fmt: skip
+
+
+class Contender(NamedTuple):
+    """A step to measure. make: from parameters. slower: the most times torch's fused step. peak: the most bytes of
+    temporary memory per parameter. launches: the most kernels in a step. None: shown, and not judged.
+    """
+
+    make: Callable[[list[torch.nn.Parameter]], Step]
+    slower: float | None = None
+    peak: float | None = None
+    launches: float | None = None
+
+
+def _ours(make: Callable[..., fn.Transform], phase: Phase, *limits: float | None, **hyper: Any) -> Contender:
+    made = partial(make, axis="data", **hyper)
+    return Contender(partial(adapter, make=made, phase=phase), *limits)
+
+
+_LAZY = fn.classic(lazy=True)
+
+CONTENDERS: dict[str, Contender] = {
+    FUSED: Contender(partial(torchs, fused=True)),
+    "AdamW, fn.Optimizer": Contender(partial(adapter, make=fn.adamw, phase=Phase.WARMUP), 1.05, 4.0),
+    "1-bit Adam warm-up": _ours(fn.onebit_adam, Phase.WARMUP, None, 4.0),
+    "1-bit Adam compressed": _ours(fn.onebit_adam, Phase.COMPRESSED, 1.6, 1.5, 200),
+    "1-bit Adam compressed, lazy errors": _ours(fn.onebit_adam, Phase.COMPRESSED, feedback=_LAZY),
+    "1-bit Adam compressed, int8": _ours(fn.onebit_adam, Phase.COMPRESSED, codec=fn.int8(), feedback=fn.damped()),
+    "0/1 Adam local": _ours(fn.zero_one_adam, Phase.LOCAL),
+    "0/1 Adam synchronisation": _ours(fn.zero_one_adam, Phase.COMPRESSED),
+    "1-bit LAMB compressed": _ours(fn.onebit_lamb, Phase.COMPRESSED),
+    "LoCo AdamW compressed": _ours(fn.loco_adamw, Phase.COMPRESSED),
+}
+
+QUICK = (FUSED, "1-bit Adam compressed")
+
+
+def checks(options: Options) -> Checks:
+    """Return the checks by name: the times of all in one run, then memory and launches of each alone."""
+    found: dict[str, Check] = {"times": partial(times, options)}
+    names = QUICK if options.quick else tuple(CONTENDERS)
+    for name in names:
+        found[f"memory of {name}"] = partial(memory, options, name)
+    for name in names:
+        found[f"launches of {name}"] = partial(launches, options, name)
+    return found
+
+
+def shapes(options: Options) -> list[tuple[int, ...]]:
+    """Return the shapes of a GPT's parameters: 12 for a layer, and 4."""
+    width = options.width
+    matrices = ((3 * width, width), (width, width), (4 * width, width), (width, 4 * width))
+    vectors = [(w,) for w in (width, width, width, width, 3 * width, width, 4 * width, width)]
+    layer = [*matrices, *vectors]
+    return [(options.vocabulary, width), (1024, width), *layer * options.layers, (width,), (width,)]
+
+
+def parameters(options: Options, grads: list[torch.Tensor] | None = None) -> list[torch.nn.Parameter]:
+    """Return the parameters with gradients, of their own or those of others, which no step changes."""
+    device = options.torch_device
+    params = [torch.nn.Parameter(0.02 * torch.randn(shape, device=device)) for shape in shapes(options)]
+    for i, p in enumerate(params):
+        p.grad = torch.randn_like(p) if grads is None else grads[i]
+    return params
+
+
+def ready(options: Options, name: str, grads: list[torch.Tensor] | None = None) -> Step:
+    """Return a step that has been taken in its phase before."""
+    warnings.simplefilter("ignore")  # of steps from random gradients, which train nothing
+    step = CONTENDERS[name].make(parameters(options, grads))
+    for _ in range(2):
+        step()
+    return step
+
+
+def times(options: Options) -> Iterator[Row]:
+    """Time all contenders in turns; one that cannot be made is a row that failed."""
+    grads = [torch.randn(shape, device=options.torch_device) for shape in shapes(options)]
+    count = sum(g.numel() for g in grads)
+    yield Row("parameters", count / 1e6, "million", note=f"in {len(grads)} tensors")
+    steps = {}
+    for name in CONTENDERS:
+        try:
+            steps[name] = ready(options, name, grads)
+        except Exception as error:
+            yield Row(f"time of {name}", ok=False, note=f"{type(error).__name__}: {error}")
+    seconds = on_device(steps, options.rounds, options.torch_device)
+    base = seconds[FUSED]
+    for name, passed in seconds.items():
+        limit, note, ratio = CONTENDERS[name].slower, f"{1e3 * passed:.3f} ms", passed / base
+        title = f"time of {name}"
+        yield Row(title, ratio, "x fused", note=note) if limit is None else at_most(
+            options, title, ratio, limit, "x fused", note
+        )
+
+
+def memory(options: Options, name: str) -> Iterator[Row]:
+    """Measure what a step holds at most above parameters, gradients and state, and all else that is there."""
+    gc.collect()
+    step, title, limit = ready(options, name), f"peak of {name}", CONTENDERS[name].peak
+    if not options.judges_speed:
+        step()
+        yield Row(title, wanted="" if limit is None else f"<= {limit:g}", note=ON_CPU)
+        return
+    count = sum(torch.Size(shape).numel() for shape in shapes(options))
+    torch.accelerator.synchronize()
+    before = torch.accelerator.memory_allocated()
+    torch.accelerator.reset_peak_memory_stats()
+    for _ in range(3):
+        step()
+    torch.accelerator.synchronize()
+    peak, after = torch.accelerator.max_memory_allocated() - before, torch.accelerator.memory_allocated() - before
+    note = f"{peak / 2**20:.1f} MiB; {after / 2**20:.1f} MiB stay"
+    yield Row(title, peak / count, "B/param", note=note) if limit is None else at_most(
+        options, title, peak / count, limit, "B/param", note
+    )
+
+
+def launches(options: Options, name: str) -> Iterator[Row]:
+    """Count what a step launches, how often the host waits for the device, and what it reads from there."""
+    step = ready(options, name)
+    activities = [ProfilerActivity.CPU]
+    if options.torch_device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    step()
+    with profile(activities=activities) as found, record_function("the step"):
+        step()
+    events = found.events()
+    whole = next(e for e in events if e.name == "the step").time_range
+    inside = [e for e in events if whole.start <= e.time_range.start <= whole.end]
+    counts = {kind: sum(e.name in names for e in inside) for kind, names in (("launches", LAUNCHES), ("waits", WAITS))}
+    reads = sum(e.name.startswith("Memcpy DtoH") for e in events)
+    limit, title = CONTENDERS[name].launches, f"launches of {name}"
+    yield Row(title, counts["launches"], note="" if options.judges_speed else ON_CPU) if limit is None else at_most(
+        options, title, counts["launches"], limit, ""
+    )
+    note = f"{reads} copies to the host" if options.judges_speed else ON_CPU
+    yield Row(f"host waits of {name}", counts["waits"], note=note)
