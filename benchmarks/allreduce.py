@@ -1,9 +1,10 @@
-"""The whole compressed all-reduce on real gloo ranks, against DeepSpeed's sequence and the plain fp32 all-reduce.
+"""The whole compressed all-reduce on real ranks, against DeepSpeed's sequence and the plain fp32 all-reduce.
 
     python benchmarks/allreduce.py [--n 16777216] [--rounds 15] [--ranks 2] [--json FILE]
 
-Every rank has one thread; all contenders are interleaved in one run, with a barrier before each. The time is that of
-the slowest rank. Once with the default malloc and once with one that keeps its pages.
+Every rank has one thread, or a device (`--device`, `--backend`); all contenders are interleaved in one run, with a
+barrier before each. The time is that of the slowest rank. Once with the default malloc and once with one that keeps its
+pages.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import textbook
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from devices import add_device, backend_of, device_of, of_rank
 from measure import interleaved, machine, with_both_mallocs, write
 from torch import Tensor
 
@@ -32,7 +34,7 @@ def as_deepspeed(x: Tensor, worker: Tensor, server: Tensor) -> tuple[Tensor, Ten
     bits, scale, worker = textbook.encode(x, worker)
     received = torch.empty_like(bits)
     dist.all_to_all_single(received, bits)
-    scales = [torch.empty(1) for _ in range(size)]
+    scales = [torch.empty(1, device=x.device) for _ in range(size)]
     dist.all_gather(scales, scale.view(1))
     bits, scale, server = textbook.serve(received.view(size, -1), torch.cat(scales), server)
     messages = [torch.empty_like(bits) for _ in range(size)]
@@ -41,11 +43,12 @@ def as_deepspeed(x: Tensor, worker: Tensor, server: Tensor) -> tuple[Tensor, Ten
     return textbook.decode(torch.stack(messages), torch.cat(scales)), worker, server
 
 
-def contenders(n: int) -> dict[str, Callable[[], Any]]:
+def contenders(n: int, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Return what is timed, by name; errors go from call to call."""
-    x = torch.randn(n)
+    x = torch.randn(n, device=device)
     total = x.clone()
-    state: dict[str, Any] = {"deepspeed": (torch.zeros(n), torch.zeros(n // dist.get_world_size()))}
+    sizes = n, n // dist.get_world_size()
+    state: dict[str, Any] = {"deepspeed": tuple(torch.zeros(m, device=device) for m in sizes)}
 
     def deepspeed() -> None:
         _, *state["deepspeed"] = as_deepspeed(x, *state["deepspeed"])
@@ -76,11 +79,13 @@ def rank(index: int, options: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(index)
     store = dist.FileStore(f"{folder}/store", options.ranks)
-    dist.init_process_group("gloo", store=store, rank=index, world_size=options.ranks)
+    device = of_rank(device_of(options), index)
+    backend = backend_of(options, options.ranks)
+    dist.init_process_group(backend, store=store, rank=index, world_size=options.ranks)
     with fn.bind({"data": dist.group.WORLD}), fn.ledger() as sent:
-        found = contenders(options.n)
+        found = contenders(options.n, device)
         one = {name: _bytes(run, sent) for name, run in found.items()}
-        passed, spent = interleaved(found, options.rounds, dist.barrier)
+        passed, spent = interleaved(found, options.rounds, dist.barrier, device)
     result = {"seconds": passed, "processor seconds": spent, "bytes": one}
     Path(f"{folder}/{index}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
@@ -123,13 +128,16 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=1 << 24)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--ranks", type=int, default=2)
+    add_device(parser, backend=True)
     parser.add_argument("--json")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
         print(json.dumps(child(options)))
         return
-    found = with_both_mallocs(__file__, [f"--n={options.n}", f"--rounds={options.rounds}", f"--ranks={options.ranks}"])
+    arguments = [f"--n={options.n}", f"--rounds={options.rounds}", f"--ranks={options.ranks}"]
+    arguments += [f"--device={device_of(options).type}", f"--backend={backend_of(options, options.ranks)}"]
+    found = with_both_mallocs(__file__, arguments)
     result = {"machine": machine(), "n": options.n, "ranks": options.ranks, "malloc": found}
     tables = [line for clock in ("seconds", "processor seconds") for line in lines(found, clock)]
     print("\n".join([str(result["machine"]), "", *tables]))

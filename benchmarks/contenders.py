@@ -62,10 +62,10 @@ class Contender(NamedTuple):
     steps: int = 1
 
 
-def build(size: tuple[int, int, int]) -> nn.Module:
+def build(size: tuple[int, int, int], device: torch.device) -> nn.Module:
     """Return the demo's transformer of (layers, width, heads), the same on every rank."""
     torch.manual_seed(0)
-    return Transformer(*size)
+    return Transformer(*size).to(device)
 
 
 def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
@@ -115,7 +115,7 @@ def low_rank(rank: int, world: World, model: nn.Module, lr: float) -> Step:
 def textbook(world: World, model: nn.Module, lr: float) -> Step:
     """Step with 1-bit Adam as DeepSpeed's compressed backend does it: tensor by tensor, in eager operations."""
     params = list(model.parameters())
-    means = [AllReduce(p.numel(), world.group) for p in params]
+    means = [AllReduce(p.numel(), world.group, p.device) for p in params]
     moments = [(torch.zeros_like(p), torch.ones_like(p)) for p in params]
 
     def step(batch: Batch) -> Tensor:

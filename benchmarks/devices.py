@@ -23,16 +23,15 @@ def device_of(arguments: argparse.Namespace) -> torch.device:
     return torch.device(fn.kernels.get_accelerator().type)
 
 
-def backend_of(arguments: argparse.Namespace) -> str:
-    """Return the backend that was asked for, else that of the device."""
-    return arguments.backend or fn.kernels.communication_backend(device_of(arguments).type)
+def backend_of(arguments: argparse.Namespace, ranks: int) -> str:
+    """Return the backend that was asked for, else the device's; gloo where ranks have to share devices."""
+    device = device_of(arguments)
+    shared = device.type != "cpu" and ranks > torch.accelerator.device_count()
+    return arguments.backend or ("gloo" if shared else fn.kernels.communication_backend(device.type))
 
 
 def of_rank(device: torch.device, rank: int) -> torch.device:
-    """Return the device of a rank of this machine, and make it the current one; ranks may have to share.
-
-    Over gloo they can; NCCL refuses two ranks on one device.
-    """
+    """Return the device of a rank of this machine, and make it the current one; ranks may have to share it."""
     if device.type == "cpu":
         return device
     found = torch.device(device.type, rank % torch.accelerator.device_count())
@@ -40,6 +39,6 @@ def of_rank(device: torch.device, rank: int) -> torch.device:
     return found
 
 
-def named(device: torch.device) -> str:
-    """Return what a table calls a device: nothing for a CPU, which all older figures are of."""
-    return "" if device.type == "cpu" else f", {device.type}"
+def threads(device: torch.device) -> str:
+    """Return how a table names where a rank computes: a thread, or a device."""
+    return "a thread" if device.type == "cpu" else f"a {device.type} device"

@@ -1,8 +1,9 @@
-"""Every kernel of the CPU against the textbook sequence, np.packbits, Inductor and the copy bandwidth.
+"""Every kernel of a device against the textbook sequence, np.packbits, Inductor and the copy bandwidth.
 
-    python benchmarks/kernels.py [--n 16777216] [--rounds 15] [--threads 1] [--json FILE]
+    python benchmarks/kernels.py [--n 16777216] [--rounds 15] [--threads 1] [--device cpu] [--json FILE]
 
-Everything is interleaved in one process, once with the default malloc and once with one that keeps its pages.
+Everything is interleaved in one process, once with the default malloc and once with one that keeps its pages. For a GPU
+`gpu.py kernels` has the limits and the device's own clock.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import textbook
 import torch
+from devices import add_device, device_of
 from measure import interleaved, machine, with_both_mallocs, write
 from torch import Tensor
 
@@ -52,14 +54,14 @@ class Lazy:
         self.state = self.run(*self.state)
 
 
-def contenders(n: int, compiler: bool) -> dict[str, Callable[[], Any]]:
+def contenders(n: int, compiler: bool, device: torch.device) -> dict[str, Callable[[], Any]]:
     """Return what is timed, by name."""
     ops, shard = torch.ops.fn, n // RANKS
-    x, error, out = torch.randn(n), torch.randn(n), torch.empty(n).zero_()
-    valid, part = torch.tensor([[n]]), torch.tensor([[shard]])
-    bits = torch.randint(0, 256, (RANKS, shard // 8), dtype=torch.uint8)
-    scales = torch.rand(RANKS)
-    blocks, runs = torch.full((1, n // BLOCK), BLOCK), [n // BLOCK, BLOCK]
+    x, error, out = (torch.randn(n, device=device) for _ in range(3))
+    valid, part = torch.tensor([[n]], device=device), torch.tensor([[shard]], device=device)
+    bits = torch.randint(0, 256, (RANKS, shard // 8), dtype=torch.uint8, device=device)
+    scales = torch.rand(RANKS, device=device)
+    blocks, runs = torch.full((1, n // BLOCK), BLOCK, device=device), [n // BLOCK, BLOCK]
     codes, factors = ops.quantize(x[None], blocks, runs, 8)
     row = x[None]
 
@@ -82,7 +84,7 @@ def contenders(n: int, compiler: bool) -> dict[str, Callable[[], Any]]:
     def int4(e: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         return ops.quantize_feedback(row, e, s, BETA, blocks, runs, 4)[2:]
 
-    one = torch.ones(1, 1)
+    one = torch.ones(1, 1, device=device)
     found: dict[str, Callable[[], Any]] = {
         "copy": lambda: out.copy_(x),
         "textbook encode": Lazy(lambda e: textbook.encode(x, e)[2:], error),
@@ -100,24 +102,26 @@ def contenders(n: int, compiler: bool) -> dict[str, Callable[[], Any]]:
         "int8 encode": lambda: ops.quantize(row, blocks, runs, 8),
         "textbook int8 decode": lambda: textbook.dequantize(codes.view(-1, BLOCK), factors.view(-1, 1)),
         "int8 decode": lambda: ops.dequantize(codes, factors, blocks, runs, 8),
-        "np.packbits alone": lambda: np.packbits((x >= 0).numpy(), bitorder="little"),
     }  # fmt: skip
+    if device.type == "cpu":
+        found["np.packbits alone"] = lambda: np.packbits((x >= 0).numpy(), bitorder="little")
     if compiler:
         compiled = torch.compile(textbook.encode_for_a_compiler)
-        found["Inductor encode"] = Lazy(lambda b, s: (compiled(x, b, s)[0], s), error, torch.tensor(1.0))
+        found["Inductor encode"] = Lazy(lambda b, s: (compiled(x, b, s)[0], s), error, one[0, 0])
     return found
 
 
-def first_use() -> dict[str, float]:
+def first_use(device: torch.device) -> dict[str, float]:
     """Return seconds of the first call of each op: compiled, or read from the cache."""
     import importlib
 
+    found, compiler = {}, "numba" if device.type == "cpu" else "triton"
     start = time.perf_counter()
-    importlib.import_module("numba")
-    found = {"import numba": time.perf_counter() - start}
+    importlib.import_module(compiler)
+    found[f"import {compiler}"] = time.perf_counter() - start
     for op in fn.kernels.ops.REFERENCES:
         start = time.perf_counter()
-        show.cells(op, "cpu")
+        show.cells(op, device.type)
         found[op] = time.perf_counter() - start
     return found
 
@@ -125,9 +129,11 @@ def first_use() -> dict[str, float]:
 def child(options: argparse.Namespace) -> dict[str, Any]:
     """Measure in this process."""
     torch.set_num_threads(options.threads)
-    first = first_use()
+    device = device_of(options)
+    first = first_use(device)
     before = torch.get_num_threads()
-    passed, spent = interleaved(contenders(options.n, not options.no_inductor), options.rounds)
+    found = contenders(options.n, not options.no_inductor, device)
+    passed, spent = interleaved(found, options.rounds, device=device)
     assert torch.get_num_threads() == before
     return {"first use": first, "seconds": passed, "processor seconds": spent}
 
@@ -156,6 +162,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--no-inductor", action="store_true", help="leave out what needs a C++ compiler")
+    add_device(parser)
     parser.add_argument("--json")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -163,6 +170,7 @@ def main() -> None:
         print(json.dumps(child(options)))
         return
     arguments = [f"--n={options.n}", f"--rounds={options.rounds}", f"--threads={options.threads}"]
+    arguments.append(f"--device={device_of(options).type}")
     found = with_both_mallocs(__file__, arguments + ["--no-inductor"] * options.no_inductor)
     result = {"machine": machine(), "n": options.n, "threads": options.threads, "malloc": found}
     tables = [line for clock in ("seconds", "processor seconds") for line in lines(options.n, found, clock)]

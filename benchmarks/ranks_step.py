@@ -2,8 +2,9 @@
 
     python benchmarks/ranks_step.py --json ranks_step.json
 
-Every rank has one thread. The peers: a flat fp32 all-reduce and `torch.optim.Adam` (foreach), and the sequence that
-DeepSpeed's 1-bit Adam runs in its compressed phase, tensor by tensor, written out here with torch and NumPy.
+Every rank has one thread, or a device (`--device`, `--backend`). The peers: a flat fp32 all-reduce and
+`torch.optim.Adam` (foreach), and the sequence that DeepSpeed's 1-bit Adam runs in its compressed phase, tensor by
+tensor, as `textbook.py` has it.
 """
 
 from __future__ import annotations
@@ -19,27 +20,29 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from devices import add_device, backend_of, device_of, of_rank, threads
+from measure import synchronise
+from textbook import pack, unpack
 
 import fn
 
 Step = Callable[[], None]
 
 
-def make_parameters(count: int, total: int) -> list[torch.nn.Parameter]:
+def make_parameters(count: int, total: int, device: torch.device) -> list[torch.nn.Parameter]:
     """Return parameters of equal size, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
-    return [torch.nn.Parameter(torch.randn(total // count, generator=generator)) for _ in range(count)]
+    return [torch.nn.Parameter(torch.randn(total // count, generator=generator).to(device)) for _ in range(count)]
 
 
 def fill_gradients(params: list[torch.nn.Parameter], rank: int) -> None:
     """Give every parameter a gradient of the rank's own."""
     generator = torch.Generator().manual_seed(1 + rank)
     for p in params:
-        p.grad = torch.randn(p.shape, generator=generator)
+        p.grad = torch.randn(p.shape, generator=generator).to(p.device)
 
 
 def onebit_adam(params: list[torch.nn.Parameter], compile: bool, lazy: bool = False) -> Step:
@@ -69,7 +72,7 @@ def textbook_onebit_adam(params: list[torch.nn.Parameter]) -> Step:
     states = []
     for p in params:
         n = -(-p.numel() // (world * 8)) * world * 8
-        states.append([torch.zeros_like(p), torch.ones_like(p), torch.zeros(n), torch.zeros(n // world)])
+        states.append([torch.zeros_like(p), torch.ones_like(p), p.new_zeros(n), p.new_zeros(n // world)])
 
     def step() -> None:
         with torch.no_grad():
@@ -84,16 +87,16 @@ def textbook_onebit_adam(params: list[torch.nn.Parameter]) -> Step:
 def textbook_all_reduce(x: torch.Tensor, worker: torch.Tensor, server: torch.Tensor) -> torch.Tensor:
     """Average one tensor in codes, as DeepSpeed's backend does."""
     world, n = dist.get_world_size(), worker.numel()
-    buffer = torch.cat([x.view(-1), torch.zeros(n - x.numel())]) + worker
-    scale = buffer.norm() / np.sqrt(n)
+    buffer = torch.cat([x.view(-1), x.new_zeros(n - x.numel())]) + worker
+    scale = buffer.norm() / n**0.5
     worker.copy_(buffer - scale * buffer.sign().add(1).bool().float().add(-0.5).mul(2.0))
     bits = pack(buffer)
-    received, scales = torch.empty_like(bits), [torch.empty(1) for _ in range(world)]
+    received, scales = torch.empty_like(bits), [x.new_empty(1) for _ in range(world)]
     dist.all_to_all_single(received, bits)
     dist.all_gather(scales, scale.view(1))
     mean = unpack(received).view(world, -1).mul(torch.stack(scales) / world).sum(0)
     mean.add_(server)
-    scale = mean.norm() / np.sqrt(mean.numel())
+    scale = mean.norm() / mean.numel() ** 0.5
     server.copy_(mean - scale * mean.sign().add(1).bool().float().add(-0.5).mul(2.0))
     bits = pack(mean)
     gathered = [torch.empty_like(bits) for _ in range(world)]
@@ -102,22 +105,13 @@ def textbook_all_reduce(x: torch.Tensor, worker: torch.Tensor, server: torch.Ten
     return unpack(torch.cat(gathered)).view(world, -1).mul(torch.stack(scales)).view(-1)[: x.numel()]
 
 
-def pack(x: torch.Tensor) -> torch.Tensor:
-    """Pack signs with NumPy."""
-    return torch.from_numpy(np.packbits(x.sign().add(1).bool().numpy()))
-
-
-def unpack(bits: torch.Tensor) -> torch.Tensor:
-    """Unpack signs with NumPy."""
-    return torch.from_numpy(np.unpackbits(bits.numpy())).float().mul(2).sub(1)
-
-
 def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
     """Time all contenders in turns, on one rank."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (arguments.ranks,), mesh_dim_names=("data",))
+    device, backend = of_rank(device_of(arguments), rank), backend_of(arguments, arguments.ranks)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=arguments.ranks)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (arguments.ranks,), mesh_dim_names=("data",))
     contenders: dict[str, Step] = {}
     with fn.bind(mesh):
         for name, make in {
@@ -127,15 +121,17 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> 
             "textbook 1-bit Adam": textbook_onebit_adam,
             **({"1-bit Adam (fn, compiled)": partial(onebit_adam, compile=True)} if arguments.compile else {}),
         }.items():
-            params = make_parameters(arguments.tensors, arguments.parameters)
+            params = make_parameters(arguments.tensors, arguments.parameters, device)
             fill_gradients(params, rank)
             contenders[name] = make(params)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(arguments.repeat + 4):
         for name, step in contenders.items():
             dist.barrier()
+            synchronise(device)
             start = time.perf_counter()
             step()
+            synchronise(device)
             if turn >= 4:  # two warm-up steps, and two for the first use of the compressed phase
                 times[name].append(time.perf_counter() - start)
     if rank == 0:
@@ -152,14 +148,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--compile", action="store_true", help="also time the compiled step (compiles for minutes)")
+    add_device(parser, backend=True)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         results = manager.dict()
         mp.spawn(work, (arguments, f"{folder}/store", results), arguments.ranks)
         rows = dict(results)
+    where = threads(device_of(arguments))
     ours = rows["1-bit Adam (fn)"]["median_ms"]
-    print(f"{arguments.parameters:,} parameters in {arguments.tensors} tensors, {arguments.ranks} ranks, a thread each")
+    print(f"{arguments.parameters:,} parameters in {arguments.tensors} tensors, {arguments.ranks} ranks, {where} each")
     for name, row in rows.items():
         print(f"{name:32s} {row['median_ms']:8.1f} ms   {row['median_ms'] / ours:6.2f}x")
     if arguments.json:

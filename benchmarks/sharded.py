@@ -2,13 +2,13 @@
 
     python benchmarks/sharded.py --json sharded.json
 
-Every rank has one thread. Each round times, interleaved: the whole sharded step; its messages alone, that is, the same
-bytes between the same ranks, from the memory of the gradient and into that of the params, nothing added or copied; the
-public collectives, that is, the shard of the mean gradient and the gathered params, written where they belong; the same
-two by `torch.distributed`; AdamW on one rank over all elements, without any exchange; and LoCo, with gradients in 4
-bits. With several tensors the gradients
-are either apart, or views of one buffer (`flatten_parameters`) with the layout "fused". Memory is what torch allocates
-on the CPU in a step, by its profiler; blocks of the pool are not allocations.
+Every rank has one thread, or a device (`--device`, `--backend`). Each round times, interleaved: the whole sharded step;
+its messages alone, that is, the same bytes between the same ranks, from the memory of the gradient and into that of the
+params, nothing added or copied; the public collectives, that is, the shard of the mean gradient and the gathered
+params, written where they belong; the same two by `torch.distributed`; AdamW on one rank over all elements, without any
+exchange; and LoCo, with gradients in 4 bits. With several tensors the gradients are either apart, or views of one
+buffer (`flatten_parameters`) with the layout "fused". Memory is what torch allocates in a step: on the CPU by its
+profiler, where blocks of the pool are not allocations, on a device by its allocator.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from devices import add_device, backend_of, device_of, of_rank, threads
 from measure import interleaved, machine, write
 from torch.profiler import ProfilerActivity, profile
 
@@ -32,21 +33,23 @@ from fn.collectives.messages import fill_rows, swap_rows
 Step = Callable[[], Any]
 
 
-def optimizer(make: Callable[..., fn.Transform], sizes: list[int], rank: int, phase: fn.Phase, flat: bool) -> Step:
+def optimizer(
+    make: Callable[..., fn.Transform], sizes: list[int], rank: int, phase: fn.Phase, flat: bool, device: torch.device
+) -> Step:
     """Return the step of a transform over parameters with gradients of the rank's own. flat: they are views."""
     params = []
     for i, n in enumerate(sizes):
-        p = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(i)))
-        p.grad = torch.randn(n, generator=torch.Generator().manual_seed(1 + rank + 8 * i))
+        p = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(i)).to(device))
+        p.grad = torch.randn(n, generator=torch.Generator().manual_seed(1 + rank + 8 * i)).to(device)
         params.append(p)
     if flat:
         fn.flatten_parameters(params, None, gradients=True)
     return fn.Optimizer(params, make, schedule=lambda step: phase, lr=1e-4).step
 
 
-def messages(n: int, ranks: int, binding: Any) -> Step:
+def messages(n: int, ranks: int, binding: Any, device: torch.device) -> Step:
     """Return what an exact step must send, and nothing else."""
-    gradient, params = torch.randn(ranks, -(-n // ranks)), torch.randn(ranks, -(-n // ranks))
+    gradient, params = (torch.randn(ranks, -(-n // ranks), device=device) for _ in range(2))
 
     def run() -> None:
         with binding:
@@ -56,10 +59,10 @@ def messages(n: int, ranks: int, binding: Any) -> Step:
     return run
 
 
-def exchange(n: int, ranks: int, binding: Any) -> Step:
+def exchange(n: int, ranks: int, binding: Any, device: torch.device) -> Step:
     """Return what an exact step communicates, and nothing else: the shard of the mean, and the gathered params."""
     whole = -(-n // ranks) * ranks
-    gradient, params, none = torch.randn(whole), torch.randn(whole), fn.off()
+    gradient, params, none = torch.randn(whole, device=device), torch.randn(whole, device=device), fn.off()
 
     def run() -> None:
         with binding:
@@ -70,9 +73,9 @@ def exchange(n: int, ranks: int, binding: Any) -> Step:
     return run
 
 
-def of_torch(n: int, ranks: int) -> Step:
+def of_torch(n: int, ranks: int, device: torch.device) -> Step:
     """Return a reduce-scatter and an all-gather of the same sizes by `torch.distributed` itself."""
-    shard, params = torch.empty(-(-n // ranks)), torch.empty(-(-n // ranks) * ranks)
+    shard, params = (torch.empty(-(-n // ranks) * times, device=device) for times in (1, ranks))
     gradient = torch.randn_like(params)
 
     def run() -> None:
@@ -82,8 +85,12 @@ def of_torch(n: int, ranks: int) -> Step:
     return run
 
 
-def allocated(step: Step) -> int:
-    """Return the bytes that torch allocates on the CPU in a step, each allocation counted."""
+def allocated(step: Step, device: torch.device) -> int:
+    """Return the bytes that torch allocates in a step, each allocation counted."""
+    if device.type != "cpu":
+        before = torch.accelerator.memory_stats()["allocated_bytes.all.allocated"]
+        step()
+        return int(torch.accelerator.memory_stats()["allocated_bytes.all.allocated"] - before)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         step()
     events = [e for e in found.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -96,20 +103,21 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     n, ranks, tensors = arguments.parameters, arguments.ranks, arguments.tensors
     sizes, flat = [n // tensors + (i < n % tensors) for i in range(tensors)], arguments.layout == "fused"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
-    binding = fn.bind(dist.device_mesh.init_device_mesh("cpu", (ranks,), mesh_dim_names=("data",)))
+    device, backend = of_rank(device_of(arguments), rank), backend_of(arguments, ranks)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    binding = fn.bind(dist.device_mesh.init_device_mesh(device.type, (ranks,), mesh_dim_names=("data",)))
     with binding:
         make = partial(fn.loco_adamw, axis="data", layout=arguments.layout)
         contenders = {
-            "sharded": optimizer(make, sizes, rank, fn.Phase.WARMUP, flat),
-            "messages": messages(n, ranks, binding),
-            "exchange": exchange(n, ranks, binding),
-            "torch": of_torch(n, ranks),
-            "flat": optimizer(partial(fn.adamw, axis=None), [n], rank, fn.Phase.WARMUP, False),
-            "loco": optimizer(make, sizes, rank, fn.Phase.COMPRESSED, flat),
+            "sharded": optimizer(make, sizes, rank, fn.Phase.WARMUP, flat, device),
+            "messages": messages(n, ranks, binding, device),
+            "exchange": exchange(n, ranks, binding, device),
+            "torch": of_torch(n, ranks, device),
+            "flat": optimizer(partial(fn.adamw, axis=None), [n], rank, fn.Phase.WARMUP, False, device),
+            "loco": optimizer(make, sizes, rank, fn.Phase.COMPRESSED, flat, device),
         }
-    passed, spent = interleaved(contenders, arguments.rounds, before=dist.barrier)
-    memory = {name: allocated(step) for name, step in contenders.items()}
+    passed, spent = interleaved(contenders, arguments.rounds, before=dist.barrier, device=device)
+    memory = {name: allocated(step, device) for name, step in contenders.items()}
     if rank == 0:
         results.update(passed=passed, spent=spent, allocated=memory)
     dist.barrier()
@@ -124,14 +132,16 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=1)
     parser.add_argument("--layout", choices=("flat", "fused"), default="flat")
     parser.add_argument("--rounds", type=int, default=11)
+    add_device(parser, backend=True)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         shared = manager.dict()
         mp.spawn(work, (arguments, f"{folder}/store", shared), arguments.ranks)
         found = dict(shared)
+    where = threads(device_of(arguments))
     n, ranks, times = arguments.parameters, arguments.ranks, found["passed"]
-    print(f"{n:,} parameters, {arguments.tensors} tensors, {arguments.layout}, {ranks} ranks of a thread each")
+    print(f"{n:,} parameters, {arguments.tensors} tensors, {arguments.layout}, {ranks} ranks of {where} each")
     for name, seconds in times.items():
         print(f"{name:10s} {1e3 * seconds:8.1f} ms   {found['allocated'][name] / n:6.2f} bytes allocated per parameter")
     for name in ("messages", "exchange", "torch"):

@@ -4,8 +4,8 @@
 
 A classifier of 100 k parameters, 1-bit Adam in the compressed phase, a batch of its own on every rank. "simulated"
 is `fn.simulate` over that step, eager and compiled, on one thread; "processes" are gloo ranks on loopback, one thread
-each, on all cores. Both are medians over the steps. Memory is what tensors hold between steps, counted from their
-storages.
+each, on all cores. With `--device` both worlds run there, the processes over `--backend`. Both are medians over the
+steps. Memory is what tensors hold between steps, counted from their storages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measure import machine, write
+from devices import add_device, backend_of, device_of, of_rank
+from measure import machine, synchronise, write
 from torch import Tensor
 
 import fn
@@ -41,12 +42,12 @@ WARMUP_STEPS = 3
 Step = Callable[..., tuple[Any, Any, Tensor]]
 
 
-def start() -> dict[str, Tensor]:
+def start(device: torch.device) -> dict[str, Tensor]:
     """Return the parameters of a multi-layer perceptron: 99,136 in six tensors."""
     g = torch.Generator().manual_seed(0)
     params = {}
     for i, (n, m) in enumerate(pairwise(SIZES)):
-        params |= {f"w{i}": torch.randn(n, m, generator=g) / n**0.5, f"b{i}": torch.zeros(m)}
+        params |= {f"w{i}": (torch.randn(n, m, generator=g) / n**0.5).to(device), f"b{i}": torch.zeros(m).to(device)}
     return params
 
 
@@ -58,11 +59,11 @@ def loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
     return torch.nn.functional.cross_entropy(x, y)
 
 
-def batches(ranks: int) -> tuple[Tensor, Tensor]:
+def batches(ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return a batch for every rank: (W, B, features) and (W, B)."""
     g = torch.Generator().manual_seed(1)
     x = torch.randn(ranks, BATCH, SIZES[0], generator=g)
-    return x, x.argmax(-1)
+    return x.to(device), x.argmax(-1).to(device)
 
 
 def step(tx: fn.Transform, phase: fn.Phase, params: Any, state: Any, batch: Any) -> tuple[Any, Any, Tensor]:
@@ -81,13 +82,15 @@ def run(warm: Step, compressed: Step, params: Any, state: Any, batch: Any, steps
     """Warm up, then time compressed steps; the first two are not counted."""
     for _ in range(WARMUP_STEPS):
         params, state, _ = warm(params, state, batch)
-    times, held = [], 0
+    times, held, device = [], 0, batch[0].device
     for t in range(steps + 2):
         if t == 2:
             held, before = tensor_bytes((params, state)), resident()
             norm = sum(float(p.double().square().sum()) for p in tree.leaves(params)) ** 0.5
+        synchronise(device)
         begin = time.perf_counter()
         params, state, value = compressed(params, state, batch)
+        synchronise(device)
         times.append(time.perf_counter() - begin)
     found = {"seconds": statistics.median(times[2:]), "held": held, "peak": resident() - before}
     return {**found, "loss": float(value.mean()), "norm": norm}
@@ -104,10 +107,10 @@ def resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def simulated(ranks: int, steps: int, compile: bool) -> dict[str, Any]:
+def simulated(ranks: int, steps: int, compile: bool, device: torch.device) -> dict[str, Any]:
     """Measure `fn.simulate` in this process."""
     torch.set_num_threads(1)
-    tx, params = optimizer(), start()
+    tx, params = optimizer(), start(device)
     dims = fn.rank_dims(tx.init(params))
     state = fn.simulate(tx.init, "data", ranks, in_dims=None, out_dims=dims)(params)
     warm, compressed = (
@@ -116,25 +119,26 @@ def simulated(ranks: int, steps: int, compile: bool) -> dict[str, Any]:
     )
     if compile:
         compressed = torch.compile(compressed, fullgraph=True)
-    found = run(warm, compressed, params, state, batches(ranks), steps)
+    found = run(warm, compressed, params, state, batches(ranks, device), steps)
     pairs = list(zip(tree.leaves(state), tree.leaves(dims), strict=True))
     replicated, errors = ([x for x, d in pairs if (d is None) == same] for same in (True, False))
     return {**found, "one copy": tensor_bytes([params, replicated]), "errors": tensor_bytes(errors)}
 
 
-def process(rank: int, ranks: int, steps: int, folder: str) -> None:
+def process(rank: int, ranks: int, options: argparse.Namespace, folder: str) -> None:
     """Measure one rank that is a process."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3))
-    tx, params = optimizer(), start()
-    batch = tuple(x[rank] for x in batches(ranks))
+    device, backend = of_rank(device_of(options), rank), backend_of(options, ranks)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3))
+    tx, params = optimizer(), start(device)
+    batch = tuple(x[rank] for x in batches(ranks, device))
     with fn.bind({"data": dist.group.WORLD}):
         state = tx.init(params)
         dist.barrier()
         warm, compressed = (partial(step, tx, phase) for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED))
-        found = run(warm, compressed, params, state, batch, steps)
+        found = run(warm, compressed, params, state, batch, options.steps)
     found["resident"] = unshared()
     Path(f"{folder}/{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -148,23 +152,24 @@ def unshared() -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def processes(ranks: int, steps: int) -> dict[str, Any]:
-    """Measure gloo ranks; the time is the slowest rank's median, the memory that of all."""
+def processes(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measure ranks that are processes; the time is the slowest rank's median, the memory that of all."""
     multiprocessing.set_forkserver_preload(["torch.distributed", "torch.func", "fn.kernels.cpu.numba"])
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(process, (ranks, steps, folder), ranks, start_method="forkserver")
+        mp.start_processes(process, (ranks, options, folder), ranks, start_method="forkserver")
         found = [json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(ranks)]
     total = {key: sum(f[key] for f in found) for key in ("held", "resident")}
     mean = sum(f["loss"] for f in found) / ranks
     return {"seconds": max(f["seconds"] for f in found), **total, "loss": mean, "norm": found[0]["norm"]}
 
 
-def measure(ranks: int, steps: int) -> dict[str, Any]:
+def measure(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return all rows for one number of ranks."""
+    device = device_of(options)
     found = {
-        "simulated, eager": simulated(ranks, steps, compile=False),
-        "simulated, compiled": simulated(ranks, steps, compile=True),
-        "processes": processes(ranks, steps),
+        "simulated, eager": simulated(ranks, options.steps, False, device),
+        "simulated, compiled": simulated(ranks, options.steps, True, device),
+        "processes": processes(ranks, options),
     }
     for row in found.values():  # the same training, but for the order in which batched products add up
         torch.testing.assert_close(row["norm"], found["processes"]["norm"], rtol=1e-3, atol=0)
@@ -187,9 +192,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", default="16,64", help="numbers of ranks, with commas")
     parser.add_argument("--steps", type=int, default=20)
+    add_device(parser, backend=True)
     parser.add_argument("--json")
     options = parser.parse_args()
-    results = {ranks: measure(int(ranks), options.steps) for ranks in options.ranks.split(",")}
+    results = {ranks: measure(int(ranks), options) for ranks in options.ranks.split(",")}
     print(machine(), "", sep="\n")
     print("| ranks | world | ms a step | of the processes' | MB held by tensors | one copy + errors, MB |")
     print("|---|---|---|---|---|---|")

@@ -23,6 +23,7 @@ import links
 import measure
 import slow_link_report as report
 from contenders import IN_PHASES
+from devices import add_device, device_of
 from slow_link_rank import RATES
 
 RANK = Path(__file__).with_name("slow_link_rank.py")
@@ -45,9 +46,13 @@ def parse() -> argparse.Namespace:
     add("--loss-warm-up", type=int, default=120, help="steps of 1-bit Adam before its second moment is frozen")
     add("--loss-rate", default="1 Gbit/s", choices=list(RATES))
     add("--loss-of", nargs="+", default=LOSS_OF)
+    add_device(parser)
+    add("--backend", default="gloo", help="of the process groups (gloo, whose messages go over the link on any device)")
     add("--json", metavar="FILE")
     add("--png", metavar="FILE")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    arguments.device = device_of(arguments).type
+    return arguments
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:

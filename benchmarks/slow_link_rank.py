@@ -19,6 +19,8 @@ import links
 import torch
 import torch.distributed as dist
 from contenders import CONTENDERS, DDP, IN_PHASES, LITTLE, NONE, Batch, Step, World, build, for_training
+from devices import of_rank
+from measure import synchronise
 from train_lm import cut, read_standard_library
 
 import fn
@@ -36,14 +38,14 @@ SLOW = 2e8
 class Bench:
     """What a rank keeps while it measures. settings: the flags of `slow_link.py`."""
 
-    def __init__(self, rank: int, settings: dict[str, Any]):
-        self.rank, self.settings = rank, settings
+    def __init__(self, rank: int, settings: dict[str, Any], device: torch.device):
+        self.rank, self.settings, self.device = rank, settings, device
         self.size = tuple(settings["model"])
         self.names = settings["only"] or list(CONTENDERS)
-        self.text, _ = read_standard_library()
+        self.text = read_standard_library()[0].to(device)
         self.draw = torch.Generator().manual_seed(rank)
-        self.job = calibrate.Job(rank, dist.get_world_size(), dist.get_world_size(), torch.device("cpu"))
-        mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+        self.job = calibrate.Job(rank, dist.get_world_size(), dist.get_world_size(), device)
+        mesh = dist.device_mesh.init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
         self.together = World(dist.group.WORLD, fn.bind(mesh))
 
     def batch(self) -> Batch:
@@ -56,7 +58,7 @@ class Bench:
         """Build contenders and let them take the steps in which connections open and kernels compile."""
         steps = {}
         for name in names:
-            steps[name] = CONTENDERS[name].make(world, build(self.size), lr=LITTLE)
+            steps[name] = CONTENDERS[name].make(world, build(self.size, self.device), lr=LITTLE)
             for _ in range(4):
                 steps[name](self.batch())
         return steps
@@ -71,9 +73,11 @@ class Bench:
         dist.barrier()
         before = links.sent()
         with fn.ledger() as book:
+            synchronise(self.device)
             start = time.perf_counter()
             for batch in batches:
                 step(batch)
+            synchronise(self.device)
             seconds = time.perf_counter() - start
         dist.barrier()
         payload, headers = (after - b for after, b in zip(links.sent(), before, strict=True))
@@ -113,12 +117,12 @@ class Bench:
     def descent(self, name: str, seconds: float) -> list[tuple[float, float]]:
         """Train afresh for so many seconds; return (seconds, loss), the mean over ranks, step by step."""
         self.draw.manual_seed(self.rank)
-        step = for_training(name, self.settings["loss_warm_up"])(self.together, build(self.size))
+        step = for_training(name, self.settings["loss_warm_up"])(self.together, build(self.size, self.device))
         curve = []
         start = time.perf_counter()
         while True:
             loss = step(self.batch())
-            now = torch.tensor([loss.item(), time.perf_counter() - start])
+            now = torch.tensor([loss.item(), time.perf_counter() - start], device=self.device)
             dist.all_reduce(now)
             curve.append((now[1].item() / self.job.world, now[0].item() / self.job.world))
             if now[1] > seconds * self.job.world:
@@ -146,7 +150,7 @@ class Bench:
             names = [n for n in self.settings["loss_of"] if n in (*self.names, *IN_PHASES)]
             result["loss rate"] = self.settings["loss_rate"] if throttled else "unthrottled"
             result["loss"] = {name: self.descent(name, self.settings["loss_seconds"]) for name in names}
-        model = build(self.size)
+        model = build(self.size, self.device)
         result["shapes"] = [list(p.shape) for p in model.parameters()]
         return result
 
@@ -168,9 +172,11 @@ def main() -> None:
     rank, settings = int(sys.argv[1]), json.loads(sys.argv[2])
     keep_to_one_core(rank)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{settings['folder']}/store", rank=rank, world_size=2)
+    device = of_rank(torch.device(settings["device"]), rank)
+    store = f"file://{settings['folder']}/store"
+    dist.init_process_group(settings["backend"], init_method=store, rank=rank, world_size=2)
     assert {NONE, DDP} <= set(settings["only"] or CONTENDERS)
-    result = Bench(rank, settings).run()
+    result = Bench(rank, settings, device).run()
     (Path(settings["folder"]) / f"{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

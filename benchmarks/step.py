@@ -1,7 +1,8 @@
-"""The optimizer step itself, on one thread of one process: every way to run ours against every way to run AdamW.
+"""The optimizer step itself, on one thread or on a device: every way to run ours against every way to run AdamW.
 
     python benchmarks/step.py --json out/step.json                          # 10 million parameters, 150 tensors
     python benchmarks/step.py --parameters 100000000 --json out/step_100m.json
+    python benchmarks/step.py --device cuda --json out/step_cuda.json       # the limits of a GPU are in gpu.py
 
 TorchOpt and optax are timed where they are installed (`pip install torchopt` and `pip install optax`). The compressed
 phase is that of one of two ranks; the other rank's messages are its own, sent back, so no time goes into waiting.
@@ -22,6 +23,7 @@ from typing import Any
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 
 import torch
+from devices import add_device, device_of
 from measure import interleaved, machine, write
 
 import fn
@@ -40,29 +42,29 @@ def echo() -> Binding:
     return Binding({"data": Axis(2, torch.tensor(0), transports.register("echo", pair))})
 
 
-def make_parameters(total: int) -> list[torch.nn.Parameter]:
+def make_parameters(total: int, device: torch.device) -> list[torch.nn.Parameter]:
     """Return 100 matrices and 50 vectors."""
     side = int((total / 100) ** 0.5)
     shapes = [(side, side)] * 100 + [(side,)] * 50
-    return [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
+    return [torch.nn.Parameter(torch.randn(shape).to(device)) for shape in shapes]
 
 
 class Contenders:
     """Steps by name, each with parameters of its own and the same gradients; what a step must at least move.
 
-    Args: total: parameters. only: the name of the one contender that is made; "" for all.
+    Args: total: parameters. device: where they are. only: the name of the one contender that is made; "" for all.
     """
 
-    def __init__(self, total: int, only: str = ""):
+    def __init__(self, total: int, device: torch.device, only: str = ""):
         torch.manual_seed(0)
-        self.total, self.only, self.steps, self.bytes = total, only, {}, {}
-        self.grads = [torch.randn(p.shape) for p in make_parameters(total)]
+        self.total, self.device, self.only, self.steps, self.bytes = total, device, only, {}, {}
+        self.grads = [torch.randn(p.shape).to(device) for p in make_parameters(total, device)]
 
     def add(self, name: str, make: Callable[[list[torch.nn.Parameter]], Step], streams: float) -> None:
         """Add a step. streams: how often it must at least read or write a number per parameter."""
         if self.only not in ("", name):
             return
-        params = make_parameters(self.total)
+        params = make_parameters(self.total, self.device)
         for p, g in zip(params, self.grads, strict=True):
             p.grad = g
         self.steps[name] = make(params)
@@ -158,9 +160,9 @@ def optax_step(params: list[torch.nn.Parameter]) -> Step:
     return step
 
 
-def all_contenders(total: int, compiled: bool, only: str = "") -> Contenders:
+def all_contenders(total: int, compiled: bool, device: torch.device, only: str = "") -> Contenders:
     """Return every contender that can run here, or one."""
-    found = Contenders(total, only)
+    found = Contenders(total, device, only)
     found.add("AdamW fused, torch", partial(torchs, fused=True), 7)
     found.add("AdamW foreach, torch", partial(torchs, foreach=True), 7)
     found.add("AdamW for-loop, torch", partial(torchs, foreach=False), 7)
@@ -187,7 +189,10 @@ def all_contenders(total: int, compiled: bool, only: str = "") -> Contenders:
     for phase, streams in ((fn.Phase.WARMUP, 8), (fn.Phase.COMPRESSED, 14)):
         make = partial(adapter, make=onebit_lamb, phase=phase)
         found.add(f"1-bit LAMB {phase.value}, fn.Optimizer", make, streams)
-    for name, make in (("AdamW, TorchOpt functional", torchopt_step), ("AdamW, optax under jit, donated", optax_step)):
+    others = [("AdamW, TorchOpt functional", torchopt_step)]
+    if device.type == "cpu":  # where optax shares the tensors
+        others.append(("AdamW, optax under jit, donated", optax_step))
+    for name, make in others:
         try:
             found.add(name, make, 7)
         except ImportError as error:
@@ -195,9 +200,15 @@ def all_contenders(total: int, compiled: bool, only: str = "") -> Contenders:
     return found
 
 
-def peak_bytes(step: Step) -> int:
-    """Return by how much steps raise the memory of this process above parameters, gradients and state."""
+def peak_bytes(step: Step, device: torch.device) -> int:
+    """Return by how much steps raise the memory of this process, or device, above parameters, gradients and state."""
     step()  # some make their state in the first one
+    if device.type != "cpu":
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        for _ in range(3):
+            step()
+        return int(torch.accelerator.max_memory_allocated() - before)
     memory_pool.clear()  # what ours keeps for the next step counts
     try:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
@@ -212,6 +223,7 @@ def peak_bytes(step: Step) -> int:
 def peak_alone(name: str, options: argparse.Namespace) -> float:
     """Return the peak of a contender per parameter, measured in a process of its own that keeps no freed memory."""
     command = [sys.executable, __file__, "--peak", name, "--parameters", str(options.parameters)]
+    command += ["--device", device_of(options).type]
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return float(done.stdout.split()[-1]) / options.parameters
@@ -222,10 +234,10 @@ def _status(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def copy_bandwidth() -> float:
+def copy_bandwidth(device: torch.device) -> float:
     """Return bytes per second of a large copy, read and written."""
-    x, y = torch.ones(1 << 24), torch.ones(1 << 24)
-    seconds, _ = interleaved({"copy": lambda: y.copy_(x)}, 11)
+    x, y = (torch.ones(1 << (24 if device.type == "cpu" else 28), device=device) for _ in range(2))
+    seconds, _ = interleaved({"copy": lambda: y.copy_(x)}, 11, device=device)
     return 2 * 4 * x.numel() / seconds["copy"]
 
 
@@ -236,20 +248,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--no-compile", action="store_true", help="leave the compiled step out")
     parser.add_argument("--peak", metavar="STEP", help="print the peak memory of one step in bytes, and end")
+    add_device(parser)
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # of steps from random gradients, which train nothing
     torch.set_num_threads(1)
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # one core for all, whatever their thread pools think
-    found = all_contenders(options.parameters, not options.no_compile, options.peak or "")
+    device = device_of(options)
+    found = all_contenders(options.parameters, not options.no_compile, device, options.peak or "")
     if options.peak:
-        print(peak_bytes(found.steps[options.peak]))
+        print(peak_bytes(found.steps[options.peak], device))
         return
-    seconds, _ = interleaved(found.steps, options.rounds)
-    bandwidth, base = copy_bandwidth(), seconds["AdamW fused, torch"]
+    seconds, _ = interleaved(found.steps, options.rounds, device=device)
+    bandwidth, base = copy_bandwidth(device), seconds["AdamW fused, torch"]
     rows = {}
-    print(f"{options.parameters:,} parameters in 150 tensors, one thread; copies run at {bandwidth / 1e9:.1f} GB/s")
+    where = "one thread" if device.type == "cpu" else device.type
+    print(f"{options.parameters:,} parameters in 150 tensors, {where}; copies run at {bandwidth / 1e9:.1f} GB/s")
     print(f"{'step':44s} {'ms':>8s} {'x fused':>8s} {'of copy bandwidth':>18s} {'peak, B/param':>14s}")
     for name in found.steps:
         peak = peak_alone(name, options)

@@ -16,13 +16,22 @@ def signs(x: Tensor) -> Tensor:
 
 
 def pack(x: Tensor) -> Tensor:
-    """Return the sign bits."""
-    return torch.from_numpy(np.packbits(x.sign().add_(1).bool().numpy(), bitorder="little"))
+    """Return the sign bits; on a device by shifts, since NumPy packs on the host."""
+    ones = x.sign().add_(1).bool()
+    if x.device.type == "cpu":
+        return torch.from_numpy(np.packbits(ones.numpy(), bitorder="little"))
+    return (ones.view(-1, 8).to(torch.uint8) << _places(x.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack(bits: Tensor) -> Tensor:
     """Return +1 and -1."""
-    return torch.from_numpy(np.unpackbits(bits.numpy(), bitorder="little")).float().add_(-0.5).mul_(2.0)
+    if bits.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(bits.numpy(), bitorder="little")).float().add_(-0.5).mul_(2.0)
+    return ((bits[:, None] >> _places(bits.device)) & 1).view(-1).float().add_(-0.5).mul_(2.0)
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def encode(x: Tensor, error: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,10 +94,10 @@ def int4_with_8bit_error(
 class AllReduce:
     """The mean of one tensor over a group in codes, with four collectives: bits and scales travel apart."""
 
-    def __init__(self, n: int, group: dist.ProcessGroup):
+    def __init__(self, n: int, group: dist.ProcessGroup, device: torch.device | None = None):
         self.n, self.group, self.world = n, group, group.size()
         padded = -(-n // (self.world * 8)) * self.world * 8
-        self.worker, self.server = torch.zeros(padded), torch.zeros(padded // self.world)
+        self.worker, self.server = (torch.zeros(size, device=device) for size in (padded, padded // self.world))
 
     def __call__(self, x: Tensor) -> Tensor:
         """(n,) -> (n,)."""

@@ -7,7 +7,7 @@ gradients through `fn` and must be the same to the last bit; `qgz` sends int4 wi
 feedback in 8 bits, `classic` with all of the error in float32, and `loco+qwz` sends parameters in int8 as well. The
 gradient's bytes are counted twice: by the ledger, and by the loopback interface during the backward passes, in which
 parameters do not travel because they are kept after the forward pass. The interface counts what other programs send,
-too.
+too, and nothing of what a backend other than gloo sends.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from tqdm import tqdm
 from train_lm import (
     Transformer,
     cut,
+    finish,
+    join,
     learning_rate_factor,
     loss_of,
     read_standard_library,
@@ -87,7 +89,7 @@ def train(method: str, args: argparse.Namespace, mesh: DeviceMesh, text: Tensor,
     """Train a fresh model with one method."""
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(args.seed)
-    model = Transformer(args.layers, args.width, args.heads)
+    model = Transformer(args.layers, args.width, args.heads).to(text.device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
@@ -102,12 +104,14 @@ def train(method: str, args: argparse.Namespace, mesh: DeviceMesh, text: Tensor,
         batch = cut(text, torch.randint(len(text) - args.context, (args.batch,), generator=draw), args.context)
         start = time.perf_counter()
         loss = loss_of(model, batch)
+        finish(text.device)
         waited = time.perf_counter()
         dist.barrier()
         before = loopback()
         dist.barrier()
         start += time.perf_counter() - waited
         loss.backward()
+        finish(text.device)
         waited = time.perf_counter()
         dist.barrier()
         interface += loopback() - before
@@ -115,6 +119,7 @@ def train(method: str, args: argparse.Namespace, mesh: DeviceMesh, text: Tensor,
         opt.step()
         opt.zero_grad()
         lr.step()
+        finish(text.device)
         seconds.append(time.perf_counter() - start)
         if step % max(1, args.steps // 10) == 0 or step == args.steps:
             validation[step] = validate(model, held_out, args)
@@ -162,8 +167,9 @@ def main() -> None:
     if "RANK" not in os.environ:
         sys.exit(f"train_fsdp: this needs several processes; start it with\n    {COMMAND}")
     text, held_out = read_standard_library()
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    device = join(args)
+    text, held_out = text.to(device), held_out.to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     runs = [train(method, args, mesh, text, held_out) for method in args.methods]
     if dist.get_rank() == 0:
         if args.json:

@@ -4,8 +4,9 @@
 
 The model is a byte-level transformer, the text is the source code of the Python standard library as the running
 interpreter has it, and some of its files are held out for validation. Every optimizer starts from the same
-parameters and sees the same batches. The ranks are processes on the CPU that talk through gloo, and every byte that
-a rank puts on the wire in `opt.step()` is counted. At the end there is a table, and in `--out` a picture.
+parameters and sees the same batches. Every byte that a rank puts on the wire in `opt.step()` is counted. At the end
+there is a table, and in `--out` a picture. The ranks are processes on accelerators, where this machine has them, and
+else on the CPU, where they talk through gloo; `--device` and `--backend` choose.
 
 Shapes: B sequences of a rank's batch, T context, C width, H heads, L logits (one for each of the 256 bytes).
 """
@@ -75,8 +76,8 @@ def norm(x: Tensor) -> Tensor:
 def rotate(x: Tensor) -> Tensor:
     """Turn pairs of channels of x (B, H, T, D) by an angle that grows with the position, each pair at its own pace."""
     first, second = x.chunk(2, dim=-1)  # (B, H, T, D/2)
-    pace = 1000.0 ** -torch.linspace(0, 1, first.shape[-1])
-    angle = torch.arange(x.shape[-2])[:, None] * pace  # (T, D/2)
+    pace = 1000.0 ** -torch.linspace(0, 1, first.shape[-1], device=x.device)
+    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * pace  # (T, D/2)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
@@ -227,6 +228,30 @@ class Run(NamedTuple):
         }
 
 
+def join(args: argparse.Namespace) -> torch.device:
+    """Join the process group that torchrun has set up; return this rank's device.
+
+    By default that is an accelerator of its own, and the backend is the accelerator's. Ranks that have to share one
+    talk through gloo, since NCCL refuses them.
+    """
+    if args.device:
+        fn.kernels.set_accelerator(args.device)
+    device, backend = fn.kernels.get_accelerator(), args.backend or fn.kernels.communication_backend()
+    if device.type != "cpu":
+        here, ranks = torch.accelerator.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+        backend = args.backend or ("gloo" if ranks > here else backend)
+        device = torch.device(device.type, int(os.environ["LOCAL_RANK"]) % here)
+        torch.accelerator.set_device_index(device.index)
+    dist.init_process_group(backend)
+    return device
+
+
+def finish(device: torch.device) -> None:
+    """Wait until a device has done what was queued, before a clock is read."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 def mean_over_ranks(x: Tensor) -> float:
     """Return the mean of a scalar over all ranks. It is for the log: the ledger does not see it."""
     total = x.clone()
@@ -246,7 +271,7 @@ def train(name: str, args: argparse.Namespace, mesh: DeviceMesh, text: Tensor, h
     """Train a fresh model with one optimizer."""
     rank = dist.get_rank()
     torch.manual_seed(args.seed)
-    model = Transformer(args.layers, args.width, args.heads)
+    model = Transformer(args.layers, args.width, args.heads).to(text.device)
     opt = make_optimizer(model, name, args, mesh)
     lr = LambdaLR(opt, partial(learning_rate_factor, steps=args.steps))
     draw = torch.Generator().manual_seed(args.seed * dist.get_world_size() + rank)
@@ -262,6 +287,7 @@ def train(name: str, args: argparse.Namespace, mesh: DeviceMesh, text: Tensor, h
             opt.step()
         opt.zero_grad()
         lr.step()
+        finish(text.device)
         run.seconds.append(time.perf_counter() - start)
         run.losses.append(mean_over_ranks(loss.detach()))
         run.sent.append(sent.total)
@@ -380,6 +406,8 @@ def training_flags(description: str) -> argparse.ArgumentParser:
     add("--eps", type=float, default=1e-5, help="added to the root of the second moment")
     add("--weight-decay", type=float, default=0.1, help="decoupled weight decay")
     add("--seed", type=int, default=0, help="of the parameters and of the batches")
+    add("--device", metavar="TYPE", help="cpu, cuda, xpu, ...; None is the accelerator, else the CPU")
+    add("--backend", metavar="NAME", help="of the process group; None is the device's own")
     add("--json", type=Path, metavar="FILE", help="write the table's numbers to this file")
     return parser
 
@@ -417,8 +445,9 @@ def main() -> None:
     text, held_out = read_standard_library()
     if args.context >= len(held_out):
         sys.exit(f"train_lm: --context {args.context} is longer than the validation text")
-    dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
+    device = join(args)
+    text, held_out = text.to(device), held_out.to(device)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("data",))
     if dist.get_rank() == 0:
         model = Transformer(args.layers, args.width, args.heads)
         parameters = sum(p.numel() for p in model.parameters())

@@ -11,6 +11,7 @@ should level off and not grow; and at `bytes`, which falls when the compressed p
 from __future__ import annotations
 
 import argparse
+import os
 from functools import partial
 from pathlib import Path
 
@@ -25,10 +26,10 @@ from fn.adapters.metrics import StepMetrics, watch
 MEASURES = ("bytes", "skipped", "compression_error", "error_norm", "encode_seconds", "wire_seconds", "decode_seconds")
 
 
-def train(steps: int, out: Path) -> None:
+def train(steps: int, out: Path, device: torch.device) -> None:
     """Fit a small network to a teacher, each rank on batches of its own."""
     torch.manual_seed(0)
-    teacher, model = (nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)) for _ in range(2))
+    teacher, model = (nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 1)).to(device) for _ in range(2))
     with fn.bind({"data": dist.group.WORLD}):
         make, schedule = partial(fn.onebit_adam, axis="data"), fn.freeze_after(steps // 2)
         opt = fn.Optimizer(model.parameters(), make, schedule=schedule, lr=3e-3)
@@ -43,7 +44,7 @@ def train(steps: int, out: Path) -> None:
     with SummaryWriter(str(out / f"rank{dist.get_rank()}")) as board:
         watch(opt, write, every=5)
         for step in range(steps):
-            x = torch.randn(64, 32)
+            x = torch.randn(64, 32, device=device)
             loss = (model(x) - teacher(x).detach()).square().mean()
             opt.zero_grad()
             loss.backward()
@@ -55,7 +56,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--out", type=Path, default=Path("runs"))
+    parser.add_argument("--device", help="cpu, cuda, cuda:0, ...; default: an accelerator of this rank's own, else cpu")
+    parser.add_argument("--backend", help="of the process group; default: the device's own")
     args = parser.parse_args()
-    dist.init_process_group("gloo")
-    train(args.steps, args.out)
+    where = torch.device(args.device or fn.kernels.device_name(int(os.environ["LOCAL_RANK"])))
+    if where.type != "cpu":
+        torch.accelerator.set_device_index(where.index or 0)
+    dist.init_process_group(args.backend or fn.kernels.communication_backend(where.type))
+    train(args.steps, args.out, where)
     dist.destroy_process_group()

@@ -5,6 +5,8 @@ import os
 
 import torch
 
+import fn
+
 ACCUMULATE = 2  # batches per step
 STEPS = 8
 FREEZE = 3  # warm-up steps; then the momentum travels as signs
@@ -16,7 +18,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", default="out")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--stop-after", type=int, default=STEPS)
-    return parser.parse_args()
+    parser.add_argument("--device", default=fn.kernels.get_accelerator().type, help="cpu, cuda, xpu, ...")
+    parser.add_argument("--backend", help="of the process group; default: the device's own")
+    args = parser.parse_args()
+    args.backend = args.backend or fn.kernels.communication_backend(args.device)
+    return args
+
+
+def own_device(kind: str) -> torch.device:
+    """Return this rank's device of a kind, and make it the current one."""
+    if kind == "cpu":
+        return torch.device(kind)
+    torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+    return torch.device(kind, int(os.environ["LOCAL_RANK"]))
 
 
 def network() -> torch.nn.Module:

@@ -8,16 +8,17 @@ from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
-from data import ACCUMULATE, FREEZE, STEPS, Examples, arguments, network, own_file, report
+from data import ACCUMULATE, FREEZE, STEPS, Examples, arguments, network, own_device, own_file, report
 from torch.nn.parallel import DistributedDataParallel
 
 import fn
 import fn.adapters.ddp
 
 args = arguments()
-dist.init_process_group("gloo")
+device = own_device(args.device)
+dist.init_process_group(args.backend)
 rank, world = dist.get_rank(), dist.get_world_size()
-model = DistributedDataParallel(network())
+model = DistributedDataParallel(network().to(device))
 opt = fn.adapters.ddp.optimizer(model, fn.onebit_adam, schedule=fn.freeze_after(FREEZE), lr=1e-2, weight_decay=0.01)
 scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, STEPS)
 common = os.path.join(args.out, "common.pt")
@@ -33,7 +34,7 @@ for step in range(opt.steps, args.stop_after):
     for part in range(ACCUMULATE):
         batch = torch.utils.data.default_collate([Examples()[int(i)] for i in numbers[step, part, rank]])
         with nullcontext() if part == ACCUMULATE - 1 else model.no_sync():
-            loss = (model(batch["x"]) - batch["labels"]).square().mean() / ACCUMULATE
+            loss = (model(batch["x"].to(device)) - batch["labels"].to(device)).square().mean() / ACCUMULATE
             loss.backward()
     opt.step()
     opt.zero_grad()

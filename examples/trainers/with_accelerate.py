@@ -13,7 +13,7 @@ import fn
 import fn.adapters.ddp
 
 args = arguments()
-accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
+accelerator = Accelerator(cpu=args.device == "cpu", gradient_accumulation_steps=ACCUMULATE)
 model, loader = accelerator.prepare(network(), torch.utils.data.DataLoader(Examples(), batch_size=4))
 opt = fn.adapters.ddp.optimizer(model, fn.onebit_adam, schedule=fn.freeze_after(FREEZE), lr=1e-2, weight_decay=0.01)
 scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, STEPS * accelerator.num_processes)

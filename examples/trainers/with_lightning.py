@@ -49,9 +49,9 @@ class Regression(lightning.LightningModule):
 
 model = Regression()
 trainer = lightning.Trainer(
-    accelerator="cpu",
+    accelerator="cpu" if args.device == "cpu" else "auto",
     devices=2,
-    strategy=DDPStrategy(process_group_backend="gloo"),
+    strategy=DDPStrategy(process_group_backend=args.backend),
     max_epochs=args.stop_after // EPOCH,
     limit_train_batches=EPOCH * ACCUMULATE,
     accumulate_grad_batches=ACCUMULATE,

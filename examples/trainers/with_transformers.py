@@ -54,8 +54,8 @@ class Communicate(TrainerCallback):
 args = arguments()
 training = TrainingArguments(
     args.out,
-    use_cpu=True,
-    ddp_backend="gloo",
+    use_cpu=args.device == "cpu",
+    ddp_backend=args.backend,
     ddp_find_unused_parameters=False,
     max_steps=STEPS,
     per_device_train_batch_size=4,
@@ -68,7 +68,7 @@ training = TrainingArguments(
     dataloader_pin_memory=False,
 )
 training.device  # noqa: B018  it opens the process group
-model = Regression()
+model = Regression().to(training.device)  # before its optimizer is made
 with fn.bind({"data": dist.group.WORLD}):
     make = partial(fn.onebit_adam, axis="data")
     groups = bucketed(model.parameters())
