@@ -11,6 +11,7 @@ the next one gets a fresh process. The exit code is 1 if a limit was missed, a c
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import os
@@ -61,6 +62,10 @@ def child(part: str, names: Sequence[str], options: Options) -> None:
             tell(end=name, rows=[Row(name, wanted="an answer", ok=False, note=note)._asdict()])
             sys.exit(3)
         tell(end=name, rows=[row._asdict() for row in rows])
+        del rows
+        gc.collect()
+        if options.torch_device.type != "cpu":
+            torch.get_device_module(options.torch_device).empty_cache()  # what this check held, the next one may need
 
 
 def tell(**what: Any) -> None:

@@ -27,6 +27,9 @@ NUMBERS = sum(torch.Size(shape).numel() for shape in SHAPES)
 STEPS = 20
 WARM_UP = 8
 LR = 1e-3
+INTEGERS = 2e-4
+"""What parameters may differ by where integer codes travel: 1 % of how far they go in all steps."""
+
 
 
 LEFT_OUT = ("skipped", "dropped")
@@ -38,12 +41,15 @@ class Case(NamedTuple):
 
     bits: of a code on the wire; 0 where nothing travels in codes. echoes: its steps in place may be compared beside an
     echo. What keeps a shard of the parameters may not: in place it gathers parameters, and in the pure step updates.
+    close: what parameters may differ by, which move by up to 0.02 in all. Integer codes take more: a number between two
+    of them may be rounded either way, which is worth a code.
     """
 
     make: Callable[..., fn.Transform]
     phases: tuple[Phase, ...]
     bits: int = 1
     echoes: bool = True
+    close: float = 1e-5
 
 
 _TWO = (Phase.WARMUP, Phase.COMPRESSED)
@@ -54,11 +60,11 @@ CASES: dict[str, Case] = {
     "onebit_adam": Case(fn.onebit_adam, _TWO),
     "onebit_adam, lazy errors": Case(partial(fn.onebit_adam, feedback=fn.classic(lazy=True)), _TWO),
     "onebit_adam, no servers": Case(partial(fn.onebit_adam, servers=False), _TWO),
-    "onebit_adam, int8": Case(partial(fn.onebit_adam, codec=fn.int8(), feedback=fn.damped()), _TWO, 8),
-    "onebit_adam, warm-up in int8": Case(partial(fn.onebit_adam, warmup=fn.int8()), _TWO),
+    "onebit_adam, int8": Case(partial(fn.onebit_adam, codec=fn.int8(), feedback=fn.damped()), _TWO, 8, close=INTEGERS),
+    "onebit_adam, warm-up in int8": Case(partial(fn.onebit_adam, warmup=fn.int8()), _TWO, close=INTEGERS),
     "onebit_lamb": Case(fn.onebit_lamb, _TWO),
     "zero_one_adam": Case(fn.zero_one_adam, (Phase.WARMUP, Phase.COMPRESSED, Phase.LOCAL)),
-    "loco_adamw": Case(fn.loco_adamw, _TWO, 4, echoes=False),
+    "loco_adamw": Case(fn.loco_adamw, _TWO, 4, echoes=False, close=INTEGERS),
     "sharded_onebit_adam": Case(fn.sharded_onebit_adam, _TWO, echoes=False),
 }
 
@@ -121,7 +127,7 @@ class Training:
 
 
 def like_the_cpu(name: str, device: torch.device) -> str | None:
-    """Compare 20 steps of a device with those of the CPU, up to 1e-5, and the codes of the first compressed step."""
+    """Compare 20 steps of a device with those of the CPU, and the codes of the first compressed step."""
     here, there = (Training(CASES[name], d) for d in (device, torch.device("cpu")))
     for t in range(STEPS):
         for training in (here, there):
@@ -130,20 +136,20 @@ def like_the_cpu(name: str, device: torch.device) -> str | None:
         if t == WARM_UP and (fault := _codes_differ(CASES[name].bits, here.messages, there.messages)):
             return fault
     for i, (a, b) in enumerate(zip(here.params, there.params, strict=True)):
-        if not torch.allclose(a.cpu(), b, 1e-5, 1e-5):
+        if not torch.allclose(a.cpu(), b, 1e-5, CASES[name].close):
             return f"parameter {i} differs by {float((a.cpu() - b).abs().max()):.2g} after {STEPS} steps"
     return None
 
 
 def _codes_differ(bits: int, here: list[Tensor], there: list[Tensor]) -> str | None:
-    """Compare messages of codes. Scales stand in front of the codes, and may be rounded otherwise."""
+    """Compare messages: signs bit by bit, integers but for 1 in 1000; scales, in front, may be rounded otherwise."""
     if [x.shape for x in here] != [x.shape for x in there]:
         return f"messages of shapes {[tuple(x.shape) for x in here]} instead of {[tuple(x.shape) for x in there]}"
     for a, b in zip(here, there, strict=True):
         if a.dtype == torch.uint8 and bits:
             tail = max(1, NUMBERS * bits // 8 // a.shape[0])
             wrong = int((a[:, -tail:] != b[:, -tail:]).sum())
-            if wrong:
+            if wrong > (a.numel() // 1000 if bits > 1 else 0):
                 return f"{wrong} of {a.shape[0] * tail} bytes of codes differ in the first compressed step"
     return None
 
@@ -162,7 +168,7 @@ def in_place_like_pure(name: str, device: torch.device) -> str | None:
             updates, state = tx.update(schedule(case, t))(numbers(1 + t, device), state, params)
             params = fn.apply_updates(params, updates)
     for i, (a, b) in enumerate(zip(training.params, params, strict=True)):
-        if not torch.allclose(a, b, 1e-5, 1e-6):
+        if not torch.allclose(a, b, 1e-5, case.close):
             return f"parameter {i} differs by {float((a - b).abs().max()):.2g} after {STEPS} steps"
     return None
 
@@ -183,9 +189,9 @@ def compiled_like_eager(name: str, device: torch.device, backend: str = "inducto
             eager = tx.update(phase)(numbers(9, device, FEW), state, params)
             found = compiled(numbers(9, device, FEW), state, params)
         for i, (a, b) in enumerate(zip(tree.leaves(found), tree.leaves(eager), strict=True)):
-            same = torch.allclose(a, b, 1e-5, 1e-6, equal_nan=True) if a.is_floating_point() else torch.equal(a, b)
-            if not same:
-                return f"{phase.value}: leaf {i} differs"
+            wrong = ~a.isclose(b, rtol=1e-5, atol=case.close, equal_nan=True) if a.is_floating_point() else a != b
+            if int(wrong.sum()) > (a.numel() // 1000 if case.close == INTEGERS else 0):
+                return f"{phase.value}: leaf {i} differs in {int(wrong.sum())} of {a.numel()} places"
     return None
 
 
