@@ -80,20 +80,20 @@ def heard(command: list[str], until: float) -> Iterator[dict[str, Any]]:
     assert process.stdout is not None
     timer: threading.Timer | None = None
 
-    def restart() -> None:
+    def restart(limit: float) -> None:
         nonlocal timer
         if timer is not None:
             timer.cancel()
-        left = max(1.0, min(SECONDS_OF_A_CHECK, until - time.monotonic()))
+        left = max(1.0, min(limit, until - time.monotonic()))
         timer = threading.Timer(left, lambda: os.killpg(process.pid, signal.SIGKILL))
         timer.daemon = True
         timer.start()
 
     try:
-        restart()
+        restart(SECONDS_OF_A_PART)  # imports are no check
         for line in process.stdout:
             if line.startswith(MARK):
-                restart()
+                restart(SECONDS_OF_A_CHECK)
                 yield json.loads(line[len(MARK) :])
         yield {"code": process.wait()}
     finally:
