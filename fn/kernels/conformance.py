@@ -29,7 +29,8 @@ SIZES = (0, 1, 7, 8, 9, 1023, 2**20 + 3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDE = (torch.float32, torch.float64)
 _OF_ANY_DTYPE = ("pack_bits", "unpack_bits", "sign_encode", "sign_encode_feedback", "quantize", "quantize_feedback")
-"""Kernels that see vectors as they come; the others see float32, or float64, whatever the dtype of a model."""
+"""Kernels that see vectors as they come. Those on lists see params and gradients so; all else is float32, or float64,
+whatever the dtype of a model."""
 
 _SPECIAL = (0.0, -0.0, 1e-45, -1e-40, float("inf"), -float("inf"), float("nan"))
 
@@ -91,7 +92,7 @@ def run_checks(checks: Iterable[Check]) -> tuple[int, list[str]]:
 def _checks(op: str, row: Accelerator, device: torch.device, sizes: Sequence[int]) -> Iterator[Check]:
     kernel = row.kernels[op]
     yield "known answer", lambda: known_answers.complaint(op, kernel, device)
-    widths, dtypes = (4, 8) if "quantize" in op else (8,), DTYPES if op in _OF_ANY_DTYPE else _WIDE
+    widths, dtypes = (4, 8) if "quantize" in op else (8,), DTYPES if op in _OF_ANY_DTYPE + ON_LISTS else _WIDE
     for n, dtype, strided, width in itertools.product(sizes, dtypes, (False, True), widths):
         if not (strided and n >= 2**20):
             case = partial(arguments, op, n, dtype, width=width, strided=strided)
@@ -188,6 +189,10 @@ def arguments(
     def tensors(**kind: float) -> list[Tensor]:
         return [numbers(wide, int(k)).clamp(**kind) if kind else numbers(wide, int(k)) for k in valid.sum(0)]
 
+    def leaves() -> list[Tensor]:
+        """Return what has the dtype of a model."""
+        return [x.to(dtype) for x in tensors()]
+
     place = (valid, runs)
     each = (valid, [x for width in widths.tolist() for x in (1, width)])
     descent = (1e-6, 0.01, 1e-2, 0.5, 0.25)
@@ -221,33 +226,33 @@ def arguments(
         ),
         "dequantize": lambda: (coded[:, 0], scales(2, segments), *place, width),
         "momentum_encode": lambda: (
-            tensors(), tensors(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *each,
+            tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *each,
         ),
-        "momentum_signs": lambda: (tensors(), tensors(), 0.9, numbers(wide, 2, n).contiguous(), *each),
+        "momentum_signs": lambda: (tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), *each),
         "drift": lambda: (
-            tensors(), tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 1e-6, 1e-2, 2, each[1],
+            leaves(), tensors(), tensors(), leaves(), tensors(min=0.0), 0.9, 1e-6, 1e-2, 2, each[1],
         ),
         "onebit_adam_": lambda: (
-            tensors(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
-            scales(2, 1 + 2 * frozen, segments), *each, *descent, True, tensors() if strided else [],
+            leaves(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
+            scales(2, 1 + 2 * frozen, segments), *each, *descent, True, leaves() if strided else [],
         ),
         "onebit_adam_feedback_": lambda: (
-            tensors(), tensors(), tensors(min=0.0), tensors(), 0.9, numbers(wide, 2, n).contiguous(),
+            leaves(), tensors(), tensors(min=0.0), leaves(), 0.9, numbers(wide, 2, n).contiguous(),
             scales(2, segments), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
             scales(2, 1 + 2 * frozen, segments), *each, *descent, frozen,
         ),
-        "adamw_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
-        "lamb_moments_": lambda: (tensors(), tensors(), tensors(), tensors(min=0.0), 0.9, 0.99, 1e-6, 0.01),
+        "adamw_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
+        "lamb_moments_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, 1e-6, 0.01),
         "onebit_lamb_moments_": lambda: (
-            tensors(), tensors(), scales(segments) + 0.1, tensors(), tensors(min=0.0), tensors(min=0.0), 0.9, 0.99,
+            leaves(), tensors(), scales(segments) + 0.1, tensors(), tensors(min=0.0), tensors(min=0.0), 0.9, 0.99,
             1e-6, 0.01, strided,
         ),
-        "lamb_step_": lambda: (tensors(), tensors(), tensors(min=0.0), scales(segments), 1e-6, 0.01),
+        "lamb_step_": lambda: (leaves(), tensors(), tensors(min=0.0), scales(segments), 1e-6, 0.01),
         "adamw_into_": lambda: (
             [numbers(wide, n) for _ in range(3)], [numbers(wide, n) for _ in range(2 + strided)],
             [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent,
         ),
-        "largest_magnitude": lambda: ([-x.abs().sort().values for x in tensors()],),
+        "largest_magnitude": lambda: ([-x.abs().sort().values for x in leaves()],),
         "dequantize_mean": lambda: (coded, scales(2, 3, segments), *place, width),
     }  # fmt: skip
     return found[op]()

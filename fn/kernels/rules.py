@@ -1,9 +1,9 @@
 """The arithmetic of every step, once: on tensors, batches under `vmap`, in traces, and on numbers in compiled loops.
 
 The reference calls these functions with tensors, the loops of `cpu` with single float32 numbers: Numba compiles the
-same source. Three words are no operators, `where`, `root` and `lerp`; the first two are torch's and NumPy's, and `lerp`
-is torch's, because that rounds once. Numbers come in as arguments, `zero` among them: a literal would be float64 in a
-compiled loop.
+same source, and so does Triton. Four words are no operators, `where`, `root`, `quotient` and `lerp`: the first two are
+torch's and NumPy's; `/` is not rounded correctly everywhere; and `lerp` is torch's, because that rounds once. Numbers
+come in as arguments, `zero` among them: a literal would be float64 in a compiled loop.
 
 Symbols: p params, g gradient, m momentum, v second moment, u direction, b what is encoded; decay: of weights.
 """
@@ -26,6 +26,11 @@ def where(condition: Number, a: Number, b: Number) -> Number:
 def root(x: Number) -> Number:
     """Return the square root."""
     return x.sqrt()
+
+
+def quotient(a: Number, b: Number) -> Number:
+    """Return a / b, rounded correctly."""
+    return a / b
 
 
 def lerp(start: Number, end: Number, weight: Number) -> Number:
@@ -61,12 +66,12 @@ def decayed(u: Number, p: Number, decay: Number) -> Number:
 
 def direction(m: Number, v: Number, eps: Number) -> Number:
     """Return Adam's direction without correction of biases."""
-    return m / denominator(v, eps)
+    return quotient(m, denominator(v, eps))
 
 
 def corrected_direction(m: Number, v: Number, eps: Number, c1: Number, c2: Number) -> Number:
     """Return Adam's direction; c1, c2: what m and the root of v are multiplied by to correct their biases."""
-    return m * c1 / (root(v) * c2 + eps)
+    return quotient(m * c1, root(v) * c2 + eps)
 
 
 def descended(p: Number, u: Number, decay: Number, lr: Number) -> Number:
@@ -88,7 +93,7 @@ def drift(p: Number, anchor: Number, m: Number, v: Number, eps: Number, lr: Numb
 
 def implied_gradient(m: Number, before: Number, b1: Number, rest1: Number) -> Number:
     """Return the gradient that took the momentum from `before` to m: 1-bit LAMB."""
-    return (m - b1 * before) / rest1
+    return quotient(m - b1 * before, rest1)
 
 
 # codes and errors
@@ -111,7 +116,7 @@ def compensated(x: Number, buffer: Number, sent: Number, zero: Number) -> Number
 
 def code_scale(peak: Number, top: Number, one: Number, infinity: Number) -> Number:
     """Return what numbers are multiplied by to become codes: top / peak, and 1 where that overflows."""
-    scale = top / peak
+    scale = quotient(top, peak)
     return where(scale == infinity, one, scale)
 
 

@@ -22,9 +22,9 @@ def counts_of(number: int) -> object:
 
 def table_of(number: int) -> object:
     pytest.importorskip("triton", reason="triton is not installed")
-    from fn.kernels.gpu import triton
+    from fn.kernels.gpu import launching
 
-    return triton._cut((1, 8 * (number + 1)), 4096, torch.device("cpu"))[1]
+    return launching.cut((1, 8 * (number + 1)), 4096, torch.device("cpu")).table
 
 
 @pytest.mark.parametrize("make", [cached_plan(lambda n: [n]), table_on_the_host, counts_of, table_of])

@@ -76,6 +76,11 @@ def _root(x):
     return lambda x: np.sqrt(x)
 
 
+@overload(rules.quotient)
+def _quotient(a, b):
+    return lambda a, b: a / b
+
+
 @overload(rules.lerp)
 def _lerp(start, end, weight):
     def lerp(start, end, weight):
@@ -85,7 +90,7 @@ def _lerp(start, end, weight):
 
 
 for _name in (name for name, f in vars(rules).items() if getattr(f, "__module__", "") == rules.__name__):
-    if _name not in ("where", "root", "lerp"):
+    if _name not in ("where", "root", "quotient", "lerp"):
         register_jitable(getattr(rules, _name))
 
 

@@ -23,8 +23,8 @@ from fn.kernels.reference.layout import paired_views, plain, widths_of
 from fn.kernels.table import Accelerator
 from fn.kernels.tracing import cached_plan
 
-CHUNK = 1 << 22
-"""Elements that are taken together on an accelerator: enough to keep it busy."""
+CHUNK = 1 << 25
+"""Elements that are taken together on an accelerator: 128 MiB a temporary list, so that a step has few chunks."""
 
 CHUNK_OF_CPU = 1 << 15
 """And on a CPU, whose second-level cache holds a chunk of every list."""

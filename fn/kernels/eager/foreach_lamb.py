@@ -16,7 +16,7 @@ from fn.kernels import rules
 from fn.kernels.reference.layout import paired_views, plain, widths_of
 from fn.kernels.tracing import cached_plan
 
-CHUNK = 1 << 22
+CHUNK = 1 << 25
 """Elements from which a chunk is closed."""
 
 Tensors: TypeAlias = "list[Tensor] | tuple[Tensor, ...]"

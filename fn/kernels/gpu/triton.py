@@ -1,4 +1,4 @@
-"""The Triton row: one set of fused kernels for CUDA, ROCm and XPU.
+"""The Triton row: one set of fused kernels for CUDA, ROCm and XPU. Here are those of signs, and the row itself.
 
 Products are not contracted with sums, so that elements equal the reference's; sums of squares are added in another
 order. float64, and blocks that no program holds, are left to the next row.
@@ -7,57 +7,56 @@ order. float64, and blocks that no program holds, are left to the next row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
-from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from fn.kernels.cpu.blocks import BlockTable, add_up, block_table
+from fn.kernels.gpu import launching
 from fn.kernels.gpu import triton_kernels as kernels
+from fn.kernels.gpu.launching import BLOCK, Cut
 from fn.kernels.reference import bytes_for
+from fn.kernels.reference.layout import plain
 from fn.kernels.table import Accelerator
-from fn.kernels.tracing import PLANS
-
-SIGN_BLOCK = 4096
-LARGEST = 1 << 15
-"""Elements that one program may hold: a larger segment of an integer codec is left to the next row."""
 
 
-@lru_cache(maxsize=PLANS)
-def _cut(runs: tuple[int, ...], block: int, device: torch.device) -> tuple[BlockTable, Tensor, int]:
-    """Return the blocks, their table on the device, and the size of a program's block."""
-    at = block_table(runs, block)
-    longest = int(at.table[:, 1].max(initial=1))
-    return at, torch.from_numpy(at.table).to(device), max(16, triton.next_power_of_2(longest))
+def cut(runs: Sequence[int], device: torch.device) -> Cut:
+    """Return a row cut into blocks whose squares are added."""
+    return launching.cut(tuple(runs), BLOCK, device)
 
 
-def _launch(kernel: Any, x: Tensor, programs: int, *args: Any, **constants: Any) -> None:
-    if not programs:
-        return
-    here = nullcontext() if x.device.type == "cpu" else torch.accelerator.device_index(x.device.index or 0)
-    with here:
-        kernel[(programs,)](*args, **constants, num_warps=8, enable_fp_fusion=False)
+def outputs(rows: int, at: Cut) -> tuple[Tensor, Tensor]:
+    """Return memory for the bits of rows, and for the squares of their blocks."""
+    device = at.table.device
+    bits = torch.empty((rows, bytes_for(at.at.n)), dtype=torch.uint8, device=device)
+    return bits, torch.empty((rows, len(at.at.table)), dtype=torch.float64, device=device)
+
+
+def place(at: Cut, valid: Tensor) -> tuple[Any, ...]:
+    """Return what kernels take of the blocks of rows."""
+    return at.table, valid.contiguous(), at.at.n, len(at.at.table), at.at.segments
+
+
+def messages(bits: Tensor) -> tuple[Any, ...]:
+    """Return the numbers that kernels take of W messages behind those of `place`: bytes, W, and a share of a mean."""
+    return bits.shape[-1], bits.shape[1], 1.0 / bits.shape[1]
 
 
 def _encode(
     x: Tensor, error: tuple[Tensor, Tensor] | None, valid: Tensor, runs: Sequence[int], out: Tensor | None = None
 ) -> Any:
-    at, table, block = _cut(tuple(runs), SIGN_BLOCK, x.device)
-    if not at.aligned or any(t.dtype == torch.float64 for t in (x, *(error or ()))):
+    at = cut(runs, x.device)
+    if not at.at.aligned or any(t.dtype == torch.float64 for t in (x, *(error or ()))):
         return NotImplemented
-    rows = x.shape[0]
-    x = x.contiguous()
+    rows, x = x.shape[0], x.contiguous()
     buffer, sent = (t.to(torch.float32).contiguous() for t in error or (x.new_empty(1), x.new_empty(1)))
     if out is None:
-        out = torch.empty((rows, at.n) if error else (1,), dtype=torch.float32, device=x.device)
-    bits = torch.empty((rows, bytes_for(at.n)), dtype=torch.uint8, device=x.device)
-    squares = torch.empty((rows, len(at.table)), dtype=torch.float64, device=x.device)
-    _launch(kernels.encode, x, squares.numel(), x, buffer, sent, out, bits, squares, table, valid.contiguous(), at.n,
-            len(at.table), at.segments, FEEDBACK=error is not None, BLOCK=block)  # fmt: skip
-    return out, bits, add_up(squares, runs, SIGN_BLOCK)
+        out = torch.empty((rows, at.at.n) if error else (1,), dtype=torch.float32, device=x.device)
+    bits, squares = outputs(rows, at)
+    ends = x, buffer, sent, out, bits, squares
+    constants = {"FEEDBACK": error is not None, "ALIGNED": at.at.whole, "BLOCK": at.block}
+    launching.launch(kernels.encode, x, squares.numel(), *ends, *place(at, valid), **constants)
+    return out, bits, launching.add_up(squares, at)
 
 
 def pack_bits(x: Tensor) -> Tensor:
@@ -88,7 +87,7 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
 
 def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_encode_feedback_`. A program reads its block before it writes it."""
-    if x.dtype != torch.float32 or not x.is_contiguous():
+    if not plain((x,)):
         return NotImplemented
     found = _encode(x, (buffer, sent), valid, runs, x)
     return found if found is NotImplemented else found[1:]
@@ -106,56 +105,78 @@ def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int])
 
 
 def _residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], out: Tensor) -> Any:
-    at, table, block = _cut(tuple(runs), SIGN_BLOCK, b.device)
+    at = cut(runs, b.device)
     if b.dtype != torch.float32 or scales.dtype != torch.float32:
         return NotImplemented
-    b = b.contiguous()
-    _launch(kernels.residual, b, b.shape[0] * len(at.table), b, scales.contiguous(), out, table, valid.contiguous(),
-            at.n, len(at.table), at.segments, BLOCK=block)  # fmt: skip
+    b, programs = b.contiguous(), b.shape[0] * len(at.at.table)
+    ends = b, scales.contiguous(), out, *place(at, valid)
+    launching.launch(kernels.leave, b, programs, *ends, ALIGNED=at.at.whole, BLOCK=at.block)
     return out
 
 
 def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_serve`."""
-    at, table, block = _cut(tuple(runs), SIGN_BLOCK, bits.device)
-    if not at.aligned or any(t.dtype != torch.float32 for t in (scales, buffer, sent)):
-        return NotImplemented
-    rows, ranks = bits.shape[:2]
-    bits, scales = bits.contiguous(), (scales * (1.0 / ranks)).contiguous()
     buffer, sent = buffer.contiguous(), sent.contiguous()
-    out, mine = torch.empty_like(buffer), bits.new_empty((rows, bytes_for(at.n)))
-    squares = torch.empty((rows, len(at.table)), dtype=torch.float64, device=bits.device)
-    _launch(kernels.serve, bits, squares.numel(), bits, scales, buffer, sent, out, mine, squares, table,
-            valid.contiguous(), at.n, len(at.table), at.segments, bits.shape[2], ranks,
-            BLOCK=block)  # fmt: skip
-    return out, mine, add_up(squares, runs, SIGN_BLOCK)
+    return _serve(bits, scales, (buffer, sent, torch.empty_like(buffer)), valid, runs, feedback=True)
 
 
-def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    at, table, block = _cut(tuple(runs), SIGN_BLOCK, bits.device)
-    if scales.dtype != torch.float32:
+def serve_signs(bits: Tensor, scales: Tensor, buffer: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
+    """See `reference.serve_signs`."""
+    buffer = buffer.contiguous()
+    found = _serve(bits, scales, (buffer, buffer, buffer), valid, runs, feedback=False)
+    return found if found is NotImplemented else found[1:]
+
+
+def _serve(
+    bits: Tensor, scales: Tensor, error: tuple[Tensor, ...], valid: Tensor, runs: Sequence[int], *, feedback: bool
+) -> Any:
+    at = cut(runs, bits.device)
+    if not at.at.aligned or any(t.dtype != torch.float32 for t in (scales, *error)):
         return NotImplemented
-    bits, (rows, ranks) = bits.contiguous(), bits.shape[:2]
-    out = torch.empty((rows, at.n), dtype=torch.float32, device=bits.device)
-    _launch(kernels.decode, bits, rows * len(at.table), bits, scales.contiguous(), out, table, valid.contiguous(), at.n,
-            len(at.table), at.segments, bits.shape[2], ranks, BLOCK=block)  # fmt: skip
-    return out
+    mine, squares = outputs(bits.shape[0], at)
+    ends = bits.contiguous(), scales.contiguous(), *error, mine, squares, *place(at, valid), *messages(bits)
+    constants = {"FEEDBACK": feedback, "ALIGNED": at.at.whole, "BLOCK": at.block}
+    launching.launch(kernels.serve, bits, squares.numel(), *ends, **constants)
+    return error[2], mine, launching.add_up(squares, at)
+
+
+def serve_feedback_(
+    buffer: Tensor, bits: Tensor, scales: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
+) -> Any:
+    """See `reference.serve_feedback_`."""
+    at = cut(runs, bits.device)
+    if not at.at.aligned or not plain((buffer,)) or any(t.dtype != torch.float32 for t in (scales, sent)):
+        return NotImplemented
+    programs = bits.shape[0] * len(at.at.table)
+    ends = bits.contiguous(), scales.contiguous(), buffer, sent.contiguous(), *place(at, valid), *messages(bits)
+    launching.launch(kernels.serve_again, bits, programs, *ends, ALIGNED=at.at.whole, BLOCK=at.block)
+    return None
 
 
 def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_decode`."""
-    return _decode(bits[:, None], scales[:, None], valid, runs)
+    return sign_decode_mean(bits[:, None], scales[:, None], valid, runs)
 
 
 def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_decode_mean`."""
-    return _decode(bits, scales * (1.0 / bits.shape[1]), valid, runs)
+    at = cut(runs, bits.device)
+    if not at.at.aligned or scales.dtype != torch.float32:
+        return NotImplemented
+    out = torch.empty((bits.shape[0], at.at.n), dtype=torch.float32, device=bits.device)
+    ends = bits.contiguous(), scales.contiguous(), out, *place(at, valid), *messages(bits)
+    programs = bits.shape[0] * len(at.at.table)
+    launching.launch(kernels.decode, bits, programs, *ends, ALIGNED=at.at.whole, BLOCK=at.block)
+    return out
 
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    from fn.kernels.gpu import triton_int
+    from fn.kernels.gpu import triton_feedback, triton_int, triton_lamb, triton_steps
 
     found = (pack_bits, unpack_bits, sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual,
-             sign_residual_, sign_serve, sign_decode, sign_decode_mean)  # fmt: skip
-    return Accelerator(device_type, {f.__name__: f for f in found} | triton_int.KERNELS, provider="triton")
+             sign_residual_, sign_serve, serve_signs, serve_feedback_, sign_decode, sign_decode_mean)  # fmt: skip
+    kernels = {f.__name__: f for f in found}
+    for module in (triton_feedback, triton_int, triton_lamb, triton_steps):
+        kernels |= module.KERNELS
+    return Accelerator(device_type, kernels, provider="triton")

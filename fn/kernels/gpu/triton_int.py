@@ -11,8 +11,15 @@ from torch import Tensor
 
 from fn.kernels import half_feedback
 from fn.kernels.cpu.blocks import WHOLE_SEGMENTS
-from fn.kernels.gpu import triton_kernels as kernels
-from fn.kernels.gpu.triton import LARGEST, _cut, _launch
+from fn.kernels.gpu import launching
+from fn.kernels.gpu import triton_int_kernels as kernels
+from fn.kernels.gpu.launching import BLOCK, Cut
+
+LARGEST = 1 << 15
+"""Elements that one program may hold: a larger segment is left to the next row."""
+
+TOGETHER = 1 << 11
+"""Elements of small blocks that a program takes together."""
 
 
 def _codes(x: Tensor, n: int, width: int) -> Tensor:
@@ -20,15 +27,28 @@ def _codes(x: Tensor, n: int, width: int) -> Tensor:
     return torch.empty((x.shape[0], n * width // 8), dtype=dtype, device=x.device)
 
 
+def _factors(at: Cut, valid: Tensor) -> Tensor:
+    """Return memory for the factors of segments, 1 where no block writes any."""
+    make = torch.empty if at.at.widths.all() else torch.ones
+    return make(valid.shape, dtype=torch.float32, device=valid.device)
+
+
+def _launch(kernel: Any, at: Cut, valid: Tensor, width: int, ends: Sequence[Any], message: Sequence[Any] = ()) -> None:
+    """Launch a kernel on all blocks of the rows of `valid`, several a program where they are small."""
+    total = valid.shape[0] * len(at.at.table)
+    count = max(1, TOGETHER // at.block)
+    numbers = at.at.n, len(at.at.table), at.at.segments, *message, total
+    constants = {"WIDTH": width, "ALIGNED": at.at.whole, "COUNT": count, "BLOCK": at.block}
+    launching.launch(kernel, valid, -(-total // count), *ends, at.table, valid.contiguous(), *numbers, **constants)
+
+
 def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     """See `reference.quantize`."""
-    at, table, block = _cut(tuple(runs), WHOLE_SEGMENTS, x.device)
-    if x.dtype == torch.float64 or block > LARGEST or (width == 4 and not at.even):
+    at = launching.cut(tuple(runs), WHOLE_SEGMENTS, x.device)
+    if x.dtype == torch.float64 or at.block > LARGEST or (width == 4 and not at.at.even):
         return NotImplemented
-    x, codes = x.contiguous(), _codes(x, at.n, width)
-    scales = torch.ones(valid.shape, dtype=torch.float32, device=x.device)
-    _launch(kernels.quantize, x, x.shape[0] * len(at.table), x, codes, scales, table, valid.contiguous(), at.n,
-            len(at.table), at.segments, WIDTH=width, BLOCK=block)  # fmt: skip
+    codes, scales = _codes(x, at.at.n, width), _factors(at, valid)
+    _launch(kernels.quantize, at, valid, width, (x.contiguous(), codes, scales))
     return codes, scales
 
 
@@ -36,34 +56,31 @@ def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
     """See `reference.quantize_feedback`."""
-    at, table, block = _cut(tuple(runs), WHOLE_SEGMENTS, x.device)
-    if x.dtype == torch.float64 or error_scales.dtype != torch.float32 or block > LARGEST:
+    at = launching.cut(tuple(runs), WHOLE_SEGMENTS, x.device)
+    if x.dtype == torch.float64 or error_scales.dtype != torch.float32 or at.block > LARGEST:
         return NotImplemented
-    if width == 4 and not at.even:
+    if width == 4 and not at.at.even:
         return NotImplemented
     if x.dtype != torch.float32:
         parts = quantize, dequantize
         return half_feedback.quantize_feedback(*parts, x, error, error_scales, beta, valid, runs, width)
-    x, found = x.contiguous(), []
+    found: list[Tensor] = []
     for bits in (width, 8):
-        found += [_codes(x, at.n, bits), torch.ones(valid.shape, dtype=torch.float32, device=x.device)]
+        found += [_codes(x, at.at.n, bits), _factors(at, valid)]
     factors = float(np.float32(beta)), float(np.float32(1.0 - beta))
-    _launch(kernels.quantize_feedback, x, x.shape[0] * len(at.table), x, error.contiguous(), error_scales.contiguous(),
-            *factors, *found, table, valid.contiguous(), at.n, len(at.table), at.segments, WIDTH=width,
-            BLOCK=block)  # fmt: skip
+    ends = x.contiguous(), error.contiguous(), error_scales.contiguous(), *factors, *found
+    _launch(kernels.quantize_feedback, at, valid, width, ends)
     return tuple(found)
 
 
 def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     """See `reference.dequantize_mean`."""
-    at, table, block = _cut(tuple(runs), 4096, codes.device)
-    if scales.dtype != torch.float32:
+    at, (rows, ranks, stride) = launching.cut(tuple(runs), BLOCK, codes.device), codes.shape
+    if scales.dtype != torch.float32 or (width == 4 and not at.at.even):
         return NotImplemented
-    codes, (rows, ranks) = codes.contiguous(), codes.shape[:2]
-    out = torch.empty((rows, at.n), dtype=torch.float32, device=codes.device)
-    _launch(kernels.dequantize, codes, rows * len(at.table), codes, scales.contiguous(), out, table, valid.contiguous(),
-            at.n, len(at.table), at.segments, codes.shape[2], ranks, float(np.float32(1.0 / ranks)),
-            WIDTH=width, BLOCK=block)  # fmt: skip
+    out = torch.empty((rows, at.at.n), dtype=torch.float32, device=codes.device)
+    ends = codes.contiguous(), scales.contiguous(), out
+    _launch(kernels.dequantize, at, valid, width, ends, (stride, ranks, float(np.float32(1.0 / ranks))))
     return out
 
 

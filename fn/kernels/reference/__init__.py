@@ -16,6 +16,7 @@ from fn.kernels.reference.adam import (
 from fn.kernels.reference.ints import dequantize, dequantize_mean, quantize, quantize_feedback
 from fn.kernels.reference.lamb import lamb_moments_, lamb_step_, onebit_lamb_moments_
 from fn.kernels.reference.layout import (
+    alike_in_memory,
     bytes_for,
     padding_mask,
     paired_views,
@@ -45,6 +46,7 @@ from fn.kernels.reference.signs import (
 __all__ = [
     "adamw_",
     "adamw_into_",
+    "alike_in_memory",
     "bytes_for",
     "dequantize",
     "dequantize_mean",

@@ -118,4 +118,29 @@ def plain(*lists: Sequence[Tensor]) -> bool:
     return {*map(_DTYPE, tensors)} <= {torch.float32} and all(map(Tensor.is_contiguous, tensors))
 
 
+def alike_in_memory(*lists: Sequence[Tensor]) -> bool:
+    """Return whether tensors in the same place of lists have their elements in the same order, without gaps.
+
+    What works on elements one by one, as an optimizer does, may then take them as they lie: tensors in channels_last,
+    say. What goes into messages may not, for there the order is that of all ranks.
+    """
+    if all(t.is_contiguous() for tensors in lists for t in tensors):
+        return True
+    for each in zip(*lists, strict=True):
+        first, *others = ([(s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1] for t in each)
+        if any(other != first for other in others) or not (each[0].numel() == 0 or _is_dense(first)):
+            return False
+    return True
+
+
+def _is_dense(steps: Sequence[tuple[int, int]]) -> bool:
+    """Return whether dimensions (stride, size) leave no gaps and do not overlap."""
+    reached = 1
+    for stride, size in sorted(steps):
+        if stride != reached:
+            return False
+        reached *= size
+    return True
+
+
 _DTYPE = attrgetter("dtype")

@@ -1,4 +1,7 @@
-"""The Triton row without a GPU: conforming in Triton's interpreter, and compiled ahead of time for three targets."""
+"""The Triton row without a GPU: conforming in Triton's interpreter, and compiled ahead of time for three targets.
+
+Steps on lists are in `test_triton_lists`.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
+
+import ahead  # noqa: E402  it needs triton
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,16 +28,6 @@ report = fn.kernels.conformance(triton.row("cpu"), ops=({ops}), sizes=(0, 7, 102
 assert report, report
 """
 
-TYPES = {
-    "x": "*fp32", "buffer": "*fp32", "sent": "*fp32", "out": "*fp32", "scales": "*fp32", "b": "*fp32",
-    "error_scales": "*fp32", "kept_scales": "*fp32", "bits": "*u8", "received": "*u8", "codes": "*u8", "kept": "*i8",
-    "error": "*i8", "squares": "*fp64", "table": "*i64", "valid": "*i64",
-    "beta": "fp32", "rest": "fp32", "share": "fp32",
-}  # fmt: skip
-CONSTANTS = {"BLOCK": 4096, "FEEDBACK": True, "WIDTH": 4}
-KERNELS = ("encode", "decode", "serve", "residual", "quantize", "quantize_feedback", "dequantize")
-
-
 
 def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)[:2]))
@@ -43,19 +37,6 @@ interpreted = pytest.mark.skipif(
     version(triton.__version__) < (3, 7) and version(np.__version__) >= (2, 4),
     reason="Triton 3.6's interpreter makes numbers of arrays with one element, which NumPy 2.4 refuses",
 )
-
-
-def compile_ahead(name: str, target: tuple[str, int, int]) -> Any:
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from fn.kernels.gpu import triton_kernels
-
-    kernel = getattr(triton_kernels, name)
-    constants = {k: v for k, v in CONSTANTS.items() if k in kernel.arg_names}
-    signature = {a: "constexpr" if a in constants else TYPES.get(a, "i32") for a in kernel.arg_names}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget(*target), options={"num_warps": 8, "enable_fp_fusion": False})
 
 
 @pytest.mark.slow
@@ -71,19 +52,54 @@ def test_the_row_conforms_in_the_interpreter(ops):
     assert found.returncode == 0, found.stdout + found.stderr
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not compiled")
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("target", [("cuda", 80, 32), ("cuda", 90, 32), ("hip", "gfx942", 64)], ids=str)
-def test_the_kernels_compile_ahead_of_time(name, target):
-    compiled = compile_ahead(name, target)
-    assert compiled.asm["cubin" if target[0] == "cuda" else "hsaco"]
+compiled = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not compiled")
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are interpreted, not compiled")
-@pytest.mark.parametrize("name", KERNELS)
-def test_no_offset_is_multiplied_in_32_bits(name):
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ahead.CASES)
+def test_the_kernels_compile_ahead_of_time(case):
+    for target in ahead.TARGETS:
+        found = ahead.compile_ahead(case, target).asm
+        assert found["hsaco" if target.startswith("gfx") else "cubin"]
+
+
+@compiled
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ahead.CASES)
+def test_nothing_is_spilled(case):
+    found = ahead.compile_ahead(case, "sm_90").asm
+    needs = ahead.memory_of(found["cubin"])
+    assert ".local" not in found["ptx"]
+    assert (needs.stack, needs.local) == (0, 0)
+    assert needs.registers <= 128, "of 512 threads: no program would fit on a processor"
+
+
+@compiled
+@pytest.mark.parametrize("case", ["encode", "leave", "encode_averages", "onebit", "adamw_step", "adamw_into",
+                                  "magnitude", "moments", "fresh_moments", "step", "drift_rows"])  # fmt: skip
+def test_whole_blocks_are_read_in_vectors(case):
+    """Each list is read once by fours, in whole blocks, and once one by one, at ends; all else is a few scales."""
+    words = ahead.compile_ahead(case, "sm_90").asm["ptx"].split()
+    fours, ones = words.count("ld.global.v4.b32"), words.count("ld.global.b32")
+    assert fours
+    assert 4 * fours <= ones <= 4 * fours + 6
+    assert "st.global.v4.b32" in words or case == "magnitude"
+
+
+@compiled
+def test_half_precision_is_rounded_to_nearest():
+    words = ahead.compile_ahead("half precision", "sm_90").asm["ptx"].split()
+    assert [w for w in words if w.startswith("cvt.rn.bf16")]
+    assert not [w for w in words if w.startswith(("cvt.rz.bf16", "div.full", "sqrt.approx"))]
+
+
+@compiled
+@pytest.mark.parametrize("case", ahead.KERNELS)
+def test_no_offset_is_multiplied_in_32_bits(case):
     """The messages of all ranks together are more than 2**31 bytes for 2**31 numbers in eight bits."""
-    products = [line for line in compile_ahead(name, ("cuda", 90, 32)).asm["ttir"].splitlines() if "arith.muli" in line]
+    lines = ahead.compile_ahead(case, "sm_90").asm["ttir"].splitlines()
+    products = [line for line in lines if "arith.muli" in line]
     assert products
     assert not [line for line in products if line.split(" loc(")[0].endswith(": i32")]
 

@@ -1,0 +1,64 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""The arithmetic of every step, in Triton: the functions of `fn.kernels.rules`, compiled as they stand.
+
+A rule is copied with other globals, in which the four words that are no operators are Triton's.
+"""
+
+from __future__ import annotations
+
+from types import FunctionType
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from fn.kernels import rules
+
+jit: Any = triton.jit
+
+
+@jit
+def where(condition, a, b):
+    """See `rules.where`."""
+    return tl.where(condition, a, b)
+
+
+@jit
+def root(x):
+    """See `rules.root`. `tl.sqrt` is an approximation."""
+    return tl.sqrt_rn(x)
+
+
+@jit
+def quotient(a, b):
+    """See `rules.quotient`. `/` is an approximation."""
+    return tl.div_rn(a, b)
+
+
+@jit
+def lerp(start, end, weight):
+    """See `rules.lerp`."""
+    near = weight < 0.5
+    return tl.fma(end - start, tl.where(near, weight, weight - 1.0), tl.where(near, start, end))
+
+
+_scope: dict[str, Any] = {
+    "__name__": __name__,
+    "tl": tl,  # the interpreter looks for it
+    "Number": tl.tensor,
+    **{word.__name__: word for word in (where, root, quotient, lerp)},
+}
+for _name, _rule in vars(rules).items():
+    if getattr(_rule, "__module__", "") == rules.__name__ and _name not in _scope:
+        _scope[_name] = jit(FunctionType(_rule.__code__, _scope, _name))
+
+adamw, corrected_direction, direction, decayed, denominator, descended = (
+    _scope[name]
+    for name in ("adamw", "corrected_direction", "direction", "decayed", "denominator", "descended")
+)
+second_moment, kept_at_zero, implied_gradient, drift = (
+    _scope[name] for name in ("second_moment", "kept_at_zero", "implied_gradient", "drift")
+)
+signed, residual, compensated, code_scale, damped = (
+    _scope[name] for name in ("signed", "residual", "compensated", "code_scale", "damped")
+)

@@ -1,0 +1,128 @@
+"""The steps of Adam and 1-bit Adam in the Triton row, and largest magnitudes: one launch for all tensors of a list."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn.kernels.cpu.blocks import runs_of_tensors
+from fn.kernels.gpu import launching
+from fn.kernels.gpu import triton_step_kernels as kernels
+from fn.kernels.gpu.launching import BLOCK, Cut, addresses, dtype_of
+from fn.kernels.gpu.triton import cut, messages
+from fn.kernels.reference.layout import alike_in_memory, plain
+
+
+def single(*lists: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are float32."""
+    return {t.dtype for tensors in lists for t in tensors} <= {torch.float32}
+
+
+def descent_of(
+    eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
+) -> tuple[float, float, float, float, float]:
+    """Return the numbers that `rules.adamw` takes behind the moments."""
+    return eps, weight_decay, lr, 1 / mu_weight, float(nu_weight**-0.5)
+
+
+def of_tensors(tensors: Sequence[Tensor]) -> Cut:
+    """Return the blocks of a list of tensors."""
+    return launching.cut(tuple(runs_of_tensors(tensors)), BLOCK, tensors[0].device)
+
+
+def adamw_(
+    params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
+    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, frozen: bool,
+) -> Any:  # fmt: skip
+    """See `reference.adamw_`."""
+    dtypes, lists = {"P": dtype_of(params), "G": dtype_of(grads)}, (params, grads, mu, nu)
+    if None in dtypes.values() or not params or not single(mu, nu) or not alike_in_memory(*lists):
+        return NotImplemented
+    at, where = of_tensors(params), addresses(*lists)
+    numbers = b1, b2, 1 - b2, *descent_of(eps, weight_decay, lr, mu_weight, nu_weight), at.at.n, len(at.at.table)
+    constants = {**dtypes, "FROZEN": frozen, "ALIGNED": where.aligned, "BLOCK": at.block}
+    launching.launch(kernels.adamw_step, params[0], len(at.at.table), where.table, at.table, *numbers, **constants)
+    return None
+
+
+def adamw_into_(
+    new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
+    weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
+) -> Any:  # fmt: skip
+    """See `reference.adamw_into_`."""
+    if not plain(new, rows, old):
+        return NotImplemented
+    at, where = of_tensors(new[:1]), addresses(*([x] for x in (*new, *old, *rows)))
+    numbers = b1, b2, 1 - b2, *descent_of(eps, weight_decay, lr, mu_weight, nu_weight), at.at.n, len(at.at.table)
+    peaks = torch.empty((len(at.at.table), 2), device=new[0].device)
+    ends = where.table, at.table, peaks, len(rows), 1.0 / len(rows)
+    constants = {"ALIGNED": where.aligned, "BLOCK": at.block}
+    launching.launch(kernels.adamw_into, new[0], len(peaks), *ends, *numbers, **constants)
+    return peaks.amax(0) if len(peaks) else peaks.new_zeros(2)
+
+
+def largest_magnitude(grads: Sequence[Tensor]) -> Any:
+    """See `reference.largest_magnitude`."""
+    dtype = dtype_of(grads)
+    if dtype is None or not grads or not alike_in_memory(grads):
+        return NotImplemented
+    at, where = of_tensors(grads), addresses(grads)
+    peaks = torch.empty(len(at.at.table), device=grads[0].device)
+    ends = where.table, at.table, peaks, at.at.n, len(peaks)
+    constants = {"G": dtype, "ALIGNED": where.aligned, "BLOCK": at.block}
+    launching.launch(kernels.magnitude, grads[0], len(peaks), *ends, **constants)
+    found = peaks.amax() if len(peaks) else peaks.new_zeros(())
+    return found.to(grads[0].dtype)
+
+
+def onebit_adam_(
+    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
+    runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
+    keep_zeros: bool, copies: Sequence[Tensor],
+) -> Any:  # fmt: skip
+    """See `reference.onebit_adam_`."""
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    return _onebit(params, mu, nu, copies, None, bits, scales, valid, runs, descent, keep_zeros)
+
+
+def onebit_adam_feedback_(
+    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], grads: Sequence[Tensor], decay: float,
+    buffer: Tensor, sent: Tensor, bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], eps: float,
+    weight_decay: float, lr: float, mu_weight: float, nu_weight: float, keep_zeros: bool,
+) -> Any:  # fmt: skip
+    """See `reference.onebit_adam_feedback_`."""
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    return _onebit(
+        params, mu, nu, [], (grads, decay, buffer, sent), bits, scales, valid, runs, descent, keep_zeros
+    )
+
+
+def _onebit(
+    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], copies: Sequence[Tensor],
+    error: tuple[Sequence[Tensor], float, Tensor, Tensor] | None, bits: Tensor, scales: Tensor, valid: Tensor,
+    runs: Sequence[int], descent: tuple[float, ...], keep_zeros: bool,
+) -> Any:  # fmt: skip
+    """Take the step; error: gradients, decay, buffer and the scales it was sent with, where errors are written."""
+    at, (grads, decay, buffer, sent) = cut(runs, bits.device), error or ([], 0.0, scales, scales)
+    dtypes = {"P": dtype_of(params), "G": dtype_of(grads), "C": dtype_of(copies)}
+    lists = params, mu, nu, grads, copies, [buffer] if error else []
+    contiguous = all(t.is_contiguous() for tensors in lists for t in tensors)
+    if None in dtypes.values() or not params or not contiguous or not at.at.aligned:
+        return NotImplemented
+    if not single(mu, nu, (scales, buffer, sent)):
+        return NotImplemented
+    where = addresses(params, mu, nu, grads or params, copies or params, widths=at.at.widths.tolist())
+    ends = where.table, at.table, valid.contiguous(), buffer, sent.contiguous(), bits.contiguous(), scales.contiguous()
+    numbers = decay, *descent, at.at.n, len(at.at.table), at.at.segments, *messages(bits)
+    constants = {"KEEP_ZEROS": keep_zeros, "FEEDBACK": error is not None, "COPIES": bool(copies),
+                 "ALIGNED": where.aligned and at.at.whole, "BLOCK": at.block}  # fmt: skip
+    programs = bits.shape[0] * len(at.at.table)
+    launching.launch(kernels.onebit, bits, programs, *ends, *numbers, **dtypes, **constants)
+    return None
+
+
+_CELLS = (onebit_adam_, onebit_adam_feedback_, adamw_, adamw_into_, largest_magnitude)
+KERNELS = {f.__name__: f for f in _CELLS}

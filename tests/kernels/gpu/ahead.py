@@ -1,0 +1,88 @@
+"""Compile the kernels of the Triton row ahead of time, for devices that are not here."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fn.kernels.gpu import (
+    triton_int_kernels,
+    triton_kernels,
+    triton_lamb_kernels,
+    triton_step_kernels,
+    triton_sums,
+)
+
+POINTERS = {
+    "table": "*i64", "valid": "*i64", "addresses": "*i64", "ends": "*i64", "bits": "*u8", "received": "*u8",
+    "codes": "*u8", "kept": "*i8", "error": "*i8", "squares": "*fp64", "sums": "*fp64", "parts": "*fp64",
+    "x": "*fp32", "buffer": "*fp32", "sent": "*fp32", "out": "*fp32", "scales": "*fp32", "b": "*fp32",
+    "error_scales": "*fp32", "kept_scales": "*fp32", "peaks": "*fp32", "rates": "*fp32", "scaling": "*fp32",
+}  # fmt: skip
+NUMBERS = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down", "right")
+CONSTANTS = {
+    "BLOCK": 4096, "COUNT": 1, "FEEDBACK": True, "ALIGNED": True, "WIDTH": 8, "PEAKS": True, "KEEP_ZEROS": True,
+    "FROZEN": False, "COPIES": True, "P": tl.float32, "G": tl.float32, "C": tl.bfloat16, "A": tl.float32,
+}  # fmt: skip
+MODULES = (triton_kernels, triton_int_kernels, triton_step_kernels, triton_lamb_kernels, triton_sums)
+KERNELS = {
+    name: f
+    for module in MODULES
+    for name, f in vars(module).items()
+    if getattr(f, "do_not_specialize", None) and f.__module__ == module.__name__
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in KERNELS},
+    "small blocks": ("quantize", {"BLOCK": 64, "COUNT": 32}),
+    "pairs of codes": ("quantize_feedback", {"BLOCK": 256, "COUNT": 8, "WIDTH": 4}),
+    "means of pairs": ("dequantize", {"WIDTH": 4}),
+    "signs of averages": ("encode_averages", {"FEEDBACK": False, "G": tl.bfloat16}),
+    "half precision": ("adamw_step", {"P": tl.bfloat16, "G": tl.float16, "FROZEN": True}),
+    "anywhere": ("adamw_step", {"ALIGNED": False}),
+}
+"""What is compiled: a kernel, and constants that are not the usual ones."""
+
+TARGETS = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+
+
+class Memory(NamedTuple):
+    """What a kernel of CUDA needs: registers of a thread, bytes of its stack, and of local memory."""
+
+    registers: int
+    stack: int
+    local: int
+
+
+@cache
+def compile_ahead(case: str, target: str) -> Any:
+    """Compile a case for a target."""
+    name, changed = CASES[case]
+    kernel = KERNELS[name]
+    constants = {k: v for k, v in {**CONSTANTS, **changed}.items() if k in kernel.arg_names}
+    kinds = dict.fromkeys(NUMBERS, "i32") | POINTERS | dict.fromkeys(constants, "constexpr")
+    signature = {a: kinds.get(a, "fp32") for a in kernel.arg_names}
+    attrs = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    warps = max(1, min(constants.get("COUNT", 1) * constants["BLOCK"] // 256, 16))
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
+
+
+def memory_of(cubin: bytes) -> Memory:
+    """Return what a compiled kernel of CUDA needs, as NVIDIA's own tool says."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        found = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    parts = dict(part.split(":") for part in found.split() if part.count(":") == 1 and part.split(":")[1])
+    return Memory(int(parts["REG"]), int(parts["STACK"]), int(parts["LOCAL"]))
