@@ -1,0 +1,211 @@
+"""Take the steps of the Triton row in its interpreter, beside the reference: layouts, dtypes, sizes, places in memory.
+
+A program takes milliseconds here, so that tensors are few, and small but for one that fills a block.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import fn  # noqa: F401  it defines the ops that references use
+from fn.kernels import known_answers, reference
+from fn.kernels.gpu import launching, triton
+
+KERNELS = triton.row("cpu").kernels
+SHAPES = [(1023,), (), (0,), (7, 1), (5, 3, 2, 2)]
+DESCENT = (1e-3, 0.1, 1e-2, 0.5, 0.25)
+SPECIAL = (0.0, -0.0, 1e-45, float("inf"), -float("inf"), float("nan"))
+
+draw = torch.Generator().manual_seed(0)
+Place = Callable[[Tensor], Tensor]
+Shapes = Sequence[tuple[int, ...]]
+
+
+def as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def misaligned(x: Tensor) -> Tensor:
+    """Return a copy that begins at an odd element."""
+    room = torch.zeros(x.numel() + 3, dtype=x.dtype)
+    return room[1 : 1 + x.numel()].view(x.shape).copy_(x)
+
+
+def channels_last(x: Tensor) -> Tensor:
+    return x.to(memory_format=torch.channels_last) if x.dim() == 4 else x
+
+
+def tensors(dtype: torch.dtype = torch.float32, shapes: Shapes = SHAPES, **low: float) -> list[Tensor]:
+    made = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+    return [x.clamp(**low) for x in made] if low else made
+
+
+def rows(ranks: int, shapes: Shapes = SHAPES) -> tuple[Tensor, list[int]]:
+    """Return how much is valid in rows for `ranks` ranks, and runs, a segment a tensor, widths of whole bytes."""
+    sizes = [torch.Size(shape).numel() for shape in shapes]
+    widths = [8 * -(-size // (8 * ranks)) for size in sizes]
+    valid = torch.tensor([[min(max(size - r * w, 0), w) for size, w in zip(sizes, widths, strict=True)]
+                          for r in range(ranks)])  # fmt: skip
+    return valid, [x for w in widths for x in (1, w)]
+
+
+def codes(count: int, messages: int, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
+    n, segments = sum(runs[1::2]), len(runs) // 2
+    bits = torch.randint(0, 256, (count, messages, n // 8), generator=draw).to(torch.uint8)
+    return bits, torch.rand((count, messages, segments), generator=draw)
+
+
+def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield ops and arguments; params and gradients are of a dtype."""
+    for count, messages in ((2, 1), (1, 3)):
+        valid, runs = rows(count)
+        place, n, segments = (valid, runs), sum(runs[1::2]), len(runs) // 2
+        error, sent = torch.randn((count, n), generator=draw), torch.rand((count, segments), generator=draw)
+        both = tensors(), tensors(dtype), 0.9, error
+        message = codes(count, messages, runs)
+        yield "momentum_signs", (*both, *place)
+        yield "momentum_encode", (*both, sent, *place)
+        step = tensors(dtype), tensors(), tensors(min=0.0)
+        yield "onebit_adam_feedback_", (*step, tensors(dtype), 0.2, error, sent, *message, *place, *DESCENT, count > 1)
+        copies = tensors(torch.float16 if dtype == torch.float32 else dtype) if count > 1 else []
+        yield "onebit_adam_", (*step, *message, *place, *DESCENT, True, copies)
+        yield "drift", (step[0], tensors(), tensors(), tensors(dtype), step[2], 0.9, 1e-3, 1e-2, count, runs)
+    yield from anywhere(dtype)
+
+
+def anywhere(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield those that do not depend on the order of elements in memory."""
+    moments = tensors(), tensors(min=0.0)
+    for frozen in (False, True):
+        yield "adamw_", (tensors(dtype), tensors(dtype), *moments, 0.9, 0.99, *DESCENT, frozen)
+    yield "largest_magnitude", (tensors(dtype),)
+    yield "lamb_moments_", (tensors(dtype), tensors(dtype), *moments, 0.9, 0.99, 1e-3, 0.1)
+    scaling = torch.rand(len(SHAPES), generator=draw) + 0.1
+    args = scaling, *moments, tensors(min=0.0), 0.9, 0.99, 1e-3, 0.1, True
+    yield "onebit_lamb_moments_", (tensors(dtype), tensors(), *args)
+    yield "lamb_step_", (tensors(dtype), *moments, scaling, 1e-3, 0.1)
+
+
+def placed(args: Sequence[Any], place: Place) -> list[Any]:
+    """Return copies of arguments, tensors of lists as a place has them."""
+    return [[place(x.clone()) for x in a] if isinstance(a, list) and a and isinstance(a[0], Tensor)
+            else a.clone() if isinstance(a, Tensor) else a for a in args]  # fmt: skip
+
+
+def compare(op: str, args: Sequence[Any], place: Place = as_it_is) -> None:
+    """Compare what a kernel returns and leaves behind with what the reference does."""
+    mine, theirs = placed(args, place), placed(args, empty if place is empty else as_it_is)
+    found, expected = KERNELS[op](*mine), getattr(reference, op)(*theirs)
+    assert found is not NotImplemented, op
+    left = [[x for a in each if isinstance(a, (list, Tensor)) for x in (a if isinstance(a, list) else [a])
+             if isinstance(x, Tensor)] for each in (mine, theirs)]  # fmt: skip
+    for mixed, out in zip(left, (found, expected), strict=True):
+        mixed += [] if out is None else known_answers.as_tuple(out)
+    reason = known_answers.difference(*left, 1e-5, sums=True)
+    assert reason is None, f"{op}, {place.__name__}: {reason}"
+
+
+def refused(op: str, args: Sequence[Any], place: Place = as_it_is) -> None:
+    assert KERNELS[op](*placed(args, place)) is NotImplemented, f"{op} {place.__name__}"
+
+
+def mixed(x: Tensor) -> Tensor:
+    return x.half() if x.dim() == 0 else x
+
+
+def empty(x: Tensor) -> Tensor:
+    return x.new_zeros(0)
+
+
+def check_lists() -> None:
+    for dtype, place in ((torch.float32, as_it_is), (torch.bfloat16, as_it_is), (torch.float16, misaligned)):
+        for op, args in cases(dtype):
+            compare(op, args, place)
+    in_order = {op for op, _ in cases(torch.float32)} - {op for op, _ in anywhere(torch.float32)}
+    for op, args in cases(torch.float32):
+        refused(op, args, mixed)
+        (refused if op in in_order else compare)(op, args, channels_last)
+    assert launching.addresses(tensors()).aligned
+    assert not launching.addresses([*map(misaligned, tensors())]).aligned
+
+
+def check_one_layout_is_not_the_other() -> None:
+    """A gradient in another order of elements than its param is left to the next row."""
+    p, m, v = ([torch.zeros(2, 3, 4, 4)] for _ in range(3))
+    refused("adamw_", (p, [channels_last(p[0])], m, v, 0.9, 0.99, *DESCENT, False))
+    for make in (lambda: torch.zeros(4, 4)[:, ::2], lambda: torch.zeros(1).expand(4)):
+        lists = ([make()] for _ in range(4))
+        assert KERNELS["adamw_"](*lists, 0.9, 0.99, *DESCENT, False) is NotImplemented
+
+
+def check_special_numbers() -> None:
+    special = torch.tensor(SPECIAL)
+    for name, x in (("nan", special), ("inf", special[:-1])):
+        found = KERNELS["largest_magnitude"]([torch.ones(9), -x])
+        assert torch.equal(found.isnan(), torch.tensor(name == "nan")), name
+        assert found.isnan() or found == torch.inf
+    params, mu, nu = [torch.ones(6)], [torch.ones(6)], [torch.rand(6)]
+    compare("adamw_", (params, [special], mu, nu, 0.9, 0.99, *DESCENT, False))
+    compare("adamw_", (params, [special], mu, [torch.zeros(6)], 0.9, 0.99, *DESCENT, True))
+    lists = params, [special], torch.ones(1), mu, nu, [torch.rand(6)]
+    compare("onebit_lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1, True))
+    valid, runs = rows(1, [(6,)])
+    compare("momentum_signs", (mu, [special], 0.0, torch.zeros(1, 8), valid, runs))
+
+
+def check_whole_blocks() -> None:
+    """Blocks without an end, in two dtypes, and several of them in a segment."""
+    shapes = [(2 * launching.BLOCK + 24,)]
+    for dtype in (torch.float32, torch.bfloat16):
+        lists = tensors(dtype, shapes), tensors(dtype, shapes), tensors(shapes=shapes), tensors(shapes=shapes, min=0.0)
+        compare("adamw_", (*lists, 0.9, 0.99, *DESCENT, False))
+        compare("lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1))
+    valid, runs = rows(2, shapes)
+    error = torch.randn((2, sum(runs[1::2])), generator=draw)
+    compare("momentum_signs", (lists[2], lists[1], 0.9, error, valid, runs))
+    half = [[x.view(2, 2, -1).transpose(0, 1)] for (x,) in lists]  # dense, and in no usual order
+    compare("adamw_", (*half, 0.9, 0.99, *DESCENT, False), torch.clone)
+
+
+def check_integers() -> None:
+    """Many small segments, several a program, whole and with ends."""
+    for width, segments, size, real in ((4, 40, 64, 64), (8, 9, 256, 256), (8, 3, 64, 63), (4, 1, 4096, 4096)):
+        runs, valid = [segments, size], torch.full((2, segments), real)
+        x = torch.randn((2, segments * size), generator=draw)
+        compare("quantize", (x, valid, runs, width))
+        codes, scales = reference.quantize(x, valid, runs, width)
+        pair = torch.stack([codes, codes], 1), torch.stack([scales, scales], 1)
+        compare("dequantize_mean", (*pair, valid, runs, width))
+        error = reference.quantize(x / 9, valid, runs, 8)
+        compare("quantize_feedback", (x, *error, 0.75, valid, runs, width))
+
+
+def check_addresses() -> None:
+    """A table is sent once, and again when an address or a width is another."""
+    lists = tensors(), tensors()
+    first, again = launching.addresses(*lists), launching.addresses(*lists)
+    assert first is again
+    assert launching.addresses(*lists, widths=[8] * len(SHAPES)) is not first
+    assert launching.addresses(lists[0], [x.clone() for x in lists[1]]) is not first
+    columns = [[x.data_ptr() for x in each] for each in lists]
+    sizes = [x.numel() for x in lists[0]]
+    assert first.table.t().tolist() == [*columns, sizes, sizes]
+
+
+def check_no_elements() -> None:
+    for op in ("adamw_", "lamb_moments_"):
+        numbers = (0.9, 0.99, *DESCENT, False) if op == "adamw_" else (0.9, 0.99, 1e-3, 0.1)
+        assert KERNELS[op]([], [], [], [], *numbers) is NotImplemented
+    for op, args in anywhere(torch.float32):
+        compare(op, args, empty)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        vars()[f"check_{name}"]()
+        print(name, flush=True)
