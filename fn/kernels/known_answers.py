@@ -56,10 +56,17 @@ def _valid() -> Tensor:
     return torch.tensor([_WIDTHS, (64, 40, 4099, 0)], device="cpu")
 
 
-_EACH = tuple(x for width in _WIDTHS for x in (1, width))
 _N = sum(_WIDTHS)
+_WHOLE = _N + 2
+"""Elements of rows in which the last segment, too, is a multiple of 8: kernels may then read in wider vectors."""
+
 _S = len(_WIDTHS)
-_BITS = (_N + 7) // 8
+_BITS = (_N + 7) // 8  # and those of `_WHOLE`
+
+
+def _each(n: int) -> list[int]:
+    """Return runs of rows of n elements, `_N` or `_WHOLE`, in which every segment is one."""
+    return [x for width in (*_WIDTHS[:-1], _WIDTHS[-1] + n - _N) for x in (1, width)]
 
 _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "pack_bits": lambda: [(_known(),), (_wave(2, 77),), (_wave(2, LONG),)],
@@ -70,12 +77,17 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "sign_serve": lambda: [
         (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])
     ],
-    "serve_signs": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _valid(), [*RUNS])],
+    "serve_signs": lambda: [
+        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, n), _valid(), _each(n)) for n in (_N, _WHOLE)
+    ],
     "serve_feedback_": lambda: [
-        (_wave(2, _N), _bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _S).abs(), _valid(), [*RUNS])
+        (_wave(2, n), _bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _S).abs(), _valid(), _each(n))
+        for n in (_N, _WHOLE)
     ],
     "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*RUNS])],
-    "sign_decode_mean": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), [*RUNS])],
+    "sign_decode_mean": lambda: [
+        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), _each(n)) for n in (_N, _WHOLE)
+    ],
     "direction": lambda: [(_wave(2, _N), (_wave(2, _N, seed=2) - 1).clamp(min=0), 3e-2)],
     "quantize": lambda: [(_wave(2, _N), _valid(), [*RUNS], w) for w in (4, 8)],
     "quantize_feedback": lambda: [
@@ -84,25 +96,25 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "dequantize": lambda: [(_codes(w, 2), _wave(2, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
     "momentum_encode": lambda: [
-        (*_momentum()[:2], 0.9, _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*_EACH]),
+        (*_momentum()[:2], 0.9, _wave(2, n, seed=2), _wave(2, _S).abs(), _valid(), _each(n)) for n in (_N, _WHOLE)
     ],
     "momentum_signs": lambda: [
-        (*_momentum()[:2], decay, _wave(2, _N, seed=2), _valid(), [*_EACH]) for decay in (0.9, 0.2)
+        (*_momentum()[:2], decay, _wave(2, n, seed=2), _valid(), _each(n)) for decay, n in ((0.9, _N), (0.2, _WHOLE))
     ],
-    "drift": lambda: [(*_drift(), decay, 3e-2, 1e-2, 2, [*_EACH]) for decay in (0.9, 0.2)],
+    "drift": lambda: [(*_drift(), decay, 3e-2, 1e-2, 2, _each(n)) for decay, n in ((0.9, _N), (0.2, _WHOLE))],
     "onebit_adam_": lambda: [
         (
-            *_momentum(keep), _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), [*_EACH],
+            *_momentum(keep), _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), _each(n),
             3e-2, 0.1, 1e-2, 0.5, 0.25, keep, _momentum()[0] if ranks > 1 or not keep else [],
         )
-        for keep, ranks in ((True, 1), (False, 1), (True, 3))
+        for keep, ranks, n in ((True, 1, _N), (False, 1, _WHOLE), (True, 3, _WHOLE))
     ],
     "onebit_adam_feedback_": lambda: [
         (
-            *_momentum(keep), _momentum()[0], decay, _wave(2, _N, seed=4), _wave(2, _S, seed=2).abs(),
-            _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), [*_EACH], 3e-2, 0.1, 1e-2, 0.5, 0.25, keep,
+            *_momentum(keep), _momentum()[0], decay, _wave(2, n, seed=4), _wave(2, _S, seed=2).abs(),
+            _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), _each(n), 3e-2, 0.1, 1e-2, 0.5, 0.25, keep,
         )
-        for keep, decay, ranks in ((True, 0.9, 1), (False, 0.2, 1), (True, 0.9, 3))
+        for keep, decay, ranks, n in ((True, 0.9, 1, _N), (False, 0.2, 1, _WHOLE), (True, 0.9, 3, _WHOLE))
     ],
     "adamw_": lambda: [
         (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25, frozen)

@@ -171,6 +171,12 @@ def cells(op: str, device_type: str) -> tuple[Cell, ...]:
     return found if found is not None else _accept(op, device_type)
 
 
+def warm(ops: Iterable[str], device_type: str) -> None:
+    """Have the kernels of ops compiled and asked for known answers now, and not in the first step that needs them."""
+    for op in ops:
+        cells(op, device_type)
+
+
 def have_kernels(ops: Iterable[str], device_type: str) -> bool:
     """Return whether a device has accepted kernels of its own for all of these ops."""
     return all(cells(op, device_type) for op in ops)

@@ -37,6 +37,9 @@ SUMMED = 1 << 10
 TABLES = 256
 """Tables of addresses that are kept. Where gradients come and go, each step needs one more, so they are few."""
 
+WITH_STREAMS = ("cuda", "xpu")
+"""Devices that copy from pinned memory while the host goes on."""
+
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """What kernels on lists read, as Triton calls it."""
 
@@ -89,7 +92,7 @@ def addresses(*lists: Sequence[Tensor], widths: Sequence[int] = ()) -> Addresses
 
 def _stream(device: torch.device) -> int:
     """Return the current stream: what is sent on one is not there yet on another."""
-    return torch.accelerator.current_stream(device).stream_id if device.type in ("cuda", "xpu") else 0
+    return torch.accelerator.current_stream(device).stream_id if device.type in WITH_STREAMS else 0
 
 
 @lru_cache(maxsize=TABLES)
@@ -99,7 +102,8 @@ def _sent(
 ) -> Addresses:  # fmt: skip
     """Send a table of addresses, from pinned memory, which torch does not use again before the copy is done."""
     columns = np.array([*where, sizes, widths or sizes], dtype=np.int64)
-    table = pin_memory(torch.from_numpy(np.ascontiguousarray(columns.T)))
+    table = torch.from_numpy(np.ascontiguousarray(columns.T))
+    table = pin_memory(table) if device.type in WITH_STREAMS else table
     return Addresses(table.to(device, non_blocking=True), not any(a % 16 for a in chain(*where)))
 
 
