@@ -20,6 +20,7 @@ from torch import Tensor
 from fn.kernels.cpu.blocks import BlockTable, block_table
 from fn.kernels.devices import pin_memory
 from fn.kernels.gpu import triton_sums
+from fn.kernels.reference.layout import dtypes_of
 from fn.kernels.tracing import PLANS
 
 BLOCK = 1 << 12
@@ -109,7 +110,7 @@ def _sent(
 
 def dtype_of(tensors: Sequence[Tensor]) -> Any:
     """Return the one dtype of the tensors of a list, as Triton calls it, or None; float32 for no tensors."""
-    found = {t.dtype for t in tensors} or {torch.float32}
+    found = dtypes_of(tensors) or {torch.float32}
     return DTYPES.get(found.pop()) if len(found) == 1 else None
 
 

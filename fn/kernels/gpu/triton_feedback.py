@@ -12,7 +12,7 @@ from fn.kernels.gpu import launching
 from fn.kernels.gpu import triton_step_kernels as kernels
 from fn.kernels.gpu.launching import addresses, dtype_of
 from fn.kernels.gpu.triton import cut, outputs
-from fn.kernels.reference.layout import plain
+from fn.kernels.reference.layout import contiguous, plain
 
 
 def momentum_encode(
@@ -37,7 +37,7 @@ def _encode(
 ) -> Any:  # fmt: skip
     """Return what is encoded, which is written into `out` if there is one; its bits; its sums."""
     at, dtype = cut(runs, buffer.device), dtype_of(grads)
-    if dtype is None or not mu or not at.at.aligned or not all(map(Tensor.is_contiguous, grads)):
+    if dtype is None or not mu or not at.at.aligned or not contiguous(grads):
         return NotImplemented
     if not plain(mu, (buffer, sent)):
         return NotImplemented

@@ -13,7 +13,7 @@ from fn.kernels.gpu import triton_lamb_kernels as kernels
 from fn.kernels.gpu.launching import Cut, addresses, dtype_of
 from fn.kernels.gpu.triton import cut
 from fn.kernels.gpu.triton_steps import of_tensors, single
-from fn.kernels.reference.layout import alike_in_memory
+from fn.kernels.reference.layout import alike_in_memory, contiguous
 
 
 def _sums(at: Cut) -> Tensor:
@@ -72,8 +72,7 @@ def drift(
     """See `reference.drift`."""
     dtypes = {"P": dtype_of(params), "A": dtype_of(anchors), "G": dtype_of(grads)}
     lists = params, anchors, mu, grads, nu
-    contiguous = all(t.is_contiguous() for tensors in lists for t in tensors)
-    if None in dtypes.values() or not params or not single(mu, nu) or not contiguous:
+    if None in dtypes.values() or not params or not single(mu, nu) or not contiguous(*lists):
         return NotImplemented
     at = cut(runs, params[0].device)
     where = addresses(*lists, widths=at.at.widths.tolist())

@@ -13,12 +13,12 @@ from fn.kernels.gpu import launching
 from fn.kernels.gpu import triton_step_kernels as kernels
 from fn.kernels.gpu.launching import BLOCK, Cut, addresses, dtype_of
 from fn.kernels.gpu.triton import cut, messages
-from fn.kernels.reference.layout import alike_in_memory, plain
+from fn.kernels.reference.layout import alike_in_memory, contiguous, dtypes_of, plain
 
 
 def single(*lists: Sequence[Tensor]) -> bool:
     """Return whether all tensors are float32."""
-    return {t.dtype for tensors in lists for t in tensors} <= {torch.float32}
+    return dtypes_of(*lists) <= {torch.float32}
 
 
 def descent_of(
@@ -109,8 +109,7 @@ def _onebit(
     at, (grads, decay, buffer, sent) = cut(runs, bits.device), error or ([], 0.0, scales, scales)
     dtypes = {"P": dtype_of(params), "G": dtype_of(grads), "C": dtype_of(copies)}
     lists = params, mu, nu, grads, copies, [buffer] if error else []
-    contiguous = all(t.is_contiguous() for tensors in lists for t in tensors)
-    if None in dtypes.values() or not params or not contiguous or not at.at.aligned:
+    if None in dtypes.values() or not params or not contiguous(*lists) or not at.at.aligned:
         return NotImplemented
     if not single(mu, nu, (scales, buffer, sent)):
         return NotImplemented

@@ -114,8 +114,17 @@ def paired_views(tensors: Sequence[Tensor], table: Tensor, widths: Sequence[int]
 
 def plain(*lists: Sequence[Tensor]) -> bool:
     """Return whether all tensors are what kernels on lists take: contiguous float32."""
-    tensors = [*chain(*lists)]
-    return {*map(_DTYPE, tensors)} <= {torch.float32} and all(map(Tensor.is_contiguous, tensors))
+    return dtypes_of(*lists) <= {torch.float32} and contiguous(*lists)
+
+
+def dtypes_of(*lists: Sequence[Tensor]) -> set[torch.dtype]:
+    """Return the dtypes of all tensors."""
+    return {*map(_DTYPE, chain(*lists))}
+
+
+def contiguous(*lists: Sequence[Tensor]) -> bool:
+    """Return whether all tensors are contiguous."""
+    return all(map(Tensor.is_contiguous, chain(*lists)))
 
 
 def alike_in_memory(*lists: Sequence[Tensor]) -> bool:
@@ -124,7 +133,7 @@ def alike_in_memory(*lists: Sequence[Tensor]) -> bool:
     What works on elements one by one, as an optimizer does, may then take them as they lie: tensors in channels_last,
     say. What goes into messages may not, for there the order is that of all ranks.
     """
-    if all(t.is_contiguous() for tensors in lists for t in tensors):
+    if contiguous(*lists):
         return True
     for each in zip(*lists, strict=True):
         first, *others = ([(s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1] for t in each)
