@@ -69,7 +69,7 @@ def pack_bits(x: Tensor) -> Tensor:
 
 def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """See `reference.unpack_bits`."""
-    one = torch.ones((bits.shape[0], 1), device=bits.device)
+    one = torch.ones((bits.shape[0], 1), dtype=torch.float32, device=bits.device)
     signs: Tensor = sign_decode(bits, one, torch.full((bits.shape[0], 1), n, device=bits.device), (1, n))
     return signs.to(dtype)
 

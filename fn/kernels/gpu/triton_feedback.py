@@ -43,7 +43,7 @@ def _encode(
         return NotImplemented
     where, (bits, squares) = addresses(mu, grads, widths=at.at.widths.tolist()), outputs(buffer.shape[0], at)
     ends = where.table, at.table, valid.contiguous(), buffer, sent, buffer if out is None else out, bits, squares
-    numbers = decay, at.at.n, len(at.at.table), at.at.segments
+    numbers = float(decay), at.at.n, len(at.at.table), at.at.segments
     constants = {"G": dtype, "FEEDBACK": out is not None, "ALIGNED": where.aligned and at.at.whole, "BLOCK": at.block}
     launching.launch(kernels.encode_averages, buffer, squares.numel(), *ends, *numbers, **constants)
     return out, bits, launching.add_up(squares, at)

@@ -12,7 +12,7 @@ from fn.kernels.gpu import launching
 from fn.kernels.gpu import triton_lamb_kernels as kernels
 from fn.kernels.gpu.launching import Cut, addresses, dtype_of
 from fn.kernels.gpu.triton import cut
-from fn.kernels.gpu.triton_steps import of_tensors, single
+from fn.kernels.gpu.triton_steps import floats, of_tensors, single
 from fn.kernels.reference.layout import alike_in_memory, contiguous
 
 
@@ -29,7 +29,7 @@ def lamb_moments_(
     if None in dtypes.values() or not params or not single(mu, nu) or not alike_in_memory(*lists):
         return NotImplemented
     at, where = of_tensors(params), addresses(*lists)
-    sums, numbers = _sums(at), (b1, b2, 1 - b2, eps, weight_decay, at.at.n, len(at.at.table))
+    sums, numbers = _sums(at), (*floats(b1, b2, 1 - b2, eps, weight_decay), at.at.n, len(at.at.table))
     constants = {**dtypes, "ALIGNED": where.aligned, "BLOCK": at.block}
     launching.launch(kernels.moments, sums, sums.shape[1], where.table, at.table, sums, *numbers, **constants)
     return launching.add_up_columns(sums, at, peaks=False)
@@ -44,7 +44,7 @@ def onebit_lamb_moments_(
     if None in dtypes.values() or not params or not single(mu, nu, fresh) or not alike_in_memory(*lists):
         return NotImplemented
     at, where = of_tensors(params), addresses(*lists)
-    sums, numbers = _sums(at), (b1, 1 - b1, b2, 1 - b2, eps, weight_decay, at.at.n, len(at.at.table))
+    sums, numbers = _sums(at), (*floats(b1, 1 - b1, b2, 1 - b2, eps, weight_decay), at.at.n, len(at.at.table))
     ends = where.table, at.table, scaling.contiguous(), sums
     constants = {**dtypes, "KEEP_ZEROS": keep_zeros, "ALIGNED": where.aligned, "BLOCK": at.block}
     launching.launch(kernels.fresh_moments, sums, sums.shape[1], *ends, *numbers, **constants)
@@ -59,7 +59,7 @@ def lamb_step_(
     if dtype is None or not params or not single(mu, nu) or not alike_in_memory(*lists):
         return NotImplemented
     at, where = of_tensors(params), addresses(*lists)
-    ends = where.table, at.table, rates.contiguous(), eps, weight_decay, at.at.n, len(at.at.table)
+    ends = where.table, at.table, rates.contiguous(), *floats(eps, weight_decay), at.at.n, len(at.at.table)
     constants = {"P": dtype, "ALIGNED": where.aligned, "BLOCK": at.block}
     launching.launch(kernels.step, rates, len(at.at.table), *ends, **constants)
     return None
@@ -76,8 +76,8 @@ def drift(
         return NotImplemented
     at = cut(runs, params[0].device)
     where = addresses(*lists, widths=at.at.widths.tolist())
-    out = torch.empty((rows, at.at.n), device=params[0].device)
-    ends = where.table, at.table, out, decay, eps, lr, at.at.n, len(at.at.table)
+    out = torch.empty((rows, at.at.n), dtype=torch.float32, device=params[0].device)
+    ends = where.table, at.table, out, *floats(decay, eps, lr), at.at.n, len(at.at.table)
     constants = {**dtypes, "ALIGNED": where.aligned and at.at.whole, "BLOCK": at.block}
     launching.launch(kernels.drift_rows, out, rows * len(at.at.table), *ends, **constants)
     return out

@@ -21,11 +21,16 @@ def single(*lists: Sequence[Tensor]) -> bool:
     return dtypes_of(*lists) <= {torch.float32}
 
 
+def floats(*numbers: float) -> tuple[float, ...]:
+    """Return numbers as floats: Triton would compile a kernel of its own for an int."""
+    return tuple(map(float, numbers))
+
+
 def descent_of(
     eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
-) -> tuple[float, float, float, float, float]:
+) -> tuple[float, ...]:
     """Return the numbers that `rules.adamw` takes behind the moments."""
-    return eps, weight_decay, lr, 1 / mu_weight, float(nu_weight**-0.5)
+    return floats(eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5)
 
 
 def of_tensors(tensors: Sequence[Tensor]) -> Cut:
@@ -42,7 +47,8 @@ def adamw_(
     if None in dtypes.values() or not params or not single(mu, nu) or not alike_in_memory(*lists):
         return NotImplemented
     at, where = of_tensors(params), addresses(*lists)
-    numbers = b1, b2, 1 - b2, *descent_of(eps, weight_decay, lr, mu_weight, nu_weight), at.at.n, len(at.at.table)
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    numbers = *floats(b1, b2, 1 - b2), *descent, at.at.n, len(at.at.table)
     constants = {**dtypes, "FROZEN": frozen, "ALIGNED": where.aligned, "BLOCK": at.block}
     launching.launch(kernels.adamw_step, params[0], len(at.at.table), where.table, at.table, *numbers, **constants)
     return None
@@ -56,8 +62,9 @@ def adamw_into_(
     if not plain(new, rows, old):
         return NotImplemented
     at, where = of_tensors(new[:1]), addresses(*([x] for x in (*new, *old, *rows)))
-    numbers = b1, b2, 1 - b2, *descent_of(eps, weight_decay, lr, mu_weight, nu_weight), at.at.n, len(at.at.table)
-    peaks = torch.empty((len(at.at.table), 2), device=new[0].device)
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    numbers = *floats(b1, b2, 1 - b2), *descent, at.at.n, len(at.at.table)
+    peaks = torch.empty((len(at.at.table), 2), dtype=torch.float32, device=new[0].device)
     ends = where.table, at.table, peaks, len(rows), 1.0 / len(rows)
     constants = {"ALIGNED": where.aligned, "BLOCK": at.block}
     launching.launch(kernels.adamw_into, new[0], len(peaks), *ends, *numbers, **constants)
@@ -70,7 +77,7 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     if dtype is None or not grads or not alike_in_memory(grads):
         return NotImplemented
     at, where = of_tensors(grads), addresses(grads)
-    peaks = torch.empty(len(at.at.table), device=grads[0].device)
+    peaks = torch.empty(len(at.at.table), dtype=torch.float32, device=grads[0].device)
     ends = where.table, at.table, peaks, at.at.n, len(peaks)
     constants = {"G": dtype, "ALIGNED": where.aligned, "BLOCK": at.block}
     launching.launch(kernels.magnitude, grads[0], len(peaks), *ends, **constants)
@@ -115,7 +122,7 @@ def _onebit(
         return NotImplemented
     where = addresses(params, mu, nu, grads or params, copies or params, widths=at.at.widths.tolist())
     ends = where.table, at.table, valid.contiguous(), buffer, sent.contiguous(), bits.contiguous(), scales.contiguous()
-    numbers = decay, *descent, at.at.n, len(at.at.table), at.at.segments, *messages(bits)
+    numbers = *floats(decay), *descent, at.at.n, len(at.at.table), at.at.segments, *messages(bits)
     constants = {"KEEP_ZEROS": keep_zeros, "FEEDBACK": error is not None, "COPIES": bool(copies),
                  "ALIGNED": where.aligned and at.at.whole, "BLOCK": at.block}  # fmt: skip
     programs = bits.shape[0] * len(at.at.table)

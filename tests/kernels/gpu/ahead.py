@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "means of pairs": ("dequantize", {"WIDTH": 4}),
     "signs of averages": ("encode_averages", {"FEEDBACK": False, "G": tl.bfloat16}),
     "half precision": ("adamw_step", {"P": tl.bfloat16, "G": tl.float16, "FROZEN": True}),
+    "little tensors": ("onebit", {"BLOCK": 16}),
     "anywhere": ("adamw_step", {"ALIGNED": False}),
 }
 """What is compiled: a kernel, and constants that are not the usual ones."""
