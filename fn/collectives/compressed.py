@@ -79,11 +79,9 @@ def all_gather_shards(
     Returns: the vector (n,) in the dtype of the shard, the same on every rank, and the next error.
     Raises: as `reduce_scatter_wide`.
     """
-    check_vector(shard, error, codec.align, "shard")
-    own = for_own_row(codec, segments, axis)
-    payload, error = encode(own, feedback, shard.view(1, -1), error, worker=False)
+    payload, error = _encode_shard(shard, error, for_own_row(codec, segments, axis), codec, feedback)
     gathered = messages.gather(payload, axis)
-    return _decode(for_rows(codec, segments), gathered, shard.dtype), error
+    return decode(for_rows(codec, segments), gathered, shard.dtype), error
 
 
 def compressed_all_reduce(
@@ -106,20 +104,40 @@ def compressed_all_reduce(
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
     Raises: as `reduce_scatter_wide`.
     """
+    gathered, errors = mean_in_codes(x, errors, axis, codec, feedback, segments=segments, consume=consume)
+    return decode(for_rows(codec, segments), gathered, x.dtype), errors
+
+
+def mean_in_codes(
+    x: Tensor,
+    errors: tuple[Tree, Tree],
+    axis: str,
+    codec: Codec,
+    feedback: Feedback,
+    *,
+    segments: Segments | None = None,
+    consume: bool = False,
+) -> tuple[Tree, tuple[Tree, Tree]]:
+    """Return the payload of what `compressed_all_reduce` returns, W rows, and the next errors. Args: as there."""
     worker, server = errors
     size = axis_size(axis)
     mine = for_own_row(codec, segments, axis)
     fused = fused_with(mine, feedback)
     shard = x[: x.shape[0] // size].view(1, -1)  # stands for a shard in shape and dtype
     if fused is None or fused.serve is None or x.dtype not in _SCALE_DTYPES or not fused.accepts(shard, server):
-        shard, worker = reduce_scatter_wide(x, worker, axis, codec, feedback, segments=segments)
-        y, server = all_gather_shards(shard.to(x.dtype), server, axis, codec, feedback, segments=segments)
-        return y, (worker, server)
+        wide, worker = reduce_scatter_wide(x, worker, axis, codec, feedback, segments=segments)
+        payload, server = _encode_shard(wide.to(x.dtype), server, mine, codec, feedback)
+        return messages.gather(payload, axis), (worker, server)
     check_vector(x, worker, size * codec.align, "x")
     check_vector(shard[0], server, codec.align, "shard")
     payload, worker = encode(for_rows(codec, segments), feedback, x.view(size, -1), worker, consume=consume)
     gathered, server = through_servers(payload, server, axis, codec, feedback, segments=segments)
-    return _decode(for_rows(codec, segments), gathered, x.dtype), (worker, server)
+    return gathered, (worker, server)
+
+
+def _encode_shard(shard: Tensor, error: Tree, own: Codec, codec: Codec, feedback: Feedback) -> tuple[Tree, Tree]:
+    check_vector(shard, error, codec.align, "shard")
+    return encode(own, feedback, shard.view(1, -1), error, worker=False)
 
 
 def through_servers(
@@ -220,7 +238,8 @@ def _encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree, consume: b
     return payload, feedback.residual(compensated, codec.decode(payload).reshape(-1), error)
 
 
-def _decode(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
+def decode(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
+    """Return decoded rows as one vector in a dtype."""
     with step_range("decode"):
         return codec.decode(payload).reshape(-1).to(dtype)
 
@@ -294,12 +313,29 @@ def all_gather_mean(
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
     Raises: as `compressed_all_reduce`, and ValueError for an error with a server's part.
     """
+    gathered, errors = gather_in_codes(x, errors, axis, codec, feedback, segments=segments, consume=consume)
+    return mean_of_codes(for_rows(codec, segments), gathered, x.dtype), errors
+
+
+def gather_in_codes(
+    x: Tensor,
+    errors: tuple[Tree, Tree],
+    axis: str,
+    codec: Codec,
+    feedback: Feedback,
+    *,
+    segments: Segments | None = None,
+    consume: bool = False,
+) -> tuple[Tree, tuple[Tree, Tree]]:
+    """Return the payloads whose mean `all_gather_mean` returns, W rows, and the next errors. Args: as there."""
     worker, server = errors
     check_no_server(server)
     check_vector(x, worker, codec.align, "x")
-    codec = codec if segments is None else segmented(codec, segments)
-    payload, worker = encode(codec, feedback, x.view(1, -1), worker, consume=consume)
-    gathered = messages.gather(payload, axis)
+    payload, worker = encode(for_rows(codec, segments), feedback, x.view(1, -1), worker, consume=consume)
+    return messages.gather(payload, axis), (worker, server)
+
+
+def mean_of_codes(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
+    """Return the mean of decoded rows (n,) in a dtype."""
     with step_range("decode"):
-        mean = mean_of_rows(codec, gathered)
-    return mean.to(x.dtype), (worker, server)
+        return mean_of_rows(codec, payload).to(dtype)

@@ -4,7 +4,8 @@ With one axis they are those of `compressed`. With `axis=("local", "node")`, fro
 
     x (n,)  --reduce-scatter over "local"-->  (n / L,)  --reduce-scatter over "node"-->  (n / (L N),)
 
-and the all-gather goes the way back. Rank (n, l) ends up with piece l N + n, which is its `axis_index(axis)`.
+and the all-gather goes the way back. Rank (n, l) ends up with piece l N + n, which is its `axis_index(axis)`. Where the
+hops before the last one are exact, so is what they gather: the codes of the last hop, which all ranks decode alike.
 
     codec, feedback                         hop "local"            hop "node"
     int4(), damped()                        exact                  int4, damped
@@ -21,20 +22,22 @@ Paper: Wang et al., ZeRO++ (arXiv 2306.10209), section 4.3, hierarchical all-to-
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, zip_longest
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fn.collectives import compressed, primitives
+from fn import tree
+from fn.collectives import compressed, messages, primitives
 from fn.collectives.autograd import is_differentiated, refuse_to_differentiate
 from fn.collectives.axis import AxisNames, axis_size, names, resolve
-from fn.collectives.codecs.codec import Codec, identity
+from fn.collectives.codecs.codec import Codec, identity, is_exact
 from fn.collectives.codecs.segments import Segments
-from fn.collectives.compressed import all_gather_mean
-from fn.collectives.feedback import Feedback, off
+from fn.collectives.compressed import all_gather_mean, gather_in_codes
+from fn.collectives.feedback import Feedback, Off, off
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
 from fn.kernels.tracing import cached_plan, is_concrete
@@ -50,6 +53,11 @@ class Hop(NamedTuple):
     axis: str
     codec: Codec
     feedback: Feedback
+
+    @property
+    def exact(self) -> bool:
+        """Return whether messages travel as they are, so that there is nothing to feed back."""
+        return is_exact(self.codec) and isinstance(self.feedback.rule, Off)
 
 
 def hops(
@@ -166,6 +174,13 @@ def compressed_all_reduce(
         return over_last(x, errors, *plan[0], segments=segments, consume=consume)
     worker, server = (list(_each(half, plan)) for half in errors)
     places, dtype, last = levels(segments, axis, servers=servers), x.dtype, len(plan) - 1
+    if all(hop.exact for hop in plan[:last]):
+        x = exact_shard(x, names(axis)[:-1], segments)
+        ends, in_codes = (worker[last], server[last]), compressed.mean_in_codes if servers else gather_in_codes
+        payload, (worker[last], server[last]) = in_codes(x, ends, *plan[last], segments=places[last])
+        payload = gather_codes(payload, names(axis)[:-1])
+        mean = _decoded(payload, plan[last], segments, x.dtype, axis_size(plan[last].axis), servers=servers)
+        return mean.to(dtype), (tuple(worker), tuple(server))
     for i, hop in enumerate(plan[:last]):
         x, worker[i] = compressed.reduce_scatter_wide(x, worker[i], *hop, segments=places[i])
     ends = (worker[last], server[last])
@@ -174,6 +189,63 @@ def compressed_all_reduce(
         x, server[i] = compressed.all_gather_shards(x, server[i], *plan[i], segments=places[i])
         x = _alike(x, plan[i + 1 :])
     return x.to(dtype), (tuple(worker), tuple(server))
+
+
+def _decoded(
+    payload: Tree, hop: Hop, segments: Segments | None, dtype: torch.dtype, ranks: int, *, servers: bool
+) -> Tensor:
+    """Return the mean that all ranks have as codes: the rows of the servers, or without those all ranks' of each."""
+    if servers:
+        return compressed.decode(compressed.for_rows(hop.codec, segments), payload, dtype)
+    count = tree.leaves(payload)[0].shape[0] // ranks
+    found = []
+    for row in range(count):
+        codes = tree.map(lambda leaf, row=row: leaf[row * ranks : (row + 1) * ranks], payload)
+        codec = compressed.for_rows(hop.codec, None if segments is None else segments.row(row))
+        found.append(compressed.mean_of_codes(codec, codes, dtype))
+    return found[0] if count == 1 else torch.cat(found)
+
+
+PIECE = 1 << 27
+"""Elements that travel together exactly within a node, or those of one tensor; more would take memory for nothing."""
+
+
+def pieces(segments: Segments | None) -> list[tuple[int, int]]:
+    """Return which tensors of a vector travel together exactly: (first, end) of each piece."""
+    found, count = [(0, 0)], 0
+    for i, width in enumerate(segments.widths if segments is not None else ()):
+        size = width * segments.valid.shape[0] if segments is not None else 0
+        full = count and count + size > PIECE
+        found, count = (([*found, (i, i + 1)], size) if full else ([*found[:-1], (found[-1][0], i + 1)], count + size))
+    return found
+
+
+def exact_shard(x: Tensor, axes: Sequence[str], segments: Segments | None) -> Tensor:
+    """Average a vector over axes exactly, piece by piece; return this rank's rows, (n / W,), half precision wide."""
+    cuts = pieces(segments)
+    if segments is None or len(cuts) == 1:
+        return reduce_exactly([x], axes, 1)
+    rows, ends = x.view(segments.valid.shape[0], -1), [0, *accumulate(segments.widths)]
+    parts = (rows[:, ends[first] : ends[end]].reshape(-1) for first, end in cuts)
+    return reduce_exactly(parts, axes, rows.shape[0] // axis_size(tuple(axes)))
+
+
+def reduce_exactly(parts: Iterable[Tensor], axes: Sequence[str], rows: int) -> Tensor:
+    """Average vectors over axes exactly, one after the other, and lay this rank's rows of them side by side: (n,)."""
+    found = []
+    for part in parts:
+        for axis in axes:
+            part, _ = compressed.reduce_scatter_wide(part, (), axis, identity(), off())
+        found.append(part.view(rows, -1))
+    return (found[0] if len(found) == 1 else torch.cat(found, dim=1)).reshape(-1)
+
+
+def gather_codes(payload: Tree, axes: Sequence[str]) -> Tree:
+    """Gather the rows of a payload over axes, the last one first; all rows lie one after the other then."""
+    for axis in reversed(axes):
+        gathered = messages.gather(tree.map(lambda leaf: leaf[None], payload), axis)
+        payload = tree.map(lambda leaf: leaf.flatten(0, 1), gathered)
+    return payload
 
 
 def initial_errors(
@@ -193,17 +265,21 @@ def initial_errors(
     return worker, server
 
 
-def exact_mean(x: Tensor, axis: AxisNames) -> Tensor:
-    """Average a vector (n,) exactly; over several axes, only the last sees 1 / W of it, W the ranks of the others."""
+def exact_mean(x: Tensor, axis: AxisNames, *, consume: bool = False) -> Tensor:
+    """Average a vector (n,) exactly; over several axes, only the last sees 1 / W of it, W the ranks of the others.
+
+    Args: consume: x is not needed any more, and the mean may take its memory.
+    """
     *inner, last = names(axis)
     if not inner:
-        mean: Tensor = primitives.pmean(x, last)
+        mean: Tensor = primitives.mean_in_place(x, last) if consume else primitives.pmean(x, last)
         return mean
     size = axis_size(tuple(inner))
-    padded = F.pad(x, (0, -x.shape[0] % size))
+    padded = F.pad(x, (0, -x.shape[0] % size)) if x.shape[0] % size else x
     rules = (tuple(inner), (identity(),) * len(inner), off())
     shard, _ = reduce_scatter_mean(padded, ((),) * len(inner), *rules)
-    whole, _ = all_gather_shards(primitives.pmean(shard, last), ((),) * len(inner), *rules)
+    del padded
+    whole, _ = all_gather_shards(primitives.mean_in_place(shard, last), ((),) * len(inner), *rules)
     return whole[: x.shape[0]]
 
 

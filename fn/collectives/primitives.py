@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from fn import tree
 from fn.collectives import axis as axes
-from fn.collectives.autograd import refuse_to_differentiate
+from fn.collectives.autograd import is_recorded, refuse_to_differentiate
 from fn.collectives.ledger import is_open, record
 from fn.collectives.profiling import step_range
 from fn.collectives.transports.failure_detection import is_loss, peer_lost
@@ -155,6 +155,26 @@ def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
     return tree.map(divide, total)
 
 
+def mean_in_place(x: Tensor, axis: str) -> Tensor:
+    """Return what `pmean` returns, in the memory of x where that holds numbers; nobody else may need x.
+
+    Args: x: a contiguous floating tensor. axis: one axis. Raises: as `pmean`; x is lost then.
+    """
+    size, _, transport = axes.resolve(axis)
+    if size == 1 or not is_concrete(x) or not runs_as_written() or transport in registered or is_recorded([x]):
+        found: Tensor = pmean(x, axis)
+        return found
+    count(x, axis, "all_reduce", 2 * (size - 1), size)
+    with step_range("average"):
+        x = x.div_(size) if x.element_size() < 4 else x
+        try:
+            dist.all_reduce(x, group=group_of(transport))
+        except RuntimeError as error:
+            raise_if_lost(error, "psum", transport)
+            raise
+    return x if x.element_size() < 4 else x.div_(size)
+
+
 def _check_tensors(x: Tree) -> None:
     for leaf in tree.leaves(x):
         if not isinstance(leaf, Tensor):
@@ -200,9 +220,9 @@ def _vmap_count(
 
 
 def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
-    if _on_host(x):
-        out, group = memory_pool.empty(x.shape, x.dtype), group_of(transport)
-        others = connections(group)
+    if is_concrete(x):
+        out, group = memory_pool.empty(x.shape, x.dtype, x.device), group_of(transport)
+        others = connections(group) if x.device.type == "cpu" else None
         if others is None:
             dist.all_to_all_single(out, x, group=group)
         else:
@@ -214,9 +234,9 @@ def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tenso
 
 
 def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
-    if _on_host(x):
-        out, group = memory_pool.empty((size, *x.shape), x.dtype), group_of(transport)
-        others = connections(group)
+    if is_concrete(x):
+        out, group = memory_pool.empty((size, *x.shape), x.dtype, x.device), group_of(transport)
+        others = connections(group) if x.device.type == "cpu" else None
         if others is None:
             dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=group)
         else:
@@ -228,16 +248,11 @@ def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tenso
 
 
 def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
-    if _on_host(x):
-        out = memory_pool.empty(x.shape, x.dtype).copy_(x)
+    if is_concrete(x):
+        out = memory_pool.empty(x.shape, x.dtype, x.device).copy_(x)
         dist.all_reduce(out, group=group_of(transport))
         return out
     return _wait(torch.ops._c10d_functional.all_reduce(x, "sum", transport))
-
-
-def _on_host(x: Tensor) -> bool:
-    """Tell whether results can be written into memory of the pool: the functional collectives make fresh tensors."""
-    return x.device.type == "cpu" and is_concrete(x)
 
 
 def group_of(transport: str) -> dist.ProcessGroup:

@@ -44,7 +44,7 @@ def compressed(
 ) -> InPlace | str:
     """Return how a step of 1-bit Adam is staged, from the codes of the mean where they are signs by tensor."""
     average = average_of(rule.average)
-    if isinstance(average, CodedAverage) and axis_size(average.axis) == 1:
+    if isinstance(average, CodedAverage) and axis_size(average.rule.axis) == 1:
         average = None  # the momentum is its own mean
     eligible = Eligibility("adamw_" if average is None else "onebit_adam_", ("mu", "nu"))
 

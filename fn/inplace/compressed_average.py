@@ -14,12 +14,19 @@ from torch import Tensor
 from fn import tree
 from fn.base import Step, UpdateFn, links_of
 from fn.collectives import messages
-from fn.collectives.codecs.codec import Codec, PendingError, segmented
+from fn.collectives.codecs.codec import PendingError, segmented
 from fn.collectives.codecs.segments import Segments
 from fn.collectives.codecs.sign import SignPayload
 from fn.collectives.compressed import ErrorFeedbackState, check_no_server, encode
-from fn.collectives.feedback import Feedback
-from fn.collectives.hierarchy import compressed_all_reduce, hops, row_count
+from fn.collectives.hierarchy import (
+    Hop,
+    compressed_all_reduce,
+    gather_codes,
+    hops,
+    levels,
+    reduce_exactly,
+    row_count,
+)
 from fn.collectives.profiling import step_range
 from fn.inplace.compressed import EncodeAverages, Serve, encode_averages, successor, through_servers_later
 from fn.inplace.memory import written_into
@@ -104,44 +111,50 @@ def _valid_on(segments: Segments, device: torch.device) -> Tensor:
 class BucketPlan(NamedTuple):
     """What the mean of a bucket needs in every step.
 
-    worker, server: its errors. encode: of moving averages, None where the codes are not signs by tensor. serve: None
-    without servers.
+    errors: a worker's and a server's. worker: the worker's at the last hop. segments: of the rows there. parts: what
+    is averaged exactly before, a bucket at a time. encode: of moving averages, None where the codes are not signs by
+    tensor. serve: None without servers.
     """
 
     bucket: Bucket
+    errors: tuple[Tree, Tree]
     worker: Tree
-    server: Tree
+    segments: Segments
+    parts: list[Bucket]
     encode: EncodeAverages | None
     serve: Serve | None
 
 
 class CodedAverage(NamedTuple):
-    """`compressed_average` over one axis, for steps in place. axis, codec, feedback, layout, servers: as there.
+    """`compressed_average` for steps in place: in codes over the last axis, exactly over those before it, `inner`.
 
     plans: (state, its plans), of the state that was averaged with last; filled here.
     """
 
-    axis: str
-    codec: Codec
-    feedback: Feedback
-    layout: str
-    servers: bool
+    rule: CompressedAverage
+    inner: tuple[str, ...]
+    last: Hop
     plans: list[tuple[ErrorFeedbackState, list[BucketPlan]]]
 
     def plan(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> list[BucketPlan]:
         """Return what each vector that travels needs, planned once for a state."""
         if self.plans and self.plans[0][0] is sync:
             return self.plans[0][1]
-        found, rule = [], (self.codec, self.feedback)
-        rows = row_count(self.axis, servers=self.servers)
-        buckets = layouts.buckets(leaves, rows, self.codec.align, self.layout)
+        axis, codec, feedback = self.last
+        servers = self.rule.servers
+        rows, found = row_count(self.rule.axis, servers=servers), []
+        buckets = layouts.buckets(leaves, rows, codec.align, self.rule.layout)
         for bucket, e, d in zip(buckets, sync.worker, sync.server, strict=True):
-            if not self.servers:
-                check_no_server(d)
-            at = bucket.segments
-            signs = None if bucket.fused else encode_averages(*rule, at, e, d, servers=self.servers)
-            serve = through_servers_later(d, self.axis, *rule, segments=at) if self.servers else None
-            found.append(BucketPlan(bucket, e, d, signs, serve))
+            at = levels(bucket.segments, self.rule.axis, servers=servers)[-1]
+            assert at is not None
+            worker, server = (e[-1], d[-1]) if self.inner else (e, d)
+            if not servers:
+                check_no_server(server)
+            by_tensor = not bucket.fused and (servers or not self.inner)
+            signs = encode_averages(codec, feedback, at, worker, server, servers=servers) if by_tensor else None
+            serve = through_servers_later(server, axis, codec, feedback, segments=at) if servers else None
+            parts = layouts.parts(bucket) if self.inner else [bucket]
+            found.append(BucketPlan(bucket, (e, d), worker, at, parts, signs, serve))
         self.plans[:] = [(sync, found)]
         return found
 
@@ -158,9 +171,12 @@ class CodedAverage(NamedTuple):
             if plan.encode is None:
                 found.append(self._of_vector(plan, rows(plan.bucket)))
                 continue
-            at = plan.bucket.segments
-            x, e = rows(plan.bucket).view(at.valid.shape[0], -1), plan.worker
-            payload, after = encode(segmented(self.codec, at), self.feedback, x, e, consume=True)
+            at, e = plan.segments, plan.worker
+            size = at.valid.shape[0]
+            x = reduce_exactly(map(rows, plan.parts), self.inner, size) if self.inner else rows(plan.bucket)
+            payload, after = encode(
+                segmented(self.last.codec, at), self.last.feedback, x.view(size, -1), e, consume=True
+            )
             found.append(self._of_codes(plan, payload, successor(e, after)))
         return CodedMean(found)
 
@@ -168,6 +184,8 @@ class CodedAverage(NamedTuple):
         self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree = None
     ) -> CodedMean:
         """Average decay * mu + (1 - decay) * grad. params: of no use here."""
+        if self.inner:
+            return self.average_rows(mu, sync, lambda bucket: moving_averages(mu, grads, decay, bucket))
         found = []
         for plan in self.plan(mu, sync):
             if plan.encode is None:
@@ -179,23 +197,25 @@ class CodedAverage(NamedTuple):
 
     def _of_vector(self, plan: BucketPlan, x: Tensor) -> BucketMean:
         """Average x (n,), which may be overwritten."""
-        rule, at, errors = (self.axis, self.codec, self.feedback), plan.bucket.segments, (plan.worker, plan.server)
-        mean, after = compressed_all_reduce(x, errors, *rule, segments=at, consume=True, servers=self.servers)
-        return BucketMean(plan.bucket, mean, successor(errors, after))
+        rule, at = (self.rule.axis, self.rule.codec, self.rule.feedback), plan.bucket.segments
+        mean, after = compressed_all_reduce(
+            x, plan.errors, *rule, segments=at, consume=True, servers=self.rule.servers
+        )
+        return BucketMean(plan.bucket, mean, successor(plan.errors, after))
 
     def _of_codes(
         self, plan: BucketPlan, payload: Tree, keep_worker: Callable[[], None], sent: PendingError | None = None
     ) -> BucketMean:
         """Average what is encoded."""
         if plan.serve is None:
-            return BucketMean(plan.bucket, messages.gather(payload, self.axis), keep_worker, sent)
+            return BucketMean(plan.bucket, messages.gather(payload, self.last.axis), keep_worker, sent)
         gathered, keep_server = plan.serve(payload)
 
         def keep() -> None:
             keep_worker()
             keep_server()
 
-        return BucketMean(plan.bucket, gathered, keep, sent)
+        return BucketMean(plan.bucket, gather_codes(gathered, self.inner), keep, sent)
 
 
 class PureAverage(NamedTuple):
@@ -207,7 +227,7 @@ class PureAverage(NamedTuple):
         self, sync: Tree, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree
     ) -> PureMean:
         """Average decay * mu + (1 - decay) * grad."""
-        own = [torch.lerp(g, m, decay) for g, m in zip(grads, mu, strict=True)]
+        own = [torch.lerp(g.to(m.dtype), m, decay) for g, m in zip(grads, mu, strict=True)]
         structure = tree.flatten(params)[1]
         mean, after = self.update(tree.unflatten(structure, own), sync, params)
         return PureMean([m.contiguous() for m in tree.leaves(mean)], written_into(sync, after))
@@ -239,9 +259,10 @@ def average_of(update: UpdateFn) -> CodedAverage | PureAverage | None:
     """Return an average for steps in place; None for one that does nothing."""
     links = links_of(update)
     rule = links[0].update.rule if len(links) == 1 and isinstance(links[0].update, Step) else None
-    if isinstance(rule, CompressedAverage) and isinstance(rule.axis, str) and update is links[0].update:
-        (hop,) = hops(rule.axis, rule.codec, rule.feedback)
-        return CodedAverage(rule.axis, hop.codec, hop.feedback, rule.layout, rule.servers, [])
+    if isinstance(rule, CompressedAverage) and update is links[0].update:
+        *inner, last = hops(rule.axis, rule.codec, rule.feedback)
+        if all(hop.exact for hop in inner):
+            return CodedAverage(rule, tuple(hop.axis for hop in inner), last, [])
     return PureAverage(update) if links else None
 
 
@@ -258,7 +279,7 @@ def moving_averages(
         flat, pieces = out.view(-1), layouts.split(out.view(-1), bucket)
         flat[sum(p.numel() for p in pieces) :].zero_()
         for i, piece in zip(bucket.leaf_indices, pieces, strict=True):
-            torch.lerp(grads[i], mu[i], decay, out=piece)
+            torch.lerp(grads[i].to(mu[i].dtype), mu[i], decay, out=piece)
             if factors is not None:
                 piece.mul_(factors[i])
         return flat
@@ -266,5 +287,5 @@ def moving_averages(
     layouts.clear_padding(out, moments, bucket)
     pairs = zip(*layouts.paired_views(fresh, out, bucket), strict=True)
     for (g, place), m in zip(pairs, layouts.paired_views(moments, out, bucket)[0], strict=True):
-        torch.lerp(g, m, decay, out=place)
+        torch.lerp(g.to(m.dtype), m, decay, out=place)
     return out.view(-1)

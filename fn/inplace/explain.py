@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
 from fn.base import Guarded, Phase, Transform, has_phase
 from fn.inplace.match import in_place
+from fn.inplace.protocol import KINDS
 from fn.transforms.skip_nonfinite import skip_nonfinite
 
 CURE = (
@@ -27,3 +32,21 @@ def explain(transform: Transform) -> str:
     if any("link by link" in line for line in lines):
         lines.append(CURE)
     return "\n".join(lines)
+
+
+def slow_tensors(params: Sequence[Tensor], grads: Sequence[Tensor]) -> str:
+    """Return what about the tensors of a param group keeps its steps from kernels, and what would help; "" if nothing.
+
+    Args: params, grads: as many.
+    """
+    devices, kinds = {str(p.device) for p in params}, {p.dtype for p in params}
+    if len(devices) > 1:
+        return f"params are on the devices {sorted(devices)}; give each device a param group of its own"
+    if len(kinds) > 1 or not kinds <= {*KINDS}:
+        wanted = f"expected params in one of {', '.join(map(str, KINDS))}"
+        return f"{wanted}, but got {', '.join(sorted(map(str, kinds)))}; give each dtype a param group of its own"
+    for name, tensors in (("param", params), ("gradient of param", grads)):
+        for i, x in enumerate(tensors):
+            if not x.is_contiguous():
+                return f"{name} {i} has the shape {tuple(x.shape)} and the strides {x.stride()}; make it contiguous"
+    return ""

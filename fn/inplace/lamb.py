@@ -65,12 +65,12 @@ def compressed(
     h, average = rule.hyper, average_of(rule.average)
     if descent.weight_decay:
         return DECAYS
-    if not isinstance(average, CodedAverage) or average.layout != "fused":
+    if not isinstance(average, CodedAverage) or average.rule.layout != "fused":
         return "1-bit LAMB has kernels for fn.compressed_average over one axis in the layout 'fused'"
     eligible = Eligibility("lamb_step_", FIELDS)
 
     def fits(updates: Tree, own: OnebitLambState, params: Tree) -> list[list[Tensor]] | None:
-        return eligible(updates, own, params) if axis_size(average.axis) > 1 else None
+        return eligible(updates, own, params) if axis_size(average.rule.axis) > 1 else None
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], own: OnebitLambState, reach: Reach) -> Sized:
         leaves, mu, nu, fresh = lists

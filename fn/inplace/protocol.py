@@ -38,10 +38,22 @@ class Staged(NamedTuple):
     commit: Callable[[], None]
     safe: bool | Tensor = True
 
+    @property
+    def on_host(self) -> bool:
+        """Return whether the flags are known without waiting for a device."""
+        return all(isinstance(flag, bool) or flag.device.type == "cpu" for flag in (self.ok, self.safe))
+
     def settled(self) -> Staged:
         """Return it with bools; a device is waited for once."""
-        ok, safe = read([self.ok, self.safe])
-        return Staged(ok, self.commit, safe or not ok)
+        (found,) = settled([self])
+        return found
+
+
+def settled(steps: Sequence[Staged]) -> list[Staged]:
+    """Return steps with bools; a device is waited for once."""
+    flags = read([flag for step in steps for flag in (step.ok, step.safe)])
+    each = zip(steps, flags[::2], flags[1::2], strict=True)
+    return [Staged(ok, step.commit, safe or not ok) for step, ok, safe in each]
 
 
 class InPlace(NamedTuple):
@@ -73,8 +85,8 @@ def together_in_place(updates: Sequence[InPlace], pure: UpdateFn) -> InPlace:
             for part in parts:
                 part.commit()
 
-        flags = read([*(part.ok for part in parts), *(part.safe for part in parts)])
-        return Staged(all(flags[: len(parts)]), commit, all(flags[len(parts) :]))
+        found = settled(parts)
+        return Staged(all(part.ok for part in found), commit, all(part.safe for part in found))
 
     return InPlace(pure, fits, stage)
 
@@ -89,7 +101,9 @@ def read(flags: Sequence[bool | Tensor]) -> list[bool]:
 
 
 class Eligibility:
-    """Whether the table has a kernel for the whole step of lists of tensors: plain, contiguous, of one kind and shape.
+    """Whether the table has a kernel for the whole step of lists of tensors: contiguous, of one device, of one shape.
+
+    Moments are float32; params are that, too, or all of one half precision.
 
     A look at every tensor takes longer than a small step. So params and state, which stay from step to step, are looked
     at once, and then only whether they are the same objects at the same addresses; gradients are always looked at.
@@ -111,10 +125,10 @@ class Eligibility:
         kept, shapes = [*chain(*lists)], [*map(_SHAPE, lists[0])]
         if torch.compiler.is_compiling() or not self._as_before(kept, shapes):
             self._seen = None
-            if not same_shapes(lists) or not has_kernel(self._op, lists):
+            if not same_shapes(lists) or not has_kernel(self._op, *lists):
                 return None
             self._lists, self._seen = lists, ([*map(Tensor.data_ptr, kept)], shapes)
-        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, [grads])
+        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, grads)
         return self._lists if alike and grads[0].device == kept[0].device else None
 
     def _as_before(self, kept: list[Tensor], shapes: list[torch.Size]) -> bool:
@@ -130,12 +144,21 @@ def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
 _SHAPE, _DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "device"))
 
 
-def has_kernel(op: str, lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether the table has a kernel for the whole step of these tensors: plain, contiguous, of one kind."""
-    tensors = [*chain(*lists)]
+NARROW = (torch.float16, torch.bfloat16)
+KINDS = (torch.float32, *NARROW)
+"""Dtypes of params and gradients that kernels take; moments are float32."""
+
+
+def has_kernel(op: str, first: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
+    """Return whether the table has a kernel for the whole step of these tensors: contiguous, and on one device.
+
+    Args: first: the list that may be in half precision, all of it in one. others: lists in float32.
+    """
+    tensors = [*first, *chain(*others)]
     if not tensors or not is_concrete(*tensors):
         return False
-    alike = {*map(_DTYPE, tensors)} == {torch.float32} and len({*map(_DEVICE, tensors)}) == 1
+    kinds, wide = {*map(_DTYPE, first)}, {*map(_DTYPE, chain(*others))} <= {torch.float32}
+    alike = wide and len(kinds) <= 1 and kinds <= {*KINDS} and len({*map(_DEVICE, tensors)}) == 1
     return alike and all(map(Tensor.is_contiguous, tensors)) and bool(cells(op, tensors[0].device.type))
 
 

@@ -92,7 +92,7 @@ def synchronise(
     h, average = rule.hyper, average_of(rule.average)
     if descent != Descent(0.0, ()):
         return BEHIND
-    if not isinstance(average, CodedAverage) or average.layout == "fused":
+    if not isinstance(average, CodedAverage) or average.rule.layout == "fused":
         return "0/1 Adam has kernels for fn.compressed_average over one axis, in the layouts 'flat' and 'per_tensor'"
     eligible = Eligibility("adamw_", FIELDS)
 
@@ -100,7 +100,7 @@ def synchronise(
         return float(on_host(own.elapsed).add(_rate(h)).to(own.elapsed.dtype))
 
     def fits(updates: Tree, own: ZeroOneAdamState, params: Tree) -> list[list[Tensor]] | None:
-        moved = axis_size(average.axis) > 1 and elapsed_after(own) >= SMALLEST
+        moved = axis_size(average.rule.axis) > 1 and elapsed_after(own) >= SMALLEST
         return eligible(updates, own, params) if moved else None
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], own: ZeroOneAdamState, reach: Reach) -> Sized:

@@ -101,16 +101,19 @@ def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
 def _two_level(model: Model, net: Network, bucket: int, interval: int) -> list[Method]:
     """Shards of the mean inside the node are what travels between nodes, as on the replica axis of HSDP."""
 
-    def between(send: Callable[..., list[Message]]) -> Sends:
+    def between(send: Callable[..., list[Message]], *, coded: bool = False) -> Sends:
         def sends(part: Model) -> list[Message]:
             shard = Model(tuple((-(-n // net.per_node),) for n in part.lengths), part.width)
             scatter, gather = traffic.halves(part, net.per_node)
-            return [scatter, *send(shard, net.nodes, axis="node"), gather]
+            sent = send(shard, net.nodes, axis="node")
+            if coded:  # the codes of the mean go on within the node as they came
+                gather = gather._replace(size=(net.per_node - 1) * sent[-1].size * net.nodes // (net.nodes - 1))
+            return [scatter, *sent, gather]
 
         return sends
 
-    signs = between(partial(traffic.codes, codec=sign()))
-    direct = between(partial(traffic.codes, codec=sign(), servers=False))
+    signs = between(partial(traffic.codes, codec=sign()), coded=True)
+    direct = between(partial(traffic.codes, codec=sign(), servers=False), coded=True)
     direct_passes = passes_without_servers(net.nodes) / net.per_node
     made = partial(_method, model, "two-level", bucket)
     return [
@@ -124,7 +127,7 @@ def _two_level(model: Model, net: Network, bucket: int, interval: int) -> list[M
         made("zero_one_adam, servers=False", direct, overlapped=False, passes=direct_passes, interval=interval),
         made(
             "onebit_adam, int8",
-            between(partial(traffic.codes, codec=int8())),
+            between(partial(traffic.codes, codec=int8()), coded=True),
             overlapped=False,
             passes=36 / net.per_node,
         ),

@@ -109,7 +109,8 @@ def _exact_average(axis: AxisNames | None) -> Transform:
         leaves, structure = tree.flatten(_in_order(updates, params))
         found: dict[int, Tensor] = {}
         for bucket in layouts.buckets(leaves, 1, 1, "flat"):
-            mean = exact_mean(layouts.join(leaves, bucket), axis)
+            x = layouts.join(leaves, bucket)
+            mean = exact_mean(x, axis, consume=layouts.is_fresh(x, leaves))
             found.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
         return layouts.restore(structure, found), state
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives.autograd import is_recorded
 from fn.collectives.codecs.segments import Segments
+from fn.collectives.hierarchy import pieces
 from fn.errors import expected
 from fn.kernels import memory_pool, reference
 from fn.kernels.tracing import cached_plan, is_concrete
@@ -98,6 +99,26 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     if len(pieces) == 1:
         return pieces[0].reshape(-1)
     return torch.cat(pieces, dim=1).reshape(-1)
+
+
+def parts(bucket: Bucket) -> list[Bucket]:
+    """Return the buckets of a bucket's `pieces`, in which tensors travel exactly; a fused one is a single piece."""
+    cuts = pieces(bucket.segments)
+    if bucket.fused or len(cuts) == 1:
+        return [bucket]
+    found = []
+    for first, end in cuts:
+        segments = Segments(bucket.segments.widths[first:end], bucket.segments.valid[:, first:end].contiguous())
+        found.append(Bucket(bucket.leaf_indices[first:end], bucket.shapes[first:end], segments))
+    return found
+
+
+def is_fresh(x: Tensor, leaves: Sequence[Tensor]) -> bool:
+    """Return whether a vector that `join` made of leaves lies in none of them."""
+    if not is_concrete(x, *leaves):
+        return False
+    memory = x.untyped_storage()._cdata
+    return all(leaf.untyped_storage()._cdata != memory for leaf in leaves)
 
 
 def paired_views(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:

@@ -169,7 +169,8 @@ def test_the_slow_network_carries_the_codes_of_a_share_only():
         g = torch.randn(nodes, local, n)
         on_grid(lambda g: tx.compressed_update([g], tx.init([g]), [g])[0], nodes, local, out_dims=None)(g)
     assert sent.on("node") == 2 * (n / local) * (4 + 32 / 256) / 8 / 2
-    assert sent.on("local") == 2 * 4 * n * 3 / 4
+    codes = sent.on("node") / 2 * nodes / (nodes - 1)
+    assert sent.on("local") == 4 * n * 3 / 4 + (local - 1) * codes  # the mean comes back as the codes that it was
     with fn.ledger() as exact:
         on_grid(lambda g: fn.average(AXES).warmup_update([g], (), [g])[0], nodes, local, out_dims=None)(g)
     assert exact.on("node") == 4 * n / local

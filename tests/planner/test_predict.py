@@ -195,7 +195,7 @@ def test_two_ranks_or_nodes_on_a_slow_link_need_no_servers(net, topology):
         direct, through = (found.of(f"onebit_adam{kind}{overlapped}", topology) for kind in (", servers=False", ""))
         assert direct.step < through.step
         assert direct.coding < through.coding
-        assert direct.method.size == pytest.approx(through.method.size, rel=1e-3)
+        assert direct.method.size == pytest.approx(through.method.size, rel=0.04)  # codes of both nodes go on in each
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,15 @@ IN_PLACE = ("adamw", "onebit_adam", "onebit_lamb", "zero_one_adam")
 """Optimizers whose steps `foreach` can take in place."""
 
 
-def echo() -> Binding:
-    """Bind the axis "data" to two ranks, of which the other one says what this one says."""
-    way = transports.Transport(
-        all_to_all=lambda x: x.clone(), all_gather=lambda x: torch.stack([x, x]), psum=lambda x: x.add_(x)
-    )
-    return Binding({"data": Axis(2, torch.tensor(0), transports.register("echo", way))})
+def echo(*names: str, size: int = 2) -> Binding:
+    """Bind axes, "data" if none is named, to so many ranks each, of which the others say what this one says."""
+
+    def carried(name: str) -> str:
+        return transports.register(f"echo {name}", transports.Transport(
+            all_to_all=lambda x: x.clone(), all_gather=lambda x: torch.stack([x] * size), psum=lambda x: x.mul_(size)
+        ))  # fmt: skip
+
+    return Binding({name: Axis(size, torch.tensor(0), carried(name)) for name in names or ("data",)})
 
 
 def held(self: bounds.Bounds, reach: Any, link: Any, lists: Any) -> bool:

@@ -8,8 +8,19 @@ has arrived and all buckets before it have left.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
+
+from fn.adapters.optim.param_groups import as_list
+from fn.errors import expected
+
+BUCKET = 3 << 20
+"""Elements that travel together: small enough to start early, large enough for few messages, for each has its price."""
+
+BUCKET_OF_ACCELERATOR = 48 << 20
+"""And on an accelerator, where a message costs launches and a fast network carries it before more would be ready."""
 
 Bucket = Sequence[Tensor]
 
@@ -89,3 +100,38 @@ def split(params: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
         buckets[-1].insert(0, p)
         count += p.numel()
     return buckets
+
+
+def enough(device: torch.device) -> int:
+    """Return how many elements travel together on a device, unless somebody says something else."""
+    return BUCKET if device.type == "cpu" else BUCKET_OF_ACCELERATOR
+
+
+def bucketed(params: Iterable[Any], elements: int | None = None) -> list[dict[str, Any]]:
+    """Split parameters, or param groups, into param groups that `overlap` sends one by one.
+
+    Args: params: as for an optimizer, named ones, too. elements: that a group may have; of larger ones the first
+        part and the last ones are smaller, so that the wire begins and ends soon. None: `BUCKET`, and on an
+        accelerator `BUCKET_OF_ACCELERATOR`.
+    Returns: param groups with the hyper-parameters of those that they are parts of, the last parameters first. A group
+        may be given a "name", by which to look its parts up afterwards.
+    Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors, or have no order.
+    """
+    if elements is not None and elements < 1:
+        raise ValueError(expected("elements", "a whole number of at least 1", f"{elements}"))
+    listed = as_list(params)
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    return [{**group, "params": bucket} for group in groups for bucket in _buckets(group["params"], elements) if bucket]
+
+
+def _buckets(params: Any, elements: int | None) -> list[list[Any]]:
+    """Return what `split` makes of tensors or (name, tensor), the names kept."""
+    entries = [params] if isinstance(params, Tensor) else list(params)
+    tensors: list[Any] = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
+    for entry, p in zip(entries, tensors, strict=True):
+        if not isinstance(p, Tensor):
+            raise TypeError(expected("params", "tensors, or pairs of (name, tensor)", type(entry).__name__))
+    if elements is None:
+        elements = enough(tensors[0].device) if tensors else BUCKET
+    given = {id(p): entry for entry, p in zip(entries, tensors, strict=True)}
+    return [[given[id(p)] for p in bucket] for bucket in split(tensors, elements)]

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from fn.adapters.ddp.buckets import split
+from fn.adapters.ddp.buckets import bucketed, enough, split
 from fn.adapters.ddp.comm_thread import bind_twin, seconds_per_byte
 from fn.adapters.ddp.grad_hooks import DdpBuckets, GradientHooks
 from fn.adapters.ddp.gradient_averaging import GradientAverage
 from fn.adapters.ddp.overlapped import Overlap
 from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.param_groups import as_list, check_make
+from fn.adapters.optim.param_groups import check_make
 from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import ALONE, bind, ranks_around
@@ -40,9 +40,6 @@ from fn.collectives.transports.registry import registered
 from fn.errors import expected
 from fn.schedules import Schedule
 from fn.transforms.average import average, compressed_average
-
-BUCKET = 3 << 20
-"""Elements that travel together: small enough to start early, large enough for few messages, for each has its price."""
 
 AXIS = "data"
 """What the ranks of a model are called here."""
@@ -64,22 +61,6 @@ def keep_local(model: Any) -> Any:
     checked = _check(model)
     _hook(checked, _unless_joining(checked, noop_hook))
     return model
-
-
-def bucketed(params: Iterable[Any], elements: int = BUCKET) -> list[dict[str, Any]]:
-    """Split parameters, or param groups, into param groups that `overlap` sends one by one.
-
-    Args: params: as for an optimizer, named ones, too. elements: that a group may have; of larger ones the first
-        part and the last ones are smaller, so that the wire begins and ends soon.
-    Returns: param groups with the hyper-parameters of those that they are parts of, the last parameters first. A group
-        may be given a "name", by which to look its parts up afterwards.
-    Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors, or have no order.
-    """
-    if elements < 1:
-        raise ValueError(expected("elements", "a whole number of at least 1", f"{elements}"))
-    listed = as_list(params)
-    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    return [{**group, "params": bucket} for group in groups for bucket in _buckets(group["params"], elements) if bucket]
 
 
 def overlap(
@@ -164,7 +145,7 @@ def optimizer(
     *,
     params: Iterable[Any] | None = None,
     scaler: Any = None,
-    elements: int = BUCKET,
+    elements: int | None = None,
     least_wire_seconds: float = LEAST_WIRE_SECONDS,
     **options: Any,
 ) -> Optimizer:
@@ -204,7 +185,7 @@ def average_gradients(
     *,
     schedule: Schedule | None = None,
     scaler: Any = None,
-    elements: int = BUCKET,
+    elements: int | None = None,
     servers: bool = True,
 ) -> GradientAverage:
     """Let DDP average gradients in codes, behind the backward pass, for any optimizer.
@@ -220,7 +201,7 @@ def average_gradients(
         schedule: step -> Phase; in the warm-up the mean is exact. None: always compressed.
         scaler: the `torch.amp.GradScaler` that scales the loss, if one does: gradients are unscaled before they are
             encoded and scaled again after that.
-        elements: that travel together, at least.
+        elements: that travel together, at least; None as for `bucketed`.
         servers: as for `compressed_average`; False is faster for two ranks.
     Returns: what runs it; its `states` are the errors, `state_dict` and `load_state_dict` continue it.
     Raises: TypeError if the model is of another type; ValueError, on all ranks, if they disagree. From then on
@@ -234,6 +215,7 @@ def average_gradients(
     _check_params(params, [])
     schedule = schedule or (lambda step: Phase.COMPRESSED)
     transform = chain(average(AXIS), compressed_average(AXIS, codec, feedback, servers=servers))
+    elements = enough(params[0].device) if elements is None else elements
     buckets = split(params, elements)
     with bind({AXIS: group}), torch.no_grad():
         check_agreement(AXIS, {"elements": elements, **describe(schedule)}, params[0].device)
@@ -310,17 +292,6 @@ def _threads(group: dist.ProcessGroup, device: torch.device) -> int:
     of two groups in different orders, each may wait for what the other cannot start any more. Threads keep no order.
     """
     return THREADS if group._get_backend(device).name() == "gloo" else 1
-
-
-def _buckets(params: Any, elements: int) -> list[list[Any]]:
-    """Return what `split` makes of tensors or (name, tensor), the names kept."""
-    entries = [params] if isinstance(params, Tensor) else list(params)
-    tensors: list[Any] = [entry[1] if isinstance(entry, tuple) and len(entry) == 2 else entry for entry in entries]
-    for entry, p in zip(entries, tensors, strict=True):
-        if not isinstance(p, Tensor):
-            raise TypeError(expected("params", "tensors, or pairs of (name, tensor)", type(entry).__name__))
-    given = {id(p): entry for entry, p in zip(entries, tensors, strict=True)}
-    return [[given[id(p)] for p in bucket] for bucket in split(tensors, elements)]
 
 
 def _unless_joining(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

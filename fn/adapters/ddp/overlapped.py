@@ -31,7 +31,7 @@ from fn.base import Phase
 from fn.collectives.axis import Binding
 from fn.collectives.ledger import ledger
 from fn.collectives.transports.failure_detection import raising_peer_lost
-from fn.inplace.protocol import Staged
+from fn.inplace.protocol import Staged, settled
 
 logger = logging.getLogger("fn")
 
@@ -222,7 +222,8 @@ class Overlap:
         steps = [jobs[group].result() for group in sorted(jobs)]
         for thread in self._threads:
             thread.catch_up()
-        if len(steps) < len(groups) or not all(step.ok for step in steps):
+        steps = settled(steps)
+        if len(steps) < len(groups) or not all(step.ok and step.safe for step in steps):
             return None, changed
         if others_absent:
             return None, changed  # DDP knows on all ranks alike which parameters had no part; the step asks once more

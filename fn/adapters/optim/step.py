@@ -32,7 +32,7 @@ from fn.adapters.optim.gradients import unscaled, with_residuals
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.signals import begin_writing
 from fn.adapters.optim.training import Training
-from fn.adapters.optim.warnings import warn_of_thawed
+from fn.adapters.optim.warnings import say_slow, warn_of_thawed
 from fn.base import Phase, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
 from fn.errors import expected
@@ -118,6 +118,8 @@ def _move(training: Training, phase: Phase, update: Update, grads: Grads) -> Seq
                 if step.safe:
                     commit([step], states)
                     return None
+            elif staged is not None:
+                say_slow(training, phase, grads)
             updates, _ = update.donated(grads, states, tuple([p.detach() for p in group] for group in params))
             return tuple(updates)
 
@@ -212,9 +214,11 @@ def stage(
         its arguments.
     """
     if in_place is not None and in_place.fits(grads, state, params):
-        found = in_place.stage(grads, state, params).settled()  # here, where only the thread that communicates waits
-        if found.safe:
+        found = in_place.stage(grads, state, params)
+        if not found.on_host:  # whoever writes it asks the device once, for all groups
             return found
+        if found.settled().safe:
+            return found.settled()
     params = [p.detach() for p in params]
     moves, after = checked(update)(grads, state, params)
 

@@ -70,6 +70,8 @@ class Training:
     """Set by `fn.adapters.ddp.overlap`: see `Overlap.ahead`."""
     compiled_at: set[int] = field(default_factory=set)
     """Steps with other hyper-parameters, of updates that are compiled."""
+    said: set[Any] = field(default_factory=set)
+    """What was said in the log already."""
     counts: tuple[Tree, list[Tensor]] = (), []
 
     def __getstate__(self) -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -16,6 +17,7 @@ from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.training import Training
 from fn.base import Phase
 from fn.collectives.primitives import psum
+from fn.inplace.explain import slow_tensors
 from fn.kernels.reference import over_root
 from fn.kernels.table import cells
 from fn.schedules import phase_of
@@ -23,6 +25,8 @@ from fn.transforms.adam import OnebitAdamState
 from fn.transforms.sharded import ShardedState
 from fn.transforms.shards import divisions
 from fn.transforms.zero_one_adam import ZeroOneAdamState
+
+logger = logging.getLogger("fn")
 
 LARGE = 1 << 20
 """Elements from which it matters whether kernels are fused."""
@@ -198,3 +202,12 @@ def _measure(mu: Tensor, nu: Tensor, eps: float) -> tuple[float, int, int, float
     return float(steps.max()), int(far.sum()), mu.numel(), float((size * far).max()) / ORDINARY
 
 
+def say_slow(training: Training, phase: Phase, grads: Sequence[Sequence[Tensor]]) -> None:
+    """Say once in the log, on an accelerator as a warning, why steps that could be in place are taken link by link."""
+    for group, (params, updates) in enumerate(zip(training.params, grads, strict=True)):
+        reason = slow_tensors(params, updates) if params else ""
+        if reason and ("slow", reason) not in training.said:
+            training.said.add(("slow", reason))
+            level = logging.INFO if params[0].device.type == "cpu" else logging.WARNING
+            text = "the %s step is taken link by link, in several times the memory traffic: in param group %d %s"
+            logger.log(level, text, phase.value, group, reason)

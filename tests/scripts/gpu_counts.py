@@ -1,0 +1,303 @@
+"""Count what steady steps of `fn.Optimizer` cost on a GPU, without one: launches, host waits, collectives, memory.
+
+The model is a GPT of 1.3 billion parameters in 292 tensors, on one rank of 8, or of 4 nodes with 8 ranks each. Its
+tensors are torch's fake ones, as in `other_device`: they have a device and a size, and no numbers; what the host reads
+of them is made up. A function of a list is as many launches as CUDA makes of it, a kernel of Triton's is one. Every
+read by the host waits for what was queued on the device; so does a copy to it from memory that is not pinned.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import weakref
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from other_device import NAME, echo
+
+import fn
+from fn.adapters.optim import optimizer as torch_optim
+from fn.adapters.optim import training
+from fn.inplace import zero_one_adam
+from fn.kernels import ops, tracing
+from fn.kernels.eager import foreach
+from fn.kernels.gpu import launching, triton
+from fn.transforms import agreed, average
+
+_setup_privateuseone_for_python_backend(NAME)
+DEVICE = torch.device(NAME, 0)
+WIDTH, LAYERS, WORDS, CONTEXT = 2048, 24, 50257, 2048
+GROUPS = 2
+HOME = str(Path(fn.__file__).parent)
+
+TENSORS_OF_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # lists that a function reads and writes -> tensors
+BLOCK, BLOCKS_OF_A_LAUNCH = 1 << 16, 320
+PARTS_OF_A_LAUNCH = 128  # of a concatenation
+
+
+class Limits(NamedTuple):
+    """The most of each: launches, waits of the host, collectives; new bytes per parameter at the peak."""
+
+    launches: int
+    waits: int
+    collectives: int
+    bytes: float
+
+
+class Case(NamedTuple):
+    """A step that is counted. axes: names and sizes. form: of the params and gradients."""
+
+    name: str
+    make: Any
+    phase: fn.Phase
+    limits: Limits
+    hyper: dict[str, Any] = {}  # noqa: RUF012
+    axes: tuple[str, ...] = ("data",)
+    dtype: torch.dtype = torch.float32
+    format: torch.memory_format = torch.contiguous_format
+
+    def __str__(self) -> str:
+        parts = [self.name, self.phase.value, *(f"{k}={v}" for k, v in self.hyper.items())]
+        parts += ["two axes"] * (len(self.axes) > 1) + ["bf16"] * (self.dtype == torch.bfloat16)
+        return ", ".join([*parts, *["channels_last"] * (self.format == torch.channels_last)])
+
+
+BOTH = ("local", "node")
+W, C, L = fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.LOCAL
+CASES = [
+    Case("adamw", fn.adamw, W, Limits(100, 1, 1, 4)),
+    Case("1-bit Adam", fn.onebit_adam, W, Limits(100, 1, 1, 4)),
+    Case("1-bit Adam", fn.onebit_adam, C, Limits(200, 1, 2, 1.5)),
+    Case("1-bit Adam", fn.onebit_adam, C, Limits(200, 1, 2, 1.5), {"bias_correction": True}),
+    Case("1-bit Adam", fn.onebit_adam, W, Limits(100, 1, 3, 4), axes=BOTH),
+    Case("1-bit Adam", fn.onebit_adam, C, Limits(300, 1, 4, 1.5), axes=BOTH),
+    Case("1-bit Adam", fn.onebit_adam, W, Limits(100, 1, 1, 4), dtype=torch.bfloat16),
+    Case("1-bit Adam", fn.onebit_adam, C, Limits(250, 1, 2, 1), dtype=torch.bfloat16),
+    Case("1-bit Adam", fn.onebit_adam, C, Limits(250, 1, 2, 1), format=torch.channels_last),
+    Case("1-bit LAMB", fn.onebit_lamb, W, Limits(250, 1, 1, 4)),
+    Case("1-bit LAMB", fn.onebit_lamb, C, Limits(440, 1, 2, 4)),
+    Case("0/1 Adam", fn.zero_one_adam, W, Limits(100, 1, 1, 4)),
+    Case("0/1 Adam", fn.zero_one_adam, C, Limits(250, 1, 2, 4)),
+    Case("0/1 Adam", fn.zero_one_adam, L, Limits(100, GROUPS, 0, 1)),
+]
+
+
+def place() -> str:
+    """Return the line of this library that is running."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and HOME not in frame.f_code.co_filename:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.removeprefix(HOME)}:{frame.f_lineno}" if frame else "?"
+
+
+def tensors_of(*args: Any) -> list[Tensor]:
+    """Return the tensors in a tree."""
+    return [x for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
+
+
+def launches_of(name: str, args: Any) -> int:
+    """Return how many kernels CUDA launches for an op."""
+    if name == "aten::cat":
+        return -(-len(args[0]) // PARTS_OF_A_LAUNCH)
+    if "_foreach_" not in name and "_fused_" not in name:
+        return 1
+    lists = [a for a in args if isinstance(a, list | tuple) and a and isinstance(a[0], Tensor)]
+    if not lists or not lists[0]:
+        return 0
+    if "_foreach_norm" in name:
+        return 2 * count_of(lists[0], TENSORS_OF_A_LAUNCH[1])
+    alike = all(len({(t.stride(), t.dtype) for t in row}) == 1 and is_dense(row[0]) for row in zip(*lists, strict=True))
+    if not alike:
+        return len(lists[0])
+    deep = len(lists) + (not name.endswith("_"))  # results are a list, too
+    return count_of(lists[0], TENSORS_OF_A_LAUNCH[min(deep, 5)])
+
+
+def count_of(tensors: Any, most: int) -> int:
+    """Return how many launches a list is cut into."""
+    launches, here, blocks = 1, 0, 0
+    for t in tensors:
+        here, blocks = here + 1, blocks + -(-t.numel() // BLOCK)
+        launches += blocks // BLOCKS_OF_A_LAUNCH + (here > most)
+        here, blocks = (1 if here > most else here), blocks % BLOCKS_OF_A_LAUNCH
+    return launches
+
+
+def is_dense(t: Tensor) -> bool:
+    """Return whether elements lie without gaps."""
+    order = sorted(range(t.dim()), key=t.stride)
+    return t.permute(order[::-1]).is_contiguous()
+
+
+class Watch(TorchDispatchMode):
+    """Count reads, copies and launches by where they come from, and bytes that are alive on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: collections.Counter[str] = collections.Counter()
+        self.launches: collections.Counter[str] = collections.Counter()
+        self.collectives = self.live = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, kwargs = func._schema.name, kwargs or {}
+        if name.startswith("fn::") and name[4:] in ops.REFERENCES:
+            with self:
+                return ops.direct(name[4:], *args)
+        tensors = tensors_of(args, kwargs)
+        if name == "aten::_local_scalar_dense":
+            return self.read(func, args[0])
+        if name == "fn::carry":
+            self.collectives += 1
+            self.launches["collective"] += 1
+        if name in ("aten::_to_copy", "aten::copy_"):
+            to = args[0].device if name == "aten::copy_" else torch.device(kwargs.get("device") or args[0].device)
+            if to.type != args[-1].device.type and not kwargs.get("non_blocking"):
+                self.waits[place()] += 1
+        for x in tensors:
+            self.known(x)
+        found = func(*args, **kwargs)
+        there = any(x.device == DEVICE for x in [*tensors, *tensors_of(found)])
+        if there and name.startswith("aten::") and not func.is_view and "empty" not in name:
+            self.launches[f"{name[6:]} {place()}"] += launches_of(name, args)
+        for x in tensors_of(found):
+            if x.device == DEVICE:
+                self.count(x)
+        return found
+
+    def known(self, x: Tensor) -> None:
+        """Take note of what was there before."""
+        self._known.add(x.untyped_storage()._cdata)
+
+    def count(self, x: Tensor) -> None:
+        """Count a storage until it ends."""
+        storage = x.untyped_storage()
+        if storage._cdata in self._known:
+            return
+        key, size = storage._cdata, storage.nbytes()
+        self._known.add(key)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        weakref.finalize(storage, self._end, key, size)
+
+    def _end(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+    def read(self, func: Any, x: Any) -> Any:
+        if x.device == DEVICE:
+            self.waits[place()] += 1
+        elif not isinstance(x, FakeTensor) or x.constant is not None:
+            with _disable_current_modes():
+                return func(x.constant if isinstance(x, FakeTensor) else x)
+        return True if x.dtype == torch.bool else 0.5 if x.is_floating_point() else 1
+
+
+watches: list[Watch] = []
+
+
+def pretend() -> None:
+    """Let fake tensors pass for real ones, with the rows of Triton and torch; a kernel of Triton's is one launch."""
+    table = sys.modules["fn.kernels.table"]
+
+    def launch(kernel: Any, x: Any, programs: int, *args: Any, **constants: Any) -> None:
+        for watch in watches:
+            watch.launches[getattr(kernel, "__name__", "kernel")] += 1
+
+    launching.launch = launch
+    rows = [triton.row(NAME), foreach.row(NAME)]
+    for op in ops.REFERENCES:
+        table._accepted[op, NAME] = tuple(table.Cell(row.name, row.kernels[op]) for row in rows if op in row.kernels)
+    tracing._PLAIN.add(FakeTensor)
+    vars(tracing)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
+    for module, check in ((training, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
+                          (agreed, "check_agreement"), (average, "check_agreement")):  # fmt: skip
+        vars(module)[check] = lambda *args, **kwargs: None
+    vars(zero_one_adam)["check_synchronised"] = lambda elapsed: None  # a number that is not there reads as 0.5
+    made = torch.tensor
+
+    def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> Tensor:
+        found = made(data, dtype=dtype)
+        if device is None or torch.device(device).type != NAME:
+            return found
+        for watch in watches:
+            watch.waits[place()] += 1
+        return torch.empty(found.shape, dtype=found.dtype, device=device)
+
+    torch.tensor = tensor
+
+
+def shapes() -> list[tuple[int, ...]]:
+    """Return the shapes of the model's tensors."""
+    w = WIDTH
+    layer = [(w,), (w,), (3 * w, w), (3 * w,), (w, w), (w,), (w,), (w,), (4 * w, w), (4 * w,), (w, 4 * w), (w,)]
+    return [(WORDS, w), (CONTEXT, w), *layer * LAYERS, (w,), (w,)]
+
+
+def made(case: Case) -> list[torch.nn.Parameter]:
+    """Return the params of a case, of which a channels_last one has matrices as convolutions of one place."""
+    found = []
+    for shape in shapes():
+        if case.format == torch.channels_last and len(shape) == 2:
+            x = torch.empty((shape[0], shape[1] // 4, 2, 2), dtype=case.dtype, device=DEVICE, memory_format=case.format)
+        else:
+            x = torch.empty(shape, dtype=case.dtype, device=DEVICE)
+        found.append(torch.nn.Parameter(x))
+    return found
+
+
+def steady(case: Case) -> tuple[Watch, float]:
+    """Return what the third step costs, and its new bytes per parameter."""
+    params = made(case)
+    groups = [{"params": params[g::GROUPS]} for g in range(GROUPS)]
+    axis: Any = case.axes if len(case.axes) > 1 else case.axes[0]
+    with Watch():
+        opt = fn.Optimizer(groups, partial(case.make, axis=axis, **case.hyper), schedule=lambda step: case.phase,
+                           lr=1e-3, refuse_averaged=False)  # fmt: skip
+    opt.steps = 100
+    for p in params:
+        p.grad = torch.empty_like(p)
+    for _ in range(3):
+        with Watch() as watch:
+            watches[:] = [watch]
+            opt.step()
+    watches.clear()
+    return watch, watch.peak / sum(p.numel() for p in params)
+
+
+def main() -> None:
+    """Count all cases, or those whose name holds an argument, which are then shown by place."""
+    pretend()
+    wrong = 0
+    only = sys.argv[1:]
+    for case in CASES:
+        if only and not any(word in str(case) for word in only):
+            continue
+        with echo(*case.axes, size=8), FakeTensorMode(allow_non_fake_inputs=True):
+            watch, new = steady(case)
+        found = Limits(watch.launches.total(), watch.waits.total(), watch.collectives, round(new, 2))
+        groups = Limits(case.limits.launches, case.limits.waits, case.limits.collectives * GROUPS, case.limits.bytes)
+        ok = all(a <= b for a, b in zip(found, groups, strict=True))
+        wrong += not ok
+        print(f"{'ok   ' if ok else 'WRONG'} {case}:", *(f"{v} of {m} {k}," for k, v, m in zip(Limits._fields, found, groups, strict=True)))
+        if only or not ok:
+            print("      waits", dict(watch.waits))
+        if only:
+            for where, n in watch.launches.most_common(15):
+                print("     ", n, where)
+    print(f"{wrong} cost more than they may")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
