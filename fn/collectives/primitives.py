@@ -22,7 +22,7 @@ from fn.collectives.autograd import is_recorded, refuse_to_differentiate
 from fn.collectives.ledger import is_open, record
 from fn.collectives.profiling import step_range
 from fn.collectives.transports.failure_detection import is_loss, peer_lost
-from fn.collectives.transports.registry import carry, registered
+from fn.collectives.transports.registry import carry, carry_sum, registered
 from fn.collectives.transports.tcp_setup import connections
 from fn.errors import expected
 from fn.kernels import memory_pool
@@ -161,14 +161,14 @@ def mean_in_place(x: Tensor, axis: str) -> Tensor:
     Args: x: a contiguous floating tensor. axis: one axis. Raises: as `pmean`; x is lost then.
     """
     size, _, transport = axes.resolve(axis)
-    if size == 1 or not is_concrete(x) or not runs_as_written() or transport in registered or is_recorded([x]):
+    if size == 1 or not is_concrete(x) or is_recorded([x]):
         found: Tensor = pmean(x, axis)
         return found
     count(x, axis, "all_reduce", 2 * (size - 1), size)
     with step_range("average"):
         x = x.div_(size) if x.element_size() < 4 else x
         try:
-            dist.all_reduce(x, group=group_of(transport))
+            x = carry_sum(x, transport) if transport in registered else _add_up(x, transport)
         except RuntimeError as error:
             raise_if_lost(error, "psum", transport)
             raise
@@ -249,10 +249,13 @@ def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tenso
 
 def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if is_concrete(x):
-        out = memory_pool.empty(x.shape, x.dtype, x.device).copy_(x)
-        dist.all_reduce(out, group=group_of(transport))
-        return out
+        return _add_up(memory_pool.empty(x.shape, x.dtype, x.device).copy_(x), transport)
     return _wait(torch.ops._c10d_functional.all_reduce(x, "sum", transport))
+
+
+def _add_up(x: Tensor, transport: str) -> Tensor:
+    dist.all_reduce(x, group=group_of(transport))
+    return x
 
 
 def group_of(transport: str) -> dist.ProcessGroup:

@@ -233,9 +233,9 @@ def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def _judged(size: Tensor, limit: float) -> tuple[bool | Tensor, bool | Tensor]:
-    """Return whether a size is finite, and whether it is within a limit; on its device, if nobody has to wait there."""
+    """Return whether a magnitude is finite, and within a limit; on its device, if nobody has to wait there."""
     if size.device.type != "cpu":
-        return size.isfinite(), size <= limit
+        return size < math.inf, size <= limit
     number = float(size)
     return math.isfinite(number), number <= limit
 

@@ -30,7 +30,7 @@ from fn.collectives.hierarchy import (
 from fn.collectives.profiling import step_range
 from fn.inplace.compressed import EncodeAverages, Serve, encode_averages, successor, through_servers_later
 from fn.inplace.memory import written_into
-from fn.kernels import memory_pool, ops
+from fn.kernels import ops
 from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import CompressedAverage
@@ -267,25 +267,17 @@ def average_of(update: UpdateFn) -> CodedAverage | PureAverage | None:
 
 
 def moving_averages(
-    mu: list[Tensor], grads: list[Tensor], decay: float, bucket: Bucket, factors: list[Tensor] | None = None
+    mu: list[Tensor], grads: list[Tensor], decay: float, bucket: Bucket, factors: Tensor | None = None
 ) -> Tensor:
-    """Return decay * mu + (1 - decay) * grad of a bucket's tensors as one vector (n,), in memory of the pool.
+    """Return decay * mu + (1 - decay) * grad of a bucket's tensors as one vector (n,).
 
-    factors: 0-d, by which the averages of a fused bucket are multiplied; one per tensor.
+    factors: by which the averages are multiplied; one per tensor.
     """
-    shape = bucket.segments.valid.shape[0], bucket.segments.row_length
-    out = memory_pool.empty(shape, mu[0].dtype, mu[0].device)
+    m, g = ([t[i] for i in bucket.leaf_indices] for t in (mu, grads))
+    rows, widths = bucket.segments.valid.shape[0], list(bucket.segments.widths)
     if bucket.fused:
-        flat, pieces = out.view(-1), layouts.split(out.view(-1), bucket)
-        flat[sum(p.numel() for p in pieces) :].zero_()
-        for i, piece in zip(bucket.leaf_indices, pieces, strict=True):
-            torch.lerp(grads[i].to(mu[i].dtype), mu[i], decay, out=piece)
-            if factors is not None:
-                piece.mul_(factors[i])
-        return flat
-    fresh, moments = [grads[i].view(-1) for i in bucket.leaf_indices], [mu[i].view(-1) for i in bucket.leaf_indices]
-    layouts.clear_padding(out, moments, bucket)
-    pairs = zip(*layouts.paired_views(fresh, out, bucket), strict=True)
-    for (g, place), m in zip(pairs, layouts.paired_views(moments, out, bucket)[0], strict=True):
-        torch.lerp(g.to(m.dtype), m, decay, out=place)
-    return out.view(-1)
+        sizes = [*map(Tensor.numel, m)]
+        rows, widths = 1, [*sizes[:-1], sizes[-1] + rows * sum(widths) - sum(sizes)]
+    runs = [value for width in widths for value in (1, width)]
+    found: Tensor = ops.direct("momentum_rows", m, g, decay, factors, rows, runs)
+    return found.view(-1)

@@ -76,7 +76,7 @@ def compressed(
         leaves, mu, nu, fresh = lists
         scaling = _read(own.scaling)
         sent, entering = [*mu, own.tail], [*grads, own.tail]
-        factors = [*tree.leaves(own.scaling), torch.ones_like(scaling[0])]
+        factors = torch.cat([scaling, torch.ones_like(scaling[:1])])
 
         def rows(bucket: Bucket) -> Tensor:
             return moving_averages(sent, entering, h.b1, bucket, factors)

@@ -229,6 +229,9 @@ def arguments(
             tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *each,
         ),
         "momentum_signs": lambda: (tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), *each),
+        "momentum_rows": lambda: (
+            tensors(), leaves(), 0.9, scales(segments) if strided else None, 2, each[1],
+        ),
         "drift": lambda: (
             leaves(), tensors(), tensors(), leaves(), tensors(min=0.0), 0.9, 1e-6, 1e-2, 2, each[1],
         ),

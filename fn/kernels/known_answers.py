@@ -101,6 +101,10 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "momentum_signs": lambda: [
         (*_momentum()[:2], decay, _wave(2, n, seed=2), _valid(), _each(n)) for decay, n in ((0.9, _N), (0.2, _WHOLE))
     ],
+    "momentum_rows": lambda: [
+        (*_momentum()[:2], decay, factors, 2, _each(n))
+        for decay, factors, n in ((0.9, None, _N), (0.2, _wave(_S), _WHOLE))
+    ],
     "drift": lambda: [(*_drift(), decay, 3e-2, 1e-2, 2, _each(n)) for decay, n in ((0.9, _N), (0.2, _WHOLE))],
     "onebit_adam_": lambda: [
         (
@@ -221,7 +225,7 @@ def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: to
 
 def of_sums(op: str) -> bool:
     """Return whether the results of a kernel are sums of terms that other kernels round otherwise."""
-    return op.endswith("_") or op in ("drift", "momentum_encode")
+    return op.endswith("_") or op in ("drift", "momentum_encode", "momentum_rows")
 
 
 def difference(found: Any, expected: Any, rtol: float = 1e-6, *, sums: bool = False) -> str | None:

@@ -31,6 +31,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_PLACE}) -> "
         "(Tensor, Tensor, Tensor)",
         "momentum_signs": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, {_PLACE}) -> (Tensor, Tensor)",
+        "momentum_rows": "(Tensor[] mu, Tensor[] grads, float decay, Tensor? factors, int rows, int[] runs) -> Tensor",
         "drift": "(Tensor[] params, Tensor[] anchors, Tensor[] mu, Tensor[] grads, Tensor[] nu, float decay, "
         "float eps, float lr, int rows, int[] runs) -> Tensor",
         "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_PLACE}, "

@@ -131,13 +131,7 @@ def paired_views(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tu
 
 def clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> None:
     """Write zeros behind the vectors in rows (W, n / W) of a bucket that is not fused."""
-    start = 0
-    for flat, width in zip(tensors, bucket.segments.widths, strict=True):
-        if flat.shape[0] < table.shape[0] * width:
-            whole, rest = divmod(flat.shape[0], width)
-            table[whole, start + rest : start + width].zero_()
-            table[whole + 1 :, start : start + width].zero_()
-        start += width
+    reference.clear_padding(table, [flat.shape[0] for flat in tensors], bucket.segments.widths)
 
 
 def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:

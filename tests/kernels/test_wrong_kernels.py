@@ -64,12 +64,15 @@ def tail_of_the_gradient_is_missed(mu, grads, *rest):
     return REFERENCES["momentum_encode"](mu, short, *rest)
 
 
-def tails_of_the_drift_are_missed(*args):
-    found, start = REFERENCES["drift"](*args), 0
-    for width in args[-1][1::2]:
-        found[:, start + width - width % 8 : start + width] = 0.0
-        start += width
-    return found
+def without_tails_of_rows(op):
+    def wrong(*args):
+        found, start = REFERENCES[op](*args), 0
+        for width in args[-1][1::2]:
+            found[:, start + width - width % 8 : start + width] = 0.0
+            start += width
+        return found
+
+    return wrong
 
 
 def decayed_first(params, grads, mu, nu, b1, b2, eps, decay, *rest):
@@ -99,7 +102,10 @@ WRONG = {
     "drift: decay of the other": with_argument("drift", 5, lambda b: 1 - b),
     "drift: no last step": with_argument("drift", 7, lambda lr: 0.0),
     "drift: moved without a gradient": with_argument("drift", 4, lambda nu: [v + 1e-30 for v in nu]),
-    "drift: tails": tails_of_the_drift_are_missed,
+    "drift: tails": without_tails_of_rows("drift"),
+    "momentum_rows: tails": without_tails_of_rows("momentum_rows"),
+    "momentum_rows: decay of the other": with_argument("momentum_rows", 2, lambda b: 1 - b),
+    "momentum_rows: no factors": with_argument("momentum_rows", 3, lambda factors: None),
     "sign_encode_feedback_: bits reversed": with_first_bits_reversed("sign_encode_feedback_"),
     "sign_encode_feedback_: on a copy": with_argument("sign_encode_feedback_", 0, torch.clone),
     "sign_encode_feedback_: past the end": past_the_end("sign_encode_feedback_", lambda args: args[0]),

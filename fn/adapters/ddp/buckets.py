@@ -19,7 +19,7 @@ from fn.errors import expected
 BUCKET = 3 << 20
 """Elements that travel together: small enough to start early, large enough for few messages, for each has its price."""
 
-BUCKET_OF_ACCELERATOR = 48 << 20
+BUCKET_OF_ACCELERATOR = 64 << 20
 """And on an accelerator, where a message costs launches and a fast network carries it before more would be ready."""
 
 Bucket = Sequence[Tensor]

@@ -195,5 +195,6 @@ class Training:
             raise ValueError("schedule: freeze_when_stable needs a transform whose state has a second moment `nu`")
         if any(dim == 0 for dims in tree.fields(rank_dims(self.states), "nu") for dim in tree.leaves(dims)):
             raise ValueError("schedule: freeze_when_stable needs a second moment that all ranks hold; this is sharded")
-        norms = [leaf.abs().double().sum() for nu in moments for leaf in tree.leaves(nu)]
+        leaves = [leaf for nu in moments for leaf in tree.leaves(nu)]
+        norms = torch._foreach_norm(leaves, 1, dtype=torch.float64) if leaves else []
         return float(torch.stack([norm.to(norms[0].device) for norm in norms]).sum()) if norms else 0.0

@@ -58,13 +58,13 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
 class _Place(NamedTuple):
     """How R rows of n elements are given to the kernels: as K rows with runs; valid (K, S).
 
-    roots: float64, square roots of what each scale counts, at least 1: (K, S), or (1, S) for scales of whole tensors.
+    roots: square roots of what each scale counts, at least 1: (K, S), or (1, S) for scales of whole tensors; by dtype.
     """
 
     rows: int
     valid: Tensor
     runs: list[int]
-    roots: Tensor
+    roots: dict[torch.dtype, Tensor]
 
     def of(self, x: Tensor) -> Tensor:
         """Return x as the kernels' rows."""
@@ -74,7 +74,8 @@ class _Place(NamedTuple):
 def _sign(block: int | None, padding_counts: bool, segments: Segments | None) -> Codec:
     def placed(rows: int, valid: Tensor, runs: list[int]) -> _Place:
         counts = valid if block is not None else valid.sum(0, keepdim=True)
-        return _Place(rows, valid, runs, counts.clamp(min=1).double().sqrt())
+        roots = counts.clamp(min=1).double().sqrt()
+        return _Place(rows, valid, runs, {torch.float64: roots, torch.float32: roots.float()})
 
     @cached_plan
     def place(rows: int, n: int, device: torch.device, merge: bool = True) -> _Place:
@@ -95,7 +96,7 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         """Return the payload, and the scales (K, S) as the kernels take them: root mean squares, 0 where nothing is."""
         if block is None and sums.shape[0] > 1:  # a tensor's scale is the same in all rows
             sums = sums.sum(0, keepdim=True)
-        scales = sums.sqrt().to(dtype) / at.roots.to(dtype)
+        scales = sums.sqrt().to(dtype) / at.roots[dtype]
         if scales.shape[0] != at.rows:
             scales = scales.expand(at.rows, -1).contiguous()
         if rows == at.rows:

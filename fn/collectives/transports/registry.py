@@ -7,7 +7,7 @@ process group. To a compiler the exchange is one opaque op, so a compiled step r
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,11 +48,20 @@ def carry(x: Tensor, size: int, collective: str, transport: str) -> Tensor:
     return carried
 
 
+def carry_sum(x: Tensor, transport: str) -> Tensor:
+    """Run "psum" with a contiguous tensor that nobody needs any more."""
+    return _checked(_transports[transport].psum(x), x, x.shape, "psum", transport)
+
+
 def _run(x: Tensor, size: int, collective: str, transport: str) -> Tensor:
     run: Callable[[Tensor], Tensor] = getattr(_transports[transport], collective)
     sent = x.detach().clone(memory_format=torch.contiguous_format) if collective == "psum" else x.detach().contiguous()
-    found = run(sent)
     shape = torch.Size((size, *x.shape)) if collective == "all_gather" else x.shape
+    return _checked(run(sent), x, shape, collective, transport)
+
+
+def _checked(found: Any, x: Tensor, shape: torch.Size, collective: str, transport: str) -> Tensor:
+    """Return what a transport returned, for x, if it is a tensor like that."""
     if isinstance(found, Tensor) and (found.shape, found.dtype, found.device) == (shape, x.dtype, x.device):
         return found.contiguous()  # as a compiler expects it
     is_tensor = isinstance(found, Tensor)

@@ -19,7 +19,7 @@ from fn.kernels.eager import foreach_lamb, tiled_ints, tiled_signs
 from fn.kernels.eager.foreach_lamb import clear_by_signs
 from fn.kernels.reference.adam import drift
 from fn.kernels.reference.lamb import lamb_moments_, lamb_step_, onebit_lamb_moments_
-from fn.kernels.reference.layout import paired_views, plain, widths_of
+from fn.kernels.reference.layout import clear_padding, paired_views, plain, widths_of
 from fn.kernels.table import Accelerator
 from fn.kernels.tracing import cached_plan
 
@@ -51,6 +51,29 @@ def chunks(*lists: Sequence[Tensor]) -> Iterator[list[list[Tensor]]]:
                 found, count = [[] for _ in lists], 0
     if count:
         yield found
+
+
+def momentum_rows(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, factors: Tensor | None, rows: int, runs: Sequence[int]
+) -> Any:
+    """See `reference.momentum_rows`. Without temporaries, in memory of the pool."""
+    if not plain(mu, grads, () if factors is None else (factors,)) or not mu:
+        return NotImplemented
+    widths = widths_of(runs)
+    out = memory_pool.empty((rows, sum(widths)), mu[0].dtype, mu[0].device)
+    clear_padding(out, [*map(Tensor.numel, mu)], widths)
+    averages, start = [], 0
+    for i, (m, g, width) in enumerate(zip(mu, grads, widths, strict=True)):
+        here = out[:, start : start + width]
+        (moments, places), (fresh, _) = (paired_views([t.view(-1)], here, [width]) for t in (m, g))
+        for x, new, place in zip(moments, fresh, places, strict=True):
+            torch.lerp(new, x, decay, out=place)
+            averages.append((place, i))
+        start += width
+    if factors is not None:
+        for place, i in averages:
+            place.mul_(factors[i])
+    return out
 
 
 def momentum_encode(
@@ -176,7 +199,7 @@ AS_THEY_ARE = (drift, lamb_moments_, onebit_lamb_moments_, lamb_step_)
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    found = (momentum_encode, onebit_adam_, adamw_, *AS_THEY_ARE)
+    found = (momentum_encode, momentum_rows, onebit_adam_, adamw_, *AS_THEY_ARE)
     kernels: dict[str, Any] = {f.__name__: f for f in found}
     if device_type == "cpu":
         kernels |= tiled_signs.KERNELS | tiled_ints.KERNELS

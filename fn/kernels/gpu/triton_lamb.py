@@ -65,6 +65,24 @@ def lamb_step_(
     return None
 
 
+def momentum_rows(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, factors: Tensor | None, rows: int, runs: Sequence[int]
+) -> Any:
+    """See `reference.momentum_rows`."""
+    dtype, contiguous = dtype_of(grads), all(t.is_contiguous() for t in (*mu, *grads))
+    if dtype is None or not mu or not single(mu, () if factors is None else (factors,)) or not contiguous:
+        return NotImplemented
+    at = cut(runs, mu[0].device)
+    where = addresses(mu, grads, widths=at.at.widths.tolist())
+    out = torch.empty((rows, at.at.n), device=mu[0].device)
+    scale = out if factors is None else factors.contiguous()
+    ends = where.table, at.table, scale, out, decay, at.at.n, len(at.at.table)
+    constants = {"G": dtype, "FACTORS": factors is not None,
+                 "ALIGNED": where.aligned and at.at.whole, "BLOCK": at.block}  # fmt: skip
+    launching.launch(kernels.average_rows, out, rows * len(at.at.table), *ends, **constants)
+    return out
+
+
 def drift(
     params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
     nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
@@ -83,4 +101,5 @@ def drift(
     return out
 
 
-KERNELS = {f.__name__: f for f in (lamb_moments_, onebit_lamb_moments_, lamb_step_, drift)}
+_CELLS = (lamb_moments_, onebit_lamb_moments_, lamb_step_, momentum_rows, drift)
+KERNELS = {f.__name__: f for f in _CELLS}

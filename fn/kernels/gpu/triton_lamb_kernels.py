@@ -129,6 +129,30 @@ def step(addresses, table, rates, eps, weight_decay, n, blocks, P: tl.constexpr,
 
 
 @jit
+def average_block(mu, g, out, decay, factor, have, length, FACTORS: tl.constexpr, FULL: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """Write the moving average, zero behind the end."""
+    i = tl.arange(0, BLOCK)
+    x = lerp(load(g, i, have, FULL), load(mu, i, have, FULL), decay)
+    store(out, i, x * factor if FACTORS else x, length, FULL)
+
+
+@kernel
+def average_rows(addresses, table, factors, out, decay, n, blocks, G: tl.constexpr, FACTORS: tl.constexpr,
+                 ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the moving averages of tensors into rows (R, n). addresses: of mu, gradients."""
+    r, _, place, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    tensor = addresses + s * 4
+    start, have = piece_of(tensor + 2, r, offset, length, ALIGNED)
+    mu, g = pointer(tensor, start, tl.float32, ALIGNED), pointer(tensor + 1, start, G, ALIGNED)
+    factor = tl.load(factors + s) if FACTORS else 1.0
+    if have == BLOCK:
+        average_block(mu, g, out + place, decay, factor, have, length, FACTORS, True, BLOCK)
+    else:
+        average_block(mu, g, out + place, decay, factor, have, length, FACTORS, False, BLOCK)
+
+
+@jit
 def drift_block(p, anchor, mu, g, nu, out, decay, eps, lr, have, length, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """Write the drift, zero behind the end."""
     i = tl.arange(0, BLOCK)

@@ -58,7 +58,7 @@ def momentum_encode(
 
     Args: mu, grads: S tensors each; decay; the rest, and the results, as for `reference.sign_encode_feedback`.
     """
-    averages = _averages(mu, grads, decay, buffer.shape[0], runs)
+    averages = momentum_rows(mu, grads, decay, None, buffer.shape[0], runs)
     return sign_encode_feedback(averages, buffer, sent, valid, runs)
 
 
@@ -69,13 +69,24 @@ def momentum_signs(
 
     Args: as there; buffer (R, n) the error.
     """
-    return sign_encode(_averages(mu, grads, decay, buffer.shape[0], runs) + buffer, valid, runs)
+    return sign_encode(momentum_rows(mu, grads, decay, None, buffer.shape[0], runs) + buffer, valid, runs)
 
 
-def _averages(
-    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, rows: int, runs: Sequence[int]
+def momentum_rows(
+    mu: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    decay: float,
+    factors: Tensor | None,
+    rows: int,
+    runs: Sequence[int],
 ) -> Tensor:
+    """Return the moving average decay * mu + (1 - decay) * grad of every tensor as rows (R, n).
+
+    Args: mu, grads: S tensors each; decay; factors: (S,), what the averages are multiplied by; rows: R; runs.
+    """
     averages = [rules.lerp(g.to(m.dtype), m, decay) for m, g in zip(mu, grads, strict=True)]
+    if factors is not None:
+        averages = [x * factor for x, factor in zip(averages, factors.unbind(), strict=True)]
     return rows_of(averages, rows, runs)
 
 
@@ -164,7 +175,7 @@ def onebit_adam_feedback_(
     Args: grads, decay, buffer (R, n): as `momentum_signs` had them. sent (R, S): the scales that its codes were sent
         with. The rest as there.
     """
-    b = _averages(mu, grads, decay, buffer.shape[0], runs) + buffer
+    b = momentum_rows(mu, grads, decay, None, buffer.shape[0], runs) + buffer
     descent = eps, weight_decay, lr, mu_weight, nu_weight
     onebit_adam_(params, mu, nu, bits, scales, valid, runs, *descent, keep_zeros, [])
     buffer.copy_(sign_residual(b, sent, valid, runs))

@@ -112,6 +112,17 @@ def paired_views(tensors: Sequence[Tensor], table: Tensor, widths: Sequence[int]
     return flats, rows
 
 
+def clear_padding(table: Tensor, sizes: Sequence[int], widths: Sequence[int]) -> None:
+    """Write zeros into rows (R, n) behind the ends of vectors of so many elements, R pieces each."""
+    start = 0
+    for size, width in zip(sizes, widths, strict=True):
+        if size < table.shape[0] * width:
+            whole, rest = divmod(size, width)
+            table[whole, start + rest : start + width].zero_()
+            table[whole + 1 :, start : start + width].zero_()
+        start += width
+
+
 def plain(*lists: Sequence[Tensor]) -> bool:
     """Return whether all tensors are what kernels on lists take: contiguous float32."""
     return dtypes_of(*lists) <= {torch.float32} and contiguous(*lists)

@@ -26,11 +26,13 @@ POINTERS = {
     "codes": "*u8", "kept": "*i8", "error": "*i8", "squares": "*fp64", "sums": "*fp64", "parts": "*fp64",
     "x": "*fp32", "buffer": "*fp32", "sent": "*fp32", "out": "*fp32", "scales": "*fp32", "b": "*fp32",
     "error_scales": "*fp32", "kept_scales": "*fp32", "peaks": "*fp32", "rates": "*fp32", "scaling": "*fp32",
+    "factors": "*fp32",
 }  # fmt: skip
 NUMBERS = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down", "right")
 CONSTANTS = {
     "BLOCK": 4096, "COUNT": 1, "FEEDBACK": True, "ALIGNED": True, "WIDTH": 8, "PEAKS": True, "KEEP_ZEROS": True,
-    "FROZEN": False, "COPIES": True, "P": tl.float32, "G": tl.float32, "C": tl.bfloat16, "A": tl.float32,
+    "FROZEN": False, "COPIES": True, "FACTORS": True,
+    "P": tl.float32, "G": tl.float32, "C": tl.bfloat16, "A": tl.float32,
 }  # fmt: skip
 MODULES = (triton_kernels, triton_int_kernels, triton_step_kernels, triton_lamb_kernels, triton_sums)
 KERNELS = {
