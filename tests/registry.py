@@ -96,6 +96,17 @@ each_phase = pytest.mark.parametrize(
     ("optimizer", "phase"), _CASES, ids=[f"{optimizer.name}-{phase.value}" for optimizer, phase in _CASES]
 )
 
+QUICK = ("onebit_adam-compressed", "zero_one_adam-local", "loco_adamw-compressed")
+"""What stands for all phases in a test that compiles C++ for each; the others are part of `make reliability-test`."""
+
+each_phase_in_time = pytest.mark.parametrize(
+    ("optimizer", "phase"),
+    [
+        pytest.param(*case, id=name, marks=[] if name in QUICK else [pytest.mark.reliability])
+        for case, name in ((case, f"{case[0].name}-{case[1].value}") for case in _CASES)
+    ],
+)
+
 _LACKING = [(optimizer, phase) for optimizer in OPTIMIZERS for phase in Phase if phase not in optimizer.phases]
 
 each_missing_phase = pytest.mark.parametrize(

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from registry import OPTIMIZERS, each_missing_phase, each_optimizer, each_phase, each_with_an_exact_warmup
+from registry import (
+    OPTIMIZERS,
+    each_missing_phase,
+    each_optimizer,
+    each_phase,
+    each_phase_in_time,
+    each_with_an_exact_warmup,
+)
 
 import fn
 from fn import Phase, tree
@@ -342,7 +349,7 @@ def test_compiled_in_one_graph_it_agrees_with_eager_and_is_never_compiled_again(
 
 
 @pytest.mark.slow
-@each_phase
+@each_phase_in_time
 def test_through_inductor_it_agrees_with_eager(optimizer, phase, graphs):
     w = World(optimizer, dtype=torch.float64).warmed_up()
     inputs = (w.gradients(), w.state, w.params)

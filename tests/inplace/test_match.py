@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import Phase, tree
 from fn.adapters.optim import step as step_order
+from fn.collectives import hierarchy
 from fn.inplace.explain import explain
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
@@ -93,27 +94,48 @@ def test_a_chain_by_hand_is_the_named_optimizer_bit_for_bit_and_in_place():
         assert all(map(torch.equal, by_hand[1], by_name[1]))
 
 
-def over_two_axes() -> list[Any]:
-    axes = {"local": 2, "node": 2}
-    make = partial(fn.onebit_adam, axis=("local", "node"))
-    found = train(make, axes)
-    mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
-    with fn.bind(mesh):
-        tx, schedule = make(lr=1e-2), fn.freeze_after(3)
-        params = [torch.full(shape, 0.5) for shape in SHAPES]
-        state = tx.init(params)
-        for step in range(8):
-            updates, state = tx.update(schedule(step))(gradient(step, dist.get_rank()), state, params)
-            params = fn.apply_updates(params, updates)
-    return [found, params]
+TWO_AXES: dict[str, dict[str, Any]] = {
+    "": {},
+    "without servers": {"servers": False},
+    "blocks": {"codec": fn.int8(), "feedback": fn.damped()},
+    "end to end": {"layout": "fused"},
+}
 
 
-def test_two_axes_are_taken_in_place():
-    for (taken, params, skipped), expected in ranks.run(4, over_two_axes):
-        assert taken >= 7
-        assert skipped == 1
-        for ours, pure in zip(params, expected, strict=True):
-            torch.testing.assert_close(ours, pure, rtol=3e-6, atol=3e-6)
+def swapped(sent: fn.Ledger) -> dict[str, int]:
+    """Return the bytes of exchanges that only steps make, by axis."""
+    return {axis: size for (axis, collective), size in sent.sent.items() if collective == "all_to_all"}
+
+
+def over_two_axes(piece: int) -> dict[str, list[Any]]:
+    hierarchy.PIECE = piece
+    axes, found = {"local": 2, "node": 2}, {}
+    for name, hyper in TWO_AXES.items():
+        make = partial(fn.onebit_adam, axis=("local", "node"), **hyper)
+        with fn.ledger() as sent:
+            ours = train(make, axes)
+        mesh = init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+        with fn.bind(mesh), fn.ledger() as sent_purely:
+            tx, schedule = fn.skip_nonfinite(make(lr=1e-2)), fn.freeze_after(3)
+            params = [torch.full(shape, 0.5) for shape in SHAPES]
+            state = tx.init(params)
+            for step in range(8):
+                updates, state = tx.update(schedule(step))(gradient(step, dist.get_rank()), state, params)
+                params = fn.apply_updates(params, updates)
+        found[name] = [ours, params, [swapped(sent), swapped(sent_purely)]]
+    return found
+
+
+@pytest.mark.parametrize("piece", [1 << 27, 1 << 7])
+def test_two_axes_are_taken_in_place_and_send_what_the_pure_step_sends(piece):
+    for rank in ranks.run(4, over_two_axes, piece):
+        for (taken, params, skipped), expected, (codes, purely) in rank.values():
+            assert taken >= 7
+            assert skipped == 1
+            assert codes == purely
+            assert codes["local"]
+            for ours, pure in zip(params, expected, strict=True):
+                torch.testing.assert_close(ours, pure, rtol=3e-6, atol=3e-6)
 
 
 def counter() -> fn.Transform:

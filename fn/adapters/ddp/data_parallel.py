@@ -83,7 +83,8 @@ def overlap(
         least_wire_seconds: 0 overlaps in any case.
     Returns: what runs it; `is_on(phase)`, `bytes` and `wire_seconds(phase)` say what was decided and why.
     Raises: TypeError if the model or the optimizer is of another type; ValueError if the optimizer is compiled or
-        clips by `max_norm`, has parameters that are not the model's, or an axis that is not the model's process group;
+        clips by `max_norm`, has parameters that are not the model's, or an axis that is not the model's process group,
+        or if the model itself communicates in its backward pass, over another backend than gloo;
         RuntimeError if the model has a hook already.
         From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for
         one: their update is computed already, and is written, as on ranks that know of no change. In phases that are
@@ -108,6 +109,7 @@ def overlap(
     _check_params(params, optimizer.param_groups)
     _warn_of_others(model, optimizer)
     axis, group = _axis(model, optimizer)
+    check_alone(model, _backend(group, params[0].device))
     bindings = [bind_twin(axis, group) for _ in range(_threads(group, params[0].device))]
     with bindings[0]:
         rate = seconds_per_byte(axis, params[0].device)
@@ -213,6 +215,7 @@ def average_gradients(
     group = model.process_group
     params = [p for p in model.module.parameters() if p.requires_grad]
     _check_params(params, [])
+    check_alone(model, _backend(group, params[0].device))
     schedule = schedule or (lambda step: Phase.COMPRESSED)
     transform = chain(average(AXIS), compressed_average(AXIS, codec, feedback, servers=servers))
     elements = enough(params[0].device) if elements is None else elements
@@ -291,7 +294,27 @@ def _threads(group: dist.ProcessGroup, device: torch.device) -> int:
     Several only over gloo. NCCL's exchanges are kernels that wait for each other on the device: where ranks start those
     of two groups in different orders, each may wait for what the other cannot start any more. Threads keep no order.
     """
-    return THREADS if group._get_backend(device).name() == "gloo" else 1
+    return THREADS if _backend(group, device) == "gloo" else 1
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    return str(group._get_backend(device).name())
+
+
+def check_alone(model: nn.Module, backend: str) -> None:
+    """Refuse a model that communicates in its backward pass, too, other than over gloo.
+
+    Ranks may start its exchanges and those of our thread in different orders, and then wait for each other for good.
+
+    Raises: ValueError that names what communicates.
+    """
+    found = next((f"SyncBatchNorm {n!r}" for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), "")
+    if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
+        found = found or "find_unused_parameters=True"
+    if found and backend != "gloo":
+        wanted = f"nothing but fn that communicates over {backend} in its backward pass"
+        cure = "use fn.adapters.ddp.keep_local and an fn.Optimizer, which communicates in step"
+        raise ValueError(expected("model", wanted, found, cure))
 
 
 def _unless_joining(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -1,13 +1,20 @@
-"""Compiled updates: the numbers in them are constants, each of which takes a compilation of its own."""
+"""Compiled updates, in which numbers are constants, each of which takes a compilation of its own; compiled kernels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from fn import tree
 from fn.base import Tree, UpdateFn
+from fn.kernels.schemas import SCHEMAS
+from fn.kernels.table import warm
+
+logger = logging.getLogger("fn")
 
 CHANGES = 3
 """Steps that may come with other hyper-parameters: torch gives up after 8 compilations of a function."""
@@ -39,3 +46,15 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], changed: se
             f"build the optimizer without compile, or leave them alone: cycle_momentum=False of OneCycleLR, for one"
         )
     changed.add(step)
+
+
+def warm_kernels(states: Tree, params: Iterable[Tensor]) -> None:
+    """Have the kernels of an accelerator compiled now, at construction, where steps in codes come later.
+
+    The first step of the compressed phase would otherwise wait for a compiler in the middle of a run.
+    """
+    devices = {p.device.type for p in params} - {"cpu"}
+    if devices and tree.leaves(tree.fields(states, "worker")):
+        for device_type in sorted(devices):
+            logger.info("kernels for %r are compiled, unless they are kept from before", device_type)
+            warm(SCHEMAS, device_type)

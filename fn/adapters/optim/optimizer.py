@@ -11,6 +11,7 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.optim import param_groups
 from fn.adapters.optim.clipping import check_max_norm
+from fn.adapters.optim.compiled import warm_kernels
 from fn.adapters.optim.consistency import check_accepted, check_listed, device_among, in_doubt, refuse_elsewhere
 from fn.adapters.optim.gradients import Residuals
 from fn.adapters.optim.param_memory import check_params
@@ -110,6 +111,7 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(self.schedule, FreezeWhenStable):
             self.training.second_moment_norm()
         warn_at_start(self.training, given=schedule_given)
+        warm_kernels(self.states, (p for group in self.param_groups for p in group["params"]))
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not a scheduler's `step`, which would go on with this one."""
