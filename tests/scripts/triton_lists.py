@@ -56,8 +56,8 @@ def rows(ranks: int, shapes: Shapes = SHAPES) -> tuple[Tensor, list[int]]:
 
 def codes(count: int, messages: int, runs: Sequence[int]) -> tuple[Tensor, Tensor]:
     n, segments = sum(runs[1::2]), len(runs) // 2
-    bits = torch.randint(0, 256, (count, messages, n // 8), generator=draw).to(torch.uint8)
-    return bits, torch.rand((count, messages, segments), generator=draw)
+    bits = torch.randint(0, 256, (count, messages, n // 8 + 5), generator=draw).to(torch.uint8)
+    return bits[:, :, 5:], torch.rand((count, messages, segments), generator=draw)
 
 
 def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:

@@ -37,9 +37,17 @@ def place(at: Cut, valid: Tensor) -> tuple[Any, ...]:
     return at.table, valid.contiguous(), at.at.n, len(at.at.table), at.at.segments
 
 
+def evenly(bits: Tensor) -> Tensor:
+    """Return codes (R, W, bytes) whose W R rows lie as far from each other; those of a message do, without a copy."""
+    rows, ranks, _ = bits.shape
+    even = 1 in (rows, ranks) or bits.stride(0) == ranks * bits.stride(1)
+    return bits if even and bits.stride(2) == 1 else bits.contiguous()
+
+
 def messages(bits: Tensor) -> tuple[Any, ...]:
-    """Return the numbers that kernels take of W messages behind those of `place`: bytes, W, and a share of a mean."""
-    return bits.shape[-1], bits.shape[1], 1.0 / bits.shape[1]
+    """Return what kernels take of W messages behind the numbers of `place`: how far they lie apart, W, 1 / W."""
+    ranks = bits.shape[1]
+    return bits.stride(1 if ranks > 1 else 0), ranks, 1.0 / ranks
 
 
 def _encode(
@@ -134,7 +142,8 @@ def _serve(
     if not at.at.aligned or any(t.dtype != torch.float32 for t in (scales, *error)):
         return NotImplemented
     mine, squares = outputs(bits.shape[0], at)
-    ends = bits.contiguous(), scales.contiguous(), *error, mine, squares, *place(at, valid), *messages(bits)
+    bits = evenly(bits)
+    ends = bits, scales.contiguous(), *error, mine, squares, *place(at, valid), *messages(bits)
     constants = {"FEEDBACK": feedback, "ALIGNED": at.at.whole, "BLOCK": at.block}
     launching.launch(kernels.serve, bits, squares.numel(), *ends, **constants)
     return error[2], mine, launching.add_up(squares, at)
@@ -148,7 +157,8 @@ def serve_feedback_(
     if not at.at.aligned or not plain((buffer,)) or any(t.dtype != torch.float32 for t in (scales, sent)):
         return NotImplemented
     programs = bits.shape[0] * len(at.at.table)
-    ends = bits.contiguous(), scales.contiguous(), buffer, sent.contiguous(), *place(at, valid), *messages(bits)
+    bits = evenly(bits)
+    ends = bits, scales.contiguous(), buffer, sent.contiguous(), *place(at, valid), *messages(bits)
     launching.launch(kernels.serve_again, bits, programs, *ends, ALIGNED=at.at.whole, BLOCK=at.block)
     return None
 
@@ -164,7 +174,8 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     if not at.at.aligned or scales.dtype != torch.float32:
         return NotImplemented
     out = torch.empty((bits.shape[0], at.at.n), dtype=torch.float32, device=bits.device)
-    ends = bits.contiguous(), scales.contiguous(), out, *place(at, valid), *messages(bits)
+    bits = evenly(bits)
+    ends = bits, scales.contiguous(), out, *place(at, valid), *messages(bits)
     programs = bits.shape[0] * len(at.at.table)
     launching.launch(kernels.decode, bits, programs, *ends, ALIGNED=at.at.whole, BLOCK=at.block)
     return out

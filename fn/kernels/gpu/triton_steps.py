@@ -12,7 +12,7 @@ from fn.kernels.cpu.blocks import runs_of_tensors
 from fn.kernels.gpu import launching
 from fn.kernels.gpu import triton_step_kernels as kernels
 from fn.kernels.gpu.launching import BLOCK, Cut, addresses, dtype_of
-from fn.kernels.gpu.triton import cut, messages
+from fn.kernels.gpu.triton import cut, evenly, messages
 from fn.kernels.reference.layout import alike_in_memory, contiguous, dtypes_of, plain
 
 
@@ -121,7 +121,8 @@ def _onebit(
     if not single(mu, nu, (scales, buffer, sent)):
         return NotImplemented
     where = addresses(params, mu, nu, grads or params, copies or params, widths=at.at.widths.tolist())
-    ends = where.table, at.table, valid.contiguous(), buffer, sent.contiguous(), bits.contiguous(), scales.contiguous()
+    bits = evenly(bits)
+    ends = where.table, at.table, valid.contiguous(), buffer, sent.contiguous(), bits, scales.contiguous()
     numbers = *floats(decay), *descent, at.at.n, len(at.at.table), at.at.segments, *messages(bits)
     constants = {"KEEP_ZEROS": keep_zeros, "FEEDBACK": error is not None, "COPIES": bool(copies),
                  "ALIGNED": where.aligned and at.at.whole, "BLOCK": at.block}  # fmt: skip
