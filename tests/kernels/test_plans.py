@@ -27,7 +27,17 @@ def table_of(number: int) -> object:
     return launching.cut((1, 8 * (number + 1)), 4096, torch.device("cpu")).table
 
 
-@pytest.mark.parametrize("make", [cached_plan(lambda n: [n]), table_on_the_host, counts_of, table_of])
+TENSORS = torch.zeros(MANY, 8).unbind()
+
+
+def addresses_of(number: int) -> object:
+    pytest.importorskip("triton", reason="triton is not installed")
+    from fn.kernels.gpu import launching
+
+    return launching.addresses([TENSORS[number]])
+
+
+@pytest.mark.parametrize("make", [cached_plan(lambda n: [n]), table_on_the_host, counts_of, table_of, addresses_of])
 def test_a_second_step_plans_nothing_again(make):
     first, second = ([make(n) for n in range(MANY)] for _ in range(2))
     assert all(a is b for a, b in zip(first, second, strict=True))

@@ -35,8 +35,9 @@ WARPS = 16
 SUMMED = 1 << 10
 """Blocks of a segment that are added at a time."""
 
-TABLES = 256
-"""Tables of addresses that are kept. Where gradients come and go, each step needs one more, so they are few."""
+FEW, TABLES = 64, 256
+"""Tensors of which as many tables of addresses are kept as other plans, and how many are kept of more tensors: where
+gradients come and go, each step leaves one behind."""
 
 WITH_STREAMS = ("cuda", "xpu")
 """Devices that copy from pinned memory while the host goes on."""
@@ -88,7 +89,8 @@ def addresses(*lists: Sequence[Tensor], widths: Sequence[int] = ()) -> Addresses
     device = lists[0][0].device
     where = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
     sizes = tuple(map(Tensor.numel, lists[0]))
-    return _sent(where, sizes, tuple(widths), device, _stream(device))
+    send = _send_few if len(sizes) <= FEW else _send_many
+    return send(where, sizes, tuple(widths), device, _stream(device))
 
 
 def _stream(device: torch.device) -> int:
@@ -96,8 +98,7 @@ def _stream(device: torch.device) -> int:
     return torch.accelerator.current_stream(device).stream_id if device.type in WITH_STREAMS else 0
 
 
-@lru_cache(maxsize=TABLES)
-def _sent(
+def _send(
     where: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], widths: tuple[int, ...], device: torch.device,
     stream: int,
 ) -> Addresses:  # fmt: skip
@@ -106,6 +107,9 @@ def _sent(
     table = torch.from_numpy(np.ascontiguousarray(columns.T))
     table = pin_memory(table) if device.type in WITH_STREAMS else table
     return Addresses(table.to(device, non_blocking=True), not any(a % 16 for a in chain(*where)))
+
+
+_send_few, _send_many = lru_cache(maxsize=PLANS)(_send), lru_cache(maxsize=TABLES)(_send)
 
 
 def dtype_of(tensors: Sequence[Tensor]) -> Any:

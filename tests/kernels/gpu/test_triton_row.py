@@ -88,6 +88,12 @@ def test_whole_blocks_are_read_in_vectors(case):
     assert "st.global.v4.b32" in words or case == "magnitude"
 
 
+@pytest.mark.parametrize("name", ahead.KERNELS)
+def test_no_kernel_is_compiled_for_a_size(name):
+    kernel = ahead.KERNELS[name]
+    assert {a for a in kernel.arg_names if a in ahead.NUMBERS} <= {*kernel.do_not_specialize}
+
+
 @compiled
 def test_half_precision_is_rounded_to_nearest():
     words = ahead.compile_ahead("half precision", "sm_90").asm["ptx"].split()
