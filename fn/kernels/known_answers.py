@@ -187,10 +187,17 @@ def complaint(op: str, kernel: Callable[..., Any], device: torch.device) -> str 
     return None
 
 
+def _there(x: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, with its strides: `to` makes it contiguous."""
+    if x.device == device or x.is_contiguous() or 0 in x.stride():
+        return x.to(device)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
+
+
 def on(device: torch.device, args: Sequence[Any]) -> list[Any]:
     """Return arguments on a device; tensors in lists, which may be written, are copied."""
     return [
-        a.to(device)
+        _there(a, device)
         if isinstance(a, Tensor)
         else [_guarded(x, device) for x in a]
         if isinstance(a, list) and a and isinstance(a[0], Tensor)

@@ -53,8 +53,7 @@ for _name, _rule in vars(rules).items():
         _scope[_name] = jit(FunctionType(_rule.__code__, _scope, _name))
 
 adamw, corrected_direction, direction, decayed, denominator, descended = (
-    _scope[name]
-    for name in ("adamw", "corrected_direction", "direction", "decayed", "denominator", "descended")
+    _scope[name] for name in ("adamw", "corrected_direction", "direction", "decayed", "denominator", "descended")
 )
 second_moment, kept_at_zero, implied_gradient, drift = (
     _scope[name] for name in ("second_moment", "kept_at_zero", "implied_gradient", "drift")

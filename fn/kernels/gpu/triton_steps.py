@@ -26,9 +26,7 @@ def floats(*numbers: float) -> tuple[float, ...]:
     return tuple(map(float, numbers))
 
 
-def descent_of(
-    eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
-) -> tuple[float, ...]:
+def descent_of(eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float) -> tuple[float, ...]:
     """Return the numbers that `rules.adamw` takes behind the moments."""
     return floats(eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5)
 
@@ -102,9 +100,7 @@ def onebit_adam_feedback_(
 ) -> Any:  # fmt: skip
     """See `reference.onebit_adam_feedback_`."""
     descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
-    return _onebit(
-        params, mu, nu, [], (grads, decay, buffer, sent), bits, scales, valid, runs, descent, keep_zeros
-    )
+    return _onebit(params, mu, nu, [], (grads, decay, buffer, sent), bits, scales, valid, runs, descent, keep_zeros)
 
 
 def _onebit(
