@@ -215,7 +215,8 @@ class CodedAverage(NamedTuple):
             keep_worker()
             keep_server()
 
-        return BucketMean(plan.bucket, gather_codes(gathered, self.inner), keep, sent)
+        gathered = gather_codes(gathered, self.inner) if self.inner else gathered
+        return BucketMean(plan.bucket, gathered, keep, sent)
 
 
 class PureAverage(NamedTuple):
