@@ -11,7 +11,6 @@ should level off and not grow; and at `bytes`, which falls when the compressed p
 from __future__ import annotations
 
 import argparse
-import os
 from functools import partial
 from pathlib import Path
 
@@ -59,7 +58,7 @@ if __name__ == "__main__":
     parser.add_argument("--device", help="cpu, cuda, cuda:0, ...; default: an accelerator of this rank's own, else cpu")
     parser.add_argument("--backend", help="of the process group; default: the device's own")
     args = parser.parse_args()
-    where = torch.device(args.device or fn.kernels.device_name(int(os.environ["LOCAL_RANK"])))
+    where = torch.device(args.device or fn.kernels.device_name(dist.get_node_local_rank(0)))
     if where.type != "cpu":
         torch.accelerator.set_device_index(where.index or 0)
     dist.init_process_group(args.backend or fn.kernels.communication_backend(where.type))
