@@ -6,11 +6,14 @@ from fn.adapters.optim.donate import donate
 from fn.adapters.optim.optimizer import Optimizer
 from fn.base import Phase, Transform, UpdateFn, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
+from fn.collectives.codecs.bins import bins
 from fn.collectives.codecs.codec import Codec, identity
+from fn.collectives.codecs.e3m0 import e3m0
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
+from fn.collectives.codecs.top_k import top_k
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.feedback import Feedback, classic, damped, off
+from fn.collectives.feedback import Feedback, classic, damped, decayed, off
 from fn.collectives.hierarchy import all_gather_shards, reduce_scatter_mean
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
@@ -56,13 +59,16 @@ __all__ = [
     "axis_index",
     "axis_size",
     "bind",
+    "bins",
     "chain",
     "check_codec",
     "classic",
     "clip_by_global_norm",
     "compressed_average",
     "damped",
+    "decayed",
     "donate",
+    "e3m0",
     "flatten_parameters",
     "freeze_after",
     "freeze_when_stable",
@@ -95,6 +101,7 @@ __all__ = [
     "simulate",
     "skip_nonfinite",
     "stateless",
+    "top_k",
     "unfrozen",
     "zero_one_adam",
     "zero_one_schedule",

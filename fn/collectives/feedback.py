@@ -1,7 +1,7 @@
 """Error feedback: what was not delivered is kept and sent later.
 
-A feedback is three pure functions over an explicit error. `classic` keeps the whole difference, `damped` a moving
-average of it in 8 bits, `off` none.
+A feedback is three pure functions over an explicit error. `classic` keeps the whole difference, `decayed` a part of it,
+`damped` a moving average of it in 8 bits, `off` none.
 """
 
 from __future__ import annotations
@@ -65,6 +65,13 @@ class Damped(NamedTuple):
     beta: float
     every: int
     block: int
+
+
+class Decayed(NamedTuple):
+    """The rule of `decayed`, its arguments."""
+
+    keep: float
+    deliver: float
 
 
 class Off(NamedTuple):
@@ -188,6 +195,43 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
         return DampedError(*to_blocks(kept.to(compensated.dtype), block), error.age + 1)
 
     return Feedback(init, compensate, residual, Damped(beta, every, block), partial(damped, beta, every, block=block))
+
+
+def decayed(keep: float, deliver: float = 1.0) -> Feedback:
+    """Let the error fade, or take from it only a part of what was delivered.
+
+        c = x + keep e,   send C(c),   e <- c - deliver C(c)
+
+    `decayed(1, 1)` is `classic`; `decayed(b)` is the feedback of DeMo and SparseLoCo, where the error is a momentum
+    that loses what was sent; `decayed(1, 1 - mu)` is Dion's, where the momentum fades only as far as it was delivered.
+    Errors are vectors, float64 for float64 and float32 for all others.
+
+    Args:
+        keep: weight of the old error, 0 < keep <= 1. Below 1 not everything arrives: what waits for s steps counts
+            keep^s. Lower it where old differences mislead, as after many local steps; 1 where nothing may be lost.
+        deliver: which part of what was delivered the error loses, 0 < deliver <= 1. Below 1 the rest of it is sent
+            again, in all 1 / deliver times where keep is 1: the feedback is the momentum, and needs no other.
+    Raises: TypeError if an argument is no number; ValueError if it is out of range.
+
+    Paper: Peng et al., DeMo (arXiv 2411.19870), algorithm 1; Sarfi et al., SparseLoCo (arXiv 2508.15706); Ahn et al.,
+        Dion (arXiv 2504.05295), algorithm 1.
+    """
+    for name, value in (("keep", keep), ("deliver", deliver)):
+        check_number(name, value)
+        if not 0 < value <= 1:
+            raise ValueError(expected(name, "a number in (0, 1]", f"{value}"))
+    keep, deliver = float(keep), float(deliver)
+
+    def init(x: Tensor) -> Tensor:
+        return torch.zeros_like(x, dtype=scale_dtype(x))
+
+    def compensate(x: Tensor, error: Tensor) -> Tensor:
+        return x + keep * error
+
+    def residual(compensated: Tensor, decoded: Tensor, error: Tensor) -> Tensor:
+        return (compensated - deliver * decoded).to(compensated.dtype)  # a codec may decode to float64
+
+    return Feedback(init, compensate, residual, Decayed(keep, deliver), partial(decayed, keep, deliver))
 
 
 def since_reset(error: DampedError, every: int) -> Tensor:

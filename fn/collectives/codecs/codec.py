@@ -87,8 +87,9 @@ class Codec(NamedTuple):
     encode: (R, n) floating -> payload, a tree of tensors (R, ...). Deterministic: the same numbers, the same payload.
     decode: payload -> (R, n) floating.
     align: n must be a multiple of it; the collectives pad each rank's piece of a tensor to one.
-    bits: on the wire per element, scales of blocks included.
-    decode_mean: payload of W rows -> (n,), the mean of the decoded rows, added in the order of the rows.
+    bits: on the wire per element, scales of blocks included. NaN: it depends on the length of the tensor.
+    decode_mean: payload of W rows -> (n,), the mean of the decoded rows, added in the order of the rows; or of those
+        rows that hold the element, where rows need not hold all.
     segmented: Segments -> the same codec for several tensors in a row, blocks and scales not crossing from one
         tensor into the next. None: `segmented` does it tensor by tensor.
     fused: a feedback's `rule` -> encoding with that feedback in one kernel, or None where there is no such kernel.
@@ -150,14 +151,32 @@ def segmented(codec: Codec, segments: Segments) -> Codec:
     """Return the codec for rows in which several tensors lie side by side; padding decodes to zero."""
     if codec.segmented is not None:
         return codec.segmented(segments)
-    widths = [width for width in segments.widths if width] or [0]  # an empty tensor has nothing to say
+    return by_tensor(lambda width, valid: codec, segments)
+
+
+def by_tensor(of_tensor: Callable[[int, Tensor], Codec], segments: Segments) -> Codec:
+    """Return a codec for rows in which several tensors lie side by side, each in a codec of its own.
+
+    Args: of_tensor: (width, valid (R, 1)) -> the codec for rows of one tensor; `align` and `bits` are the same for all.
+        It is given numbers in which padding is zero, and may give any for the padding.
+    Returns: the codec; its payload is a tuple with an entry for each tensor that has elements.
+    """
+    places = [place for place, width in enumerate(segments.widths) if width]  # an empty tensor has nothing to say
+    widths = [segments.widths[place] for place in places] or [0]
+    counts = [segments.valid[:, place : place + 1] for place in places] or [segments.valid.new_zeros(1, 1)]
+    codecs = [of_tensor(width, valid) for width, valid in zip(widths, counts, strict=True)]
 
     def encode(x: Tensor) -> Tree:
-        x = torch.where(segments.mask(x.device), x, 0.0)
-        return tuple(codec.encode(part) for part in x.split(widths, dim=1))
+        parts = torch.where(segments.mask(x.device), x, 0.0).split(widths, dim=1)
+        return tuple(codec.encode(part) for codec, part in zip(codecs, parts, strict=True))
 
     def decode(payload: Tree) -> Tensor:
-        x = torch.cat([codec.decode(part) for part in payload], dim=1)
+        x = torch.cat([codec.decode(part) for codec, part in zip(codecs, payload, strict=True)], dim=1)
         return torch.where(segments.mask(x.device), x, 0.0)
 
-    return Codec(encode, decode, codec.align, codec.bits)
+    def decode_mean(payload: Tree) -> Tensor:
+        x = torch.cat([mean_of_rows(codec, part) for codec, part in zip(codecs, payload, strict=True)])
+        return torch.where(segments.mask(x.device)[0], x, 0.0)
+
+    with_mean = codecs[0].decode_mean is not None
+    return Codec(encode, decode, codecs[0].align, codecs[0].bits, decode_mean if with_mean else None)

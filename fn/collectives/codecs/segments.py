@@ -38,9 +38,10 @@ class Segments(NamedTuple):
 
     def mask(self, device: torch.device) -> Tensor:
         """Return (R, n) bool, true at real elements."""
-        places = torch.cat([torch.arange(w, device="cpu") for w in self.widths]).to(device)
-        counts = self.valid.to(device).repeat_interleave(torch.tensor(self.widths, device=device), dim=1)
-        return places < counts
+        widths = torch.tensor(self.widths, device=device)
+        ends = widths.cumsum(0) - widths + self.valid.to(device)  # (R, S), of what is real in each segment
+        ends = ends.repeat_interleave(widths, dim=1, output_size=self.row_length)
+        return torch.arange(self.row_length, device=device) < ends
 
 
 @cached_plan

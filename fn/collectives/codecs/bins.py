@@ -1,0 +1,118 @@
+"""The bins codec: a few levels, placed by the mean and the standard deviation of a tensor. `bins`."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn.base import check_number, check_whole
+from fn.collectives.codecs.codec import Codec, by_tensor
+from fn.collectives.codecs.packing import pack, unpack
+from fn.errors import expected
+from fn.kernels.reference import scale_dtype
+from fn.kernels.tracing import cached_plan
+
+Tree = Any
+
+FEW = 16
+"""Levels up to which a pass for each is faster than scattered additions, and gives the same bits on every device."""
+
+
+class BinsPayload(NamedTuple):
+    """lookup: (R, levels) float32 or float64, what each code stands for; codes: (R, n log2(levels) / 8) uint8."""
+
+    lookup: Tensor
+    codes: Tensor
+
+
+def bins(levels: int = 4, sigmas: float = 6.0) -> Codec:
+    """Send the number of the bin in which an element lies, and the mean of each bin.
+
+        m = mean x,   s = standard deviation of x (n - 1),   w = sigmas s / levels
+        code = clamp(round((x - m) / w + levels / 2), 0, levels - 1),   C(x) = the mean of the elements of that code
+
+    With 4 levels and 6 sigmas a bin is 1.5 standard deviations wide; the boundaries lie at -2.25, -0.75 and 0.75 of
+    them. There is one set of bins for a tensor, and one for each piece of it that a server gets. Elements that are all
+    alike come back as they are, up to rounding. A tensor with a NaN or an Inf comes back as NaN.
+
+    Args:
+        levels: a power of two from 2 to 256. An element takes log2(levels) bits, and a tensor 4 levels bytes more, so
+            many levels are for long tensors.
+        sigmas: the width of all bins together, in standard deviations. The outermost bins take what lies beyond.
+    Raises: TypeError if levels is no whole number, or sigmas no number; ValueError if levels is no power of two from 2
+        to 256, or sigmas is not positive and finite.
+
+    Paper: Sarfi et al., SparseLoCo (arXiv 2508.15706), for the values behind top-k; Therien et al., MuLoCo, for whole
+        tensors. The arithmetic is that of their code.
+    Differs: the wire carries the mean of each bin; the authors send these means less m, and m: one number more.
+    """
+    check_whole("levels", levels)
+    if not 2 <= levels <= 256 or levels & (levels - 1):
+        raise ValueError(expected("levels", "a power of two from 2 to 256", f"{levels}"))
+    check_number("sigmas", sigmas)
+    if not 0 < sigmas < math.inf:
+        raise ValueError(expected("sigmas", "a positive number", f"{sigmas}"))
+    levels, sigmas = int(levels), float(sigmas)
+    width = levels.bit_length() - 1
+
+    def of_tensor(n: int, valid: Tensor) -> Codec:
+        return _bins(levels, sigmas, valid)
+
+    def encode(x: Tensor) -> BinsPayload:
+        payload: BinsPayload = _bins(levels, sigmas, None).encode(x)
+        return payload
+
+    return Codec(
+        encode,
+        _bins(levels, sigmas, None).decode,
+        align=8 // math.gcd(width, 8),
+        bits=float(width),
+        segmented=cached_plan(lambda s: by_tensor(of_tensor, s)),
+        make=partial(bins, levels, sigmas),
+    )
+
+
+def _bins(levels: int, sigmas: float, valid: Tensor | None) -> Codec:
+    """Return the codec for one tensor, of which valid (R, 1) elements are real in each row. None: all."""
+    width = levels.bit_length() - 1
+    align = 8 // math.gcd(width, 8)
+
+    def encode(x: Tensor) -> BinsPayload:
+        x = x.to(scale_dtype(x))
+        places = torch.arange(x.shape[1], device=x.device)
+        counts = torch.full((1, 1), x.shape[1], device=x.device) if valid is None else valid.to(x.device)
+        real = places < counts  # (R, n), or (1, n) where all rows are alike
+        mean = torch.where(real, x, 0.0).sum(1, keepdim=True) / counts.clamp(min=1)
+        apart = torch.where(real, x - mean, 0.0)
+        deviation = (apart.square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
+        step = sigmas * deviation / levels
+        step = torch.where(step.isfinite() & (step > 0), step, 1.0)
+        codes = (apart / step + levels // 2).round().clamp(0, levels - 1)
+        codes = torch.where(codes.isnan(), 0.0, codes).to(torch.uint8)
+        lookup = _means(apart, codes, real, levels) + mean
+        return BinsPayload(lookup, pack(codes, width))
+
+    def decode(payload: BinsPayload) -> Tensor:
+        n = payload.codes.shape[1] * 8 // width
+        return payload.lookup.gather(1, unpack(payload.codes, width, n))
+
+    return Codec(encode, decode, align, float(width))
+
+
+def _means(x: Tensor, codes: Tensor, real: Tensor, levels: int) -> Tensor:
+    """Return the mean of the real elements of x (R, n) with each code: (R, levels), 0 where there are none."""
+    if levels <= FEW:
+        found = []
+        for level in range(levels):
+            here = (codes == level) & real
+            found.append(torch.where(here, x, 0.0).sum(1) / here.sum(1).clamp(min=1))
+        return torch.stack(found, dim=1)
+    wide, at = torch.where(real, x, 0.0).double(), codes.long()  # one after the other, so in double precision
+    zeros = wide.new_zeros(x.shape[0], levels)
+    sums = zeros.scatter_add(1, at, wide)
+    counts = zeros.scatter_add(1, at, real.expand(x.shape).double())
+    return (sums / counts.clamp(min=1)).to(x.dtype)

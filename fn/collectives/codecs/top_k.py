@@ -1,0 +1,239 @@
+"""The top-k codec: the elements of largest magnitude, and where they were. `top_k`.
+
+>>> import torch, fn
+>>> codec = fn.top_k(2, block=4)
+>>> codec.decode(codec.encode(torch.tensor([[1.0, -3.0, 2.0, 0.5, 0.1, 0.2]])))
+tensor([[ 0.0000, -3.0000,  2.0000,  0.0000,  0.1000,  0.2000]])
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn.base import check_number, check_whole
+from fn.collectives.codecs.codec import Codec, by_tensor, segmented
+from fn.collectives.codecs.packing import pack, unpack
+from fn.collectives.codecs.segments import Segments, tile
+from fn.errors import expected
+from fn.kernels.reference import scale_dtype
+from fn.kernels.tracing import cached_plan
+
+Tree = Any
+
+OVER = ("ranks", "senders")
+"""What a mean may be taken over."""
+
+
+class TopKPayload(NamedTuple):
+    """indices: (R, bytes) uint8, of each kept element in its block; values: what they are, a codec's payload."""
+
+    indices: Tensor
+    values: Tree
+
+
+class WholePayload(NamedTuple):
+    """A row that is one tensor. length: (R, n, 0) uint8, no bytes: only its shape says something. tensor: its payload.
+
+    A row of several tensors has no such entry: there the lengths are known.
+    """
+
+    length: Tensor
+    tensor: Tree
+
+
+def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", values: Codec | None = None) -> Codec:
+    """Send the k elements of largest magnitude of every block; the others are zero.
+
+    Of elements that are equally large those with the lower index are sent. An index takes the bits that it needs in a
+    block, and blocks of which everything is sent need none. The last block of a tensor may be shorter, and is sent
+    whole if it has no more than k elements. Use it with feedback: what was not sent is sent later. Through servers, a
+    block lies in the piece that a server gets, and the server sends the k largest of the mean. NaN counts as largest.
+
+    Args:
+        k: how many elements of a block, a whole number; or which fraction of them, a float in (0, 1], rounded up.
+        block: elements of a block; blocks do not cross from one tensor into another. None: the whole tensor, or the
+            whole piece of it that a server gets.
+        over: what the mean of several ranks' messages is taken over. "ranks": all of them, those that did not send an
+            element count as zero, so that together with feedback nothing is lost. "senders": for each element, those
+            that sent it, as in DeMo and in the code of SparseLoCo: what one of W ranks sent then counts W times as
+            much.
+        values: the codec of the kept elements, which for it are a row in the order of their indices, a row for each
+            tensor, such as `fn.bins(4, 6)`. None: float32, float64 for float64.
+    Raises: TypeError if k is no number, block no whole number, or values no codec; ValueError if k or block is out of
+        range, k is more than block, or over is neither.
+
+    Paper: Stich, Cordonnier and Jaggi, Sparsified SGD with memory (NeurIPS 2018); Sarfi et al., SparseLoCo (arXiv
+        2508.15706), for blocks and values in bins; Peng et al., DeMo (arXiv 2411.19870), for means over senders.
+    Differs: indices are packed; the authors of DeMo and SparseLoCo send 64 bits for each. Their blocks divide the
+        sides of a tensor, so that of a prime length each element is a block of its own, and everything is sent.
+    """
+    _check(k, block)
+    if over not in OVER:
+        raise ValueError(expected("over", "'ranks' or 'senders'", f"{over!r}"))
+    if values is not None and not isinstance(values, Codec):
+        raise TypeError(expected("values", "None or a Codec, such as fn.int8()", f"{values!r}"))
+
+    def of_tensor(width: int, valid: Tensor) -> Codec:
+        return _top_k(_blocks(width, block, k), over, values, valid)._replace(bits=bits)
+
+    @cached_plan
+    def whole(n: int) -> Codec:
+        return by_tensor(of_tensor, Segments((n,), torch.tensor([[n]], device="cpu")))
+
+    def encode(x: Tensor) -> WholePayload:
+        rows, n = x.shape
+        return WholePayload(torch.empty((rows, n, 0), dtype=torch.uint8, device=x.device), whole(n).encode(x))
+
+    def decode(payload: WholePayload) -> Tensor:
+        return whole(payload.length.shape[1]).decode(payload.tensor)
+
+    def decode_mean(payload: WholePayload) -> Tensor:
+        mean = whole(payload.length.shape[1]).decode_mean
+        assert mean is not None
+        return mean(payload.tensor)
+
+    bits = _bits(k, block, values)
+    make = partial(top_k, k, block, over=over, values=values)
+    return Codec(
+        encode, decode, 1, bits, decode_mean, segmented=cached_plan(lambda s: by_tensor(of_tensor, s)), make=make
+    )
+
+
+def _check(k: int | float, block: int | None) -> None:
+    if block is not None:
+        check_whole("block", block)
+        if block < 1:
+            raise ValueError(expected("block", "None or a whole number of at least 1", f"{block}"))
+    check_number("k", k)
+    if isinstance(k, numbers.Integral):
+        most = "" if block is None else f" and at most {block}, the block"
+        if k < 1 or (block is not None and k > block):
+            raise ValueError(expected("k", f"a whole number of at least 1{most}", f"{k}"))
+    elif not 0 < k <= 1:
+        raise ValueError(expected("k", "a whole number of elements, or a fraction of them in (0, 1]", f"{k}"))
+
+
+def _kept(n: int, k: int | float) -> int:
+    """Return how many of n elements are sent."""
+    return min(int(k), n) if isinstance(k, numbers.Integral) else math.ceil(round(k * n, 6))  # 0.07 * 100 > 7
+
+
+def _bits(k: int | float, block: int | None, values: Codec | None) -> float:
+    """Return the bits per element; NaN where an index takes more of them in a longer tensor."""
+    if block is None:
+        return math.nan
+    kept = _kept(block, k)
+    index = _index_bits(block) if kept < block else 0
+    return kept / block * (index + (32.0 if values is None else values.bits))
+
+
+def _index_bits(n: int) -> int:
+    return (n - 1).bit_length()
+
+
+class _Blocks(NamedTuple):
+    """How a tensor of some length is cut: runs of (blocks, length, kept of each). length: of all but the last."""
+
+    runs: tuple[tuple[int, int, int], ...]
+    length: int
+
+    @property
+    def index_bits(self) -> int:
+        """Return the bits of an index; 0 if all elements are sent."""
+        return 0 if all(length == kept for _, length, kept in self.runs) else _index_bits(self.length)
+
+    @property
+    def width(self) -> int:
+        """Return the number of elements."""
+        return sum(blocks * length for blocks, length, _ in self.runs)
+
+    @property
+    def kept(self) -> int:
+        """Return the number of elements that are sent."""
+        return sum(blocks * kept for blocks, _, kept in self.runs)
+
+    def starts(self, device: torch.device) -> Tensor:
+        """Return for each kept element where its block begins (kept,)."""
+        blocks = torch.cat([torch.full((count,), kept, device=device) for count, _, kept in self.runs])
+        first = torch.arange(blocks.shape[0], device=device) * self.length
+        return first.repeat_interleave(blocks, output_size=self.kept)
+
+
+def _blocks(width: int, block: int | None, k: int | float) -> _Blocks:
+    length = max(1, width if block is None else min(block, width))
+    whole, rest = divmod(width, length)
+    runs = (((whole, length, _kept(length, k)),) if whole else ()) + (((1, rest, _kept(rest, k)),) if rest else ())
+    return _Blocks(runs or ((0, length, 1),), length)
+
+
+def _top_k(blocks: _Blocks, over: str, values: Codec | None, valid: Tensor) -> Codec:
+    """Return the codec for one tensor, of which valid (R, 1) elements are real in each row."""
+    inner = None if values is None else _for_kept(values, blocks, valid)
+    pad = 0 if values is None else -blocks.kept % values.align
+
+    def encode(x: Tensor) -> TopKPayload:
+        x = x.to(scale_dtype(x))
+        size, found, start = torch.nan_to_num(x.abs(), nan=torch.inf, posinf=torch.inf), [], 0
+        for count, length, kept in blocks.runs:
+            part = size[:, start : start + count * length].reshape(x.shape[0], count, length)
+            found.append(_largest(part, kept).flatten(1))
+            start += count * length
+        indices = torch.cat(found, dim=1)  # (R, kept)
+        numbers = x.gather(1, indices + blocks.starts(x.device))
+        if not blocks.index_bits:
+            indices = indices[:, :0]
+        packed = pack(indices, blocks.index_bits or 8)
+        return TopKPayload(
+            packed, numbers if inner is None else inner.encode(torch.nn.functional.pad(numbers, (0, pad)))
+        )
+
+    def kept(payload: TopKPayload) -> tuple[Tensor, Tensor]:
+        """Return places and numbers (R, kept) of what was sent."""
+        numbers = payload.values if inner is None else inner.decode(payload.values)[:, : blocks.kept]
+        if not blocks.index_bits:
+            return torch.arange(blocks.kept, device=numbers.device).expand(numbers.shape), numbers
+        indices = unpack(payload.indices, blocks.index_bits, blocks.kept)
+        return indices + blocks.starts(indices.device), numbers
+
+    def decode(payload: TopKPayload) -> Tensor:
+        places, numbers = kept(payload)
+        return numbers.new_zeros(numbers.shape[0], blocks.width).scatter(1, places, numbers)
+
+    def decode_mean(payload: TopKPayload) -> Tensor:
+        places, numbers = kept(payload)
+        total = count = numbers.new_zeros(blocks.width)
+        for place, row in zip(places.unbind(0), numbers.unbind(0), strict=True):  # so that all ranks round alike
+            total = total.scatter_add(0, place, row)
+            if over == "senders":
+                count = count.scatter_add(0, place, torch.ones_like(row))
+        return total / count.clamp(min=1) if over == "senders" else total * (1.0 / numbers.shape[0])
+
+    return Codec(encode, decode, 1, math.nan, decode_mean)
+
+
+def _for_kept(values: Codec, blocks: _Blocks, valid: Tensor) -> Codec:
+    """Return the values' codec for a tensor's kept elements; among them padding comes last, and does not count."""
+    per_block = torch.cat([torch.full((count,), kept, device=valid.device) for count, _, kept in blocks.runs])
+    counts = tile((blocks.width,), valid, blocks.length)[0].minimum(per_block).sum(1, keepdim=True)
+    return segmented(values, Segments((blocks.kept + -blocks.kept % values.align,), counts))
+
+
+def _largest(x: Tensor, k: int) -> Tensor:
+    """Return the indices (..., k), ascending, of the k largest of x (..., n); of equal ones the first are taken."""
+    n = x.shape[-1]
+    indices = torch.arange(n, device=x.device)
+    if k == n:
+        return indices.expand(x.shape)
+    least = x.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+    above, equal = x > least, x == least
+    first = equal.cumsum(-1, dtype=torch.int32) <= k - above.sum(-1, keepdim=True)
+    taken = above | (equal & first)
+    slot = torch.where(taken, taken.cumsum(-1) - 1, k)  # what is not taken goes into one more, which is left out
+    found = torch.zeros((*x.shape[:-1], k + 1), dtype=torch.int64, device=x.device)
+    return found.scatter(-1, slot, indices.expand(x.shape))[..., :k]
