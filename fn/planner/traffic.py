@@ -134,6 +134,8 @@ PERIOD = 2**20
 @cache
 def _piece_bytes(codec: Codec, n: int, dtype: torch.dtype) -> int:
     """Return the bytes of a tensor's piece of n elements; longer ones than torch has tensors for cost what they add."""
+    if n == 0:  # what an empty tensor adds to others
+        return payload_bytes(codec, (codec.align, 0), dtype) - payload_bytes(codec, (codec.align,), dtype)
     period = PERIOD * codec.align
     if n < 3 * period or math.isnan(codec.bits):  # what depends on the length is not periodic
         return payload_bytes(codec, (n,), dtype)

@@ -221,7 +221,8 @@ def _for_kept(values: Codec, blocks: _Blocks, valid: Tensor) -> Codec:
     """Return the values' codec for a tensor's kept elements; among them padding comes last, and does not count."""
     per_block = torch.cat([torch.full((count,), kept, device=valid.device) for count, _, kept in blocks.runs])
     counts = tile((blocks.width,), valid, blocks.length)[0].minimum(per_block).sum(1, keepdim=True)
-    return segmented(values, Segments((blocks.kept + -blocks.kept % values.align,), counts))
+    widths = blocks.kept + -blocks.kept % values.align, 0  # with a second one no row is taken for the rest of another
+    return segmented(values, Segments(widths, torch.cat([counts, torch.zeros_like(counts)], dim=1)))
 
 
 def _largest(x: Tensor, k: int) -> Tensor:

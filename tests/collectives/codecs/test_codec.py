@@ -36,9 +36,11 @@ def same(a, b):
 
 
 FEEDBACKS = [fn.classic(), fn.classic(lazy=True), fn.classic(store="int8"), fn.damped(0.5, 3, block=64), fn.off()]
+FEEDBACKS += [fn.decayed(0.95), fn.decayed(1, 0.05)]
+SPARSE = [fn.bins(), fn.e3m0(), fn.e3m0(None), fn.top_k(3, 8), fn.top_k(0.1, over="senders", values=fn.bins(8, 6))]
 
 
-@pytest.mark.parametrize("which", [*CODECS, fn.sign(padding_counts=True), fn.identity(), *FEEDBACKS])
+@pytest.mark.parametrize("which", [*CODECS, *SPARSE, fn.sign(padding_counts=True), fn.identity(), *FEEDBACKS])
 def test_codecs_and_feedbacks_can_be_pickled_and_copied(which):
     for again in (pickle.loads(pickle.dumps(which)), copy.deepcopy(which)):
         assert type(again) is type(which)
@@ -49,7 +51,7 @@ def test_codecs_and_feedbacks_can_be_pickled_and_copied(which):
         pickle.dumps(changed)
 
 
-@pytest.mark.parametrize("which", [*CODECS, *FEEDBACKS])
+@pytest.mark.parametrize("which", [*CODECS, *SPARSE, *FEEDBACKS])
 def test_codecs_and_feedbacks_are_shown_as_the_call_that_makes_them(which):
     again = eval(repr(which), {"fn": fn, "torch": torch})
     assert describe(again) == describe(which)
@@ -113,7 +115,10 @@ def test_the_sign_kernels_compute_the_algebra(codec, segments, dtype):
         assert isinstance(lazy, LazyError)
 
 
-@pytest.mark.parametrize("make", [fn.sign, fn.int4, fn.int8, lambda: fn.sign()._replace(segmented=None)])
+@pytest.mark.parametrize("make", [
+    fn.sign, fn.int4, fn.int8, fn.bins, lambda: fn.top_k(2, 8, values=fn.bins()),
+    lambda: fn.sign()._replace(segmented=None),
+])  # fmt: skip
 def test_what_is_planned_for_a_codec_ends_with_the_codec(make):
     """Every optimizer that is built without a codec makes one; a notebook builds many."""
     codec = make()
