@@ -11,7 +11,7 @@ from fn.collectives.codecs.codec import Codec, segmented
 from fn.collectives.codecs.segments import Segments, tile
 from fn.collectives.compressed import settle
 from fn.collectives.error_storage import to_blocks
-from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredClassic
+from fn.collectives.feedback import DampedError, Decayed, Feedback, LazyError, Off, StoredClassic
 from fn.errors import expected
 
 Tree = Any
@@ -23,7 +23,7 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
     Args: error: of R rows of `segments`. codec, feedback: with which it was made. dtype: of the vectors that travelled.
     Raises: TypeError for an error of a feedback that does not tell its rule, unless it is such a vector itself.
     """
-    if feedback.rule is None:
+    if feedback.rule is None or isinstance(feedback.rule, Decayed):  # what it adds to a message is a part of it
         return _own(error, segments)
     if isinstance(feedback.rule, Off) or (isinstance(error, tuple) and not error):
         return None
@@ -33,7 +33,7 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
 
 
 def _own(error: Tree, segments: Segments) -> Tensor:
-    """Return an error that only its feedback understands: as it is, for what is added up is what it stands for.
+    """Return an error that is added up as it is, and not as what it adds to a message, as its feedback alone knows.
 
     That is right wherever what is sent later is linear in it, such as `x + 0.9 * error`.
     """

@@ -213,8 +213,8 @@ def decayed(keep: float, deliver: float = 1.0) -> Feedback:
             again, in all 1 / deliver times where keep is 1: the feedback is the momentum, and needs no other.
     Raises: TypeError if an argument is no number; ValueError if it is out of range.
 
-    Paper: Peng et al., DeMo (arXiv 2411.19870), algorithm 1; Sarfi et al., SparseLoCo (arXiv 2508.15706); Ahn et al.,
-        Dion (arXiv 2504.05295), algorithm 1.
+    Paper: Peng et al., DeMo (arXiv 2411.19870); Sarfi et al., SparseLoCo (arXiv 2508.15706); Ahn et al., Dion (arXiv
+        2504.05295).
     """
     for name, value in (("keep", keep), ("deliver", deliver)):
         check_number(name, value)

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fn
+from fn.collectives.codecs.segments import Segments
 from fn.collectives.compressed import encode
+from fn.collectives.error_conversion import from_plain, to_plain
 
 CODECS = [fn.top_k(3, 8), fn.sign(), fn.int8(8), fn.bins()]
 PARTS = st.floats(0.01, 1.0)
@@ -65,6 +67,15 @@ def test_the_error_is_as_wide_as_that_of_classic(dtype):
     assert error.dtype == fn.classic().init(x).dtype
     _, after = encode(fn.top_k(2, 4), fn.decayed(0.9, 0.5), torch.ones(1, 8, dtype=dtype), error)
     assert (after.dtype, after.shape) == (error.dtype, error.shape)
+
+
+def test_on_another_number_of_ranks_the_error_goes_on_as_it_is():
+    """It stands for itself, not for the part of it that the next message gets: else it would fade twice."""
+    feedback, error = fn.decayed(0.5, 0.25), torch.arange(8.0)
+    segments = Segments((8,), torch.tensor([[8]]))
+    plain = to_plain(error, fn.top_k(2, 4), feedback, segments, torch.float32)
+    assert torch.equal(plain, error)
+    assert torch.equal(from_plain(plain.double(), error, segments, feedback, None), error)
 
 
 @pytest.mark.parametrize(("make", "argument", "error"), [

@@ -46,8 +46,8 @@ def bins(levels: int = 4, sigmas: float = 6.0) -> Codec:
     Raises: TypeError if levels is no whole number, or sigmas no number; ValueError if levels is no power of two from 2
         to 256, or sigmas is not positive and finite.
 
-    Paper: Sarfi et al., SparseLoCo (arXiv 2508.15706), for the values behind top-k; Therien et al., MuLoCo, for whole
-        tensors. The arithmetic is that of their code.
+    Paper: Sarfi et al., SparseLoCo (arXiv 2508.15706), for the values behind top-k; Therien et al., MuLoCo (arXiv
+        2505.23725), for whole tensors. The arithmetic is that of their code.
     Differs: the wire carries the mean of each bin; the authors send these means less m, and m: one number more.
     """
     check_whole("levels", levels)

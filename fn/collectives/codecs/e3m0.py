@@ -38,7 +38,7 @@ def e3m0(block: int | None = 256) -> Codec:
         differ inside of a tensor. None: one scale for the tensor, or for each piece of it that a server gets.
     Raises: TypeError if block is no whole number; ValueError if it is less than 1.
 
-    Paper: Douillard et al., Streaming DiLoCo (arXiv 2501.18512), section 2.3.
+    Paper: Douillard et al., Streaming DiLoCo (arXiv 2501.18512).
     Differs: the paper does not say how its numbers are scaled; here by the largest magnitude of a block.
     """
     if block is not None:
