@@ -23,7 +23,7 @@ from torch import Tensor
 from fn.collectives.codecs.pickling import invalidates, reduced
 from fn.collectives.codecs.segments import Segments
 from fn.errors import expected
-from fn.kernels.tracing import pooled
+from fn.kernels.tracing import is_concrete, pooled
 
 Tree = Any
 
@@ -165,18 +165,21 @@ def by_tensor(of_tensor: Callable[[int, Tensor], Codec], segments: Segments) -> 
     widths = [segments.widths[place] for place in places] or [0]
     counts = [segments.valid[:, place : place + 1] for place in places] or [segments.valid.new_zeros(1, 1)]
     codecs = [of_tensor(width, valid) for width, valid in zip(widths, counts, strict=True)]
+    padded = not is_concrete(segments.valid) or any(row != [*segments.widths] for row in segments.valid.tolist())
+
+    def clear(x: Tensor, rows: slice | int = slice(None)) -> Tensor:
+        """Return x with zeros for the padding: a mask of all elements costs more memory than they do."""
+        return torch.where(segments.mask(x.device)[rows], x, 0.0) if padded else x
 
     def encode(x: Tensor) -> Tree:
-        parts = torch.where(segments.mask(x.device), x, 0.0).split(widths, dim=1)
+        parts = clear(x).split(widths, dim=1)
         return tuple(codec.encode(part) for codec, part in zip(codecs, parts, strict=True))
 
     def decode(payload: Tree) -> Tensor:
-        x = torch.cat([codec.decode(part) for codec, part in zip(codecs, payload, strict=True)], dim=1)
-        return torch.where(segments.mask(x.device), x, 0.0)
+        return clear(torch.cat([codec.decode(part) for codec, part in zip(codecs, payload, strict=True)], dim=1))
 
     def decode_mean(payload: Tree) -> Tensor:
-        x = torch.cat([mean_of_rows(codec, part) for codec, part in zip(codecs, payload, strict=True)])
-        return torch.where(segments.mask(x.device)[0], x, 0.0)
+        return clear(torch.cat([mean_of_rows(codec, part) for codec, part in zip(codecs, payload, strict=True)]), 0)
 
     with_mean = codecs[0].decode_mean is not None
     return Codec(encode, decode, codecs[0].align, codecs[0].bits, decode_mean if with_mean else None)
