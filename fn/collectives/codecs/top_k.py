@@ -79,6 +79,8 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
     if values is not None and not isinstance(values, Codec):
         raise TypeError(expected("values", "None or a Codec, such as fn.int8()", f"{values!r}"))
 
+    k = int(k) if isinstance(k, numbers.Integral) else float(k)
+
     def of_tensor(width: int, valid: Tensor) -> Codec:
         return _top_k(_blocks(width, block, k), over, values, valid)._replace(bits=bits)
 
@@ -121,7 +123,7 @@ def _check(k: int | float, block: int | None) -> None:
 
 def _kept(n: int, k: int | float) -> int:
     """Return how many of n elements are sent."""
-    return min(int(k), n) if isinstance(k, numbers.Integral) else math.ceil(round(k * n, 6))  # 0.07 * 100 > 7
+    return min(k, n) if isinstance(k, int) else math.ceil(round(k * n, 6))  # 0.07 * 100 > 7
 
 
 def _bits(k: int | float, block: int | None, values: Codec | None) -> float:
