@@ -14,8 +14,8 @@ import fn
 PAGE = Path(__file__).with_name("api.md")
 
 SECTIONS = (
-    ("Types and composition", ("fn.base", "fn.updates")),
-    ("Named optimizers", ("fn.optimizers",)),
+    ("Types and composition", ("fn.base", "fn.phases", "fn.updates")),
+    ("Named optimizers", ("fn.optimizers", "fn.local_optimizers")),
     ("Schedules", ("fn.schedules",)),
     ("Transforms", ("fn.transforms",)),
     (

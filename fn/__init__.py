@@ -4,7 +4,7 @@ from fn import kernels
 from fn.adapters.flatten.flatten import flatten_parameters
 from fn.adapters.optim.donate import donate
 from fn.adapters.optim.optimizer import Optimizer
-from fn.base import Phase, Transform, UpdateFn, chain, lift, stateless
+from fn.base import Phase, Round, Transform, UpdateFn, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
 from fn.collectives.codecs.bins import bins
 from fn.collectives.codecs.codec import Codec, identity
@@ -20,14 +20,17 @@ from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
 from fn.collectives.simulation import simulate
 from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
+from fn.local_optimizers import diloco, local_sgd
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
-from fn.schedules import freeze_after, freeze_when_stable, zero_one_schedule
+from fn.schedules import every, freeze_after, freeze_when_stable, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.masking import apply_mask, mask, partition, unfrozen
+from fn.transforms.momentum import trace
+from fn.transforms.outer import OuterState, outer
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
@@ -41,10 +44,12 @@ __all__ = [
     "Feedback",
     "Ledger",
     "Optimizer",
+    "OuterState",
     "PeerLost",
     "Phase",
     "RanksDisagree",
     "RanksDrifted",
+    "Round",
     "ShardedState",
     "Transform",
     "UpdateFn",
@@ -69,6 +74,8 @@ __all__ = [
     "decayed",
     "donate",
     "e3m0",
+    "diloco",
+    "every",
     "flatten_parameters",
     "freeze_after",
     "freeze_when_stable",
@@ -79,11 +86,13 @@ __all__ = [
     "lamb",
     "ledger",
     "lift",
+    "local_sgd",
     "loco_adamw",
     "mask",
     "off",
     "onebit_adam",
     "onebit_lamb",
+    "outer",
     "partition",
     "pmean",
     "psum",
@@ -102,6 +111,7 @@ __all__ = [
     "skip_nonfinite",
     "stateless",
     "top_k",
+    "trace",
     "unfrozen",
     "zero_one_adam",
     "zero_one_schedule",

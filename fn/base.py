@@ -15,10 +15,9 @@ other: full precision in the warm-up, codes in the compressed phase, nothing in 
 
 from __future__ import annotations
 
-import enum
 import numbers
 from collections.abc import Callable, Sequence
-from functools import reduce
+from functools import cache, reduce
 from inspect import unwrap
 from operator import getitem
 from typing import Any, NamedTuple, Protocol
@@ -29,20 +28,12 @@ from torch import Tensor
 from fn import tree
 from fn.compiling import compilable, own_code
 from fn.errors import expected
+from fn.phases import NewParams as NewParams
+from fn.phases import Phase as Phase
+from fn.phases import Round as Round
+from fn.phases import check_round
 
 Tree = Any
-
-
-class Phase(enum.Enum):
-    """What the ranks send to each other in a step. A host value, never a tensor condition."""
-
-    WARMUP = "warmup"
-    COMPRESSED = "compressed"
-    LOCAL = "local"
-
-    @classmethod
-    def _missing_(cls, value: object) -> Phase:
-        raise ValueError(expected("phase", f"one of {', '.join(map(str, cls))}", f"{value!r}"))
 
 
 class UpdateFn(Protocol):
@@ -84,6 +75,9 @@ class Chained(NamedTuple):
             raise ValueError(expected("state", wanted, f"{len(state)}"))
         after = []
         for link, link_state in zip(self.links, state, strict=True):
+            if isinstance(updates, NewParams) and not _hands_on(link):
+                wanted = "what returns new params, such as fn.outer, to be the last link"
+                raise ValueError(expected("links", wanted, f"{name_of(link)} behind it"))
             updates, link_state = link(updates, link_state, params)
             after.append(link_state)
         return updates, tuple(after)
@@ -126,6 +120,7 @@ class Transform(NamedTuple):
         `missing(...)`.
     needs_warmup: the phases that a warm-up step must come before, because they use what it leaves in the state, such
         as a second moment that is frozen. `fn.Optimizer` begins with one then, whatever its schedule says.
+    rounds: the update of a `Round`, for transforms that exchange the params in parts. None: a round is its phase.
     """
 
     init: Callable[[Tree], Tree]
@@ -133,22 +128,34 @@ class Transform(NamedTuple):
     compressed_update: UpdateFn
     local_update: UpdateFn
     needs_warmup: frozenset[Phase] = frozenset()
+    rounds: Callable[[Round], UpdateFn] | None = None
 
-    def update(self, phase: Phase) -> UpdateFn:
-        """Return the update of a phase, as a function of which `torch.compile` counts the compilations apart.
+    def update(self, phase: Phase | Round) -> UpdateFn:
+        """Return the update of a phase or a round, as a function of which `torch.compile` counts compilations apart.
 
         Raises: ValueError if the transform does not have that phase, so that a schedule that does not fit
-            is refused before anything moves.
+            is refused before anything moves; TypeError or ValueError for a round of what are no fragments.
         """
         return compilable(self.composed(phase))
 
-    def composed(self, phase: Phase) -> UpdateFn:
-        """Return the update of a phase as it is composed, for what looks into it. Raises: as `update`."""
-        found: UpdateFn = getattr(self, f"{Phase(phase).value}_update")
+    def composed(self, phase: Phase | Round) -> UpdateFn:
+        """Return the update of a phase or a round as it is composed, for what looks into it. Raises: as `update`."""
+        found = _found(self, phase)
         if isinstance(found, _Missing):
             has = [p.name for p in Phase if has_phase(self, p)]
             raise ValueError(f"phase: {phase} was asked for, but {found.owner} has only {', '.join(has)}")
         return found
+
+
+def _found(transform: Transform, phase: Phase | Round) -> UpdateFn:
+    """Return the update of a phase or a round, also one that is missing."""
+    if isinstance(phase, Round):
+        check_round(phase)
+        if transform.rounds is not None:
+            return transform.rounds(phase)
+        phase = phase.phase
+    found: UpdateFn = getattr(transform, f"{Phase(phase).value}_update")
+    return found
 
 
 class _Missing(NamedTuple):
@@ -287,19 +294,34 @@ def links_of(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
     return [] if update is unchanged else [Link(update, path)]
 
 
+def name_of(update: UpdateFn) -> str:
+    """Return what made an update, as `describe` names it: `scale_by_adam`."""
+    run = update.run if isinstance(update, Step | Guarded) else update
+    name: str = getattr(run, "__qualname__", type(run).__name__)
+    return name.split(".")[0]
+
+
+def _hands_on(update: UpdateFn) -> bool:
+    """Tell whether a link hands on new params: it does nothing, or only guards; a chain asks each of its links."""
+    update = unwrap(update)
+    update = update.inner if isinstance(update, Guarded) else update
+    return update is unchanged or isinstance(update, Chained)
+
+
 def combine(
     inner: Sequence[Transform], init: Callable[[Tree], Tree], compose: Callable[[Phase, list[UpdateFn]], UpdateFn]
 ) -> Transform:
-    """Make a transform of others: in each phase `compose(phase, their updates)`.
+    """Make a transform of others: in each phase, and in each round that one of them knows, `compose(phase, updates)`.
 
     A phase that one of them lacks, it lacks; a phase in which one of them needs a warm-up step before, needs it.
 
     Its init raises as `rank_local` does: what a link's state class says is not known before there is a state.
     """
 
-    def update(phase: Phase) -> UpdateFn:
-        found: list[UpdateFn] = [getattr(transform, f"{phase.value}_update") for transform in inner]
-        return next((f for f in found if isinstance(f, _Missing)), None) or own_code(compose(phase, found))
+    def update(phase: Phase | Round) -> UpdateFn:
+        found = [_found(transform, phase) for transform in inner]
+        plain = phase.phase if isinstance(phase, Round) else phase
+        return next((f for f in found if isinstance(f, _Missing)), None) or own_code(compose(plain, found))
 
     def start(params: Tree) -> Tree:
         state = init(params)
@@ -308,7 +330,8 @@ def combine(
 
     needs_warmup: frozenset[Phase] = frozenset().union(*(transform.needs_warmup for transform in inner))
     warmup, compressed, local = map(update, Phase)
-    return Transform(start, warmup, compressed, local, needs_warmup)
+    rounds = cache(update) if any(transform.rounds is not None for transform in inner) else None
+    return Transform(start, warmup, compressed, local, needs_warmup, rounds)
 
 
 def chain(*links: Transform) -> Transform:

@@ -1,4 +1,4 @@
-"""Schedules: which phase a step is in. Host functions int -> Phase; steps count from 0."""
+"""Schedules: which phase, or round, a step is in. Host functions int -> Phase or Round; steps count from 0."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fn.base import Phase
+from fn.base import Phase, Round
 from fn.errors import expected
 
-Schedule = Callable[[int], Phase]
+Schedule = Callable[[int], Phase | Round]
 
 
 def freeze_after(steps: int) -> Schedule:
@@ -45,8 +45,11 @@ class FreezeAfter:
 
 
 def phase_of(schedule: Schedule, step: int) -> Phase:
-    """Return the phase that a schedule gives for a step. Raises ValueError if it is none."""
+    """Return the phase that a schedule gives for a step. Raises ValueError if it is none, or a round."""
     found = schedule(step)
+    if isinstance(found, Round):
+        cure = "take rounds in a loop of your own: tx.update(schedule(step)), then fn.apply_updates"
+        raise ValueError(expected("schedule", f"a phase for step {step}; adapters take no rounds", f"{found}", cure))
     try:
         return Phase(found)
     except ValueError as error:
@@ -129,6 +132,52 @@ class ZeroOneSchedule:
             if nth >= step + self.first:
                 return interval
             number, interval, updates = nth + 1, interval * 2, 0
+
+
+def every(h: int, *, fragments: int = 1, delay: int = 0, start: int = 0) -> Schedule:
+    """Warm up for `start` steps, then exchange each fragment of the params every h steps, one after the other.
+
+    With q = h / fragments, round k is of q steps. The exchange of fragment k mod fragments begins after step
+    kq + q - 1 - delay, counted from `start`, and ends after step kq + q - 1. Steps without either send nothing.
+
+        >>> [tuple(fn.every(4, fragments=2, delay=1)(step)) for step in range(4)]
+        [(0, None), (None, 0), (1, None), (None, 1)]
+
+    Args:
+        h: steps from one exchange of a fragment to the next. fragments: into how many `fn.outer` divides the params.
+        delay: steps between sending and taking over, below q. start: steps of the warm-up.
+    Returns: step -> `Phase.WARMUP`, then `Round`.
+    Raises: ValueError if an argument is out of range or no whole number, or h is not divisible by fragments.
+
+    Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1: H; Streaming DiLoCo (arXiv 2501.18512): fragments.
+    """
+    steps, parts = _whole("h", h, 1), _whole("fragments", fragments, 1)
+    if steps % parts:
+        raise ValueError(expected("h", f"a multiple of the {parts} fragments", f"{h}"))
+    late = _whole("delay", delay, 0)
+    if late >= steps // parts:
+        raise ValueError(expected("delay", f"less than h / fragments, {steps // parts}", f"{delay}"))
+    return Every(steps, parts, late, _whole("start", start, 0))
+
+
+@dataclass(frozen=True)
+class Every:
+    """What `every` returns: a function that can be pickled. Its fields are the arguments of that."""
+
+    h: int
+    fragments: int
+    delay: int
+    start: int
+
+    def __call__(self, step: int) -> Phase | Round:
+        """Return the phase or the round of a step."""
+        if step < self.start:
+            return Phase.WARMUP
+        length = self.h // self.fragments
+        number, place = divmod(step - self.start, length)
+        fragment = number % self.fragments
+        begins, ends = place == length - 1 - self.delay, place == length - 1
+        return Round(fragment if begins else None, fragment if ends else None)
 
 
 UNFED = 10

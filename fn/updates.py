@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fn import tree
+from fn.base import NewParams
 from fn.errors import expected
 
 Tree = Any
@@ -17,12 +18,14 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
 
     The sum is taken in the wider of the two dtypes and rounded once. It is differentiable: hand in params that do not
     require grad, `{k: p.detach() for ...}`, unless you differentiate through the step; a loop would otherwise keep the
-    graph of all its steps.
+    graph of all its steps. Of `NewParams` it is a copy in the dtype of the params.
 
     Raises: ValueError if an update has another shape than its parameter, or the trees another structure; TypeError for
         a leaf that is no tensor, or one of 8 bits.
     """
 
+    new = isinstance(updates, NewParams)
+    updates = updates.params if isinstance(updates, NewParams) else updates
     try:
         updates = tree.in_order(updates, params, "updates")
     except ValueError as error:
@@ -34,7 +37,7 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
             tree.check_real(updates, "updates")
         if u.shape != p.shape:
             raise ValueError(_misfit(params, updates))
-        return (p + u).to(p.dtype)
+        return u.to(p.dtype, copy=True) if new else (p + u).to(p.dtype)
 
     return tree.map(add, params, updates)
 

@@ -15,7 +15,7 @@ from inspect import unwrap
 from typing import Any
 
 from fn import tree
-from fn.base import Guarded, Link, SideBySide, Step, UpdateFn, links_of
+from fn.base import Guarded, Link, SideBySide, Step, UpdateFn, links_of, name_of
 from fn.inplace import adam, lamb, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds
 from fn.inplace.links import Head, descent_of
@@ -61,13 +61,14 @@ def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace |
         if type(rule) in KINDS:
             stage, watch = KINDS[type(rule)]
             if update.watch != watch:
-                return f"its guard watches {update.watch}, and {name_of(link)} needs {watch}"
+                return f"its guard watches {update.watch}, and {name_of(link.update)} needs {watch}"
             descent = descent_of(links[place + 1 :])
             if isinstance(descent, Link):
-                return f"expected weight decays, then rates, behind {name_of(link)}, but got {name_of(descent)}"
+                got = name_of(descent.update)
+                return f"expected weight decays, then rates, behind {name_of(link.update)}, but got {got}"
             head, bounds = Head(links[:place]), known.setdefault(link.path, Bounds())
             return without_guards(head, stage(update, rule, link, head, descent, bounds))
-    return f"none of its links has kernels: {', '.join(map(name_of, links)) or 'it has none'}"
+    return f"none of its links has kernels: {', '.join(name_of(link.update) for link in links) or 'it has none'}"
 
 
 def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
@@ -76,18 +77,10 @@ def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
         return staged
     for link in head.links:
         if isinstance(link.update, Guarded):
-            return f"{name_of(link)} stands in front of the moments inside of another guard"
+            return f"{name_of(link.update)} stands in front of the moments inside of another guard"
 
     def fits(updates: Tree, state: Tree, params: Tree) -> bool:
         hidden = any(tree.fields(link.state(state), "skipped") for link in head.links)  # in a link of the user's own
         return not hidden and staged.fits(updates, state, params)
 
     return staged._replace(fits=fits)
-
-
-def name_of(link: Link) -> str:
-    """Return what made a link, as `describe` names it: `scale_by_adam`."""
-    run = link.update.run if isinstance(link.update, Step | Guarded) else link.update
-    name: str = getattr(run, "__qualname__", type(run).__name__)
-    return name.split(".")[0]
-

@@ -8,8 +8,19 @@ from typing import Any
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_params, check_state, check_transform, combine, unchanged
+from fn.base import (
+    NewParams,
+    Phase,
+    Transform,
+    UpdateFn,
+    check_params,
+    check_state,
+    check_transform,
+    combine,
+    unchanged,
+)
 from fn.errors import expected
+from fn.updates import apply_updates
 
 Tree = Any
 
@@ -46,6 +57,9 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             chosen, updates = places(params), tree.in_order(updates, params, "updates")
             new, state = found(_pick(updates, chosen), state, _pick(params, chosen))
+            if isinstance(new, NewParams):
+                others = apply_updates(params, updates)
+                return NewParams(_put(others, dict(zip(chosen, new.params, strict=True)))), state
             return _put(updates, dict(zip(chosen, new, strict=True))), state
 
         return update
@@ -100,11 +114,19 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             _check_labels(state, found)
             moved: dict[int, Any] = {}
+            there: dict[int, Any] = {}  # new params, where a label has them
             after = {}
             chosen_of, updates = places(params), tree.in_order(updates, params, "updates")
             for label, chosen in chosen_of.items():
                 new, after[label] = found[label](_pick(updates, chosen), state[label], _pick(params, chosen))
-                moved.update(zip(chosen, new, strict=True))
+                if isinstance(new, NewParams):
+                    there.update(zip(chosen, new.params, strict=True))
+                else:
+                    moved.update(zip(chosen, new, strict=True))
+            if there:
+                leaves = tree.leaves(params)
+                there.update((i, *apply_updates([leaves[i]], [u])) for i, u in moved.items())
+                return NewParams(_put(params, there)), after
             return _put(updates, moved), after
 
         return update
@@ -122,7 +144,7 @@ def _check_labels(state: Tree, labels: Iterable[str]) -> None:
 def unfrozen(inner: Transform) -> Transform:
     """Stay in the warm-up in every phase: full precision for what compression would harm, norms and biases."""
     update = inner.warmup_update
-    return inner._replace(compressed_update=update, local_update=update, needs_warmup=frozenset())
+    return inner._replace(compressed_update=update, local_update=update, needs_warmup=frozenset(), rounds=None)
 
 
 def apply_mask(mask: Tree) -> Transform:

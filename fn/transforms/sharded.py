@@ -85,7 +85,12 @@ def _check_elementwise(described: Mapping[str, str]) -> None:
 
 
 def _check_silent(inner: Transform, axis: AxisNames) -> None:
-    """Refuse an inner that holds the name of a sharded axis: it would average different shards with each other."""
+    """Refuse an inner that holds the name of a sharded axis: it would average different shards with each other.
+
+    And one with rounds, whose new params would be taken for updates.
+    """
+    if inner.rounds is not None:
+        raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
     for key, value in describe(inner).items():
         if _AN_AXIS.search(key) and value in map(repr, names(axis)):
             wanted = f"no communication over the axis {value}, on which every rank has another shard"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Guarded, Phase, SideBySide, Transform, UpdateFn, check_state, check_transform, combine
+from fn.base import Guarded, NewParams, Phase, SideBySide, Transform, UpdateFn, check_state, check_transform, combine
 from fn.collectives.axis import rank_dims
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
@@ -51,7 +51,8 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
     Args:
         inner: the transform to guard.
         watch: for a transform that leads each rank from params of its own to common ones: the fields of its state
-            that all ranks hold alike after an exchange. Only these are looked at then.
+            that all ranks hold alike after an exchange. Only these are looked at then. (): those that a class of
+            state in it names as `watched`, as that of `fn.outer` does; else the updates and what else is alike.
     Returns: a transform with the phases of `inner`.
     """
 
@@ -81,13 +82,15 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
                 after = tree.replace(after, _InsideState, lambda s: SkipState(*s))
             else:
                 out, after = found(updates, state.inner, params)
-            if watch:
-                ok = all_finite([x for name in watch for x in tree.leaves(tree.fields(after, name))])
+            looked_at = watch or _watched(after)
+            if looked_at:
+                ok = all_finite([x for name in looked_at for x in tree.leaves(tree.fields(after, name))])
             else:
-                ok = all_addable(tree.leaves(out)) & all_finite(_changed_and_replicated(state.inner, after))
+                fine = all_finite if isinstance(out, NewParams) else all_addable
+                ok = fine(tree.leaves(out)) & all_finite(_changed_and_replicated(state.inner, after))
             for new, old in zip(tree.fields(after, "skipped"), tree.fields(state.inner, "skipped"), strict=True):
                 ok = ok if new is old else ok & (new == old)  # what a guard inside skips, all of it skips
-            return _keep_or_skip(ok, out, after, state, math.nan if inside else -0.0)
+            return _keep_or_skip(ok, out, after, state, params, math.nan if inside else None)
 
         return Guarded(found, None, local) if phase is Phase.LOCAL else Guarded(found, watch, update)
 
@@ -111,8 +114,8 @@ def together(transforms: Sequence[Transform]) -> Transform:
             if len(results) > 1 and pairs:
                 ok = torch.stack([new.skipped == old.skipped for new, old in pairs]).all()
                 results = [
-                    _keep_or_skip(ok, out, new.inner, old) if isinstance(old, SkipState) else (out, new)
-                    for (out, new), old in zip(results, state, strict=True)
+                    _keep_or_skip(ok, out, new.inner, old, p) if isinstance(old, SkipState) else (out, new)
+                    for (out, new), old, p in zip(results, state, params, strict=True)
                 ]
             return tuple(out for out, _ in results), tuple(new for _, new in results)
 
@@ -122,15 +125,29 @@ def together(transforms: Sequence[Transform]) -> Transform:
 
 
 def _keep_or_skip(
-    ok: Tensor, updates: Tree, after: Tree, state: SkipState, instead: float = -0.0
+    ok: Tensor, updates: Tree, after: Tree, state: SkipState, params: Tree, instead: float | None = None
 ) -> tuple[Tree, SkipState]:
-    """Return updates and `after` where ok, and `instead` and the inner state as it was elsewhere."""
+    """Return updates and `after` where ok; elsewhere what moves nothing, or `instead`, and the state as it was."""
     skipped = state.skipped + (~ok).to(torch.int64)
     if ok.device.type == "cpu" and is_concrete(ok) and ok:  # a branch costs nothing here, a selection a pass
         return updates, SkipState(after, skipped)
-    updates = tree.map(lambda u: torch.where(ok, u, instead), updates)
+    if isinstance(updates, NewParams):
+        old = params if instead is None else tree.map(lambda p: torch.full_like(p, instead), params)
+        updates = NewParams(tree.map(lambda new, p: torch.where(ok, new, p.to(new.dtype)), updates.params, old))
+    else:
+        still = -0.0 if instead is None else instead
+        updates = tree.map(lambda u: torch.where(ok, u, still), updates)
     kept = tree.map(lambda new, old: new if new is old else torch.where(ok, new, old), after, state.inner)
     return updates, SkipState(kept, skipped)
+
+
+def _watched(state: Tree) -> tuple[str, ...]:
+    """Return what the classes of states in a state name as `watched`."""
+    found: tuple[str, ...] = getattr(state, "watched", ()) if hasattr(state, "_fields") else ()
+    if found or not isinstance(state, tuple | list | dict):
+        return found
+    inside = state.values() if isinstance(state, dict) else state
+    return tuple({name: None for x in inside if isinstance(x, tuple | list | dict) for name in _watched(x)})
 
 
 def _changed_and_replicated(before: Tree, after: Tree) -> list[Tensor]:

@@ -20,6 +20,7 @@ from fn.base import Phase, Transform
 from fn.collectives.axis import Binding, axis_size, bind
 from fn.collectives.transports.mpi import Communicator
 from fn.errors import expected
+from fn.schedules import Schedule
 
 Tree = Any
 Group = dist.ProcessGroup | Communicator
@@ -89,7 +90,7 @@ class DeepSpeedOptimizer(Optimizer):
     def __init__(
         self,
         params: Params,
-        schedule: Callable[[int], Phase],
+        schedule: Schedule,
         *,
         lr: float,
         betas: tuple[float, float],

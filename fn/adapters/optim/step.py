@@ -33,7 +33,7 @@ from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.signals import begin_writing
 from fn.adapters.optim.training import Training
 from fn.adapters.optim.warnings import say_slow, warn_of_thawed
-from fn.base import Phase, SideBySide, UpdateFn
+from fn.base import NewParams, Phase, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
 from fn.errors import expected
 from fn.inplace.match import in_place
@@ -191,6 +191,8 @@ def checked(update: UpdateFn) -> UpdateFn:
 
     def step(grads: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         moves, after = update(grads, state, params)
+        if any(isinstance(each, NewParams) for each in (moves, *moves)):
+            raise TypeError(expected("updates", "what is added to the params", "NewParams, which adapters do not take"))
         found = [getattr(u, "shape", None) for u in tree.leaves(moves)]
         wanted = [p.shape for p in tree.leaves(params)]
         if len(found) != len(wanted):

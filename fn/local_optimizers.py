@@ -1,0 +1,104 @@
+"""Named optimizers of local steps: each is a chain under its docstring, in the wrappers of `fn.optimizers`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fn.base import Transform, chain
+from fn.collectives.axis import AxisNames
+from fn.collectives.codecs.codec import identity
+from fn.collectives.feedback import classic, off
+from fn.collectives.hierarchy import Codecs, Feedbacks
+from fn.transforms.adam import scale_by_adam
+from fn.transforms.agreed import agreed
+from fn.transforms.average import average, compressed_average
+from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.fragments import Fragments
+from fn.transforms.momentum import trace
+from fn.transforms.outer import outer
+from fn.transforms.skip_nonfinite import skip_nonfinite
+
+
+def diloco(
+    lr: float | Tensor = 4e-4,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    *,
+    axis: AxisNames,
+    outer_lr: float | Tensor = 0.7,
+    outer_momentum: float = 0.9,
+    nesterov: bool = True,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
+    servers: bool = True,
+    fragments: Fragments = None,
+    alpha: float = 0.0,
+    store: torch.dtype | None = None,
+    on_skip: Literal["keep", "anchor"] = "keep",
+) -> Transform:
+    """DiLoCo: hundreds of local AdamW steps, then one Nesterov step along the mean of the ranks' ways.
+
+    Args:
+        lr: of the local steps, a float or a 0-d tensor. b1, b2, eps, weight_decay: of AdamW.
+        axis: the ranks that train together. outer_lr, outer_momentum, nesterov: of the outer step; for short runs a
+            momentum of 0.6 is better.
+        codec: what the differences travel as; None is exactly. feedback: what becomes of what was not delivered; None
+            is `classic()` where there is a codec. servers: as for `compressed_average`.
+        fragments, alpha, store, on_skip: as for `outer`.
+    Returns: a transform with a warm-up, exact, and rounds; `every(500)` is its schedule. Streaming DiLoCo is
+        `fragments=P, alpha=0.5` and `every(h, fragments=P, delay=d)`.
+
+    Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1.
+    Differs: if an exchange is not finite, the ranks keep their params; torchft takes all of them back to the anchor, as
+        on_skip="anchor" does.
+    """
+    adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
+    outer_tx = chain(trace(outer_momentum, nesterov), scale_by_learning_rate(outer_lr))
+    sync = _mean(axis, codec, feedback, servers)
+    tx = outer(adamw, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip)
+    return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
+
+
+def local_sgd(
+    lr: float | Tensor = 1e-2,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    *,
+    axis: AxisNames,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
+    servers: bool = True,
+    store: torch.dtype | None = None,
+    on_skip: Literal["keep", "anchor"] = "keep",
+) -> Transform:
+    """Local SGD: local steps, then the mean of the params; post-local SGD with a warm-up.
+
+    Args:
+        lr: of the local steps, a float or a 0-d tensor. momentum: of them, each rank's own. weight_decay: decoupled.
+        axis, codec, feedback, servers: as for `diloco`. store, on_skip: as for `outer`.
+    Returns: a transform with a warm-up, exact, and rounds; `every(h)` is its schedule, `every(h, start=n)` that of
+        post-local SGD.
+
+    Paper: Stich, Local SGD converges fast and communicates little (arXiv 1805.09767), algorithm 1; Lin et al., Don't
+        use large mini-batches, use local SGD (arXiv 1808.07217), section 3.
+    Differs: what is averaged is the difference to the last mean, so that codes are of small numbers, and the mean of
+        the params is off by rounding.
+    """
+    sgd = chain(trace(momentum), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
+    sync = _mean(axis, codec, feedback, servers)
+    tx = outer(sgd, scale_by_learning_rate(1.0), sync, store=store, on_skip=on_skip)
+    return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
+
+
+def _mean(axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, servers: bool) -> Transform:
+    """Return the mean of differences, exact if nothing else is said."""
+    if codec is None:
+        if feedback is not None:
+            raise ValueError("feedback: is given without a codec; an exact mean leaves nothing undelivered")
+        return compressed_average(axis, identity(), off(), servers=servers)
+    return compressed_average(axis, codec, feedback or classic(), servers=servers)

@@ -1,0 +1,62 @@
+"""Fragments: which params `fn.outer` exchanges together."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fn import tree
+from fn.errors import expected
+
+Tree = Any
+Fragments = int | Callable[[Tree], Tree] | None
+"""None: all params are one. A number P: leaf i is of fragment i mod P. A function: params -> a tree of numbers."""
+
+
+def check_fragments(fragments: Any) -> None:
+    """Refuse what does not say which params belong together. Raises: TypeError, or ValueError for a number below 1."""
+    if fragments is None or callable(fragments):
+        return
+    if not isinstance(fragments, int) or isinstance(fragments, bool):
+        wanted = "a number, None, or a function from params to a tree of numbers"
+        raise TypeError(expected("fragments", wanted, f"{fragments!r}"))
+    if fragments < 1:
+        raise ValueError(expected("fragments", "a number of at least 1", f"{fragments}"))
+
+
+def fragment_places(fragments: Fragments, params: Tree) -> list[list[int]]:
+    """Return the places of the leaves of each fragment, among the leaves of the params.
+
+    Raises: ValueError if what a function returns has another structure than the params, or a number is below 0;
+        TypeError if one is no whole number.
+    """
+    count = len(tree.leaves(params))
+    if fragments is None:
+        return [[*range(count)]]
+    if isinstance(fragments, int):
+        return [[*range(f, count, fragments)] for f in range(fragments)]
+    found = tree.in_order(fragments(params), params, "fragments")
+    numbers_of = tree.leaves(found)
+    for path, number in zip(tree.paths(found), numbers_of, strict=True):
+        if not isinstance(number, numbers.Integral) or isinstance(number, bool):
+            raise TypeError(expected("fragments", f"leaf {path!r} to be a whole number", f"{number!r}"))
+        if number < 0:
+            raise ValueError(expected("fragments", f"leaf {path!r} to be a number from 0", f"{number}"))
+    return [[i for i, own in enumerate(numbers_of) if own == f] for f in range(1 + max(numbers_of, default=0))]
+
+
+def places_in(parts: Sequence[Sequence[int]], fragment: int, field: str) -> Sequence[int]:
+    """Return the places of a fragment that a round names. Raises: ValueError if there is none of that number."""
+    if fragment >= len(parts):
+        cure = "give fn.every(fragments=...) and fn.outer(fragments=...) the same number"
+        raise ValueError(expected(f"phase.{field}", f"one of {len(parts)} fragments, from 0", f"{fragment}", cure))
+    return parts[fragment]
+
+
+def put(leaves: Sequence[Tensor], places: Sequence[int], new: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves with others at some places."""
+    found = dict(zip(places, new, strict=True))
+    return [found.get(i, x) for i, x in enumerate(leaves)]

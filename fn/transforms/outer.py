@@ -1,0 +1,253 @@
+"""Local steps: each rank goes its own way for a while, then the ranks agree on where they went.
+
+    anchor x                 the params that all ranks agreed on last
+      | h local steps        rank r goes to p_r; nothing is sent
+      | d = mean(x - p_r)    one exchange of differences, exact or in any codes
+      | x <- outer step      by any optimizer, with d in the place of a gradient
+      | p_r <- x             and so on
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import NewParams, Phase, Round, Transform, UpdateFn, check_params, check_state, has_phase
+from fn.collectives.axis import current_binding
+from fn.collectives.simulation import found_alike
+from fn.errors import expected
+from fn.kernels.tracing import is_concrete
+from fn.transforms.adam import zeros_like_moment
+from fn.transforms.fragments import Fragments, check_fragments, fragment_places, places_in, put
+from fn.transforms.outer_checks import check_alpha, check_inner, check_outer_tx, check_store, check_sync
+from fn.transforms.skip_nonfinite import all_addable, all_finite
+from fn.updates import apply_updates
+
+Tree = Any
+
+
+class OuterState(NamedTuple):
+    """State of `outer`.
+
+    inner: the state of the inner optimizer. It is each rank's own, and no exchange changes it.
+    anchor: the params that all ranks agreed on last, in float32 under half precision.
+    pending: the mean differences that are to be taken over; like the anchor.
+    outer: the states of the outer optimizer, one per fragment. sync: the states of the mean, one per fragment.
+    dropped: local steps that this rank left out because they were not finite, 0-d int64.
+    """
+
+    inner: Tree
+    anchor: Tree
+    pending: Tree
+    outer: Tree
+    sync: Tree
+    dropped: Tensor
+
+    @property
+    def rank_local(self) -> frozenset[str]:
+        """Return the fields that are one rank's own."""
+        return frozenset({"inner", "dropped"})
+
+    @property
+    def local_params(self) -> bool:
+        """Tell that each rank goes to params of its own."""
+        return True
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Return what all ranks hold alike, and what `skip_nonfinite` therefore looks at."""
+        return ("anchor",)
+
+
+def outer(
+    inner: Transform,
+    outer_tx: Transform,
+    sync: Transform,
+    *,
+    fragments: Fragments = None,
+    alpha: float = 0.0,
+    store: torch.dtype | None = None,
+    on_skip: Literal["keep", "anchor"] = "keep",
+) -> Transform:
+    """Take local steps by one optimizer, and now and then a common one by another: DiLoCo and its family.
+
+    A `Round` says what follows the local step. Where the exchange of fragment f begins, the ranks average how far they
+    went, x_f - p_f; where it ends, that is the gradient of the outer optimizer, whose params are the anchor x:
+
+        d = C(x_f - p_f);    x_f <- x_f + outer_tx(d);    p_f <- x_f + alpha (p_f - x_f)
+
+    In the warm-up there are no rounds. The inner step is taken from what comes in, which a link in front has to
+    average, and the anchor follows. The params then have to be alike on all ranks, so no warm-up step may follow a
+    local one; in `fn.every` none does. So a named method is
+
+        chain(average(axis), outer(inner, outer_tx, compressed_average(axis, identity(), off())))
+
+    Args:
+        inner: the optimizer of the local steps, a chain that ends in a learning rate and does not communicate. Its
+            state is never averaged or reset; one without a local phase takes its warm-up steps.
+        outer_tx: the optimizer of the anchor; x - p is a descent direction, so any chain that ends in
+            `scale_by_learning_rate` is one. It does not communicate.
+        sync: what averages the differences, in its compressed phase, over any axis and in any codes.
+        fragments: which params are exchanged together. None: all. A number P: leaf i is of fragment i mod P. A
+            function: params -> a tree of the fragments' numbers. There are to be as many as in the schedule; a fragment
+            that no round names is never exchanged.
+        alpha: in [0, 1], how much of the rank's own params stays at a take-over. 0: params are then bitwise the anchor,
+            rounded to their dtype, the same on all ranks.
+        store: the dtype in which the anchor is kept; None: float32 for params in half precision, else their own.
+        on_skip: what becomes of the params where a mean is not finite, or the outer step. All ranks then leave out the
+            exchange: anchor, outer state and errors stay bitwise. "keep": the ranks go on with their params; one whose
+            own params or inner state are not finite takes the anchor and a fresh inner state. "anchor": all ranks go
+            back to the anchor in this fragment, and the steps since are lost.
+    Returns: a transform with a warm-up, rounds, and as phases the local one and the exchange of fragment 0. Where
+        something begins or ends it returns `NewParams`, elsewhere updates. A local step that is not finite is left out
+        by that rank alone, and counted (`dropped`). On one rank it runs all the same, as a lookahead optimizer.
+    Raises: TypeError or ValueError that names the argument; from `init`, if the fragments do not fit the params.
+
+    Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1; Streaming DiLoCo (arXiv 2501.18512), algorithm 2:
+        fragments, alpha, and the delay, which is `fn.every`'s.
+    """
+    check_inner(inner)
+    check_outer_tx(outer_tx)
+    check_sync(sync)
+    check_fragments(fragments)
+    check_alpha(alpha)
+    check_store(store)
+    if on_skip not in ("keep", "anchor"):
+        raise ValueError(expected("on_skip", "'keep' or 'anchor'", f"{on_skip!r}"))
+    step_alone = inner.local_update if has_phase(inner, Phase.LOCAL) else inner.warmup_update
+
+    def kept(x: Tensor) -> Tensor:
+        return x.to(store or torch.promote_types(x.dtype, torch.float32))
+
+    def init(params: Tree) -> OuterState:
+        tree.check_real(params, "params")
+        anchor = tree.map(lambda p: kept(p.detach().clone(memory_format=torch.contiguous_format)), params)
+        pending = tree.map(zeros_like_moment, params)
+        parts = [[tree.leaves(pending)[i] for i in places] for places in fragment_places(fragments, params)]
+        device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
+        dropped = torch.zeros((), dtype=torch.int64, device=device)
+        states = tuple(outer_tx.init(part) for part in parts), tuple(sync.init(part) for part in parts)
+        return OuterState(inner.init(params), anchor, pending, *states, dropped)
+
+    def checked(updates: Tree, state: OuterState, params: Tree) -> Tree:
+        """Return the params in the order of the state; refuse arguments that do not fit together."""
+        check_state(state, OuterState)
+        check_params(params)
+        tree.check_updates(updates, state.anchor)
+        return tree.in_order(params, state.anchor, "params")
+
+    def warmup(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
+        params = checked(updates, state, params)
+        moves, after = inner.warmup_update(updates, state.inner, params)
+        ok = all_addable(tree.leaves(moves)) & all_finite(_floats(after))
+        anchor = tree.map(lambda p: torch.where(ok.to(p.device), kept(p), torch.nan), apply_updates(params, moves))
+        axes = tuple(current_binding().axes)  # of averaged gradients all ranks make the same, which vmap cannot know
+        anchor = tree.map(lambda x: found_alike(x, axes), anchor) if axes else anchor
+        return moves, state._replace(inner=after, anchor=anchor)
+
+    def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
+        params = checked(updates, state, params)
+        moves, after = step_alone(updates, state.inner, params)
+        ok = (all_addable(tree.leaves(moves)) & all_finite(_floats(after))).to(state.dropped.device)
+        moves = tree.map(lambda u: torch.where(ok.to(u.device), u, -0.0), moves)
+        after = tree.map(lambda new, old: _chosen(ok, new, old), after, state.inner)
+        return moves, state._replace(inner=after, dropped=state.dropped + (~ok).to(torch.int64))
+
+    def begun(fragment: int, here: list[Tensor], state: OuterState, places: Sequence[int]) -> OuterState:
+        """Send how far the ranks went; keep the mean, and what was not delivered."""
+        anchor, structure = tree.flatten(state.anchor)
+        pending = tree.leaves(state.pending)
+        went = [(anchor[i].to(here[i].dtype).to(pending[i].dtype) - here[i].to(pending[i].dtype)) for i in places]
+        mean, errors = sync.compressed_update(went, state.sync[fragment], [anchor[i] for i in places])
+        ok = all_finite(tree.leaves(mean))
+        errors = tree.map(lambda new, old: _chosen(ok, new, old), errors, state.sync[fragment])
+        after = tree.unflatten(structure, put(pending, places, tree.leaves(mean)))
+        return state._replace(pending=after, sync=_with(state.sync, fragment, errors))
+
+    def ended(
+        fragment: int, here: list[Tensor], state: OuterState, places: Sequence[int]
+    ) -> tuple[list[Tensor], OuterState]:
+        """Take the outer step; return the params after it, and the state."""
+        anchor, structure = tree.flatten(state.anchor)
+        pending = tree.leaves(state.pending)
+        before, mean = [anchor[i] for i in places], [pending[i] for i in places]
+        wide = [x.to(d.dtype) for x, d in zip(before, mean, strict=True)]
+        moves, after = outer_tx.local_update(mean, state.outer[fragment], wide)
+        new = [x + u.to(x.dtype) for x, u in zip(wide, tree.leaves(moves), strict=True)]
+        rounded = [x.to(here[i].dtype) for i, x in zip(places, new, strict=True)]
+        ok = all_finite([*mean, *new, *rounded, *_floats(after)])
+        after = tree.map(lambda new, old: _chosen(ok, new, old), after, state.outer[fragment])
+        now = [_chosen(ok, x.to(old.dtype), old) for x, old in zip(new, before, strict=True)]
+        cleared = tree.unflatten(structure, put(pending, places, [torch.zeros_like(d) for d in mean]))
+        state = state._replace(
+            anchor=tree.unflatten(structure, put(anchor, places, now)),
+            pending=cleared,
+            outer=_with(state.outer, fragment, after),
+        )
+        there = [_between(x.to(d.dtype), here[i], alpha) for i, x, d in zip(places, now, mean, strict=True)]
+        if on_skip == "anchor":
+            back = [x.to(y.dtype) for x, y in zip(now, there, strict=True)]
+        else:
+            back = [here[i].to(y.dtype) for i, y in zip(places, there, strict=True)]
+        there = [_chosen(ok, y, x) for y, x in zip(there, back, strict=True)]
+        there = put(here, places, there)
+        return (there, state) if _is_known(ok) else healed(ok, here, there, state)
+
+    def healed(
+        ok: Tensor, here: list[Tensor], there: list[Tensor], state: OuterState
+    ) -> tuple[list[Tensor], OuterState]:
+        """Where an exchange was skipped, give a rank that is not finite the anchor and a fresh inner state."""
+        fine = ok | all_finite([*here, *_floats(state.inner)])
+        anchor, structure = tree.flatten(state.anchor)
+        there = [_chosen(fine, y, x.to(y.dtype)) for y, x in zip(there, anchor, strict=True)]
+        fresh = inner.init(tree.unflatten(structure, [y.to(p.dtype) for y, p in zip(there, here, strict=True)]))
+        return there, state._replace(inner=tree.map(lambda old, new: _chosen(fine, old, new), state.inner, fresh))
+
+    def exchange(round_: Round) -> UpdateFn:
+        def update(updates: Tree, state: OuterState, params: Tree, /) -> tuple[NewParams, OuterState]:
+            moves, state = local(updates, state, params)
+            params = tree.in_order(params, state.anchor, "params")
+            here, structure = tree.flatten(apply_updates(params, moves))
+            parts = fragment_places(fragments, params)
+            if round_.begin is not None:
+                state = begun(round_.begin, here, state, places_in(parts, round_.begin, "begin"))
+            if round_.end is not None:
+                here, state = ended(round_.end, here, state, places_in(parts, round_.end, "end"))
+            return NewParams(tree.unflatten(structure, here)), state
+
+        return update
+
+    @cache
+    def rounds(round_: Round) -> UpdateFn:
+        return local if round_.phase is Phase.LOCAL else exchange(round_)
+
+    needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
+    return Transform(init, warmup, rounds(Round(0, 0)), rounds(Round()), needs, rounds)
+
+
+def _floats(state: Tree) -> list[Tensor]:
+    return [x for x in tree.leaves(state) if x.is_floating_point()]
+
+
+def _with(states: tuple[Tree, ...], place: int, new: Tree) -> tuple[Tree, ...]:
+    return (*states[:place], new, *states[place + 1 :])
+
+
+def _between(x: Tensor, here: Tensor, alpha: float) -> Tensor:
+    """Return x + alpha (here - x); x itself, bitwise, for alpha 0."""
+    return x + alpha * (here.to(x.dtype) - x) if alpha else x
+
+
+def _is_known(ok: Tensor) -> bool:
+    """Tell whether a flag is known to be true without waiting for a device."""
+    return ok.device.type == "cpu" and is_concrete(ok) and bool(ok)
+
+
+def _chosen(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Return `new` where ok, else `old`."""
+    return new if new is old or _is_known(ok) else torch.where(ok.to(new.device), new, old)

@@ -1,0 +1,69 @@
+"""What `fn.outer` refuses at construction, by the argument's name."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from fn.base import Phase, Step, Transform, check_number, check_transform, has_phase, links_of, name_of
+from fn.collectives.agreement import describe
+from fn.errors import expected
+from fn.transforms.decay_and_lr import Rate
+
+_AN_AXIS = re.compile(r"\.axis(\.\d+)?(#\d+)?$")  # what `describe` calls an axis, one of several, or a further one
+
+
+def check_inner(inner: Any) -> None:
+    """Refuse an inner optimizer that communicates, as far as it can be seen, or that has rounds of its own."""
+    check_transform("inner", inner)
+    _check_silent("inner", inner, "local steps send nothing; put fn.average(axis) in front of fn.outer for the warm-up")
+    if inner.rounds is not None:
+        raise ValueError(expected("inner", "an optimizer that takes steps", "one with rounds, such as fn.outer"))
+
+
+def check_outer_tx(outer_tx: Any) -> None:
+    """Refuse an outer optimizer that communicates, or does not end in a learning rate, which makes d a descent."""
+    check_transform("outer_tx", outer_tx)
+    _check_silent("outer_tx", outer_tx, "all ranks take the outer step alike; sync is what communicates")
+    last = links_of(outer_tx.local_update)[-1:] if has_phase(outer_tx, Phase.LOCAL) else []
+    if not last or not isinstance(last[0].update, Step) or not isinstance(last[0].update.rule, Rate):
+        got = name_of(last[0].update) if last else "none in its local phase"
+        cure = "write fn.chain(fn.trace(0.9, nesterov=True), fn.scale_by_learning_rate(0.7))"
+        raise ValueError(expected("outer_tx", "scale_by_learning_rate as the last link", got, cure))
+
+
+def check_sync(sync: Any) -> None:
+    """Refuse what averages in the warm-up only. `fn.chain()`, which never does, is for one rank."""
+    check_transform("sync", sync)
+    if not has_phase(sync, Phase.COMPRESSED):
+        raise ValueError(expected("sync", "an average with a compressed phase", "one without"))
+    if links_of(sync.warmup_update) and not links_of(sync.compressed_update):
+        cure = "for the exact mean write fn.compressed_average(axis, fn.identity(), fn.off())"
+        raise ValueError(expected("sync", "an average in the compressed phase", "one in the warm-up only", cure))
+
+
+def check_alpha(alpha: Any) -> None:
+    """Refuse a weight of the local params outside of [0, 1]."""
+    check_number("alpha", alpha)
+    if not 0 <= alpha <= 1:
+        raise ValueError(expected("alpha", "a number in [0, 1]", f"{alpha}"))
+
+
+def check_store(store: Any) -> None:
+    """Refuse what is no dtype to keep an anchor in."""
+    if store is None:
+        return
+    if not isinstance(store, torch.dtype):
+        wanted = "a dtype, or None; to keep the anchor on another device is not implemented"
+        raise TypeError(expected("store", wanted, f"{store!r}"))
+    if not store.is_floating_point or store.itemsize < 2:
+        raise ValueError(expected("store", "a floating dtype of 16 bits or more", f"{store}"))
+
+
+def _check_silent(argument: str, transform: Transform, cure: str) -> None:
+    for key, value in describe(transform).items():
+        if _AN_AXIS.search(key) and value != "None":
+            got = f"{key.split('.')[0]} over {value}"
+            raise ValueError(expected(argument, "no communication over an axis", got, cure))
