@@ -140,7 +140,7 @@ def every(h: int, *, fragments: int = 1, delay: int = 0, start: int = 0) -> Sche
     With q = h / fragments, round k is of q steps. The exchange of fragment k mod fragments begins after step
     kq + q - 1 - delay, counted from `start`, and ends after step kq + q - 1. Steps without either send nothing.
 
-        >>> [tuple(fn.every(4, fragments=2, delay=1)(step)) for step in range(4)]
+        >>> [tuple(every(4, fragments=2, delay=1)(step)) for step in range(4)]
         [(0, None), (None, 0), (1, None), (None, 1)]
 
     Args:

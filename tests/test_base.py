@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fn
-from fn import Phase, tree
-from fn.base import has_phase, missing
+from fn import Phase, Round, tree
+from fn.base import NewParams, has_phase, missing
 
 ALL_PHASES = list(Phase)
 
@@ -110,6 +110,83 @@ def test_apply_updates_refuses_what_would_be_broadcast_by_leaf(param, update):
         fn.apply_updates(params, updates)
 
 
+def jump() -> fn.Transform:
+    """Return new params where something ends, updates elsewhere; know rounds."""
+
+    def rounds(when: Round):
+        def update(updates, state, params):
+            return (updates if when.end is None else NewParams(tree.map(lambda p: p + 1, params))), state
+
+        return update
+
+    return fn.Transform(lambda params: (), rounds(Round()), rounds(Round(0, 0)), rounds(Round()), rounds=rounds)
+
+
+@pytest.mark.parametrize("when", [Round(), Round(0, 0), Round(2, None), Round(None, 1)])
+def test_a_round_is_its_phase_for_what_knows_no_rounds(when):
+    tx = fn.chain(only(Phase.COMPRESSED), count_and_add(1.0))
+    phase = Phase.LOCAL if when == Round() else Phase.COMPRESSED
+    assert when.phase is phase
+    if phase is Phase.LOCAL:
+        with pytest.raises(ValueError, match="one phase only"):
+            tx.update(when)
+        return
+    assert tx.update(when)([torch.tensor(2.0)], tx.init([]), [])[0] == [torch.tensor(5.0)]
+
+
+def test_rounds_pass_through_what_combines_and_each_is_made_once():
+    tx = fn.skip_nonfinite(fn.chain(count_and_add(1.0), fn.mask(jump(), [True])))
+    params = [torch.tensor(4.0)]
+    for when, wanted in ((Round(3, None), 4.0 + 3.0), (Round(None, 3), 5.0), (Round(), 7.0), (Phase.COMPRESSED, 5.0)):
+        updates, _ = tx.update(when)([torch.tensor(2.0)], tx.init(params), params)
+        assert fn.apply_updates(params, updates) == [torch.tensor(wanted)]
+        assert tx.update(when) is tx.update(when)
+    assert fn.unfrozen(tx).rounds is None
+
+
+@pytest.mark.parametrize("when", [Round("0"), Round(None, 1.5), Round(True), Round(-1), Round(0, -1)])
+def test_a_round_of_no_fragments_is_refused_by_field(when):
+    field = "begin" if when.begin is not None and when.end is None else "end"
+    with pytest.raises((TypeError, ValueError), match=rf"phase\.{field}: expected the number of a fragment"):
+        count_and_add(1.0).update(when)
+
+
+def test_a_link_behind_new_params_is_refused_by_name_and_a_guard_is_none():
+    last = fn.chain(jump(), fn.chain(), fn.skip_nonfinite(fn.chain()))
+    params = [torch.ones(2)]
+    assert isinstance(last.update(Round(0, 0))(params, last.init(params), params)[0], NewParams)
+    for behind in (fn.scale_by_learning_rate(0.1), fn.chain(fn.chain(), fn.scale_by_learning_rate(0.1))):
+        tx = fn.chain(jump(), behind)
+        with pytest.raises(ValueError, match=r"links: expected what returns new params.* got scale_by_learning_rate"):
+            tx.update(Round(0, 0))(params, tx.init(params), params)
+
+
+def test_new_params_are_copied_and_rounded_and_checked():
+    wide = torch.tensor([1.0, 1.001, 2.0])
+    (new,) = fn.apply_updates([torch.zeros(3).bfloat16()], NewParams([wide]))
+    assert torch.equal(new, wide.bfloat16())
+    (same,) = fn.apply_updates([torch.zeros(3)], NewParams([wide]))
+    assert torch.equal(same, wide)
+    assert same.data_ptr() != wide.data_ptr()
+    with pytest.raises(ValueError, match="shape"):
+        fn.apply_updates([torch.zeros(2)], NewParams([wide]))
+
+
+def test_a_guard_replaces_new_params_by_the_old_ones():
+    def update(updates, state, params):
+        return NewParams(tree.map(torch.add, params, updates)), state
+
+    tx, params = fn.skip_nonfinite(fn.lift(lambda params: (), update)), [torch.ones(2)]
+    updates, state = tx.update(Phase.COMPRESSED)([torch.tensor([1.0, float("nan")])], tx.init(params), params)
+    assert torch.equal(fn.apply_updates(params, updates)[0], params[0])
+    assert state.skipped == 1
+    p = torch.nn.Parameter(torch.ones(2))
+    p.grad = torch.ones(2)
+    with pytest.raises(TypeError, match="updates: expected what is added to the params, but got NewParams"):
+        fn.Optimizer([p], lambda lr: fn.lift(lambda params: (), update)).step()
+    assert torch.equal(p, torch.ones(2))
+
+
 NEED_PARAMS = {
     "add_decayed_weights": fn.add_decayed_weights(0.1),
     "scale_by_trust_ratio": fn.scale_by_trust_ratio(),
@@ -122,6 +199,7 @@ NEED_PARAMS = {
     "sharded": fn.sharded(fn.scale_by_adam(), "data"),
     "loco_adamw": fn.loco_adamw(0.1, axis="data"),
     "sharded_onebit_adam": fn.sharded_onebit_adam(0.1, axis="data"),
+    "diloco": fn.diloco(0.1, axis="data"),
 }
 
 

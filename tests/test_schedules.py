@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 
 import pytest
@@ -34,6 +35,40 @@ def test_freeze_after_refuses_what_is_no_number_of_steps(steps):
     with pytest.raises(ValueError, match=rf"steps: expected a whole number of at least 0, such .* got {steps!r}"):
         fn.freeze_after(steps)
     assert fn.freeze_after(1e3) == fn.freeze_after(1000)
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.data())
+def test_every_exchanges_each_fragment_once_in_h_steps(fragments, length, data):
+    delay, start = data.draw(st.integers(0, length - 1)), data.draw(st.integers(0, 3))
+    h = fragments * length
+    schedule = fn.every(h, fragments=fragments, delay=delay, start=start)
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    assert [schedule(t) for t in range(start)] == [Phase.WARMUP] * start
+    for again in range(2):
+        first = start + again * h
+        found = [schedule(first + t) for t in range(h)]
+        begun = {r.begin: t for t, r in enumerate(found) if r.begin is not None}
+        ended = {r.end: t for t, r in enumerate(found) if r.end is not None}
+        assert begun == {f: (f + 1) * length - 1 - delay for f in range(fragments)}
+        assert ended == {f: (f + 1) * length - 1 for f in range(fragments)}
+        assert sum(r.phase is Phase.LOCAL for r in found) == h - len({*begun.values(), *ended.values()})
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("h: expected a whole number of at least 1", {"h": 0}),
+        ("h: expected a whole number of at least 1", {"h": 2.5}),
+        ("h: expected a multiple of the 3 fragments, but got 4", {"h": 4, "fragments": 3}),
+        ("fragments: expected a whole number of at least 1", {"h": 4, "fragments": 0}),
+        ("delay: expected less than h / fragments, 2, but got 2", {"h": 4, "fragments": 2, "delay": 2}),
+        ("delay: expected a whole number of at least 0", {"h": 4, "delay": -1}),
+        ("start: expected a whole number of at least 0", {"h": 4, "start": -1}),
+    ],
+)
+def test_every_refuses_what_is_no_schedule_by_name(text, arguments):
+    with pytest.raises(ValueError, match=f"^{text}"):
+        fn.every(**arguments)
 
 
 def fed(norms, **options) -> int | None:

@@ -18,9 +18,9 @@ _AN_AXIS = re.compile(r"\.axis(\.\d+)?(#\d+)?$")  # what `describe` calls an axi
 def check_inner(inner: Any) -> None:
     """Refuse an inner optimizer that communicates, as far as it can be seen, or that has rounds of its own."""
     check_transform("inner", inner)
-    _check_silent("inner", inner, "local steps send nothing; put fn.average(axis) in front of fn.outer for the warm-up")
     if inner.rounds is not None:
         raise ValueError(expected("inner", "an optimizer that takes steps", "one with rounds, such as fn.outer"))
+    _check_silent("inner", inner, "local steps send nothing; put fn.average(axis) in front of fn.outer for the warm-up")
 
 
 def check_outer_tx(outer_tx: Any) -> None:

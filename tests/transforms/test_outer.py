@@ -1,0 +1,406 @@
+"""`fn.outer`: local steps, exchanges of differences, and what is not finite."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import fn
+from fn import Phase, Round, tree
+
+SHAPES = {"a": (5,), "b": (4, 3), "c": (), "d": (7,)}
+BOTH = Round(0, 0)
+
+
+def start(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {k: torch.randn(shape, generator=generator).to(dtype) for k, shape in SHAPES.items()}
+
+
+def gradients(world: int, step: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1000 + step)
+    return {k: torch.randn((world, *shape), generator=generator).to(dtype) for k, shape in SHAPES.items()}
+
+
+def exact(**options: Any) -> fn.Transform:
+    return fn.compressed_average("data", fn.identity(), fn.off(), **options)
+
+
+def sgd(lr: float = 0.1) -> fn.Transform:
+    return fn.scale_by_learning_rate(lr)
+
+
+class World:
+    """A transform on simulated ranks. params: with the ranks' dimension."""
+
+    def __init__(self, tx: fn.Transform, world: int = 2, params: Any = None, dtype: torch.dtype = torch.float32):
+        self.tx, self.world = tx, world
+        params = start(dtype) if params is None else params
+        self.dims = fn.rank_dims(tx.init(params))
+        self.state = fn.simulate(tx.init, "data", world, in_dims=None, out_dims=self.dims)(params)
+        self.params = tree.map(lambda p: p.expand(world, *p.shape).clone(), params)
+
+    def step(self, when: Phase | Round, grads: Any) -> int:
+        """Take a step; return the bytes that a rank sent."""
+
+        def run(g: Any, s: Any, p: Any) -> Any:
+            updates, s = self.tx.update(when)(g, s, p)
+            return fn.apply_updates(p, updates), s
+
+        run_all = fn.simulate(run, "data", self.world, in_dims=(0, self.dims, 0), out_dims=(0, self.dims))
+        with fn.ledger() as sent:
+            self.params, self.state = run_all(grads, self.state, self.params)
+        return sent.total
+
+    @property
+    def own(self) -> Any:
+        """Return the state of `outer`."""
+        (anchor,) = tree.fields(self.state, "anchor")
+        assert anchor
+        found: list[Any] = []
+        tree.replace(self.state, fn.OuterState, lambda s: found.append(s) or s)
+        return found[0]
+
+
+def bits(t: Any) -> list[Tensor]:
+    return [x.detach().contiguous().reshape(-1).view(torch.uint8).clone() for x in tree.leaves(t)]
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return len(bits(a)) == len(bits(b)) and all(map(torch.equal, bits(a), bits(b)))
+
+
+@pytest.mark.parametrize(("parts", "delay", "alpha"), [(1, 0, 0.0), (2, 0, 0.0), (2, 1, 0.5), (4, 0, 0.25)])
+def test_a_run_is_that_of_a_loop_in_float64(parts: int, delay: int, alpha: float) -> None:
+    world, h, lr, mu, inner_lr = 3, 8, 0.4, 0.9, 0.05
+    outer_tx = fn.chain(fn.trace(mu, nesterov=True), fn.scale_by_learning_rate(lr))
+    w = World(
+        fn.outer(sgd(inner_lr), outer_tx, exact(), fragments=parts, alpha=alpha), world, dtype=torch.float64
+    )
+    schedule = fn.every(h, fragments=parts, delay=delay)
+    names = list(SHAPES)
+    here = [{k: p.clone() for k, p in start(torch.float64).items()} for _ in range(world)]
+    anchor = {k: p.clone() for k, p in start(torch.float64).items()}
+    buffer = {k: torch.zeros_like(p) for k, p in anchor.items()}
+    pending: dict[str, Tensor] = {}
+    for t in range(3 * h):
+        g = gradients(world, t, torch.float64)
+        w.step(schedule(t), g)
+        for r, p in enumerate(here):
+            for k in names:
+                p[k] = p[k] - inner_lr * g[k][r]
+        number, place = divmod(t, h // parts)
+        mine = [k for i, k in enumerate(names) if i % parts == number % parts]
+        if place == h // parts - 1 - delay:
+            pending = {k: sum(anchor[k] - p[k] for p in here) / world for k in mine}
+        if place == h // parts - 1:
+            for k in mine:
+                buffer[k] = mu * buffer[k] + pending[k]
+                anchor[k] = anchor[k] - lr * (pending[k] + mu * buffer[k])
+                for p in here:
+                    p[k] = anchor[k] + alpha * (p[k] - anchor[k])
+        for k in names:
+            torch.testing.assert_close(w.params[k], torch.stack([p[k] for p in here]), rtol=0, atol=1e-12)
+            torch.testing.assert_close(w.own.anchor[k], anchor[k], rtol=0, atol=1e-12)
+
+
+def test_an_exchange_in_each_step_at_rate_one_is_the_mean_of_the_params() -> None:
+    """It is so up to rounding, and not bitwise.
+
+    Differs: fn.local_optimizers.local_sgd: what is averaged is the difference to the last mean, so that codes are of
+        small numbers, and the mean of the params is off by rounding.
+    """
+    w = World(fn.local_sgd(0.1, axis="data"), 4)
+    schedule = fn.every(1)
+    off = 0.0
+    for t in range(5):
+        g = gradients(4, t)
+        went = tree.map(lambda p, x: p - 0.1 * x, w.params, g)
+        w.step(schedule(t), g)
+        for k, p in w.params.items():
+            torch.testing.assert_close(p, went[k].mean(0).expand_as(p), rtol=0, atol=1e-6)
+            off = max(off, float((p - went[k].mean(0)).abs().max()))
+    assert off > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("store", [None, torch.bfloat16])
+@pytest.mark.parametrize("codec", [None, fn.sign(), fn.int8()], ids=["exact", "sign", "int8"])
+def test_after_an_exchange_all_params_are_bitwise_the_anchor(dtype: Any, store: Any, codec: Any) -> None:
+    w = World(fn.diloco(0.02, axis="data", codec=codec, store=store), 3, dtype=dtype)
+    schedule = fn.every(2, start=1)
+    for t in range(5):
+        w.step(schedule(t), gradients(3, t, dtype))
+        apart = any(not torch.equal(p[0], p[1]) for p in w.params.values())
+        assert apart == (t in (1, 3))
+        if t in (2, 4):  # the warm-up leaves params alone, which a narrow anchor then follows in its dtype
+            rounded = tree.map(lambda x: x.to(dtype).expand(3, *x.shape), w.own.anchor)
+            assert same_bits(w.params, rounded)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {x.dtype for x in w.own.anchor.values()} == {store or wide}
+
+
+def test_nothing_is_sent_in_local_rounds_and_differences_in_others() -> None:
+    w = World(fn.diloco(0.02, axis="data", fragments=2, alpha=0.5), 2)
+    schedule = fn.every(6, fragments=2, delay=1, start=2)
+    for t in range(14):
+        when = schedule(t)
+        sent = w.step(when, gradients(2, t))
+        assert (sent > 0) == (when is Phase.WARMUP or when.begin is not None)
+
+
+def test_the_warm_up_is_the_inner_optimizer_on_averaged_gradients_and_the_anchor_follows() -> None:
+    w, params = World(fn.diloco(0.02, weight_decay=0.1, axis="data"), 2), start()
+    plain = fn.adamw(0.02, weight_decay=0.1)
+    state = plain.init(params)
+    for t in range(3):
+        w.step(Phase.WARMUP, gradients(2, t))
+        mean = tree.map(lambda g: g.mean(0), gradients(2, t))
+        updates, state = plain.update(Phase.WARMUP)(mean, state, params)
+        params = fn.apply_updates(params, updates)
+        assert same_bits(w.params, tree.map(lambda p: p.expand(2, *p.shape), params))
+        assert same_bits(tree.map(lambda x: x.expand(2, *x.shape), w.own.anchor), w.params)
+
+
+def test_what_did_not_move_is_no_difference_under_half_precision() -> None:
+    """The float32 anchor lies between the params' numbers; rounded it is one of them."""
+    w = World(fn.outer(sgd(), sgd(0.7), exact()), 2, dtype=torch.bfloat16)
+    for t in range(3):
+        w.step(BOTH, gradients(2, t, torch.bfloat16))
+    before = w.own.anchor
+    assert any(not torch.equal(x, x.bfloat16().float()) for x in before.values())
+    w.step(BOTH, tree.map(torch.zeros_like, gradients(2, 0, torch.bfloat16)))
+    assert same_bits(w.own.anchor, before)
+
+
+def test_one_rank_looks_ahead() -> None:
+    tx = fn.diloco(0.02, axis="data", outer_momentum=0.0, outer_lr=0.5)
+    first, ends = start(), []
+    for schedule in (fn.every(2), lambda t: Round()):
+        params, state = first, tx.init(first)
+        for t in range(2):
+            g = tree.map(lambda x: x[0], gradients(1, t))
+            updates, state = tx.update(schedule(t))(g, state, params)
+            params = fn.apply_updates(params, updates)
+        ends.append(params)
+    for k, p in ends[0].items():
+        torch.testing.assert_close(p, first[k] + 0.5 * (ends[1][k] - first[k]))
+
+
+@pytest.mark.parametrize("when", [Round(), BOTH, Round(0, None), Round(None, 0)])
+def test_a_local_step_that_is_not_finite_is_left_out_by_that_rank_alone(when: Round) -> None:
+    good, bad = (World(fn.diloco(0.02, axis="data"), 2) for _ in range(2))
+    for w in (good, bad):
+        w.step(Round(), gradients(2, 0))
+    g = gradients(2, 1)
+    before = [(x[0].clone(), x.dtype) for x in tree.leaves(bad.own.inner)]
+    params = tree.map(torch.clone, bad.params)
+    g["a"][0, 3] = float("nan")
+    bad.step(when, g)
+    good.step(when, g | {"a": gradients(2, 1)["a"]})
+    assert [int(x) for x in bad.own.dropped] == [1, 0]
+    assert [int(x) for x in bad.state.skipped.reshape(-1)] == [0]
+    assert all(torch.equal(x[0], old) for x, (old, _) in zip(tree.leaves(bad.own.inner), before, strict=True))
+    assert same_bits(*(tree.map(lambda x: x[1], w.own.inner) for w in (good, bad)))
+    if when.end is None:
+        assert all(torch.equal(p[0], params[k][0]) for k, p in bad.params.items())
+    assert all(bool(p.isfinite().all()) for p in bad.params.values())
+
+
+@pytest.mark.parametrize("on_skip", ["keep", "anchor"])
+@pytest.mark.parametrize("delay", [0, 1])
+def test_an_exchange_that_is_not_finite_is_left_out_by_all(on_skip: Any, delay: int) -> None:
+    tx = fn.diloco(0.02, axis="data", codec=fn.int8(), on_skip=on_skip)
+    w = World(tx, 3)
+    schedule, begins = fn.every(3, delay=delay), 5 - delay
+    for t in range(begins):
+        w.step(schedule(t), gradients(3, t))
+    before = w.own
+    w.params["b"][1, 2, 2] = float("inf")
+    for t in range(begins, 6):
+        kept = tree.map(torch.clone, w.params)
+        w.step(schedule(t), gradients(3, t))
+    after = w.own
+    assert same_bits((before.anchor, before.outer, before.sync), (after.anchor, after.outer, after.sync))
+    assert int(w.state.skipped) == 0
+    for k, p in w.params.items():
+        assert torch.equal(p[1], after.anchor[k])
+        for r in (0, 2):
+            assert torch.equal(p[r], after.anchor[k]) == (on_skip == "anchor")
+            assert bool(p[r].isfinite().all())
+            assert not torch.equal(p[r], kept[k][r])
+    assert [int(x) for x in tree.fields(after.inner, "step")[0]] == [6, 0, 6]
+    for t in range(6, 12):
+        w.step(schedule(t), gradients(3, t))
+    assert all(torch.equal(p[0], p[1]) and bool(p.isfinite().all()) for p in w.params.values())
+    assert not same_bits(w.own.anchor, after.anchor)
+
+
+def test_a_warm_up_step_that_is_not_finite_is_skipped_by_all() -> None:
+    w = World(fn.diloco(0.02, axis="data"), 2)
+    w.step(Phase.WARMUP, gradients(2, 0))
+    before = bits((w.params, w.own))
+    for bad in (float("nan"), 1e30):  # 1e30: the square overflows, the step itself is finite
+        g = gradients(2, 1)
+        g["d"][1, 0] = bad
+        w.step(Phase.WARMUP, g)
+        assert all(map(torch.equal, bits((w.params, w.own)), before))
+    assert int(w.state.skipped) == 2
+
+
+def test_a_step_leaves_its_arguments_alone_and_donate_writes_them() -> None:
+    tx = fn.diloco(0.02, axis="data", fragments=2)
+    params = start()
+    pure, owned = tx.init(params), tx.init(params)
+    p, q = params, params
+    for t in range(8):
+        when = fn.every(4, fragments=2)(t)
+        g = tree.map(lambda x: x[0], gradients(1, t))
+        before = bits((g, pure, p))
+        u, after = tx.update(when)(g, pure, p)
+        assert all(map(torch.equal, bits((g, pure, p)), before))
+        p, pure = fn.apply_updates(p, u), after
+        places = [x.data_ptr() for x in tree.leaves(owned)]
+        u, owned = fn.donate(tx.update(when))(g, owned, q)
+        q = fn.apply_updates(q, u)
+        assert [x.data_ptr() for x in tree.leaves(owned)] == places
+        assert same_bits((p, pure), (q, owned))
+        assert {x.data_ptr() for x in tree.leaves(q)}.isdisjoint(places)
+
+
+def test_other_labels_of_a_partition_and_other_leaves_of_a_mask_move_beside_it() -> None:
+    local, params = fn.outer(sgd(), sgd(1.0), exact()), start()
+    g = tree.map(lambda x: x[0], gradients(1, 0))
+    labels = {"a": "far", "b": "near", "c": "near", "d": "far"}
+    tx = fn.partition({"far": local, "near": sgd(0.5)}, labels)
+    whole, _ = tx.update(BOTH)(g, tx.init(params), params)
+    new = fn.apply_updates(params, whole)
+    for k, rate in {"a": 0.1, "b": 0.5, "c": 0.5, "d": 0.1}.items():
+        torch.testing.assert_close(new[k], params[k] - rate * g[k])
+    masked = fn.mask(local, {"a": True, "b": False, "c": False, "d": True})
+    whole, _ = masked.update(BOTH)(g, masked.init(params), params)
+    new = fn.apply_updates(params, whole)
+    for k, rate in {"a": -0.1, "b": 1.0, "c": 1.0, "d": -0.1}.items():
+        torch.testing.assert_close(new[k], params[k] + rate * g[k])
+
+
+def test_a_function_says_which_params_are_a_fragment() -> None:
+    numbers = {"a": 1, "b": 0, "c": 1, "d": 0}
+    w = World(fn.outer(sgd(), sgd(1.0), exact(), fragments=lambda params: numbers), 2)
+    w.step(Round(1, 1), gradients(2, 0))
+    assert {k: torch.equal(p[0], p[1]) for k, p in w.params.items()} == {k: f == 1 for k, f in numbers.items()}
+
+
+def real_ranks() -> list[Any]:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
+    found = []
+    with fn.bind(mesh):
+        for codec in (None, fn.sign(), fn.int8()):
+            tx = fn.diloco(0.02, axis="data", codec=codec)
+            params, schedule = start(), fn.every(3, start=1)
+            state = tx.init(params)
+            for t in range(7):
+                g = tree.map(lambda x: x[rank], gradients(world, t))
+                if t == 5 and rank == 1:
+                    g["a"][0] = float("nan")
+                updates, state = tx.update(schedule(t))(g, state, params)
+                params = fn.apply_updates(params, updates)
+            found.append((params, state.inner[1].anchor, int(state.inner[1].dropped)))
+    return found
+
+
+def test_real_ranks_do_what_simulated_ones_do() -> None:
+    each = ranks.run(2, real_ranks)
+    for (p, x, dropped), (q, y, also) in zip(*each, strict=True):
+        assert same_bits((p, x), (q, y))
+        assert same_bits(p, x)
+        assert (dropped, also) == (0, 1)
+    w = World(fn.diloco(0.02, axis="data"), 2)
+    for t in range(7):
+        g = gradients(2, t)
+        if t == 5:
+            g["a"][1, 0] = float("nan")
+        w.step(fn.every(3, start=1)(t), g)
+    for k, p in each[0][0][0].items():
+        torch.testing.assert_close(w.params[k][0], p, rtol=0, atol=1e-6)
+
+
+RATE = sgd(0.7)
+BAD = {
+    "inner: expected no communication over an axis": lambda: fn.outer(fn.adamw(0.1, axis="data"), RATE, exact()),
+    "inner: expected an optimizer that takes steps": lambda: fn.outer(fn.outer(sgd(), RATE, exact()), RATE, exact()),
+    "inner: expected a transform": lambda: fn.outer(fn.adamw, RATE, exact()),
+    "outer_tx: expected scale_by_learning_rate as the last link, but got trace": lambda: fn.outer(
+        sgd(), fn.chain(RATE, fn.trace(0.9)), exact()
+    ),
+    "outer_tx: expected scale_by_learning_rate as the last link, but got none": lambda: fn.outer(
+        sgd(), fn.chain(), exact()
+    ),
+    "outer_tx: expected no communication": lambda: fn.outer(sgd(), fn.adamw(0.1, axis="data"), exact()),
+    "sync: expected an average in the compressed phase": lambda: fn.outer(sgd(), RATE, fn.average("data")),
+    "sync: expected an average with a compressed phase": lambda: fn.outer(sgd(), RATE, fn.adamw(0.1)),
+    "fragments: expected a number of at least 1": lambda: fn.outer(sgd(), RATE, exact(), fragments=0),
+    "fragments: expected a number, None": lambda: fn.outer(sgd(), RATE, exact(), fragments="all"),
+    r"alpha: expected a number in \[0, 1\]": lambda: fn.outer(sgd(), RATE, exact(), alpha=1.5),
+    "store: expected a dtype, or None; to keep the anchor on another device": lambda: fn.outer(
+        sgd(), RATE, exact(), store="cpu"
+    ),
+    "store: expected a floating dtype of 16 bits": lambda: fn.outer(sgd(), RATE, exact(), store=torch.int64),
+    "on_skip: expected 'keep' or 'anchor'": lambda: fn.outer(sgd(), RATE, exact(), on_skip="retry"),
+    "fragments: has another structure": lambda: fn.outer(sgd(), RATE, exact(), fragments=lambda p: {"a": 0}).init(
+        start()
+    ),
+    "fragments: expected leaf 'b' to be a whole number": lambda: fn.outer(
+        sgd(), RATE, exact(), fragments=lambda p: {**dict.fromkeys(p, 0), "b": 0.5}
+    ).init(start()),
+    "fragments: expected leaf 'b' to be a number from 0": lambda: fn.outer(
+        sgd(), RATE, exact(), fragments=lambda p: {**dict.fromkeys(p, 0), "b": -1}
+    ).init(start()),
+    "feedback: is given without a codec": lambda: fn.diloco(axis="data", feedback=fn.classic()),
+    "decay: expected": lambda: fn.trace(1.0),
+    "nesterov: expected": lambda: fn.trace(0.9, nesterov=1),
+    "inner: expected a transform with phases only": lambda: fn.sharded(fn.outer(sgd(), RATE, exact()), "data"),
+    "make's result: expected a transform with phases only.*loop of your own": lambda: fn.Optimizer(
+        [torch.nn.Parameter(torch.ones(2))], partial(fn.diloco, axis="data")
+    ),
+    "schedule: expected a phase for step 0.*rounds.*loop of your own": lambda: fn.Optimizer(
+        [torch.nn.Parameter(torch.ones(2))], fn.adamw, schedule=fn.every(2)
+    ),
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_bad_arguments_are_refused_by_name(text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        BAD[text]()
+
+
+def test_a_round_of_a_fragment_that_is_none_is_refused() -> None:
+    tx, params = fn.outer(sgd(), RATE, exact(), fragments=2), start()
+    state = tx.init(params)
+    with pytest.raises(ValueError, match=r"phase\.begin: expected one of 2 fragments.*got 2.*same number"):
+        tx.update(Round(2, None))(params, state, params)
+
+
+def test_trace_is_the_momentum_of_torch() -> None:
+    for nesterov in (False, True):
+        p = torch.nn.Parameter(torch.ones(3))
+        theirs = torch.optim.SGD([p], lr=0.1, momentum=0.9, nesterov=nesterov)
+        tx = fn.chain(fn.trace(0.9, nesterov=nesterov), fn.scale_by_learning_rate(0.1))
+        ours = {"p": torch.ones(3)}
+        state = tx.init(ours)
+        for t in range(4):
+            g = torch.randn(3, generator=torch.Generator().manual_seed(t))
+            p.grad = g.clone()
+            theirs.step()
+            updates, state = tx.update(Phase.LOCAL)({"p": g}, state, ours)
+            ours = fn.apply_updates(ours, updates)
+            torch.testing.assert_close(ours["p"], p.detach())
