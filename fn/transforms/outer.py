@@ -24,7 +24,14 @@ from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 from fn.transforms.adam import zeros_like_moment
 from fn.transforms.fragments import Fragments, check_fragments, fragment_places, places_in, put
-from fn.transforms.outer_checks import check_alpha, check_inner, check_outer_tx, check_store, check_sync
+from fn.transforms.outer_checks import (
+    check_alike,
+    check_alpha,
+    check_inner,
+    check_outer_tx,
+    check_store,
+    check_sync,
+)
 from fn.transforms.skip_nonfinite import all_addable, all_finite
 from fn.updates import apply_updates
 
@@ -38,6 +45,7 @@ class OuterState(NamedTuple):
     anchor: the params that all ranks agreed on last, in float32 under half precision.
     pending: the mean differences that are to be taken over; like the anchor.
     outer: the states of the outer optimizer, one per fragment. sync: the states of the mean, one per fragment.
+    alone: steps since the warm-up, 0-d int64.
     dropped: local steps that this rank left out because they were not finite, 0-d int64.
     """
 
@@ -46,6 +54,7 @@ class OuterState(NamedTuple):
     pending: Tree
     outer: Tree
     sync: Tree
+    alone: Tensor
     dropped: Tensor
 
     @property
@@ -82,8 +91,9 @@ def outer(
         d = C(x_f - p_f);    x_f <- x_f + outer_tx(d);    p_f <- x_f + alpha (p_f - x_f)
 
     In the warm-up there are no rounds. The inner step is taken from what comes in, which a link in front has to
-    average, and the anchor follows. The params then have to be alike on all ranks, so no warm-up step may follow a
-    local one; in `fn.every` none does. So a named method is
+    average, and the anchor follows. Params and inner state have to be alike on all ranks, so no warm-up step may follow
+    a local one; it is refused, but for a pure one on an accelerator, which would have to wait for it. In `fn.every`
+    none does. So a named method is
 
         chain(average(axis), outer(inner, outer_tx, compressed_average(axis, identity(), off())))
 
@@ -130,9 +140,9 @@ def outer(
         pending = tree.map(zeros_like_moment, params)
         parts = [[tree.leaves(pending)[i] for i in places] for places in fragment_places(fragments, params)]
         device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
-        dropped = torch.zeros((), dtype=torch.int64, device=device)
+        zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
         states = tuple(outer_tx.init(part) for part in parts), tuple(sync.init(part) for part in parts)
-        return OuterState(inner.init(params), anchor, pending, *states, dropped)
+        return OuterState(inner.init(params), anchor, pending, *states, *zeros)
 
     def checked(updates: Tree, state: OuterState, params: Tree) -> Tree:
         """Return the params in the order of the state; refuse arguments that do not fit together."""
@@ -143,6 +153,7 @@ def outer(
 
     def warmup(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
         params = checked(updates, state, params)
+        check_alike(state.alone)
         moves, after = inner.warmup_update(updates, state.inner, params)
         ok = all_addable(tree.leaves(moves)) & all_finite(_floats(after))
         anchor = tree.map(lambda p: torch.where(ok.to(p.device), kept(p), torch.nan), apply_updates(params, moves))
@@ -156,7 +167,8 @@ def outer(
         ok = (all_addable(tree.leaves(moves)) & all_finite(_floats(after))).to(state.dropped.device)
         moves = tree.map(lambda u: torch.where(ok.to(u.device), u, -0.0), moves)
         after = tree.map(lambda new, old: _chosen(ok, new, old), after, state.inner)
-        return moves, state._replace(inner=after, dropped=state.dropped + (~ok).to(torch.int64))
+        dropped = state.dropped + (~ok).to(torch.int64)
+        return moves, state._replace(inner=after, alone=state.alone + 1, dropped=dropped)
 
     def begun(fragment: int, here: list[Tensor], state: OuterState, places: Sequence[int]) -> OuterState:
         """Send how far the ranks went; keep the mean, and what was not delivered."""

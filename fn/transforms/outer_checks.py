@@ -1,4 +1,4 @@
-"""What `fn.outer` refuses at construction, by the argument's name."""
+"""What `fn.outer` refuses, by the argument's name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import re
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fn.base import Phase, Step, Transform, check_number, check_transform, has_phase, links_of, name_of
 from fn.collectives.agreement import describe
 from fn.errors import expected
+from fn.kernels.tracing import is_concrete
 from fn.transforms.decay_and_lr import Rate
 
 _AN_AXIS = re.compile(r"\.axis(\.\d+)?(#\d+)?$")  # what `describe` calls an axis, one of several, or a further one
@@ -60,6 +62,14 @@ def check_store(store: Any) -> None:
         raise TypeError(expected("store", wanted, f"{store!r}"))
     if not store.is_floating_point or store.itemsize < 2:
         raise ValueError(expected("store", "a floating dtype of 16 bits or more", f"{store}"))
+
+
+def check_alike(alone: Tensor) -> None:
+    """Refuse a warm-up step behind local ones, if a host can tell: the ranks have inner states of their own then."""
+    if alone.device.type == "cpu" and is_concrete(alone) and alone > 0:
+        got = f"WARMUP after {int(alone)} steps of rounds"
+        cure = "no exchange brings the inner states of the ranks together; begin with the warm-up, as fn.every does"
+        raise ValueError(expected("phase", "LOCAL or a round", got, cure))
 
 
 def _check_silent(argument: str, transform: Transform, cure: str) -> None:

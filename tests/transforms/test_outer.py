@@ -390,6 +390,26 @@ def test_a_round_of_a_fragment_that_is_none_is_refused() -> None:
         tx.update(Round(2, None))(params, state, params)
 
 
+def test_a_warm_up_step_behind_rounds_is_refused() -> None:
+    """An exchange makes params alike, and leaves the moments of the ranks apart."""
+    for rounds in ([Round()], [Round(), BOTH]):
+        w = World(fn.diloco(0.02, axis="data"), 2)
+        for when in [Phase.WARMUP, Phase.WARMUP, *rounds]:
+            w.step(when, gradients(2, 0))
+        with pytest.raises(ValueError, match=rf"phase: expected LOCAL or a round, but got WARMUP after {len(rounds)} "):
+            w.step(Phase.WARMUP, gradients(2, 0))
+
+
+@pytest.mark.parametrize("when", [Phase.WARMUP, Round(), Round(1, None), Round(None, 1)])
+def test_each_round_is_one_graph(when: Phase | Round) -> None:
+    tx, params = fn.diloco(0.02, axis="data", fragments=2), start()
+    g = tree.map(lambda x: x[0], gradients(1, 0))
+    found = torch.compile(tx.update(when), backend="eager", fullgraph=True)(g, tx.init(params), params)
+    wanted = tx.update(when)(g, tx.init(params), params)
+    for x, y in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_trace_is_the_momentum_of_torch() -> None:
     for nesterov in (False, True):
         p = torch.nn.Parameter(torch.ones(3))

@@ -191,7 +191,8 @@ def checked(update: UpdateFn) -> UpdateFn:
 
     def step(grads: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         moves, after = update(grads, state, params)
-        if any(isinstance(each, NewParams) for each in (moves, *moves)):
+        groups = moves if isinstance(moves, tuple | list) else ()
+        if any(isinstance(each, NewParams) for each in (moves, *groups)):
             raise TypeError(expected("updates", "what is added to the params", "NewParams, which adapters do not take"))
         found = [getattr(u, "shape", None) for u in tree.leaves(moves)]
         wanted = [p.shape for p in tree.leaves(params)]
