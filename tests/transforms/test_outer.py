@@ -17,6 +17,7 @@ from fn import Phase, Round, tree
 
 SHAPES = {"a": (5,), "b": (4, 3), "c": (), "d": (7,)}
 BOTH = Round(0, 0)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def start(dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
@@ -130,7 +131,7 @@ def test_an_exchange_in_each_step_at_rate_one_is_the_mean_of_the_params() -> Non
     assert off > 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("store", [None, torch.bfloat16])
 @pytest.mark.parametrize("codec", [None, fn.sign(), fn.int8()], ids=["exact", "sign", "int8"])
 def test_after_an_exchange_all_params_are_bitwise_the_anchor(dtype: Any, store: Any, codec: Any) -> None:
@@ -296,6 +297,29 @@ def test_a_function_says_which_params_are_a_fragment() -> None:
     w = World(fn.outer(sgd(), sgd(1.0), exact(), fragments=lambda params: numbers), 2)
     w.step(Round(1, 1), gradients(2, 0))
     assert {k: torch.equal(p[0], p[1]) for k, p in w.params.items()} == {k: f == 1 for k, f in numbers.items()}
+
+
+@pytest.mark.parametrize("codec", [None, fn.sign()], ids=["exact", "sign"])
+def test_a_fragment_may_be_empty(codec: Any) -> None:
+    w = World(fn.diloco(0.02, axis="data", fragments=6, codec=codec), 2)
+    schedule = fn.every(6, fragments=6)
+    sent = [w.step(schedule(t), gradients(2, t)) for t in range(6)]
+    assert [x > 0 for x in sent] == [True] * 4 + [False] * 2
+    alone = fn.diloco(0.02, axis="data", fragments=6, codec=codec)
+    state, params = alone.init(start()), start()
+    for t in range(6):
+        updates, state = alone.update(schedule(t))(params, state, params)
+        params = fn.apply_updates(params, updates)
+
+
+def test_dtypes_may_be_mixed() -> None:
+    params = {k: p.to(d) for (k, p), d in zip(start().items(), DTYPES, strict=True)}
+    w = World(fn.diloco(0.02, axis="data"), 2, params=params)
+    for t in range(2):
+        w.step(fn.every(2)(t), {k: g.to(params[k].dtype) for k, g in gradients(2, t).items()})
+    for k, p in w.params.items():
+        assert p.dtype == params[k].dtype
+        assert torch.equal(p[1], w.own.anchor[k].to(p.dtype))
 
 
 def real_ranks() -> list[Any]:
