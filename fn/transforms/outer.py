@@ -165,8 +165,12 @@ def outer(
         params = checked(updates, state, params)
         moves, after = step_alone(updates, state.inner, params)
         ok = (all_addable(tree.leaves(moves)) & all_finite(_floats(after))).to(state.dropped.device)
+        for new, old in zip(tree.fields(after, "skipped"), tree.fields(state.inner, "skipped"), strict=True):
+            ok = ok & (new == old)  # what a guard inside skips counts as dropped
         moves = tree.map(lambda u: torch.where(ok.to(u.device), u, -0.0), moves)
-        after = tree.map(lambda new, old: _chosen(ok, new, old), after, state.inner)
+        leaves, structure = tree.flatten(after)  # a guard inside may return another class than it was given
+        chosen = [_chosen(ok, new, old) for new, old in zip(leaves, tree.leaves(state.inner), strict=True)]
+        after = tree.unflatten(structure, chosen)
         dropped = state.dropped + (~ok).to(torch.int64)
         return moves, state._replace(inner=after, alone=state.alone + 1, dropped=dropped)
 
@@ -178,7 +182,8 @@ def outer(
         mean, errors = sync.compressed_update(went, state.sync[fragment], [anchor[i] for i in places])
         ok = all_finite(tree.leaves(mean))
         errors = tree.map(lambda new, old: _chosen(ok, new, old), errors, state.sync[fragment])
-        after = tree.unflatten(structure, put(pending, places, tree.leaves(mean)))
+        means = [d.to(pending[i].dtype) for i, d in zip(places, tree.leaves(mean), strict=True)]
+        after = tree.unflatten(structure, put(pending, places, means))
         return state._replace(pending=after, sync=_with(state.sync, fragment, errors))
 
     def ended(

@@ -82,14 +82,15 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
                 after = tree.replace(after, _InsideState, lambda s: SkipState(*s))
             else:
                 out, after = found(updates, state.inner, params)
-            looked_at = watch or _watched(after)
+            watched = () if watch else _watched(after)
+            looked_at = watch or watched
             if looked_at:
                 ok = all_finite([x for name in looked_at for x in tree.leaves(tree.fields(after, name))])
             else:
                 fine = all_finite if isinstance(out, NewParams) else all_addable
                 ok = fine(tree.leaves(out)) & all_finite(_changed_and_replicated(state.inner, after))
             for new, old in zip(tree.fields(after, "skipped"), tree.fields(state.inner, "skipped"), strict=True):
-                ok = ok if new is old else ok & (new == old)  # what a guard inside skips, all of it skips
+                ok = ok if watched or new is old else ok & (new == old)  # what a guard inside skips, all of it skips
             return _keep_or_skip(ok, out, after, state, params, math.nan if inside else None)
 
         return Guarded(found, None, local) if phase is Phase.LOCAL else Guarded(found, watch, update)

@@ -215,6 +215,19 @@ def test_a_local_step_that_is_not_finite_is_left_out_by_that_rank_alone(when: Ro
     assert all(bool(p.isfinite().all()) for p in bad.params.values())
 
 
+@pytest.mark.parametrize("guard", [lambda tx: tx, fn.skip_nonfinite], ids=["plain", "guarded"])
+def test_a_named_optimizer_may_take_the_local_steps_and_its_guard_counts_as_dropped(guard: Any) -> None:
+    w = World(guard(fn.chain(fn.average("data"), fn.outer(fn.adamw(0.02), sgd(1.0), exact()))), 2)
+    for t, when in enumerate((Phase.WARMUP, Round(), BOTH, Round())):
+        g = gradients(2, t)
+        if t in (1, 2):
+            g["a"][1, 0] = float("inf")
+        w.step(when, g)
+    assert [int(x) for x in w.own.dropped] == [0, 2]
+    assert [int(x) for x in w.own.inner.skipped] == [0, 0]
+    assert [int(x) for x in tree.fields(w.own.inner, "step")[0]] == [4, 2]
+
+
 @pytest.mark.parametrize("on_skip", ["keep", "anchor"])
 @pytest.mark.parametrize("delay", [0, 1])
 def test_an_exchange_that_is_not_finite_is_left_out_by_all(on_skip: Any, delay: int) -> None:
