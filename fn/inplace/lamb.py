@@ -75,7 +75,8 @@ def compressed(
     def stage(grads: list[Tensor], lists: list[list[Tensor]], own: OnebitLambState, reach: Reach) -> Sized:
         leaves, mu, nu, fresh = lists
         scaling = _read(own.scaling)
-        sent, entering = [*mu, own.tail], [*grads, own.tail]
+        alike = [g.to(own.tail.dtype) for g in grads] if own.tail.numel() else grads
+        sent, entering = [*mu, own.tail], [*alike, own.tail.to(alike[0].dtype)]
         factors = torch.cat([scaling, torch.ones_like(scaling[:1])])
 
         def rows(bucket: Bucket) -> Tensor:

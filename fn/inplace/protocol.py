@@ -103,7 +103,7 @@ def read(flags: Sequence[bool | Tensor]) -> list[bool]:
 class Eligibility:
     """Whether the table has a kernel for the whole step of lists of tensors: contiguous, of one device, of one shape.
 
-    Moments are float32; params are that, too, or all of one half precision.
+    Moments are float32; params are that, too, or all bfloat16.
 
     A look at every tensor takes longer than a small step. So params and state, which stay from step to step, are looked
     at once, and then only whether they are the same objects at the same addresses; gradients are always looked at.
@@ -125,10 +125,10 @@ class Eligibility:
         kept, shapes = [*chain(*lists)], [*map(_SHAPE, lists[0])]
         if torch.compiler.is_compiling() or not self._as_before(kept, shapes):
             self._seen = None
-            if not same_shapes(lists) or not has_kernel(self._op, *lists):
+            if not same_shapes(lists) or not has_kernel(self._op, KINDS, *lists):
                 return None
             self._lists, self._seen = lists, ([*map(Tensor.data_ptr, kept)], shapes)
-        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, grads)
+        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, (torch.float32, *NARROW), grads)
         return self._lists if alike and grads[0].device == kept[0].device else None
 
     def _as_before(self, kept: list[Tensor], shapes: list[torch.Size]) -> bool:
@@ -145,20 +145,20 @@ _SHAPE, _DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "devi
 
 
 NARROW = (torch.float16, torch.bfloat16)
-KINDS = (torch.float32, *NARROW)
-"""Dtypes of params and gradients that kernels take; moments are float32."""
+KINDS = (torch.float32, torch.bfloat16)
+"""Dtypes of params that kernels take; moments are float32. float16 overflows where bounds of float32 hold."""
 
 
-def has_kernel(op: str, first: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
+def has_kernel(op: str, kinds: Sequence[torch.dtype], first: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
     """Return whether the table has a kernel for the whole step of these tensors: contiguous, and on one device.
 
-    Args: first: the list that may be in half precision, all of it in one. others: lists in float32.
+    Args: first: a list of one dtype among `kinds`. others: lists in float32.
     """
     tensors = [*first, *chain(*others)]
     if not tensors or not is_concrete(*tensors):
         return False
-    kinds, wide = {*map(_DTYPE, first)}, {*map(_DTYPE, chain(*others))} <= {torch.float32}
-    alike = wide and len(kinds) <= 1 and kinds <= {*KINDS} and len({*map(_DEVICE, tensors)}) == 1
+    found, wide = {*map(_DTYPE, first)}, {*map(_DTYPE, chain(*others))} <= {torch.float32}
+    alike = wide and len(found) <= 1 and found <= {*kinds} and len({*map(_DEVICE, tensors)}) == 1
     return alike and all(map(Tensor.is_contiguous, tensors)) and bool(cells(op, tensors[0].device.type))
 
 

@@ -57,7 +57,7 @@ def stage_shards(
         if rules.gather is not None and len(masters) != len(inside.master):
             return False  # updates in codes are not the same as params in codes
         eager = is_concrete(*leaves, *tree.leaves(updates)) and all(p.is_contiguous() for p in leaves)
-        known = has_kernel("adamw_into_", (), tree.leaves(moments.mu), tree.leaves(moments.nu), masters)
+        known = has_kernel("adamw_into_", (), (), tree.leaves(moments.mu), tree.leaves(moments.nu), masters)
         return h.eps >= SMALLEST and eager and known
 
     def stage(updates: Tree, state: Tree, params: Tree) -> Staged:

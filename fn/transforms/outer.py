@@ -108,13 +108,15 @@ def outer(
             that no round names is never exchanged.
         alpha: in [0, 1], how much of the rank's own params stays at a take-over. 0: params are then bitwise the anchor,
             rounded to their dtype, the same on all ranks.
-        store: the dtype in which the anchor is kept; None: float32 for params in half precision, else their own.
+        store: the dtype in which the anchor is kept; None: float32 for params in half precision, else their own. In a
+            narrower one, outer steps of less than half a unit in its last place move nothing.
         on_skip: what becomes of the params where a mean is not finite, or the outer step. All ranks then leave out the
             exchange: anchor, outer state and errors stay bitwise. "keep": the ranks go on with their params; one whose
             own params or inner state are not finite takes the anchor and a fresh inner state. "anchor": all ranks go
             back to the anchor in this fragment, and the steps since are lost.
     Returns: a transform with a warm-up, rounds, and as phases the local one and the exchange of fragment 0. Where
-        something begins or ends it returns `NewParams`, elsewhere updates. A local step that is not finite is left out
+        something begins or ends it returns `NewParams`, elsewhere updates. A round that ends what did not begin goes
+        back to the anchor, with an outer step from no difference. A local step that is not finite is left out
         by that rank alone, and counted (`dropped`). On one rank it runs all the same, as a lookahead optimizer.
     Raises: TypeError or ValueError that names the argument; from `init`, if the fragments do not fit the params.
 

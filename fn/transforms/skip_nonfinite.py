@@ -52,7 +52,8 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
         inner: the transform to guard.
         watch: for a transform that leads each rank from params of its own to common ones: the fields of its state
             that all ranks hold alike after an exchange. Only these are looked at then. (): those that a class of
-            state in it names as `watched`, as that of `fn.outer` does; else the updates and what else is alike.
+            state in it names as `watched`, as that of `fn.outer` does, which then is all that is looked at; else the
+            updates and what else is alike. So beside `fn.outer` in a partition each label needs a guard of its own.
     Returns: a transform with the phases of `inner`.
     """
 

@@ -53,8 +53,9 @@ def warm_kernels(states: Tree, params: Iterable[Tensor]) -> None:
 
     The first step of the compressed phase would otherwise wait for a compiler in the middle of a run.
     """
-    devices = {p.device.type for p in params} - {"cpu"}
+    devices = {p.device for p in params if p.device.type != "cpu"}
     if devices and tree.leaves(tree.fields(states, "worker")):
-        for device_type in sorted(devices):
-            logger.info("kernels for %r are compiled, unless they are kept from before", device_type)
-            warm(SCHEMAS, device_type)
+        for device in devices:
+            logger.info("kernels for %r are compiled, unless they are kept from before", device.type)
+            with torch.accelerator.device_index(device.index or 0):
+                warm(SCHEMAS, device.type)

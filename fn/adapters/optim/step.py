@@ -17,7 +17,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +73,9 @@ def update_of(training: Training, phase: Phase) -> Update:
         staged = matched if isinstance(matched, InPlace) and not training.compile else None
         each = [one if isinstance(one, InPlace) else None for one in groups]
         if isinstance(matched, str) and isinstance(pure, SideBySide) and not training.compile:
-            logger.info("the %s step is taken link by link: %s; see `python -m fn explain`", phase.value, matched)
+            on_host = all(p.device.type == "cpu" for params in training.params for p in params)
+            text = "the %s step is taken link by link: %s; see `python -m fn explain`"
+            logger.log(logging.INFO if on_host else logging.WARNING, text, phase.value, matched)
         training.updates[phase] = Update(clip, donated, staged, each)
     found: Update = training.updates[phase]
     return found
@@ -180,7 +183,8 @@ def stage_group(training: Training, index: int, phase: Phase, grads: list[Tensor
     update = training.transforms[index].composed(phase)
     in_place = None if training.gradients.absent else update_of(training, phase).groups[index]  # as `take` does
     (grads,) = with_residuals(training.residuals_in(phase)[index : index + 1], (grads,))
-    return stage(update, in_place, grads, training.states[index], training.params[index])
+    slow = partial(say_slow, training, phase, [grads], index)
+    return stage(update, in_place, grads, training.states[index], training.params[index], slow)
 
 
 def checked(update: UpdateFn) -> UpdateFn:
@@ -209,12 +213,17 @@ def checked(update: UpdateFn) -> UpdateFn:
 
 
 def stage(
-    update: UpdateFn, in_place: InPlace | None, grads: list[Tensor], state: Tree, params: list[Tensor]
+    update: UpdateFn,
+    in_place: InPlace | None,
+    grads: list[Tensor],
+    state: Tree,
+    params: list[Tensor],
+    slow: Callable[[], None],
 ) -> Staged:
     """Take the step of a param group up to where it would be written. Nothing is changed.
 
-    Args: update: guarded, so that its state counts skipped steps. in_place: how it is staged where it fits. The others:
-        its arguments.
+    Args: update: guarded, so that its state counts skipped steps. in_place: how it is staged where it fits. slow: is
+        called where it does not. The others: its arguments.
     """
     if in_place is not None and in_place.fits(grads, state, params):
         found = in_place.stage(grads, state, params)
@@ -222,6 +231,8 @@ def stage(
             return found
         if found.settled().safe:
             return found.settled()
+    elif in_place is not None:
+        slow()
     params = [p.detach() for p in params]
     moves, after = checked(update)(grads, state, params)
 

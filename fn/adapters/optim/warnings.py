@@ -202,9 +202,13 @@ def _measure(mu: Tensor, nu: Tensor, eps: float) -> tuple[float, int, int, float
     return float(steps.max()), int(far.sum()), mu.numel(), float((size * far).max()) / ORDINARY
 
 
-def say_slow(training: Training, phase: Phase, grads: Sequence[Sequence[Tensor]]) -> None:
-    """Say once in the log, on an accelerator as a warning, why steps that could be in place are taken link by link."""
-    for group, (params, updates) in enumerate(zip(training.params, grads, strict=True)):
+def say_slow(training: Training, phase: Phase, grads: Sequence[Sequence[Tensor]], first: int = 0) -> None:
+    """Say once in the log, on an accelerator as a warning, why steps that could be in place are taken link by link.
+
+    Args: grads: of the param groups from `first` on.
+    """
+    for group, updates in enumerate(grads, first):
+        params = training.params[group]
         reason = slow_tensors(params, updates) if params else ""
         if reason and ("slow", reason) not in training.said:
             training.said.add(("slow", reason))

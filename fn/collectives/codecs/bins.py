@@ -105,7 +105,7 @@ def _bins(levels: int, sigmas: float, valid: Tensor | None) -> Codec:
 
 def _means(x: Tensor, codes: Tensor, real: Tensor, levels: int) -> Tensor:
     """Return the mean of the real elements of x (R, n) with each code: (R, levels), 0 where there are none."""
-    if levels <= FEW:
+    if levels <= FEW or x.device.type != "cpu":  # elsewhere the order in which a scatter adds is another one each time
         found = []
         for level in range(levels):
             here = (codes == level) & real

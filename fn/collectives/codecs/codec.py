@@ -139,8 +139,6 @@ def mean_of_rows(codec: Codec, payload: Tree) -> Tensor:
     if codec.decode_mean is not None:
         return codec.decode_mean(payload)
     rows = codec.decode(payload)
-    if rows.device.type != "cpu":  # in one launch, whose order is the device's own
-        return rows.mean(0)
     total = rows[0]
     for row in rows[1:].unbind(0):
         total = torch.add(total, row, out=pooled(total, row).get("out"))

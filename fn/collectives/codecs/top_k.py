@@ -123,7 +123,7 @@ def _check(k: int | float, block: int | None) -> None:
 
 def _kept(n: int, k: int | float) -> int:
     """Return how many of n elements are sent."""
-    return min(k, n) if isinstance(k, int) else math.ceil(round(k * n, 6))  # 0.07 * 100 > 7
+    return min(k, n) if isinstance(k, int) else max(min(n, 1), math.ceil(round(k * n, 6)))  # 0.07 * 100 > 7
 
 
 def _bits(k: int | float, block: int | None, values: Codec | None) -> float:

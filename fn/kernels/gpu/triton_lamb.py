@@ -74,9 +74,9 @@ def momentum_rows(
         return NotImplemented
     at = cut(runs, mu[0].device)
     where = addresses(mu, grads, widths=at.at.widths.tolist())
-    out = torch.empty((rows, at.at.n), device=mu[0].device)
+    out = torch.empty((rows, at.at.n), dtype=torch.float32, device=mu[0].device)
     scale = out if factors is None else factors.contiguous()
-    ends = where.table, at.table, scale, out, decay, at.at.n, len(at.at.table)
+    ends = where.table, at.table, scale, out, float(decay), at.at.n, len(at.at.table)
     constants = {"G": dtype, "FACTORS": factors is not None,
                  "ALIGNED": where.aligned and at.at.whole, "BLOCK": at.block}  # fmt: skip
     launching.launch(kernels.average_rows, out, rows * len(at.at.table), *ends, **constants)
