@@ -20,11 +20,12 @@ from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
 from fn.collectives.simulation import simulate
 from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
-from fn.local_optimizers import diloco, local_sgd
+from fn.local_optimizers import diloco, local_sgd, sparse_loco
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.schedules import every, freeze_after, freeze_when_stable, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
+from fn.transforms.bases import in_basis, tiles
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
@@ -80,6 +81,7 @@ __all__ = [
     "freeze_after",
     "freeze_when_stable",
     "identity",
+    "in_basis",
     "int4",
     "int8",
     "kernels",
@@ -109,7 +111,9 @@ __all__ = [
     "sign",
     "simulate",
     "skip_nonfinite",
+    "sparse_loco",
     "stateless",
+    "tiles",
     "top_k",
     "trace",
     "unfrozen",

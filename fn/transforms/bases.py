@@ -1,0 +1,191 @@
+"""Averages in another basis: `in_basis`, and `tiles`, in which a tile of a matrix is one run of numbers.
+
+>>> import torch, fn
+>>> [part.tolist() for part in fn.tiles(2).into(torch.arange(6).view(2, 3))]
+[[[0, 1, 3, 4]], [[2, 5]]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import (
+    Phase,
+    Transform,
+    UpdateFn,
+    check_params,
+    check_state,
+    check_transform,
+    check_whole,
+    combine,
+    unchanged,
+)
+from fn.errors import expected
+
+Tree = Any
+
+
+class Basis(NamedTuple):
+    """How a tensor is written in other coordinates, chunk by chunk.
+
+    into: x of any shape -> a list of parts (chunks, length), at least one; a part may have no chunks. The number of
+        parts and their shapes depend on the shape of x only.
+    back: (parts, shape) -> the tensor of this shape whose parts they are.
+    """
+
+    into: Callable[[Tensor], list[Tensor]]
+    back: Callable[[Sequence[Tensor], torch.Size], Tensor]
+
+
+def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform]) -> Transform:
+    """Average the updates in another basis, tensor by tensor; the errors live there, too.
+
+        u = B^-1 sync(B u_r)
+
+    Args:
+        basis: such as `tiles(64)`. What it makes of a tensor are parts (chunks, length), which `sync` sees as leaves.
+        sync: what averages them, such as `compressed_average(axis, codec)`. Or a function: length -> transform, which
+            then averages the parts whose chunks are that long, so that a codec can have blocks of a chunk each:
+            `lambda n: compressed_average(axis, top_k(1 / 32, n))`. There is an exchange for each length.
+    Returns: a transform with the phases and the state of `sync`; where that is a function, the state is a tuple of its
+        transforms' states, the shortest chunks first, and a phase that one of them lacks raises when it is run.
+    Raises: TypeError if basis is no basis, or sync neither a transform nor a function that returns one, the latter from
+        `init`.
+
+    Paper: Peng et al., DeMo (arXiv 2411.19870); Sarfi et al., SparseLoCo (arXiv 2508.15706), whose basis is `tiles`.
+    """
+    if not isinstance(basis, Basis):
+        raise TypeError(expected("basis", "a basis, such as fn.tiles(64)", f"{basis!r}"))
+    inner = _by_length(sync) if callable(sync) else sync
+    check_transform("sync", inner)
+
+    def init(params: Tree) -> Tree:
+        tree.check_real(params, "params")
+        return inner.init([basis.into(p.detach()) for p in tree.leaves(params)])
+
+    def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
+        (found,) = updates_of
+
+        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            check_params(params)
+            tree.check_updates(updates, params)
+            leaves, structure = tree.flatten(tree.in_order(updates, params, "updates"))
+            there = [basis.into(p) for p in tree.leaves(params)]
+            mean, state = found([basis.into(u) for u in leaves], state, there)
+            back = [basis.back(parts, u.shape) for parts, u in zip(mean, leaves, strict=True)]
+            return tree.unflatten(structure, back), state
+
+        return update
+
+    made = combine([inner], init, compose)
+    for name in ("warmup_update", "compressed_update", "local_update"):
+        if getattr(inner, name) is unchanged:
+            made = made._replace(**{name: unchanged})
+    return made
+
+
+def _by_length(sync: Callable[[int], Transform]) -> Transform:
+    """Return a transform of lists of parts (chunks, length), which gives those of each length to one of its own."""
+
+    @cache
+    def made(length: int) -> Transform:
+        found = sync(length)
+        check_transform(f"sync({length})", found)
+        return found
+
+    def places(parts: Tree) -> dict[int, list[int]]:
+        """Return where the parts of each length are, the shortest first."""
+        lengths = [part.shape[1] if part.numel() else 0 for part in tree.leaves(parts)]
+        return {n: [i for i, own in enumerate(lengths) if own == n] for n in sorted({*lengths} - {0})}
+
+    def init(params: Tree) -> Tree:
+        leaves = tree.leaves(params)
+        return tuple(made(length).init([leaves[i] for i in chosen]) for length, chosen in places(params).items())
+
+    def update_in(phase: Phase) -> UpdateFn:
+        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            check_state(state, tuple)
+            (leaves, structure), there, after = tree.flatten(updates), tree.leaves(params), []
+            found = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) if not x.numel() else x for x in leaves]
+            for (length, chosen), own in zip(places(updates).items(), state, strict=True):
+                mine = [leaves[i] for i in chosen], own, [there[i] for i in chosen]
+                means, own = made(length).composed(phase)(*mine)
+                for i, mean in zip(chosen, means, strict=True):
+                    found[i] = mean
+                after.append(own)
+            return tree.unflatten(structure, found), tuple(after)
+
+        return update
+
+    warmup, compressed, local = map(update_in, Phase)
+    return Transform(init, warmup, compressed, local)
+
+
+def tiles(tile: int) -> Basis:
+    """Cut matrices into tile x tile squares and vectors into runs of `tile` numbers; each is a chunk, row by row.
+
+    Squares stand in the order of their rows, then of their columns. Sides that `tile` does not divide end in shorter
+    tiles, so a matrix has up to four parts, and no part is padded:
+
+        whole squares, then those cut short on the right, those cut short at the bottom, and the corner
+
+    A tensor of three or more dimensions counts as the matrix of its first one by all others, a number as a vector. Only
+    the order of the numbers changes.
+
+    Args: tile: the side of a square, a whole number of at least 1.
+    Returns: a basis for `in_basis`.
+    Raises: TypeError if tile is no whole number; ValueError if it is less than 1.
+
+    Paper: Peng et al., DeMo (arXiv 2411.19870); Sarfi et al., SparseLoCo (arXiv 2508.15706).
+    Differs: their chunks are as long as the largest divisor of a side up to `tile`, so that of a prime length each
+        element is a chunk of its own, and everything is sent.
+    """
+    check_whole("tile", tile)
+    if tile < 1:
+        raise ValueError(expected("tile", "a whole number of at least 1", f"{tile}"))
+    tile = int(tile)
+
+    def into(x: Tensor) -> list[Tensor]:
+        if not x.numel():
+            return [x.reshape(0, tile)]
+        matrix, found, top = x.reshape(_sides(x.shape)), [], 0
+        for down, height in _runs(matrix.shape[0], tile):
+            left = 0
+            for across, width in _runs(matrix.shape[1], tile):
+                part = matrix[top : top + down * height, left : left + across * width]
+                part = part.reshape(down, height, across, width).transpose(1, 2)
+                found.append(part.reshape(down * across, height * width))
+                left += across * width
+            top += down * height
+        return found
+
+    def back(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
+        if not shape.numel():
+            return parts[0].reshape(shape)
+        rest, (rows, columns), bands = iter(parts), _sides(shape), []
+        for down, height in _runs(rows, tile):
+            band = []
+            for across, width in _runs(columns, tile):
+                part = next(rest).reshape(down, across, height, width).transpose(1, 2)
+                band.append(part.reshape(down * height, across * width))
+            bands.append(torch.cat(band, dim=1))
+        return torch.cat(bands).reshape(shape)
+
+    return Basis(into, back)
+
+
+def _sides(shape: torch.Size) -> tuple[int, int]:
+    """Return rows and columns of the matrix that a tensor with elements counts as; a vector is one row."""
+    return (1, shape.numel()) if len(shape) < 2 else (shape[0], shape.numel() // shape[0])
+
+
+def _runs(side: int, tile: int) -> list[tuple[int, int]]:
+    """Return how a side is cut, as (pieces, length of each): whole ones, then a shorter one."""
+    whole, rest = divmod(side, tile)
+    return ([(whole, tile)] if whole else []) + ([(1, rest)] if rest else [])
