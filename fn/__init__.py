@@ -29,6 +29,7 @@ from fn.transforms.bases import in_basis, tiles
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
+from fn.transforms.lion import scale_by_lion
 from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import trace
 from fn.transforms.outer import OuterState, outer
@@ -102,6 +103,7 @@ __all__ = [
     "reduce_scatter_mean",
     "scale_by_adam",
     "scale_by_learning_rate",
+    "scale_by_lion",
     "scale_by_onebit_adam",
     "scale_by_onebit_lamb",
     "scale_by_trust_ratio",

@@ -164,6 +164,28 @@ def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     assert 0 < replay(case, step, state, [p.expand(case.world, *p.shape).clone() for p in start]) <= 1
 
 
+def test_the_named_method_is_what_was_replayed_where_tiles_divide_the_sides():
+    """Bitwise, in two rounds of three ranks; tests/transforms/test_bases.py holds other sides against their tiles."""
+    outer = {"lr": 1.0, "error_decay": 0.95, "top_k": 3, "chunk_size": 4, "use_quantization": True}
+    outer |= {"quantization_bins": 4, "quantization_range": 6}
+    inner = {"kind": "adamw", "lr": 0.02, "weight_decay": 0.1}
+    ours = fn.sparse_loco(0.02, weight_decay=0.1, axis="data", k=3, tile=4)
+    theirs = transform(Case({"hyper": {"inner": inner, "outer": outer, "cls": "SparseLoCo"}}, {}))
+    start = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i, shape in enumerate([(8, 12), (16,)])]
+    gradients = [torch.randn(6, 3, *p.shape, generator=torch.Generator().manual_seed(9)) for p in start]
+
+    def on_rank(tx: fn.Transform, gradients: list[Tensor]) -> list[Tensor]:
+        params, state = start, tx.init(start)
+        for t in range(6):
+            params, state = step_of(tx, fn.every(3)(t), [g[t] for g in gradients], state, params)
+        return params
+
+    found = [fn.simulate(partial(on_rank, tx), "data", 3, in_dims=1, out_dims=None)(gradients) for tx in (ours, theirs)]
+    for p, x, y in zip(start, *found, strict=True):
+        assert torch.equal(x, y)
+        assert not torch.equal(x, p)
+
+
 def replay_here(cases: list[Case]) -> list[float]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     found = []
