@@ -20,7 +20,7 @@ from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
 from fn.collectives.simulation import simulate
 from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
-from fn.local_optimizers import diloco, local_sgd, sparse_loco
+from fn.local_optimizers import diloco, local_sgd, muloco, sparse_loco
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.schedules import every, freeze_after, freeze_when_stable, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
@@ -32,6 +32,7 @@ from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import trace
+from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import OuterState, outer
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
@@ -92,6 +93,7 @@ __all__ = [
     "local_sgd",
     "loco_adamw",
     "mask",
+    "muloco",
     "off",
     "onebit_adam",
     "onebit_lamb",
@@ -104,6 +106,7 @@ __all__ = [
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_lion",
+    "scale_by_muon",
     "scale_by_onebit_adam",
     "scale_by_onebit_lamb",
     "scale_by_trust_ratio",

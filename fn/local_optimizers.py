@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fn import tree
 from fn.base import Transform, chain, check_whole
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.bins import bins
@@ -20,7 +21,9 @@ from fn.transforms.average import average, compressed_average
 from fn.transforms.bases import in_basis, tiles
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.fragments import Fragments
+from fn.transforms.masking import partition
 from fn.transforms.momentum import trace
+from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import outer
 from fn.transforms.skip_nonfinite import skip_nonfinite
 
@@ -144,6 +147,51 @@ def sparse_loco(
     adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     sync = in_basis(basis, mean)
     tx = outer(adamw, scale_by_learning_rate(outer_lr), sync, fragments=fragments, store=store, on_skip=on_skip)
+    return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
+
+
+def muloco(
+    lr: float | Tensor = 0.02,
+    momentum: float = 0.95,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    *,
+    axis: AxisNames,
+    inner_nesterov: bool = False,
+    dtype: torch.dtype | None = None,
+    outer_lr: float | Tensor = 0.7,
+    outer_momentum: float = 0.6,
+    codec: Codecs | None = None,
+    feedback: Feedbacks | None = None,
+    servers: bool = True,
+    fragments: Fragments = None,
+    alpha: float = 0.0,
+    store: torch.dtype | None = None,
+    on_skip: Literal["keep", "anchor"] = "keep",
+) -> Transform:
+    """MuLoCo: DiLoCo whose local steps are Muon's for matrices, and AdamW's for all other tensors.
+
+    Args:
+        lr: of the local steps, of both kinds. momentum, inner_nesterov, dtype: Muon's, as for `scale_by_muon`.
+        b1, b2: AdamW's. eps, weight_decay: of both.
+        outer_lr, outer_momentum: of the outer step, which is Nesterov's.
+        axis, codec, feedback, servers, fragments, alpha, store, on_skip: as for `diloco`; in 2 bits it is
+            `codec=bins(4, 6)`.
+    Returns: a transform with a warm-up, exact, and rounds; `every(30)` is its schedule.
+
+    Paper: Therien et al., MuLoCo (arXiv 2505.23725).
+    """
+    decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    kinds = {
+        "muon": chain(scale_by_muon(momentum, inner_nesterov, eps=eps, dtype=dtype), decay, rate),
+        "adamw": chain(scale_by_adam(b1, b2, eps), decay, rate),
+    }
+    inner = partition(kinds, lambda params: tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params))
+    outer_tx = chain(trace(outer_momentum, nesterov=True), scale_by_learning_rate(outer_lr))
+    sync = _mean(axis, codec, feedback, servers)
+    tx = outer(inner, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip)
     return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
 
 

@@ -200,6 +200,7 @@ NEED_PARAMS = {
     "loco_adamw": fn.loco_adamw(0.1, axis="data"),
     "sharded_onebit_adam": fn.sharded_onebit_adam(0.1, axis="data"),
     "diloco": fn.diloco(0.1, axis="data"),
+    "muloco": fn.muloco(0.1, axis="data"),
     "sparse_loco": fn.sparse_loco(0.1, axis="data"),
 }
 

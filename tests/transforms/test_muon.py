@@ -1,0 +1,136 @@
+"""Muon follows torch's, and the recorded runs of MuLoCo on one rank; what it makes is nearly orthogonal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import fn
+from fn import Round, tree
+
+FOLDER = Path(__file__).parents[1] / "golden" / "outer"
+ROWS = json.loads((FOLDER / "index_muloco.json").read_text())["cases"]
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row["name"] for row in ROWS])
+def test_the_recorded_run_is_replayed(row: dict[str, Any]) -> None:
+    """From gradients at our own params, on one rank: params, momenta, anchor and outer momentum.
+
+    Differs: fn.transforms.muon.scale_by_muon: both iterate in bfloat16, as dtype=torch.bfloat16 does.
+    """
+    assert hashlib.sha256((FOLDER / row["file"]).read_bytes()).hexdigest() == row["sha256"]
+    arrays, hyper = dict(np.load(FOLDER / row["file"])), row["hyper"]
+    own, count = hyper["muloco"], len(hyper["shapes"])
+    names = {"inner_lr": "lr", "nesterov": "inner_nesterov"}
+    tx = fn.muloco(axis="data", dtype=getattr(torch, hyper["ns"]), **{names.get(k, k): v for k, v in own.items()})
+
+    def each(name: str) -> list[Tensor]:
+        return [torch.from_numpy(arrays[f"p{i}.{name}"].copy()) for i in range(count)]
+
+    def close(ours: Tensor, name: str, row_: int) -> None:
+        recorded = arrays[name]
+        limit = row["tolerance"] * max(1.0, float(np.abs(recorded).max()))
+        np.testing.assert_allclose(ours.numpy(), recorded[row_][0], rtol=0, atol=limit, err_msg=f"{name} {row_}")
+
+    params, a, c, noise = each("init"), each("a"), each("c"), each("noise")
+    matrices = [i for i in range(count) if params[i].ndim == 2]
+    state, schedule, exchange = tx.init(params), fn.every(hyper["H"]), 0
+    for t in range(hyper["steps"]):
+        grads = [x * (p - y[0]) + n[t, 0] for x, p, y, n in zip(a, params, c, noise, strict=True)]
+        updates, state = tx.update(schedule(t))(grads, state, params)
+        params = fn.apply_updates(params, updates)
+        for i, p in enumerate(params):
+            close(p, f"p{i}.param", t)
+        outer = state.inner[1]
+        (momenta,) = tree.fields(outer.inner["muon"], "mu")
+        for i, mu in zip(matrices, momenta, strict=True):
+            close(mu, f"p{i}.muon_momentum", t)
+        if schedule(t) == Round(0, 0):
+            (sums,) = tree.fields(outer.outer, "mu")
+            for i in range(count):
+                close(outer.anchor[i], f"p{i}.anchor", exchange)
+                close(own["outer_lr"] * sums[i], f"p{i}.outer_u", exchange)
+            exchange += 1
+    assert exchange == arrays["p0.anchor"].shape[0]
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_it_is_torchs_in_bfloat16(nesterov: bool) -> None:
+    """Torch's momentum is an average of gradients, which the division by the norm makes the same."""
+    start = [numbers(8, 5), numbers(5, 8, seed=1), numbers(6, 6, seed=2)]
+    theirs = [p.clone().requires_grad_() for p in start]
+    made = torch.optim.Muon(
+        theirs, lr=0.1, weight_decay=0.1, momentum=0.9, nesterov=nesterov, adjust_lr_fn="match_rms_adamw"
+    )
+    triple = (3.4445, -4.7750, 2.0315)
+    link = fn.scale_by_muon(0.9, nesterov, scale="rms_norm", coefficients=[triple] * 5, dtype=torch.bfloat16)
+    tx = fn.chain(link, fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(0.1))
+    params, state = start, tx.init(start)
+    for t in range(5):
+        grads = [numbers(*p.shape, seed=10 * t + i) for i, p in enumerate(params)]
+        for p, g in zip(theirs, grads, strict=True):
+            p.grad = g
+        made.step()
+        updates, state = tx.local_update(grads, state, params)
+        params = fn.apply_updates(params, updates)
+    for ours, p in zip(params, theirs, strict=True):
+        torch.testing.assert_close(ours, p.detach(), rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize("shape", [(9, 4), (4, 9), (6, 6), (1, 7)])
+def test_what_it_makes_is_nearly_orthogonal(shape: tuple[int, int]) -> None:
+    g = numbers(*shape).double()
+    for scale, factor in (("spectral_norm", (shape[0] / shape[1]) ** 0.5), ("rms_norm", 0.2 * max(shape) ** 0.5)):
+        tx = fn.scale_by_muon(scale=scale)
+        u, _ = tx.local_update(g, tx.init(g), g)
+        u_, _, v = torch.linalg.svd(g, full_matrices=False)
+        torch.testing.assert_close(u / factor, u_ @ v, rtol=0, atol=0.1)
+
+
+def test_simulated_ranks_agree_after_a_round_in_two_bits():
+    tx, start = fn.muloco(axis="data", codec=fn.bins(4, 6)), [numbers(5, 3), numbers(4), numbers(2, 3, 4)]
+    gradients = [numbers(3, 4, *p.shape, seed=i) for i, p in enumerate(start)]  # ranks, steps, shape
+
+    def on_rank(gradients: list[Tensor]) -> list[Tensor]:
+        params, state = start, tx.init(start)
+        for t in range(4):
+            updates, state = tx.update(fn.every(2)(t))([g[t] for g in gradients], state, params)
+            params = fn.apply_updates(params, updates)
+        return params
+
+    params = fn.simulate(on_rank, "data", 3, in_dims=0, out_dims=None)(gradients)  # which checks that they agree
+    assert all(p.isfinite().all() and (p != s).any() for p, s in zip(params, start, strict=True))
+
+
+def test_zeros_stay_zeros_and_a_matrix_may_be_empty():
+    tx, params = fn.scale_by_muon(), [torch.zeros(3, 2), torch.zeros(0, 4), torch.zeros(4, 0)]
+    updates, _ = tx.local_update(params, tx.init(params), params)
+    assert all(torch.equal(u, p) for u, p in zip(updates, params, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: fn.scale_by_muon(1.0), ValueError, "decay: expected"),
+        (lambda: fn.scale_by_muon(eps=0.0), ValueError, "eps: expected a positive number, but got 0.0"),
+        (lambda: fn.scale_by_muon(scale="rms"), ValueError, "scale: expected"),
+        (lambda: fn.scale_by_muon(dtype="bf16"), TypeError, "dtype: expected"),
+        (lambda: fn.scale_by_muon(coefficients=[]), ValueError, "coefficients: expected"),
+        (lambda: fn.scale_by_muon().init({"b": torch.ones(3)}), ValueError, "params: expected leaf 'b' to be a matrix"),
+        (lambda: fn.muloco(axis="data", feedback=fn.classic()), ValueError, "feedback: is given without a codec"),
+    ],
+)
+def test_bad_input_is_refused_by_name(make: Any, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        make()
