@@ -97,7 +97,7 @@ each_phase = pytest.mark.parametrize(
 )
 
 QUICK = ("onebit_adam-compressed", "zero_one_adam-local", "loco_adamw-compressed")
-"""What stands for all phases in a test that compiles C++ for each; the others are part of `make reliability-test`."""
+"""What stands for all phases in tests that compile each; the others are part of `make reliability-test`."""
 
 each_phase_in_time = pytest.mark.parametrize(
     ("optimizer", "phase"),

@@ -329,7 +329,7 @@ def test_a_phase_that_it_lacks_is_refused_by_name_and_nothing_moves(optimizer, p
 
 
 @pytest.mark.slow
-@each_phase
+@each_phase_in_time
 def test_compiled_in_one_graph_it_agrees_with_eager_and_is_never_compiled_again(optimizer, phase, graphs):
     """Not for a second step, not for another learning rate in the same tensor."""
     lr = torch.tensor(optimizer.lr)

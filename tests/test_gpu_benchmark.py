@@ -34,7 +34,9 @@ def checks(options):
 """
 
 
-@pytest.mark.parametrize("part", ["kernels", "step", "overlap", "deep"])
+@pytest.mark.parametrize(
+    "part", ["kernels", *(pytest.param(part, marks=pytest.mark.reliability) for part in ("step", "overlap", "deep"))]
+)
 def test_a_part_runs_on_the_cpu_and_judges_no_speed_there(part, tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), part, "--device", "cpu", "--quick"]
     ended = subprocess.run(

@@ -218,7 +218,7 @@ def stage(
     grads: list[Tensor],
     state: Tree,
     params: list[Tensor],
-    slow: Callable[[], None],
+    slow: Callable[[], None] = lambda: None,
 ) -> Staged:
     """Take the step of a param group up to where it would be written. Nothing is changed.
 
