@@ -29,6 +29,7 @@ from fn import tree
 from fn.compiling import compilable, own_code
 from fn.errors import expected
 from fn.phases import NewParams as NewParams
+from fn.phases import Part as Part
 from fn.phases import Phase as Phase
 from fn.phases import Round as Round
 from fn.phases import check_round
@@ -120,7 +121,7 @@ class Transform(NamedTuple):
         `missing(...)`.
     needs_warmup: the phases that a warm-up step must come before, because they use what it leaves in the state, such
         as a second moment that is frozen. `fn.Optimizer` begins with one then, whatever its schedule says.
-    rounds: the update of a `Round`, for transforms that exchange the params in parts. None: a round is its phase.
+    rounds: the update of a `Round`, or of a `Part` of one, where params are exchanged. None: a round is its phase.
     """
 
     init: Callable[[Tree], Tree]
@@ -128,7 +129,7 @@ class Transform(NamedTuple):
     compressed_update: UpdateFn
     local_update: UpdateFn
     needs_warmup: frozenset[Phase] = frozenset()
-    rounds: Callable[[Round], UpdateFn] | None = None
+    rounds: Callable[[Round | Part], UpdateFn] | None = None
 
     def update(self, phase: Phase | Round) -> UpdateFn:
         """Return the update of a phase or a round, as a function of which `torch.compile` counts compilations apart.
@@ -138,8 +139,8 @@ class Transform(NamedTuple):
         """
         return compilable(self.composed(phase))
 
-    def composed(self, phase: Phase | Round) -> UpdateFn:
-        """Return the update of a phase or a round as it is composed, for what looks into it. Raises: as `update`."""
+    def composed(self, phase: Phase | Round | Part) -> UpdateFn:
+        """Return the update of a phase, a round or a part of one as it is composed. Raises: as `update`."""
         found = _found(self, phase)
         if isinstance(found, _Missing):
             has = [p.name for p in Phase if has_phase(self, p)]
@@ -147,14 +148,15 @@ class Transform(NamedTuple):
         return found
 
 
-def _found(transform: Transform, phase: Phase | Round) -> UpdateFn:
-    """Return the update of a phase or a round, also one that is missing."""
+def _found(transform: Transform, phase: Phase | Round | Part) -> UpdateFn:
+    """Return the update of a phase, a round or a part of one, also one that is missing."""
     if isinstance(phase, Round):
         check_round(phase)
-        if transform.rounds is not None:
-            return transform.rounds(phase)
-        phase = phase.phase
-    found: UpdateFn = getattr(transform, f"{Phase(phase).value}_update")
+    if not isinstance(phase, Phase) and transform.rounds is not None:
+        return transform.rounds(phase)
+    if isinstance(phase, Part):
+        return _found(transform, phase.of) if phase.kind == "local" else unchanged
+    found: UpdateFn = getattr(transform, f"{Phase(getattr(phase, 'phase', phase)).value}_update")
     return found
 
 
@@ -314,14 +316,12 @@ def combine(
     """Make a transform of others: in each phase, and in each round that one of them knows, `compose(phase, updates)`.
 
     A phase that one of them lacks, it lacks; a phase in which one of them needs a warm-up step before, needs it.
-
     Its init raises as `rank_local` does: what a link's state class says is not known before there is a state.
     """
 
-    def update(phase: Phase | Round) -> UpdateFn:
+    def update(phase: Phase | Round | Part) -> UpdateFn:
         found = [_found(transform, phase) for transform in inner]
-        plain = phase.phase if isinstance(phase, Round) else phase
-        return next((f for f in found if isinstance(f, _Missing)), None) or own_code(compose(plain, found))
+        return next((f for f in found if isinstance(f, _Missing)), None) or own_code(compose(phase.phase, found))
 
     def start(params: Tree) -> Tree:
         state = init(params)

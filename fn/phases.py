@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import numbers
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from fn.errors import expected
 
@@ -20,6 +20,10 @@ class Phase(enum.Enum):
     WARMUP = "warmup"
     COMPRESSED = "compressed"
     LOCAL = "local"
+
+    def __init__(self, value: Any) -> None:
+        self.phase = self
+        """The phase itself, as a `Round` has one."""
 
     @classmethod
     def _missing_(cls, value: object) -> Phase:
@@ -40,6 +44,41 @@ class Round(NamedTuple):
     def phase(self) -> Phase:
         """Return LOCAL where nothing begins or ends, else COMPRESSED."""
         return Phase.LOCAL if self.begin is None and self.end is None else Phase.COMPRESSED
+
+    @property
+    def local(self) -> Part:
+        """Return the local step of the round."""
+        return Part("local", self.phase)
+
+    @property
+    def exchange(self) -> list[Part]:
+        """Return the parts that follow the local step."""
+        found = []
+        if self.begin is not None:
+            found += [Part("difference", fragment=self.begin), Part("mean", fragment=self.begin)]
+        if self.end is not None:
+            found += [Part("outer", fragment=self.end)]
+        return found
+
+
+class Part(NamedTuple):
+    """A part of a round, for adapters that write the local step before the exchange, or exchange on another thread.
+
+    A round is its local step, then, where something begins, the difference to the anchor and its mean, and, where
+    something ends, the outer step. What has no rounds takes its step in "local" and does nothing in the others, so
+    nobody looks at the updates that these are given.
+
+    kind: which part. fragment: whose. of: the phase of the round, which says what links without rounds do.
+    """
+
+    kind: Literal["local", "difference", "mean", "outer"]
+    of: Phase = Phase.COMPRESSED
+    fragment: int = 0
+
+    @property
+    def phase(self) -> Phase:
+        """Return COMPRESSED for the part after which all ranks have something in common again, else LOCAL."""
+        return Phase.COMPRESSED if self.kind == "outer" else Phase.LOCAL
 
 
 class NewParams(NamedTuple):

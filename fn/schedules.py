@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fn.base import Phase, Round
 from fn.errors import expected
+from fn.phases import Phase, Round, check_round
 
 Schedule = Callable[[int], Phase | Round]
 
@@ -44,12 +44,12 @@ class FreezeAfter:
         return Phase.WARMUP if step < self.steps else Phase.COMPRESSED
 
 
-def phase_of(schedule: Schedule, step: int) -> Phase:
-    """Return the phase that a schedule gives for a step. Raises ValueError if it is none, or a round."""
+def phase_of(schedule: Schedule, step: int) -> Phase | Round:
+    """Return the phase or the round that a schedule gives for a step. Raises TypeError or ValueError if it is none."""
     found = schedule(step)
     if isinstance(found, Round):
-        cure = "take rounds in a loop of your own: tx.update(schedule(step)), then fn.apply_updates"
-        raise ValueError(expected("schedule", f"a phase for step {step}; adapters take no rounds", f"{found}", cure))
+        check_round(found)
+        return found
     try:
         return Phase(found)
     except ValueError as error:
@@ -61,6 +61,8 @@ def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
     """Return the phases after the warm-up that a schedule of this module comes to; of any other function, none."""
     if isinstance(schedule, ZeroOneSchedule) and schedule.local_step_clipper > 1:
         return Phase.COMPRESSED, Phase.LOCAL
+    if isinstance(schedule, Every):
+        return (Phase.COMPRESSED,) if schedule.h == schedule.fragments else (Phase.COMPRESSED, Phase.LOCAL)
     known = isinstance(schedule, FreezeAfter | FreezeWhenStable | ZeroOneSchedule)
     return (Phase.COMPRESSED,) if known else ()
 

@@ -27,6 +27,9 @@ def explain(transform: Transform) -> str:
     transform = transform if guarded else skip_nonfinite(transform)  # as `fn.Optimizer` does
     lines = []
     for phase in (phase for phase in Phase if has_phase(transform, phase)):
+        if transform.rounds is not None and phase is Phase.COMPRESSED:
+            lines.append(f"{phase.value:10}  as the local step; then the exchange, which is rare, tensor by tensor")
+            continue
         found = in_place(transform.composed(phase))
         lines.append(f"{phase.value:10}  {f'link by link: {found}' if isinstance(found, str) else 'in place'}")
     if any("link by link" in line for line in lines):

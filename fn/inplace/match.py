@@ -6,6 +6,8 @@ Behind it any number of weight decays may stand, then any number of learning rat
 
     average, clip, ...        scale_by_onebit_adam        decay, decay, rate
     run purely                one kernel from codes, moments and params to moments and params
+
+Where the last link is `fn.outer`, its inner optimizer's links stand in its place.
 """
 
 from __future__ import annotations
@@ -16,12 +18,13 @@ from typing import Any
 
 from fn import tree
 from fn.base import Guarded, Link, SideBySide, Step, UpdateFn, links_of, name_of
-from fn.inplace import adam, lamb, sharded, zero_one_adam
+from fn.inplace import adam, lamb, outer, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds
 from fn.inplace.links import Head, descent_of
 from fn.inplace.protocol import InPlace, together_in_place
 from fn.transforms.adam import Adam, OnebitAdam
 from fn.transforms.lamb import LambHyper, OnebitLamb
+from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup
 from fn.transforms.sharded import Sharded
 from fn.transforms.zero_one_adam import WATCHED, LocalStep, SynchronisingStep, VarianceStep
 
@@ -55,13 +58,26 @@ def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace |
         return together_in_place([found for found in each if isinstance(found, InPlace)], update)
     if not isinstance(update, Guarded):
         return "it is not guarded by fn.skip_nonfinite"
-    links = links_of(update.inner, (0,))  # 0: `inner` of the guard's state
+    links, watched = links_of(update.inner, (0,)), update.watch  # 0: `inner` of the guard's state
+    last = links[-1].update if links else None
+    if isinstance(last, Step) and isinstance(last.rule, OuterWarmup | OuterLocal):
+        if watched != outer.WATCHED[type(last.rule)]:
+            return f"its guard watches {watched}, and fn.outer needs {outer.WATCHED[type(last.rule)]}"
+        inner = links_of(last.rule.inner, (*links[-1].path, OuterState._fields.index("inner")))
+        found = _of_links(update, [*links[:-1], *inner], (), known)
+        return found if isinstance(found, str) else outer.around(last.rule, links[-1], found)
+    return _of_links(update, links, watched, known)
+
+
+def _of_links(
+    update: UpdateFn, links: list[Link], watched: tuple[str, ...] | None, known: dict[Any, Any]
+) -> InPlace | str:
     for place, link in enumerate(links):
         rule = link.update.rule if isinstance(link.update, Step) else None
         if type(rule) in KINDS:
             stage, watch = KINDS[type(rule)]
-            if update.watch != watch:
-                return f"its guard watches {update.watch}, and {name_of(link.update)} needs {watch}"
+            if watched != watch:
+                return f"its guard watches {watched}, and {name_of(link.update)} needs {watch}"
             descent = descent_of(links[place + 1 :])
             if isinstance(descent, Link):
                 got = name_of(descent.update)
@@ -69,6 +85,16 @@ def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace |
             head, bounds = Head(links[:place]), known.setdefault(link.path, Bounds())
             return without_guards(head, stage(update, rule, link, head, descent, bounds))
     return f"none of its links has kernels: {', '.join(name_of(link.update) for link in links) or 'it has none'}"
+
+
+def same_links(a: UpdateFn, b: UpdateFn) -> bool:
+    """Tell whether updates are the same links, in the same guards."""
+    a, b = unwrap(a), unwrap(b)
+    if isinstance(a, SideBySide) and isinstance(b, SideBySide):
+        return all(same_links(x, y) for x, y in zip(a.updates, b.updates, strict=True))
+    if isinstance(a, Guarded) and isinstance(b, Guarded):
+        return a.watch == b.watch and same_links(a.inner, b.inner)
+    return links_of(a) == links_of(b)
 
 
 def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:

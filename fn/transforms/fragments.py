@@ -48,9 +48,17 @@ def fragment_places(fragments: Fragments, params: Tree) -> list[list[int]]:
     return [[i for i, own in enumerate(numbers_of) if own == f] for f in range(1 + max(numbers_of, default=0))]
 
 
-def places_in(parts: Sequence[Sequence[int]], fragment: int, field: str) -> Sequence[int]:
-    """Return the places of a fragment that a round names. Raises: ValueError if there is none of that number."""
+def places_in(fragments: Fragments, params: Tree, fragment: int, field: str) -> Sequence[int]:
+    """Return the places of a fragment that a round names.
+
+    A fragment behind the last one of a function is empty: the function numbers the params of several param groups.
+
+    Raises: ValueError if there is none of that number.
+    """
+    parts = fragment_places(fragments, params)
     if fragment >= len(parts):
+        if callable(fragments):
+            return ()
         cure = "give fn.every(fragments=...) and fn.outer(fragments=...) the same number"
         raise ValueError(expected(f"phase.{field}", f"one of {len(parts)} fragments, from 0", f"{fragment}", cure))
     return parts[fragment]

@@ -1,10 +1,10 @@
 """Local steps: each rank goes its own way for a while, then the ranks agree on where they went.
 
-    anchor x                 the params that all ranks agreed on last
-      | h local steps        rank r goes to p_r; nothing is sent
-      | d = mean(x - p_r)    one exchange of differences, exact or in any codes
-      | x <- outer step      by any optimizer, with d in the place of a gradient
-      | p_r <- x             and so on
+anchor x                 the params that all ranks agreed on last
+  | h local steps        rank r goes to p_r; nothing is sent
+  | d = mean(x - p_r)    one exchange of differences, exact or in any codes
+  | x <- outer step      by any optimizer, with d in the place of a gradient
+  | p_r <- x             and so on
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import NewParams, Phase, Round, Transform, UpdateFn, check_params, check_state, has_phase
+from fn.base import NewParams, Part, Phase, Round, Step, Transform, UpdateFn, check_params, check_state, has_phase
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
@@ -73,6 +73,18 @@ class OuterState(NamedTuple):
         return ("anchor",)
 
 
+class OuterWarmup(NamedTuple):
+    """The rule of a warm-up step, which the anchor follows. inner: the update of the inner optimizer."""
+
+    inner: UpdateFn
+
+
+class OuterLocal(NamedTuple):
+    """The rule of a local step, left out if it is not finite. inner: the update of the inner optimizer."""
+
+    inner: UpdateFn
+
+
 def outer(
     inner: Transform,
     outer_tx: Transform,
@@ -105,7 +117,7 @@ def outer(
         sync: what averages the differences, in its compressed phase, over any axis and in any codes.
         fragments: which params are exchanged together. None: all. A number P: leaf i is of fragment i mod P. A
             function: params -> a tree of the fragments' numbers. There are to be as many as in the schedule; a fragment
-            that no round names is never exchanged.
+            that no round names is never exchanged, and one without params sends nothing.
         alpha: in [0, 1], how much of the rank's own params stays at a take-over. 0: params are then bitwise the anchor,
             rounded to their dtype, the same on all ranks.
         store: the dtype in which the anchor is kept; None: float32 for params in half precision, else their own. In a
@@ -176,39 +188,46 @@ def outer(
         dropped = state.dropped + (~ok).to(torch.int64)
         return moves, state._replace(inner=after, alone=state.alone + 1, dropped=dropped)
 
-    def begun(fragment: int, here: list[Tensor], state: OuterState, places: Sequence[int]) -> OuterState:
-        """Send how far the ranks went; keep the mean, and what was not delivered."""
+    def difference(places: Sequence[int], here: list[Tensor], state: OuterState, _: int) -> OuterState:
+        """Note how far this rank went, in the place of the mean."""
         anchor, structure = tree.flatten(state.anchor)
         pending = tree.leaves(state.pending)
         went = [(anchor[i].to(here[i].dtype).to(pending[i].dtype) - here[i].to(pending[i].dtype)) for i in places]
-        mean, errors = sync.compressed_update(went, state.sync[fragment], [anchor[i] for i in places])
-        ok = all_finite(tree.leaves(mean))
-        errors = tree.map(lambda new, old: _chosen(ok, new, old), errors, state.sync[fragment])
-        means = [d.to(pending[i].dtype) for i, d in zip(places, tree.leaves(mean), strict=True)]
+        return state._replace(pending=tree.unflatten(structure, put(pending, places, went)))
+
+    def mean(places: Sequence[int], here: list[Tensor], state: OuterState, fragment: int) -> OuterState:
+        """Send how far the ranks went; keep the mean, and what was not delivered."""
+        anchor, structure = tree.flatten(state.anchor)
+        pending = tree.leaves(state.pending)
+        went, before = [pending[i] for i in places], state.sync[fragment]
+        found, errors = sync.compressed_update(went, before, [anchor[i] for i in places])
+        ok = all_finite(tree.leaves(found))
+        errors = tree.map(lambda new, old: _chosen(ok, new, old), errors, before)
+        means = [d.to(pending[i].dtype) for i, d in zip(places, tree.leaves(found), strict=True)]
         after = tree.unflatten(structure, put(pending, places, means))
         return state._replace(pending=after, sync=_with(state.sync, fragment, errors))
 
-    def ended(
-        fragment: int, here: list[Tensor], state: OuterState, places: Sequence[int]
+    def outer_step(
+        places: Sequence[int], here: list[Tensor], state: OuterState, fragment: int
     ) -> tuple[list[Tensor], OuterState]:
         """Take the outer step; return the params after it, and the state."""
         anchor, structure = tree.flatten(state.anchor)
         pending = tree.leaves(state.pending)
-        before, mean = [anchor[i] for i in places], [pending[i] for i in places]
-        wide = [x.to(d.dtype) for x, d in zip(before, mean, strict=True)]
-        moves, after = outer_tx.local_update(mean, state.outer[fragment], wide)
+        before, went = [anchor[i] for i in places], [pending[i] for i in places]
+        wide = [x.to(d.dtype) for x, d in zip(before, went, strict=True)]
+        moves, after = outer_tx.local_update(went, state.outer[fragment], wide)
         new = [x + u.to(x.dtype) for x, u in zip(wide, tree.leaves(moves), strict=True)]
         rounded = [x.to(here[i].dtype) for i, x in zip(places, new, strict=True)]
-        ok = all_finite([*mean, *new, *rounded, *_floats(after)])
+        ok = all_finite([*went, *new, *rounded, *_floats(after)])
         after = tree.map(lambda new, old: _chosen(ok, new, old), after, state.outer[fragment])
         now = [_chosen(ok, x.to(old.dtype), old) for x, old in zip(new, before, strict=True)]
-        cleared = tree.unflatten(structure, put(pending, places, [torch.zeros_like(d) for d in mean]))
+        cleared = tree.unflatten(structure, put(pending, places, [torch.zeros_like(d) for d in went]))
         state = state._replace(
             anchor=tree.unflatten(structure, put(anchor, places, now)),
             pending=cleared,
             outer=_with(state.outer, fragment, after),
         )
-        there = [_between(x.to(d.dtype), here[i], alpha) for i, x, d in zip(places, now, mean, strict=True)]
+        there = [_between(x.to(d.dtype), here[i], alpha) for i, x, d in zip(places, now, went, strict=True)]
         if on_skip == "anchor":
             back = [x.to(y.dtype) for x, y in zip(now, there, strict=True)]
         else:
@@ -227,26 +246,45 @@ def outer(
         fresh = inner.init(tree.unflatten(structure, [y.to(p.dtype) for y, p in zip(there, here, strict=True)]))
         return there, state._replace(inner=tree.map(lambda old, new: _chosen(fine, old, new), state.inner, fresh))
 
+    def taken(part: Part, here: Tree, state: OuterState) -> tuple[Tree, OuterState]:
+        """Take a part of an exchange; return the params and the state."""
+        places = places_in(fragments, here, part.fragment, "end" if part.kind == "outer" else "begin")
+        if not places:
+            return here, state
+        leaves, structure = tree.flatten(here)
+        if part.kind != "outer":
+            return here, (difference if part.kind == "difference" else mean)(places, leaves, state, part.fragment)
+        leaves, state = outer_step(places, leaves, state, part.fragment)
+        return tree.unflatten(structure, leaves), state
+
     def exchange(round_: Round) -> UpdateFn:
         def update(updates: Tree, state: OuterState, params: Tree, /) -> tuple[NewParams, OuterState]:
             moves, state = local(updates, state, params)
-            params = tree.in_order(params, state.anchor, "params")
-            here, structure = tree.flatten(apply_updates(params, moves))
-            parts = fragment_places(fragments, params)
-            if round_.begin is not None:
-                state = begun(round_.begin, here, state, places_in(parts, round_.begin, "begin"))
-            if round_.end is not None:
-                here, state = ended(round_.end, here, state, places_in(parts, round_.end, "end"))
-            return NewParams(tree.unflatten(structure, here)), state
+            here = apply_updates(tree.in_order(params, state.anchor, "params"), moves)
+            for part in round_.exchange:
+                here, state = taken(part, here, state)
+            return NewParams(here), state
+
+        return update
+
+    def of_part(part: Part) -> UpdateFn:
+        def update(updates: Tree, state: OuterState, params: Tree, /) -> tuple[NewParams, OuterState]:
+            check_state(state, OuterState)
+            here, state = taken(part, tree.in_order(params, state.anchor, "params"), state)
+            return NewParams(here), state
 
         return update
 
     @cache
-    def rounds(round_: Round) -> UpdateFn:
-        return local if round_.phase is Phase.LOCAL else exchange(round_)
+    def rounds(found: Round | Part) -> UpdateFn:
+        if found == Round() or (isinstance(found, Part) and found.kind == "local"):
+            return alone
+        return of_part(found) if isinstance(found, Part) else exchange(found)
 
+    alone = Step(OuterLocal(step_alone), local)
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
-    return Transform(init, warmup, rounds(Round(0, 0)), rounds(Round()), needs, rounds)
+    followed = Step(OuterWarmup(inner.warmup_update), warmup)
+    return Transform(init, followed, rounds(Round(0, 0)), alone, needs, rounds)
 
 
 def _floats(state: Tree) -> list[Tensor]:

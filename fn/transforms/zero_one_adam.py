@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing
+from fn.base import NewParams, Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
@@ -110,8 +110,9 @@ def scale_by_zero_one_adam(
         synchronising step (compressed phase): a local step, then, with x the params agreed on last,
             s = C((p - x) (sqrt(nu) + eps)),  mu <- -s / sum of lr,  p <- x + s / (sqrt(nu) + eps),  x <- p
 
-    The learning rate and the weight decay are inside the link, because what is agreed on is where the ranks went;
-    its updates are added to the parameters as they are.
+    The learning rate and the weight decay are inside the link, because what is agreed on is where the ranks went; its
+    updates are added to the parameters as they are, and a synchronising step returns `NewParams`, the same on all ranks
+    bit by bit.
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
@@ -221,11 +222,10 @@ def scale_by_zero_one_adam(
 
         there = tree.map(moved, start, mean, state.nu)
         peak = _shown(peak, all_finite([*tree.leaves(there), *tree.leaves(mu)]))
-        back = tree.map(lambda x, p: x - p.to(x.dtype), there, params)
         kept = (there, ()) if anchored else ((), tree.map(torch.zeros_like, went))
         zero = torch.zeros_like(state.elapsed)
         state = state._replace(mu=mu, anchor=kept[0], went=kept[1], elapsed=zero, peak=peak, sync=sync_state)
-        return back, state._replace(step=state.step + 1)
+        return NewParams(there), state._replace(step=state.step + 1)
 
     frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # where nu stays as the last variance step left it
     plain = anchored and keep_zeros and not decay_in_momentum  # other forms are DeepSpeed's, or have no kernels

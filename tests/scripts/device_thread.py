@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import fn
-from fn.adapters.ddp.comm_thread import CommunicationThread
 from fn.collectives import transports
 from fn.collectives.axis import Axis, Binding
+from fn.collectives.comm_thread import CommunicationThread
 from fn.collectives.profiling import Observer
 
 NAME = "elsewhere"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -405,10 +404,7 @@ BAD = {
     "decay: expected": lambda: fn.trace(1.0),
     "nesterov: expected": lambda: fn.trace(0.9, nesterov=1),
     "inner: expected a transform with phases only": lambda: fn.sharded(fn.outer(sgd(), RATE, exact()), "data"),
-    "make's result: expected a transform with phases only.*loop of your own": lambda: fn.Optimizer(
-        [torch.nn.Parameter(torch.ones(2))], partial(fn.diloco, axis="data")
-    ),
-    "schedule: expected a phase for step 0.*rounds.*loop of your own": lambda: fn.Optimizer(
+    "schedule: is Every, which does not fit this optimizer; phase: .* has only WARMUP": lambda: fn.Optimizer(
         [torch.nn.Parameter(torch.ones(2))], fn.adamw, schedule=fn.every(2)
     ),
 }

@@ -24,7 +24,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hoo
 from torch.nn.parallel import DistributedDataParallel
 
 from fn.adapters.ddp.buckets import bucketed, enough, split
-from fn.adapters.ddp.comm_thread import bind_twin, seconds_per_byte
 from fn.adapters.ddp.grad_hooks import DdpBuckets, GradientHooks
 from fn.adapters.ddp.gradient_averaging import GradientAverage
 from fn.adapters.ddp.overlapped import Overlap
@@ -34,6 +33,7 @@ from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import ALONE, bind, ranks_around
 from fn.collectives.codecs.codec import Codec
+from fn.collectives.comm_thread import bind_twin, seconds_per_byte
 from fn.collectives.feedback import Feedback
 from fn.collectives.primitives import group_of
 from fn.collectives.transports.registry import registered

@@ -18,12 +18,12 @@ from torch.autograd import Variable
 
 from fn import tree
 from fn.adapters.ddp.buckets import Arrivals, leaving_order
-from fn.adapters.ddp.comm_thread import CommunicationThread
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.state_dict import check_fits, check_keys
 from fn.adapters.optim.state_kinds import by_path
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding
+from fn.collectives.comm_thread import CommunicationThread
 from fn.collectives.ledger import ledger
 from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.errors import PeerLost, expected
@@ -65,7 +65,7 @@ class GradientAverage:
     @property
     def phase(self) -> Phase:
         """Return the phase of the next step."""
-        return phase_of(self.schedule, self.steps)
+        return phase_of(self.schedule, self.steps).phase
 
     def _start(self, phase: Phase) -> None:
         self._phase, self._arrivals = phase, Arrivals(self._buckets, self._order)

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.ddp.buckets import Arrivals, leaving_order
-from fn.adapters.ddp.comm_thread import CommunicationThread
 from fn.adapters.ddp.staleness import Changes
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.optimizer import Optimizer
 from fn.base import Phase
 from fn.collectives.axis import Binding
+from fn.collectives.comm_thread import CommunicationThread
 from fn.collectives.ledger import ledger
 from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.inplace.protocol import Staged, settled
@@ -109,7 +109,8 @@ class Overlap:
         """Start a backward pass; forget what was taken ahead for a step that never came."""
         optimizer = self._optimizer
         problem = optimizer.training.follow_groups()
-        self._forget(optimizer.phase if self._threads else Phase.LOCAL)  # closed: nothing is sent
+        phase = optimizer.training.phase
+        self._forget(phase if isinstance(phase, Phase) and self._threads else Phase.LOCAL)  # in rounds nothing is sent
         self._problem = problem
         if not self.is_on(self._phase) or self._has_thawed():
             return

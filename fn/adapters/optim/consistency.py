@@ -11,12 +11,14 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.optim.param_groups import names_of
-from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
+from fn.adapters.optim.state_kinds import SAME, by_path, kinds
 from fn.base import Phase, Transform
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
-from fn.errors import RanksDisagree
+from fn.errors import RanksDisagree, expected
+from fn.schedules import Every
+from fn.transforms.outer import OuterState
 
 Grads = tuple[list[Tensor], ...]
 
@@ -46,6 +48,24 @@ def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, ob
         check_agreement(axis, {**fields, **others}, device_among(params))
 
 
+def check_fragments(schedule: Any, states: Any) -> None:
+    """Refuse a schedule of rounds that exchanges other fragments than `fn.outer` has, some of them never.
+
+    Raises: ValueError with both numbers. Schedules of the user's own are not looked at.
+    """
+    counts: list[int] = []
+
+    def note(one: OuterState) -> OuterState:
+        counts.append(len(one.outer))
+        return one
+
+    tree.replace(states, OuterState, note)
+    if counts and isinstance(schedule, Every) and schedule.fragments != max(counts):
+        wanted = f"{max(counts)} fragments, as fn.outer makes of these params"
+        got = f"fn.every.fragments={schedule.fragments}"
+        raise ValueError(expected("schedule", wanted, got, "give both the same number"))
+
+
 def check_accepted(axes: Sequence[str], group: int, problem: BaseException | None, device: torch.device) -> None:
     """Tell the other ranks whether a param group was accepted here, and hear it from them.
 
@@ -65,8 +85,7 @@ def check_start(
 
     Updates are the same on all ranks, so parameters that start apart stay apart, and nothing would say so; likewise
     what no class of the state names in `rank_local`. Not looked at are axes that the transform does not communicate
-    over, and the parameters of transforms, such as 0/1 Adam, that lead each rank to some of its own. All ranks must
-    call it; one pass over parameters and state, and 8 bytes for each parameter on the wire.
+    over. All ranks must call it; one pass over parameters and state, and 8 bytes for each parameter on the wire.
 
     Args: state: of the transform. group, place: the param group and its number.
     Raises: `RanksDisagree`, on every rank.
@@ -79,7 +98,7 @@ def check_start(
     fields = {f"{path} of the state, which rank_local does not name,": text for path, text in replicated.items()}
     for axis in axes:
         check_agreement(axis, fields, device_among(params))
-    if not params or OWN in marks.values():
+    if not params:
         return
     sums = torch.stack([checksum(p).to(params[0].device) for p in params])
     for axis in axes:

@@ -48,16 +48,22 @@ class Gradients:
         self._problem: Exception | None = None
 
     def collect(
-        self, groups: Sequence[Sequence[Tensor]], ask: bool = True, problem: Exception | None = None
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        ask: bool = True,
+        problem: Exception | None = None,
+        *,
+        own: bool = False,
     ) -> tuple[list[Tensor], ...]:
         """Return a gradient per parameter, zeros where there is none; NaN to ask, if something changed.
 
         Args: groups: the parameters of each param group. ask: False in a step in which nothing is sent.
-            problem: why this rank cannot take the step at all.
+            problem: why this rank cannot take the step at all. own: what is absent is this rank's own affair.
         Raises: the problem, or a TypeError for a sparse or complex gradient, where nobody needs to be asked.
         """
         found = [[p.grad for p in params] for params in groups]
         self._now = _absent(found)
+        self.absent = self._now if own else self.absent
         self._problem = problem or _refused(groups, found)
         if self._problem is not None and not (ask and any(p.numel() for params in groups for p in params)):
             raise self._problem

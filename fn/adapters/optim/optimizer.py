@@ -12,7 +12,15 @@ from fn import tree
 from fn.adapters.optim import param_groups
 from fn.adapters.optim.clipping import check_max_norm
 from fn.adapters.optim.compiled import warm_kernels
-from fn.adapters.optim.consistency import check_accepted, check_listed, device_among, in_doubt, refuse_elsewhere
+from fn.adapters.optim.consistency import (
+    check_accepted,
+    check_fragments,
+    check_listed,
+    device_among,
+    in_doubt,
+    refuse_elsewhere,
+)
+from fn.adapters.optim.exchange import exchange
 from fn.adapters.optim.gradients import Residuals
 from fn.adapters.optim.param_memory import check_params
 from fn.adapters.optim.signals import defer_signals
@@ -21,7 +29,7 @@ from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.adapters.optim.step import count, stage_group, take, write
 from fn.adapters.optim.training import Training
 from fn.adapters.optim.warnings import warn_at_start, warn_of_jumps, warn_of_late_group
-from fn.base import Phase, Transform
+from fn.base import Phase, Round, Transform
 from fn.collectives.agreement import describe
 from fn.collectives.axis import Binding, current_binding
 from fn.collectives.transports.failure_detection import raising_peer_lost
@@ -110,6 +118,7 @@ class Optimizer(torch.optim.Optimizer):
         super().__init__(listed, {"lr": lr, **defaults})
         if isinstance(self.schedule, FreezeWhenStable):
             self.training.second_moment_norm()
+        check_fragments(self.schedule, self.states)
         warn_at_start(self.training, given=schedule_given)
         warm_kernels(self.states, (p for group in self.param_groups for p in group["params"]))
 
@@ -128,7 +137,6 @@ class Optimizer(torch.optim.Optimizer):
     make: Callable[..., Transform] = _of_training("make", "What makes the transform of a param group.")
     schedule: Schedule = _of_training("schedule", "Step -> Phase.")
     steps: int = _of_training("steps", "Steps taken, skipped ones included.")
-    states: Tree = _of_training("states", "The transform's state, live buffers: a tuple with an entry per param group.")
     skipped_in_a_row: int = _of_training("skipped_in_a_row", "Steps skipped in a row, but for local ones.")
     residual_gradients: Residuals = _of_training(
         "residual_gradients", "What was undelivered when the number of ranks changed."
@@ -138,11 +146,24 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def phase(self) -> Phase:
-        """Return the phase of the next step.
+        """Return the phase of the next step; of a round, whether something is exchanged in it.
 
         Until a step was taken, a phase that needs a warm-up step before it is one, whatever the schedule says.
         """
-        return self.training.phase
+        return self.training.phase.phase
+
+    @property
+    def states(self) -> Tree:
+        """Return the transform's state, live buffers: a tuple with an entry per param group.
+
+        A mean that has begun in a round, to be taken over some steps later, is waited for.
+        """
+        self.training.settle()
+        return self.training.states
+
+    @states.setter
+    def states(self, value: Tree) -> None:
+        self.training.states = value
 
     @property
     def skipped(self) -> int:
@@ -195,16 +216,21 @@ class Optimizer(torch.optim.Optimizer):
         phase, problem, skipped = training.phase, training.follow_groups(), training.skipped
         shared = {axis: wire for axis, wire in training.transports.items() if training.binding.axes[axis].size > 1}
         with in_turn(shared), training.binding, raising_peer_lost(training.transports):
-            early, changed = (None, None) if training.ahead is None else training.ahead(phase)
+            early, changed = None, None
+            if isinstance(phase, Phase) and training.ahead is not None:
+                early, changed = training.ahead(phase)
             if early is None:
                 take(training, phase, problem or changed)
             elif problem is not None:
                 raise problem
             else:
-                write(training, phase, early)
+                write(training, phase.phase, early)
         count(training, phase, skipped)
+        if isinstance(phase, Round) and phase != Round():
+            with in_turn(shared), training.binding, raising_peer_lost(training.transports):
+                exchange(training, phase)
         warn_of_jumps(training, phase)
-        if phase is not Phase.LOCAL and is_due(training.skipped_in_a_row):
+        if phase.phase is not Phase.LOCAL and is_due(training.skipped_in_a_row):
             with training.binding, raising_peer_lost(training.transports):
                 warn_of_skips(training)
         if early is not None and changed is not None:

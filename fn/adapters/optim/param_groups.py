@@ -61,10 +61,6 @@ def check_made(made: Transform, schedule: Schedule) -> Transform:
     A schedule of this library says now what it comes to; a step would say so after thousands of others.
     """
     check_transform("make's result", made)
-    if made.rounds is not None:
-        cure = "take its steps in a loop of your own: tx.update(schedule(step)), then fn.apply_updates"
-        got = "one with rounds, such as fn.outer"
-        raise ValueError(expected("make's result", "a transform with phases only, which adapters take", got, cure))
     for phase in phases_of(schedule):
         try:
             made.composed(phase)

@@ -28,7 +28,11 @@ SAVED_BY = "saved by"
 
 
 def flat_state(training: Training) -> dict[str, Tensor]:
-    """Return the steps, every group's numbers and state, residual gradients, and a schedule's memory, by path."""
+    """Return the steps, every group's numbers and state, residual gradients, and a schedule's memory, by path.
+
+    A mean that is on its way is waited for.
+    """
+    training.settle()
     counts = {"steps": training.steps, SAVED_BY: place_of(training)}
     found = {name: torch.tensor(count, device="cpu") for name, count in counts.items()}
     for i, (group, hypers) in enumerate(zip(training.groups, training.hypers, strict=True)):

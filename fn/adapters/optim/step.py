@@ -11,7 +11,8 @@
    once more.
 5. `_apply`: the updates are added to the params, if those have not moved yet.
 
-`write` ends a step that `Overlap` has taken up to where it is written.
+`write` ends a step that `Overlap` has taken up to where it is written. A round of local steps is `take` of its local
+step, then `fn.adapters.optim.exchange`.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from fn.adapters.optim.donate import donate
 from fn.adapters.optim.gradients import unscaled, with_residuals
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.signals import begin_writing
-from fn.adapters.optim.training import Training
+from fn.adapters.optim.training import Training, sends_gradients
 from fn.adapters.optim.warnings import say_slow, warn_of_thawed
-from fn.base import NewParams, Phase, SideBySide, UpdateFn
+from fn.base import NewParams, Part, Phase, Round, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
 from fn.errors import expected
-from fn.inplace.match import in_place
+from fn.inplace.match import in_place, same_links
 from fn.inplace.protocol import InPlace, Staged
 from fn.schedules import FreezeWhenStable
 
@@ -45,6 +46,8 @@ Tree = Any
 
 logger = logging.getLogger("fn")
 Grads = tuple[list[Tensor], ...]
+Moves = list[Tensor] | NewParams
+"""Of a param group: what is added to its params, or what they become."""
 
 
 class Update(NamedTuple):
@@ -60,11 +63,14 @@ class Update(NamedTuple):
     groups: Sequence[InPlace | None] = ()
 
 
-def update_of(training: Training, phase: Phase) -> Update:
-    """Return the update of a phase, made once for the numbers that the param groups hold."""
+def update_of(training: Training, phase: Phase | Part) -> Update:
+    """Return the update of a phase or a local step, made once for the numbers that the param groups hold."""
     if phase not in training.updates:
         pure = training.joined().composed(phase)
-        clip = clipping(phase, training.max_norm, next(iter(training.axes), None), training.states)
+        alone = Part("local", Phase.LOCAL)
+        if isinstance(phase, Part) and phase != alone and same_links(pure, training.joined().composed(alone)):
+            return update_of(training, alone)  # compiled once for all rounds
+        clip = clipping(phase.phase, training.max_norm, next(iter(training.axes), None), training.states)
         donated = donate(checked(pure))
         donated = compile_update(donated) if training.compile else donated
         matched, known = in_place(pure, training.bounds), training.bounds
@@ -75,43 +81,45 @@ def update_of(training: Training, phase: Phase) -> Update:
         if isinstance(matched, str) and isinstance(pure, SideBySide) and not training.compile:
             on_host = all(p.device.type == "cpu" for params in training.params for p in params)
             text = "the %s step is taken link by link: %s; see `python -m fn explain`"
-            logger.log(logging.INFO if on_host else logging.WARNING, text, phase.value, matched)
+            logger.log(logging.INFO if on_host else logging.WARNING, text, phase.phase.value, matched)
         training.updates[phase] = Update(clip, donated, staged, each)
     found: Update = training.updates[phase]
     return found
 
 
-def take(training: Training, phase: Phase, problem: Exception | None) -> None:
-    """Take a step from the gradients in `p.grad`. The axes must be bound.
+def take(training: Training, phase: Phase | Round, problem: Exception | None) -> None:
+    """Take a step, or the local step of a round, from the gradients in `p.grad`. The axes must be bound.
 
     Args: problem: why this rank cannot take the step.
     """
-    update, before = update_of(training, phase), training.skip_counts()
+    part = phase.local if isinstance(phase, Round) else phase
+    update, before = update_of(training, part), training.skip_counts()
     grads = collect(training, phase, problem)
-    if phase in training.doubts:
+    if isinstance(phase, Phase) and phase in training.doubts:
         training.doubts = still_in_doubt(training.doubts, phase, grads, training.axes)
-    updates = _move(training, phase, update, grads)
+    updates = _move(training, part, update, grads)
     if training.skipped > max(before, default=0) and _ask(training, before):
-        updates = _move(training, phase, update, collect(training, phase))
+        updates = _move(training, part, update, collect(training, phase))
     if updates is not None:
         _apply(training, updates)
 
 
-def collect(training: Training, phase: Phase, problem: Exception | None = None) -> Grads:
+def collect(training: Training, phase: Phase | Round, problem: Exception | None = None) -> Grads:
     """Return the gradients of all param groups, without the scale of the loss, with their residuals.
 
     Args: phase: of the step. problem: why this rank cannot take it. Raises: as `Gradients.collect`.
     """
-    found = training.gradients.collect(training.params, phase is not Phase.LOCAL, problem)
+    own = isinstance(phase, Round)
+    found = training.gradients.collect(training.params, sends_gradients(phase), problem, own=own)
     found = unscaled(found, *training.scale)
     return with_residuals(training.residuals_in(phase), found)
 
 
-def _move(training: Training, phase: Phase, update: Update, grads: Grads) -> Sequence[list[Tensor]] | None:
+def _move(training: Training, phase: Phase | Part, update: Update, grads: Grads) -> Sequence[Moves] | None:
     """Move the states; return the updates of the params, None if nothing is left to add."""
     states, params = training.states, tuple(training.params)
     with training.frozen_params.during(
-        phase, training.gradients.absent, training.params, training.states, training.transforms
+        phase.phase, training.gradients.absent, training.params, training.states, training.transforms
     ):
         grads = grads if update.clip.gradients is None else update.clip.gradients(grads, params)
         with update.clip.binding:
@@ -141,13 +149,12 @@ def _ask(training: Training, before: list[int]) -> bool:
     return again
 
 
-def _apply(training: Training, updates: Sequence[list[Tensor]]) -> None:
+def _apply(training: Training, updates: Sequence[Moves]) -> None:
     """Add the updates to the params that are not held."""
     begin_writing()
     with step_range("apply"):
         for g, (params, moves) in enumerate(zip(training.params, updates, strict=True)):
-            pairs = enumerate(zip(params, moves, strict=True))
-            move([(p, u) for i, (p, u) in pairs if (g, i) not in training.frozen_params.places])
+            move(params, moves, {i for group, i in training.frozen_params.places if group == g})
 
 
 def write(training: Training, phase: Phase, steps: Sequence[Staged]) -> None:
@@ -159,7 +166,7 @@ def write(training: Training, phase: Phase, steps: Sequence[Staged]) -> None:
         commit(steps, training.states, [params[g][i] for g, i in training.frozen_params.places])
 
 
-def count(training: Training, phase: Phase, skipped: int) -> None:
+def count(training: Training, phase: Phase | Round, skipped: int) -> None:
     """Count a step that was taken, and let a schedule that watches the training see it.
 
     Args: phase: of the step. skipped: how many steps had been skipped before it.
@@ -168,7 +175,7 @@ def count(training: Training, phase: Phase, skipped: int) -> None:
     if moved and training.residuals_in(phase):
         training.residual_gradients = ()
     training.steps += 1
-    if phase is not Phase.LOCAL:
+    if phase.phase is not Phase.LOCAL:
         training.skipped_in_a_row = 0 if moved else training.skipped_in_a_row + 1
     if isinstance(training.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
         training.schedule.observe(training.steps - 1, training.second_moment_norm() if moved else None)
@@ -195,9 +202,6 @@ def checked(update: UpdateFn) -> UpdateFn:
 
     def step(grads: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         moves, after = update(grads, state, params)
-        groups = moves if isinstance(moves, tuple | list) else ()
-        if any(isinstance(each, NewParams) for each in (moves, *groups)):
-            raise TypeError(expected("updates", "what is added to the params", "NewParams, which adapters do not take"))
         found = [getattr(u, "shape", None) for u in tree.leaves(moves)]
         wanted = [p.shape for p in tree.leaves(params)]
         if len(found) != len(wanted):
@@ -238,7 +242,7 @@ def stage(
 
     def commit() -> None:
         found, _ = donate(lambda *_: (moves, after))(grads, state, params)
-        move([*zip(params, found, strict=True)])
+        move(params, found)
 
     return Staged(after.skipped is state.skipped or bool(after.skipped == state.skipped), commit)
 
@@ -261,8 +265,17 @@ def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor] = ())
         p.copy_(old)
 
 
-def move(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Add updates to parameters, in the wider of the two dtypes, rounded once."""
+def move(params: Sequence[Tensor], moves: Moves, still: Collection[int] = ()) -> None:
+    """Add updates to parameters, in the wider of the two dtypes, rounded once; or copy new ones, rounded.
+
+    Args: still: the places of parameters that are not to be moved.
+    """
+    new = moves.params if isinstance(moves, NewParams) else moves
+    pairs = [(p, u) for i, (p, u) in enumerate(zip(params, new, strict=True)) if i not in still]
+    if isinstance(moves, NewParams):
+        for p, x in pairs:
+            p.copy_(x)
+        return
     alike = [(p, u) for p, u in pairs if p.dtype == u.dtype]
     if alike:
         torch._foreach_add_(*map(list, zip(*alike, strict=True)))

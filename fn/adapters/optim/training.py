@@ -13,12 +13,12 @@ from fn import tree
 from fn.adapters.optim import param_groups
 from fn.adapters.optim.compiled import check_changes
 from fn.adapters.optim.consistency import check_start
-from fn.adapters.optim.donate import owned
+from fn.adapters.optim.donate import owned, write_back
 from fn.adapters.optim.frozen_params import FrozenParams
 from fn.adapters.optim.gradients import Gradients, Residuals
 from fn.adapters.optim.param_memory import check_writable
 from fn.adapters.optim.state_kinds import check_paths
-from fn.base import Phase, Transform
+from fn.base import Part, Phase, Round, Transform
 from fn.collectives.axis import Binding, rank_dims
 from fn.inplace.host_scalars import on_host
 from fn.inplace.protocol import Staged
@@ -62,22 +62,36 @@ class Training:
     frozen_params: FrozenParams = field(default_factory=FrozenParams)
     scale: tuple[Tensor | None, Tensor | None] = None, None
     """What `torch.amp.GradScaler` says of this step: the scale of the loss, and whether it found an Inf."""
-    updates: dict[Phase, Any] = field(default_factory=dict)
-    """What `step_order` made for a phase from the numbers that the param groups hold."""
+    updates: dict[Phase | Part, Any] = field(default_factory=dict)
+    """What `update_of` made for a phase from the numbers that the param groups hold."""
     bounds: dict[Any, Any] = field(default_factory=dict)
     """Of the numbers in tensors, for steps in place."""
     ahead: Callable[[Phase], tuple[Sequence[Staged] | None, Exception | None]] | None = None
     """Set by `fn.adapters.ddp.overlap`: see `Overlap.ahead`."""
     compiled_at: set[int] = field(default_factory=set)
     """Steps with other hyper-parameters, of updates that are compiled."""
+    sending: Callable[[], Tree] | None = None
+    """Waits for a mean that has begun in a round and is not taken over yet; returns the states with it."""
+    background: Any = None
+    """What means are sent on meanwhile, see `background`."""
     said: set[Any] = field(default_factory=set)
     """What was said in the log already."""
     counts: tuple[Tree, list[Tensor]] = (), []
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the transforms, which would go on with this one."""
+        self.settle()
         none = [None] * len(self.transforms)
-        return {**vars(self), "ahead": None, "updates": {}, "bounds": {}, "transforms": none}
+        return {**vars(self), "ahead": None, "background": None, "updates": {}, "bounds": {}, "transforms": none}
+
+    def settle(self) -> None:
+        """Wait for a mean that has begun, and write it into the states: who reads or saves them calls this first.
+
+        Raises: what was raised while it was sent; the states are then as before it began.
+        """
+        if self.sending is not None:
+            wait, self.sending = self.sending, None
+            write_back(self.states, wait())
 
     @property
     def transports(self) -> dict[str, str]:
@@ -90,10 +104,15 @@ class Training:
         return [group["params"] for group in self.groups]
 
     @property
-    def phase(self) -> Phase:
-        """Return the phase of the next step, as `fn.Optimizer.phase`."""
-        phase = phase_of(self.schedule, self.steps)
-        return Phase.WARMUP if self.steps == self.skipped and self.needs_warmup(phase) else phase
+    def phase(self) -> Phase | Round:
+        """Return the phase of the next step; behind the warm-up a round, for transforms that have rounds."""
+        found = phase_of(self.schedule, self.steps)
+        if self.steps == self.skipped and self.needs_warmup(found.phase):
+            return Phase.WARMUP
+        if any(transform.rounds is not None for transform in self.transforms):
+            as_rounds = {Phase.COMPRESSED: Round(0, 0), Phase.LOCAL: Round()}
+            return found if isinstance(found, Round) else as_rounds.get(found, found)
+        return found.phase
 
     def needs_warmup(self, phase: Phase, group: int | None = None) -> bool:
         """Return whether a phase needs a warm-up step before it, in a param group or in any of them."""
@@ -116,10 +135,10 @@ class Training:
         counters = self.skip_counters()
         return [int(count if count.device.type == "cpu" else on_host(count)) for count in counters]
 
-    def residuals_in(self, phase: Phase) -> Residuals:
+    def residuals_in(self, phase: Phase | Round) -> Residuals:
         """Return the residual gradients if several ranks meet in a step of a phase; () if they do not."""
         several = any(bound.size > 1 for bound in self.binding.axes.values())
-        return self.residual_gradients if several and phase is not Phase.LOCAL else ()
+        return self.residual_gradients if several and sends_gradients(phase) else ()
 
     def joined(self) -> Transform:
         """Return the transform of all param groups, whose state is `states`."""
@@ -135,6 +154,7 @@ class Training:
     def start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         """Make the state of a group that was prepared, and take both in."""
         assert transform is not None
+        self.settle()
         params = [p.detach() for p in group["params"]]
         with self.binding:
             state = owned(transform.init(params), params)
@@ -198,3 +218,8 @@ class Training:
         leaves = [leaf for nu in moments for leaf in tree.leaves(nu)]
         norms = torch._foreach_norm(leaves, 1, dtype=torch.float64) if leaves else []
         return float(torch.stack([norm.to(norms[0].device) for norm in norms]).sum()) if norms else 0.0
+
+
+def sends_gradients(phase: Phase | Round) -> bool:
+    """Tell whether the ranks meet over their gradients in a step; in rounds these are each rank's own."""
+    return isinstance(phase, Phase) and phase is not Phase.LOCAL

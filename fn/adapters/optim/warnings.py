@@ -15,7 +15,7 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.training import Training
-from fn.base import Phase
+from fn.base import Part, Phase, Round
 from fn.collectives.primitives import psum
 from fn.inplace.explain import slow_tensors
 from fn.kernels.reference import over_root
@@ -58,7 +58,7 @@ def warn_at_start(training: Training, given: bool) -> None:
     if not given and compresses:
         text = "schedule: is None, so every step is a warm-up step; pass fn.freeze_after(n) for the compressed phase"
         warnings.warn(text, stacklevel=3)
-    phase = phase_of(training.schedule, 0)
+    phase = phase_of(training.schedule, 0).phase
     if training.needs_warmup(phase):
         text = f"schedule: has no warm-up; the first step is one, for {phase} of this optimizer needs one before it"
         warnings.warn(text, stacklevel=3)
@@ -87,7 +87,7 @@ def _warn_of_plain_torch(params: list[Tensor]) -> None:
 def warn_of_late_group(training: Training) -> None:
     """Warn of a param group, the last one, that comes after the warm-up."""
     last = len(training.groups) - 1
-    if training.steps and training.needs_warmup(training.phase, last):
+    if training.steps and training.needs_warmup(training.phase.phase, last):
         text = "come after the warm-up; where it freezes the second moment, theirs is 0 and no gradient moves them"
         warnings.warn(f"params: {text}; {_SHRINKS}", stacklevel=3)
 
@@ -97,7 +97,7 @@ def warn_of_thawed(training: Training, places: Iterable[tuple[int, int]]) -> Non
 
     Args: places: (group, parameter) by index, of those that had no gradient up to now.
     """
-    places = [(g, i) for g, i in places if training.needs_warmup(training.phase, g)]
+    places = [(g, i) for g, i in places if training.needs_warmup(training.phase.phase, g)]
     still, shards = [], {g: _seen_in_shards(training, g) for g in sorted({g for g, _ in places})}
     for g, i in sorted(places):
         params, moments = training.groups[g]["params"], tree.fields(training.states[g], "nu")
@@ -131,7 +131,7 @@ def _seen_in_shards(training: Training, g: int) -> dict[int, bool]:
     return {i: bool(x) for i, x in enumerate(seen)}
 
 
-def warn_of_jumps(training: Training, phase: Phase) -> None:
+def warn_of_jumps(training: Training, phase: Phase | Round) -> None:
     """Warn, once, if a first step in codes after a warm-up step moved elements by more than `FAR` learning rates.
 
     A code gives every element of a tensor a momentum of plus or minus its scale, and the frozen second moment divides
@@ -202,7 +202,7 @@ def _measure(mu: Tensor, nu: Tensor, eps: float) -> tuple[float, int, int, float
     return float(steps.max()), int(far.sum()), mu.numel(), float((size * far).max()) / ORDINARY
 
 
-def say_slow(training: Training, phase: Phase, grads: Sequence[Sequence[Tensor]], first: int = 0) -> None:
+def say_slow(training: Training, phase: Phase | Part, grads: Sequence[Sequence[Tensor]], first: int = 0) -> None:
     """Say once in the log, on an accelerator as a warning, why steps that could be in place are taken link by link.
 
     Args: grads: of the param groups from `first` on.
@@ -214,4 +214,4 @@ def say_slow(training: Training, phase: Phase, grads: Sequence[Sequence[Tensor]]
             training.said.add(("slow", reason))
             level = logging.INFO if params[0].device.type == "cpu" else logging.WARNING
             text = "the %s step is taken link by link, in several times the memory traffic: in param group %d %s"
-            logger.log(level, text, phase.value, group, reason)
+            logger.log(level, text, phase.phase.value, group, reason)

@@ -14,9 +14,9 @@ from torch import nn
 import fn
 from fn.adapters import ddp
 from fn.adapters.checkpoint import resharding as checkpoint_state
-from fn.adapters.ddp import comm_thread as communication_thread
 from fn.adapters.ddp import data_parallel
 from fn.adapters.fsdp import comms as fsdp_comms
+from fn.collectives import comm_thread as communication_thread
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from ranks import LIMIT, Died, Raised, outcomes, run
 
 import fn
-from fn.adapters.ddp.comm_thread import bind_twin
+from fn.collectives.comm_thread import bind_twin
 from fn.collectives.messages import exchange, fill_rows, gather, swap_rows
 from fn.collectives.primitives import group_of
 from fn.collectives.transports import tcp_setup as rendezvous

@@ -1,0 +1,60 @@
+"""What is sent while the training goes on: on a thread of a CPU, on a stream of an accelerator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fn.adapters.optim.consistency import device_among
+from fn.adapters.optim.training import Training
+from fn.collectives.axis import ALONE, Binding
+from fn.collectives.comm_thread import CommunicationThread, bind_twin
+from fn.collectives.primitives import group_of
+from fn.collectives.transports.failure_detection import raising_peer_lost
+from fn.collectives.transports.registry import registered
+
+Job = Callable[[], Any]
+
+
+def in_background(training: Training, job: Job) -> Callable[[], Any]:
+    """Begin a job that communicates; return what waits for it and returns its result. All ranks must call it.
+
+    A thread of its own runs it, over process groups of its own, so that its messages cannot be mixed up with those of
+    the training. On an accelerator this thread queues it on a stream of its own: exchanges of two threads could start
+    in another order on another rank. Over transports that are no process groups it runs here and now.
+    """
+    device = device_among(training.groups)
+    if device.type != "cpu":
+        return _on_stream(training, device, job)
+    bound = {name: axis for name, axis in training.binding.axes.items() if axis.size > 1}
+    if not bound or any(axis.transport == ALONE or axis.transport in registered for axis in bound.values()):
+        found = job()
+        return lambda: found
+    if training.background is None:
+        twins = {axis: bind_twin(axis, group_of(bound[axis].transport)).axes[axis] for axis in bound}
+        training.background = CommunicationThread(Binding({**training.binding.axes, **twins}), device)
+    thread: CommunicationThread = training.background
+    future = thread.submit(job)
+
+    def wait() -> Any:
+        with raising_peer_lost(training.transports):
+            return future.result()
+
+    return wait
+
+
+def _on_stream(training: Training, device: torch.device, job: Job) -> Callable[[], Any]:
+    if training.background is None:
+        training.background = torch.Stream(device=device)
+    stream: torch.Stream = training.background
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    with stream:
+        found = job()
+
+    def wait() -> Any:
+        torch.accelerator.current_stream(device).wait_stream(stream)
+        return found
+
+    return wait

@@ -1,0 +1,290 @@
+"""Rounds of local steps behind `fn.Optimizer`: the numbers of the pure updates, on real ranks."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fn
+from fn import Phase, Round, tree
+
+STEPS = 18
+SHAPES = [(5, 7), (7,), (3, 7), ()]
+
+two = ranks.Cases(2)
+
+
+def by_size(params: Any) -> Any:
+    return tree.map(lambda p: 0 if p.ndim > 1 else 1, params)
+
+
+METHODS: dict[str, tuple[Any, Any]] = {
+    "diloco": (fn.diloco, fn.every(4, start=3)),
+    "streaming": (partial(fn.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
+    "named fragments": (partial(fn.diloco, fragments=by_size), fn.every(4, fragments=2, delay=1)),
+    "signs": (partial(fn.diloco, codec=fn.sign(), fragments=2), fn.every(4, fragments=2, start=2)),
+    "late signs": (partial(fn.diloco, codec=fn.sign(), feedback=fn.classic()), fn.every(5, delay=3, start=2)),
+    "sparse_loco": (partial(fn.sparse_loco, k=4, tile=4), fn.every(3, delay=1)),
+    "local_sgd": (partial(fn.local_sgd, momentum=0.9), fn.every(2, start=1)),
+    "muloco": (partial(fn.muloco, codec=fn.bins(4, 6)), fn.every(3)),
+    "phases": (fn.diloco, lambda step: Phase.COMPRESSED if step % 3 == 2 else Phase.LOCAL),
+}
+
+
+def start(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+
+
+def gradients(step: int, params: list[Tensor]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    return [0.5 * p.float() + torch.randn(p.shape, generator=generator) for p in params]
+
+
+def purely(make: Any, schedule: Any, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    """Return the params after each step of a loop of one's own."""
+    params, found = start(dtype), []
+    with fn.bind({"data": dist.group.WORLD}):
+        tx = make(lr=0.02, axis="data")
+        state = tx.init(params)
+        for step in range(STEPS):
+            grads = [g.to(dtype) for g in gradients(step, params)]
+            when = schedule(step)
+            updates, state = tx.update(when)(grads, state, params)
+            params = fn.apply_updates(params, updates)
+            found.append(params)
+    return found
+
+
+def optimizer(make: Any, schedule: Any, dtype: torch.dtype = torch.float32, **more: Any) -> fn.Optimizer:
+    params = [torch.nn.Parameter(p) for p in start(dtype)]
+    with fn.bind({"data": dist.group.WORLD}):
+        return fn.Optimizer(params, partial(make, axis="data"), schedule=schedule, lr=0.02, **more)
+
+
+def take(opt: fn.Optimizer, step: int) -> list[Tensor]:
+    params = [p for group in opt.param_groups for p in group["params"]]
+    for p, g in zip(params, gradients(step, [p.detach() for p in params]), strict=True):
+        p.grad = g.to(p.dtype)
+    opt.step()
+    return [p.detach().clone() for p in params]
+
+
+def farthest(found: list[list[Tensor]], wanted: list[list[Tensor]]) -> float:
+    pairs = [(x, y) for a, b in zip(found, wanted, strict=True) for x, y in zip(a, b, strict=True)]
+    return max(float((x.double() - y.double()).abs().max()) for x, y in pairs)
+
+
+@two
+def behind_the_optimizer() -> dict[str, float]:
+    found = {}
+    for name, (make, schedule) in METHODS.items():
+        opt = optimizer(make, schedule)
+        found[name] = farthest([take(opt, step) for step in range(STEPS)], purely(make, schedule))
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_optimizer_takes_the_steps_of_the_pure_updates(name):
+    for found in two.answer("behind_the_optimizer"):
+        assert found[name] <= 2e-6
+
+
+def compiled() -> tuple[float, int]:
+    make, schedule = METHODS["streaming"]
+    opt = optimizer(make, schedule, compile=True)
+    found = farthest([take(opt, step) for step in range(STEPS)], purely(make, schedule))
+    return found, len({id(update) for update in opt.training.updates.values()})
+
+
+@pytest.mark.reliability
+def test_the_local_step_is_compiled_once_for_all_rounds():
+    for far, updates in ranks.run(2, compiled):
+        assert far <= 2e-6
+        assert updates == 2  # that of the warm-up, and that of local steps
+
+
+@two
+def at_a_take_over() -> list[tuple[bool, bool]]:
+    """Return whether params are the anchor, rounded, behind each exchange, and whether they differ in between."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        opt, same, apart = optimizer(fn.diloco, fn.every(3, start=2), dtype), True, False
+        for step in range(11):
+            params = take(opt, step)
+            (anchor,) = tree.fields(opt.states, "anchor")
+            flat = torch.cat([p.float().flatten() for p in params])
+            each = _gathered(flat)
+            alike = bool((each == each[:1]).all())
+            if step in (4, 7, 10):
+                same = same and alike and all(torch.equal(p, x.to(dtype)) for p, x in zip(params, anchor, strict=True))
+            elif step > 2:
+                apart = apart or not alike
+        found.append((same, apart))
+    return found
+
+
+def _gathered(x: Tensor) -> Tensor:
+    rows = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, x)
+    return torch.stack(rows)
+
+
+def test_at_a_take_over_params_are_the_anchor_bit_for_bit():
+    for found in two.answer("at_a_take_over"):
+        assert found == [(True, True), (True, True)]
+
+
+@two
+def saved_anywhere() -> dict[str, list[int]]:
+    """Go on from a state dict that was taken before each step; return the steps from which something is different."""
+    found = {}
+    for name in ("streaming", "late signs"):
+        make, schedule = METHODS[name]
+        opt, rest = optimizer(make, schedule), []
+        for step in range(STEPS):
+            other = optimizer(make, schedule)
+            other.load_state_dict(opt.state_dict())
+            for p, q in zip(other.param_groups[0]["params"], opt.param_groups[0]["params"], strict=True):
+                p.data.copy_(q.data)
+            rest.append(other)
+            take(opt, step)
+        for step, other in enumerate(rest):
+            for later in range(step, STEPS):
+                take(other, later)
+        ends = [[p.detach() for p in each.param_groups[0]["params"]] for each in (opt, *rest)]
+        found[name] = [i for i, end in enumerate(ends[1:]) if farthest([end], ends[:1]) > 0]
+    return found
+
+
+def test_a_run_goes_on_bit_for_bit_from_any_step_of_a_round():
+    for found in two.answer("saved_anywhere"):
+        assert found == {"streaming": [], "late signs": []}
+
+
+@two
+def without_gradients() -> dict[str, Any]:
+    """On rank 1 a parameter never has a gradient; on rank 0 one is not finite in one local step."""
+    opt = optimizer(fn.diloco, fn.every(4))
+    first, rank = opt.param_groups[0]["params"][0], dist.get_rank()
+    begin, moved = first.detach().clone(), []
+    for step in range(8):
+        params = opt.param_groups[0]["params"]
+        for i, (p, g) in enumerate(zip(params, gradients(step, [p.detach() for p in params]), strict=True)):
+            p.grad = None if rank == 1 and i == 0 else g * (float("nan") if rank == 0 and step == 5 else 1.0)
+        before = first.detach().clone()
+        opt.step()
+        moved.append(not torch.equal(before, first))
+    (dropped,) = tree.fields(opt.states, "dropped")
+    ends = torch.cat([p.detach().flatten() for p in opt.param_groups[0]["params"]])
+    each = _gathered(ends)
+    return {
+        "moved": moved, "dropped": int(dropped), "skipped": opt.skipped, "alike": bool((each == each[:1]).all()),
+        "finite": bool(ends.isfinite().all()), "changed": not torch.equal(begin, first),
+    }  # fmt: skip
+
+
+def test_a_missing_gradient_leaves_out_the_local_step_and_no_exchange():
+    first, second = two.answer("without_gradients")
+    assert second["moved"] == [False, False, False, True] * 2
+    assert first["moved"] == [True] * 5 + [False, True, True]
+    assert first["dropped"] == 1
+    assert second["dropped"] == 0
+    for found in (first, second):
+        assert found["alike"] & found["finite"] & found["changed"]
+        assert found["skipped"] == 0
+
+
+@two
+def sent() -> list[list[int]]:
+    """Return the bytes of each step: of exact differences at once and late, of gradients that a trainer clips."""
+    found = []
+    for schedule in (fn.every(4), fn.every(4, delay=2)):
+        opt, each = optimizer(fn.diloco, schedule, max_norm=1.0), []
+        for step in range(8):
+            with fn.ledger() as wire:
+                take(opt, step)
+                opt.training.settle()
+            each.append(wire.total)
+        found.append(each)
+    return found
+
+
+def test_nothing_is_sent_in_local_steps():
+    for at_once, late in two.answer("sent"):
+        count = sum(torch.Size(shape).numel() for shape in SHAPES)
+        assert [x > 0 for x in at_once] == [False, False, False, True] * 2
+        assert [x > 0 for x in late] == [False, True, False, False] * 2
+        assert max(at_once) <= 4 * count + 100
+        assert max(late) == max(at_once)
+
+
+@two
+def copied() -> bool:
+    """A copy that is made while a mean is on its way has it, too."""
+    opt = optimizer(fn.diloco, fn.every(4, delay=2))
+    for step in range(2):
+        take(opt, step)
+    other = copy.deepcopy(opt)
+    for step in range(2, 4):
+        a, b = take(opt, step), take(other, step)
+    return farthest([a], [b]) == 0
+
+
+def test_a_copy_has_what_is_on_its_way():
+    assert all(two.answer("copied"))
+
+
+def test_one_rank_takes_rounds_all_the_same():
+    params = [torch.nn.Parameter(p) for p in start()]
+    outer_tx = fn.chain(fn.trace(0.9, nesterov=True), fn.scale_by_learning_rate(0.7))
+
+    def make(lr):
+        inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
+        return fn.outer(inner, outer_tx, fn.chain())
+
+    opt = fn.Optimizer(params, make, schedule=fn.every(3), lr=0.01)
+    for _ in range(6):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+    (anchor,) = tree.fields(opt.states, "anchor")
+    assert all(torch.equal(p, x) for p, x in zip(params, anchor, strict=True))
+    assert opt.phase is Phase.LOCAL
+
+
+@pytest.mark.parametrize(
+    ("schedule", "fragments", "message"),
+    [
+        (fn.every(4, fragments=2), None, "schedule: expected 1 fragments, .* but got fn.every.fragments=2"),
+        (fn.every(4), 3, "schedule: expected 3 fragments, .* but got fn.every.fragments=1"),
+        (fn.every(4), lambda p: [0, 0, 0, 1], "schedule: expected 2 fragments, .* but got fn.every.fragments=1"),
+    ],
+)
+def test_other_fragments_than_those_of_the_schedule_are_refused(schedule, fragments, message):
+    params = [torch.nn.Parameter(p) for p in start()]
+
+    def make(lr):
+        inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
+        return fn.outer(inner, fn.scale_by_learning_rate(0.7), fn.chain(), fragments=fragments)
+
+    with pytest.raises(ValueError, match=message):
+        fn.Optimizer(params, make, schedule=schedule, lr=0.01)
+
+
+def test_a_schedule_of_rounds_is_refused_where_there_are_no_local_steps():
+    params = [torch.nn.Parameter(p) for p in start()]
+    with pytest.raises(ValueError, match="is Every, which does not fit this optimizer"):
+        fn.Optimizer(params, partial(fn.onebit_adam, axis="data"), schedule=fn.every(4), lr=0.01)
+
+
+def test_a_round_that_is_none_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"phase.begin: expected the number of a fragment"):
+        fn.Optimizer([torch.nn.Parameter(torch.ones(2))], fn.adamw, schedule=lambda step: Round(-1))
