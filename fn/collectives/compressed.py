@@ -1,6 +1,6 @@
 """The two compressed collectives that generate everything: `reduce_scatter_wide` and `all_gather_shards`.
 
-One after the other they are `compressed_all_reduce`. The way without servers is `all_gather_mean`.
+One after the other they are `compressed_all_reduce`, which has a way without servers, too.
 
     x (n,) on each rank
       | compensate with the worker error, encode W rows        } reduce_scatter_wide
@@ -93,19 +93,35 @@ def compressed_all_reduce(
     *,
     segments: Segments | None = None,
     consume: bool = False,
+    servers: bool = True,
 ) -> tuple[Tensor, tuple[Tree, Tree]]:
     """Average a vector over the ranks of an axis in codes: `reduce_scatter_wide`, then `all_gather_shards`.
 
     Where the codec has a kernel for it, the server's part is one pass: decode, mean, feedback, encode. The numbers
-    are the same either way.
+    are the same either way. Without servers every rank sends its codes to all others:
 
-    Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_wide`. consume: x is not
-        needed any more, and its memory may be used for the error.
+    x (n,) on each rank
+      | compensate with the worker error, encode one row
+      | all-gather, one uint8 message
+      | decode W rows, mean over the ranks                     -> (n,), the same on every rank
+
+    That mean is not encoded a second time, so there is no server error. A rank sends W - 1 times its codes, where
+    servers send 2 (W - 1) / W times, in two messages that wait for each other: the same bytes for two ranks, twice as
+    many for four.
+
+    Paper: without servers: Stich, Cordonnier and Jaggi, Sparsified SGD with memory (NeurIPS 2018): every worker sends
+        what it compressed and keeps the rest; what was sent is what is applied.
+
+    Args:
+        x: (n,) floating, n a multiple of W * codec.align, without servers of codec.align.
+        errors: the worker's and the server's, without servers () in place of the second.
+        axis, codec, feedback, segments: as for `reduce_scatter_wide`; without servers segments lie in one row.
+        consume: x is not needed any more, and its memory may be used for the error.
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
-    Raises: as `reduce_scatter_wide`.
+    Raises: as `reduce_scatter_wide`, and ValueError without servers for an error with a server's part.
     """
-    gathered, errors = mean_in_codes(x, errors, axis, codec, feedback, segments=segments, consume=consume)
-    return decode(for_rows(codec, segments), gathered, x.dtype), errors
+    gathered, errors = mean_in_codes(x, errors, axis, codec, feedback, segments, consume=consume, servers=servers)
+    return (decode if servers else mean_of_codes)(for_rows(codec, segments), gathered, x.dtype), errors
 
 
 def mean_in_codes(
@@ -114,12 +130,18 @@ def mean_in_codes(
     axis: str,
     codec: Codec,
     feedback: Feedback,
+    segments: Segments | None,
     *,
-    segments: Segments | None = None,
     consume: bool = False,
+    servers: bool,
 ) -> tuple[Tree, tuple[Tree, Tree]]:
-    """Return the payload of what `compressed_all_reduce` returns, W rows, and the next errors. Args: as there."""
+    """Return what `compressed_all_reduce` decodes, W rows, and the next errors. Args: as there."""
     worker, server = errors
+    if not servers:
+        check_no_server(server)
+        check_vector(x, worker, codec.align, "x")
+        payload, worker = encode(for_rows(codec, segments), feedback, x.view(1, -1), worker, consume=consume)
+        return messages.gather(payload, axis), (worker, server)
     size = axis_size(axis)
     mine = for_own_row(codec, segments, axis)
     fused = fused_with(mine, feedback)
@@ -166,7 +188,7 @@ def initial_errors(
     """Return the errors with which a worker and a server start, for vectors like x (n,).
 
     They have the form in which the codec's kernels are fastest where the feedback leaves that open: `classic` with
-    lazy=True, and `damped` with the codec's own block. Without servers, as for `all_gather_mean`, theirs is ().
+    lazy=True, and `damped` with the codec's own block. Without servers, theirs is ().
     """
     size = axis_size(axis) if servers else 1
     shard = x[: x.shape[0] // size]
@@ -280,59 +302,6 @@ def check_no_server(server: Tree) -> None:
     """Refuse a server's error, which nobody would deliver. Raises: ValueError."""
     if not isinstance(server, tuple) or server:
         raise ValueError("error: has a server's part, but no rank serves; a state belongs to what it was made for")
-
-
-def all_gather_mean(
-    x: Tensor,
-    errors: tuple[Tree, Tree],
-    axis: str,
-    codec: Codec,
-    feedback: Feedback,
-    *,
-    segments: Segments | None = None,
-    consume: bool = False,
-) -> tuple[Tensor, tuple[Tree, Tree]]:
-    """Average a vector over the ranks of an axis in codes, which every rank sends to all others.
-
-    x (n,) on each rank
-      | compensate with the worker error, encode one row
-      | all-gather, one uint8 message
-      | decode W rows, mean over the ranks                     -> (n,), the same on every rank
-
-    The mean is not encoded a second time, so there is no server error. A rank sends W - 1 times its codes, where
-    `compressed_all_reduce` sends 2 (W - 1) / W times, in two messages that wait for each other: the same bytes for two
-    ranks, twice as many for four.
-
-    Paper: Stich, Cordonnier and Jaggi, Sparsified SGD with memory (NeurIPS 2018): every worker sends what it compressed
-        and keeps the rest; what was sent is what is applied.
-
-    Args:
-        x: (n,) floating, n a multiple of codec.align.
-        errors: the worker's, and () in place of a server's.
-        axis, codec, feedback: as for `compressed_all_reduce`. segments: in one row. consume: x is not needed any more.
-    Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
-    Raises: as `compressed_all_reduce`, and ValueError for an error with a server's part.
-    """
-    gathered, errors = gather_in_codes(x, errors, axis, codec, feedback, segments=segments, consume=consume)
-    return mean_of_codes(for_rows(codec, segments), gathered, x.dtype), errors
-
-
-def gather_in_codes(
-    x: Tensor,
-    errors: tuple[Tree, Tree],
-    axis: str,
-    codec: Codec,
-    feedback: Feedback,
-    *,
-    segments: Segments | None = None,
-    consume: bool = False,
-) -> tuple[Tree, tuple[Tree, Tree]]:
-    """Return the payloads whose mean `all_gather_mean` returns, W rows, and the next errors. Args: as there."""
-    worker, server = errors
-    check_no_server(server)
-    check_vector(x, worker, codec.align, "x")
-    payload, worker = encode(for_rows(codec, segments), feedback, x.view(1, -1), worker, consume=consume)
-    return messages.gather(payload, axis), (worker, server)
 
 
 def mean_of_codes(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:

@@ -36,7 +36,6 @@ from fn.collectives.autograd import is_differentiated, refuse_to_differentiate
 from fn.collectives.axis import AxisNames, axis_size, names, resolve
 from fn.collectives.codecs.codec import Codec, identity, is_exact
 from fn.collectives.codecs.segments import Segments
-from fn.collectives.compressed import all_gather_mean, gather_in_codes
 from fn.collectives.feedback import Feedback, Off, off
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
@@ -162,29 +161,33 @@ def compressed_all_reduce(
     """Average a vector in codes: `reduce_scatter_mean`, then `all_gather_shards`; at the last hop in one pass.
 
     Args: x (n,); errors: the worker's and the server's; the rest as for `reduce_scatter_mean`. consume: x is not
-        needed any more, and its memory may be used for the error. servers: False for `gathered.all_gather_mean` at
+        needed any more, and its memory may be used for the error. servers: False for one message from each to all at
         the last hop, to whose ranks segments then give one row together.
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
     Raises: as `reduce_scatter_mean`.
     """
     _refuse_to_differentiate(x, "compressed_all_reduce", axis)
     plan = hops(axis, codec, feedback)
-    over_last = compressed.compressed_all_reduce if servers else all_gather_mean
     if isinstance(axis, str):
-        return over_last(x, errors, *plan[0], segments=segments, consume=consume)
+        return compressed.compressed_all_reduce(
+            x, errors, *plan[0], segments=segments, consume=consume, servers=servers
+        )
     worker, server = (list(_each(half, plan)) for half in errors)
     places, dtype, last = levels(segments, axis, servers=servers), x.dtype, len(plan) - 1
+    ends = worker[last], server[last]
     if all(hop.exact for hop in plan[:last]):
         x = exact_shard(x, names(axis)[:-1], segments)
-        ends, in_codes = (worker[last], server[last]), compressed.mean_in_codes if servers else gather_in_codes
-        payload, (worker[last], server[last]) = in_codes(x, ends, *plan[last], segments=places[last])
+        payload, (worker[last], server[last]) = compressed.mean_in_codes(
+            x, ends, *plan[last], places[last], servers=servers
+        )
         payload = gather_codes(payload, names(axis)[:-1])
         mean = _decoded(payload, plan[last], segments, x.dtype, axis_size(plan[last].axis), servers=servers)
         return mean.to(dtype), (tuple(worker), tuple(server))
     for i, hop in enumerate(plan[:last]):
         x, worker[i] = compressed.reduce_scatter_wide(x, worker[i], *hop, segments=places[i])
-    ends = (worker[last], server[last])
-    x, (worker[last], server[last]) = over_last(x, ends, *plan[last], segments=places[last])
+    x, (worker[last], server[last]) = compressed.compressed_all_reduce(
+        x, ends, *plan[last], segments=places[last], servers=servers
+    )
     for i in reversed(range(last)):
         x, server[i] = compressed.all_gather_shards(x, server[i], *plan[i], segments=places[i])
         x = _alike(x, plan[i + 1 :])
@@ -216,7 +219,7 @@ def pieces(segments: Segments | None) -> list[tuple[int, int]]:
     for i, width in enumerate(segments.widths if segments is not None else ()):
         size = width * segments.valid.shape[0] if segments is not None else 0
         full = count and count + size > PIECE
-        found, count = (([*found, (i, i + 1)], size) if full else ([*found[:-1], (found[-1][0], i + 1)], count + size))
+        found, count = ([*found, (i, i + 1)], size) if full else ([*found[:-1], (found[-1][0], i + 1)], count + size)
     return found
 
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import tree
-from fn.collectives.compressed import all_gather_mean
+from fn.collectives import compressed
 from fn.collectives.hierarchy import compressed_all_reduce, initial_errors
 
 CODECS = {
@@ -36,7 +36,7 @@ def simulated(world, codec, feedback, rounds=1):
         errors, means = initial_errors(x, "data", codec, feedback, servers=False), []
         assert errors[1] == ()
         for k in range(rounds):
-            y, errors = all_gather_mean(x * (1 + k), errors, "data", codec, feedback)
+            y, errors = compressed.compressed_all_reduce(x * (1 + k), errors, "data", codec, feedback, servers=False)
             means.append(y)
         return torch.stack(means), errors[0]
 
