@@ -3,66 +3,32 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
+from recorded_rounds import FOLDER, Case, in_simulation, load, on_this_rank, step_of
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, Round, tree
 
-FOLDER = Path(__file__).parent / "golden" / "outer"
-
-
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name."""
-
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        return self.row["hyper"]
-
-    @property
-    def world(self) -> int:
-        return int(self.hyper["world"])
-
-    @property
-    def count(self) -> int:
-        return len(self.hyper["shapes"])
-
-    @property
-    def fragments(self) -> list[list[int]]:
-        return self.hyper.get("fragments") or [[*range(self.count)]]
-
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(self.count)]
-
-    def round_of(self, step: int) -> Phase | Round:
-        """Return what happened in a step, as it was recorded."""
-        if step < self.hyper.get("warmup", 0):
-            return Phase.WARMUP
-        ended = int(self.arrays["applied"][step])
-        begun = int(self.arrays["prepared"][step]) if "prepared" in self.arrays else ended
-        return Round(begun if begun >= 0 else None, ended if ended >= 0 else None)
-
-
-def load() -> list[Case]:
-    rows = json.loads((FOLDER / "index.json").read_text())["cases"]
-    return [Case(row, dict(np.load(FOLDER / row["file"]))) for row in rows]
-
-
-CASES = load()
+CASES = load("index.json")
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.row["name"] for case in CASES])
+
+
+def fragments(case: Case) -> list[list[int]]:
+    return case.hyper.get("fragments") or [[*range(case.count)]]
+
+
+def round_of(case: Case, step: int) -> Phase | Round:
+    """Return what happened in a step, as it was recorded."""
+    if step < case.hyper.get("warmup", 0):
+        return Phase.WARMUP
+    ended = int(case.arrays["applied"][step])
+    begun = int(case.arrays["prepared"][step]) if "prepared" in case.arrays else ended
+    return Round(begun if begun >= 0 else None, ended if ended >= 0 else None)
 
 
 def inner_of(hyper: dict[str, Any]) -> fn.Transform:
@@ -82,7 +48,7 @@ def outer_of(hyper: dict[str, Any], lr: Tensor) -> fn.Transform:
 
 def transforms(case: Case, lr: Tensor) -> tuple[fn.Transform, fn.Transform]:
     """Return the transform, and one whose exchanges fail."""
-    number = {i: f for f, places in enumerate(case.fragments) for i in places}
+    number = {i: f for f, places in enumerate(fragments(case)) for i in places}
 
     def make(factor: float) -> fn.Transform:
         spoiled = fn.stateless(lambda u, p: tree.map(lambda x: x * factor, u))
@@ -99,82 +65,54 @@ def transforms(case: Case, lr: Tensor) -> tuple[fn.Transform, fn.Transform]:
     return make(1.0), make(float("nan"))
 
 
-def step_of(tx: fn.Transform, when: Phase | Round, g: Any, s: Any, p: Any) -> tuple[Any, Any]:
-    updates, s = tx.update(when)(g, s, p)
-    return fn.apply_updates(p, updates), s
-
-
-def close(case: Case, ours: Tensor, name: str, row: int, rank: int | None) -> float:
-    """Hold an array against the recorded one; return how far it is off, in units of the tolerance."""
-    recorded = case.arrays[name][row]
-    recorded = recorded if rank is None else recorded[rank]
-    allowed = case.row["tolerance"] * max(1.0, float(np.abs(case.arrays[name]).max()))
-    off = float(np.abs(ours.numpy().astype(np.float64) - recorded).max())
-    assert off <= allowed, f"{case.row['name']} {name} row {row}: off by {off}, allowed {allowed}"
-    return off / allowed
-
-
 def replay(case: Case, step: Any, state: Any, params: list[Tensor], lr: Tensor, rank: int | None = None) -> float:
     """Take all steps, from gradients at our own params; return how far off anything was, in units of the tolerance.
 
     Args: step: (tx, when, gradients, state, params) -> (params, state). rank: of the arrays; None: all ranks.
     """
-    a, c, noise = case.each("a"), case.each("c"), case.each("noise")
+    gradients = case.gradients(rank)
     good, failing = transforms(case, lr)
     begun, ended, worst = [0] * case.count, [0] * case.count, 0.0
     attempt, exchange = 0, 0
     failed = set(case.hyper.get("fail", ()))
     for t in range(int(case.hyper["steps"])):
-        when = case.round_of(t)
-        mine = [(x[t], y) if rank is None else (x[t, rank], y[rank]) for x, y in zip(noise, c, strict=True)]
-        grads = [x * (p - y) + n for x, p, (n, y) in zip(a, params, mine, strict=True)]
+        when = round_of(case, t)
         ends = isinstance(when, Round) and when.end is not None
         if ends and "outer_lrs" in case.hyper:
             lr.fill_(case.hyper["outer_lrs"][exchange])
         spoil = isinstance(when, Round) and when.begin is not None and attempt in failed
         with fn.ledger() as sent:
-            params, state = step(failing if spoil else good, when, grads, state, params)
+            params, state = step(failing if spoil else good, when, gradients(t, params), state, params)
         if "bytes" in case.arrays and case.world > 1:
             assert (sent.total > 0) == bool(case.arrays["bytes"][t].any()), f"step {t}"
-        worst = max([worst, *(close(case, p, f"p{i}.param", t, rank) for i, p in enumerate(params))])
+        worst = max([worst, *(case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params))])
         own = state.inner[1]
         for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
             if f"p0.{name}" in case.arrays:
                 (leaves,) = tree.fields(own.inner, field)
-                worst = max([worst, *(close(case, x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves))])
+                worst = max([worst, *(case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves))])
         if not isinstance(when, Round) or "p0.anchor" not in case.arrays:
             continue
         if when.begin is not None:
-            for i in case.fragments[when.begin]:
+            for i in fragments(case)[when.begin]:
                 if when.end is None and attempt not in failed:
-                    worst = max(worst, close(case, own.pending[i], f"p{i}.mean", begun[i], rank or 0))
+                    worst = max(worst, case.off(own.pending[i], f"p{i}.mean", begun[i], rank or 0))
                 begun[i] += 1
             attempt += 1
         if when.end is not None:
             exchange += 1
             momenta = tree.fields(own.outer[when.end], "mu")
-            for place, i in enumerate(case.fragments[when.end]):
-                worst = max(worst, close(case, own.anchor[i], f"p{i}.anchor", ended[i], rank or 0))
+            for place, i in enumerate(fragments(case)[when.end]):
+                worst = max(worst, case.off(own.anchor[i], f"p{i}.anchor", ended[i], rank or 0))
                 if momenta:
                     buffer = momenta[0][place]
-                    worst = max(worst, close(case, buffer, f"p{i}.outer_momentum", ended[i], rank or 0))
+                    worst = max(worst, case.off(buffer, f"p{i}.outer_momentum", ended[i], rank or 0))
                 ended[i] += 1
     return worst
 
 
-def replay_simulated(case: Case) -> float:
-    lr = torch.tensor(float(case.hyper.get("outer", {}).get("lr", 1.0)))
-    tx, _ = transforms(case, lr)
-    start = case.each("init")
-    dims = fn.rank_dims(tx.init(start))
-    state = fn.simulate(tx.init, "data", case.world, in_dims=None, out_dims=dims)(start)
-    params = [p.expand(case.world, *p.shape).clone() for p in start]
-
-    def step(tx: fn.Transform, when: Phase | Round, *args: Any) -> tuple[Any, Any]:
-        run = partial(step_of, tx, when)
-        return fn.simulate(run, "data", case.world, in_dims=(0, dims, 0), out_dims=(0, dims))(*args)
-
-    return replay(case, step, state, params, lr)
+def outer_lr(case: Case) -> Tensor:
+    return torch.tensor(float(case.hyper.get("outer", {}).get("lr", 1.0)))
 
 
 @each_case
@@ -184,7 +122,9 @@ def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     Differs: fn.local_optimizers.diloco: if an exchange is not finite, the ranks keep their params; torchft takes all of
         them back to the anchor, as on_skip="anchor" does.
     """
-    assert 0 < replay_simulated(case) <= 1
+    lr = outer_lr(case)
+    step, state, params = in_simulation(case, transforms(case, lr)[0])
+    assert 0 < replay(case, step, state, params, lr) <= 1
 
 
 def test_every_is_the_schedule_of_the_recorded_runs() -> None:
@@ -198,8 +138,8 @@ def test_every_is_the_schedule_of_the_recorded_runs() -> None:
 
 def check_schedule(case: Case) -> None:
     steps = range(int(case.hyper["steps"]))
-    schedule = fn.every(case.hyper["H"], fragments=len(case.fragments), delay=case.hyper.get("tau", 0))
-    assert [schedule(t) for t in steps] == [case.round_of(t) for t in steps]
+    schedule = fn.every(case.hyper["H"], fragments=len(fragments(case)), delay=case.hyper.get("tau", 0))
+    assert [schedule(t) for t in steps] == [round_of(case, t) for t in steps]
 
 
 def test_the_recordings_are_what_was_recorded() -> None:
@@ -207,20 +147,14 @@ def test_the_recordings_are_what_was_recorded() -> None:
         assert hashlib.sha256((FOLDER / case.row["file"]).read_bytes()).hexdigest() == case.row["sha256"]
 
 
-def replay_here(cases: list[Case]) -> list[float]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    found = []
-    with fn.bind(mesh):
-        for case in cases:
-            lr = torch.tensor(float(case.hyper.get("outer", {}).get("lr", 1.0)))
-            tx, _ = transforms(case, lr)
-            start = case.each("init")
-            found.append(replay(case, step_of, tx.init(start), start, lr, dist.get_rank()))
-    return found
+def replay_on_rank(case: Case, rank: int) -> float:
+    lr, start = outer_lr(case), case.each("init")
+    tx, _ = transforms(case, lr)
+    return replay(case, step_of, tx.init(start), start, lr, rank)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
     cases = [case for case in CASES if case.world == world]
-    for found in ranks.run(world, replay_here, cases):
+    for found in ranks.run(world, on_this_rank, replay_on_rank, cases):
         assert 0 < max(found) <= 1

@@ -5,62 +5,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
+from recorded_rounds import Case, in_simulation, load, on_this_rank, step_of
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 import fn
-from fn import Phase, Round, tree
+from fn import Round, tree
 from fn.transforms.bases import Basis
 
-FOLDER = Path(__file__).parent / "golden" / "outer"
-
-
-class Case(NamedTuple):
-    """A recording: its row of the index, and its arrays by name."""
-
-    row: dict[str, Any]
-    arrays: dict[str, np.ndarray]
-
-    @property
-    def hyper(self) -> dict[str, Any]:
-        return self.row["hyper"]
-
-    @property
-    def world(self) -> int:
-        return int(self.hyper["world"])
-
-    def each(self, name: str) -> list[Tensor]:
-        return [torch.from_numpy(self.arrays[f"p{i}.{name}"].copy()) for i in range(len(self.hyper["shapes"]))]
-
-    def off(self, ours: Tensor, name: str, row: int, rank: int | None) -> float:
-        """Hold an array against the recorded one; return how far it is off, in units of the tolerance."""
-        recorded = self.arrays[name][row]
-        recorded = recorded if rank is None else recorded[rank]
-        allowed = self.row["tolerance"] * max(1.0, float(np.abs(self.arrays[name]).max()))
-        off = float(np.abs(ours.numpy().astype(np.float64) - recorded).max())
-        assert off <= allowed, f"{self.row['name']} {name} row {row}: off by {off}, allowed {allowed}"
-        return off / allowed
-
-
-def load() -> list[Case]:
-    rows = json.loads((FOLDER / "index_codecs.json").read_text())["cases"]
-    found = [Case(row, dict(np.load(FOLDER / row["file"]))) for row in rows if row["method"] == "sparseloco"]
-    assert len(found) > 3
-    return found
-
-
-CASES = load()
+CASES = [case for case in load("index_codecs.json") if case.row["method"] == "sparseloco"]
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.row["name"] for case in CASES])
 
 
@@ -114,21 +73,14 @@ def transform(case: Case) -> fn.Transform:
     )
 
 
-def step_of(tx: fn.Transform, when: Phase | Round, g: Any, s: Any, p: Any) -> tuple[Any, Any]:
-    updates, s = tx.update(when)(g, s, p)
-    return fn.apply_updates(p, updates), s
-
-
-def replay(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+def replay(case: Case, tx: fn.Transform, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
     """Take all steps; return how far off anything was, in units of the tolerance. rank: None is all of them."""
-    a, c, noise = case.each("a"), case.each("c"), case.each("noise")
+    gradients = case.gradients(rank)
     schedule, exchange, worst = fn.every(case.hyper["H"]), 0, 0.0
     for t in range(int(case.hyper["steps"])):
         when = schedule(t)
         assert (when == Round(0, 0)) == (case.arrays["applied"][t] >= 0)
-        mine = [(x[t], y) if rank is None else (x[t, rank], y[rank]) for x, y in zip(noise, c, strict=True)]
-        grads = [x * (p - y) + n for x, p, (n, y) in zip(a, params, mine, strict=True)]
-        params, state = step(when, grads, state, params)
+        params, state = step(tx, when, gradients(t, params), state, params)
         found = {"param": params, **{name: tree.fields(state.inner, field)[0] for name, field in MOMENTS.items()}}
         for name, each in found.items():
             worst = max([worst, *(case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(each))])
@@ -153,15 +105,8 @@ def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
     Differs: fn.local_optimizers.sparse_loco: `outer_lr` counts once; in the code it multiplies the differences, too,
         and counts twice.
     """
-    tx, start = transform(case), case.each("init")
-    dims = fn.rank_dims(tx.init(start))
-    state = fn.simulate(tx.init, "data", case.world, in_dims=None, out_dims=dims)(start)
-
-    def step(when: Phase | Round, *args: Any) -> tuple[Any, Any]:
-        run = partial(step_of, tx, when)
-        return fn.simulate(run, "data", case.world, in_dims=(0, dims, 0), out_dims=(0, dims))(*args)
-
-    assert 0 < replay(case, step, state, [p.expand(case.world, *p.shape).clone() for p in start]) <= 1
+    tx = transform(case)
+    assert 0 < replay(case, tx, *in_simulation(case, tx)) <= 1
 
 
 def test_the_named_method_is_what_was_replayed_where_tiles_divide_the_sides():
@@ -186,17 +131,14 @@ def test_the_named_method_is_what_was_replayed_where_tiles_divide_the_sides():
         assert not torch.equal(x, p)
 
 
-def replay_here(cases: list[Case]) -> list[float]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    found = []
-    with fn.bind(mesh):
-        for case in cases:
-            tx, start = transform(case), case.each("init")
-            found.append(replay(case, partial(step_of, tx), tx.init(start), start, dist.get_rank()))
-    return found
+def replay_on_rank(case: Case, rank: int) -> float:
+    tx, start = transform(case), case.each("init")
+    return replay(case, tx, step_of, tx.init(start), start, rank)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
-    for found in ranks.run(world, replay_here, [case for case in CASES if case.world == world]):
+    cases = [case for case in CASES if case.world == world]
+    assert cases
+    for found in ranks.run(world, on_this_rank, replay_on_rank, cases):
         assert 0 < max(found) <= 1
