@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels import half_feedback, memory_pool
-from fn.kernels.eager.tiles import TILE, clear, least_of, tiles
+from fn.kernels.eager.tiles import TILE, tiles
 from fn.kernels.reference import row_length, scale_dtype
 from fn.kernels.tracing import cached_plan
 
@@ -22,10 +22,9 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     if _too_wide(runs):
         return NotImplemented
     x = x.to(scale_dtype(x))
-    codes, scales, least = _codes_like(x), torch.ones(valid.shape, dtype=x.dtype, device="cpu"), least_of(valid)
-    for tile in tiles(x.shape[0], runs):
-        part = clear(tile.of(x).clone(), tile, valid, least)
-        found, tile.scales(scales)[:] = _quantize(part, width)
+    codes, scales = _codes_like(x), torch.ones(valid.shape, dtype=x.dtype, device="cpu")
+    for tile in tiles(valid, runs):
+        found, tile.scales(scales)[:] = _quantize(tile.clear(tile.of(x).clone()), width)
         tile.of(codes).copy_(found)
     return (_pair(codes) if width == 4 else codes), scales
 
@@ -52,11 +51,11 @@ def quantize_feedback(
     if x.dtype != error_scales.dtype:
         parts = quantize, dequantize
         return half_feedback.quantize_feedback(*parts, x, error, error_scales, beta, valid, runs, width)
-    codes, kept, least = _codes_like(x), _codes_like(x), least_of(valid)
+    codes, kept = _codes_like(x), _codes_like(x)
     scales, kept_scales = (torch.ones(valid.shape, dtype=x.dtype, device="cpu") for _ in range(2))
-    for tile in tiles(x.shape[0], runs):
+    for tile in tiles(valid, runs):
         e = tile.of(error).to(x.dtype).mul_(tile.scales(error_scales))
-        h = clear(tile.of(x) + clear(e, tile, valid, least), tile, valid, least)
+        h = tile.clear(tile.of(x) + tile.clear(e))
         found, factor = _quantize(h, width)
         tile.of(codes).copy_(found)
         tile.scales(scales)[:] = factor
@@ -91,11 +90,10 @@ def _decode(
     codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int, total: Tensor | None
 ) -> Tensor:
     """Return what codes (R, ...) mean, or add it to a total."""
-    rows, n, least = codes.shape[0], row_length(runs), least_of(valid)
-    found = memory_pool.empty((rows, n), scales.dtype) if total is None else total
+    found = memory_pool.empty((codes.shape[0], row_length(runs)), scales.dtype) if total is None else total
     numbers = _numbers(codes, scales.dtype) if width == 4 else codes
-    for tile in tiles(rows, runs):
-        part = clear(tile.of(numbers).to(scales.dtype) * tile.scales(scales), tile, valid, least)
+    for tile in tiles(valid, runs):
+        part = tile.clear(tile.of(numbers).to(scales.dtype) * tile.scales(scales))
         tile.of(found).copy_(part) if total is None else tile.of(found).add_(part)
     return found
 

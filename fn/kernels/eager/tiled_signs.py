@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels import memory_pool
-from fn.kernels.eager.tiles import SHORT, clear, least_of, tiles
+from fn.kernels.eager.tiles import SHORT, tiles
 from fn.kernels.reference import row_length, scale_dtype
 from fn.kernels.tracing import cached_plan
 
@@ -50,12 +50,9 @@ def sign_serve(
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> None:
     """See `reference.sign_residual_`."""
-    least = least_of(valid)
-    for tile in tiles(b.shape[0], runs):
+    for tile in tiles(valid, runs):
         part = tile.of(b)
-        delivered = _delivered(part, tile.scales(scales))
-        clear(delivered, tile, valid, least)
-        part.sub_(delivered)
+        part.sub_(tile.clear(_delivered(part, tile.scales(scales))))
 
 
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
@@ -75,15 +72,15 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     rows, ranks, width = bits.shape
     found = memory_pool.empty((rows, 8 * width), scales.dtype)
     each = found if ranks == 1 else memory_pool.empty(found.shape, found.dtype)
-    signs, scales, least = _signs(scales.dtype), scales * (1.0 / ranks), least_of(valid)
+    signs, scales = _signs(scales.dtype), scales * (1.0 / ranks)
     for r in range(ranks):
         to = each if r else found
         torch.index_select(signs, 0, bits[:, r].reshape(-1).int(), out=to.view(-1, 8))
-        for tile in tiles(rows, runs):
+        for tile in tiles(valid, runs):
             part = tile.of(to).mul_(tile.scales(scales[:, r]))
             if r:
                 part = tile.of(found).add_(part)
-            clear(part, tile, valid, least)
+            tile.clear(part)
     return found[:, : row_length(runs)].contiguous()
 
 
@@ -97,22 +94,21 @@ def _encode(
 ) -> tuple[Tensor, Tensor]:
     """Return the bits and the squares of x (R, n), to which the residual of a buffer is added first, in place."""
     rows, n = x.shape
-    signs, least = memory_pool.empty((rows, n + -n % 8), torch.bool), least_of(valid)
+    signs = memory_pool.empty((rows, n + -n % 8), torch.bool)
     signs[:, n:] = False
     sums = torch.zeros(valid.shape, dtype=torch.float64, device="cpu")
     fresh = sent is not None and not sent.any()  # a buffer that was sent with scale 0 is an error itself
-    for tile in tiles(rows, runs):
-        part, here = tile.of(x), (tile, valid, least)
+    for tile in tiles(valid, runs):
+        part = tile.of(x)
         if buffer is not None and sent is not None:
             old = tile.of(buffer)
             if not fresh:
-                delivered = _delivered(old, tile.scales(sent))
-                clear(delivered, *here)
+                delivered = tile.clear(_delivered(old, tile.scales(sent)))
                 old = torch.sub(old, delivered, out=delivered)
             part.add_(old)
-        clear(torch.ge(part, 0, out=tile.of(signs)), *here)
-        is_padded = min(least[tile.segments]) < tile.begin + part.shape[-1]
-        sums[tile.rows, tile.segments] += _squares(clear(part.clone(), *here) if is_padded else part)
+        tile.clear(torch.ge(part, 0, out=tile.of(signs)))
+        real = part if tile.real >= part.shape[-1] else tile.clear(part.clone())
+        sums[tile.rows, tile.segments] += _squares(real)
     return _pack(signs), sums
 
 
