@@ -64,8 +64,10 @@ def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Se
     check_row(row)
     device, faults, checks = torch.device(row.device_type), [], 0
     names = [op for op in REFERENCES if op in row.kernels and (ops is None or op in ops)]
-    for op in names:
-        done, found = run_checks(_checks(op, row, device, sizes))
+    alone = [(op, _kernel_checks(op, row.kernels[op], device, sizes)) for op in names]
+    registered = [(op, _op_checks(op, device)) for op in names]
+    for op, each in itertools.chain(alone, _in_table(row, registered)):
+        done, found = run_checks(each)
         checks += done
         faults += [f"  {op}, {fault}" for fault in found]
     return Report(row.device_type, checks, len(names), tuple(faults))
@@ -89,10 +91,12 @@ def run_checks(checks: Iterable[Check]) -> tuple[int, list[str]]:
     return count, faults
 
 
-def _checks(op: str, row: Accelerator, device: torch.device, sizes: Sequence[int]) -> Iterator[Check]:
-    kernel = row.kernels[op]
+def _kernel_checks(
+    op: str, kernel: Callable[..., Any], device: torch.device, sizes: Sequence[int]
+) -> Iterator[Check]:
+    """Yield what is looked at in a kernel by itself."""
     yield "known answer", lambda: known_answers.complaint(op, kernel, device)
-    widths, dtypes = (4, 8) if "quantize" in op else (8,), DTYPES if op in _OF_ANY_DTYPE + ON_LISTS else _WIDE
+    widths, dtypes = widths_of(op), DTYPES if op in _OF_ANY_DTYPE + ON_LISTS else _WIDE
     for n, dtype, strided, width in itertools.product(sizes, dtypes, (False, True), widths):
         if not (strided and n >= 2**20):
             case = partial(arguments, op, n, dtype, width=width, strided=strided)
@@ -101,10 +105,14 @@ def _checks(op: str, row: Accelerator, device: torch.device, sizes: Sequence[int
     for width in widths:
         case = partial(arguments, op, 1023, torch.float32, width=width, special=True)
         yield f"special values width={width}", partial(_compare, op, kernel, case, device)
-    yield "opcheck", lambda: _in_table(row, lambda: _opcheck(op, device))
+
+
+def _op_checks(op: str, device: torch.device) -> Iterator[Check]:
+    """Yield what is looked at in an op while the table has the row."""
+    yield "opcheck", lambda: _opcheck(op, device)
     if op not in ON_LISTS and not op.endswith("_"):
-        yield "vmap", lambda: _in_table(row, lambda: _vmap(op, device))
-    yield "fullgraph", lambda: _in_table(row, lambda: _fullgraph(op, device))
+        yield "vmap", lambda: _vmap(op, device)
+    yield "fullgraph", lambda: _fullgraph(op, device)
 
 
 def _compare(op: str, kernel: Callable[..., Any], case: Callable[[], Any], device: torch.device) -> str | None:
@@ -118,28 +126,47 @@ def _compare(op: str, kernel: Callable[..., Any], case: Callable[[], Any], devic
     return known_answers.difference(found, expected, 1e-12 if wide else 1e-5, sums=known_answers.of_sums(op))
 
 
-def _in_table(row: Accelerator, check: Callable[[], str | None]) -> str | None:
+def _in_table(row: Accelerator, each: Iterable[Any]) -> Iterator[Any]:
+    """Yield each while the table has the row; once for all, for a table that changes asks for all known answers."""
     register(row)
     try:
-        return check()
+        yield from each
     finally:
         unregister(row)
+
+
+def widths_of(op: str) -> tuple[int, ...]:
+    """Return how many bits its codes may take."""
+    return (4, 8) if "quantize" in op else (8,)
 
 
 def _op(op: str) -> Any:
     return getattr(torch.ops.fn, op)
 
 
+def small_arguments(op: str) -> list[tuple[Any, ...]]:
+    """Return arguments on the CPU that show how an op is called: each width, each option, and more than one of all.
+
+    What kernels make of longer ones is looked at without the op.
+    """
+    found = [
+        arguments(op, 16, torch.float32, width=width, strided=strided, runs=(2, 8))
+        for width in widths_of(op)
+        for strided in (False, True)
+    ]
+    return [tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args) for args in found]
+
+
 def _opcheck(op: str, device: torch.device) -> str | None:
     """Check what depends on the row; that an op can be traced with dynamic shapes is the same for all of them."""
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")
-    for args in known_answers.examples(op):
+    for args in small_arguments(op):
         torch.library.opcheck(_op(op).default, tuple(known_answers.on(device, args)), test_utils=parts)
     return None
 
 
 def _vmap(op: str, device: torch.device) -> str | None:
-    args = known_answers.on(device, known_answers.examples(op)[0])
+    args = known_answers.on(device, small_arguments(op)[0])
     dims = tuple(0 if isinstance(a, Tensor) else None for a in args)
     pair = [torch.stack([a, a.flip(0)]) if isinstance(a, Tensor) else a for a in args]
     found = torch.func.vmap(_op(op), in_dims=dims)(*pair)
@@ -153,7 +180,7 @@ def _vmap(op: str, device: torch.device) -> str | None:
 
 
 def _fullgraph(op: str, device: torch.device) -> str | None:
-    args = known_answers.on(device, known_answers.examples(op)[0])
+    args = known_answers.on(device, small_arguments(op)[0])
     torch._dynamo.reset()
     # "aot_eager" traces as Inductor does, and compiles nothing
     compiled = torch.compile(lambda *a: _op(op)(*a), fullgraph=True, backend="aot_eager")
@@ -162,12 +189,23 @@ def _fullgraph(op: str, device: torch.device) -> str | None:
 
 
 def arguments(
-    op: str, n: int, dtype: torch.dtype, *, width: int = 8, strided: bool = False, special: bool = False
+    op: str,
+    n: int,
+    dtype: torch.dtype,
+    *,
+    width: int = 8,
+    strided: bool = False,
+    special: bool = False,
+    runs: Sequence[int] = (),
 ) -> tuple[Any, ...]:
-    """Return arguments for a kernel on the CPU: two rows of n elements, n made even for codes of 4 bits."""
+    """Return arguments for a kernel on the CPU: two rows of n elements, n made even for codes of 4 bits.
+
+    Args: strided: with other options, and with gaps in vectors. special: with zeros, infinities and NaN. runs: of the
+        rows; (): as n is long.
+    """
     n -= n % 2 if width == 4 else 0
     g = torch.Generator().manual_seed(n + 1)
-    runs = [1, n] if n < 1000 else [2, 96, 1, 8, 1, n - 200]
+    runs = [*runs] or ([1, n] if n < 1000 else [2, 96, 1, 8, 1, n - 200])
     segments = sum(runs[::2])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     widths = torch.tensor([w for c, w in zip(runs[::2], runs[1::2], strict=True) for _ in range(c)], device="cpu")

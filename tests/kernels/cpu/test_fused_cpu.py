@@ -176,33 +176,44 @@ def test_a_momentum_below_the_normal_numbers_comes_to_rest_at_zero(n, frozen):
     torch.testing.assert_close(moments[0][0], expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
-RULE = """
-import torch, fn
-p = [torch.ones(9)]
-torch.ops.fn.adamw_(p, [torch.ones(9)], [torch.zeros(9)], [torch.zeros(9)], 0.9, 0.99, 1e-8, 0.0, 1.0, 1.0, 1.0, False)
-print(fn.kernels.table().providers["cpu"]["adamw_"], float(p[0][0]))
+LOOP = """
+import numpy as np
+from fn.kernels import rules
+from fn.kernels.cpu.loops import compiled
+
+@compiled()
+def step(p, u, decay, lr):
+    return rules.descended(p, u, decay, lr)
+
+print(step(*map(np.float32, (1, 2, 0, 0.5))))
 """
 
 
 def test_a_rule_that_changes_is_compiled_again(tmp_path):
     """Numba's cache looks at the file of a loop, and the rules are in another."""
     shutil.copytree(Path(fn.__file__).parent, tmp_path / "fn", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "loop.py").write_text(LOOP)
 
-    def step() -> tuple[str, float]:
+    def step() -> float:
         env = {**os.environ, "PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
-        run = subprocess.run([sys.executable, "-c", RULE], env=env, cwd=tmp_path, capture_output=True, text=True)
+        code = [sys.executable, "-c", "import loop"]
+        run = subprocess.run(code, env=env, cwd=tmp_path, capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
-        provider, value = run.stdout.split()
-        return provider, float(value)
+        return float(run.stdout)
 
     file = tmp_path / "fn" / "kernels" / "rules.py"
-    before = step()
-    assert before[0] == "numba"
+    assert step() == 0.0
+    assert [*(tmp_path / "cache").rglob("loop.step*.nbi")]
     text = file.read_text()
     assert text.count("return p - lr * decayed") == 1
     file.write_text(text.replace("return p - lr * decayed", "return p + lr * decayed"))
-    after = step()
-    assert after == ("numba", pytest.approx(2 - before[1]))
+    assert step() == 2.0
+
+
+def test_all_loops_are_compiled_so():
+    sources = {path.name: path.read_text() for path in Path(blocks.__file__).parent.glob("*.py")}
+    assert [name for name, text in sources.items() if "njit" in text] == ["loops.py"]
+    assert sources["loops.py"].count("njit(") == 1
 
 
 def test_a_frozen_step_from_the_momentum_that_is_there_is_that_from_a_copy_of_it():

@@ -19,6 +19,7 @@ SCRIPT = ROOT / "tests" / "scripts" / "triton_lists.py"
 KNOWN = """
 import torch
 from fn.kernels import known_answers, ops
+from fn.kernels.conformance import small_arguments
 from fn.kernels.gpu import triton
 from fn.kernels.schemas import ON_LISTS
 kernels = triton.row("cpu").kernels
@@ -26,8 +27,7 @@ assert {*ON_LISTS, "serve_signs", "serve_feedback_"} <= set(kernels)
 for op in (*ON_LISTS, "serve_signs", "serve_feedback_"):
     reason = known_answers.complaint(op, kernels[op], torch.device("cpu"))
     assert reason is None, f"{op}: {reason}"
-    args = known_answers.on(torch.device("cpu"), known_answers.examples(op)[0])
-    again = known_answers.on(torch.device("cpu"), known_answers.examples(op)[0])
+    args, again = (small_arguments(op)[0] for _ in range(2))
     pairs = zip(*(known_answers.as_tuple(f(*a)) for f, a in ((kernels[op], args), (ops.REFERENCES[op], again))))
     assert all(x is y is None or x.stride() == y.stride() for x, y in pairs), f"{op}: strides"
 """

@@ -41,9 +41,9 @@ interpreted = pytest.mark.skipif(
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize("ops", ["'sign_encode', 'sign_encode_feedback', 'sign_residual', 'sign_serve'",
-                                 "'sign_encode_feedback_', 'sign_residual_'",
-                                 "'pack_bits', 'unpack_bits', 'sign_decode', 'sign_decode_mean'",
+@pytest.mark.parametrize("ops", ["'sign_encode', 'sign_encode_feedback', 'sign_encode_feedback_', 'sign_residual', "
+                                 "'sign_residual_', 'sign_serve'",
+                                 "'pack_bits', 'unpack_bits', 'sign_decode', 'sign_decode_mean', "
                                  "'quantize', 'quantize_feedback', 'dequantize', 'dequantize_mean'"])  # fmt: skip
 def test_the_row_conforms_in_the_interpreter(ops):
     env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
