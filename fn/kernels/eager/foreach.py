@@ -4,6 +4,9 @@ On a CPU it makes codes, too, tile by tile (`tiled_signs`, `tiled_ints`).
 
 On an accelerator a function of a list is one launch, or a few. The tensors are taken in chunks, so that temporaries
 stay small whatever the size of the model, and on a CPU stay in the cache.
+
+Formulas of `rules` stand here a second time, in place: a product and a sum are one function of lists, and no operator.
+With operators for lists, in place wherever that can be, `rules.adamw` took 1.2 to 1.4 times as long.
 """
 
 from __future__ import annotations

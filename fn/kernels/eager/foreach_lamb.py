@@ -1,7 +1,8 @@
 """The row "torch" of accelerators: LAMB's kernels and 0/1 Adam's drift, by functions of lists.
 
 The references take a dozen launches for each tensor, which is most of the time of a step of many small ones. Here a
-function takes all tensors of a chunk, whole ones, for a tensor has sums of its own.
+function takes all tensors of a chunk, whole ones, for a tensor has sums of its own. Why formulas of `rules` stand here,
+too, says `foreach`.
 """
 
 from __future__ import annotations
