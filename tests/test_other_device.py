@@ -32,9 +32,13 @@ def test_steps_of_every_optimizer_stay_on_the_device_of_their_tensors():
     not hasattr(backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch cannot pretend to have a device",
 )
-def test_a_step_on_a_gpu_launches_and_waits_as_rarely_as_the_limits_say():
+@pytest.mark.parametrize(
+    "cases", [("adamw", "compressed", "local"), pytest.param((), marks=pytest.mark.reliability, id="all")], ids=" ".join
+)
+def test_a_step_on_a_gpu_launches_and_waits_as_rarely_as_the_limits_say(cases):
+    """Most warm-ups take a subset of what AdamW and steps in codes take: they are reliability tests."""
     pytest.importorskip("triton", reason="triton is not installed")
-    code = [sys.executable, "-W", "ignore", str(TESTS / "scripts" / "gpu_counts.py")]
+    code = [sys.executable, "-W", "ignore", str(TESTS / "scripts" / "gpu_counts.py"), *cases]
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
     found = subprocess.run(code, env=env, capture_output=True, text=True, check=False, timeout=LIMIT)
     assert found.returncode == 0, found.stdout + found.stderr
