@@ -39,6 +39,12 @@ class CodedAverageState(NamedTuple):
     gradient_errors: ErrorFeedbackState
 
 
+class Average(NamedTuple):
+    """The rule of the warm-up of `average`."""
+
+    axis: AxisNames | None
+
+
 class CompressedAverage(NamedTuple):
     """The rule of `compressed_average`, with its arguments."""
 
@@ -91,7 +97,7 @@ def average(
         mean, errors = inner.compressed_update(updates, state.gradient_errors, params)
         return mean, CodedAverageState(errors)
 
-    return Transform(init, warmup, unchanged, unchanged)
+    return Transform(init, Step(Average(axis), warmup), unchanged, unchanged)
 
 
 def _exact_average(axis: AxisNames | None) -> Transform:
@@ -114,7 +120,7 @@ def _exact_average(axis: AxisNames | None) -> Transform:
             found.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
         return layouts.restore(structure, found), state
 
-    return Transform(init, warmup, unchanged, unchanged)
+    return Transform(init, Step(Average(axis), warmup), unchanged, unchanged)
 
 
 def always_average(axis: AxisNames | None) -> Transform:

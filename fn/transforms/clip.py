@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, check_number
+from fn.base import Step, Transform, check_number
 from fn.collectives.axis import AxisNames
 from fn.collectives.primitives import pmean
 from fn.errors import expected
 from fn.kernels.tracing import pooled
 
 Tree = Any
+
+
+class ClipByNorm(NamedTuple):
+    """The rule u min(1, max_norm / |u|), with the norm over all leaves."""
+
+    max_norm: float
 
 
 def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Transform:
@@ -55,7 +61,8 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
 
         return tree.map(times, updates)
 
-    return Transform(lambda params: (), own, shared, own)
+    rule = ClipByNorm(max_norm)
+    return Transform(lambda params: (), Step(rule, own), Step(rule, shared), Step(rule, own))
 
 
 def squared_norm(updates: Tree) -> Tensor:

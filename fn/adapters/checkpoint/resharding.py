@@ -29,6 +29,7 @@ from fn.adapters.optim.training import Training
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import psum
 from fn.errors import expected
+from fn.inplace import element_order
 from fn.transforms.resharding import Reshape, reshapes
 from fn.transforms.sharded import ShardedState
 
@@ -106,7 +107,8 @@ class Snapshot(NamedTuple):
 def to_save(training: Training, extra: Tree = None) -> Snapshot:
     """Return a snapshot of `everything`. All ranks must call it."""
     own, as_row = own_rows(training), partial(_as_row, mesh=_mesh())
-    copies = {k: torch.empty_like(v, device="cpu").copy_(v.detach()) for k, v in everything(training, extra).items()}
+    each = everything(training, extra).items()
+    copies = {k: torch.empty(v.shape, dtype=v.dtype, device="cpu").copy_(v.detach()) for k, v in each}
     tensors = {k: as_row(v) if k in own else v for k, v in copies.items()}
     return Snapshot(tensors, training.steps, device_among(training.groups), as_row)
 
@@ -175,10 +177,11 @@ def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         for key, value in saved.items():
             if not key.startswith("state."):
                 found[key] = _mean(value, add) if isinstance(value, Rows) else value
+    orders = element_order.restored(saved, training.params)
     for g, own in enumerate(notes):
         rests = [rest for state, rest in move.rests if any(state is s for s, _ in own)]
         if len(rests) == 1 and len(rests[0]) == len(training.groups[g]["params"]):
-            found.update(_carried(g, rests[0], saved))
+            found.update(_carried(g, element_order.read_in_order(rests[0], orders[g]), saved))
         elif rests:
             logger.warning("param group %d is parted among transforms: its errors moved, to 8 bits", g)
     return found

@@ -17,6 +17,7 @@ from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.errors import RanksDisagree, expected
+from fn.inplace.element_order import Order
 from fn.schedules import Every
 from fn.transforms.outer import OuterState
 
@@ -66,21 +67,30 @@ def check_fragments(schedule: Any, states: Any) -> None:
         raise ValueError(expected("schedule", wanted, got, "give both the same number"))
 
 
-def check_accepted(axes: Sequence[str], group: int, problem: BaseException | None, device: torch.device) -> None:
+def check_accepted(
+    axes: Sequence[str],
+    group: int,
+    problem: BaseException | None,
+    device: torch.device,
+    orders: Mapping[str, Order] | None = None,
+) -> None:
     """Tell the other ranks whether a param group was accepted here, and hear it from them.
 
+    Args: orders: of the elements of its parameters in memory, by name, in which they travel.
     Raises: `problem` if there is one and the ranks agree on it; else `RanksDisagree`, on every rank.
     """
     verdict = "accepted" if problem is None else f"refused ({type(problem).__name__}: {problem})"
+    fields: dict[str, object] = {f"param group {group}": verdict}
+    for name, order in ({} if problem or orders is None else orders).items():
+        field = f"order in memory of the dimensions of parameter {name} in group {group}"
+        fields[field] = order or "that of the shape"
     for axis in axes:
-        check_agreement(axis, {f"param group {group}": verdict}, device)
+        check_agreement(axis, fields, device)
     if problem is not None:
         raise problem
 
 
-def check_start(
-    axes: Sequence[str], transform: Transform, state: Any, group: Mapping[str, Any], place: int
-) -> None:
+def check_start(axes: Sequence[str], transform: Transform, state: Any, group: Mapping[str, Any], place: int) -> None:
     """Refuse a param group whose numbers differ between ranks that are to train one model.
 
     Updates are the same on all ranks, so parameters that start apart stay apart, and nothing would say so; likewise

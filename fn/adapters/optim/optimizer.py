@@ -176,7 +176,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises: as the constructor; the optimizer is then as it was.
         """
         training = self.training
-        before, problem = len(self.param_groups), None
+        before, problem, orders = len(self.param_groups), None, {}
         try:
             try:
                 if isinstance(param_group, dict):
@@ -186,10 +186,12 @@ class Optimizer(torch.optim.Optimizer):
                 tree.check_real(self.param_groups[-1]["params"], "params")
                 check_params(self.param_groups)
                 prepared = training.prepare(self.param_groups[-1])
+                found = training.orders_of(self.param_groups[-1], prepared[1])
+                orders = dict(zip(param_groups.names_of(self.param_groups[-1]), found, strict=True))
             except Exception as error:
                 problem = error
             with training.binding:
-                check_accepted(training.axes, before, problem, device_among(self.param_groups))
+                check_accepted(training.axes, before, problem, device_among(self.param_groups), orders)
             training.groups = self.param_groups
             training.start(self.param_groups[-1], *prepared)
         except BaseException:

@@ -18,6 +18,8 @@ from fn.adapters.optim.signals import begin_writing, defer_signals
 from fn.adapters.optim.state_kinds import ERROR, SAME, SHARD, by_path, kinds
 from fn.adapters.optim.training import Training
 from fn.errors import expected
+from fn.inplace import element_order
+from fn.inplace.match import takes_any_order
 from fn.schedules import FreezeWhenStable
 
 Tree = Any
@@ -41,6 +43,7 @@ def flat_state(training: Training) -> dict[str, Tensor]:
     each = by_path(training.states).items()
     found.update({path: leaf.clone() if path.endswith(".place") else leaf for path, leaf in each})
     found.update(gradients.flat(training.residual_gradients))
+    found.update(element_order.flat(training.orders))
     schedule = training.schedule
     if isinstance(schedule, FreezeWhenStable):
         found["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64, device="cpu")
@@ -105,12 +108,32 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
     own = flat_state(training)
     saved, text = _without_foreign_errors(training, own, dict(saved))
     check_fits(own, saved)
-    rest = gradients.restored(saved, training.groups)
+    rest, orders = gradients.restored(saved, training.groups), _orders_of(training, saved)
     numbers = [_numbers_of(training, i, saved) for i in range(len(training.groups))]
     if text:
         warnings.warn(text, stacklevel=4)
     with defer_signals():
         _write(training, saved, rest, numbers)
+        if orders != training.orders:
+            training.orders = orders
+            training.updates.clear()
+
+
+def _orders_of(training: Training, saved: Mapping[str, Any]) -> list[tuple[element_order.Order, ...]]:
+    """Return in which order elements go on: that in which errors and shards were saved, where there are some.
+
+    Raises: ValueError if a transform cannot take them so.
+    """
+    found = element_order.restored(saved, training.params)
+    marks = {*by_path(kinds(training.states)).values()}
+    if not marks & {ERROR, SHARD}:
+        return training.orders
+    for g, (orders, transform) in enumerate(zip(found, training.transforms, strict=False)):
+        if any(orders) and not takes_any_order(transform):
+            wanted = f"the errors of param group {g} in the order of the parameters' shapes"
+            got = f"an order of its own for {sum(map(bool, orders))} of them"
+            raise ValueError(expected("state_dict", wanted, got, "load it into the chain that it was saved from"))
+    return found
 
 
 def check_keys(saved: Mapping[Any, Any]) -> None:
@@ -186,8 +209,10 @@ def check_tensor(path: str, x: Any) -> None:
 
 
 def is_optional(path: str) -> bool:
-    """Tell whether a path may be missing: numbers of a group other than its learning rate, and residual gradients."""
-    return path.startswith(gradients.PREFIX) or (path.startswith("groups.") and not path.endswith(".lr"))
+    """Tell whether a path may be missing: numbers of a group but its learning rate, residual gradients, orders."""
+    return path.startswith((gradients.PREFIX, element_order.PREFIX)) or (
+        path.startswith("groups.") and not path.endswith(".lr")
+    )
 
 
 SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"

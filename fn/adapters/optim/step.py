@@ -38,6 +38,7 @@ from fn.adapters.optim.warnings import say_slow, warn_of_thawed
 from fn.base import NewParams, Part, Phase, Round, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
 from fn.errors import expected
+from fn.inplace.element_order import Reorder, as_shaped, in_order
 from fn.inplace.match import in_place, same_links
 from fn.inplace.protocol import InPlace, Staged
 from fn.schedules import FreezeWhenStable
@@ -117,10 +118,11 @@ def collect(training: Training, phase: Phase | Round, problem: Exception | None 
 
 def _move(training: Training, phase: Phase | Part, update: Update, grads: Grads) -> Sequence[Moves] | None:
     """Move the states; return the updates of the params, None if nothing is left to add."""
-    states, params = training.states, tuple(training.params)
+    states, params = training.in_order()
     with training.frozen_params.during(
         phase.phase, training.gradients.absent, training.params, training.states, training.transforms
     ):
+        given, grads = grads, in_orders(training, grads)
         grads = grads if update.clip.gradients is None else update.clip.gradients(grads, params)
         with update.clip.binding:
             staged = None if training.gradients.absent else update.in_place  # which moves all params
@@ -130,9 +132,16 @@ def _move(training: Training, phase: Phase | Part, update: Update, grads: Grads)
                     commit([step], states)
                     return None
             elif staged is not None:
-                say_slow(training, phase, grads)
+                say_slow(training, phase, given)
             updates, _ = update.donated(grads, states, tuple([p.detach() for p in group] for group in params))
-            return tuple(updates)
+            return in_orders(training, tuple(updates), as_shaped)
+
+
+def in_orders(training: Training, tensors: Grads, how: Reorder = in_order) -> Grads:
+    """Return tensors like the params of all groups in their order in memory, or back. how: `in_order`, `as_shaped`."""
+    if not any(map(any, training.orders)):
+        return tensors
+    return tuple(how(each, orders) for each, orders in zip(tensors, training.orders, strict=True))
 
 
 def _ask(training: Training, before: list[int]) -> bool:
@@ -191,7 +200,10 @@ def stage_group(training: Training, index: int, phase: Phase, grads: list[Tensor
     in_place = None if training.gradients.absent else update_of(training, phase).groups[index]  # as `take` does
     (grads,) = with_residuals(training.residuals_in(phase)[index : index + 1], (grads,))
     slow = partial(say_slow, training, phase, [grads], index)
-    return stage(update, in_place, grads, training.states[index], training.params[index], slow)
+    states, params = training.in_order()
+    if any(map(any, training.orders)):
+        grads = in_order(grads, training.orders[index])
+    return stage(update, in_place, grads, states[index], params[index], slow)
 
 
 def checked(update: UpdateFn) -> UpdateFn:

@@ -20,7 +20,9 @@ from fn.adapters.optim.param_memory import check_writable
 from fn.adapters.optim.state_kinds import check_paths
 from fn.base import Part, Phase, Round, Transform
 from fn.collectives.axis import Binding, rank_dims
+from fn.inplace.element_order import InOrder, Order, all_in_order, as_shaped, in_order, order_of, reordered
 from fn.inplace.host_scalars import on_host
+from fn.inplace.match import takes_any_order
 from fn.inplace.protocol import Staged
 from fn.schedules import Schedule, phase_of
 from fn.transforms.skip_nonfinite import SkipState, skip_nonfinite, together
@@ -50,6 +52,8 @@ class Training:
     """How many of the last steps were skipped, one after the other, without local ones."""
     states: Tree = ()
     """The transform's state, the live buffers: a tuple with an entry per param group."""
+    orders: list[tuple[Order, ...]] = field(default_factory=list)
+    """In which order the elements of each group's parameters go through a step."""
     residual_gradients: Residuals = ()
     """What was undelivered when the number of ranks changed, see its module."""
     transforms: list[Any] = field(default_factory=list)
@@ -77,12 +81,15 @@ class Training:
     said: set[Any] = field(default_factory=set)
     """What was said in the log already."""
     counts: tuple[Tree, list[Tensor]] = (), []
+    views: InOrder | None = None
+    """What `in_order` returned last."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the transforms, which would go on with this one."""
         self.settle()
         none = [None] * len(self.transforms)
-        return {**vars(self), "ahead": None, "background": None, "updates": {}, "bounds": {}, "transforms": none}
+        own = {"ahead": None, "background": None, "updates": {}, "bounds": {}, "views": None, "transforms": none}
+        return {**vars(self), **own}
 
     def settle(self) -> None:
         """Wait for a mean that has begun, and write it into the states: who reads or saves them calls this first.
@@ -135,6 +142,17 @@ class Training:
         counters = self.skip_counters()
         return [int(count if count.device.type == "cpu" else on_host(count)) for count in counters]
 
+    def in_order(self) -> tuple[Tree, tuple[list[Tensor], ...]]:
+        """Return the states and the params of all groups as steps take them; the same objects while nobody moves one.
+
+        They are those themselves, but for tensors whose elements lie in another order in memory: see `element_order`.
+        """
+        if not any(map(any, self.orders)):
+            return self.states, tuple(self.params)
+        if self.views is None or not self.views.fits(self.states, self.params, self.orders):
+            self.views = all_in_order(self.states, self.params, self.orders)
+        return self.views.states, self.views.params
+
     def residuals_in(self, phase: Phase | Round) -> Residuals:
         """Return the residual gradients if several ranks meet in a step of a phase; () if they do not."""
         several = any(bound.size > 1 for bound in self.binding.axes.values())
@@ -151,17 +169,26 @@ class Training:
             made = self.make(lr=lr, **param_groups.shown(group, self.make))
         return lr, param_groups.check_made(made, self.schedule)
 
+    def orders_of(self, group: dict[str, Any], transform: Transform | None) -> tuple[Order, ...]:
+        """Return in which order the elements of a group's parameters go through the steps of a transform."""
+        if transform is None or not takes_any_order(transform):
+            return ((),) * len(group["params"])
+        return tuple(map(order_of, group["params"]))
+
     def start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         """Make the state of a group that was prepared, and take both in."""
         assert transform is not None
         self.settle()
-        params = [p.detach() for p in group["params"]]
+        orders = self.orders_of(group, transform)
+        params = in_order([p.detach() for p in group["params"]], orders)
         with self.binding:
             state = owned(transform.init(params), params)
             guarded = isinstance(state, SkipState)
             if not guarded:  # a chain of the caller's own: guarded like the named ones
                 transform = skip_nonfinite(transform)
                 state = owned(transform.init(params), params)
+            if any(orders):
+                state = reordered(state, [p.shape for p in params], orders, as_shaped)
             check_paths(state)
             check_start(self.axes, transform, state, group, len(self.transforms))
         param_groups.show_rate(group, lr)
@@ -169,7 +196,7 @@ class Training:
         self.guarded.append(guarded)
         self.hypers.append(param_groups.hyper_parameters(group, self.make))
         self.transforms.append(transform)
-        self.states = (*self.states, state)
+        self.states, self.orders = (*self.states, state), [*self.orders, orders]
         self.updates.clear()
 
     def check_group(self, index: int, group: Mapping[str, Any]) -> None:

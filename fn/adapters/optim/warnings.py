@@ -209,7 +209,7 @@ def say_slow(training: Training, phase: Phase | Part, grads: Sequence[Sequence[T
     """
     for group, updates in enumerate(grads, first):
         params = training.params[group]
-        reason = slow_tensors(params, updates) if params else ""
+        reason = slow_tensors(params, updates, *training.orders[group : group + 1]) if params else ""
         if reason and ("slow", reason) not in training.said:
             training.said.add(("slow", reason))
             level = logging.INFO if params[0].device.type == "cpu" else logging.WARNING
