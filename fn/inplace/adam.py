@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from fn.inplace.bounds import Bounds, Reach, Sized, bounded
 from fn.inplace.compressed_average import CodedAverage, Mean, average_of
 from fn.inplace.host_scalars import number, write
 from fn.inplace.links import Descent, Head, largest_of
-from fn.inplace.protocol import Eligibility, InPlace
+from fn.inplace.protocol import HALF_TOO, Eligibility, InPlace
 from fn.kernels import ops
 from fn.transforms.adam import Adam, AdamState, OnebitAdam, OnebitAdamState
 
@@ -34,9 +35,10 @@ def warmup(update: UpdateFn, rule: Adam, link: Link, head: Head, descent: Descen
         return Sized(largest_of(grads, moments.step), commit)
 
     def reach(moments: Moments) -> Reach:
-        return reach_of(rule, descent, moments)
+        growth = rule.b1 / math.sqrt(rule.b2), (1 - rule.b1) / math.sqrt(1 - rule.b2)
+        return reach_of(rule, descent, moments)._replace(growth=growth if rule.b2 else None)
 
-    return bounded(update, link, head, bounds, Eligibility("adamw_", ("mu", "nu")), reach, stage)
+    return bounded(update, link, head, bounds, Eligibility("adamw_", ("mu", "nu"), HALF_TOO), reach, stage)
 
 
 def compressed(
@@ -46,7 +48,7 @@ def compressed(
     average = average_of(rule.average)
     if isinstance(average, CodedAverage) and axis_size(average.rule.axis) == 1:
         average = None  # the momentum is its own mean
-    eligible = Eligibility("adamw_" if average is None else "onebit_adam_", ("mu", "nu"))
+    eligible = Eligibility("adamw_" if average is None else "onebit_adam_", ("mu", "nu"), HALF_TOO)
 
     def fits(updates: Tree, moments: OnebitAdamState, params: Tree) -> list[list[Tensor]] | None:
         lists = eligible(updates, moments, params)

@@ -6,6 +6,10 @@ over the old numbers by then. So it is taken only where bounds rule out that one
 
     |m'| <= max(|m|, size)            |p'| <= (1 - rate weight_decay) |p| + rate |m'| / (weight eps)
 
+A param of float16 has to stay below `EDGE`. There the first moment is bounded by the second, which a gradient moves
+with it: |m| <= slope sqrt(v) + `TINY`, which includes what squares are too small to say. Where the second moment rests,
+the limit of `size` is what moves no param by more than `STRIDE`.
+
 The bounds come from a look at params and moments, and then follow step by step. The look is a pass over memory. It is
 taken in the first step, after somebody else wrote into one of the tensors, and when the bounds have grown so far that
 they rule out nothing any more, which takes hundreds of steps. Where a fresh look rules out nothing either, the pure
@@ -49,6 +53,15 @@ PART = 2.0**11
 SMALLEST = 2.0**-120
 """Numbers from here on keep their digits in the products that kernels form with them."""
 
+EDGE = 65520.0
+"""From here on a float32 is rounded to an Inf of float16."""
+
+STRIDE = 2.0**13
+"""What a step may move a param of float16 by, whose second moment rests."""
+
+TINY, STEEP = 2.0**-39, 2.0**10
+"""The part of a momentum that its second moment may not show, and the largest slope for which it is no larger."""
+
 COPIES, MOMENTA, SQUARES, RATIOS = ("anchor",), ("mu",), ("nu", "nu_fresh"), ("coefficient", "factor")
 OTHERS = ("mu_weight", "nu_weight", "scaling")
 """Fields of links: copies of params, moments, what a step is multiplied by, and what else belongs to moments."""
@@ -59,7 +72,8 @@ class Reach(NamedTuple):
 
     weight: of the momentum after the step. ratio: the largest one in range, where a link has `RATIOS`. keeps: whether
     the old momentum enters the new one. gain: how much larger a gradient can be that is formed from momenta.
-    most: what a param, a decay or a direction may be.
+    most: what a param, a decay or a direction may be. edge: what a param has to stay below, where that is less.
+    growth: (a, b) if the next slope, see above, is at most a slope + b. None: the second moment rests.
     """
 
     rate: float
@@ -70,15 +84,23 @@ class Reach(NamedTuple):
     keeps: bool = True
     gain: float = 1.0
     most: float = MOVE
+    edge: float = math.inf
+    growth: tuple[float, float] | None = None
 
     @property
     def limit(self) -> float:
-        """Return what `size` may be: a power of 16, so that it changes rarely; 0 instead of what is below 1."""
+        """Return what `size` may be: a power of 16, so that it changes rarely; 0 instead of what is below 1.
+
+        A power of 2 where the params are of float16 and the second moment rests.
+        """
         rate = abs(self.rate)
         if not (self.eps >= SMALLEST and SMALLEST <= self.weight <= 2 and rate < MOVE):
             return 0.0
         unit = self.most * self.weight * self.eps / 4
         found = min(SQUARE / self.gain, unit, unit / PART / max(rate * self.ratio**2, SMALLEST))
+        if self.edge < math.inf and self.growth is None:
+            stride = STRIDE * self.weight * self.eps / max(rate * self.ratio**2, SMALLEST)
+            return 2.0 ** math.floor(math.log2(min(found, stride)))
         return 16.0 ** math.floor(math.log(found, 16)) if found >= 1 else 0.0
 
 
@@ -104,7 +126,7 @@ class Bounds:
         self._addresses: list[int] = []
         self._watched: list[Tensor] = []  # those, and what else of the link's state bounds depend on
         self._seen: int | None = None  # when they were written last
-        self.param = self.momentum = self.square = self.ratio = math.inf  # no number of theirs is larger
+        self.param = self.momentum = self.square = self.ratio = self.slope = math.inf  # none is larger
         self.finite = True
         """Whether the moments were, at the last look."""
         self.link: Tree = None
@@ -118,6 +140,7 @@ class Bounds:
         Args: link: the state of the link. lists: params and the lists that the kernels write.
         """
         known = self.link is link and self.lists is lists
+        reach = reach._replace(edge=EDGE) if lists[0][0].dtype == torch.float16 else reach
         self.link, self.lists, self.reach = link, lists, reach
         if not reach.limit:
             self.finite = True  # for the pure step to find out
@@ -129,7 +152,7 @@ class Bounds:
             self._tensors, self._addresses = tensors, addresses
             self._watched = [*tensors, *_fields(link, (*RATIOS, *OTHERS))]
         if self._seen is None or self._seen != self._version() or not self._rules_out(reach):
-            self._look(link, lists[0])
+            self._look(reach, link, lists[0])
         return self._rules_out(reach)
 
     def follow(self, reach: Reach, link: Tree) -> None:
@@ -137,15 +160,32 @@ class Bounds:
         if self.link is not link:  # one transform steps for several groups
             self._seen = None
             return
-        size, rate = reach.limit, self._rate(reach)
-        moved = abs(1 - rate * reach.weight_decay) * self.param + rate * size / (reach.weight * reach.eps)
-        self.param = moved * (1 + 2.0**-20)  # what rounding adds
+        size, self.param = reach.limit, self._moved(reach)
+        self.slope = self._next_slope(reach)
         self.momentum = max(size, self.momentum) if reach.keeps else size
         self.square = max(self.square, (reach.gain * size) ** 2)
         self.ratio = max(self.ratio, reach.ratio)
         self._seen = self._version()
 
+    def _next_slope(self, reach: Reach) -> float:
+        if reach.growth is None:
+            return math.inf
+        a, b = reach.growth
+        return (a * self.slope + b) * (1 + 2.0**-10)
+
+    def _moved(self, reach: Reach) -> float:
+        """Return the bound of params after a step."""
+        rate, slope = self._rate(reach), self._next_slope(reach)
+        direction, rounding = reach.limit / (reach.weight * reach.eps), 2.0**-20
+        if reach.edge < math.inf:
+            rounding = 2.0**-10
+            if slope <= STEEP:
+                direction = min(direction, slope / reach.weight + TINY / (reach.weight * reach.eps))
+        return (abs(1 - rate * reach.weight_decay) * self.param + rate * direction) * (1 + rounding)
+
     def _rules_out(self, reach: Reach) -> bool:
+        if not self._moved(reach) < reach.edge:
+            return False
         limit, rate, decay = reach.limit, self._rate(reach), reach.weight_decay * self.param
         if not max(self.param, decay, rate * decay) <= reach.most / 4:
             return False
@@ -160,7 +200,7 @@ class Bounds:
         """Return a number that grows whenever somebody writes into one of the tensors."""
         return sum(map(_VERSION, self._watched))
 
-    def _look(self, link: Tree, params: list[Tensor]) -> None:
+    def _look(self, reach: Reach, link: Tree, params: list[Tensor]) -> None:
         copies, momenta, squares, ratios, others = (
             _fields(link, names) for names in (COPIES, MOMENTA, SQUARES, RATIOS, OTHERS)
         )
@@ -168,7 +208,10 @@ class Bounds:
         zero = lists[0][0].new_zeros(())
         sizes = [ops.direct("largest_magnitude", each) if each else zero for each in lists]
         lowest = torch.stack([zero, *(x.amin() for x in (*squares, *others) if x.numel())]).amin()
-        *found, least = torch.stack([*sizes, lowest]).cpu().tolist()
+        slopes = [zero + math.inf]
+        if reach.edge < math.inf and reach.growth is not None:
+            slopes = [zero, *map(_slope, momenta, _fields(link, SQUARES[:1]))]
+        *found, least, self.slope = torch.stack([*sizes, lowest, torch.stack(slopes).amax()]).cpu().tolist()
         self.param, self.momentum, self.square, self.ratio, other = found
         self.finite = all(map(math.isfinite, (self.momentum, self.square, other)))
         if least < 0:
@@ -226,6 +269,12 @@ def bounded(
         return Staged(True, commit if finite else drop, inside or not finite)
 
     return InPlace(update, is_safe, staged)
+
+
+def _slope(m: Tensor, v: Tensor) -> Tensor:
+    """Return the largest (|m| - TINY) / sqrt(v), 0-d; Inf where the second moment is 0."""
+    slopes = (m.abs() - TINY).clamp_(min=0.0).div_(v.sqrt())
+    return slopes.nan_to_num_(0.0, posinf=math.inf).amax() if m.numel() else m.new_zeros(())
 
 
 def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -103,16 +103,16 @@ def read(flags: Sequence[bool | Tensor]) -> list[bool]:
 class Eligibility:
     """Whether the table has a kernel for the whole step of lists of tensors: contiguous, of one device, of one shape.
 
-    Moments are float32; params are that, too, or all bfloat16.
+    Moments are float32; params are that, too, or all of another one of `kinds`.
 
     A look at every tensor takes longer than a small step. So params and state, which stay from step to step, are looked
     at once, and then only whether they are the same objects at the same addresses; gradients are always looked at.
 
-    Args: op: the kernel. fields: of the state of the link that keeps the moments, the lists.
+    Args: op: the kernel. fields: of the state of the link that keeps the moments, the lists. kinds: dtypes of params.
     """
 
-    def __init__(self, op: str, fields: Sequence[str]) -> None:
-        self._op, self._fields = op, fields
+    def __init__(self, op: str, fields: Sequence[str], kinds: Sequence[torch.dtype] = ()) -> None:
+        self._op, self._fields, self._kinds = op, fields, kinds or KINDS
         self._lists: list[list[Tensor]] = []
         self._seen: tuple[list[int], list[torch.Size]] | None = None  # their addresses, the shapes of params
 
@@ -125,7 +125,7 @@ class Eligibility:
         kept, shapes = [*chain(*lists)], [*map(_SHAPE, lists[0])]
         if torch.compiler.is_compiling() or not self._as_before(kept, shapes):
             self._seen = None
-            if not same_shapes(lists) or not has_kernel(self._op, KINDS, *lists):
+            if not same_shapes(lists) or not has_kernel(self._op, self._kinds, *lists):
                 return None
             self._lists, self._seen = lists, ([*map(Tensor.data_ptr, kept)], shapes)
         alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, (torch.float32, *NARROW), grads)
@@ -146,7 +146,10 @@ _SHAPE, _DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "devi
 
 NARROW = (torch.float16, torch.bfloat16)
 KINDS = (torch.float32, torch.bfloat16)
-"""Dtypes of params that kernels take; moments are float32. float16 overflows where bounds of float32 hold."""
+"""Dtypes of params that all kernels take; moments are float32. float16 overflows where bounds of float32 hold."""
+
+HALF_TOO = (*KINDS, torch.float16)
+"""Those of steps that have bounds for float16, too."""
 
 
 def has_kernel(op: str, kinds: Sequence[torch.dtype], first: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:

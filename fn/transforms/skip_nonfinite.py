@@ -36,6 +36,7 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
     """Leave params and state bitwise as they are in a step whose result is not finite, and count it.
 
     So it is with an update of 2^103, 1e31, or more in float32, and 2^970 in float64: a param could overflow with it.
+    And with one that makes a param of float16 overflow, which 16 can be enough for.
 
     A NaN or Inf on one rank reaches every rank, in the exact mean or in the scales of the codes, and so makes the
     replicated results of all ranks non-finite: looking at these needs no message, and all ranks skip together. In a
@@ -88,8 +89,11 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
             if looked_at:
                 ok = all_finite([x for name in looked_at for x in tree.leaves(tree.fields(after, name))])
             else:
-                fine = all_finite if isinstance(out, NewParams) else all_addable
-                ok = fine(tree.leaves(out)) & all_finite(_changed_and_replicated(state.inner, after))
+                if isinstance(out, NewParams):
+                    fine = all_finite(tree.leaves(out))
+                else:
+                    fine = all_addable(tree.leaves(out), tree.leaves(params))
+                ok = fine & all_finite(_changed_and_replicated(state.inner, after))
             for new, old in zip(tree.fields(after, "skipped"), tree.fields(state.inner, "skipped"), strict=True):
                 ok = ok if watched or new is old else ok & (new == old)  # what a guard inside skips, all of it skips
             return _keep_or_skip(ok, out, after, state, params, math.nan if inside else None)
@@ -173,21 +177,28 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
     return torch.isfinite(_ends(leaves)).all()
 
 
-def all_addable(updates: list[Tensor]) -> Tensor:
+def all_addable(updates: list[Tensor], params: Sequence[Tensor] = ()) -> Tensor:
     """Return whether updates are finite and make no finite param overflow, 0-d bool.
 
-    What is less than half a unit in the last place of the largest number there is does not change that one.
+    What is less than half a unit in the last place of the largest number there is does not change that one. Those of
+    float16 come so close to it that their sums are looked at.
+
+    Args: params: of the updates, where some may be of float16.
     """
-    updates = [x for x in updates if x.numel()]
-    if _is_on_host(updates):
-        norms = [(float(torch.linalg.vector_norm(x.detach())), _far(x)) for x in updates]
-        if all(norm < far for norm, far in norms):
-            return torch.tensor(True, device="cpu")
-    each = [_ends([x]).abs() < _far(x) for x in updates]
+    halves = [p if p.dtype == torch.float16 else None for p in params if isinstance(p, Tensor)]
+    halves = halves if len(halves) == len(updates) else [None] * len(updates)
+    pairs = [(x, p) for x, p in zip(updates, halves, strict=True) if x.numel()]
+    small = (float(torch.linalg.vector_norm(x.detach())) < _far(x, p) for x, p in pairs)
+    if _is_on_host([x for x, _ in pairs]) and all(small):
+        return torch.tensor(True, device="cpu")
+    each = [_ends([x]).abs() < _far(x) if p is None else (p + x).to(p.dtype).isfinite() for x, p in pairs]
     return torch.stack([x.all().to(each[0].device) for x in each]).all()
 
 
-def _far(x: Tensor) -> float:
+def _far(x: Tensor, half: Tensor | None = None) -> float:
+    """Return which updates are too large. half: the param, if it is of float16."""
+    if half is not None:
+        return 2.0**4
     return 2.0**970 if x.dtype == torch.float64 else 2.0**103
 
 
