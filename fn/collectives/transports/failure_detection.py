@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fn.collectives.transports import tcp_setup as rendezvous
+from fn.collectives.transports.progress import PROGRESS
 from fn.errors import PeerLost
 
 PATIENCE = 0.5
@@ -84,7 +85,11 @@ def raising_peer_lost(wires: Mapping[str, str], others: Iterable[str] = (), *, w
         where: what the message says it was noticed in.
     """
     try:
+        if PROGRESS is not None:
+            PROGRESS.begin()
         yield
+        if PROGRESS is not None:
+            PROGRESS.end()
     except RuntimeError as error:
         if not is_loss(error) and not isinstance(error, PeerLost):
             raise
