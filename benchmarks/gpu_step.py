@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from gpu_rows import ON_CPU, Check, Checks, Options, Row, at_most
 from measure import on_device
-from step import adapter, torchs
+from step import adapter, echo, torchs
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import fn
 from fn import Phase
+from fn.adapters.ddp.buckets import bucketed
+from fn.adapters.optim.step import write
+from fn.inplace.protocol import settled
 
 Step = Callable[[], Any]
 FUSED = "AdamW fused, torch"
@@ -32,13 +35,15 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 class Contender(NamedTuple):
     """A step to measure. make: from parameters. slower: the most times torch's fused step. peak: the most bytes of
-    temporary memory per parameter. launches: the most kernels in a step. None: shown, and not judged.
+    temporary memory per parameter. launches, waits: the most kernels in a step, and waits of the host for the device.
+    None: shown, and not judged.
     """
 
     make: Callable[[list[torch.nn.Parameter]], Step]
     slower: float | None = None
     peak: float | None = None
     launches: float | None = None
+    waits: float | None = None
 
 
 def _ours(make: Callable[..., fn.Transform], phase: Phase, *limits: float | None, **hyper: Any) -> Contender:
@@ -46,18 +51,40 @@ def _ours(make: Callable[..., fn.Transform], phase: Phase, *limits: float | None
     return Contender(partial(adapter, make=made, phase=phase), *limits)
 
 
+def overlapped(params: list[torch.nn.Parameter]) -> Step:
+    """Return the compressed step as `fn.adapters.ddp.overlap` takes it: group by group, and written at the end.
+
+    Without a backward pass beside it, and without its thread.
+    """
+    with echo():
+        make = partial(fn.onebit_adam, axis="data")
+        opt = fn.Optimizer(bucketed(params), make, schedule=fn.freeze_after(2), lr=1e-4, refuse_averaged=False)
+    for _ in range(2):
+        opt.step()
+
+    @torch.no_grad()
+    def step() -> None:
+        with opt.training.binding:
+            each = enumerate(opt.param_groups)
+            steps = [opt.stage_group(i, Phase.COMPRESSED, [p.grad for p in group["params"]]) for i, group in each]
+            write(opt.training, Phase.COMPRESSED, settled(steps))
+
+    return step
+
+
 _LAZY = fn.classic(lazy=True)
 
 CONTENDERS: dict[str, Contender] = {
     FUSED: Contender(partial(torchs, fused=True)),
-    "AdamW, fn.Optimizer": Contender(partial(adapter, make=fn.adamw, phase=Phase.WARMUP), 1.05, 4.0),
-    "1-bit Adam warm-up": _ours(fn.onebit_adam, Phase.WARMUP, None, 4.0),
-    "1-bit Adam compressed": _ours(fn.onebit_adam, Phase.COMPRESSED, 1.6, 1.5, 200),
+    "AdamW, fn.Optimizer": Contender(partial(adapter, make=fn.adamw, phase=Phase.WARMUP), 1.05, 4.0, None, 1),
+    "1-bit Adam warm-up": _ours(fn.onebit_adam, Phase.WARMUP, None, 4.0, None, 1),
+    "1-bit Adam compressed": _ours(fn.onebit_adam, Phase.COMPRESSED, 1.6, 1.5, 200, 1),
+    "1-bit Adam compressed, behind the backward pass": Contender(overlapped, None, 1.5, 600, 2),
     "1-bit Adam compressed, lazy errors": _ours(fn.onebit_adam, Phase.COMPRESSED, feedback=_LAZY),
     "1-bit Adam compressed, int8": _ours(fn.onebit_adam, Phase.COMPRESSED, codec=fn.int8(), feedback=fn.damped()),
-    "0/1 Adam local": _ours(fn.zero_one_adam, Phase.LOCAL),
-    "0/1 Adam synchronisation": _ours(fn.zero_one_adam, Phase.COMPRESSED),
-    "1-bit LAMB compressed": _ours(fn.onebit_lamb, Phase.COMPRESSED),
+    "0/1 Adam local": _ours(fn.zero_one_adam, Phase.LOCAL, None, None, None, 1),
+    "0/1 Adam synchronisation": _ours(fn.zero_one_adam, Phase.COMPRESSED, None, None, None, 1),
+    "1-bit LAMB compressed": _ours(fn.onebit_lamb, Phase.COMPRESSED, None, None, None, 1),
     "LoCo AdamW compressed": _ours(fn.loco_adamw, Phase.COMPRESSED),
 }
 
@@ -170,9 +197,9 @@ def launches(options: Options, name: str) -> Iterator[Row]:
     reads = sum(e.name.startswith("Memcpy DtoH") for e in events)
     if options.torch_device.type == "cuda" and not counts["launches"]:
         raise RuntimeError("expected the profile to show launches, but got none: CUPTI may be out of reach here")
-    limit, title = CONTENDERS[name].launches, f"launches of {name}"
-    yield Row(title, counts["launches"], note="" if options.judges_speed else ON_CPU) if limit is None else at_most(
-        options, title, counts["launches"], limit, ""
-    )
-    note = f"{reads} copies to the host" if options.judges_speed else ON_CPU
-    yield Row(f"host waits of {name}", counts["waits"], note=note)
+    notes = {"launches": "", "waits": f"{reads} copies to the host"}
+    for kind, what in (("launches", "launches"), ("waits", "host waits")):
+        limit, title, note = getattr(CONTENDERS[name], kind), f"{what} of {name}", notes[kind]
+        yield Row(title, counts[kind], note=note if options.judges_speed else ON_CPU) if limit is None else at_most(
+            options, title, counts[kind], limit, "", note
+        )

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Tree, UpdateFn
-from fn.kernels.schemas import SCHEMAS
+from fn.kernels.schemas import ON_LISTS, SCHEMAS
 from fn.kernels.table import warm
+from fn.kernels.warming import warm_halves
 
 logger = logging.getLogger("fn")
 
@@ -48,14 +49,23 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], changed: se
     changed.add(step)
 
 
+OF_FIELDS = {"anchor": ("drift",), "scaling": ("lamb_moments_", "onebit_lamb_moments_", "lamb_step_")}
+"""Kernels of states with such a field only, which others need in no dtype but that of their known answers."""
+
+
 def warm_kernels(states: Tree, params: Iterable[Tensor]) -> None:
     """Have the kernels of an accelerator compiled now, at construction, where steps in codes come later.
 
     The first step of the compressed phase would otherwise wait for a compiler in the middle of a run.
     """
-    devices = {p.device for p in params if p.device.type != "cpu"}
-    if devices and tree.leaves(tree.fields(states, "worker")):
-        for device in devices:
+    dtypes: dict[torch.device, set[torch.dtype]] = {}
+    for p in params:
+        dtypes.setdefault(p.device, set()).add(p.dtype)
+    dtypes = {device: kinds for device, kinds in dtypes.items() if device.type != "cpu"}
+    if dtypes and tree.leaves(tree.fields(states, "worker")):
+        absent = {op for field, ops in OF_FIELDS.items() if not tree.fields(states, field) for op in ops}
+        for device, kinds in dtypes.items():
             logger.info("kernels for %r are compiled, unless they are kept from before", device.type)
             with torch.accelerator.device_index(device.index or 0):
                 warm(SCHEMAS, device.type)
+                warm_halves([op for op in ON_LISTS if op not in absent], device, kinds)
