@@ -38,7 +38,7 @@ from fn.adapters.optim.warnings import say_slow, warn_of_thawed
 from fn.base import NewParams, Part, Phase, Round, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
 from fn.errors import expected
-from fn.inplace.element_order import Reorder, as_shaped, in_order
+from fn.inplace.element_order import as_shaped, in_order
 from fn.inplace.match import in_place, same_links
 from fn.inplace.protocol import InPlace, Staged
 from fn.schedules import FreezeWhenStable
@@ -134,14 +134,25 @@ def _move(training: Training, phase: Phase | Part, update: Update, grads: Grads)
             elif staged is not None:
                 say_slow(training, phase, given)
             updates, _ = update.donated(grads, states, tuple([p.detach() for p in group] for group in params))
-            return in_orders(training, tuple(updates), as_shaped)
+            return _as_shaped(training, updates)
 
 
-def in_orders(training: Training, tensors: Grads, how: Reorder = in_order) -> Grads:
-    """Return tensors like the params of all groups in their order in memory, or back. how: `in_order`, `as_shaped`."""
+def in_orders(training: Training, tensors: Grads) -> Grads:
+    """Return tensors like the params of all groups in their order in memory."""
     if not any(map(any, training.orders)):
         return tensors
-    return tuple(how(each, orders) for each, orders in zip(tensors, training.orders, strict=True))
+    return tuple(in_order(each, orders) for each, orders in zip(tensors, training.orders, strict=True))
+
+
+def _as_shaped(training: Training, updates: Sequence[Moves]) -> Sequence[Moves]:
+    """Return the updates of all groups in the shapes of the params."""
+    if not any(map(any, training.orders)):
+        return tuple(updates)
+    pairs = zip(updates, training.orders, strict=True)
+    return [
+        NewParams(as_shaped(moves.params, orders)) if isinstance(moves, NewParams) else as_shaped(moves, orders)
+        for moves, orders in pairs
+    ]
 
 
 def _ask(training: Training, before: list[int]) -> bool:

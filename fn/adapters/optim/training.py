@@ -88,7 +88,7 @@ class Training:
         """Return what a copy needs: not the transforms, which would go on with this one."""
         self.settle()
         none = [None] * len(self.transforms)
-        own = {"ahead": None, "background": None, "updates": {}, "bounds": {}, "views": None, "transforms": none}
+        own: dict[str, Any] = {"ahead": None, "background": None, "updates": {}, "bounds": {}, "views": None, "transforms": none}
         return {**vars(self), **own}
 
     def settle(self) -> None:
