@@ -87,9 +87,8 @@ class Training:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the transforms, which would go on with this one."""
         self.settle()
-        none = [None] * len(self.transforms)
-        own: dict[str, Any] = {"ahead": None, "background": None, "updates": {}, "bounds": {}, "views": None, "transforms": none}
-        return {**vars(self), **own}
+        own = dict.fromkeys(("ahead", "background", "views"))
+        return {**vars(self), **own, "updates": {}, "bounds": {}, "transforms": [None] * len(self.transforms)}
 
     def settle(self) -> None:
         """Wait for a mean that has begun, and write it into the states: who reads or saves them calls this first.
