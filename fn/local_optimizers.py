@@ -24,7 +24,7 @@ from fn.transforms.fragments import Fragments
 from fn.transforms.masking import partition
 from fn.transforms.momentum import trace
 from fn.transforms.muon import scale_by_muon
-from fn.transforms.outer import outer
+from fn.transforms.outer import Store, outer
 from fn.transforms.skip_nonfinite import skip_nonfinite
 
 
@@ -44,7 +44,7 @@ def diloco(
     servers: bool = True,
     fragments: Fragments = None,
     alpha: float = 0.0,
-    store: torch.dtype | None = None,
+    store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
     """DiLoCo: hundreds of local AdamW steps, then one Nesterov step along the mean of the ranks' ways.
@@ -79,7 +79,7 @@ def local_sgd(
     codec: Codecs | None = None,
     feedback: Feedbacks | None = None,
     servers: bool = True,
-    store: torch.dtype | None = None,
+    store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
     """Local SGD: local steps, then the mean of the params; post-local SGD with a warm-up.
@@ -116,7 +116,7 @@ def sparse_loco(
     values: Codec | None = None,
     keep: float = 0.95,
     fragments: Fragments = None,
-    store: torch.dtype | None = None,
+    store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
     """SparseLoCo: DiLoCo without an outer momentum, whose errors are one, and a few numbers of each tile in 2 bits.
@@ -168,7 +168,7 @@ def muloco(
     servers: bool = True,
     fragments: Fragments = None,
     alpha: float = 0.0,
-    store: torch.dtype | None = None,
+    store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
     """MuLoCo: DiLoCo whose local steps are Muon's for matrices, and AdamW's for all other tensors.

@@ -73,6 +73,10 @@ class OuterState(NamedTuple):
         return ("anchor",)
 
 
+Store = torch.dtype | Literal["cpu"] | None
+"""Where an anchor is kept: in a dtype, or in the host's memory."""
+
+
 class OuterWarmup(NamedTuple):
     """The rule of a warm-up step, which the anchor follows. inner: the update of the inner optimizer."""
 
@@ -92,7 +96,7 @@ def outer(
     *,
     fragments: Fragments = None,
     alpha: float = 0.0,
-    store: torch.dtype | None = None,
+    store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
     """Take local steps by one optimizer, and now and then a common one by another: DiLoCo and its family.
@@ -121,7 +125,9 @@ def outer(
         alpha: in [0, 1], how much of the rank's own params stays at a take-over. 0: params are then bitwise the anchor,
             rounded to their dtype, the same on all ranks.
         store: the dtype in which the anchor is kept; None: float32 for params in half precision, else their own. In a
-            narrower one, outer steps of less than half a unit in its last place move nothing.
+            narrower one, outer steps of less than half a unit in its last place move nothing. "cpu": like None, but
+            anchor, mean and outer state are kept in the host's memory, where outer steps are taken; an exchange then
+            waits for the device, to see whether the mean is finite.
         on_skip: what becomes of the params where a mean is not finite, or the outer step. All ranks then leave out the
             exchange: anchor, outer state and errors stay bitwise. "keep": the ranks go on with their params; one whose
             own params or inner state are not finite takes the anchor and a fresh inner state. "anchor": all ranks go
@@ -145,17 +151,21 @@ def outer(
         raise ValueError(expected("on_skip", "'keep' or 'anchor'", f"{on_skip!r}"))
     step_alone = inner.local_update if has_phase(inner, Phase.LOCAL) else inner.warmup_update
 
+    dtype, host = (None, torch.device("cpu")) if store == "cpu" else (store, None)
+
     def kept(x: Tensor) -> Tensor:
-        return x.to(store or torch.promote_types(x.dtype, torch.float32))
+        return x.to(host, dtype or torch.promote_types(x.dtype, torch.float32))
 
     def init(params: Tree) -> OuterState:
         tree.check_real(params, "params")
         anchor = tree.map(lambda p: kept(p.detach().clone(memory_format=torch.contiguous_format)), params)
-        pending = tree.map(zeros_like_moment, params)
-        parts = [[tree.leaves(pending)[i] for i in places] for places in fragment_places(fragments, params)]
+        zeros_of = tree.leaves(tree.map(zeros_like_moment, params))
+        parts = [[zeros_of[i] for i in places] for places in fragment_places(fragments, params)]
+        pending = tree.map(lambda p: zeros_like_moment(p).to(host), params)
         device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
         zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
-        states = tuple(outer_tx.init(part) for part in parts), tuple(sync.init(part) for part in parts)
+        outers = tuple(outer_tx.init([x.to(host) for x in part]) for part in parts)
+        states = outers, tuple(sync.init(part) for part in parts)
         return OuterState(inner.init(params), anchor, pending, *states, *zeros)
 
     def checked(updates: Tree, state: OuterState, params: Tree) -> Tree:
@@ -170,7 +180,8 @@ def outer(
         check_alike(state.alone)
         moves, after = inner.warmup_update(updates, state.inner, params)
         ok = all_addable(tree.leaves(moves)) & all_finite(_floats(after))
-        anchor = tree.map(lambda p: torch.where(ok.to(p.device), kept(p), torch.nan), apply_updates(params, moves))
+        anchor = tree.map(kept, apply_updates(params, moves))
+        anchor = tree.map(lambda x: torch.where(ok.to(x.device), x, torch.nan), anchor)
         axes = tuple(current_binding().axes)  # of averaged gradients all ranks make the same, which vmap cannot know
         anchor = tree.map(lambda x: found_alike(x, axes), anchor) if axes else anchor
         return moves, state._replace(inner=after, anchor=anchor)
@@ -192,18 +203,19 @@ def outer(
         """Note how far this rank went, in the place of the mean."""
         anchor, structure = tree.flatten(state.anchor)
         pending = tree.leaves(state.pending)
-        went = [(anchor[i].to(here[i].dtype).to(pending[i].dtype) - here[i].to(pending[i].dtype)) for i in places]
+        starts = [anchor[i].to(here[i]).to(pending[i].dtype) for i in places]  # on the device of the params
+        went = [(x - here[i].to(x.dtype)).to(host) for i, x in zip(places, starts, strict=True)]
         return state._replace(pending=tree.unflatten(structure, put(pending, places, went)))
 
     def mean(places: Sequence[int], here: list[Tensor], state: OuterState, fragment: int) -> OuterState:
         """Send how far the ranks went; keep the mean, and what was not delivered."""
         anchor, structure = tree.flatten(state.anchor)
         pending = tree.leaves(state.pending)
-        went, before = [pending[i] for i in places], state.sync[fragment]
+        went, before = [pending[i].to(here[i].device) for i in places], state.sync[fragment]
         found, errors = sync.compressed_update(went, before, [anchor[i] for i in places])
         ok = all_finite(tree.leaves(found))
         errors = tree.map(lambda new, old: _chosen(ok, new, old), errors, before)
-        means = [d.to(pending[i].dtype) for i, d in zip(places, tree.leaves(found), strict=True)]
+        means = [d.to(pending[i]) for i, d in zip(places, tree.leaves(found), strict=True)]
         after = tree.unflatten(structure, put(pending, places, means))
         return state._replace(pending=after, sync=_with(state.sync, fragment, errors))
 
@@ -227,9 +239,10 @@ def outer(
             pending=cleared,
             outer=_with(state.outer, fragment, after),
         )
-        there = [_between(x.to(d.dtype), here[i], alpha) for i, x, d in zip(places, now, went, strict=True)]
+        wide = [x.to(here[i].device, d.dtype) for i, x, d in zip(places, now, went, strict=True)]
+        there = [_between(x, here[i], alpha) for i, x in zip(places, wide, strict=True)]
         if on_skip == "anchor":
-            back = [x.to(y.dtype) for x, y in zip(now, there, strict=True)]
+            back = [x.to(y) for x, y in zip(now, there, strict=True)]
         else:
             back = [here[i].to(y.dtype) for i, y in zip(places, there, strict=True)]
         there = [_chosen(ok, y, x) for y, x in zip(there, back, strict=True)]
@@ -240,9 +253,10 @@ def outer(
         ok: Tensor, here: list[Tensor], there: list[Tensor], state: OuterState
     ) -> tuple[list[Tensor], OuterState]:
         """Where an exchange was skipped, give a rank that is not finite the anchor and a fresh inner state."""
-        fine = ok | all_finite([*here, *_floats(state.inner)])
+        own = all_finite([*here, *_floats(state.inner)])
+        fine = ok.to(own.device) | own
         anchor, structure = tree.flatten(state.anchor)
-        there = [_chosen(fine, y, x.to(y.dtype)) for y, x in zip(there, anchor, strict=True)]
+        there = [_chosen(fine, y, x.to(y)) for y, x in zip(there, anchor, strict=True)]
         fresh = inner.init(tree.unflatten(structure, [y.to(p.dtype) for y, p in zip(there, here, strict=True)]))
         return there, state._replace(inner=tree.map(lambda old, new: _chosen(fine, old, new), state.inner, fresh))
 

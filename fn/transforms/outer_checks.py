@@ -55,11 +55,10 @@ def check_alpha(alpha: Any) -> None:
 
 def check_store(store: Any) -> None:
     """Refuse what is no dtype to keep an anchor in."""
-    if store is None:
+    if store is None or store == "cpu":
         return
     if not isinstance(store, torch.dtype):
-        wanted = "a dtype, or None; to keep the anchor on another device is not implemented"
-        raise TypeError(expected("store", wanted, f"{store!r}"))
+        raise TypeError(expected("store", "a dtype, 'cpu' or None", f"{store!r}"))
     if not store.is_floating_point or store.itemsize < 2:
         raise ValueError(expected("store", "a floating dtype of 16 bits or more", f"{store}"))
 

@@ -134,17 +134,20 @@ def _keep_or_skip(
     ok: Tensor, updates: Tree, after: Tree, state: SkipState, params: Tree, instead: float | None = None
 ) -> tuple[Tree, SkipState]:
     """Return updates and `after` where ok; elsewhere what moves nothing, or `instead`, and the state as it was."""
-    skipped = state.skipped + (~ok).to(torch.int64)
+    skipped = state.skipped + (~ok).to(state.skipped)
     if ok.device.type == "cpu" and is_concrete(ok) and ok:  # a branch costs nothing here, a selection a pass
         return updates, SkipState(after, skipped)
     if isinstance(updates, NewParams):
         old = params if instead is None else tree.map(lambda p: torch.full_like(p, instead), params)
-        updates = NewParams(tree.map(lambda new, p: torch.where(ok, new, p.to(new.dtype)), updates.params, old))
+        updates = NewParams(tree.map(lambda new, p: torch.where(ok.to(p.device), new, p.to(new)), updates.params, old))
     else:
         still = -0.0 if instead is None else instead
-        updates = tree.map(lambda u: torch.where(ok, u, still), updates)
-    kept = tree.map(lambda new, old: new if new is old else torch.where(ok, new, old), after, state.inner)
-    return updates, SkipState(kept, skipped)
+        updates = tree.map(lambda u: torch.where(ok.to(u.device), u, still), updates)
+
+    def chosen(new: Tensor, old: Tensor) -> Tensor:
+        return new if new is old else torch.where(ok.to(new.device), new, old)
+
+    return updates, SkipState(tree.map(chosen, after, state.inner), skipped)
 
 
 def _watched(state: Tree) -> tuple[str, ...]:

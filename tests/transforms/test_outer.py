@@ -147,6 +147,18 @@ def test_after_an_exchange_all_params_are_bitwise_the_anchor(dtype: Any, store: 
     assert {x.dtype for x in w.own.anchor.values()} == {store or wide}
 
 
+def test_an_anchor_in_the_memory_of_the_host_changes_no_number() -> None:
+    """Where it lies is looked at in `test_other_device.py`."""
+    ends = []
+    for store in (None, "cpu"):
+        w = World(fn.diloco(0.02, axis="data", codec=fn.int8(), store=store, fragments=2, alpha=0.3), 3)
+        schedule = fn.every(4, fragments=2, delay=1, start=1)
+        for t in range(11):
+            w.step(schedule(t), gradients(3, t))
+        ends.append((w.params, w.state))
+    assert same_bits(*ends)
+
+
 def test_nothing_is_sent_in_local_rounds_and_differences_in_others() -> None:
     w = World(fn.diloco(0.02, axis="data", fragments=2, alpha=0.5), 2)
     schedule = fn.every(6, fragments=2, delay=1, start=2)
@@ -386,8 +398,8 @@ BAD = {
     "fragments: expected a number of at least 1": lambda: fn.outer(sgd(), RATE, exact(), fragments=0),
     "fragments: expected a number, None": lambda: fn.outer(sgd(), RATE, exact(), fragments="all"),
     r"alpha: expected a number in \[0, 1\]": lambda: fn.outer(sgd(), RATE, exact(), alpha=1.5),
-    "store: expected a dtype, or None; to keep the anchor on another device": lambda: fn.outer(
-        sgd(), RATE, exact(), store="cpu"
+    "store: expected a dtype, 'cpu' or None, but got 'disk'": lambda: fn.outer(
+        sgd(), RATE, exact(), store="disk"
     ),
     "store: expected a floating dtype of 16 bits": lambda: fn.outer(sgd(), RATE, exact(), store=torch.int64),
     "on_skip: expected 'keep' or 'anchor'": lambda: fn.outer(sgd(), RATE, exact(), on_skip="retry"),
