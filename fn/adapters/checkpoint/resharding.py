@@ -180,10 +180,11 @@ def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     orders = element_order.restored(saved, training.params)
     for g, own in enumerate(notes):
         rests = [rest for state, rest in move.rests if any(state is s for s, _ in own)]
-        if len(rests) == 1 and len(rests[0]) == len(training.groups[g]["params"]):
+        alike = len(rests) == 1 and len(rests[0]) == len(training.groups[g]["params"])
+        if alike and training.transforms[g].rounds is None:  # else they are of differences, which no gradient takes
             found.update(_carried(g, element_order.read_in_order(rests[0], orders[g]), saved))
         elif rests:
-            logger.warning("param group %d is parted among transforms: its errors moved, to 8 bits", g)
+            logger.warning("param group %d: its errors moved, to 8 bits; what these do not hold is lost", g)
     return found
 
 

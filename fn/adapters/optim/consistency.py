@@ -151,20 +151,12 @@ def first_difference(sums: Tensor, axis: str) -> tuple[int, int] | None:
 
 
 def refuse_elsewhere(params: Iterable[Tensor]) -> None:
-    """Refuse the parameters of FSDP2 with a TypeError, and those on the meta device with a ValueError.
-
-    Both say what to do instead.
-    """
+    """Refuse parameters on the meta device with a ValueError that says what to do instead."""
     for i, p in enumerate(params):
         if p.is_meta:
             raise ValueError(
                 f"params: parameter {i} is on the meta device, which holds no numbers, and module.to_empty(device=...) "
                 "makes other parameters of it; make the optimizer after that"
-            )
-        if hasattr(p, "device_mesh"):
-            raise TypeError(
-                f"params: parameter {i} is a DTensor, whose gradients FSDP2 reduces before an optimizer sees them; "
-                "compress these with fn.adapters.fsdp.compress(module), and give the parameters to torch.optim"
             )
 
 

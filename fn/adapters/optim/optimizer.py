@@ -182,7 +182,9 @@ class Optimizer(torch.optim.Optimizer):
                 if isinstance(param_group, dict):
                     param_groups.spell_betas(param_group, self.make, self.defaults)
                 super().add_param_group(param_group)
-                refuse_elsewhere(self.param_groups[-1]["params"])
+                group = self.param_groups[-1]
+                refuse_elsewhere(group["params"])
+                group["params"] = training.shards.of(group["params"], training.axes, training.binding)
                 tree.check_real(self.param_groups[-1]["params"], "params")
                 check_params(self.param_groups)
                 prepared = training.prepare(self.param_groups[-1])
@@ -214,6 +216,7 @@ class Optimizer(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         training = self.training
         training.groups = self.param_groups
+        training.shards.take_gradients()
         training.scale = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         phase, problem, skipped = training.phase, training.follow_groups(), training.skipped
         shared = {axis: wire for axis, wire in training.transports.items() if training.binding.axes[axis].size > 1}
@@ -238,6 +241,11 @@ class Optimizer(torch.optim.Optimizer):
         if early is not None and changed is not None:
             raise changed
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients, as torch's optimizers do."""
+        super().zero_grad(set_to_none)
+        self.training.shards.zero_grad(set_to_none)
 
     def stage_group(self, index: int, phase: Phase, grads: list[Tensor]) -> Staged:
         """Take a step of a param group up to where it would be written. Nothing is changed.

@@ -16,6 +16,7 @@ from fn.adapters.optim.consistency import check_start
 from fn.adapters.optim.donate import owned, write_back
 from fn.adapters.optim.frozen_params import FrozenParams
 from fn.adapters.optim.gradients import Gradients, Residuals
+from fn.adapters.optim.local_shards import LocalShards
 from fn.adapters.optim.param_memory import check_writable
 from fn.adapters.optim.state_kinds import check_paths
 from fn.base import Part, Phase, Round, Transform
@@ -64,6 +65,7 @@ class Training:
     """Whether `make` made a transform that skips steps by itself."""
     gradients: Gradients = field(default_factory=Gradients)
     frozen_params: FrozenParams = field(default_factory=FrozenParams)
+    shards: LocalShards = field(default_factory=LocalShards)
     scale: tuple[Tensor | None, Tensor | None] = None, None
     """What `torch.amp.GradScaler` says of this step: the scale of the loss, and whether it found an Inf."""
     updates: dict[Phase | Part, Any] = field(default_factory=dict)
@@ -166,6 +168,7 @@ class Training:
         lr = param_groups.learning_rate(group)
         with self.binding:
             made = self.make(lr=lr, **param_groups.shown(group, self.make))
+        self.shards.check(made, self.max_norm)
         return lr, param_groups.check_made(made, self.schedule)
 
     def orders_of(self, group: dict[str, Any], transform: Transform | None) -> tuple[Order, ...]:
