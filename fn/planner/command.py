@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fn.planner import calibrate, report, traffic, units
-from fn.planner.methods import INTERVAL, methods
+from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods
 from fn.planner.network import Cost, Network, network
 from fn.planner.predict import plan
 
@@ -52,6 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=traffic.BUCKET)  # fmt: skip
     add("--interval", units.count, "STEPS", f"steps between 0/1 Adam's synchronisations (default: {INTERVAL})",
         default=INTERVAL)  # fmt: skip
+    add("--local-steps", units.count, "STEPS", f"steps of a round of DiLoCo and its family (default: {LOCAL_STEPS})",
+        default=LOCAL_STEPS)  # fmt: skip
     parser.add_argument("--dtype", choices=sorted(WIDTHS), default="fp32", help="of the gradients (default: fp32)")
     parser.add_argument("--calibrate", action="store_true",
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
@@ -138,7 +140,8 @@ def _calibrated(arguments: argparse.Namespace, job: calibrate.Job) -> Network:
 
 def _show(arguments: argparse.Namespace, net: Network, memory: float, coding: Mapping[str, float]) -> None:
     model = traffic.model(arguments.params, min(arguments.tensors, arguments.params), WIDTHS[arguments.dtype])
-    found = methods(model, net, bucket=arguments.bucket, interval=arguments.interval)
+    more = {"interval": arguments.interval, "local_steps": arguments.local_steps}
+    found = methods(model, net, bucket=arguments.bucket, **more)
     made = plan(found, net, arguments.compute, model.params, memory=memory, coding=coding)
     title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {report.describe(net)}"
     print(title, "", report.table(made, net), "", made.verdict, sep="\n")

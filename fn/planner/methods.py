@@ -6,9 +6,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from fn.collectives.codecs.bins import bins
 from fn.collectives.codecs.codec import identity
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
+from fn.collectives.codecs.top_k import top_k
 from fn.planner import traffic
 from fn.planner.network import Message, Network
 from fn.planner.traffic import Model
@@ -17,6 +19,14 @@ Sends = Callable[[Model], list[Message]]
 
 INTERVAL = 16
 """Steps of 0/1 Adam between two that synchronise, once the interval has grown to its default limit."""
+
+
+LOCAL_STEPS = 100
+"""Steps of a round of DiLoCo's family. With a delay, a quarter of them go on while a mean travels."""
+
+EXCHANGE = 44.0
+"""Bytes per parameter of an exchange: anchor and params are read for the difference, which is written, then mean,
+momentum and anchor are read and written, params written."""
 
 
 class Method(NamedTuple):
@@ -30,6 +40,7 @@ class Method(NamedTuple):
     passes: bytes of device memory that are read and written per parameter, on top of an exact optimizer's.
     interval: it communicates in one of so many steps.
     ours: fn has it; the others are there to compare.
+    local: ranks train alone in between, which changes what is learned. delay: steps that go on while messages travel.
     """
 
     name: str
@@ -40,6 +51,8 @@ class Method(NamedTuple):
     passes: float = 0.0
     interval: int = 1
     ours: bool = True
+    local: bool = False
+    delay: int = 0
 
     @property
     def messages(self) -> list[Message]:
@@ -57,12 +70,19 @@ def label(name: str, topology: str) -> str:
     return name if topology == "flat" else f"{name} ({topology})"
 
 
-def methods(model: Model, net: Network, *, bucket: int = traffic.BUCKET, interval: int = INTERVAL) -> list[Method]:
+def methods(
+    model: Model,
+    net: Network,
+    *,
+    bucket: int = traffic.BUCKET,
+    interval: int = INTERVAL,
+    local_steps: int = LOCAL_STEPS,
+) -> list[Method]:
     """Return all methods on all topologies that the network has.
 
-    Args: bucket: bytes of gradients in a part of an overlapped method. interval: of 0/1 Adam.
+    Args: bucket: bytes of gradients in a part of an overlapped method. interval: of 0/1 Adam. local_steps: of a round.
     """
-    found = _flat(model, net.world, bucket, interval)
+    found = _flat(model, net.world, bucket, interval) + _rounds(model, net.world, local_steps)
     if net.nodes > 1 and net.per_node > 1:
         found += _two_level(model, net, bucket, interval)
     return [method for method in found if model.width > 2 or method.name != "bf16 gradients"]
@@ -95,6 +115,26 @@ def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
         made("zero_one_adam, servers=False", direct, overlapped=False, passes=direct_passes, interval=interval),
         made("loco_adamw, int4", loco, overlapped=False, passes=28),
         made("onebit_adam, int8", partial(traffic.codes, ranks=ranks, codec=int8()), overlapped=False, passes=36),
+    ]
+
+
+def _rounds(model: Model, ranks: int, local_steps: int) -> list[Method]:
+    """Return the methods of local steps. What they send are differences in float32, whatever the gradients are."""
+    whole = model._replace(width=4)
+    codes, direct = partial(traffic.codes, ranks=ranks), partial(traffic.codes, ranks=ranks, servers=False)
+    late = local_steps // 4
+
+    def made(name: str, send: Sends, passes: float, delay: int = 0) -> Method:
+        parts = parts_of(whole, send, None)
+        return Method(name, "flat", True, parts, False, passes, local_steps, local=True, delay=delay)
+
+    return [
+        made("diloco", partial(codes, codec=identity()), EXCHANGE),
+        made("diloco, int8", partial(codes, codec=int8()), EXCHANGE + 36),
+        made("diloco, int8, delayed", partial(codes, codec=int8()), EXCHANGE + 36, late),
+        made("diloco, 2 bits", partial(codes, codec=bins(4, 6)), EXCHANGE + 60),
+        made("diloco, 1 bit", partial(codes, codec=sign()), EXCHANGE + 32),
+        made("sparse_loco", partial(direct, codec=top_k(128, 64 * 64, values=bins(4, 6))), EXCHANGE + 100),
     ]
 
 

@@ -77,7 +77,7 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
             free = max(free, compute * (FORWARD + (1 - FORWARD) * done)) + time
         end = max(compute, free)
     else:
-        end = compute + total
+        end = compute + max(0.0, total - method.delay * compute)
     every = method.interval
     return Prediction(method, compute, total / every, (end - compute) / every, coding / every if method.size else 0.0)
 
@@ -109,11 +109,13 @@ def plan(
 
 def _verdict(ranked: Sequence[Prediction]) -> tuple[bool, str]:
     """Return whether fn's best compressed method is worth it against the best that is not compressed, and why."""
+    rounds, ranked = [p for p in ranked if p.method.local], [p for p in ranked if not p.method.local]
     best = next(p for p in ranked if p.method.compressed)
     plain = next(p for p in ranked if not p.method.compressed)
     exact = next(p for p in ranked if p.method.name == "adamw")
     own = next((p for p in ranked if p.method.compressed and p.method.ours), best)
     others = "" if own is best or exact.communication == 0 else _of_our_own(best, own, plain)
+    others += _of_rounds(rounds, min(best, plain, key=lambda p: p.step))
     if _pays(best, plain):
         but = "" if _pays(own, plain) else ", but with none of fn's methods"
         return not but, (
@@ -126,6 +128,18 @@ def _verdict(ranked: Sequence[Prediction]) -> tuple[bool, str]:
 
 def _pays(found: Prediction, plain: Prediction) -> bool:
     return found.step <= (1 - WORTH) * plain.step
+
+
+def _of_rounds(rounds: Sequence[Prediction], best: Prediction) -> str:
+    """Say what local steps would gain; they are no answer to the question, for they change what is learned."""
+    if not rounds or not _pays(rounds[0], best):
+        return ""
+    found = rounds[0]
+    return (
+        f" Local steps would take {show_seconds(found.step)} a step ({_label(found.method)}, one exchange in "
+        f"{found.method.interval} steps, {best.step / found.step:.2f}x), but they change what is learned: see "
+        f"docs/local_steps.md."
+    )
 
 
 def _of_our_own(best: Prediction, own: Prediction, plain: Prediction) -> str:

@@ -234,3 +234,12 @@ def test_ten_to_the_five_ranks_on_paper():
     found = planned(70_000_000_000, network(100_000, 8, Cost(5e-6, 7.2e12), Cost(3e-5, 4e11)), 2.0, width=2)
     assert found.of("onebit_adam", "flat").communication > 2 * 99_992 * 30e-6  # so many messages, one after the other
     assert found.of("onebit_adam", "two-level").step < found.of("onebit_adam", "flat").step
+
+
+def test_a_delay_hides_what_is_sent_meanwhile_and_no_more():
+    def of(delay):
+        return predict(Method("m", "flat", True, (part(1.0, 3000),), False, interval=4, delay=delay), FLAT, 0.1, 0.0)
+
+    sent = of(0).communication * 4
+    for delay in (0, 1, 2, 100):
+        assert of(delay).step == pytest.approx(0.1 + max(0.0, sent - delay * 0.1) / 4)

@@ -76,6 +76,24 @@ def test_a_step_sends_what_was_planned(ranks, tx, phase, messages):
     assert sum(book.messages.values()) == len(found) * (ranks > 1)
 
 
+ROUNDS = {
+    "diloco": fn.diloco,
+    "diloco, int8": partial(fn.diloco, codec=fn.int8()),
+    "diloco, 2 bits": partial(fn.diloco, codec=fn.bins(4, 6)),
+    "diloco, 1 bit": partial(fn.diloco, codec=fn.sign()),
+}
+
+
+@pytest.mark.parametrize("name", ROUNDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_round_sends_what_was_planned(name, ranks):
+    (method,) = [m for m in methods(MODEL, network(ranks, ranks, Cost(0.0, 1.0)), local_steps=7) if m.name == name]
+    assert (method.interval, method.local) == (7, True)
+    book = step(ROUNDS[name](1e-3, axis="data"), fn.Round(0, 0), ranks)
+    assert counted(book) == planned(method.messages)
+    assert not step(ROUNDS[name](1e-3, axis="data"), fn.Round(), ranks).total
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("layout", ["flat", "per_tensor", "fused"])
 def test_without_servers_every_rank_gathers_the_codes_of_all(ranks, layout):
