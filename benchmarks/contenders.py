@@ -32,6 +32,9 @@ from train_lm import Transformer, loss_of
 INTERVAL = 16
 """Steps of 0/1 Adam between two synchronisations, which its paper and DeepSpeed allow at most; a period of it."""
 
+ROUND = 32
+"""Steps of a round of DiLoCo, a period of it."""
+
 WARM_UP = 2
 LR = 3e-4
 """Of a run whose loss is shown."""
@@ -171,6 +174,14 @@ def _method(send: Any, bucket: int | None = None, interval: int = 1) -> Callable
     return made
 
 
+def rounds(codec: Any, delay: int = 0) -> Contender:
+    """Return DiLoCo in a codec. delay: steps that go on while a mean travels."""
+    schedule = fn.every(ROUND, delay=delay, start=WARM_UP)
+    make = partial(ours, partial(fn.diloco, codec=codec), schedule=schedule)
+    planned = _method(partial(traffic.codes, codec=codec), interval=ROUND)
+    return Contender(make, lambda model, ranks: planned(model, ranks)._replace(delay=delay), ROUND)
+
+
 _signs = partial(traffic.codes, codec=sign())
 _direct = partial(_signs, servers=False)
 _lazy = partial(fn.onebit_adam, feedback=fn.classic(lazy=True))
@@ -222,6 +233,10 @@ CONTENDERS: Mapping[str, Contender] = {
     "fn int8, overlapped": Contender(
         partial(overlapped, _int8), _method(partial(traffic.codes, codec=int8()), 4 * ddp.BUCKET)
     ),
+    "fn DiLoCo, int8": rounds(int8()),
+    "fn DiLoCo, int8, late": rounds(int8(), delay=ROUND // 2),
+    "fn DiLoCo, 2 bits": rounds(fn.bins(4, 6)),
+    "fn DiLoCo, 1 bit": rounds(sign()),
 }
 """What is compared, in the order in which it runs."""
 

@@ -26,7 +26,9 @@ from train_lm import cut, read_standard_library
 import fn
 from fn.planner import calibrate
 
-RATES: Mapping[str, float | None] = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "unthrottled": None}
+RATES: Mapping[str, float | None] = {
+    "10 Mbit/s": 1e7, "100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "unthrottled": None,
+}  # fmt: skip
 COUNTED = 3
 """Steps of a turn that count; of a method with several kinds of steps one period."""
 
