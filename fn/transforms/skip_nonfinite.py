@@ -14,6 +14,7 @@ from fn.base import Guarded, NewParams, Phase, SideBySide, Transform, UpdateFn, 
 from fn.collectives.axis import rank_dims
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
+from fn.updates import apply_updates
 
 Tree = Any
 
@@ -123,7 +124,12 @@ def together(transforms: Sequence[Transform]) -> Transform:
                     _keep_or_skip(ok, out, new.inner, old, p) if isinstance(old, SkipState) else (out, new)
                     for (out, new), old, p in zip(results, state, params, strict=True)
                 ]
-            return tuple(out for out, _ in results), tuple(new for _, new in results)
+            outs, after = zip(*results, strict=True) if results else ((), ())
+            if any(isinstance(out, NewParams) for out in outs):  # then all trees have them
+                pairs_of = zip(outs, params, strict=True)
+                new = [out.params if isinstance(out, NewParams) else apply_updates(p, out) for out, p in pairs_of]
+                return NewParams(tuple(new)), after
+            return outs, after
 
         return SideBySide(tuple(found), update)
 

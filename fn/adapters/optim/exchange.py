@@ -20,7 +20,7 @@ from fn.adapters.optim.signals import begin_writing
 from fn.adapters.optim.step import move
 from fn.adapters.optim.training import Training
 from fn.inplace.protocol import Staged
-from fn.phases import Part, Round
+from fn.phases import NewParams, Part, Round
 
 Tree = Any
 
@@ -63,8 +63,8 @@ def stage_exchange(training: Training, round_: Round) -> Staged:
         begin_writing()
         if states is not training.states:
             write_back(training.states, states)
-        for group, new in zip(training.params, moves or (), strict=moves is not None):
-            move(group, new)
+        for group, new in zip(training.params, () if moves is None else moves.params, strict=moves is not None):
+            move(group, NewParams(new))
         training.sending = sending
 
     return Staged(True, commit)

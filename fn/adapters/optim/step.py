@@ -134,7 +134,8 @@ def _move(training: Training, phase: Phase | Part, update: Update, grads: Grads)
             elif staged is not None:
                 say_slow(training, phase, given)
             updates, _ = update.donated(grads, states, tuple([p.detach() for p in group] for group in params))
-            return _as_shaped(training, updates)
+            each = [NewParams(new) for new in updates.params] if isinstance(updates, NewParams) else updates
+            return _as_shaped(training, each)
 
 
 def in_orders(training: Training, tensors: Grads) -> Grads:
