@@ -9,11 +9,12 @@ What is on its way is no part of the state. Whoever reads the states waits for i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from fn import tree
 from fn.adapters.optim.background import in_background
 from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.signals import begin_writing
@@ -21,6 +22,7 @@ from fn.adapters.optim.step import move
 from fn.adapters.optim.training import Training
 from fn.inplace.protocol import Staged
 from fn.phases import NewParams, Part, Round
+from fn.transforms.outer import OuterState
 
 Tree = Any
 
@@ -31,11 +33,18 @@ def exchange(training: Training, round_: Round) -> None:
     Raises: what communication raises. Params and states are then those after the local step, and the exchange is left
         out, on this rank at least.
     """
-    stage_exchange(training, round_).commit()
+    if training.meet is None:
+        stage_exchange(training, round_).commit()
+    else:
+        training.meet(round_)
 
 
-def stage_exchange(training: Training, round_: Round) -> Staged:
-    """Take the exchange of a round up to where it is written. Raises: as `exchange`."""
+def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> Staged:
+    """Take the exchange of a round up to where it is written.
+
+    Args: weight: what this rank's difference is multiplied by before it is sent, see `weight_of`.
+    Raises: as `exchange`.
+    """
     training.settle()
     update = training.joined()
     params = tuple([p.detach() for p in group] for group in training.params)
@@ -48,6 +57,7 @@ def stage_exchange(training: Training, round_: Round) -> Staged:
     sending: Callable[[], Tree] | None = None
     if "mean" in parts:
         _, differences = run(parts["difference"], states)
+        differences = _weighed(states, differences, weight)
 
         def mean() -> Tree:
             return run(parts["mean"], differences)[1]
@@ -68,3 +78,25 @@ def stage_exchange(training: Training, round_: Round) -> Staged:
         training.sending = sending
 
     return Staged(True, commit)
+
+
+def weight_of(tokens: Sequence[float], rank: int) -> float:
+    """Return the weight of a rank's difference: its tokens over the mean of all ranks' tokens.
+
+    The mean of what the ranks send is then weighed by tokens. It is the plain mean where nobody has any.
+    """
+    total = sum(tokens)
+    return len(tokens) * tokens[rank] / total if total else 1.0
+
+
+def _weighed(before: Tree, after: Tree, weight: float) -> Tree:
+    """Return states after a difference was noted in them, with that difference times a weight."""
+    if weight == 1.0:
+        return after
+    old = iter(tree.fields(before, "pending"))
+
+    def scaled(state: OuterState) -> OuterState:
+        pending = tree.map(lambda new, was: new if new is was else weight * new, state.pending, next(old))
+        return state._replace(pending=pending)
+
+    return tree.replace(after, OuterState, scaled)

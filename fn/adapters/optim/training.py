@@ -74,6 +74,8 @@ class Training:
     """Of the numbers in tensors, for steps in place."""
     ahead: Callable[[Phase], tuple[Sequence[Staged] | None, Exception | None]] | None = None
     """Set by `fn.adapters.ddp.overlap`: see `Overlap.ahead`."""
+    meet: Callable[[Round], None] | None = None
+    """Set by `fn.adapters.torchft`, which takes the exchanges of rounds among ranks that come and go."""
     compiled_at: set[int] = field(default_factory=set)
     """Steps with other hyper-parameters, of updates that are compiled."""
     sending: Callable[[], Tree] | None = None
@@ -89,7 +91,7 @@ class Training:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the transforms, which would go on with this one."""
         self.settle()
-        own = dict.fromkeys(("ahead", "background", "views"))
+        own = dict.fromkeys(("ahead", "meet", "background", "views"))
         return {**vars(self), **own, "updates": {}, "bounds": {}, "transforms": [None] * len(self.transforms)}
 
     def settle(self) -> None:
