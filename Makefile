@@ -23,6 +23,7 @@ help:
 	@echo "make reliability-test   kills, damaged files, drift, long runs; the figures are in docs/reliability.md"
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
 	@echo "make trainers-test    the recipes for accelerate, transformers and Lightning"
+	@echo "make torchft-test     islands that are killed and return, in an environment of their own"
 	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)"
 
 demo: .venv/.demo
@@ -67,6 +68,17 @@ deepspeed-test: .venv-deepspeed/.done
 .PHONY: trainers-test
 trainers-test: .venv/.test .venv/.trainers
 	$(BIN)/python -m pytest -m trainers tests/integration
+
+# torchft brings its lighthouse along, and many packages that nothing else here needs.
+.PHONY: torchft-test
+torchft-test: .venv-torchft/.done
+	OMP_NUM_THREADS=1 RUST_LOG=error .venv-torchft/bin/python -m pytest -m torchft tests/adapters/test_torchft.py
+
+.venv-torchft/.done: pyproject.toml
+	test -x .venv-torchft/bin/python || $(PYTHON) -m venv .venv-torchft
+	.venv-torchft/bin/python -m pip install $(TORCH)
+	.venv-torchft/bin/python -m pip install hypothesis pytest --editable '.[torchft]'
+	@touch $@
 
 # Each stamp is as new as the pyproject.toml that was installed.
 .venv/.%: pyproject.toml | .venv/.torch

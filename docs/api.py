@@ -28,7 +28,7 @@ SECTIONS = (
 )
 """Headings, and the modules whose public names stand below them; the first that fits counts."""
 
-_ADAPTERS = ("checkpoint", "drift", "metrics", "ddp", "fsdp", "deepspeed")
+_ADAPTERS = ("checkpoint", "drift", "metrics", "ddp", "fsdp", "deepspeed", "torchft")
 MODULES = (
     "fn.tree",
     "fn.collectives.hierarchy",
@@ -40,6 +40,7 @@ MODULES = (
     "fn.adapters.drift",
     "fn.adapters.metrics",
     "fn.adapters.deepspeed",
+    "fn.adapters.torchft",
 )
 """Modules that are used by their own name, in sections of their own."""
 

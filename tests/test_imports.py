@@ -42,6 +42,7 @@ OPTIONAL = (
     "tqdm",
     "deepspeed",
     "torch_npu",
+    "torchft",
     "intel_extension_for_pytorch",
 )
 

@@ -1,0 +1,85 @@
+"""What an island does alone: how it is healed, and what is refused. torchft is not needed for this."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import fn
+import fn.adapters.torchft as adapter
+from fn import tree
+
+H = 4
+
+CODES = partial(fn.diloco, codec=fn.int8(), servers=False)
+
+
+def start(seed: int) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in [(5, 7), (7,), ()]]
+
+
+class NoManager:
+    """Stands for a manager where nothing is asked of one but to keep what heals."""
+
+    def register_state_dict_fn(self, name: str, load: Any, save: Any) -> None:
+        self.load, self.save = load, save
+
+
+def trained(seed: int, make: Any = CODES) -> tuple[list[torch.nn.Parameter], fn.Optimizer, NoManager]:
+    """Return an island that has taken local steps, and what stands for a manager."""
+    manager, params = NoManager(), start(seed)
+    opt = adapter.optimizer(params, make, manager, schedule=fn.every(H), lr=0.02)
+    opt.training.meet, opt._optimizer_step_pre_hooks = None, {}  # nobody to meet
+    for step in range(H + 1):
+        for p in params:
+            p.grad = torch.full_like(p, 1.0 + step + seed)
+        opt.step()
+    return params, opt, manager
+
+
+def test_a_healed_island_is_a_copy_at_its_anchor_with_nothing_undelivered():
+    (_, donor, theirs), (params, opt, ours) = trained(0), trained(1)
+    for (error,) in tree.fields(donor.states, "worker"):
+        for x in tree.leaves(error):
+            x.add_(1)
+    ours.load(theirs.save())
+    (anchor,), (wanted,) = (tree.fields(x.states, "anchor") for x in (opt, donor))
+    assert all(torch.equal(p, x) and torch.equal(x, y) for p, x, y in zip(params, anchor, wanted, strict=True))
+    inner = zip(*(tree.leaves(tree.fields(x.states, "inner")) for x in (opt, donor)), strict=True)
+    assert all(torch.equal(x, y) for x, y in list(inner)[:3])
+    assert not any(x.any() for x in tree.leaves(tree.fields(opt.states, "worker")))
+    assert opt.steps == donor.steps
+
+
+def test_an_island_that_was_made_otherwise_is_refused_by_name():
+    _, _, theirs = trained(0)
+    params, _, ours = trained(1, partial(CODES, outer_lr=0.5))
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match=r"make: expected .*outer_lr to be nothing, as on the other .* but got 0.5"):
+        ours.load(theirs.save())
+    assert all(torch.equal(p, x) for p, x in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [-1.0, float("nan"), float("inf")])
+def test_what_is_no_number_of_tokens_is_refused(tokens):
+    opt = adapter.optimizer(start(0), CODES, NoManager(), schedule=fn.every(H), lr=0.02, tokens=lambda: tokens)
+    with pytest.raises(ValueError, match="tokens: expected to return a number of at least 0"):
+        opt.training.meet(fn.Round(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("make", "schedule", "message"),
+    [
+        (partial(fn.diloco, codec=fn.int8()), fn.every(H), "make: expected a method without errors of servers"),
+        (fn.onebit_adam, fn.every(H), "schedule: .* does not fit this optimizer"),
+        (fn.diloco, fn.every(H, start=2), "schedule: expected local steps from the first one on"),
+        (fn.diloco, fn.every(H, delay=1), "schedule: expected exchanges without a delay"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(make, schedule, message):
+    with pytest.raises(ValueError, match=message):
+        adapter.optimizer(start(0), make, NoManager(), schedule=schedule, lr=0.02)

@@ -1,0 +1,291 @@
+"""Islands that come and go, over gloo and torchft's lighthouse: kills at every point of a round, and returns.
+
+`make torchft-test` runs these in an environment that has torchft. What needs no other island is in `test_islands.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import pickle
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import wait
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fn
+from fn import tree
+from fn.adapters.optim.exchange import stage_exchange, weight_of
+
+pytestmark = [
+    pytest.mark.torchft,
+    pytest.mark.skipif(not importlib.util.find_spec("torchft"), reason="torchft is not installed: make torchft-test"),
+]
+
+H = 4
+SHAPES = [(5, 7), (7,), ()]
+JOIN_MS = 1000
+LOST_IN = 2
+"""The round in which something happens, counted by the manager's steps; 0 is the one in which all meet."""
+
+EXACT = fn.diloco
+CODES = partial(fn.diloco, codec=fn.int8(), servers=False)
+
+
+class Job(NamedTuple):
+    """What an island does. at: where it is killed, or its exchange fails. full: how many it waits to be in the end."""
+
+    number: int
+    lighthouse: str
+    full: int
+    make: Any = EXACT
+    at: str | int | None = None
+    fails: bool = False
+    tokens: int | None = None
+    init_sync: bool = True
+    least: int = LOST_IN + 2
+
+
+class Told(NamedTuple):
+    """What an island tells in the end. anchors: by round. exchanges: (round, islands, whether written, seconds)."""
+
+    anchors: dict[int, str]
+    last: list[list[float]]
+    same: bool
+    exchanges: list[tuple[int, int, bool, float]]
+    steps: int
+
+
+def start(seed: int) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+
+
+def fill(params: list[torch.nn.Parameter], step: int, island: int) -> None:
+    generator = torch.Generator().manual_seed(100 * step + island)
+    for p in params:
+        p.grad = 0.5 * p.detach() + torch.randn(p.shape, generator=generator)
+
+
+def island(job: Job, end: Any) -> None:
+    import torchft
+
+    import fn.adapters.torchft as adapter
+
+    torch.set_num_threads(1)
+    logging.disable(logging.WARNING)
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    limit = timedelta(seconds=60)
+    manager = torchft.Manager(
+        pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=20)), load_state_dict=None, state_dict=None,
+        min_replica_size=1, use_async_quorum=False, timeout=limit, quorum_timeout=limit, rank=0, world_size=1,
+        store_addr="localhost", store_port=store.port, lighthouse_addr=job.lighthouse, hostname="localhost",
+        replica_id=f"island_{job.number}", init_sync=job.init_sync,
+    )  # fmt: skip
+    params = start(job.number if job.init_sync else 0)
+    tokens = None if job.tokens is None else (lambda: job.tokens)
+    opt = adapter.optimizer(params, job.make, manager, schedule=fn.every(H), lr=0.02, tokens=tokens)
+    exchanges: list[tuple[int, int, bool, float]] = []
+    ask, begin, began = manager.should_commit, manager.start_quorum, [0.0]
+
+    def here(point: str | int) -> None:
+        if job.at != point or manager.current_step() != LOST_IN or (job.fails and exchanges[-1][0] == LOST_IN):
+            return
+        if job.fails:
+            raise RuntimeError("a cable was cut")
+        end.send_bytes(pickle.dumps(None))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def start_quorum() -> None:
+        began[0] = time.monotonic()
+        here("quorum")
+        begin()
+
+    def should_commit() -> bool:
+        here("commit")
+        number, found = manager.current_step(), ask()
+        exchanges.append((number, manager.num_participants(), found, time.monotonic() - began[0]))
+        here("written")
+        return found
+
+    def staged(*args: Any) -> Any:
+        here("counted")
+        found = stage_exchange(*args)
+        here("staged")
+        return found
+
+    anchors: dict[int, str] = {}
+    end.send_bytes(b"")
+    end.recv_bytes()  # now all have their libraries
+    with (
+        mock.patch.object(manager, "should_commit", should_commit),
+        mock.patch.object(manager, "start_quorum", start_quorum),
+        mock.patch.object(adapter, "stage_exchange", staged),
+    ):
+        while True:
+            full = [written and count == job.full for _, count, written, _ in exchanges[-2:]]
+            if full == [True, True] and manager.current_step() >= job.least and opt.steps % H == 0:
+                break
+            here(opt.steps % H)
+            fill(params, opt.steps, job.number)
+            opt.step()
+            (anchor,) = tree.fields(opt.states, "anchor")
+            anchors[manager.current_step()] = digest(anchor)
+    same = all(torch.equal(p, x) for p, x in zip(params, anchor, strict=True))
+    end.send_bytes(pickle.dumps(Told(anchors, [x.tolist() for x in anchor], same, exchanges, opt.steps)))
+    end.recv_bytes()  # the others may still talk to this one
+    os._exit(0)
+
+
+def digest(leaves: list[Tensor]) -> str:
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in leaves)).hexdigest()
+
+
+class Sea:
+    """A lighthouse, and the islands around it."""
+
+    def __init__(self, least: int = 2):
+        from torchft.coordination import LighthouseServer
+
+        self.lighthouse = LighthouseServer(
+            bind="[::]:0", min_replicas=least, join_timeout_ms=JOIN_MS, quorum_tick_ms=50, heartbeat_timeout_ms=3000
+        )
+        self.islands: dict[int, tuple[Any, Any]] = {}
+
+    def __enter__(self) -> Sea:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for process, end in self.islands.values():
+            process.kill()
+            process.join()
+            end.close()
+        self.lighthouse.shutdown()
+
+    def begin(self, jobs: dict[int, dict[str, Any]]) -> None:
+        """Let islands begin together, number -> what they do."""
+        context = ranks.server()
+        for number, job in jobs.items():
+            ours, theirs = context.Pipe()
+            asked = Job(number, self.lighthouse.address(), **job)
+            process = context.Process(target=island, args=(asked, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.islands[number] = process, ours
+        ends = [self.islands[number][1] for number in jobs]
+        assert all(end.poll(ranks.LIMIT) and end.recv_bytes() == b"" for end in ends)
+        for end in ends:
+            end.send_bytes(b"")
+
+    def lost(self, number: int) -> None:
+        """Wait until an island has been killed."""
+        process, end = self.islands.pop(number)
+        assert end.poll(ranks.LIMIT), "the island was not killed"
+        assert pickle.loads(end.recv_bytes()) is None
+        process.join(10)
+        assert process.exitcode == -signal.SIGKILL
+
+    def end(self) -> dict[int, Told]:
+        """Return what the islands tell."""
+        found: dict[int, Told] = {}
+        until = time.monotonic() + ranks.LIMIT
+        while len(found) < len(self.islands):
+            waiting = {end: n for n, (_, end) in self.islands.items() if n not in found}
+            ready = wait(list(waiting), max(0.0, until - time.monotonic()))
+            assert ready, f"no answer from islands {sorted(waiting.values())}"
+            found.update({waiting[end]: pickle.loads(end.recv_bytes()) for end in ready})
+        return found
+
+
+def check_alike(found: dict[int, Told]) -> None:
+    """Hold the anchors of all rounds that two islands have seen against each other, bit for bit."""
+    every = [told.anchors for told in found.values()]
+    for number in {n for anchors in every for n in anchors}:
+        assert len({anchors[number] for anchors in every if number in anchors}) == 1, f"round {number}"
+    last = {max(anchors) for anchors in every}
+    assert len(last) == 1
+    assert all(told.same for told in found.values())
+    assert len({told.steps for told in found.values()}) == 1
+
+
+POINTS = [*range(H), "quorum", "counted", "staged", "commit", "written"]
+"""Before each local step of a round, and through its exchange."""
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_the_others_go_on_when_an_island_is_killed(point):
+    victim = POINTS.index(point) % 3
+    with Sea() as sea:
+        sea.begin({number: {"full": 2, "at": point if number == victim else None} for number in range(3)})
+        sea.lost(victim)
+        found = sea.end()
+    check_alike(found)
+    waits = [seconds for told in found.values() for n, _, _, seconds in told.exchanges if n == LOST_IN]
+    print(f"killed at {point!r}: exchanges of that round took {', '.join(f'{x:.2f}' for x in waits)} s")
+    for told in found.values():
+        counts = {n: count for n, count, written, _ in told.exchanges if written}
+        assert counts[1] == 3
+        assert counts[max(counts)] == 2
+        assert sum(not written for *_, written, _ in told.exchanges) <= 1
+
+
+@pytest.mark.parametrize("make", [EXACT, CODES], ids=["exact", "codes"])
+def test_an_island_that_returns_is_healed_and_agrees_with_the_others(make):
+    job = {"full": 3, "make": make, "least": LOST_IN + 3}
+    with Sea() as sea:
+        sea.begin({number: {**job, "at": 1 if number == 1 else None} for number in range(3)})
+        sea.lost(1)
+        sea.begin({1: job})
+        found = sea.end()
+    check_alike(found)
+    assert all(len(told.anchors) >= 2 for told in found.values())
+    assert min(found[1].anchors) > 1  # it began where the others were
+    assert [told.exchanges[-1][1] for told in found.values()] == [3, 3, 3]
+
+
+TOKENS = (300, 100, 200)
+
+
+@pytest.mark.parametrize("point", ["counted", "staged"])
+def test_an_exchange_that_fails_is_dropped_and_nothing_is_lost(point):
+    with Sea(least=3) as sea:
+        job = {"full": 3, "init_sync": False}
+        fails = {"at": point, "fails": True}
+        sea.begin({n: {**job, "tokens": TOKENS[n], **(fails if n == 1 else {})} for n in range(3)})
+        found = sea.end()
+    check_alike(found)
+    for told in found.values():
+        assert [written for *_, written, _ in told.exchanges].count(False) == 1
+        assert [count for _, count, _, _ in told.exchanges] == [3] * len(told.exchanges)
+    steps = found[0].steps
+    for wanted in ranks.run(3, of_ranks, steps):
+        for x, y in zip(found[0].last, wanted, strict=True):
+            assert torch.allclose(torch.tensor(x), torch.tensor(y), rtol=0, atol=2e-6)
+
+
+def of_ranks(steps: int) -> list[list[float]]:
+    """Return the anchor of three ranks that leave out the exchange that the islands drop."""
+    params, rank = start(0), dist.get_rank()
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = fn.Optimizer(params, partial(EXACT, axis="data"), schedule=fn.every(H), lr=0.02)
+
+    def meet(round_: fn.Round) -> None:
+        if opt.steps != H * LOST_IN:
+            stage_exchange(opt.training, round_, weight_of(TOKENS, rank)).commit()
+
+    opt.training.meet = meet
+    for step in range(steps):
+        fill(params, step, rank)
+        opt.step()
+    return [x.tolist() for x in tree.fields(opt.states, "anchor")[0]]
