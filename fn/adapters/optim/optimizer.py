@@ -64,7 +64,8 @@ class Optimizer(torch.optim.Optimizer):
     Args:
         params: parameters, named parameters or param groups, as for torch. A group's own keys override the defaults.
         make: (lr=tensor, **hyper-parameters) -> Transform, called once per param group, in which its numbers are shown.
-        schedule: step -> Phase, steps from 0, alike on all ranks. None: always warm-up, for what does not compress.
+        schedule: step -> Phase or Round, steps from 0, alike on all ranks. None: always warm-up, for what does not
+            compress.
         lr: the learning rate, a number or a 0-d tensor, which is copied and which torch's schedulers then fill in
             place. What is written into `group["lr"]` takes effect in the next step, and so do other hyper-parameters
             of a group, for which the transform is made again.
@@ -82,6 +83,10 @@ class Optimizer(torch.optim.Optimizer):
     `fn.inplace`; the numbers are the same up to rounding. A step with a NaN or Inf gradient on any rank is
     skipped on all; `skipped` counts them. A parameter that has no gradient on any rank counts as gradient zero and is
     not moved; one that has none on some ranks only is refused, on all ranks.
+
+    In rounds, such as those of `fn.diloco`, gradients are each rank's own. Nobody is asked about them, `max_norm` is of
+    their own norm, and a step that is not finite is left out by that rank alone. Parameters of FSDP2 are stepped on
+    shard by shard, see `fn.adapters.optim.local_shards`.
 
     Under `torch.amp.GradScaler` and `ShardedGradScaler` the gradients are unscaled before they are averaged or
     encoded, and a rank that finds an Inf makes all ranks skip.
@@ -211,7 +216,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises: TypeError for sparse or complex gradients; ValueError for a phase that the transform does not have;
             `RanksDisagree` on all ranks for what holds on some ranks only, such as a missing or a sparse gradient;
             `PeerLost` if a rank ends or stops answering; RuntimeError while another thread is inside of a step over the
-            same process group. Parameters and state are then as before the step.
+            same process group. Parameters and state are then as before the step; if the exchange of a round fails, as
+            after its local step, which counts.
         """
         loss = None if closure is None else torch.enable_grad()(closure)()
         training = self.training
