@@ -182,6 +182,8 @@ def muloco(
     Returns: a transform with a warm-up, exact, and rounds; `every(30)` is its schedule.
 
     Paper: Therien et al., MuLoCo (arXiv 2505.23725).
+    Differs: `outer_lr` counts once; in the authors' code for several ranks it multiplies the differences, too, where
+        errors are fed back.
     """
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
     kinds = {

@@ -1,0 +1,198 @@
+"""What a user writes beside `fn`: codecs, means and schedules of methods that `fn` does not name.
+
+Nothing here is an option of `fn`. All of it goes where `fn`'s own pieces go: a codec into `compressed_average`, a mean
+into `outer` as its `sync`, a schedule's rounds into `Transform.update`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+import fn
+from fn import Round, tree
+from fn.collectives.codecs.codec import segmented
+from fn.collectives.codecs.packing import pack, unpack
+from fn.collectives.codecs.segments import Segments
+from fn.transforms.bases import Basis
+
+Tree = Any
+
+WHOLE = Basis(lambda x: [x.reshape(1, -1)], lambda parts, shape: parts[0].reshape(shape))
+"""A tensor as one chunk: `in_basis(WHOLE, f)` asks f for a mean of tensors of each length."""
+
+
+class LinearPayload(NamedTuple):
+    """low, step: (R, 1). codes: (R, bytes) uint8. length: (R, n, 0) uint8, no bytes: only its shape says something."""
+
+    low: Tensor
+    step: Tensor
+    codes: Tensor
+    length: Tensor
+
+
+def linear(levels: int) -> fn.Codec:
+    """Send the nearest of `levels` numbers at equal distances from the least to the largest element of a tensor."""
+    width = levels.bit_length() - 1
+
+    def encode(x: Tensor) -> LinearPayload:
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        low = x.amin(1, keepdim=True)
+        step = (x.amax(1, keepdim=True) - low) / (levels - 1)
+        step = torch.where(step == 0, 1.0, step)
+        codes = torch.nan_to_num(((x - low) / step).round()).clamp(0, levels - 1)
+        length = torch.empty((*x.shape, 0), dtype=torch.uint8, device=x.device)
+        return LinearPayload(low, step, pack(codes.to(torch.uint8), width), length)
+
+    def decode(payload: LinearPayload) -> Tensor:
+        return unpack(payload.codes, width, payload.length.shape[1]) * payload.step + payload.low
+
+    return fn.Codec(encode, decode, 1, float(width))
+
+
+def whole(codec: fn.Codec, x: Tensor) -> tuple[Tree, Tensor]:
+    """Return what is sent of x as one tensor, and what is decoded of it."""
+    n, more = x.numel(), -x.numel() % codec.align
+    row = segmented(codec, Segments((n + more,), torch.tensor([[n]])))
+    payload = row.encode(pad(x.reshape(1, -1), (0, more)))
+    return payload, row.decode(payload)[0, :n].view_as(x)
+
+
+def encoded_again(codec: fn.Codec) -> fn.Transform:
+    """Return a link that gives every tensor what is decoded of it; behind a mean, all ranks find the same."""
+    return fn.stateless(lambda updates, params: tree.map(lambda x: whole(codec, x)[1], updates))
+
+
+def times(factor: float) -> fn.Transform:
+    return fn.stateless(lambda updates, params: tree.map(lambda x: factor * x, updates))
+
+
+def held_to_median(codec: fn.Codec) -> fn.Codec:
+    """Let no rank's message weigh more than the median one, by the norms of what is decoded; else the codec's mean.
+
+    For codecs that decode to a multiple of what they send as floating numbers.
+    """
+    mean = codec.decode_mean
+    assert mean is not None
+
+    def decode_mean(payload: Tree) -> Tensor:
+        norms = codec.decode(payload).norm(dim=1)  # of W rows
+        weights = (norms.median() / (norms + 1e-8)).clamp(max=1.0)
+
+        def weighed(x: Tensor) -> Tensor:
+            return x * weights.view(-1, *(1,) * (x.ndim - 1)) if x.is_floating_point() else x
+
+        return mean(tree.map(weighed, payload))
+
+    return codec._replace(decode_mean=decode_mean, segmented=None, make=None)
+
+
+def row_of(x: Tensor, index: Tensor) -> Tensor:
+    """Return row `index` of x, which may be another one on each rank, as (1, ...)."""
+    return x.index_select(0, index.view(1))
+
+
+def ring(axis: str, codec: fn.Codec) -> fn.Transform:
+    """Average the updates in a ring: each of W parts goes from rank to rank, and every hop encodes the sum so far.
+
+    `fn` has no message to a single neighbour. Here a message goes to all, and one rank reads it.
+    """
+
+    def mean(x: Tensor, _: Tensor) -> Tensor:
+        size, rank = fn.axis_size(axis), fn.axis_index(axis)
+        lengths = [len(part) for part in torch.arange(x.numel()).tensor_split(size)]  # the first ones are one longer
+        cut = Segments((max(lengths),), torch.tensor(lengths)[:, None])
+        own = torch.stack([pad(part, (0, max(lengths) - len(part))) for part in x.flatten().split(lengths)])
+        part = row_of(own, rank)
+        for hop in range(size - 1):
+            sent = segmented(codec, cut.row((rank - hop) % size)).encode(part)
+            found = tree.map(lambda rows: row_of(rows, (rank - 1) % size)[0], fn.all_gather(sent, axis))
+            here = (rank - 1 - hop) % size
+            part = segmented(codec, cut.row(here)).decode(found) + row_of(own, here)
+        sent = segmented(codec, cut.row((rank + 1) % size)).encode(part / size)
+        found = tree.map(lambda rows: rows.flatten(0, 1), fn.all_gather(sent, axis))  # row r is part r + 1
+        rows = segmented(codec, cut._replace(valid=cut.valid.roll(-1, 0))).decode(found).roll(1, 0)
+        return torch.cat([row[:n] for row, n in zip(rows, lengths, strict=True)]).view_as(x)
+
+    return fn.stateless(lambda updates, params: tree.map(mean, updates, params))
+
+
+def gossip(axis: str, groups: Sequence[Sequence[int]], pull: float) -> fn.Transform:
+    """Average differences within groups of ranks, and pull the anchors of a group together: d + pull (x_r - mean x).
+
+    It is a `sync` of `outer`, whose params are the anchors. A message goes to all, and its group reads it.
+    """
+    world = sum(len(group) for group in groups)
+    weights = torch.zeros(world, world)
+    for group in groups:
+        for rank in group:
+            weights[rank, [*group]] = 1 / len(group)
+
+    def in_group(x: Tensor) -> Tensor:
+        mine = row_of(weights, fn.axis_index(axis))[0].to(x.dtype)
+        return torch.tensordot(mine, fn.all_gather(x, axis), 1)
+
+    return fn.stateless(
+        lambda updates, anchors: tree.map(lambda d, x: in_group(d) + pull * (x - in_group(x)), updates, anchors)
+    )
+
+
+class OwnAnchors(NamedTuple):
+    """The state of `outer` where the ranks never agree on an anchor."""
+
+    outer: fn.OuterState
+
+    @property
+    def rank_local(self) -> frozenset[str]:
+        """Return the fields that are one rank's own: here all of them."""
+        return frozenset({"outer"})
+
+
+def with_own_anchors(tx: fn.Transform) -> fn.Transform:
+    """Return a transform like tx, a transform of `outer`, whose anchors may differ between the ranks."""
+
+    def own(update: Callable[..., Any]) -> Callable[..., Any]:
+        def run(updates: Tree, state: OwnAnchors, params: Tree, /) -> tuple[Tree, OwnAnchors]:
+            found, after = update(updates, state.outer, params)
+            return found, OwnAnchors(after)
+
+        return run
+
+    updates = own(tx.warmup_update), own(tx.compressed_update), own(tx.local_update)
+    return fn.Transform(
+        lambda params: OwnAnchors(tx.init(params)), *updates, tx.needs_warmup, lambda found: own(tx.composed(found))
+    )
+
+
+def by_number(choices: Sequence[fn.Transform]) -> fn.Transform:
+    """Return a transform that in Round(j, j) does what choices[j] does in Round(0, 0). Their states are alike."""
+
+    def rounds(found: Any) -> Any:
+        if not isinstance(found, Round) or found.end is None:
+            return choices[0].composed(found)
+        return choices[found.end].composed(Round(0, 0))
+
+    return choices[0]._replace(rounds=rounds)
+
+
+def averaging_moments(tx: fn.Transform, axis: str, names: Sequence[str], *, params: bool) -> fn.Transform:
+    """Return tx, a transform of `outer` around AdamW, whose round also averages moments by name; params: and them."""
+
+    def rounds(found: Any) -> Any:
+        if not isinstance(found, Round) or found.end is None:
+            return tx.composed(found)
+        update = tx.composed(found if params else Round())
+
+        def run(updates: Tree, state: fn.OuterState, params: Tree, /) -> tuple[Tree, fn.OuterState]:
+            moved, after = update(updates, state, params)
+            adam, *rest = after.inner
+            adam = adam._replace(**{name: fn.pmean(getattr(adam, name), axis) for name in names})
+            return moved, after._replace(inner=(adam, *rest))
+
+        return run
+
+    return tx._replace(rounds=rounds)

@@ -1,0 +1,309 @@
+"""Methods that `fn` does not name follow their recorded runs, by codecs, means and schedules of a user's own.
+
+`tests/own_pieces.py` has those. Whole runs are replayed, from gradients at our own params.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import ranks
+import torch
+from own_pieces import (
+    WHOLE,
+    OwnAnchors,
+    averaging_moments,
+    by_number,
+    encoded_again,
+    gossip,
+    linear,
+    ring,
+    times,
+    whole,
+    with_own_anchors,
+)
+from recorded_rounds import FOLDER, Case, in_simulation, load, on_this_rank, step_of
+from torch import Tensor
+
+import fn
+from fn import Round, tree
+from fn.collectives.codecs.packing import unpack
+
+
+class Method(NamedTuple):
+    """How a run is replayed. tx, schedule: what runs. momentum: what ours is multiplied by to be the recorded one."""
+
+    tx: fn.Transform
+    schedule: Callable[[int], fn.Phase | Round]
+    momentum: float = 1.0
+
+
+def adamw(case: Case) -> fn.Transform:
+    inner = case.hyper["inner"]
+    assert inner["kind"] == "adamw"
+    moments = fn.scale_by_adam(*inner.get("betas", (0.9, 0.999)))
+    return fn.chain(moments, fn.add_decayed_weights(inner["weight_decay"]), fn.scale_by_learning_rate(inner["lr"]))
+
+
+def sgd(case: Case) -> fn.Transform:
+    outer = case.hyper["outer"]
+    return fn.chain(fn.trace(outer["momentum"], outer["nesterov"]), fn.scale_by_learning_rate(outer["lr"]))
+
+
+QUANTISERS: dict[str, Callable[[dict[str, Any], int], fn.Codec]] = {
+    "statistical": lambda outer, n: fn.bins(outer["quantization_bins"], outer["quantization_range"]),
+    "linear": lambda outer, n: linear(outer["quantization_bins"]),
+    "topk": lambda outer, n: fn.top_k(max(1, int(n * outer["topk_sparsity_ratio"]))),
+}
+
+
+def muloco(case: Case, *, rate_twice: bool = True) -> Method:
+    """Quantised MuLoCo. Its authors multiply differences by the outer rate, too, where errors are fed back."""
+    outer = case.hyper["outer"]
+    kind, fed_back = outer["compressor_type"], outer["use_ef"]
+    feedback = fn.decayed(outer["error_decay"], outer["error_feedback_alpha"]) if fed_back else fn.off()
+
+    def mean(n: int) -> fn.Transform:
+        codec = QUANTISERS[kind](outer, n)
+        average = fn.compressed_average("data", codec, feedback, servers=False)
+        again = outer["simulate_quantization_after_reduce"] and kind != "topk"
+        return fn.chain(average, encoded_again(codec)) if again else average
+
+    sync = fn.in_basis(WHOLE, mean)
+    if fed_back and rate_twice:
+        sync = fn.chain(times(outer["lr"]), sync)
+    return Method(fn.outer(adamw(case), sgd(case), sync), fn.every(case.hyper["H"]))
+
+
+CODES: dict[str, Callable[[dict[str, Any]], fn.Transform]] = {
+    "e3m0": lambda hyper: fn.compressed_average("data", fn.e3m0(None), fn.off(), servers=False),
+    "ring_bins": lambda hyper: ring("data", fn.bins(hyper["bins"], hyper["sigmas"])),
+}
+
+
+def fragments(case: Case) -> list[list[int]]:
+    return case.hyper.get("fragments") or [[*range(case.count)]]
+
+
+def coded(case: Case) -> Method:
+    """DiLoCo, streaming or not, with differences in codes and without error feedback."""
+    hyper, parts = case.hyper, fragments(case)
+    number = {i: f for f, places in enumerate(parts) for i in places}
+    tx = fn.outer(
+        adamw(case),
+        sgd(case),
+        CODES[hyper["code"]](hyper),
+        fragments=lambda params: [number[i] for i in range(len(params))],
+        alpha=hyper.get("alpha", 0.0),
+    )
+    return Method(tx, fn.every(hyper["H"], fragments=len(parts), delay=hyper.get("tau", 0)))
+
+
+def desloc(case: Case) -> Method:
+    """DES-LoC: params and both moments are averaged, each every so often; the number of a round says which."""
+    periods = [case.hyper[name] for name in ("Kx", "Ku", "Kv")]
+    exact = fn.compressed_average("data", fn.identity(), fn.off())
+    tx = fn.outer(adamw(case), fn.scale_by_learning_rate(1.0), exact)
+
+    def choice(number: int) -> fn.Transform:
+        names = [name for bit, name in ((2, "mu"), (4, "nu")) if number & bit]
+        return averaging_moments(tx, "data", names, params=bool(number & 1))
+
+    def schedule(t: int) -> Round:
+        number = sum(2**i for i, period in enumerate(periods) if (t + 1) % period == 0)
+        return Round(number, number) if number else Round()
+
+    return Method(by_number([choice(number) for number in range(8)]), schedule)
+
+
+def noloco(case: Case) -> Method:
+    """NoLoCo: pairs of ranks average; the number of a round says which are the pairs. The momentum there is lr b."""
+    outer, pairs, h = case.hyper["outer"], case.hyper["pairs"], case.hyper["H"]
+    rule = fn.chain(fn.trace(outer["momentum"]), fn.scale_by_learning_rate(outer["lr"]))
+    choices = [
+        fn.outer(adamw(case), rule, gossip("data", groups, pull=outer["gamma"] / outer["lr"])) for groups in pairs
+    ]
+
+    def schedule(t: int) -> Round:
+        number = t // h % len(pairs)
+        return Round(number, number) if (t + 1) % h == 0 else Round()
+
+    return Method(with_own_anchors(by_number(choices)), schedule, momentum=outer["lr"])
+
+
+METHODS: dict[str, Callable[[Case], Method]] = {
+    "muloco_quantized": muloco,
+    "streaming_coded": coded,
+    "diloco_coded": coded,
+    "desloc": desloc,
+    "noloco": noloco,
+}
+
+CASES = [c for name in ("codecs", "methods") for c in load(f"index_{name}.json") if c.row["method"] in METHODS]
+each_case = pytest.mark.parametrize("case", CASES, ids=[case.row["name"] for case in CASES])
+
+
+def outer_state(state: Any) -> fn.OuterState:
+    return state.outer if isinstance(state, OwnAnchors) else state
+
+
+def errors_of(state: fn.OuterState, case: Case) -> list[tuple[int, Tensor]]:
+    """Return the number of each tensor and its error; `in_basis` has those of short tensors first."""
+    workers = [error for each in tree.fields(state.sync, "worker") for error in each]
+    sizes = [x.numel() for x in case.each("init")]
+    assert len(workers) == len({*sizes}) == case.count
+    return [*zip(sorted(range(case.count), key=lambda i: sizes[i]), workers, strict=True)]
+
+
+def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+    """Take all steps; return how far off anything was, in units of the tolerance. rank: None is all of them."""
+    gradients, parts = case.gradients(rank), fragments(case)
+    begun, ended, worst = [0] * case.count, [0] * case.count, [0.0]
+    for t in range(int(case.hyper["steps"])):
+        when = method.schedule(t)
+        with fn.ledger() as sent:
+            params, state = step(method.tx, when, gradients(t, params), state, params)
+        assert (sent.total > 0) == (when.begin is not None)
+        assert (-1 if when.end is None else when.end % len(parts)) == case.arrays["applied"][t]
+        own = outer_state(state)
+        whose = rank if isinstance(state, OwnAnchors) else (rank or 0)
+        (mu,), (nu,) = tree.fields(own.inner, "mu"), tree.fields(own.inner, "nu")
+        for name, found in (("param", params), ("exp_avg", mu), ("exp_avg_sq", nu)):
+            worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(found)]
+        if "p0.anchor" not in case.arrays:
+            continue
+        if when.begin is not None:
+            for i in parts[when.begin % len(parts)]:
+                if when.end is None:
+                    worst.append(case.off(own.pending[i], f"p{i}.mean", begun[i], whose))
+                begun[i] += 1
+        if when.begin is not None and "p0.error" in case.arrays:
+            for i, error in errors_of(own, case):
+                kept = error[..., : case.each("init")[i].numel()].reshape(params[i].shape)
+                worst.append(case.off(kept, f"p{i}.error", begun[i] - 1, rank))
+        if when.end is not None:
+            fragment = when.end % len(parts)
+            (momenta,) = tree.fields(own.outer[fragment], "mu")
+            for place, i in enumerate(parts[fragment]):
+                buffer = method.momentum * momenta[place]
+                worst.append(case.off(own.anchor[i], f"p{i}.anchor", ended[i], whose))
+                worst.append(case.off(buffer, f"p{i}.outer_momentum", ended[i], whose))
+                ended[i] += 1
+    for i in range(case.count):
+        assert "p0.anchor" not in case.arrays or ended[i] == len(case.arrays[f"p{i}.anchor"]) > 1
+    return max(worst)
+
+
+@each_case
+def test_the_recorded_run_is_replayed_in_simulated_ranks(case: Case) -> None:
+    method = METHODS[case.row["method"]](case)
+    assert 0 < replay(case, method, *in_simulation(case, method.tx)) <= 1
+
+
+def replay_on_rank(case: Case, rank: int) -> float:
+    method, start = METHODS[case.row["method"]](case), case.each("init")
+    return replay(case, method, step_of, method.tx.init(start), start, rank)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
+    cases = [case for case in CASES if case.world == world]
+    assert len(cases) > 2
+    for found in ranks.run(world, on_this_rank, replay_on_rank, cases):
+        assert 0 < max(found) <= 1
+
+
+def test_every_method_is_there_and_the_recordings_are_what_was_recorded() -> None:
+    assert {case.row["method"] for case in CASES} == {*METHODS}
+    for case in CASES:
+        assert hashlib.sha256((FOLDER / case.row["file"]).read_bytes()).hexdigest() == case.row["sha256"]
+
+
+def test_the_linear_codec_is_one() -> None:
+    assert fn.check_codec(linear(4))
+
+
+def of_muloco(what: str) -> pytest.MarkDecorator:
+    found = [c for c in CASES if c.row["method"] == "muloco_quantized" and c.hyper["outer"]["use_ef"]]
+    found = [c for c in found if what == "all" or c.arrays["p0.payload"].dtype.name == what]
+    assert found
+    return pytest.mark.parametrize("case", found, ids=[case.row["name"] for case in found])
+
+
+@of_muloco("uint8")
+def test_mu_locos_codes_are_the_recorded_ones(case: Case) -> None:
+    outer = case.hyper["outer"]
+    width = outer["quantization_bins"].bit_length() - 1
+    for i, (went, errors, packed) in enumerate(zip(*map(case.each, ("pseudo", "error", "payload")), strict=True)):
+        before = torch.cat([torch.zeros_like(errors[:1]), errors[:-1]])
+        told = outer["error_decay"] * before + outer["lr"] * went
+        for x, theirs in zip(told.flatten(0, 1), packed.flatten(0, 1), strict=True):
+            found, _ = whole(QUANTISERS[outer["compressor_type"]](outer, x.numel()), x)
+            (codes,) = tree.fields(found, "codes")
+            codes, theirs = (unpack(each, width, x.numel()) for each in (codes, theirs[None]))
+            assert torch.equal(codes, theirs), f"tensor {i}"
+
+
+@of_muloco("all")
+def test_the_outer_rate_counts_once_here(case: Case) -> None:
+    """The first outer step of the recorded run is the rate times ours, which is the rate times what the codes say.
+
+    Differs: fn.local_optimizers.muloco: `outer_lr` counts once; in the authors' code for several ranks it multiplies
+        the differences, too, where errors are fed back.
+    """
+    method, start = muloco(case, rate_twice=False), case.each("init")
+    (step, state, params), gradients = in_simulation(case, method.tx), case.gradients(None)
+    for t in range(case.hyper["H"]):
+        params, state = step(method.tx, method.schedule(t), gradients(t, params), state, params)
+    for p, ours, theirs in zip(start, state.anchor, case.each("anchor"), strict=True):
+        torch.testing.assert_close(theirs[0, 0] - p, case.hyper["outer"]["lr"] * (ours - p), rtol=0, atol=2e-6)
+        assert (theirs[0, 0] - ours).abs().max() > 1e-3
+
+
+SHAPES = [(6, 10), (7,), (4, 3)]
+
+
+def by_hand(feedback: fn.Feedback) -> fn.Transform:
+    decay, rate = fn.add_decayed_weights(0.01), fn.scale_by_learning_rate(0.02)
+    kinds = {
+        "muon": fn.chain(fn.scale_by_muon(0.95), decay, rate),
+        "adamw": fn.chain(fn.scale_by_adam(0.9, 0.95), decay, rate),
+    }
+    inner = fn.partition(kinds, lambda params: tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params))
+    outer_tx = fn.chain(fn.trace(0.6, nesterov=True), fn.scale_by_learning_rate(0.8))
+    return fn.outer(inner, outer_tx, fn.compressed_average("data", linear(4), feedback, servers=False))
+
+
+def named(feedback: fn.Feedback) -> fn.Transform:
+    return fn.muloco(axis="data", outer_lr=0.8, codec=linear(4), feedback=feedback, servers=False)
+
+
+def two_rounds(make: Callable[[fn.Feedback], fn.Transform], gradients: list[Tensor]) -> list[Tensor]:
+    """Return the params of a rank after two rounds from its gradients (6, *shape)."""
+    tx = make(fn.decayed(0.9))
+    params = [torch.ones(shape) for shape in SHAPES]
+    state = tx.init(params)
+    for t in range(6):
+        params, state = step_of(tx, fn.every(3)(t), [g[t] for g in gradients], state, params)
+    return params
+
+
+def two_rounds_on_rank(make: Callable[[fn.Feedback], fn.Transform], gradients: list[Tensor]) -> list[Tensor]:
+    return on_this_rank(lambda gradients, rank: two_rounds(make, [g[:, rank] for g in gradients]), [gradients])[0]
+
+
+def test_the_named_method_takes_a_codec_of_ones_own() -> None:
+    """Bitwise, with Muon inside, on simulated ranks and real ones."""
+    gradients = [torch.randn(6, 3, *shape, generator=torch.Generator().manual_seed(len(shape))) for shape in SHAPES]
+    run = fn.simulate(partial(two_rounds, named), "data", 3, in_dims=1, out_dims=None)
+    found = run(gradients)
+    others = fn.simulate(partial(two_rounds, by_hand), "data", 3, in_dims=1, out_dims=None)(gradients)
+    for rank in ranks.run(3, two_rounds_on_rank, named, gradients):
+        for x, y, z in zip(found, others, rank, strict=True):
+            assert torch.equal(x, y)
+            assert not torch.equal(x, torch.ones_like(x))
+            torch.testing.assert_close(z, x, rtol=0, atol=1e-6)
