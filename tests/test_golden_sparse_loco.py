@@ -1,5 +1,6 @@
 """Local steps follow the recorded runs of SparseLoCo: whole runs, from gradients at our own params.
 
+Of the deployed compressor only exchanges were recorded, one after the other. They are those of rounds of two steps.
 `tests/golden/README_codecs.md` says what the arrays are, and how the authors cut tensors into chunks.
 """
 
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from own_pieces import held_to_median
 from recorded_rounds import Case, in_simulation, load, on_this_rank, step_of
 from torch import Tensor
 
@@ -19,7 +21,9 @@ import fn
 from fn import Round, tree
 from fn.transforms.bases import Basis
 
-CASES = [case for case in load("index_codecs.json") if case.row["method"] == "sparseloco"]
+LOADED = load("index_codecs.json")
+CASES = [case for case in LOADED if case.row["method"] == "sparseloco"]
+DEPLOYED = [case for case in LOADED if case.row["method"] == "templar"]
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.row["name"] for case in CASES])
 
 
@@ -142,3 +146,65 @@ def test_the_recorded_runs_are_replayed_by_real_ranks(world: int) -> None:
     assert cases
     for found in ranks.run(world, on_this_rank, replay_on_rank, cases):
         assert 0 < max(found) <= 1
+
+
+def deployed(case: Case) -> fn.Transform:
+    """Return rounds of the deployed compressor, whose local step is the recorded difference itself."""
+    outer = case.hyper["outer"]
+    values = fn.bins(outer["bins"], outer["sigmas"]) if outer["bins"] else None
+
+    def mean(n: int) -> fn.Transform:
+        even = max(2, min(outer["top_k"], n)) // 2 * 2
+        codec = held_to_median(fn.top_k(even, n, over="senders", values=values))
+        return fn.compressed_average(
+            "data", codec, fn.decayed(outer["error_decay"]), layout="per_tensor", servers=False
+        )
+
+    basis = authors_chunks(outer["chunk_size"], "SparseLoCo")
+    return fn.outer(fn.scale_by_learning_rate(1.0), fn.scale_by_learning_rate(1.0), fn.in_basis(basis, mean))
+
+
+def replay_deployed(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
+    tx, schedule, worst = deployed(case), fn.every(2, delay=1), [0.0]
+    went = [x if rank is None else x[:, rank] for x in case.each("pseudo")]
+    basis = authors_chunks(case.hyper["outer"]["chunk_size"], "SparseLoCo")
+    sizes = [x.numel() for x in case.each("init")]
+    for exchange in range(int(case.hyper["steps"])):
+        params, state = step(tx, schedule(0), [x[exchange] for x in went], state, params)
+        errors = {x.shape[-1]: x for each in tree.fields(state.sync, "worker") for x in each}
+        assert {*errors} == {*sizes}
+        for i, (n, mean) in enumerate(zip(sizes, state.pending, strict=True)):
+            worst.append(case.off(mean, f"p{i}.mean", exchange, None))
+            recorded = torch.from_numpy(case.arrays[f"p{i}.error"][exchange])
+            theirs = torch.stack([basis.into(x)[0].flatten() for x in recorded])
+            theirs = theirs if rank is None else theirs[rank]
+            allowed = case.row["tolerance"] * max(1.0, float(recorded.abs().max()))
+            off = float((errors[n] - theirs).abs().max()) / allowed
+            assert off <= 1, f"{case.row['name']} p{i}.error row {exchange}: off by {off} tolerances"
+            worst.append(off)
+        params, state = step(tx, schedule(1), [torch.zeros_like(p) for p in params], state, params)
+        for p, x in zip(params, state.anchor, strict=True):
+            assert torch.equal(p, x.expand_as(p))
+    return max(worst)
+
+
+@pytest.mark.parametrize("case", DEPLOYED, ids=[case.row["name"] for case in DEPLOYED])
+def test_the_deployed_exchanges_are_replayed_in_simulated_ranks(case: Case) -> None:
+    """By a codec of the test's own: messages above the median norm weigh less. An even number of each chunk is sent."""
+    assert 0 < replay_deployed(case, *in_simulation(case, deployed(case))) <= 1
+
+
+def replay_deployed_on_rank(case: Case, rank: int) -> float:
+    start = case.each("init")
+    return replay_deployed(case, step_of, deployed(case).init(start), start, rank)
+
+
+def test_the_deployed_exchanges_are_replayed_by_real_ranks() -> None:
+    for case in DEPLOYED:
+        for found in ranks.run(case.world, on_this_rank, replay_deployed_on_rank, [case]):
+            assert 0 < max(found) <= 1
+
+
+def test_every_method_of_the_index_is_replayed_here_or_beside() -> None:
+    beside = {"muloco_quantized", "streaming_coded"}
+    assert {case.row["method"] for case in LOADED} == {"sparseloco", "templar", *beside}
