@@ -169,7 +169,10 @@ def with_own_anchors(tx: fn.Transform) -> fn.Transform:
 
 
 def by_number(choices: Sequence[fn.Transform]) -> fn.Transform:
-    """Return a transform that in Round(j, j) does what choices[j] does in Round(0, 0). Their states are alike."""
+    """Return a transform that in Round(j, j) does what choices[j] does in Round(0, 0). Their states are alike.
+
+    It is for loops of pure functions: the parts of a round, in which `fn.Optimizer` takes one, it does not tell apart.
+    """
 
     def rounds(found: Any) -> Any:
         if not isinstance(found, Round) or found.end is None:
