@@ -6,14 +6,16 @@ from fn.adapters.optim.donate import donate
 from fn.adapters.optim.optimizer import Optimizer
 from fn.base import Phase, Round, Transform, UpdateFn, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
+from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
 from fn.collectives.codecs.codec import Codec, identity
 from fn.collectives.codecs.e3m0 import e3m0
 from fn.collectives.codecs.integer import int4, int8
+from fn.collectives.codecs.rotated import rotated
 from fn.collectives.codecs.sign import sign
 from fn.collectives.codecs.top_k import top_k
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.feedback import Feedback, classic, damped, decayed, off
+from fn.collectives.feedback import Feedback, classic, damped, decayed, differences, off
 from fn.collectives.hierarchy import all_gather_shards, reduce_scatter_mean
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
@@ -27,18 +29,21 @@ from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.bases import in_basis, tiles
 from fn.transforms.clip import clip_by_global_norm
+from fn.transforms.cosines import dct
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.masking import apply_mask, mask, partition, unfrozen
-from fn.transforms.momentum import trace
+from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import OuterState, outer
+from fn.transforms.scaling import scale, scale_by_sign
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 from fn.updates import apply_updates
 from fn.version import __version__ as __version__
+from fn.vote_optimizers import demo, ef21_sgdm, lion_vote, signum_vote
 
 __all__ = [
     "CheckpointDamaged",
@@ -66,6 +71,7 @@ __all__ = [
     "average",
     "axis_index",
     "axis_size",
+    "ballots",
     "bind",
     "bins",
     "chain",
@@ -74,10 +80,14 @@ __all__ = [
     "clip_by_global_norm",
     "compressed_average",
     "damped",
+    "dct",
     "decayed",
+    "demo",
+    "differences",
     "diloco",
     "donate",
     "e3m0",
+    "ef21_sgdm",
     "every",
     "flatten_parameters",
     "freeze_after",
@@ -90,6 +100,8 @@ __all__ = [
     "lamb",
     "ledger",
     "lift",
+    "lion_vote",
+    "local_momentum",
     "local_sgd",
     "loco_adamw",
     "mask",
@@ -103,17 +115,22 @@ __all__ = [
     "psum",
     "rank_dims",
     "reduce_scatter_mean",
+    "rotated",
+    "running_sum",
+    "scale",
     "scale_by_adam",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_muon",
     "scale_by_onebit_adam",
     "scale_by_onebit_lamb",
+    "scale_by_sign",
     "scale_by_trust_ratio",
     "scale_by_zero_one_adam",
     "sharded",
     "sharded_onebit_adam",
     "sign",
+    "signum_vote",
     "simulate",
     "skip_nonfinite",
     "sparse_loco",

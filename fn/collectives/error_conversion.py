@@ -11,7 +11,7 @@ from fn.collectives.codecs.codec import Codec, segmented
 from fn.collectives.codecs.segments import Segments, tile
 from fn.collectives.compressed import settle
 from fn.collectives.error_storage import to_blocks
-from fn.collectives.feedback import DampedError, Decayed, Feedback, LazyError, Off, StoredClassic
+from fn.collectives.feedback import DampedError, Decayed, Differences, Feedback, LazyError, Off, StoredClassic
 from fn.errors import expected
 
 Tree = Any
@@ -23,7 +23,7 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
     Args: error: of R rows of `segments`. codec, feedback: with which it was made. dtype: of the vectors that travelled.
     Raises: TypeError for an error of a feedback that does not tell its rule, unless it is such a vector itself.
     """
-    if feedback.rule is None or isinstance(feedback.rule, Decayed):  # what it adds to a message is a part of it
+    if feedback.rule is None or isinstance(feedback.rule, Decayed | Differences):  # it adds something else to a message
         return _own(error, segments)
     if isinstance(feedback.rule, Off) or (isinstance(error, tuple) and not error):
         return None

@@ -1,7 +1,7 @@
 """Error feedback: what was not delivered is kept and sent later.
 
 A feedback is three pure functions over an explicit error. `classic` keeps the whole difference, `decayed` a part of it,
-`damped` a moving average of it in 8 bits, `off` none.
+`damped` a moving average of it in 8 bits, `off` none. `differences` keeps what was delivered instead.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fn.kernels.reference import scale_dtype
 Tree = Any
 
 
-@invalidates({"init", "compensate", "residual"}, {"rule", "make"})
+@invalidates({"init", "compensate", "residual", "follow"}, {"rule", "make"})
 class Feedback(NamedTuple):
     """How the error of one rank enters the next message.
 
@@ -30,15 +30,18 @@ class Feedback(NamedTuple):
     compensate: (x, error) -> (n,), what is encoded.
     residual: (compensated, decoded, error) -> the next error.
     rule: what these three do, as data, for codecs that have a kernel for it. None: not told.
+    follow: (x, error) -> the next error after x was delivered exactly. With it an average averages in the warm-up, too,
+        so that the first step in codes has nothing to catch up. None: an exact step leaves errors alone.
     make: makes it again, where it was unpickled. None: then it cannot be pickled.
 
-    `_replace` of one of the three functions makes rule and make None, unless they are given, too.
+    `_replace` of one of the functions makes rule and make None, unless they are given, too.
     """
 
     init: Callable[[Tensor], Tree]
     compensate: Callable[[Tensor, Tree], Tensor]
     residual: Callable[[Tensor, Tensor, Tree], Tree]
     rule: Any = None
+    follow: Callable[[Tensor, Tree], Tree] | None = None
     make: Callable[[], Feedback] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -72,6 +75,10 @@ class Decayed(NamedTuple):
 
     keep: float
     deliver: float
+
+
+class Differences(NamedTuple):
+    """The rule of `differences`."""
 
 
 class Off(NamedTuple):
@@ -138,7 +145,7 @@ def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block
 
     rule = Classic(lazy) if store is None else StoredClassic(str(store), block)
     make = partial(classic, lazy=lazy, store=store, block=block)
-    return Feedback(init, compensate, residual, rule, make)
+    return Feedback(init, compensate, residual, rule, make=make)
 
 
 def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedback:
@@ -194,7 +201,8 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
         kept = beta * vector_of(error).to(compensated.dtype).to(wide) + (1.0 - beta) * lost
         return DampedError(*to_blocks(kept.to(compensated.dtype), block), error.age + 1)
 
-    return Feedback(init, compensate, residual, Damped(beta, every, block), partial(damped, beta, every, block=block))
+    make = partial(damped, beta, every, block=block)
+    return Feedback(init, compensate, residual, Damped(beta, every, block), make=make)
 
 
 def decayed(keep: float, deliver: float = 1.0) -> Feedback:
@@ -231,7 +239,37 @@ def decayed(keep: float, deliver: float = 1.0) -> Feedback:
     def residual(compensated: Tensor, decoded: Tensor, error: Tensor) -> Tensor:
         return (compensated - deliver * decoded).to(compensated.dtype)  # a codec may decode to float64
 
-    return Feedback(init, compensate, residual, Decayed(keep, deliver), partial(decayed, keep, deliver))
+    return Feedback(init, compensate, residual, Decayed(keep, deliver), make=partial(decayed, keep, deliver))
+
+
+def differences() -> Feedback:
+    """Send how far x is from what was delivered of it so far: EF21.
+
+        c = x - h,   send C(c),   h <- h + C(c)
+
+    h, which stands where other feedbacks have their error, is this rank's part of a sum that the ranks know, so that
+    what arrives is a difference, too; `running_sum` behind the average adds the differences up. Where x converges, the
+    differences become small and so does what is lost. In a warm-up step x arrives exactly, and h becomes x.
+    Vectors are float64 for float64 and float32 for all others.
+
+    Returns: a feedback for one axis, whose server's half has another one: see `compressed_average`.
+
+    Paper: Richtarik, Sokolov and Fatkhullin, EF21 (arXiv 2106.05203), algorithm 2.
+    """
+
+    def init(x: Tensor) -> Tensor:
+        return torch.zeros_like(x, dtype=scale_dtype(x))
+
+    def compensate(x: Tensor, error: Tensor) -> Tensor:
+        return x - error
+
+    def residual(compensated: Tensor, decoded: Tensor, error: Tensor) -> Tensor:
+        return error + decoded.to(error.dtype)
+
+    def follow(x: Tensor, error: Tensor) -> Tensor:
+        return x.to(error.dtype, copy=True)
+
+    return Feedback(init, compensate, residual, Differences(), follow, differences)
 
 
 def since_reset(error: DampedError, every: int) -> Tensor:
@@ -241,4 +279,4 @@ def since_reset(error: DampedError, every: int) -> Tensor:
 
 def off() -> Feedback:
     """Forget what was not delivered. The error is the empty tree."""
-    return Feedback(lambda x: (), lambda x, error: x, lambda compensated, decoded, error: (), Off(), off)
+    return Feedback(lambda x: (), lambda x, error: x, lambda compensated, decoded, error: (), Off(), make=off)

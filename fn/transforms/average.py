@@ -6,24 +6,28 @@ The first is exact unless it is given a codec, too.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Step, Transform, check_state, missing, unchanged
+from fn.base import Phase, Step, Transform, UpdateFn, check_state, missing, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives.codecs.segments import Segments
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.feedback import classic, damped
+from fn.collectives.feedback import Feedback, classic, damped
 from fn.collectives.hierarchy import (
     Codecs,
     Feedbacks,
+    all_gather_shards,
     compressed_all_reduce,
     exact_mean,
     hops,
     initial_errors,
+    reduce_scatter_mean,
     row_count,
 )
 from fn.errors import expected
@@ -31,6 +35,7 @@ from fn.transforms import flat_layout as layouts
 from fn.transforms.resharding import errors_reshape, reshapes
 
 Tree = Any
+Errors = tuple[Tree, Tree]
 
 
 class CodedAverageState(NamedTuple):
@@ -131,13 +136,21 @@ def always_average(axis: AxisNames | None) -> Transform:
 
 
 def compressed_average(
-    axis: AxisNames, codec: Codecs, feedback: Feedbacks | None = None, *, layout: str = "flat", servers: bool = True
+    axis: AxisNames,
+    codec: Codecs,
+    feedback: Feedbacks | None = None,
+    *,
+    gather_feedback: Feedbacks | None = None,
+    layout: str = "flat",
+    servers: bool = True,
 ) -> Transform:
     """Average the updates over the ranks of an axis in codes; the errors are its state.
 
         shard = mean_r C(x_r + worker error_r),   y = C(shard + server error)
 
-    The warm-up and the local phase leave the updates and the errors alone, and so does every phase on one rank.
+    The warm-up and the local phase leave the updates and the errors alone, and so does every phase on one rank. With a
+    feedback that follows, `differences`, the warm-up is the exact mean, so that no `average` belongs in front, there is
+    no local phase, and on one rank everything is delivered.
 
     Args:
         axis: the axis' name; or several from the fastest network to the slowest, such as ("local", "node"): the mean
@@ -145,6 +158,8 @@ def compressed_average(
             single node it is encoded all the same, although nothing travels.
         codec: what travels, in both halves; or one for each axis.
         feedback: None is `classic()`. For several axes see `hierarchy.hops`.
+        gather_feedback: what becomes of what the servers did not deliver. None is `feedback`, and `classic()` where
+            that is `differences()`.
         layout: "flat" exchanges one vector per (dtype, device), "per_tensor" one per tensor. Scales and blocks of
             the codec belong to single tensors in both, so these differ in messages, not in meaning. "fused" lays
             the tensors end to end and treats them as one, with one scale for all where a scale is per tensor.
@@ -158,70 +173,135 @@ def compressed_average(
             ranks, or two nodes, where it is faster; twice as much for four. Over several axes it is about the last.
     Returns: a transform with an `ErrorFeedbackState`: for each vector a worker error (n,) and a server error (n / W,),
         or () where there are no servers.
-    Raises: ValueError if the layout is unknown; TypeError if servers is no bool; from the update, if the axis is not
-        bound or has another size than at init, and a TypeError as from `average`.
+    Raises: ValueError if the layout is unknown, if there is a gather_feedback but no server, or one that follows, or
+        if a feedback that follows is for several axes; TypeError if servers is no bool; from the update, if the axis is
+        not bound or has another size than at init, and a TypeError as from `average`.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1, lines 5-10.
     Differs: DeepSpeed exchanges tensor by tensor, four collectives each.
     """
     feedback = classic() if feedback is None else feedback
-    return _in_codes(axis, codec, feedback, layout, servers=servers, of_gradients=False)
+    back = _way_back(axis, feedback, gather_feedback, servers)
+    return _in_codes(axis, codec, feedback, layout, back, servers=servers, of_gradients=False)
+
+
+def _way_back(axis: AxisNames, feedback: Feedbacks, given: Feedbacks | None, servers: bool) -> Feedbacks | None:
+    """Return the feedback of the second half where it is another one. Raises: as `compressed_average`."""
+    if given is not None and servers is False:
+        raise ValueError("gather_feedback: is given with servers=False, where there is no second half; leave it out")
+    if any(each.follow is not None for each in _each(given)):
+        raise ValueError(expected("gather_feedback", "one for what is sent once, such as fn.classic()", f"{given!r}"))
+    if all(each.follow is None for each in _each(feedback)):
+        return None if given == feedback else given
+    if not isinstance(axis, str):
+        raise ValueError(expected("feedback", "fn.differences() to have a single axis", f"{axis!r}"))
+    return classic() if given is None and servers else given
+
+
+def _each(feedback: Feedbacks | None) -> list[Feedback]:
+    """Return the feedbacks in an argument; what is none is refused elsewhere."""
+    several: tuple[object, ...] = feedback if type(feedback) in (tuple, list) else (feedback,)  # type: ignore[assignment]
+    return [each for each in several if isinstance(each, Feedback)]
+
+
+def _first(feedback: Feedbacks) -> Feedback:
+    return feedback if isinstance(feedback, Feedback) else feedback[0]
 
 
 def _in_codes(
-    axis: AxisNames, codec: Codecs, feedback: Feedbacks, layout: str, *, servers: bool = True, of_gradients: bool
+    axis: AxisNames,
+    codec: Codecs,
+    feedback: Feedbacks,
+    layout: str,
+    gather_feedback: Feedbacks | None = None,
+    *,
+    servers: bool = True,
+    of_gradients: bool,
 ) -> Transform:
-    """Do what `compressed_average` says. of_gradients: whether that is what is averaged."""
+    """Do what `compressed_average` says. of_gradients: whether that is what is averaged.
+
+    Args: gather_feedback: that of the second half, where it is another one.
+    """
     if layout not in layouts.LAYOUTS:
         raise ValueError(expected("layout", f"one of {layouts.LAYOUTS}", f"{layout!r}"))
     if not isinstance(servers, bool):
         raise TypeError(expected("servers", "True or False", f"{servers!r}"))
 
     align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))
+    back = feedback if gather_feedback is None else gather_feedback
+    hops(axis, codec, back, ("codec", "gather_feedback"))
+    follow = _first(feedback).follow if isinstance(axis, str) else None
 
     def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
         return layouts.buckets(leaves, row_count(axis, servers=servers), align, layout)
 
     def init(params: Tree) -> ErrorFeedbackState:
         tree.check_real(params, "params")
-        fields = {**describe((codec, feedback)), **describe_leaves(params), "layout": layout, "servers": servers}
+        rules = (codec, feedback) if gather_feedback is None else (codec, feedback, gather_feedback)
+        fields = {**describe(rules), **describe_leaves(params), "layout": layout, "servers": servers}
         check_agreement(axis, fields, device_of(params))
         leaves = [leaf.detach() for leaf in tree.leaves(params)]
         worker, server = [], []
         for bucket in arrange(leaves):
             segments = bucket.segments
             like = leaves[bucket.leaf_indices[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
-            e, d = initial_errors(like, axis, codec, feedback, segments=segments, servers=servers)
-            worker.append(e)
-            server.append(d)
+            worker.append(initial_errors(like, axis, codec, feedback, segments=segments, servers=servers)[0])
+            server.append(initial_errors(like, axis, codec, back, segments=segments, servers=servers)[1])
         state = ErrorFeedbackState(tuple(worker), tuple(server))
         if isinstance(axis, str):
-            (hop,) = hops(axis, codec, feedback)
+            (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, back)
 
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
 
-            reshapes.say((state, errors_reshape(leaves, axis, plan, hop, hop, of_gradients=of_gradients)))
+            reshapes.say((state, errors_reshape(leaves, axis, plan, hop, return_hop, of_gradients=of_gradients)))
         return state
 
-    def compressed(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        check_state(state, ErrorFeedbackState)
-        tree.check_real(updates, "updates")
-        if axis_size(axis) == 1:
-            return primitives.pmean(updates, axis), state
-        leaves, structure = tree.flatten(_in_order(updates, params))
-        found: dict[int, Tensor] = {}
-        worker, server = [], []
-        for bucket, e, d in zip(arrange(leaves), state.worker, state.server, strict=True):
-            x, segments = layouts.join(leaves, bucket), bucket.segments
-            joined = len(bucket.leaf_indices) > 1 and not bucket.fused  # else x may be the caller's memory
+    def exchanged(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:
+        if axis_size(axis) == 1:  # with a feedback that follows
+            whole: Tensor = primitives.pmean(_first(feedback).compensate(x, errors[0]).to(x.dtype), axis)
+            return whole, delivered(x, errors, segments)
+        if gather_feedback is None:
             rule = axis, codec, feedback
-            y, (e, d) = compressed_all_reduce(x, (e, d), *rule, segments=segments, consume=joined, servers=servers)
-            found.update(zip(bucket.leaf_indices, layouts.split(y, bucket), strict=True))
-            worker.append(e)
-            server.append(d)
-        return layouts.restore(structure, found), ErrorFeedbackState(tuple(worker), tuple(server))
+            return compressed_all_reduce(x, errors, *rule, segments=segments, consume=consume, servers=servers)
+        shard, worker = reduce_scatter_mean(x, errors[0], axis, codec, feedback, segments=segments)
+        whole, server = all_gather_shards(shard, errors[1], axis, codec, gather_feedback, segments=segments)
+        return whole, (worker, server)
 
+    def exact(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:
+        return exact_mean(x, axis), delivered(x, errors, segments)
+
+    def delivered(x: Tensor, errors: Errors, segments: Segments) -> Errors:
+        """Return the errors after x has arrived exactly."""
+        assert follow is not None
+        server = initial_errors(x, axis, codec, back, segments=segments, servers=servers)[1]
+        return follow(x, errors[0]), server
+
+    def averaging(mean_of: Callable[[Tensor, Errors, Segments, bool], tuple[Tensor, Errors]]) -> UpdateFn:
+        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            check_state(state, ErrorFeedbackState)
+            tree.check_real(updates, "updates")
+            if axis_size(axis) == 1 and follow is None:
+                return primitives.pmean(updates, axis), state
+            leaves, structure = tree.flatten(_in_order(updates, params))
+            found: dict[int, Tensor] = {}
+            worker, server = [], []
+            for bucket, *errors in zip(arrange(leaves), state.worker, state.server, strict=True):
+                x = layouts.join(leaves, bucket)
+                joined = len(bucket.leaf_indices) > 1 and not bucket.fused  # else x may be the caller's memory
+                y, (e, d) = mean_of(x, (errors[0], errors[1]), bucket.segments, joined)
+                found.update(zip(bucket.leaf_indices, layouts.split(y, bucket), strict=True))
+                worker.append(e)
+                server.append(d)
+            return layouts.restore(structure, found), ErrorFeedbackState(tuple(worker), tuple(server))
+
+        return update
+
+    compressed = averaging(exchanged)
+    if follow is not None:
+        return Transform(init, averaging(exact), compressed, missing(Phase.LOCAL, "an average of differences"))
+    if gather_feedback is not None:
+        return Transform(init, unchanged, compressed, unchanged)
     rule = CompressedAverage(axis, codec, feedback, layout, servers)
     return Transform(init, unchanged, Step(rule, compressed), unchanged)
 

@@ -1,5 +1,7 @@
 """Averages in another basis: `in_basis`, and `tiles`, in which a tile of a matrix is one run of numbers.
 
+Another basis is `fn.transforms.cosines.dct`.
+
 >>> import torch, fn
 >>> [part.tolist() for part in fn.tiles(2).into(torch.arange(6).view(2, 3))]
 [[[0, 1, 3, 4]], [[2, 5]]]

@@ -1,15 +1,13 @@
-"""Lion: the sign of a momentum. `scale_by_lion`."""
+"""Lion: the sign of a momentum. `scale_by_lion`, and `lion_direction`, of which ranks may vote."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from fn import tree
 from fn.base import Phase, Transform, UpdateFn, check_state, check_transform, combine, lift
 from fn.transforms.adam import check_betas, moving_average, zeros_like_moment
+from fn.transforms.scaling import sign_of
 
 Tree = Any
 
@@ -30,6 +28,43 @@ class SyncedLionState(NamedTuple):
     def rank_local(self) -> frozenset[str]:
         """Return the fields that are one rank's own."""
         return frozenset({"mu"})
+
+
+class LocalLionState(NamedTuple):
+    """State of `lion_direction`. mu: the momentum, each rank's own; float32 for half precision."""
+
+    mu: Tree
+
+    @property
+    def rank_local(self) -> frozenset[str]:
+        """Return the fields that are one rank's own."""
+        return frozenset({"mu"})
+
+
+def lion_direction(b1: float = 0.9, b2: float = 0.99) -> Transform:
+    """Return what Lion takes the sign of, from the rank's own updates; it stands in front of an average.
+
+        u_r = b1 mu_r + (1 - b1) g_r,    mu_r <- b2 mu_r + (1 - b2) g_r
+
+    Args: b1, b2: as for `scale_by_lion`.
+    Raises: ValueError if b1 or b2 is outside [0, 1).
+
+    Paper: Liu et al., Distributed Lion (arXiv 2404.00438), algorithm 1, line 4.
+    """
+    check_betas(b1, b2, 0.0)
+
+    def init(params: Tree) -> LocalLionState:
+        tree.check_real(params, "params")
+        return LocalLionState(tree.map(zeros_like_moment, params))
+
+    def update(updates: Tree, state: LocalLionState, params: Tree, /) -> tuple[Tree, LocalLionState]:
+        check_state(state, LocalLionState)
+        tree.check_updates(updates, state.mu)
+        updates = tree.in_order(updates, state.mu, "updates")
+        mu = moving_average(state.mu, updates, b2)
+        return moving_average(state.mu, updates, b1), LocalLionState(mu)
+
+    return lift(init, update)
 
 
 def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, sync: Transform | None = None) -> Transform:
@@ -67,7 +102,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, sync: Transform | None =
         def update(updates: Tree, state: LionState, params: Tree, /) -> tuple[Tree, LionState]:
             check_state(state, LionState)
             direction, mu = mixed(updates, state.mu)
-            return tree.map(_sign, direction), LionState(mu)
+            return tree.map(sign_of, direction), LionState(mu)
 
         return lift(init, update)
 
@@ -86,12 +121,8 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, sync: Transform | None =
             params = params if params is None else tree.in_order(params, state.mu, "params")
             direction, mu = mixed(updates, state.mu)
             mean, after = found(direction, state.sync, params)
-            return tree.map(_sign, mean), SyncedLionState(mu, after)
+            return tree.map(sign_of, mean), SyncedLionState(mu, after)
 
         return update
 
     return combine([sync], synced_init, compose)
-
-
-def _sign(x: Tensor) -> Tensor:
-    return torch.sign(x) + (x - x)  # of NaN and Inf it is NaN, so that the step is skipped

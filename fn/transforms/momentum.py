@@ -1,4 +1,4 @@
-"""Momentum that is no average: `trace`, as outer optimizers use it."""
+"""Sums of updates: `trace`, as outer optimizers use it; `local_momentum` and `running_sum` around an average."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fn import tree
-from fn.base import Transform, check_number, check_state, lift
+from fn.base import Phase, Transform, check_number, check_state, lift, missing
 from fn.errors import expected
-from fn.transforms.adam import zeros_like_moment
+from fn.transforms.adam import moving_average, zeros_like_moment
 
 Tree = Any
 
@@ -50,3 +50,79 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         return out, TraceState(mu)
 
     return lift(init, update)
+
+
+class LocalMomentumState(NamedTuple):
+    """State of `local_momentum`. mu: the moving average, each rank's own; float32 for half precision."""
+
+    mu: Tree
+
+    @property
+    def rank_local(self) -> frozenset[str]:
+        """Return the fields that are one rank's own."""
+        return frozenset({"mu"})
+
+
+def local_momentum(eta: float) -> Transform:
+    """Take a moving average of the rank's own updates, in front of an average over the ranks.
+
+        v_r <- (1 - eta) v_r + eta g_r
+
+    It is never averaged, and so differs from rank to rank. On another number of ranks each goes on with the mean.
+
+    Args: eta: weight of the new update, 0 < eta <= 1; 1 keeps nothing, 0.1 averages over about ten steps.
+    Raises: TypeError if eta is no number; ValueError if it is out of range.
+
+    Paper: Fatkhullin, Tyurin and Richtarik, Momentum provably improves error feedback (arXiv 2305.15155), algorithm 1;
+        Bernstein et al., signSGD with majority vote (arXiv 1810.05291), algorithm 1, with beta = 1 - eta.
+    """
+    check_number("eta", eta)
+    if not 0 < eta <= 1:
+        raise ValueError(expected("eta", "a number in (0, 1]", f"{eta}"))
+
+    def init(params: Tree) -> LocalMomentumState:
+        tree.check_real(params, "params")
+        return LocalMomentumState(tree.map(zeros_like_moment, params))
+
+    def update(updates: Tree, state: LocalMomentumState, params: Tree, /) -> tuple[Tree, LocalMomentumState]:
+        check_state(state, LocalMomentumState)
+        tree.check_updates(updates, state.mu)
+        mu = moving_average(state.mu, tree.in_order(updates, state.mu, "updates"), 1.0 - eta)
+        return mu, LocalMomentumState(mu)
+
+    return lift(init, update)
+
+
+class RunningSumState(NamedTuple):
+    """State of `running_sum`. total: what arrived so far; float32 for half precision."""
+
+    total: Tree
+
+
+def running_sum() -> Transform:
+    """Add up the updates in the compressed phase; behind an average of `differences`, which it turns into the mean.
+
+        s <- s + u;    u = s
+
+    In the warm-up, where the mean itself arrives, s becomes that. There is no local phase.
+
+    Paper: Richtarik, Sokolov and Fatkhullin, EF21 (arXiv 2106.05203), algorithm 2, line 8.
+    """
+
+    def init(params: Tree) -> RunningSumState:
+        tree.check_real(params, "params")
+        return RunningSumState(tree.map(zeros_like_moment, params))
+
+    def whole(updates: Tree, state: RunningSumState, params: Tree, /) -> tuple[Tree, RunningSumState]:
+        check_state(state, RunningSumState)
+        tree.check_updates(updates, state.total)
+        total = tree.map(lambda s, u: u.to(s.dtype), state.total, updates)
+        return total, RunningSumState(total)
+
+    def summed(updates: Tree, state: RunningSumState, params: Tree, /) -> tuple[Tree, RunningSumState]:
+        check_state(state, RunningSumState)
+        tree.check_updates(updates, state.total)
+        total = tree.map(lambda s, u: s + u.to(s.dtype), state.total, updates)
+        return total, RunningSumState(total)
+
+    return Transform(init, whole, summed, missing(Phase.LOCAL, "a running sum of what ranks send"))

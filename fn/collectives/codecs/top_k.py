@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fn.base import check_number, check_whole
+from fn.collectives.codecs.ballots import is_vote
 from fn.collectives.codecs.codec import Codec, by_tensor, segmented
 from fn.collectives.codecs.packing import pack, unpack
 from fn.collectives.codecs.segments import Segments, tile
@@ -66,7 +67,7 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
         values: the codec of the kept elements, which for it are a row in the order of their indices, a row for each
             tensor, such as `fn.bins(4, 6)`. None: float32, float64 for float64.
     Raises: TypeError if k is no number, block no whole number, or values no codec; ValueError if k or block is out of
-        range, k is more than block, or over is neither.
+        range, k is more than block, over is neither, or values are votes, which keep no magnitude.
 
     Paper: Stich, Cordonnier and Jaggi, Sparsified SGD with memory (NeurIPS 2018); Sarfi et al., SparseLoCo (arXiv
         2508.15706), for blocks and values in bins; Peng et al., DeMo (arXiv 2411.19870), for means over senders.
@@ -78,6 +79,8 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
         raise ValueError(expected("over", "'ranks' or 'senders'", f"{over!r}"))
     if values is not None and not isinstance(values, Codec):
         raise TypeError(expected("values", "None or a Codec, such as fn.int8()", f"{values!r}"))
+    if values is not None and is_vote(values):
+        raise ValueError(expected("values", "a codec that keeps magnitudes, such as fn.int8()", f"{values!r}"))
 
     k = int(k) if isinstance(k, numbers.Integral) else float(k)
 

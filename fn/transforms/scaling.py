@@ -1,0 +1,71 @@
+"""Links without state: `scale`, and `scale_by_sign`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Transform, check_number, stateless
+from fn.errors import expected
+
+Tree = Any
+
+
+def scale(x: float | Tensor) -> Transform:
+    """Multiply the updates by x, such as a learning rate that belongs in front of a momentum.
+
+        u = x g
+
+    Args: x: a float, or a 0-d tensor, which a scheduler may fill in place between steps without a recompile.
+    Raises: TypeError if x is no number; ValueError if it is not finite, or a tensor with a dimension.
+    """
+    if isinstance(x, Tensor):
+        if x.ndim:
+            raise ValueError(expected("x", "a float or a 0-d tensor", f"a tensor of shape {tuple(x.shape)}"))
+    else:
+        check_number("x", x)
+        if not math.isfinite(x):
+            raise ValueError(expected("x", "a finite number", f"{x}"))
+
+    def scaled(updates: Tree, params: Tree) -> Tree:
+        tree.check_real(updates, "updates")
+        return tree.map(lambda u: torch.mul(u, x).to(u.dtype), updates)
+
+    return stateless(scaled)
+
+
+def scale_by_sign(noise: float = 0.0) -> Transform:
+    """Return the sign of the updates: 0 for 0, and NaN where they are not finite.
+
+        u = sgn(g) where |g| > noise max |g|, else 0
+
+    Args: noise: what counts as 0, as a fraction of the largest magnitude of the tensor, in [0, 1). Behind a change of
+        basis a zero is a rounding error, whose sign means nothing; 1e-6 leaves those of float32 out.
+    Raises: TypeError if noise is no number; ValueError if it is out of range.
+
+    Paper: Bernstein et al., signSGD (arXiv 1802.04434), algorithm 1.
+    """
+
+    check_number("noise", noise)
+    if not 0 <= noise < 1:
+        raise ValueError(expected("noise", "a number in [0, 1)", f"{noise}"))
+
+    def clear(u: Tensor) -> Tensor:
+        if not noise or not u.numel():
+            return sign_of(u)
+        return torch.where(u.abs() <= noise * u.abs().amax(), 0.0, sign_of(u))
+
+    def signs(updates: Tree, params: Tree) -> Tree:
+        tree.check_real(updates, "updates")
+        return tree.map(clear, updates)
+
+    return stateless(signs)
+
+
+def sign_of(x: Tensor) -> Tensor:
+    """Return the sign; of NaN and Inf it is NaN, so that the step is skipped."""
+    return torch.sign(x) + (x - x)

@@ -1,0 +1,143 @@
+"""Votes and rotated messages: what they say by hand, what a majority is, what padding does, what is refused."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import pytest
+import torch
+from torch import Tensor
+
+import fn
+from fn.collectives.codecs.codec import segmented
+from fn.collectives.codecs.segments import Segments
+
+
+def voted(x: Tensor, codec: fn.Codec, *, servers: bool = True) -> Tensor:
+    """Average x (W, ...) in codes without feedback."""
+    tx = fn.compressed_average("data", codec, fn.off(), servers=servers)
+
+    def on_rank(x: Tensor) -> Tensor:
+        return tx.compressed_update(x, tx.init(x), x)[0]
+
+    return fn.simulate(on_rank, "data", len(x), in_dims=0, out_dims=None)(x)
+
+
+@pytest.mark.parametrize("codec", [
+    fn.ballots(), fn.rotated(fn.int4()), fn.rotated(fn.sign(), 8), fn.rotated(fn.top_k(4, 32)),
+], ids=repr)  # fmt: skip
+def test_they_conform(codec: fn.Codec) -> None:
+    report = fn.check_codec(codec)
+    assert report, report
+
+
+def test_zeros_that_always_vote_plus_are_reported() -> None:
+    assert fn.check_codec(fn.ballots("plus")).faults == ("zeros: moved",)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("n", [1, 7, 8, 33])
+@pytest.mark.parametrize("ties", ["even", "plus"])
+def test_a_majority_decides_and_a_tie_as_it_is_told(world: int, n: int, ties: str) -> None:
+    """
+    Differs: fn.collectives.codecs.ballots.ballots: a tie votes by its index; in the paper it is 0, in the code of
+        Distributed Lion always -1.
+    """
+    x = torch.randint(-1, 2, (world, n), generator=torch.Generator().manual_seed(world)).float()
+    undecided = torch.where(torch.arange(n) % 2 == 0, 1.0, -1.0) if ties == "even" else torch.ones(n)
+    ballots = torch.where(x == 0, undecided, x.sign())
+    mean = ballots.mean(0)
+    majority = torch.where(mean == 0, undecided, mean.sign())
+    if world > 1:
+        assert torch.equal(voted(x, fn.ballots(ties)), majority)
+        torch.testing.assert_close(voted(x, fn.ballots(ties), servers=False), mean)
+
+
+def test_a_tensor_counts_from_its_own_beginning_and_padding_says_nothing() -> None:
+    codec = segmented(fn.ballots(), Segments((16, 8), torch.tensor([[13, 3]])))
+    found = codec.decode(codec.encode(torch.zeros(1, 24)))[0]
+    assert found[:13].tolist() == [1.0, -1.0] * 6 + [1.0]
+    assert found[16:19].tolist() == [1.0, -1.0, 1.0]
+    assert not found[13:16].any()
+    assert not found[19:].any()
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_not_finite_on_one_rank_is_seen_by_all(bad: float) -> None:
+    x = torch.ones(3, 40)
+    x[1, 7] = bad
+    assert voted(x, fn.ballots())[7].isnan()
+    assert voted(x, fn.rotated(fn.int4()))[7].isnan()
+
+
+def test_votes_take_a_bit_and_rotated_codes_what_they_take_unrotated() -> None:
+    def total(codec: fn.Codec) -> int:
+        with fn.ledger() as sent:
+            voted(torch.ones(2, 2**14), codec)
+        return sent.total
+
+    assert total(fn.ballots()) == 2**14 // 8 + 2  # both halves send half a vector, and a byte for its row
+    assert total(fn.rotated(fn.int4())) == total(fn.int4())
+    assert fn.rotated(fn.int4()).bits == fn.int4().bits
+
+
+@pytest.mark.parametrize("block", [1, 2, 32, 256])
+def test_blocks_are_multiplied_by_the_matrix_of_sylvester(block: int) -> None:
+    """
+    Differs: fn.collectives.codecs.rotated.rotated: H is divided by sqrt(block) on both ways; the authors divide by
+        block on the way back, which gives the same numbers behind a codec that scales.
+    """
+    x = torch.randn(3, 2 * block, dtype=torch.float64)
+    H = torch.tensor([[(-1.0) ** (a & b).bit_count() for a in range(block)] for b in range(block)]).double()
+    codec = fn.rotated(fn.identity(), block)
+    sent = codec.encode(x)
+    torch.testing.assert_close(sent.view(3, 2, block), x.view(3, 2, block) @ H / block**0.5)
+    torch.testing.assert_close(codec.decode(sent), x)
+    theirs = fn.int8(256)
+    y = (x.float().view(3, 2, block) @ H.float()).reshape(3, -1)
+    back = (theirs.decode(theirs.encode(y)).view(3, 2, block) @ H.float() / block).reshape(3, -1)
+    ours = fn.rotated(theirs, block)
+    torch.testing.assert_close(ours.decode(ours.encode(x.float())), back, rtol=0, atol=0.02 * float(x.abs().max()))
+
+
+def test_a_block_that_a_tensor_ends_in_is_filled_up_and_gives_nothing_to_its_neighbour() -> None:
+    segments = Segments((64, 32), torch.tensor([[37, 5]]))
+    codec = segmented(fn.rotated(fn.int8(32)), segments)
+    x = torch.where(segments.mask(torch.device("cpu")), torch.randn(1, 96), 0.0)
+    found = codec.decode(codec.encode(x))
+    torch.testing.assert_close(found, x, rtol=0, atol=0.05)
+    assert not found[~segments.mask(found.device)].any()
+
+
+def test_an_outlier_costs_its_block_less_behind_the_transform() -> None:
+    x = torch.randn(1, 4096, generator=torch.Generator().manual_seed(0))
+    x[0, ::128] *= 30
+
+    def lost(codec: fn.Codec) -> float:
+        return float((codec.decode(codec.encode(x)) - x).norm())
+
+    assert lost(fn.rotated(fn.int4(128))) < 0.6 * lost(fn.int4(128))
+
+
+@pytest.mark.parametrize("codec", [fn.ballots("plus"), fn.rotated(fn.int8(64), 16)], ids=repr)
+def test_they_are_pickled_and_spelled(codec: fn.Codec) -> None:
+    again, x = pickle.loads(pickle.dumps(codec)), torch.randn(2, 64)
+    assert repr(again) == repr(codec)
+    assert torch.equal(again.decode(again.encode(x)), codec.decode(codec.encode(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: fn.ballots("minus"), ValueError, "ties: expected 'even' or 'plus', but got 'minus'"),
+        (lambda: fn.rotated(fn.int4(), 24), ValueError, "block: expected a power of two, but got 24"),
+        (lambda: fn.rotated(fn.int4(), 0), ValueError, "block: expected a power of two, but got 0"),
+        (lambda: fn.rotated(fn.int4(), 8.0), TypeError, "block: expected a whole number"),
+        (lambda: fn.rotated(fn.int4), TypeError, "codec: expected a Codec"),
+        (lambda: fn.top_k(2, 8, values=fn.ballots()), ValueError, "values: expected a codec that keeps magnitudes"),
+    ],
+)
+def test_bad_input_is_refused_by_name(make, kind: type[Exception], text: str) -> None:
+    with pytest.raises(kind, match=text):
+        make()
