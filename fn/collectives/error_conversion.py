@@ -23,10 +23,10 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
     Args: error: of R rows of `segments`. codec, feedback: with which it was made. dtype: of the vectors that travelled.
     Raises: TypeError for an error of a feedback that does not tell its rule, unless it is such a vector itself.
     """
+    if isinstance(feedback.rule, Off) or (feedback.rule is not None and isinstance(error, tuple) and not error):
+        return None
     if feedback.rule is None or isinstance(feedback.rule, Decayed | Differences):  # it adds something else to a message
         return _own(error, segments)
-    if isinstance(feedback.rule, Off) or (isinstance(error, tuple) and not error):
-        return None
     device = error.device if isinstance(error, Tensor) else error[0].device
     like = torch.zeros(segments.valid.shape[0], segments.row_length, dtype=dtype, device=device)
     return settle(segmented(codec, segments), feedback, error, like)

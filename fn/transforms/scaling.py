@@ -57,7 +57,8 @@ def scale_by_sign(noise: float = 0.0) -> Transform:
     def clear(u: Tensor) -> Tensor:
         if not noise or not u.numel():
             return sign_of(u)
-        return torch.where(u.abs() <= noise * u.abs().amax(), 0.0, sign_of(u))
+        least = noise * u.abs().amax()
+        return torch.where((u.abs() <= least) & least.isfinite(), 0.0, sign_of(u))
 
     def signs(updates: Tree, params: Tree) -> Tree:
         tree.check_real(updates, "updates")
