@@ -151,7 +151,7 @@ def test_distributed_lions_ties_and_bits_are_others() -> None:
         with two ranks params drift wherever the ranks disagree. One bit travels for an element; theirs are added up as
         64 bit numbers.
     """
-    case = next(case for case in CASES if case.row["name"] == "lion_w2_ties")
+    case = next(case for case in CASES if case.row["method"] == "distributed_lion" and case.world == 2)
     g, lr = case.each("grad")[0][0], case.hyper["lr"]
     divided = g[0].sign() != g[1].sign()
     theirs = case.each("param")[0][0] - case.each("init")[0] * (1 - lr * case.hyper["weight_decay"])

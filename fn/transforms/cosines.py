@@ -65,7 +65,7 @@ def dct(tile: int | Callable[[int], int]) -> Basis:
             for dim, (_, _, length) in enumerate(pieces):
                 part = _along(part, 2 * dim + 1, _cosines(length, x.dtype, x.device))
             order = [*range(0, part.ndim, 2), *range(1, part.ndim, 2)]
-            found.append(part.permute(order).reshape(-1, math.prod(length for _, _, length in pieces)))
+            found.append(part.permute(order).reshape(-1, math.prod([length for _, _, length in pieces])))
         return found
 
     def back(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
@@ -98,8 +98,11 @@ def _checked(tile: int) -> int:
 
 def _placed(pieces: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Return (start, pieces, length of each) of the runs of a dimension."""
-    ends = itertools.accumulate((count * length for count, length in pieces), initial=0)
-    return [(start, count, length) for start, (count, length) in zip(ends, pieces, strict=False)]
+    found, start = [], 0
+    for count, length in pieces:
+        found.append((start, count, length))
+        start += count * length
+    return found
 
 
 def _along(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
