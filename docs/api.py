@@ -15,7 +15,10 @@ PAGE = Path(__file__).with_name("api.md")
 
 SECTIONS = (
     ("Types and composition", ("fn.base", "fn.phases", "fn.updates")),
-    ("Named optimizers", ("fn.optimizers", "fn.local_optimizers", "fn.vote_optimizers")),
+    (
+        "Named optimizers",
+        ("fn.optimizers", "fn.local_optimizers", "fn.low_rank_optimizers", "fn.vote_optimizers"),
+    ),
     ("Schedules", ("fn.schedules",)),
     ("Transforms", ("fn.transforms",)),
     (

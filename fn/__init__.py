@@ -23,6 +23,7 @@ from fn.collectives.simulation import simulate
 from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import diloco, local_sgd, muloco, sparse_loco
+from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.schedules import every, freeze_after, freeze_when_stable, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
@@ -33,11 +34,13 @@ from fn.transforms.cosines import dct
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.lion import scale_by_lion
+from fn.transforms.low_rank import LowRankState, low_rank_average
 from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import OuterState, outer
 from fn.transforms.scaling import scale, scale_by_sign
+from fn.transforms.shape import scale_by_shape
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
@@ -51,6 +54,7 @@ __all__ = [
     "ErrorFeedbackState",
     "Feedback",
     "Ledger",
+    "LowRankState",
     "Optimizer",
     "OuterState",
     "PeerLost",
@@ -85,6 +89,7 @@ __all__ = [
     "demo",
     "differences",
     "diloco",
+    "dion",
     "donate",
     "e3m0",
     "ef21_sgdm",
@@ -104,6 +109,7 @@ __all__ = [
     "local_momentum",
     "local_sgd",
     "loco_adamw",
+    "low_rank_average",
     "mask",
     "muloco",
     "off",
@@ -112,6 +118,7 @@ __all__ = [
     "outer",
     "partition",
     "pmean",
+    "powersgd_adamw",
     "psum",
     "rank_dims",
     "reduce_scatter_mean",
@@ -124,6 +131,7 @@ __all__ = [
     "scale_by_muon",
     "scale_by_onebit_adam",
     "scale_by_onebit_lamb",
+    "scale_by_shape",
     "scale_by_sign",
     "scale_by_trust_ratio",
     "scale_by_zero_one_adam",

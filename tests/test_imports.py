@@ -29,6 +29,7 @@ FLOORS = {
     "fn.optimizers": 5,
     "fn.local_optimizers": 5,
     "fn.vote_optimizers": 5,
+    "fn.low_rank_optimizers": 5,
     "fn.adapters": 6,
     "fn.planner": 6,
     "fn.__main__": 7,

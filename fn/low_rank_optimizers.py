@@ -1,0 +1,99 @@
+"""Named optimizers whose averages are of low rank: each is a chain under its docstring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from fn import tree
+from fn.base import Phase, Transform, chain, check_number, missing, stateless
+from fn.collectives.axis import AxisNames
+from fn.collectives.feedback import Feedback, decayed
+from fn.errors import expected
+from fn.transforms.adam import scale_by_adam
+from fn.transforms.agreed import agreed
+from fn.transforms.average import average
+from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.low_rank import low_rank_average
+from fn.transforms.masking import partition
+from fn.transforms.shape import scale_by_shape
+from fn.transforms.skip_nonfinite import skip_nonfinite
+
+Tree = Any
+
+
+def powersgd_adamw(
+    lr: float | Tensor = 1e-3,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 1e-2,
+    *,
+    axis: AxisNames,
+    rank: int | float = 4,
+    feedback: Feedback | None = None,
+    mean: Transform | None = None,
+    min_rate: float = 1.0,
+    seed: int = 0,
+) -> Transform:
+    """PowerSGD with AdamW: gradients are averaged as products of two thin factors.
+
+    Args:
+        lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as for `adamw`.
+        axis: the ranks that train together. rank, feedback, mean, min_rate, seed: as for `low_rank_average`.
+    Returns: a transform with a warm-up, which is exact, and a compressed phase; `freeze_after(n)` is its schedule.
+        Nothing is frozen, so n may be small.
+
+    Paper: Vogels et al., PowerSGD (arXiv 1905.13727), algorithms 1 and 2, with Adam as the optimizer.
+    """
+    low_rank = low_rank_average(axis, rank, feedback=feedback, mean=mean, min_rate=min_rate, seed=seed)
+    low_rank = low_rank._replace(local_update=missing(Phase.LOCAL, "PowerSGD"))
+    adam = scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    return agreed(skip_nonfinite(chain(average(axis), low_rank, *adam)), axis)
+
+
+def dion(
+    lr: float | Tensor = 0.01,
+    momentum: float = 0.95,
+    weight_decay: float = 0.01,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    *,
+    axis: AxisNames,
+    rank: int | float = 0.25,
+    multiple_of: int = 1,
+    adamw_rate: float = 1.0,
+    mean: Transform | None = None,
+    iterations: int = 1,
+    seed: int = 0,
+) -> Transform:
+    """Dion: steps along orthonormal factors of a momentum, which travels in these factors; AdamW for other tensors.
+
+    Args:
+        lr: of matrices, a float or a 0-d tensor. adamw_rate: AdamW's learning rate, as a multiple of it.
+        momentum: mu; of what is delivered, the momentum loses 1 - mu. weight_decay: of all tensors.
+        b1, b2, eps: of AdamW, which has what is no matrix.
+        axis: the ranks that train together. rank, multiple_of, mean, iterations, seed: as for `low_rank_average`.
+    Returns: a transform with two phases, which differ only where `mean` is given: factors are exact in the warm-up.
+
+    Paper: Ahn et al., Dion (arXiv 2504.05295), algorithm 3.
+    Differs: the first step sends no more than the others; the authors' code averages the gradient in it, too.
+    """
+    check_number("momentum", momentum)
+    if not 0 <= momentum < 1:
+        raise ValueError(expected("momentum", "a number in [0, 1)", f"{momentum}"))
+    check_number("adamw_rate", adamw_rate)
+    factors = low_rank_average(
+        axis, rank, feedback=decayed(1.0, 1.0 - momentum), mean=mean, orthonormal=True,
+        multiple_of=multiple_of, iterations=iterations, seed=seed,
+    )  # fmt: skip
+    decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    scaled = stateless(lambda updates, params: tree.map(lambda u: u * adamw_rate, updates))
+    kinds = {
+        "dion": chain(scale_by_shape(), decay, rate),
+        "adamw": chain(scale_by_adam(b1, b2, eps), decay, scaled, rate),
+    }
+    labels = lambda params: tree.map(lambda p: "dion" if p.ndim > 1 else "adamw", params)  # noqa: E731
+    return agreed(skip_nonfinite(chain(factors, partition(kinds, labels))), axis)

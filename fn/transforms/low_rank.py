@@ -1,0 +1,329 @@
+"""The mean of matrices as a product of two thin factors, which the network can add up: `low_rank_average`."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import (
+    Phase,
+    Transform,
+    UpdateFn,
+    check_number,
+    check_params,
+    check_state,
+    check_transform,
+    check_whole,
+    missing,
+    unchanged,
+)
+from fn.collectives import primitives
+from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
+from fn.collectives.autograd import is_recorded
+from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives.codecs.codec import identity
+from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.feedback import Classic, Decayed, Feedback, classic, off
+from fn.collectives.hierarchy import Hop
+from fn.errors import expected
+from fn.kernels.reference import scale_dtype
+from fn.kernels.tracing import is_concrete, pooled
+from fn.transforms import flat_layout as layouts
+from fn.transforms.average import average
+from fn.transforms.resharding import Reshape, errors_reshape, in_parts, reshapes
+
+Tree = Any
+
+EPS = 1e-8
+"""Keeps columns of zeros at zero where columns are normalised."""
+
+
+class LowRankState(NamedTuple):
+    """The state of `low_rank_average`: tuples with an entry per tensor, () for those that travel as they are.
+
+    errors: (n,), what was not delivered yet. q: (m, r), the basis that the next power iteration starts from, the same
+    on all ranks. mean: the states of `mean` for both factors, which hold no numbers.
+    """
+
+    errors: tuple[Tree, ...]
+    q: tuple[Tree, ...]
+    mean: tuple[Tree, Tree]
+
+    @property
+    def rank_local(self) -> frozenset[str]:
+        """Return the fields that are one rank's own."""
+        return frozenset({"errors"})
+
+
+class _Plan(NamedTuple):
+    """How a tensor travels: as a matrix (rows, columns), in factors of this rank or whole; 0: as it is.
+
+    transposed: the iteration is that of the transpose.
+    """
+
+    rows: int
+    columns: int
+    rank: int
+    in_factors: bool
+    transposed: bool
+
+
+def low_rank_average(
+    axis: AxisNames,
+    rank: int | float,
+    *,
+    feedback: Feedback | None = None,
+    mean: Transform | None = None,
+    orthonormal: bool = False,
+    min_rate: float = 1.0,
+    multiple_of: int = 1,
+    iterations: int = 1,
+    seed: int = 0,
+) -> Transform:
+    """Average matrices over the ranks of an axis as products of two thin factors, found by power iteration.
+
+        c_r = g_r + e_r;    P = qr(mean_r c_r qr(Q));    R_r = c_r^T P;    Q <- mean_r R_r;    u = P Q^T
+        e_r <- c_r - P R_r^T
+
+    A tensor is the matrix of its first dimension and the rest. Vectors, and matrices whose factors would be no smaller,
+    are averaged exactly, in the message of the first factors; there are two messages whatever the number of tensors. A
+    Q that comes out as zero is not kept, so the iteration outlives steps without a gradient. The warm-up and the local
+    phase leave updates and state alone, and so does every phase on one rank.
+
+    Args:
+        axis: the axis' name, or several, as for `average`.
+        rank: r, a whole number; or which fraction of the smaller side, a float in (0, 1], rounded up. A matrix whose
+            own rank is no larger travels exactly. Raise it where the loss lags behind exact averages: bytes grow with
+            it, and time a little.
+        feedback: what becomes of what was not delivered; None is `classic()`. With `off()` the directions that the
+            factors miss are lost.
+        mean: what averages the factors, such as `compressed_average(axis, int8(), off())`; None: exactly. It must keep
+            no errors: the basis changes in each step, so an error would mean nothing in the next one. What travels
+            exactly is then a message of its own. What codes lose of the factors is in no error.
+        orthonormal: divide the columns of Q by their norms in u, so that all directions count alike, as Dion does. The
+            transpose is taken of matrices with more columns than rows. With `decayed(1, 1 - mu)` the errors are the
+            momentum of such an optimizer; so all matrices are iterated, also on one rank, and in the warm-up, with
+            factors that are averaged exactly. There is no local phase.
+        min_rate: factors are sent where they are smaller than the matrix by more than this.
+        multiple_of: a rank is rounded up to a multiple of it.
+        iterations: of the power iteration in a step, two messages each.
+        seed: of the first Q, normal numbers, which are drawn on the CPU and alike on all ranks.
+    Returns: a transform with a `LowRankState`. In half precision factors and errors are float32.
+    Raises: TypeError or ValueError that names the argument; from `init` a ValueError for a `mean` that keeps errors.
+
+    Paper: Vogels et al., PowerSGD (arXiv 1905.13727), algorithms 1 and 2; Ahn et al., Dion (arXiv 2504.05295),
+        algorithm 3, with orthonormal=True.
+    Differs: a rank's error is what its own factor leaves, c - P P^T c, where both papers subtract the mean over the
+        ranks; the mean of the errors is the same, and they stay bounded. A matrix of zeros stays zero; PyTorch's hook
+        makes it NaN. Whether a matrix is all zero is asked of the mean, and not of a rank's own.
+    """
+    feedback = classic() if feedback is None else feedback
+    _check(rank, feedback, min_rate, orthonormal)
+    for name, value in (("multiple_of", multiple_of), ("iterations", iterations)):
+        check_whole(name, value)
+        if value < 1:
+            raise ValueError(expected(name, "a whole number of at least 1", f"{value}"))
+    check_whole("seed", seed)
+    if mean is not None:
+        check_transform("mean", mean)
+    exact = average(axis)
+
+    def plan_of(shape: torch.Size) -> _Plan:
+        rows = shape[0] if shape else 1
+        columns = math.prod(shape[1:])
+        least = min(rows, columns)
+        r = math.ceil(round(rank * least, 6)) if isinstance(rank, float) else int(rank)  # 0.07 * 100 > 7
+        r = min(-(-r // multiple_of) * multiple_of, least)
+        shrinks = r < least and (rows + columns) * r * min_rate < rows * columns
+        iterated = len(shape) > 1 and least > 0 and (shrinks or orthonormal)
+        return _Plan(rows, columns, r if iterated else 0, iterated and shrinks, orthonormal and rows < columns)
+
+    def init(params: Tree) -> LowRankState:
+        tree.check_real(params, "params")
+        settings: dict[str, object] = {"rank": rank, "multiple_of": multiple_of, "min_rate": min_rate, "seed": seed}
+        settings |= {"orthonormal": orthonormal, "iterations": iterations, **describe((feedback, mean))}
+        check_agreement(axis, {**settings, **describe_leaves(params)}, device_of(params))
+        leaves = [leaf.detach() for leaf in tree.leaves(params)]
+        plans, generator = [plan_of(p.shape) for p in leaves], np.random.default_rng(seed)
+        pairs = list(zip(leaves, plans, strict=True))
+        errors = tuple(feedback.init(p.new_zeros(p.numel())) if at.rank else () for p, at in pairs)
+        q = tuple(_drawn(p, at, generator) if at.rank else () for p, at in pairs)
+        states: tuple[Tree, Tree] = ((), ())
+        if mean is not None:
+            sides = [[p.new_zeros(_sides(at)[i], at.rank, dtype=scale_dtype(p)) for p, at in pairs if at.in_factors]
+                     for i in (0, 1)]  # fmt: skip
+            states = (mean.init(sides[0]), mean.init(sides[1]))
+            if tree.leaves(states):
+                cure = "give it fn.off(): the basis of the factors changes, so errors of them mean nothing"
+                raise ValueError(expected("mean", "a transform that keeps nothing", "one with a state", cure))
+        state = LowRankState(errors, q, states)
+        if isinstance(axis, str):
+            reshapes.say((state, _reshape(leaves, plans, axis, feedback)))
+        return state
+
+    def with_mean(mean: Transform | None) -> UpdateFn:
+        def exchange(factors: list[Tensor], whole: list[Tensor], state: Tree) -> tuple[list[Tensor], list[Tensor]]:
+            """Return the means of factors and of what travels whole."""
+            if mean is None:
+                together = [*factors, *whole]
+                found, _ = exact.warmup_update(together, (), together)
+                return found[: len(factors)], found[len(factors) :]
+            coded, _ = mean.compressed_update(factors, state, factors)
+            return coded, exact.warmup_update(whole, (), whole)[0]
+
+        def update(updates: Tree, state: LowRankState, params: Tree, /) -> tuple[Tree, LowRankState]:
+            check_state(state, LowRankState)
+            tree.check_real(updates, "updates")
+            if axis_size(axis) == 1 and not orthonormal:
+                return primitives.pmean(updates, axis), state
+            check_params(params)
+            leaves, structure = tree.flatten(tree.in_order(updates, params, "updates"))
+            plans = [plan_of(g.shape) for g in leaves]
+            triples = zip(leaves, plans, state.errors, strict=True)
+            c = [_compensated(g, e, feedback) if at.rank else g for g, at, e in triples]
+            iterated = [i for i, at in enumerate(plans) if at.rank]
+            sent = [i for i in iterated if plans[i].in_factors]
+            whole = [i for i, at in enumerate(plans) if not at.in_factors]
+            q, p, own = {i: state.q[i] for i in iterated}, dict[int, Tensor](), dict[int, Tensor]()
+            for k in range(iterations):
+                factors = [_matrix(c[i], plans[i]) @ _orthonormal(q[i]) for i in sent]
+                wide = [] if k else [c[i].to(scale_dtype(c[i])) for i in whole]
+                factors, others = exchange(factors, wide, state.mean[0])
+                for i, x in zip([] if k else whole, others, strict=True):
+                    c[i] = x
+                found = dict(zip(sent, factors, strict=True))
+                for i in iterated:
+                    matrix = _matrix(c[i], plans[i])
+                    p[i] = _orthonormal(found[i] if i in found else matrix @ _orthonormal(q[i]))
+                    own[i] = matrix.mT @ p[i]
+                factors, _ = exchange([own[i] for i in sent], [], state.mean[1])
+                q = {**own, **dict(zip(sent, factors, strict=True))}
+            outs, errors, bases = list[Tensor](), list(state.errors), list(state.q)
+            for i, (g, at) in enumerate(zip(leaves, plans, strict=True)):
+                if not at.rank:
+                    outs.append(c[i].to(g.dtype).view(g.shape))
+                    continue
+                right = q[i] / (q[i].norm(dim=0) + EPS) if orthonormal else q[i]
+                outs.append(_product(p[i], right, at, c[i]).to(g.dtype).view(g.shape))
+                errors[i] = _error(c[i], p[i], own[i], at, errors[i], feedback)
+                bases[i] = torch.where((q[i] == 0).all(), bases[i], q[i])
+            return tree.unflatten(structure, outs), LowRankState(tuple(errors), tuple(bases), state.mean)
+
+        return update
+
+    if orthonormal:
+        local = missing(Phase.LOCAL, "an average that is an orthonormal momentum")
+        return Transform(init, with_mean(None), with_mean(mean), local)
+    return Transform(init, unchanged, with_mean(mean), unchanged)
+
+
+def _check(rank: int | float, feedback: Feedback, min_rate: float, orthonormal: bool) -> None:
+    check_number("rank", rank)
+    if isinstance(rank, numbers.Integral):
+        if rank < 1:
+            raise ValueError(expected("rank", "a whole number of at least 1", f"{rank}"))
+    elif not 0 < rank <= 1:
+        raise ValueError(expected("rank", "a whole number, or a fraction of the smaller side in (0, 1]", f"{rank}"))
+    if not isinstance(feedback, Feedback):
+        raise TypeError(expected("feedback", "a Feedback, such as fn.classic()", f"{feedback!r}"))
+    check_number("min_rate", min_rate)
+    if not 0 < min_rate < math.inf:
+        raise ValueError(expected("min_rate", "a positive number", f"{min_rate}"))
+    if not isinstance(orthonormal, bool):
+        raise TypeError(expected("orthonormal", "True or False", f"{orthonormal!r}"))
+
+
+def _sides(at: _Plan) -> tuple[int, int]:
+    """Return how many rows P and Q have."""
+    return (at.columns, at.rows) if at.transposed else (at.rows, at.columns)
+
+
+def _drawn(p: Tensor, at: _Plan, generator: np.random.Generator) -> Tensor:
+    """Return the first Q of a tensor; NumPy draws it, which vmap does not watch."""
+    numbers = torch.from_numpy(generator.standard_normal((_sides(at)[1], at.rank)))
+    return numbers.to(p.device, scale_dtype(p))
+
+
+def _matrix(x: Tensor, at: _Plan) -> Tensor:
+    """Return a tensor as the matrix that is iterated, a view."""
+    found = x.view(at.rows, at.columns)
+    return found.mT if at.transposed else found
+
+
+def _orthonormal(x: Tensor) -> Tensor:
+    """Return an orthonormal basis of the columns; of columns of zeros, some unit vectors."""
+    q: Tensor = torch.linalg.qr(x).Q
+    return q
+
+
+def _keep_and_deliver(feedback: Feedback) -> tuple[float, float] | None:
+    """Return the two numbers of a feedback c = x + keep e, e <- c - deliver C(c); None for another."""
+    rule = feedback.rule
+    if isinstance(rule, Classic):
+        return 1.0, 1.0
+    return (rule.keep, rule.deliver) if isinstance(rule, Decayed) else None
+
+
+def _compensated(g: Tensor, error: Tree, feedback: Feedback) -> Tensor:
+    """Return c (n,), float32 at least. With a feedback of two numbers nobody else has its memory."""
+    flat, rule = g.reshape(-1), _keep_and_deliver(feedback)
+    if rule is None:
+        return feedback.compensate(flat, error).to(scale_dtype(flat))
+    found: Tensor = torch.add(flat, error, alpha=rule[0], **pooled(error, flat))
+    return found
+
+
+def _product(p: Tensor, q: Tensor, at: _Plan, like: Tensor) -> Tensor:
+    """Return P Q^T as it lies in the tensor, (rows, columns)."""
+    left, right = (q, p) if at.transposed else (p, q)
+    found: Tensor = torch.mm(left, right.mT, **pooled(like.view(at.rows, at.columns), left, right))
+    return found
+
+
+def _error(c: Tensor, p: Tensor, own: Tensor, at: _Plan, before: Tree, feedback: Feedback) -> Tree:
+    """Return the next error, in the memory of c where that is nobody else's."""
+    rule = _keep_and_deliver(feedback)
+    if rule is None:
+        return feedback.residual(c, _product(p, own, at, c).reshape(-1), before)
+    left, right = (own, p) if at.transposed else (p, own)
+    x = c.view(at.rows, at.columns)
+    here = x if is_concrete(x) and not is_recorded([x]) else None
+    return torch.addmm(x, left, right.mT, alpha=-rule[1], out=here).view(-1)
+
+
+def _reshape(leaves: Sequence[Tensor], plans: Sequence[_Plan], axis: str, feedback: Feedback) -> Reshape:
+    """Return how a `LowRankState` moves: the sum of the errors is divided anew, Q is the same everywhere."""
+    places = [i for i, at in enumerate(plans) if at.rank]
+
+    def plan(world: int) -> list[layouts.Bucket]:
+        each = layouts.buckets(leaves, 1, 1, "per_tensor")
+        return [each[i] for i in places]
+
+    def errors_of(state: LowRankState) -> ErrorFeedbackState:
+        return ErrorFeedbackState(tuple(state.errors[i] for i in places), ((),) * len(places))
+
+    def bases_of(state: LowRankState) -> list[Tensor]:
+        return [state.q[i] for i in places]
+
+    def addends(bases: list[Tensor], world: int, rank: int) -> list[Tensor]:
+        return [q.double().cpu() * (rank == 0) for q in bases]
+
+    def adopt(total: list[Tensor], fresh: list[Tensor]) -> list[Tensor]:
+        return [found.to(q) for found, q in zip(total, fresh, strict=True)]
+
+    def join(fresh: LowRankState, moved: list[Tree]) -> LowRankState:
+        errors, q = list(fresh.errors), list(fresh.q)
+        for i, e, basis in zip(places, moved[0].worker, moved[1], strict=True):
+            errors[i], q[i] = e, basis
+        return fresh._replace(errors=tuple(errors), q=tuple(q))
+
+    hops = Hop(axis, identity(), feedback), Hop(axis, identity(), off())
+    of_errors = errors_reshape(leaves, axis, plan, *hops, of_gradients=True)
+    return in_parts([(errors_of, of_errors), (bases_of, Reshape(addends, adopt))], join)
