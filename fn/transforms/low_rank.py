@@ -186,15 +186,20 @@ def low_rank_average(
             check_params(params)
             leaves, structure = tree.flatten(tree.in_order(updates, params, "updates"))
             plans = [plan_of(g.shape) for g in leaves]
-            triples = zip(leaves, plans, state.errors, strict=True)
-            c = [_compensated(g, e, feedback) if at.rank else g for g, at, e in triples]
             iterated = [i for i, at in enumerate(plans) if at.rank]
             sent = [i for i in iterated if plans[i].in_factors]
             whole = [i for i, at in enumerate(plans) if not at.in_factors]
             q, p, own = {i: state.q[i] for i in iterated}, dict[int, Tensor](), dict[int, Tensor]()
+            c, errors, bases = list(leaves), list(state.errors), list(state.q)
             for k in range(iterations):
-                factors = [_matrix(c[i], plans[i]) @ _orthonormal(q[i]) for i in sent]
-                wide = [] if k else [c[i].to(scale_dtype(c[i])) for i in whole]
+                factors, wide = list[Tensor](), list[Tensor]()
+                for i, at in enumerate(plans):  # a matrix that was just read or written is in a cache still
+                    if at.rank and k == 0:
+                        c[i] = _compensated(c[i], errors[i], feedback)
+                    if at.in_factors:
+                        factors.append(_matrix(c[i], at) @ _orthonormal(q[i]))
+                    elif k == 0:
+                        wide.append(c[i].to(scale_dtype(c[i])))
                 factors, others = exchange(factors, wide, state.mean[0])
                 for i, x in zip([] if k else whole, others, strict=True):
                     c[i] = x
@@ -202,18 +207,18 @@ def low_rank_average(
                 for i in iterated:
                     matrix = _matrix(c[i], plans[i])
                     p[i] = _orthonormal(found[i] if i in found else matrix @ _orthonormal(q[i]))
-                    own[i] = matrix.mT @ p[i]
+                    own[i] = (p[i].mT @ matrix).mT  # three times as fast as matrix.mT @ p on a CPU
+                    if k + 1 == iterations:
+                        errors[i] = _error(c[i], p[i], own[i], plans[i], errors[i], feedback)
                 factors, _ = exchange([own[i] for i in sent], [], state.mean[1])
                 q = {**own, **dict(zip(sent, factors, strict=True))}
-            outs, errors, bases = list[Tensor](), list(state.errors), list(state.q)
+            outs = list[Tensor]()
             for i, (g, at) in enumerate(zip(leaves, plans, strict=True)):
-                if not at.rank:
-                    outs.append(c[i].to(g.dtype).view(g.shape))
-                    continue
-                right = q[i] / (q[i].norm(dim=0) + EPS) if orthonormal else q[i]
-                outs.append(_product(p[i], right, at, c[i]).to(g.dtype).view(g.shape))
-                errors[i] = _error(c[i], p[i], own[i], at, errors[i], feedback)
-                bases[i] = torch.where((q[i] == 0).all(), bases[i], q[i])
+                if at.rank:
+                    right = q[i] / (q[i].norm(dim=0) + EPS) if orthonormal else q[i]
+                    bases[i] = torch.where((q[i] == 0).all(), bases[i], q[i])
+                    c[i] = _product(p[i], right, at, c[i])
+                outs.append(c[i].to(g.dtype).view(g.shape))
             return tree.unflatten(structure, outs), LowRankState(tuple(errors), tuple(bases), state.mean)
 
         return update
@@ -281,7 +286,7 @@ def _compensated(g: Tensor, error: Tree, feedback: Feedback) -> Tensor:
 
 
 def _product(p: Tensor, q: Tensor, at: _Plan, like: Tensor) -> Tensor:
-    """Return P Q^T as it lies in the tensor, (rows, columns)."""
+    """Return P Q^T as it lies in the tensor, (rows, columns). like: of so many numbers, of its dtype."""
     left, right = (q, p) if at.transposed else (p, q)
     found: Tensor = torch.mm(left, right.mT, **pooled(like.view(at.rows, at.columns), left, right))
     return found

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fn.adapters.ddp.buckets import bucketed, enough, split
 from fn.adapters.ddp.grad_hooks import DdpBuckets, GradientHooks
-from fn.adapters.ddp.gradient_averaging import GradientAverage
+from fn.adapters.ddp.gradient_averaging import GradientAverage, coded_average
 from fn.adapters.ddp.overlapped import Overlap
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.param_groups import check_make
@@ -39,7 +39,7 @@ from fn.collectives.primitives import group_of
 from fn.collectives.transports.registry import registered
 from fn.errors import expected
 from fn.schedules import Schedule
-from fn.transforms.average import average, compressed_average
+from fn.transforms.average import average as exact_average
 
 AXIS = "data"
 """What the ranks of a model are called here."""
@@ -182,9 +182,10 @@ def optimizer(
 
 def average_gradients(
     model: Any,
-    codec: Codec,
+    codec: Codec | None = None,
     feedback: Feedback | None = None,
     *,
+    average: Callable[..., Transform] | None = None,
     schedule: Schedule | None = None,
     scaler: Any = None,
     elements: int | None = None,
@@ -200,24 +201,28 @@ def average_gradients(
     Args:
         model: a `DistributedDataParallel` without a communication hook.
         codec, feedback: as for `compressed_average`; `fn.int4()` with `fn.damped()` is LoCo.
+        average: in place of a codec, what makes the average of the compressed phase; it is given axis="data". PowerSGD
+            is `partial(fn.low_rank_average, rank=4)`, with two messages for each bucket of `elements`.
         schedule: step -> Phase; in the warm-up the mean is exact. None: always compressed.
         scaler: the `torch.amp.GradScaler` that scales the loss, if one does: gradients are unscaled before they are
             encoded and scaled again after that.
         elements: that travel together, at least; None as for `bucketed`.
         servers: as for `compressed_average`; False is faster for two ranks.
-    Returns: what runs it; its `states` are the errors, `state_dict` and `load_state_dict` continue it.
-    Raises: TypeError if the model is of another type; ValueError, on all ranks, if they disagree. From then on
+    Returns: what runs it; its `states` are the errors, `state_dict` and `load_state_dict` continue it on as many ranks.
+    Raises: TypeError if the model is of another type, or average makes no transform; ValueError if both codec and
+        average are given, or none; ValueError, on all ranks, if they disagree. From then on
         `backward` raises what fails behind it, as it is: `PeerLost` if a rank ends or stops answering. Errors and steps
         are then as before, and gradients of no use. What all ranks raised can be caught, and the pass taken again after
         `zero_grad`, with `no_sync` from its first batch on.
     """
     model = _check(model)
+    in_codes = coded_average(AXIS, codec, feedback, average, servers)
     group = model.process_group
     params = [p for p in model.module.parameters() if p.requires_grad]
     _check_params(params, [])
     check_alone(model, _backend(group, params[0].device))
     schedule = schedule or (lambda step: Phase.COMPRESSED)
-    transform = chain(average(AXIS), compressed_average(AXIS, codec, feedback, servers=servers))
+    transform = chain(exact_average(AXIS), in_codes)
     elements = enough(params[0].device) if elements is None else elements
     buckets = split(params, elements)
     with bind({AXIS: group}), torch.no_grad():

@@ -8,7 +8,7 @@ opt = torch.optim.AdamW(model.parameters())        # finds averaged gradients, a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -21,13 +21,16 @@ from fn.adapters.ddp.buckets import Arrivals, leaving_order
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.state_dict import check_fits, check_keys
 from fn.adapters.optim.state_kinds import by_path
-from fn.base import Phase, Transform
+from fn.base import Phase, Transform, check_transform
 from fn.collectives.axis import Binding
+from fn.collectives.codecs.codec import Codec
 from fn.collectives.comm_thread import CommunicationThread
+from fn.collectives.feedback import Feedback
 from fn.collectives.ledger import ledger
 from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.errors import PeerLost, expected
 from fn.schedules import Schedule, phase_of
+from fn.transforms.average import compressed_average
 from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
@@ -177,6 +180,31 @@ class GradientAverage:
             )
             wanted = f"the state of {self._who}, as this rank saved it"
             raise ValueError(expected("state_dict", wanted, f"the {min(theirs)}", cure))
+
+
+def coded_average(
+    axis: str, codec: Codec | None, feedback: Feedback | None, average: Callable[..., Transform] | None, servers: bool
+) -> Transform:
+    """Return the average of the compressed phase, in a codec or as `average` makes it.
+
+    Raises: ValueError unless one of codec and average is given, and for settings beside an average; TypeError for an
+        average that makes no transform.
+    """
+    if (codec is None) == (average is None):
+        wanted = "one of both, such as codec=fn.int4() or average=partial(fn.low_rank_average, rank=4)"
+        raise ValueError(expected("codec, average", wanted, "neither" if codec is None else "both"))
+    if codec is not None:
+        return compressed_average(axis, codec, feedback, servers=servers)
+    if feedback is not None or not servers:
+        named = "feedback" if feedback is not None else "servers"
+        cure = "give average its settings: partial(fn.low_rank_average, rank=4, feedback=fn.off())"
+        raise ValueError(expected(named, "a codec beside it", "average", cure))
+    if not callable(average) or isinstance(average, Transform):
+        wanted = "a function that makes a transform, such as partial(fn.low_rank_average, rank=4)"
+        raise TypeError(expected("average", wanted, type(average).__name__))
+    made = average(axis=axis)
+    check_transform("average", made)
+    return made
 
 
 def raise_at_end(finished: Future[None], buckets: Sequence[torch.futures.Future[torch.Tensor]]) -> None:
