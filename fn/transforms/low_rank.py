@@ -189,10 +189,13 @@ def low_rank_average(
             iterated = [i for i, at in enumerate(plans) if at.rank]
             sent = [i for i in iterated if plans[i].in_factors]
             whole = [i for i, at in enumerate(plans) if not at.in_factors]
-            q, p, own = {i: state.q[i] for i in iterated}, dict[int, Tensor](), dict[int, Tensor]()
+            q: dict[int, Tensor] = {i: state.q[i] for i in iterated}
+            p: dict[int, Tensor] = {}
+            own: dict[int, Tensor] = {}
             c, errors, bases = list(leaves), list(state.errors), list(state.q)
             for k in range(iterations):
-                factors, wide = list[Tensor](), list[Tensor]()
+                factors: list[Tensor] = []
+                wide: list[Tensor] = []
                 for i, at in enumerate(plans):  # a matrix that was just read or written is in a cache still
                     if at.rank and k == 0:
                         c[i] = _compensated(c[i], errors[i], feedback)
@@ -212,7 +215,7 @@ def low_rank_average(
                         errors[i] = _error(c[i], p[i], own[i], plans[i], errors[i], feedback)
                 factors, _ = exchange([own[i] for i in sent], [], state.mean[1])
                 q = {**own, **dict(zip(sent, factors, strict=True))}
-            outs = list[Tensor]()
+            outs = []
             for i, (g, at) in enumerate(zip(leaves, plans, strict=True)):
                 if at.rank:
                     right = q[i] / (q[i].norm(dim=0) + EPS) if orthonormal else q[i]
