@@ -36,7 +36,8 @@ class LocalShards:
     """The DTensors of an optimizer, and the parameters that stand for them in its param groups."""
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[Any, torch.nn.Parameter]] = []
+        self.pairs: list[tuple[Any, torch.nn.Parameter]] = []
+        """Each DTensor with its shard; often none."""
 
     def of(self, params: Sequence[Tensor], axes: Sequence[str], binding: Binding) -> list[Tensor]:
         """Return parameters with the local shard in the place of each DTensor.
@@ -48,21 +49,17 @@ class LocalShards:
             if hasattr(p, "device_mesh"):
                 _check_placed(i, p, axes, binding)
                 shard = torch.nn.Parameter(_local(p), requires_grad=p.requires_grad)
-                self._pairs.append((p, shard))
+                self.pairs.append((p, shard))
                 p = shard
             found.append(p)
         return found
-
-    def __bool__(self) -> bool:
-        """Tell whether there are any."""
-        return bool(self._pairs)
 
     def take_gradients(self) -> None:
         """Give the shards the gradients of their DTensors.
 
         Raises: RuntimeError if a DTensor has moved to other memory, which a step would not write.
         """
-        for p, shard in self._pairs:
+        for p, shard in self.pairs:
             if _local(p).data_ptr() != shard.data_ptr():
                 cure = "make the optimizer after fully_shard and after the model is where it stays"
                 wanted, got = "DTensors in the memory that they had", "one in other memory"
@@ -71,7 +68,7 @@ class LocalShards:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Reset the gradients of the DTensors, as an optimizer's `zero_grad` does."""
-        for p, _ in self._pairs:
+        for p, _ in self.pairs:
             if set_to_none:
                 p.grad = None
             elif p.grad is not None:
@@ -79,7 +76,7 @@ class LocalShards:
 
     def check(self, transform: Transform | None, max_norm: float | None) -> None:
         """Refuse what needs whole tensors. Raises: ValueError that names the link, or max_norm."""
-        if not self or transform is None:
+        if not self.pairs or transform is None:
             return
         if max_norm is not None:
             cure = "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before the step"

@@ -222,7 +222,8 @@ class Optimizer(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         training = self.training
         training.groups = self.param_groups
-        training.shards.take_gradients()
+        if training.shards.pairs:
+            training.shards.take_gradients()
         training.scale = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         phase, problem, skipped = training.phase, training.follow_groups(), training.skipped
         shared = {axis: wire for axis, wire in training.transports.items() if training.binding.axes[axis].size > 1}
