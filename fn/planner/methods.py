@@ -6,14 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
+from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
-from fn.collectives.codecs.codec import identity
+from fn.collectives.codecs.codec import Codec, identity
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
 from fn.collectives.codecs.top_k import top_k
 from fn.planner import traffic
 from fn.planner.network import Message, Network
 from fn.planner.traffic import Model
+from fn.transforms.bases import tiles
+from fn.transforms.cosines import dct
 
 Sends = Callable[[Model], list[Message]]
 
@@ -89,7 +92,10 @@ def methods(
 
 
 def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
-    exact = partial(traffic.exact, ranks=ranks)
+    def cosines(n: int) -> Codec:  # as fn.demo does by default
+        return top_k(min(32, n), n)
+
+    exact, top, basis = (partial(f, ranks=ranks) for f in (traffic.exact, traffic.codes, traffic.in_basis))
     signs = partial(traffic.codes, ranks=ranks, codec=sign())
     direct, direct_passes = partial(signs, servers=False), passes_without_servers(ranks)
     loco = partial(traffic.sharded, ranks=ranks, codec=int4(), gather=identity())
@@ -113,6 +119,10 @@ def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
         made("onebit_lamb", partial(signs, layout="fused"), overlapped=False, passes=40),
         made("zero_one_adam", signs, overlapped=False, passes=32, interval=interval),
         made("zero_one_adam, servers=False", direct, overlapped=False, passes=direct_passes, interval=interval),
+        made("powersgd_adamw, rank 4", partial(traffic.low_rank, ranks=ranks, rank=4), overlapped=False, passes=60),
+        made("lion_vote", partial(traffic.codes, ranks=ranks, codec=ballots()), overlapped=False, passes=24),
+        made("demo", partial(basis, basis=dct(64), codec_of=cosines), overlapped=False, passes=120),
+        made("ef21_sgdm", partial(top, codec=top_k(0.01), servers=False), overlapped=False, passes=80),
         made("loco_adamw, int4", loco, overlapped=False, passes=28),
         made("onebit_adam, int8", partial(traffic.codes, ranks=ranks, codec=int8()), overlapped=False, passes=36),
     ]
@@ -121,8 +131,10 @@ def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
 def _rounds(model: Model, ranks: int, local_steps: int) -> list[Method]:
     """Return the methods of local steps. What they send are differences in float32, whatever the gradients are."""
     whole = model._replace(width=4)
-    codes, direct = partial(traffic.codes, ranks=ranks), partial(traffic.codes, ranks=ranks, servers=False)
-    late = local_steps // 4
+    codes, late = partial(traffic.codes, ranks=ranks), local_steps // 4
+
+    def few(n: int) -> Codec:  # as fn.sparse_loco does by default
+        return top_k(max(1, round(n / 32)), n, values=bins(4, 6))
 
     def made(name: str, send: Sends, passes: float, delay: int = 0) -> Method:
         parts = parts_of(whole, send, None)
@@ -134,7 +146,7 @@ def _rounds(model: Model, ranks: int, local_steps: int) -> list[Method]:
         made("diloco, int8, delayed", partial(codes, codec=int8()), EXCHANGE + 36, late),
         made("diloco, 2 bits", partial(codes, codec=bins(4, 6)), EXCHANGE + 60),
         made("diloco, 1 bit", partial(codes, codec=sign()), EXCHANGE + 32),
-        made("sparse_loco", partial(direct, codec=top_k(128, 64 * 64, values=bins(4, 6))), EXCHANGE + 100),
+        made("sparse_loco", partial(traffic.in_basis, ranks=ranks, basis=tiles(64), codec_of=few), EXCHANGE + 100),
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from fn.collectives.codecs.codec import Codec, segmented
 from fn.collectives.codecs.segments import Segments
 from fn.errors import expected
 from fn.planner.network import Message
+from fn.transforms.bases import Basis
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that DDP sends together."""
@@ -124,7 +125,14 @@ def row_bytes(codec: Codec, lengths: Sequence[int], ranks: int, align: int | Non
     """
     align = align or codec.align
     pieces = Counter(-(-n // (ranks * align)) * align for n in lengths)  # models repeat their shapes
-    return sum(times * _piece_bytes(codec, n, _DTYPES[width]) for n, times in pieces.items())
+    each = sum(times * _piece_bytes(codec, n, _DTYPES[width]) for n, times in pieces.items())
+    return each - (len(lengths) - 1) * _bytes_of_a_row(codec, _DTYPES[width]) if lengths else 0
+
+
+@cache
+def _bytes_of_a_row(codec: Codec, dtype: torch.dtype) -> int:
+    """Return the bytes that a row has once, however many pieces lie in it."""
+    return 2 * payload_bytes(codec, (codec.align,), dtype) - payload_bytes(codec, (codec.align,) * 2, dtype)
 
 
 PERIOD = 2**20
@@ -135,7 +143,8 @@ PERIOD = 2**20
 def _piece_bytes(codec: Codec, n: int, dtype: torch.dtype) -> int:
     """Return the bytes of a tensor's piece of n elements; longer ones than torch has tensors for cost what they add."""
     if n == 0:  # what an empty tensor adds to others
-        return payload_bytes(codec, (codec.align, 0), dtype) - payload_bytes(codec, (codec.align,), dtype)
+        adds = payload_bytes(codec, (codec.align, 0), dtype) - payload_bytes(codec, (codec.align,), dtype)
+        return adds + _bytes_of_a_row(codec, dtype)
     period = PERIOD * codec.align
     if n < 3 * period or math.isnan(codec.bits):  # what depends on the length is not periodic
         return payload_bytes(codec, (n,), dtype)
@@ -161,6 +170,36 @@ def power_sgd(shapes: Model, ranks: int, rank: int) -> list[Message]:
             whole += rows * columns
     sizes = [_all_reduce(n * shapes.width, ranks) for n in (whole, left, right)]
     return [Message("data", "all_reduce", size) for size in sizes if size]
+
+
+def low_rank(shapes: Model, ranks: int, rank: int) -> list[Message]:
+    """Return the two all-reduces of `fn.low_rank_average`: the left factors with what travels whole, the right ones."""
+    first, second = 0, 0
+    for shape in shapes.shapes:
+        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+        if len(shape) > 1 and rank < min(rows, columns) and (rows + columns) * rank < rows * columns:
+            first, second = first + rows * rank, second + columns * rank
+        else:
+            first += rows * columns
+    width = max(4, shapes.width)  # factors of half precision are float32
+    return [Message("data", "all_reduce", _all_reduce(n * width, ranks)) for n in (first, second) if n and ranks > 1]
+
+
+def in_basis(
+    shapes: Model, ranks: int, basis: Basis, codec_of: Callable[[int], Codec], axis: str = "data"
+) -> list[Message]:
+    """Return what `fn.in_basis` sends straight to all ranks, a message for each length of chunks.
+
+    Args: codec_of: the length of a chunk -> its codec.
+    """
+    sizes: dict[int, list[int]] = {}
+    for shape, times in Counter(shapes.shapes).items():
+        for part in basis.into(torch.empty(shape, device="meta")):
+            if part.numel():
+                sizes.setdefault(part.shape[1], []).extend([part.numel()] * times)
+    width = max(4, shapes.width)
+    rows = [row_bytes(codec_of(n), sizes[n], 1, width=width) for n in sorted(sizes)]
+    return [Message(axis, "all_gather", (ranks - 1) * row) for row in rows] if ranks > 1 else []
 
 
 def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:

@@ -76,11 +76,27 @@ def test_a_step_sends_what_was_planned(ranks, tx, phase, messages):
     assert sum(book.messages.values()) == len(found) * (ranks > 1)
 
 
+OTHERS = {
+    "powersgd_adamw, rank 4": fn.powersgd_adamw,
+    "lion_vote": fn.lion_vote,
+    "demo": fn.demo,
+    "ef21_sgdm": fn.ef21_sgdm,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_factors_votes_and_cosines_send_what_was_planned(name, ranks):
+    (method,) = [m for m in methods(MODEL, network(ranks, ranks, Cost(0.0, 1.0))) if m.name == name]
+    assert counted(step(OTHERS[name](axis="data"), fn.Phase.COMPRESSED, ranks)) == planned(method.messages)
+
+
 ROUNDS = {
     "diloco": fn.diloco,
     "diloco, int8": partial(fn.diloco, codec=fn.int8()),
     "diloco, 2 bits": partial(fn.diloco, codec=fn.bins(4, 6)),
     "diloco, 1 bit": partial(fn.diloco, codec=fn.sign()),
+    "sparse_loco": fn.sparse_loco,
 }
 
 
