@@ -45,6 +45,14 @@ def in_background(training: Training, job: Job) -> Callable[[], Any]:
     return wait
 
 
+def close_background(training: Training) -> None:
+    """End the thread, and keep its process groups for the next one. All ranks must call it."""
+    training.settle()
+    if isinstance(training.background, CommunicationThread):
+        training.background.close()
+    training.background = None
+
+
 def _on_stream(training: Training, device: torch.device, job: Job) -> Callable[[], Any]:
     if training.background is None:
         training.background = torch.Stream(device=device)

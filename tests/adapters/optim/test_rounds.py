@@ -11,9 +11,11 @@ import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _world
 
 import fn
 from fn import Phase, Round, tree
+from fn.adapters import ddp
 
 STEPS = 18
 SHAPES = [(5, 7), (7,), (3, 7), ()]
@@ -224,6 +226,27 @@ def test_nothing_is_sent_in_local_steps():
         assert [x > 0 for x in late] == [False, True, False, False] * 2
         assert max(at_once) <= 4 * count + 100
         assert max(late) == max(at_once)
+
+
+@two
+def closed() -> tuple[bool, int]:
+    """The thread's process groups are taken again by the next optimizer; return whether numbers stay, and how many."""
+    make, schedule = METHODS["streaming"]
+    wanted, groups = [], 0
+    for _ in range(3):
+        opt = optimizer(make, schedule)
+        for step in range(STEPS):
+            end = take(opt, step)
+            if step == 9:  # a mean is on its way
+                ddp.close(opt)
+        ddp.close(opt)
+        wanted.append(end)
+        groups = groups or len(_world.pg_map)
+    return farthest(wanted[1:], [wanted[0]] * 2) == 0, len(_world.pg_map) - groups
+
+
+def test_process_groups_are_given_back():
+    assert two.answer("closed") == [(True, 0), (True, 0)]
 
 
 @two
