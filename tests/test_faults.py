@@ -38,7 +38,7 @@ def torchrun(folder: Path) -> tuple[list[torch.Tensor], str, str]:
     return torch.load(folder / "weights.pt"), run.stdout, run.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_a_rank_killed_under_torchrun_resumes_and_ends_with_the_weights_of_an_undisturbed_run(tmp_path):
     calm, _ = ranks.run(2, restarted.train, tmp_path / "calm")
     found, text, log = torchrun(tmp_path / "killed")

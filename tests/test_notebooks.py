@@ -13,7 +13,11 @@ from ranks import LIMIT
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
+LONG = ("3_methods", "7_islands")
+"""Notebooks that train for a minute or so: reliability tests."""
+
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+in_time = [pytest.param(p, id=p.stem, marks=[pytest.mark.reliability] * (p.stem in LONG)) for p in NOTEBOOKS]
 
 
 def code_cells(path: Path) -> list[nbformat.NotebookNode]:
@@ -22,7 +26,7 @@ def code_cells(path: Path) -> list[nbformat.NotebookNode]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@each_notebook
+@pytest.mark.parametrize("path", in_time)
 def test_notebook_runs(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("MPLBACKEND", "agg")

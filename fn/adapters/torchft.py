@@ -193,8 +193,8 @@ class _Islands:
         training, size, rank = self.optimizer.training, group.size(), self.manager.participating_rank()
         name = register(f"torchft {id(self.manager)}", _transport(group, size))
         with Binding({**training.binding.axes, self.axis: Axis(size, torch.tensor(rank, device="cpu"), name)}):
-            mine = torch.tensor([float(present), self.unsent, training.steps], dtype=torch.float64)
-            mine = mine.to(device_among(training.groups))
+            said, there = [float(present), self.unsent, training.steps], device_among(training.groups)
+            mine = torch.tensor(said, dtype=torch.float64, device=there)
             rows = all_gather(mine, self.axis).tolist()
             if not any(here for here, _, _ in rows):
                 return None

@@ -228,8 +228,8 @@ def _in_codes(
         raise TypeError(expected("servers", "True or False", f"{servers!r}"))
 
     align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))
-    back = feedback if gather_feedback is None else gather_feedback
-    hops(axis, codec, back, ("codec", "gather_feedback"))
+    way_back = feedback if gather_feedback is None else gather_feedback
+    hops(axis, codec, way_back, ("codec", "gather_feedback"))
     follow = _first(feedback).follow if isinstance(axis, str) else None
 
     def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
@@ -246,10 +246,10 @@ def _in_codes(
             segments = bucket.segments
             like = leaves[bucket.leaf_indices[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
             worker.append(initial_errors(like, axis, codec, feedback, segments=segments, servers=servers)[0])
-            server.append(initial_errors(like, axis, codec, back, segments=segments, servers=servers)[1])
+            server.append(initial_errors(like, axis, codec, way_back, segments=segments, servers=servers)[1])
         state = ErrorFeedbackState(tuple(worker), tuple(server))
         if isinstance(axis, str):
-            (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, back)
+            (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, way_back)
 
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
@@ -274,7 +274,7 @@ def _in_codes(
     def delivered(x: Tensor, errors: Errors, segments: Segments) -> Errors:
         """Return the errors after x has arrived exactly."""
         assert follow is not None
-        server = initial_errors(x, axis, codec, back, segments=segments, servers=servers)[1]
+        server = initial_errors(x, axis, codec, way_back, segments=segments, servers=servers)[1]
         return follow(x, errors[0]), server
 
     def averaging(mean_of: Callable[[Tensor, Errors, Segments, bool], tuple[Tensor, Errors]]) -> UpdateFn:

@@ -400,12 +400,16 @@ def loco_on_a_rank(path: str):
         mixed.frozen = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
         compress(fully_shard(mixed), gather=fn.int8())
 
+    def over_the_axis_of_its_shards():
+        with fn.bind({"data": dist.group.WORLD}):
+            fn.Optimizer(model.parameters(), partial(fn.adamw, axis="data"))
+
     refusals = {
         "twice": lambda: compress(model),
         "own": own,
         "dtypes": several_dtypes,
         "not sharded": lambda: compress(Net()),
-        "optimizer": lambda: fn.Optimizer(model.parameters(), partial(fn.adamw, axis="data")),
+        "optimizer": over_the_axis_of_its_shards,
         "disagree": lambda: compress(sharded(), fn.int4(8 if rank else 16)),
         "gather on one": lambda: compress(sharded(), gather=fn.int8() if rank else None),
         "no codec": lambda: compress(sharded(), "int4"),
