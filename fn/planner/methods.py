@@ -100,6 +100,10 @@ def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
     direct, direct_passes = partial(signs, servers=False), passes_without_servers(ranks)
     loco = partial(traffic.sharded, ranks=ranks, codec=int4(), gather=identity())
     made = partial(_method, model, "flat", bucket)
+    whole = []  # of a whole tensor the largest are sought: torch cannot count those of larger ones
+    if max(model.lengths) < 2**31:
+        send = partial(top, codec=top_k(0.01), servers=False)
+        whole = [made("ef21_sgdm", send, overlapped=False, passes=80)]
     return [
         made("adamw", exact, compressed=False),
         made("bf16 gradients", partial(exact, width=2), compressed=False, passes=12),
@@ -122,7 +126,7 @@ def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
         made("powersgd_adamw, rank 4", partial(traffic.low_rank, ranks=ranks, rank=4), overlapped=False, passes=60),
         made("lion_vote", partial(traffic.codes, ranks=ranks, codec=ballots()), overlapped=False, passes=24),
         made("demo", partial(basis, basis=dct(64), codec_of=cosines), overlapped=False, passes=120),
-        made("ef21_sgdm", partial(top, codec=top_k(0.01), servers=False), overlapped=False, passes=80),
+        *whole,
         made("loco_adamw, int4", loco, overlapped=False, passes=28),
         made("onebit_adam, int8", partial(traffic.codes, ranks=ranks, codec=int8()), overlapped=False, passes=36),
     ]
