@@ -39,8 +39,7 @@ from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import OuterState, outer
-from fn.transforms.scaling import scale, scale_by_sign
-from fn.transforms.shape import scale_by_shape
+from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam

@@ -17,7 +17,7 @@ from fn.transforms.average import average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.low_rank import low_rank_average
 from fn.transforms.masking import partition
-from fn.transforms.shape import scale_by_shape
+from fn.transforms.scaling import scale_by_shape
 from fn.transforms.skip_nonfinite import skip_nonfinite
 
 Tree = Any

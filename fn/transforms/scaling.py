@@ -1,4 +1,4 @@
-"""Links without state: `scale`, and `scale_by_sign`."""
+"""Links without state: `scale`, `scale_by_sign`, `scale_by_shape`."""
 
 from __future__ import annotations
 
@@ -65,6 +65,22 @@ def scale_by_sign(noise: float = 0.0) -> Transform:
         return tree.map(clear, updates)
 
     return stateless(signs)
+
+
+def scale_by_shape() -> Transform:
+    """Multiply the updates of a matrix of n rows and m columns by sqrt(n / m), so that one rate fits all shapes.
+
+    A tensor of more dimensions is the matrix of its first dimension and the rest. Others pass as they are.
+
+    Paper: Ahn et al., Dion (arXiv 2504.05295), section 3.2; n / m is fan-out / fan-in of a linear layer's weight.
+    """
+
+    def scaled(x: Tensor) -> Tensor:
+        if x.ndim < 2 or not x.numel():
+            return x
+        return x * math.sqrt(x.shape[0] / math.prod(x.shape[1:]))
+
+    return stateless(lambda updates, params: tree.map(scaled, updates))
 
 
 def sign_of(x: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def _on_stream(training: Training, device: torch.device, job: Job) -> Callable[[
     with stream:
         found = job()
 
-    def wait() -> Any:
+    def wait(kept: Job = job) -> Any:  # what the job reads is memory of the other stream, which would give it away
         torch.accelerator.current_stream(device).wait_stream(stream)
         return found
 
