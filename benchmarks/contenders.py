@@ -23,7 +23,7 @@ from fn.collectives.codecs.codec import identity
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
 from fn.planner import traffic
-from fn.planner.methods import Method, parts_of
+from fn.planner.methods import Method, kept_of_demo, kept_of_sparse_loco, parts_of
 from fn.planner.traffic import Model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -174,12 +174,25 @@ def _method(send: Any, bucket: int | None = None, interval: int = 1) -> Callable
     return made
 
 
-def rounds(codec: Any, delay: int = 0) -> Contender:
-    """Return DiLoCo in a codec. delay: steps that go on while a mean travels."""
+def rounds(optimizer: Any, send: Any, delay: int = 0) -> Contender:
+    """Return local steps. send: what the planner counts. delay: steps that go on while a mean travels."""
     schedule = fn.every(ROUND, delay=delay, start=WARM_UP)
-    make = partial(ours, partial(fn.diloco, codec=codec), schedule=schedule)
-    planned = _method(partial(traffic.codes, codec=codec), interval=ROUND)
-    return Contender(make, lambda model, ranks: planned(model, ranks)._replace(delay=delay), ROUND)
+    planned = _method(send, interval=ROUND)
+    return Contender(
+        partial(ours, optimizer, schedule=schedule),
+        lambda model, ranks: planned(model, ranks)._replace(delay=delay),
+        ROUND,
+    )
+
+
+def diloco(codec: Any, delay: int = 0) -> Contender:
+    """Return DiLoCo in a codec."""
+    return rounds(partial(fn.diloco, codec=codec), partial(traffic.codes, codec=codec), delay)
+
+
+def without_eps(optimizer: Any) -> Any:
+    """Return an optimizer that has no second moment, and so no use for `EPS`."""
+    return lambda *args, eps, **settings: optimizer(*args, **settings)
 
 
 _signs = partial(traffic.codes, codec=sign())
@@ -233,10 +246,24 @@ CONTENDERS: Mapping[str, Contender] = {
     "fn int8, overlapped": Contender(
         partial(overlapped, _int8), _method(partial(traffic.codes, codec=int8()), 4 * ddp.BUCKET)
     ),
-    "fn DiLoCo, int8": rounds(int8()),
-    "fn DiLoCo, int8, late": rounds(int8(), delay=ROUND // 2),
-    "fn DiLoCo, 2 bits": rounds(fn.bins(4, 6)),
-    "fn DiLoCo, 1 bit": rounds(sign()),
+    "fn DiLoCo, int8": diloco(int8()),
+    "fn DiLoCo, int8, late": diloco(int8(), delay=ROUND // 2),
+    "fn DiLoCo, 2 bits": diloco(fn.bins(4, 6)),
+    "fn DiLoCo, 1 bit": diloco(sign()),
+    "fn SparseLoCo": rounds(
+        fn.sparse_loco, partial(traffic.in_basis, basis=fn.tiles(64), codec_of=kept_of_sparse_loco)
+    ),
+    "fn PowerSGD 4": Contender(partial(ours, fn.powersgd_adamw), _method(partial(traffic.low_rank, rank=4))),
+    "fn Lion, votes": Contender(
+        partial(ours, without_eps(fn.lion_vote)), _method(partial(traffic.codes, codec=fn.ballots()))
+    ),
+    "fn DeMo": Contender(
+        partial(ours, without_eps(fn.demo)), _method(partial(traffic.in_basis, basis=fn.dct(64), codec_of=kept_of_demo))
+    ),
+    "fn EF21": Contender(
+        partial(ours, without_eps(fn.ef21_sgdm)),
+        _method(partial(traffic.codes, codec=fn.top_k(0.01), servers=False)),
+    ),
 }
 """What is compared, in the order in which it runs."""
 

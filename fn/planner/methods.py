@@ -68,6 +68,16 @@ class Method(NamedTuple):
         return sum(message.size for message in self.messages) / self.interval
 
 
+def kept_of_demo(n: int) -> Codec:
+    """Return what `fn.demo` sends by default of a chunk of n cosines."""
+    return top_k(min(32, n), n)
+
+
+def kept_of_sparse_loco(n: int) -> Codec:
+    """Return what `fn.sparse_loco` sends by default of a chunk of n differences."""
+    return top_k(max(1, round(n / 32)), n, values=bins(4, 6))
+
+
 def label(name: str, topology: str) -> str:
     """Return what a method on a topology is called in a sentence."""
     return name if topology == "flat" else f"{name} ({topology})"
@@ -92,9 +102,6 @@ def methods(
 
 
 def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
-    def cosines(n: int) -> Codec:  # as fn.demo does by default
-        return top_k(min(32, n), n)
-
     exact, top, basis = (partial(f, ranks=ranks) for f in (traffic.exact, traffic.codes, traffic.in_basis))
     signs = partial(traffic.codes, ranks=ranks, codec=sign())
     direct, direct_passes = partial(signs, servers=False), passes_without_servers(ranks)
@@ -125,7 +132,7 @@ def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
         made("zero_one_adam, servers=False", direct, overlapped=False, passes=direct_passes, interval=interval),
         made("powersgd_adamw, rank 4", partial(traffic.low_rank, ranks=ranks, rank=4), overlapped=False, passes=60),
         made("lion_vote", partial(traffic.codes, ranks=ranks, codec=ballots()), overlapped=False, passes=24),
-        made("demo", partial(basis, basis=dct(64), codec_of=cosines), overlapped=False, passes=120),
+        made("demo", partial(basis, basis=dct(64), codec_of=kept_of_demo), overlapped=False, passes=120),
         *whole,
         made("loco_adamw, int4", loco, overlapped=False, passes=28),
         made("onebit_adam, int8", partial(traffic.codes, ranks=ranks, codec=int8()), overlapped=False, passes=36),
@@ -136,9 +143,7 @@ def _rounds(model: Model, ranks: int, local_steps: int) -> list[Method]:
     """Return the methods of local steps. What they send are differences in float32, whatever the gradients are."""
     whole = model._replace(width=4)
     codes, late = partial(traffic.codes, ranks=ranks), local_steps // 4
-
-    def few(n: int) -> Codec:  # as fn.sparse_loco does by default
-        return top_k(max(1, round(n / 32)), n, values=bins(4, 6))
+    largest = partial(traffic.in_basis, ranks=ranks, basis=tiles(64), codec_of=kept_of_sparse_loco)
 
     def made(name: str, send: Sends, passes: float, delay: int = 0) -> Method:
         parts = parts_of(whole, send, None)
@@ -150,7 +155,7 @@ def _rounds(model: Model, ranks: int, local_steps: int) -> list[Method]:
         made("diloco, int8, delayed", partial(codes, codec=int8()), EXCHANGE + 36, late),
         made("diloco, 2 bits", partial(codes, codec=bins(4, 6)), EXCHANGE + 60),
         made("diloco, 1 bit", partial(codes, codec=sign()), EXCHANGE + 32),
-        made("sparse_loco", partial(traffic.in_basis, ranks=ranks, basis=tiles(64), codec_of=few), EXCHANGE + 100),
+        made("sparse_loco", largest, EXCHANGE + 100),
     ]
 
 
