@@ -8,7 +8,7 @@ what else is a rank's own, such as 0/1 Adam's local momentum and parameters, bec
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,24 +26,15 @@ from fn.adapters.optim.signals import inside_step
 from fn.adapters.optim.state_dict import SAVED_BY, flat_state, place_of
 from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
 from fn.adapters.optim.training import Training
-from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import psum
 from fn.errors import expected
 from fn.inplace import element_order
+from fn.transforms.moving import Move, Rows, mean_of_rows
 from fn.transforms.resharding import Reshape, reshapes
-from fn.transforms.sharded import ShardedState
 
 Tree = Any
 
 logger = logging.getLogger("fn")
-
-
-class Rows(NamedTuple):
-    """Some rows of what was saved: (k, ...) from row `first` of `world`."""
-
-    rows: Tensor
-    first: int
-    world: int
 
 
 def check_optimizer(optimizer: object) -> None:
@@ -170,13 +161,13 @@ def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
                 fresh.append(transform.init([p.detach() for p in group["params"]]))
             notes.append(own)
         some = next((x for x in saved.values() if isinstance(x, Rows)), Rows(torch.empty(0, device="cpu"), 0, 1))
-        move = _Move([note for own in notes for note in own], some, add, [])
+        move = Move([note for own in notes for note in own], some, add, [])
         structure = tree.flatten(tuple(fresh))[1]
         after = move.walk(tuple(fresh), tree.unflatten(structure, [saved[path] for path in by_path(tuple(fresh))]))
         found = by_path(after)
         for key, value in saved.items():
             if not key.startswith("state."):
-                found[key] = _mean(value, add) if isinstance(value, Rows) else value
+                found[key] = mean_of_rows(value, add) if isinstance(value, Rows) else value
     orders = element_order.restored(saved, training.params)
     for g, own in enumerate(notes):
         rests = [rest for state, rest in move.rests if any(state is s for s, _ in own)]
@@ -194,64 +185,8 @@ def _carried(g: int, rest: list[Tensor], saved: Mapping[str, Any]) -> dict[str, 
     return {k: (r + saved[k].double() if k in saved else r).float() for k, r in zip(keys, rest, strict=True)}
 
 
-class _Move(NamedTuple):
-    """How states move from the rows of another world. rests: (state, what its errors do not hold) so far.
-
-    notes: how the states that were made here take their own from addends. rows: some rows of what was saved. add: the
-    sum over all ranks.
-    """
-
-    notes: Sequence[tuple[Tree, Reshape]]
-    rows: Rows
-    add: Callable[[Tree], Tree]
-    rests: list[tuple[Tree, list[Tensor]]]
-
-    def walk(self, fresh: Tree, found: Tree) -> Tree:
-        """Return `found`, a tree like a fresh state with `Rows` for what is one rank's own, as that state."""
-        for state, reshape in self.notes:
-            if state is fresh:
-                total = self._total(reshape, fresh, found)
-                after = reshape.adopt(total, fresh)
-                if reshape.rest is not None:
-                    self.rests.append((fresh, reshape.rest(total, after)))
-                return after
-        if isinstance(fresh, ErrorFeedbackState | ShardedState):
-            raise ValueError("checkpoint: is of another world, and nothing says how errors of several axes move")
-        if isinstance(found, Rows):
-            return _mean(found, self.add).to(fresh)
-        if isinstance(fresh, Tensor):
-            return found
-        keys = fresh if isinstance(fresh, dict) else range(len(fresh))
-        below = [self.walk(fresh[k], found[k]) for k in keys]
-        if isinstance(fresh, dict):
-            return dict(zip(keys, below, strict=True))
-        return type(fresh)(*below) if hasattr(fresh, "_fields") else type(fresh)(below)
-
-    def _total(self, reshape: Reshape, fresh: Tree, found: Tree) -> Tree:
-        def of_rank(take: Callable[[Tensor], Tensor]) -> Tree:
-            return tree.map(lambda _, x: take(x.rows) if isinstance(x, Rows) else x, fresh, found)
-
-        rows, first, world = self.rows
-        try:
-            nothing = of_rank(lambda rows: rows.new_zeros(rows.shape[1:]))
-            total = tree.map(torch.zeros_like, reshape.addends(nothing, world, 0))
-            for j in range(rows.shape[0]):
-                share = reshape.addends(of_rank(lambda rows, j=j: rows[j]), world, first + j)  # type: ignore[misc]
-                total = tree.map(torch.add, total, share)
-        except (RuntimeError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"checkpoint: its errors do not fit these parameters on {world} ranks: {error}"
-            ) from error
-        return self.add(total)
-
-
 def _over_ranks(addends: Tree, axis: str | None, device: torch.device) -> Tree:
     """Add up what each rank read, on the CPU; on the device of the parameters, where the axis' group has a backend."""
     if axis is None:
         return addends
     return tree.map(lambda x: psum(x.to(device), axis).to(x.device), addends)
-
-
-def _mean(x: Rows, add: Callable[[Tree], Tree]) -> Tensor:
-    mean: Tensor = add(x.rows.double().sum(0)) / x.world
-    return mean.to(x.rows.dtype) if x.rows.is_floating_point() else mean.round().to(x.rows.dtype)

@@ -42,6 +42,7 @@ from fn.adapters.optim.state_kinds import by_path
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp_setup import timeout_of
 from fn.errors import RanksDisagree, expected
+from fn.transforms.moving import Rows
 
 __all__ = ["gather", "load", "save", "save_async"]
 
@@ -132,7 +133,7 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     given = extras.mine(filled, rank, old, size)
     read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in given.items()}
     if old == size:
-        state = {k: v.rows[0] if isinstance(v, portable.Rows) else v for k, v in read.items()}
+        state = {k: v.rows[0] if isinstance(v, Rows) else v for k, v in read.items()}
     else:
         logger.info("checkpoint of %d ranks is loaded on %d; errors keep their mean", old, size)
         state = portable.moved(optimizer.training, read)

@@ -209,7 +209,7 @@ def average_gradients(
             encoded and scaled again after that.
         elements: that travel together, at least; None as for `bucketed`.
         servers: as for `compressed_average`; False is faster for two ranks.
-    Returns: what runs it; its `states` are the errors, `state_dict` and `load_state_dict` continue it on as many ranks.
+    Returns: what runs it; `state_dict` and `load_state_dict` continue it, on another number of ranks, too.
     Raises: TypeError if the model is of another type, or average makes no transform; ValueError if both codec and
         average are given, or none; ValueError, on all ranks, if they disagree. From then on
         `backward` raises what fails behind it, as it is: `PeerLost` if a rank ends or stops answering. Errors and steps

@@ -7,8 +7,10 @@ opt = torch.optim.AdamW(model.parameters())        # finds averaged gradients, a
 
 from __future__ import annotations
 
+import logging
+import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +22,7 @@ from fn import tree
 from fn.adapters.ddp.buckets import Arrivals, leaving_order
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.state_dict import check_fits, check_keys
-from fn.adapters.optim.state_kinds import by_path
+from fn.adapters.optim.state_kinds import SAME, by_path, kinds
 from fn.base import Phase, Transform, check_transform
 from fn.collectives.axis import Binding
 from fn.collectives.codecs.codec import Codec
@@ -31,9 +33,13 @@ from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.errors import PeerLost, expected
 from fn.schedules import Schedule, phase_of
 from fn.transforms.average import compressed_average
+from fn.transforms.moving import Move, Rows
+from fn.transforms.resharding import reshapes
 from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
+
+logger = logging.getLogger("fn")
 
 
 class GradientAverage:
@@ -59,6 +65,7 @@ class GradientAverage:
         self.bytes: dict[Phase, int] = {}
         self._buckets, self._transform, self._scaler = buckets, transform, scaler
         ((size, rank, _),) = binding.axes.values()
+        self._binding = binding
         self._frozen, self._who = frozen, f"rank {int(rank)} of {size}"
         self._transports = {axis: bound.transport for axis, bound in binding.axes.items()}
         self._order = leaving_order(buckets, params)
@@ -159,27 +166,69 @@ class GradientAverage:
         return {**{name: torch.tensor(count, device="cpu") for name, count in counts.items()}, **own}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned on this rank, bit for bit.
+        """Load what `state_dict` returned on this rank, bit for bit; or what another number of ranks saved.
 
-        Raises: ValueError that names the first path that does not fit, or another rank; nothing is loaded then.
+        The latter takes the dicts of all of them in one, `{**rank0, **rank1, ...}`, whose keys name their ranks. Each
+        rank starts from the mean of the errors, so what was not delivered still is, up to what errors of 8 bits hold.
+
+        Raises: ValueError that names the first path that does not fit, or the ranks that are missing; nothing is loaded
+            then.
         """
         check_keys(state_dict)
-        self._check_rank(state_dict)
-        check_fits(self.state_dict(), state_dict)
-        own = by_path(self.states, f"state of {self._who}.")
-        found = [state_dict[path].to(leaf.device, copy=True) for path, leaf in own.items()]
-        self.states = tree.unflatten(tree.flatten(self.states)[1], found)
+        saved = {path: leaf for path, leaf in state_dict.items() if not path.startswith(f"state of {self._who}.")}
+        others = _ranks(saved)
+        world = next(iter(others), (0, 0))[1]
+        if not _ranks(state_dict) - others and others == {(rank, world) for rank in range(world)}:
+            states = self._moved(state_dict, world)
+        else:
+            own = by_path(self.states, f"state of {self._who}.")
+            self._check_rank(state_dict)
+            mine = {path: leaf for path, leaf in state_dict.items() if not _RANK.match(path) or path in own}
+            check_fits(self.state_dict(), mine)
+            found = [mine[path].to(leaf.device, copy=True) for path, leaf in own.items()]
+            states = tree.unflatten(tree.flatten(self.states)[1], found)
         self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
+        self.states = states
+
+    def _moved(self, saved: Mapping[str, Any], world: int) -> tuple[Tree, ...]:
+        """Return the states of this rank from those of all ranks of another world."""
+        with self._binding, torch.no_grad(), reshapes.collected() as notes:
+            fresh = tuple(self._transform.init([p.detach() for p in bucket]) for bucket in self._buckets)
+        found: list[Any] = []
+        for path, mark in by_path(kinds(fresh), "").items():
+            paths = [f"state of rank {rank} of {world}.{path}" for rank in range(world)]
+            for missing in (path for path in paths if path not in saved):
+                raise ValueError(f"state_dict: {missing!r} is missing")
+            each = [saved[path] for path in paths]
+            found.append(each[0] if mark == SAME else Rows(torch.stack(each), 0, world))
+        some = next((x for x in found if isinstance(x, Rows)), Rows(torch.empty(0), 0, world))
+        move = Move(notes, some, lambda addends: addends, [])
+        with self._binding:
+            moved: tuple[Tree, ...] = move.walk(fresh, tree.unflatten(tree.flatten(fresh)[1], found))
+        if self._who.endswith(" of 1"):
+            text = "average_gradients: a single rank encodes nothing; what %d ranks had not delivered is lost"
+            logger.warning(text, world)
+        elif move.rests:
+            logger.warning("average_gradients: its errors moved, to 8 bits; what these do not hold is lost")
+        return moved
 
     def _check_rank(self, saved: Mapping[str, Any]) -> None:
-        theirs = {path.partition(".")[0] for path in saved if path.startswith("state of rank ")}
-        if theirs and f"state of {self._who}" not in theirs:
-            cure = (
-                f"another number of ranks goes on with errors of zero, and what was not delivered is lost: "
-                f"set steps = {int(saved['steps'])} of what average_gradients returned, on all ranks"
-            )
-            wanted = f"the state of {self._who}, as this rank saved it"
-            raise ValueError(expected("state_dict", wanted, f"the {min(theirs)}", cure))
+        theirs = sorted(_ranks(saved))
+        own = f"state of {self._who}"
+        if theirs and not any(path.startswith(f"{own}.") for path in saved):
+            rank, world = theirs[0]
+            cure = f"merge what all {world} ranks saved into one dict, whose keys name their ranks, and load that"
+            raise ValueError(expected("state_dict", f"the {own}", f"the state of rank {rank} of {world}", cure))
+
+
+_RANK = re.compile(r"state of rank (\d+) of (\d+)\.")
+"""How the path of an error begins: its rank, and of how many."""
+
+
+def _ranks(saved: Iterable[str]) -> set[tuple[int, int]]:
+    """Return the ranks, and of how many, of whom a flat state has errors."""
+    found = (_RANK.match(path) for path in saved)
+    return {(int(name[1]), int(name[2])) for name in found if name}
 
 
 def coded_average(

@@ -524,7 +524,7 @@ def averaged_and_resumed() -> tuple[list, ...]:
     train(model, opt, range(5))
     here, there = (f"of rank {rank} of 2" for rank in (dist.get_rank(), 1 - dist.get_rank()))
     of_another = {path.replace(here, there): x for path, x in mean.state_dict().items()}
-    with pytest.raises(ValueError, match=f"the state {here}, as this rank saved it, but got the state {there};"):
+    with pytest.raises(ValueError, match=f"the state {here}, but got the state {there};"):
         mean.load_state_dict(of_another)
     copy, resumed, other = start(mean.state_dict(), {k: v.clone() for k, v in model.state_dict().items()})
     with tempfile.TemporaryDirectory() as folder:
@@ -546,23 +546,6 @@ def test_averaged_gradients_continue_bit_for_bit():
     for went_on, resumed, read in case.answer("averaged_and_resumed"):
         assert same(went_on, resumed)
         assert same(went_on, read)
-
-
-@case
-def averaged_elsewhere() -> tuple[str, bool]:
-    mean = average_gradients(wrapped(), fn.int4(), fn.damped())
-    saved = {path.replace(" of 2.", " of 4."): x for path, x in mean.state_dict().items()}
-    saved["steps"] += 9
-    return refusal(lambda: mean.load_state_dict(saved)), mean.steps == 0
-
-
-def test_averaged_gradients_of_another_number_of_ranks_are_refused_with_the_way_to_go_on():
-    for rank, (text, unchanged) in enumerate(case.answer("averaged_elsewhere")):
-        assert f"expected the state of rank {rank} of 2, as this rank saved it, but got" in text
-        assert f"the state of rank {rank} of 4" in text
-        assert "another number of ranks goes on with errors of zero" in text
-        assert "set steps = 9 of what average_gradients returned, on all ranks" in text
-        assert unchanged
 
 
 @case

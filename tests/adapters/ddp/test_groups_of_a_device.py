@@ -17,6 +17,7 @@ from fn.adapters.checkpoint import resharding as checkpoint_state
 from fn.adapters.ddp import data_parallel
 from fn.adapters.fsdp import comms as fsdp_comms
 from fn.collectives import comm_thread as communication_thread
+from fn.transforms.moving import Rows
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_what_was_read_from_a_checkpoint_is_added_up_on_the_device_of_the_parame
     opt = fn.Optimizer([torch.nn.Parameter(torch.zeros(3))], fn.adamw)
     states = {path: leaf for path, leaf in opt.state_dict().items() if path.startswith("state.")}
     opt.training.axes, opt.training.binding = ["data"], fn.collectives.axis.Binding({})
-    rows = checkpoint_state.Rows(torch.ones(1, 3), 0, 2)
+    rows = Rows(torch.ones(1, 3), 0, 2)
     found = checkpoint_state.moved(opt.training, {**states, "params.0.0": rows})
     assert found["params.0.0"].tolist() == [3.0] * 3
     assert summed == [torch.device("meta")]

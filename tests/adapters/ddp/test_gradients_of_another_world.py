@@ -1,0 +1,106 @@
+"""The errors of `average_gradients` on another number of ranks: what was not delivered is delivered there."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from ddp_cases import backward, wrapped
+
+import fn
+from fn.adapters.ddp import average_gradients
+
+pytestmark = pytest.mark.slow
+
+AVERAGES: dict[str, dict[str, Any]] = {
+    "int8": {"codec": fn.int8(), "feedback": fn.classic()},
+    "signs": {"codec": fn.sign(16), "feedback": fn.classic()},
+    "no servers": {"codec": fn.int8(), "feedback": fn.classic(), "servers": False},
+    "low rank": {"average": partial(fn.low_rank_average, rank=2)},
+}
+SILENT = 120
+"""Backward passes with gradients of zero, in which what is left of the errors is delivered."""
+
+
+def delivered(model: Any, mean: Any) -> list[float]:
+    """Return the sum of what zero gradients deliver, number by number."""
+    total = [torch.zeros_like(p) for p in model.parameters()]
+    for _ in range(SILENT):
+        model.zero_grad()
+        (model(torch.ones(2, 12)) * 0.0).sum().backward()
+        for t, p in zip(total, model.parameters(), strict=True):
+            t += p.grad
+    return torch.cat([t.flatten() for t in total]).tolist()
+
+
+def train(name: str) -> tuple[dict[str, Any], list[float]]:
+    model = wrapped()
+    mean = average_gradients(model, **AVERAGES[name], elements=300)
+    for step in range(4):
+        backward(model, step)
+    saved = {path: x.numpy() for path, x in mean.state_dict().items()}
+    return saved, delivered(model, mean)
+
+
+def resume(name: str, saved: dict[str, Any]) -> tuple[int, list[float]]:
+    model = wrapped()
+    mean = average_gradients(model, **AVERAGES[name], elements=300)
+    mean.load_state_dict({path: torch.as_tensor(x) for path, x in saved.items()})
+    return mean.steps, delivered(model, mean)
+
+
+def all_trained(names: list[str]) -> dict[str, Any]:
+    return {name: train(name) for name in names}
+
+
+def all_resumed(saved: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {name: resume(name, each) for name, each in saved.items()}
+
+
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 3)])
+def test_what_was_not_delivered_is_delivered_by_another_number_of_ranks(before: int, after: int) -> None:
+    trained = ranks.run(before, all_trained, list(AVERAGES))
+    merged = {name: {k: v for each in trained for k, v in each[name][0].items()} for name in AVERAGES}
+    resumed = ranks.run(after, all_resumed, merged)
+    for name in AVERAGES:
+        wanted = torch.tensor(trained[0][name][1])
+        assert wanted.abs().max() > 1e-3  # there was something to deliver
+        for each in resumed:
+            steps, got = each[name]
+            assert steps == 4
+            torch.testing.assert_close(torch.tensor(got), wanted, atol=1e-5 * float(wanted.abs().max()), rtol=2e-3)
+
+
+def alone(saved: dict[str, Any]) -> tuple[list[float], list[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        texts: list[str] = []
+        patch.setattr(logging.getLogger("fn"), "warning", lambda text, *args: texts.append(text % args))
+        return resume("int8", saved)[1], texts
+
+
+def test_a_single_rank_says_that_it_delivers_nothing() -> None:
+    trained = ranks.run(2, train, "int8")
+    ((got, texts),) = ranks.run(1, alone, {k: v for saved, _ in trained for k, v in saved.items()})
+    assert not any(got)
+    assert texts == ["average_gradients: a single rank encodes nothing; what 2 ranks had not delivered is lost"]
+
+
+def incomplete(saved: dict[str, Any]) -> tuple[str, int]:
+    mean = average_gradients(wrapped(), **AVERAGES["int8"], elements=300)
+    try:
+        mean.load_state_dict({path: torch.as_tensor(x) for path, x in saved.items()})
+    except ValueError as error:
+        return str(error), mean.steps
+    raise AssertionError("loaded")
+
+
+def test_a_dict_that_lacks_ranks_is_refused_with_the_cure() -> None:
+    saved, _ = ranks.run(3, train, "int8")[1]
+    for rank, (text, steps) in enumerate(ranks.run(2, incomplete, saved)):
+        assert f"expected the state of rank {rank} of 2, but got the state of rank 1 of 3" in text
+        assert "merge what all 3 ranks saved into one dict" in text
+        assert steps == 0
