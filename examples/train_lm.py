@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -43,10 +43,13 @@ COMMAND = "torchrun --standalone --nproc-per-node 2 examples/train_lm.py"
 # ------------------------------------------------------------------------------------------------------ the text
 
 
-def read_standard_library() -> tuple[Tensor, Tensor]:
-    """Return the training and the validation text, both (n,) uint8; one file in 16 is held out."""
+def read_standard_library(without: Collection[str] = ()) -> tuple[Tensor, Tensor]:
+    """Return the training and the validation text, both (n,) uint8; one file in 16 is held out.
+
+    Args: without: names of folders that are left out, beside those of tests and of installed packages.
+    """
     root = Path(sysconfig.get_path("stdlib"))
-    skipped = {"site-packages", "dist-packages", "test", "tests"}
+    skipped = {"site-packages", "dist-packages", "test", "tests", *without}
     texts: dict[bool, list[bytes]] = {False: [], True: []}
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)

@@ -184,9 +184,9 @@ def _top_k(blocks: _Blocks, over: str, values: Codec | None, valid: Tensor) -> C
 
     def encode(x: Tensor) -> TopKPayload:
         x = x.to(scale_dtype(x))
-        size, found, start = torch.nan_to_num(x.abs(), nan=torch.inf, posinf=torch.inf), [], 0
+        found, start = [], 0
         for count, length, kept in blocks.runs:
-            part = size[:, start : start + count * length].reshape(x.shape[0], count, length)
+            part = x[:, start : start + count * length].reshape(x.shape[0], count, length)
             found.append(_largest(part, kept).flatten(1))
             start += count * length
         indices = torch.cat(found, dim=1)  # (R, kept)
@@ -230,16 +230,21 @@ def _for_kept(values: Codec, blocks: _Blocks, valid: Tensor) -> Codec:
     return segmented(values, Segments(widths, torch.cat([counts, torch.zeros_like(counts)], dim=1)))
 
 
+_KEY_BITS = 29
+"""Bits of a float64 that are zero where it came from a float32; an index that fits in makes all keys different."""
+
+
 def _largest(x: Tensor, k: int) -> Tensor:
-    """Return the indices (..., k), ascending, of the k largest of x (..., n); of equal ones the first are taken."""
+    """Return the indices (..., k), ascending, of the k largest sizes in x (..., n); of equal ones the first are taken.
+
+    `topk` alone leaves open which of equal ones it takes, and ranks and devices would differ. NaN is the largest.
+    """
     n = x.shape[-1]
     indices = torch.arange(n, device=x.device)
     if k == n:
         return indices.expand(x.shape)
-    least = x.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
-    above, equal = x > least, x == least
-    first = equal.cumsum(-1, dtype=torch.int32) <= k - above.sum(-1, keepdim=True)
-    taken = above | (equal & first)
-    slot = torch.where(taken, taken.cumsum(-1) - 1, k)  # what is not taken goes into one more, which is left out
-    found = torch.zeros((*x.shape[:-1], k + 1), dtype=torch.int64, device=x.device)
-    return found.scatter(-1, slot, indices.expand(x.shape))[..., :k]
+    if x.dtype == torch.float64 or n > 2**_KEY_BITS or x.device.type == "mps":  # which has no float64
+        return x.abs().sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(dim=-1).values
+    keys = x.abs().double().view(torch.int64) | (n - 1 - indices)
+    largest = keys.topk(k, dim=-1, sorted=False).values & (2**_KEY_BITS - 1)
+    return torch.sort(n - 1 - largest, dim=-1).values
