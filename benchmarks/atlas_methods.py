@@ -93,8 +93,7 @@ def diloco(**settings: Any) -> Callable[..., fn.Transform]:
     return partial(fn.diloco, **ADAM, outer_momentum=0.6, **settings)
 
 
-ADAM_RATES, SIGN_RATES, SGD_RATES = (1e-3, 3e-3, 1e-2), (3e-4, 1e-3, 3e-3), (0.1, 0.3, 1.0)
-LAMB_RATES, MUON_RATES = (1e-2, 3e-2, 1e-1), (3e-3, 1e-2, 3e-2)
+ADAM_RATES, LAMB_RATES, MUON_RATES = (1e-3, 3e-3, 1e-2), (1e-2, 3e-2, 1e-1), (3e-3, 1e-2, 3e-2)
 
 _onebit = partial(fn.onebit_adam, bias_correction=True, **ADAM)
 _fifth = "a warm-up of 20 %"
@@ -156,15 +155,16 @@ METHODS = {
         "powersgd_adamw, rank 4",
     ),
     "dion": Method(
-        "low rank", partial(fn.dion, rank=0.25, weight_decay=0.1), first(0), MUON_RATES, "rank 1/4", "dion, rank 1/4"
+        "low rank", partial(fn.dion, rank=0.25, weight_decay=0.1), first(0), (1e-2, 3e-2, 1e-1), "rank 1/4",
+        "dion, rank 1/4",
     ),
-    "demo": Method("sparse", partial(fn.demo, weight_decay=0.1), first(0), SIGN_RATES, "32 cosines of a tile", "demo"),
-    "ef21_sgdm": Method("sparse", partial(fn.ef21_sgdm, k=0.01), first(1), SGD_RATES, "k = 1/100", "ef21_sgdm"),
+    "demo": Method("sparse", partial(fn.demo, weight_decay=0.1), first(0), ADAM_RATES, "32 cosines of a tile", "demo"),
+    "ef21_sgdm": Method("sparse", partial(fn.ef21_sgdm, k=0.01), first(1), (0.3, 1.0, 3.0), "k = 1/100", "ef21_sgdm"),
     "lion_vote": Method(
-        "votes", partial(fn.lion_vote, weight_decay=0.1), first(0), SIGN_RATES, "majority", "lion_vote"
+        "votes", partial(fn.lion_vote, weight_decay=0.1), first(0), ADAM_RATES, "majority", "lion_vote"
     ),
     "signum_vote": Method(
-        "votes", partial(fn.signum_vote, weight_decay=0.1), first(0), SIGN_RATES, "majority", "lion_vote"
+        "votes", partial(fn.signum_vote, weight_decay=0.1), first(0), (3e-4, 1e-3, 3e-3), "majority", "lion_vote"
     ),
 }  # fmt: skip
 """In the order in which tables show them."""

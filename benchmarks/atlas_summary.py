@@ -18,8 +18,10 @@ TUNED_ON = 4
 
 def best(rows: list[Row], task: str, method: str) -> float | None:
     """Return the learning rate with the lowest loss on seed 0, None before all were tried."""
+    rates = METHODS[method].rates
     tried = [r for r in rows if (r["task"], r["method"], r["workers"], r["seed"]) == (task, method, TUNED_ON, 0)]
-    if {r["lr"] for r in tried} < set(METHODS[method].rates):
+    tried = [r for r in tried if r["lr"] in rates]
+    if len(tried) < len(rates):
         return None
     return min(tried, key=lambda r: float("inf") if r["loss"] is None else r["loss"])["lr"]
 

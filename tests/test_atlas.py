@@ -1,0 +1,89 @@
+"""`benchmarks/atlas.py`: it has every named optimizer, goes on where it stopped, and tells what its rows say."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fn
+from fn import local_optimizers, low_rank_optimizers, optimizers, vote_optimizers
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+import atlas
+import atlas_picture
+from atlas_methods import METHODS
+from atlas_summary import best, summary, table
+from atlas_train import Run, train
+
+
+def named() -> set[str]:
+    """Return the names of the optimizers of `fn`."""
+    modules = {m.__name__ for m in (optimizers, local_optimizers, low_rank_optimizers, vote_optimizers)}
+    return {name for name in fn.__all__ if inspect.getmodule(getattr(fn, name)).__name__ in modules}
+
+
+def test_every_named_optimizer_has_a_row() -> None:
+    assert {"adamw", "demo", "diloco", "powersgd_adamw"} <= named() <= set(METHODS) | {"muloco"}
+    assert any(name.startswith("muloco") for name in METHODS)
+
+
+def row(method: str, lr: float, loss: float | None, seed: int = 0, workers: int = 4) -> dict[str, Any]:
+    found = Run("language model", method, workers, seed, 400, lr)._asdict()
+    return {**found, "loss": loss, "bytes": 1000, "seconds": 1.0}
+
+
+def test_a_learning_rate_is_chosen_when_all_were_tried_and_one_that_diverged_never() -> None:
+    low, middle, high = METHODS["adamw"].rates
+    rows = [row("adamw", low, 2.0), row("adamw", middle, None)]
+    assert best(rows, "language model", "adamw") is None
+    assert best([*rows, row("adamw", high, 2.5)], "language model", "adamw") == low
+    assert best([*rows, row("adamw", high, 1.5)], "language model", "adamw") == high
+
+
+def test_it_goes_on_where_it_stopped() -> None:
+    first = list(atlas.wanted([], "language model", "adamw", [0, 1]))
+    assert [run.lr for run in first] == list(METHODS["adamw"].rates)
+    rows = [row("adamw", lr, lr) for lr in METHODS["adamw"].rates]
+    then = set(atlas.wanted(rows, "language model", "adamw", [0, 1])) - set(first)
+    assert {(run.workers, run.seed, run.lr) for run in then} == {(w, s, 1e-3) for w, s in ((4, 1), (8, 0), (8, 1))}
+
+
+def test_a_method_that_diverged_on_a_seed_has_no_mean() -> None:
+    rows = [row("adamw", lr, 2.0 + lr) for lr in METHODS["adamw"].rates]
+    (fine,) = summary([*rows, row("adamw", 1e-3, 2.2, seed=1)], "language model", 4)
+    assert fine["loss"] == pytest.approx((2.001 + 2.2) / 2)
+    assert fine["range"] == (2.001, 2.2)
+    (bad,) = summary([*rows, row("adamw", 1e-3, None, seed=1)], "language model", 4)
+    assert bad["loss"] != bad["loss"]
+    assert "| adamw | float32 | 0.001 | 2.1005 (2.0010 – 2.2000) | +0.0% | 0.00 | 1.0x |" in table([fine])
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1))
+def test_the_front_is_what_no_other_point_beats(points: list[tuple[float, float]]) -> None:
+    found = atlas_picture.front(points)
+    beaten = {p for p in points for q in points if q != p and q[0] <= p[0] and q[1] <= p[1]}
+    assert set(found) == set(points) - beaten
+    assert found == sorted(set(found))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_planner_knows_the_step_of_every_method(name: str) -> None:
+    slow, fast = (atlas_picture.slowdown(name, atlas_picture.predicted(8, rate), 400) for rate in (1e8, 1e11))
+    assert 1 <= fast < slow
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_trains(name: str) -> None:
+    pytest.importorskip("sklearn")
+    method = METHODS[name]
+    found = train(Run("digits", name, 4, 0, 40, method.rates[1]))
+    assert found["loss"] < 2.4, "expected a loss that has not grown much from log(10)"
+    assert found["bytes"] > 0
