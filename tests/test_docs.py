@@ -1,15 +1,19 @@
-"""The pages of `docs/`: their python blocks run, their links lead somewhere, and what is made from code is current."""
+"""The pages of `docs/`: their python blocks run, links lead somewhere, and the API reference has every public name."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import inspect
 import io
 import os
+import pydoc
 import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch.distributed as dist
@@ -19,6 +23,20 @@ import fn
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted((ROOT / "docs").glob("*.md"))
+API = sorted((ROOT / "docs" / "api").glob("*.md"))
+MODULES = (
+    "fn.tree",
+    "fn.kernels",
+    "fn.adapters",
+    "fn.adapters.ddp",
+    "fn.adapters.fsdp",
+    "fn.adapters.checkpoint",
+    "fn.adapters.drift",
+    "fn.adapters.metrics",
+    "fn.adapters.deepspeed",
+    "fn.adapters.torchft",
+)
+"""Modules that are used by their own name."""
 
 
 def blocks(page: Path) -> list[str]:
@@ -26,7 +44,8 @@ def blocks(page: Path) -> list[str]:
 
 
 RUNNING = [page for page in PAGES if blocks(page)]
-LINKING = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md"))]
+OTHERS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "benchmarks/README.md")
+LINKING = [*PAGES, *API, *(ROOT / name for name in OTHERS)]
 
 
 def test_there_are_pages() -> None:
@@ -39,22 +58,99 @@ def test_the_readme_leads_to_every_page(page: Path) -> None:
     assert f"](docs/{page.name})" in (ROOT / "README.md").read_text()
 
 
-def test_the_api_page_is_what_the_docstrings_say() -> None:
-    spec = importlib.util.spec_from_file_location("docs_api", ROOT / "docs" / "api.py")
-    assert spec is not None
-    api = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(api)
-    text = api.page()
-    assert "### `fn.onebit_adam`" in text
-    assert text == api.PAGE.read_text(), "docs/api.md is out of date: run `make docs`, or `python docs/api.py`"
+def documented() -> list[str]:
+    """Return what the pages of the API reference show, of modules that are shown as a whole all public names."""
+    found = []
+    for page in API:
+        for kind, name in re.findall(r"^\.\. auto(\w+):: ([\w.]+)", page.read_text(), re.MULTILINE):
+            found += public(importlib.import_module(name)) if kind == "module" else [name]
+    return found
 
 
-def test_what_other_pages_use_and_docstrings_refer_to_is_in_the_api_page() -> None:
-    entries = set(re.findall(r"^### `(.*)`$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+def public(module: ModuleType) -> list[str]:
+    """Return the public names of a module, those that autodoc shows: without `__all__`, what it defines itself."""
+    name = module.__name__
+    own = [n for n, x in vars(module).items() if n[0] != "_" and getattr(x, "__module__", None) == name]
+    return [f"{name}.{n}" for n in getattr(module, "__all__", own) if callable(getattr(module, n))]
+
+
+def test_every_public_name_stands_once_in_the_api_reference() -> None:
+    found = documented()
+    assert len(found) == len(set(found))
+    names = {f"fn.{name}" for name in fn.__all__ if callable(getattr(fn, name))}
+    assert names == {name for name in found if name.count(".") == 1}
+    for module in MODULES:
+        assert set(public(importlib.import_module(module))) <= set(found), module
+
+
+def test_everything_in_the_api_reference_has_a_docstring() -> None:
+    missing = [name for name in documented() if not inspect.getdoc(pydoc.locate(name))]
+    assert not missing
+
+
+def test_what_other_pages_use_and_docstrings_refer_to_is_in_the_api_reference() -> None:
     used = {name for page in RUNNING for block in blocks(page) for name in re.findall(r"\bfn(?:\.\w+)+(?=\()", block)}
     assert "fn.tree.map" in used
-    assert used - entries == set()
-    assert {f"fn.collectives.hierarchy.{name}" for name in ("hops", "initial_errors")} <= entries
+    assert used - set(documented()) == set()
+    assert {f"fn.collectives.hierarchy.{name}" for name in ("hops", "initial_errors")} <= set(documented())
+
+
+def test_newcomers_find_the_named_optimizers_first_and_every_page_of_the_reference() -> None:
+    links = re.findall(r"\]\((\w+\.md)\)", (ROOT / "docs" / "api" / "index.md").read_text())
+    assert links[0] == "optimizers.md"
+    assert sorted(["index.md", *links]) == [page.name for page in API]
+
+
+def test_every_page_stands_in_the_menu_of_the_site() -> None:
+    menu = re.findall(r"^[\w./-]+$", (ROOT / "docs" / "index.md").read_text(), re.MULTILINE)
+    assert {page.stem for page in PAGES} - {"index"} <= set(menu)
+    assert {"api/index", "../benchmarks/README", "../CHANGELOG", "../CONTRIBUTING"} <= set(menu)
+
+
+DOCSTRING = """Send `x`, as `int8()` does.
+
+    y = x * x
+
+Args:
+    x: (n,), see `fn.int4`. lazy: later,
+        or never: for the `x`s.
+
+            z = 2 x
+    **more: for `sign`.
+Raises: ValueError if
+    `sign` is None.
+"""
+
+IN_REST = """Send ``x``, as :py:obj:`int8() <fn.int8>` does.
+
+.. code-block:: text
+
+    y = x * x
+
+:Args:
+    * **x**: (n,), see :py:obj:`fn.int4 <fn.int4>`.
+
+    * **lazy**: later, or never: for the ``x``\\ s.
+
+      .. code-block:: text
+
+          z = 2 x
+
+    * **\\*\\*more**: for ``sign``.
+
+
+:Raises:
+    ValueError if ``sign`` is None.
+"""
+
+
+def test_docstrings_become_paragraphs_lists_links_and_blocks_of_code() -> None:
+    spec = importlib.util.spec_from_file_location("docstrings", ROOT / "docs" / "docstrings.py")
+    assert spec is not None
+    docstrings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(docstrings)
+    names = frozenset({"x", "lazy", "sign", "more"})
+    assert "\n".join(docstrings.rest(DOCSTRING.splitlines(), names)).strip() == IN_REST.strip()
 
 
 @pytest.mark.slow
@@ -110,7 +206,7 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
             assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
-READ = [ROOT / "README.md", *(page for page in PAGES if page.name != "api.md")]
+READ = [ROOT / "README.md", *PAGES]
 """What somebody reads from the beginning to the end."""
 
 
