@@ -13,7 +13,7 @@ HAS_PYTHON := import sys; sys.exit(sys.version_info < (3, 10))
 HAS_VENV := import ensurepip, venv
 HAS_TORCH := import torch; v = torch.__version__.split("."); assert (2, 11) <= (int(v[0]), int(v[1])) < (2, 16)
 
-.PHONY: help demo test lint notebooks figures docs reliability-test deepspeed-test trainers-test
+.PHONY: help demo test lint notebooks figures docs dist reliability-test deepspeed-test trainers-test
 
 help:
 	@echo "make demo   train a small language model with AdamW and with 1-bit Adam on $(RANKS) ranks; results in $(OUT)/"
@@ -21,6 +21,7 @@ help:
 	@echo "make lint   ruff and mypy only"
 	@echo "make docs   the site, from docs/, the notebooks and the docstrings, in $(OUT)/site; warnings are errors"
 	@echo "make notebooks   run the notebooks and keep their outputs; make figures: those of docs/, from the code"
+	@echo "make dist   what would be uploaded, in dist/, tried in an environment of its own"
 	@echo "make reliability-test   kills, damaged files, drift, long runs; the figures are in docs/reliability.md"
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
 	@echo "make trainers-test    the recipes for accelerate, transformers and Lightning"
@@ -52,8 +53,11 @@ figures: .venv/.test
 	$(BIN)/python docs/concepts_figure.py
 
 docs: .venv/.docs
-	$(BIN)/python -m sphinx -W --keep-going -q -c docs . $(OUT)/site
+	$(BIN)/python -m sphinx -E -W --keep-going -q -c docs . $(OUT)/site
 	@echo "open $(OUT)/site/index.html"
+
+dist: .venv/.release
+	OUT='$(OUT)' PYTHON='$(PYTHON)' TORCH='$(TORCH)' .ci/dist
 
 # Downloads a second torch; DeepSpeed compiles a small extension at its first start, for which it needs a C++ compiler.
 deepspeed-test: .venv-deepspeed/.done

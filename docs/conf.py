@@ -26,6 +26,7 @@ exclude_patterns = [".*", "out"]
 
 myst_heading_anchors = 4
 nb_execution_mode = "off"
+smartquotes = False
 autodoc_inherit_docstrings = False
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"

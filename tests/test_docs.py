@@ -226,6 +226,11 @@ def test_the_readme_says_what_it_is_how_to_get_it_and_how_to_use_it_first() -> N
     ]
 
 
+def test_what_cites_the_version_and_lists_its_changes_is_about_this_version() -> None:
+    assert f"\nversion: {fn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    assert re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == fn.__version__
+
+
 def test_the_map_of_the_house_names_what_is_there() -> None:
     named = set(re.findall(r"^fn/\S*", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert {f"fn/{folder.parent.name}/" for folder in (ROOT / "fn").glob("*/__init__.py")} <= named
