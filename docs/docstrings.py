@@ -75,10 +75,11 @@ def margin(lines: list[str]) -> int:
 
 
 def blocks(lines: list[str], base: int, names: frozenset[str]) -> list[str]:
-    """Return paragraphs, with code where all lines stand at least four columns behind base."""
+    """Return paragraphs, with code at Python's prompt and where all lines stand at least four columns behind base."""
     out: list[str] = []
     for group in paragraphs(lines):
-        out += code(group) if margin(group) >= base + 4 else [inline(" ".join(map(str.strip, group)), names), ""]
+        is_code = margin(group) >= base + 4 or group[0].lstrip().startswith(">>>")
+        out += code(group) if is_code else [inline(" ".join(map(str.strip, group)), names), ""]
     return out
 
 

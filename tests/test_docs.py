@@ -119,6 +119,9 @@ Args:
     **more: for `sign`.
 Raises: ValueError if
     `sign` is None.
+
+>>> 1 + 1
+2
 """
 
 IN_REST = """Send ``x``, as :py:obj:`int8() <fn.int8>` does.
@@ -141,6 +144,12 @@ IN_REST = """Send ``x``, as :py:obj:`int8() <fn.int8>` does.
 
 :Raises:
     ValueError if ``sign`` is None.
+
+
+.. code-block:: pycon
+
+    >>> 1 + 1
+    2
 """
 
 
