@@ -16,11 +16,12 @@ from fn import local_optimizers, low_rank_optimizers, optimizers, vote_optimizer
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
-import atlas
-import atlas_picture
-from atlas_methods import METHODS
-from atlas_summary import best, summary, table
-from atlas_train import Run, train
+
+import atlas  # noqa: E402
+import atlas_picture  # noqa: E402
+from atlas_methods import METHODS  # noqa: E402
+from atlas_summary import best, summary, table  # noqa: E402
+from atlas_train import Run, train  # noqa: E402
 
 
 def named() -> set[str]:
