@@ -17,6 +17,7 @@ HAS_TORCH := import torch; v = torch.__version__.split("."); assert (2, 11) <= (
 
 help:
 	@echo "make demo   train a small language model with AdamW and with 1-bit Adam on $(RANKS) ranks; results in $(OUT)/"
+	@echo "make atlas  every method on the same model: loss against bytes, and against predicted time; $(OUT)/atlas.png"
 	@echo "make test   ruff, mypy and all tests"
 	@echo "make lint   ruff and mypy only"
 	@echo "make docs   the site, from docs/, the notebooks and the docstrings, in $(OUT)/site; warnings are errors"
@@ -31,6 +32,11 @@ help:
 demo: .venv/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/train_lm.py --out $(OUT) --json $(OUT)/train_lm.json
+
+# Every method on one picture: minutes. `benchmarks/atlas.py --full` tunes all of them on three tasks: an hour or two.
+.PHONY: atlas
+atlas: .venv/.demo
+	$(BIN)/python benchmarks/atlas.py --quick --out $(OUT)
 
 # Every core runs tests, up to four: beside the processes that tests start themselves, more would wait for each other.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
@@ -68,10 +70,14 @@ def take(args: argparse.Namespace, path: Path) -> list[Row]:
             if not missing:
                 return rows
             bar = tqdm(as_completed([pool.submit(train, run) for run in missing]), total=len(missing), desc="runs")
-            for found in bar:
-                rows.append(found.result())
-                bar.set_postfix_str(f"{rows[-1]['task']}, {rows[-1]['method']}")
-                write(path, rows)
+            try:
+                for found in bar:
+                    rows.append(found.result())
+                    bar.set_postfix_str(f"{rows[-1]['task']}, {rows[-1]['method']}")
+                    write(path, rows)
+            except BaseException:  # else whoever stops it waits until all runs are over
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
 
 
 def write(path: Path, rows: list[Row]) -> None:
@@ -99,6 +105,7 @@ def main() -> None:
     args = parser.parse_args()
     path = args.json or args.out / ("atlas.json" if args.full else "atlas_quick.json")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("atlas: terminated; start it again to go on"))
     rows = take(args, path)
     import atlas_picture  # needs matplotlib, which the runs do not
 
