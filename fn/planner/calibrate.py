@@ -134,16 +134,19 @@ def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
     return max(0.0, statistics.median(time - slope * size for size, time in small)), slope
 
 
-def coding(params: int, net: Network, device: torch.device, repeat: int = REPEAT) -> dict[str, float]:
-    """Return, by the method's label, the seconds that encoding, serving and decoding `params` elements take.
+def coding(params: int, device: torch.device, repeat: int = REPEAT) -> Callable[[Network], dict[str, float]]:
+    """Measure the seconds that encoding, serving and decoding `params` elements take.
 
     A collective runs whose messages go nowhere: each rank receives what it sent itself. Two ranks stand for any number,
     but not without servers, where a rank decodes the codes of all: there it is a line through two and four.
+
+    Returns: network -> seconds by the method's label.
     """
     signs = _coding(sign(), classic(), device, repeat)
     two, four = (_coding(sign(), classic(), device, repeat, ranks=w, servers=False) for w in (2, 4))
     found = {
         **dict.fromkeys(("onebit_adam", "onebit_adam, overlapped", "onebit_lamb", "zero_one_adam"), signs),
+        "sharded_onebit_adam": signs,
         "onebit_adam, int8": _coding(int8(), off(), device, repeat),
         "loco_adamw, int4": _coding(int4(), damped(), device, repeat),
     }
@@ -154,8 +157,11 @@ def coding(params: int, net: Network, device: torch.device, repeat: int = REPEAT
         names.append("onebit_adam, servers=False, overlapped")
         return {name: elements * time for name, time in (found | dict.fromkeys(names, direct)).items()}
 
-    shards = among(net.nodes, params / net.per_node)
-    return among(net.world, params) | {label(name, "two-level"): time for name, time in shards.items()}
+    def on(net: Network) -> dict[str, float]:
+        shards = among(net.nodes, params / net.per_node)
+        return among(net.world, params) | {label(name, "two-level"): time for name, time in shards.items()}
+
+    return on
 
 
 def _coding(

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fn.planner import calibrate, report, traffic, units
+from fn.planner import calibrate, report, scaling, traffic, units
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods
 from fn.planner.network import Cost, Network, network
-from fn.planner.predict import plan
+from fn.planner.predict import Plan, plan
 
 MEMORY = 1.6e13
 """Bit/s of a current accelerator's memory, of which coding is estimated where nothing is measured."""
@@ -54,6 +54,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=INTERVAL)  # fmt: skip
     add("--local-steps", units.count, "STEPS", f"steps of a round of DiLoCo and its family (default: {LOCAL_STEPS})",
         default=LOCAL_STEPS)  # fmt: skip
+    add("--rank", units.rank, "R", "rank of factors, such as 4, or 1/4 of the smaller side (default: 4 for "
+        "powersgd_adamw, 1/4 for dion)")  # fmt: skip
+    add("--density", units.part, "PART", "part of the numbers that ef21_sgdm, demo and sparse_loco send, such as 1/100 "
+        "(default: 1/100, 1/128 and 1/32)")  # fmt: skip
     parser.add_argument("--dtype", choices=sorted(WIDTHS), default="fp32", help="of the gradients (default: fp32)")
     parser.add_argument("--calibrate", action="store_true",
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
@@ -83,9 +87,9 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
                 net = _calibrated(arguments, job)
                 if job.rank == 0:
                     memory = arguments.memory or calibrate.memory(job.device)
-                    _show(arguments, net, memory, calibrate.coding(arguments.params, net, job.device))
+                    _show(arguments, net, memory, calibrate.coding(arguments.params, job.device))
         else:
-            _show(arguments, _given(arguments), arguments.memory or MEMORY, {})
+            _show(arguments, _given(arguments), arguments.memory or MEMORY, lambda net: {})
     except BrokenPipeError:
         raise  # nobody reads any more, which is no fault of the arguments
     except (ValueError, ImportError, OSError) as error:
@@ -138,15 +142,23 @@ def _calibrated(arguments: argparse.Namespace, job: calibrate.Job) -> Network:
     return network(arguments.world or job.world, arguments.per_node or job.per_node, inside, between)
 
 
-def _show(arguments: argparse.Namespace, net: Network, memory: float, coding: Mapping[str, float]) -> None:
+def _show(
+    arguments: argparse.Namespace, net: Network, memory: float, coding: Callable[[Network], Mapping[str, float]]
+) -> None:
     model = traffic.model(arguments.params, min(arguments.tensors, arguments.params), WIDTHS[arguments.dtype])
-    more = {"interval": arguments.interval, "local_steps": arguments.local_steps}
-    found = methods(model, net, bucket=arguments.bucket, **more)
-    made = plan(found, net, arguments.compute, model.params, memory=memory, coding=coding)
+    more = {key: getattr(arguments, key) for key in ("bucket", "interval", "local_steps", "rank", "density")}
+
+    def plan_on(net: Network) -> Plan:
+        found = methods(model, net, **more)
+        return plan(found, net, arguments.compute, model.params, memory=memory, coding=coding(net))
+
+    made = plan_on(net)
     title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {report.describe(net)}"
     print(title, "", report.table(made, net), "", made.verdict, sep="\n")
     if made.pays:
         print(report.about_warm_up(made))
+    if net.world > 1:
+        print(scaling.sentence(scaling.fastest(plan_on, net)))
     if arguments.png:
         report.draw(made, arguments.png, title)
     if arguments.json:

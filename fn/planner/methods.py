@@ -1,28 +1,29 @@
-"""The methods that the planner compares: what each sends in a step, when it may start, what it costs locally."""
+"""The methods that the planner compares, in one table: what each sends in a step, and what it costs locally."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
-from fn.collectives.codecs.codec import Codec, identity
+from fn.collectives.codecs.codec import Codec
+from fn.collectives.codecs.e3m0 import e3m0
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
 from fn.collectives.codecs.top_k import top_k
 from fn.planner import traffic
 from fn.planner.network import Message, Network
-from fn.planner.traffic import Model
+from fn.planner.traffic import Model, Ranks
 from fn.transforms.bases import tiles
 from fn.transforms.cosines import dct
 
 Sends = Callable[[Model], list[Message]]
+Parts = tuple[tuple[float, tuple[Message, ...]], ...]
 
 INTERVAL = 16
 """Steps of 0/1 Adam between two that synchronise, once the interval has grown to its default limit."""
-
 
 LOCAL_STEPS = 100
 """Steps of a round of DiLoCo's family. With a delay, a quarter of them go on while a mean travels."""
@@ -31,168 +32,87 @@ EXCHANGE = 44.0
 """Bytes per parameter of an exchange: anchor and params are read for the difference, which is written, then mean,
 momentum and anchor are read and written, params written."""
 
+TILE = 64
+"""The side of the tiles of `fn.demo` and `fn.sparse_loco`."""
+
+DCT, TILES = dct(TILE), tiles(TILE)
+
+SIGN, INT4, INT8, BINS, E3M0, BALLOTS = sign(), int4(), int8(), bins(4, 6), e3m0(), ballots()
+"""The codecs, each made once: what is known of one is found again by the object."""
+
+LONGEST = 2**31 - 1
+"""Elements of a tensor among which torch finds the largest."""
+
 
 class Method(NamedTuple):
     """How a step communicates.
 
-    name, topology: "flat" runs over all ranks; "two-level" averages exactly inside the nodes, where each rank keeps
-        a shard, and runs the method on the shards between the nodes.
+    name: what it is called, an optimizer of fn first. alike: other optimizers that send just the same.
+    topology: "flat" runs over all ranks; "two-level" averages exactly inside the nodes, where each rank keeps a shard,
+        and runs the method on the shards between the nodes.
     compressed: it is one of the methods whose paying is the question.
     parts: (fraction of the gradients, messages) in the order in which gradients become ready.
     overlapped: a part's messages may leave while the backward pass goes on.
     passes: bytes of device memory that are read and written per parameter, on top of an exact optimizer's.
     interval: it communicates in one of so many steps.
     ours: fn has it; the others are there to compare.
-    local: ranks train alone in between, which changes what is learned. delay: steps that go on while messages travel.
+    local: ranks train alone in between, which changes what is learned. delay: steps that go on while a part travels.
+    each_step: parts that are averaged in every step, behind the backward pass, whatever the interval.
     """
 
     name: str
     topology: str
     compressed: bool
-    parts: tuple[tuple[float, tuple[Message, ...]], ...]
+    parts: Parts
     overlapped: bool
     passes: float = 0.0
     interval: int = 1
     ours: bool = True
     local: bool = False
     delay: int = 0
+    each_step: Parts = ()
+    alike: tuple[str, ...] = ()
 
     @property
     def messages(self) -> list[Message]:
-        """Return all messages of a step that communicates."""
+        """Return the messages of what is sent once in an interval."""
         return [message for _, part in self.parts for message in part]
+
+    @property
+    def sent(self) -> list[tuple[Message, int]]:
+        """Return all messages, each with the steps from one such message to the next."""
+        each = [(message, 1) for _, part in self.each_step for message in part]
+        return each + [(message, self.interval) for message in self.messages]
 
     @property
     def size(self) -> float:
         """Return the bytes that a rank sends per step, in the mean over an interval."""
-        return sum(message.size for message in self.messages) / self.interval
+        return sum(message.size / steps for message, steps in self.sent)
+
+    @property
+    def title(self) -> str:
+        """Return the name with those of the optimizers that send just the same."""
+        return " / ".join((self.name, *self.alike))
 
 
-def kept_of_demo(n: int) -> Codec:
+@cache
+def kept_of_demo(n: int, kept: int = 32) -> Codec:
     """Return what `fn.demo` sends by default of a chunk of n cosines."""
-    return top_k(min(32, n), n)
+    return top_k(min(kept, n), n)
 
 
-def kept_of_sparse_loco(n: int) -> Codec:
+@cache
+def kept_of_sparse_loco(n: int, kept: int = 128) -> Codec:
     """Return what `fn.sparse_loco` sends by default of a chunk of n differences."""
-    return top_k(max(1, round(n / 32)), n, values=bins(4, 6))
+    return top_k(max(1, round(n * kept / TILE**2)), n, values=BINS)
+
+
+_largest = cache(top_k)
 
 
 def label(name: str, topology: str) -> str:
     """Return what a method on a topology is called in a sentence."""
     return name if topology == "flat" else f"{name} ({topology})"
-
-
-def methods(
-    model: Model,
-    net: Network,
-    *,
-    bucket: int = traffic.BUCKET,
-    interval: int = INTERVAL,
-    local_steps: int = LOCAL_STEPS,
-) -> list[Method]:
-    """Return all methods on all topologies that the network has.
-
-    Args: bucket: bytes of gradients in a part of an overlapped method. interval: of 0/1 Adam. local_steps: of a round.
-    """
-    found = _flat(model, net.world, bucket, interval) + _rounds(model, net.world, local_steps)
-    if net.nodes > 1 and net.per_node > 1:
-        found += _two_level(model, net, bucket, interval)
-    return [method for method in found if model.width > 2 or method.name != "bf16 gradients"]
-
-
-def _flat(model: Model, ranks: int, bucket: int, interval: int) -> list[Method]:
-    exact, top, basis = (partial(f, ranks=ranks) for f in (traffic.exact, traffic.codes, traffic.in_basis))
-    signs = partial(traffic.codes, ranks=ranks, codec=sign())
-    direct, direct_passes = partial(signs, servers=False), passes_without_servers(ranks)
-    loco = partial(traffic.sharded, ranks=ranks, codec=int4(), gather=identity())
-    made = partial(_method, model, "flat", bucket)
-    whole = []  # of a whole tensor the largest are sought: torch cannot count those of larger ones
-    if max(model.lengths) < 2**31:
-        send = partial(top, codec=top_k(0.01), servers=False)
-        whole = [made("ef21_sgdm", send, overlapped=False, passes=80)]
-    return [
-        made("adamw", exact, compressed=False),
-        made("bf16 gradients", partial(exact, width=2), compressed=False, passes=12),
-        made("PowerSGD 1", partial(traffic.power_sgd, ranks=ranks, rank=1), passes=48, ours=False),
-        made("PowerSGD 2", partial(traffic.power_sgd, ranks=ranks, rank=2), passes=48, ours=False),
-        made(
-            "1-bit, tensor by tensor",
-            partial(traffic.textbook_onebit, ranks=ranks),
-            overlapped=False,
-            passes=200,
-            ours=False,
-        ),
-        made("onebit_adam", signs, overlapped=False, passes=32),
-        made("onebit_adam, overlapped", signs, passes=32),
-        made("onebit_adam, servers=False", direct, overlapped=False, passes=direct_passes),
-        made("onebit_adam, servers=False, overlapped", direct, passes=direct_passes),
-        made("onebit_lamb", partial(signs, layout="fused"), overlapped=False, passes=40),
-        made("zero_one_adam", signs, overlapped=False, passes=32, interval=interval),
-        made("zero_one_adam, servers=False", direct, overlapped=False, passes=direct_passes, interval=interval),
-        made("powersgd_adamw, rank 4", partial(traffic.low_rank, ranks=ranks, rank=4), overlapped=False, passes=60),
-        made("lion_vote", partial(traffic.codes, ranks=ranks, codec=ballots()), overlapped=False, passes=24),
-        made("demo", partial(basis, basis=dct(64), codec_of=kept_of_demo), overlapped=False, passes=120),
-        *whole,
-        made("loco_adamw, int4", loco, overlapped=False, passes=28),
-        made("onebit_adam, int8", partial(traffic.codes, ranks=ranks, codec=int8()), overlapped=False, passes=36),
-    ]
-
-
-def _rounds(model: Model, ranks: int, local_steps: int) -> list[Method]:
-    """Return the methods of local steps. What they send are differences in float32, whatever the gradients are."""
-    whole = model._replace(width=4)
-    codes, late = partial(traffic.codes, ranks=ranks), local_steps // 4
-    largest = partial(traffic.in_basis, ranks=ranks, basis=tiles(64), codec_of=kept_of_sparse_loco)
-
-    def made(name: str, send: Sends, passes: float, delay: int = 0) -> Method:
-        parts = parts_of(whole, send, None)
-        return Method(name, "flat", True, parts, False, passes, local_steps, local=True, delay=delay)
-
-    return [
-        made("diloco", partial(codes, codec=identity()), EXCHANGE),
-        made("diloco, int8", partial(codes, codec=int8()), EXCHANGE + 36),
-        made("diloco, int8, delayed", partial(codes, codec=int8()), EXCHANGE + 36, late),
-        made("diloco, 2 bits", partial(codes, codec=bins(4, 6)), EXCHANGE + 60),
-        made("diloco, 1 bit", partial(codes, codec=sign()), EXCHANGE + 32),
-        made("sparse_loco", largest, EXCHANGE + 100),
-    ]
-
-
-def _two_level(model: Model, net: Network, bucket: int, interval: int) -> list[Method]:
-    """Shards of the mean inside the node are what travels between nodes, as on the replica axis of HSDP."""
-
-    def between(send: Callable[..., list[Message]], *, coded: bool = False) -> Sends:
-        def sends(part: Model) -> list[Message]:
-            shard = Model(tuple((-(-n // net.per_node),) for n in part.lengths), part.width)
-            scatter, gather = traffic.halves(part, net.per_node)
-            sent = send(shard, net.nodes, axis="node")
-            if coded:  # the codes of the mean go on within the node as they came
-                gather = gather._replace(size=(net.per_node - 1) * sent[-1].size * net.nodes // (net.nodes - 1))
-            return [scatter, *sent, gather]
-
-        return sends
-
-    signs = between(partial(traffic.codes, codec=sign()), coded=True)
-    direct = between(partial(traffic.codes, codec=sign(), servers=False), coded=True)
-    direct_passes = passes_without_servers(net.nodes) / net.per_node
-    made = partial(_method, model, "two-level", bucket)
-    return [
-        made("adamw", between(traffic.exact), compressed=False),
-        made("bf16 gradients", between(partial(traffic.exact, width=2)), compressed=False, passes=12),
-        made("onebit_adam", signs, overlapped=False, passes=32 / net.per_node),
-        made("onebit_adam, overlapped", signs, passes=32 / net.per_node),
-        made("onebit_adam, servers=False", direct, overlapped=False, passes=direct_passes),
-        made("onebit_adam, servers=False, overlapped", direct, passes=direct_passes),
-        made("zero_one_adam", signs, overlapped=False, passes=32 / net.per_node, interval=interval),
-        made("zero_one_adam, servers=False", direct, overlapped=False, passes=direct_passes, interval=interval),
-        made(
-            "onebit_adam, int8",
-            between(partial(traffic.codes, codec=int8()), coded=True),
-            overlapped=False,
-            passes=36 / net.per_node,
-        ),
-    ]
 
 
 def passes_without_servers(ranks: int) -> float:
@@ -206,27 +126,165 @@ def passes_without_servers(ranks: int) -> float:
     return 24 + ranks + (4 if ranks > 2 else 0)
 
 
-def _method(
+class Row(NamedTuple):
+    """A method before it is known on how many ranks it runs; the fields that are not explained are those of `Method`.
+
+    send: (model, ranks) -> messages.
+    passes: bytes of memory for each parameter. coded: the same for what a rank encodes, which in two levels is a shard;
+        or a function of the ranks among which codes travel.
+    cut: what leaves together: "whole" is everything, "bucket" are buckets behind the backward pass, a number so many
+        fragments, each a part of its own.
+    delay: the part of an interval that goes on while a part travels.
+    two_level: fn runs it over two axes. fits: whether it can take a model.
+    """
+
+    name: str
+    send: Callable[..., list[Message]]
+    passes: float = 0.0
+    coded: float | Callable[[int], float] = 0.0
+    cut: str | int = "whole"
+    compressed: bool = True
+    interval: int = 1
+    local: bool = False
+    delay: float = 0.0
+    alike: tuple[str, ...] = ()
+    ours: bool = True
+    two_level: bool = True
+    fits: Callable[[Model], bool] = lambda model: True
+
+    def passes_on(self, ranks: Ranks) -> float:
+        """Return the bytes of memory for each parameter."""
+        local, outer = (1, ranks) if isinstance(ranks, int) else ranks
+        return self.passes + (self.coded(outer) if callable(self.coded) else self.coded) / local
+
+    def delay_of(self, interval: int) -> int:
+        """Return the steps that go on while a part travels."""
+        return int(self.delay * interval)
+
+
+def rows(
+    interval: int = INTERVAL,
+    local_steps: int = LOCAL_STEPS,
+    rank: int | float | None = None,
+    density: float | None = None,
+) -> list[Row]:
+    """Return the table of all methods.
+
+    Args: interval: of 0/1 Adam. local_steps: of a round. rank: of factors; None is each method's default. density: the
+        part of the numbers that is sent where few of them are; None is each method's default.
+    """
+    codes, low_rank = traffic.codes, traffic.low_rank
+    signs, direct = partial(codes, codec=SIGN), partial(codes, codec=SIGN, servers=False)
+    thin, thick = (default if rank is None else rank for default in (4, 0.25))
+    part = 0.01 if density is None else density
+    of_demo, of_sparse = (default if density is None else max(1, round(density * TILE**2)) for default in (32, 128))
+    cosines = partial(traffic.in_basis, basis=DCT, codec_of=partial(kept_of_demo, kept=of_demo))
+    largest = partial(traffic.in_basis, basis=TILES, codec_of=partial(kept_of_sparse_loco, kept=of_sparse))
+    theirs = partial(Row, ours=False, two_level=False)
+    rare = partial(Row, interval=interval)
+    round_ = partial(Row, interval=local_steps, local=True, passes=EXCHANGE)
+    without = passes_without_servers
+    return [
+        Row("adamw", traffic.exact, cut="bucket", compressed=False, alike=("lamb",)),
+        Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
+        theirs("PowerSGD 1", partial(traffic.power_sgd, rank=1), 48, cut="bucket"),
+        theirs("PowerSGD 2", partial(traffic.power_sgd, rank=2), 48, cut="bucket"),
+        theirs("1-bit, tensor by tensor", traffic.textbook_onebit, 200),
+        Row("onebit_adam", signs, coded=32),
+        Row("onebit_adam, overlapped", signs, coded=32, cut="bucket"),
+        Row("onebit_adam, servers=False", direct, coded=without),
+        Row("onebit_adam, servers=False, overlapped", direct, coded=without, cut="bucket"),
+        Row("onebit_adam, int8", partial(codes, codec=INT8), coded=36),
+        Row("onebit_lamb", partial(signs, layout="fused"), coded=40),
+        rare("zero_one_adam", signs, coded=32),
+        rare("zero_one_adam, servers=False", direct, coded=without),
+        Row("sharded_onebit_adam", partial(traffic.sharded_momentum, codec=SIGN), coded=32),
+        Row("loco_adamw, int4", partial(traffic.sharded, codec=INT4, gather=traffic.EXACTLY), coded=28),
+        Row(f"powersgd_adamw, rank {show_part(thin)}", partial(low_rank, rank=thin), 60),
+        Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
+        Row("lion_vote", partial(codes, codec=BALLOTS), coded=24, alike=("signum_vote",)),
+        Row("demo", cosines, 120),
+        Row("ef21_sgdm", partial(direct, codec=_largest(part)), 80, two_level=False, fits=_can_be_searched),
+        round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
+        round_("diloco, int8", partial(codes, codec=INT8), coded=36),
+        round_("diloco, int8, delayed", partial(codes, codec=INT8), coded=36, delay=0.25),
+        round_("diloco, e3m0, 4 fragments, delayed", partial(codes, codec=E3M0), coded=36, cut=4, delay=0.05),
+        round_("diloco, 2 bits", partial(codes, codec=BINS), coded=60),
+        round_("diloco, 1 bit", signs, coded=32),
+        round_("sparse_loco", largest, passes=EXCHANGE + 100),
+    ]
+
+
+def _is_wide(model: Model) -> bool:
+    return model.width > 2
+
+
+def _can_be_searched(model: Model) -> bool:
+    return max(model.lengths) <= LONGEST
+
+
+def show_part(rank: int | float) -> str:
+    """Spell a rank: 4, 1/4 or 0.3."""
+    if isinstance(rank, int):
+        return str(rank)
+    return f"1/{round(1 / rank)}" if round(1 / rank) * rank == 1 else f"{rank:g}"
+
+
+def methods(
     model: Model,
-    topology: str,
-    bucket: int,
-    name: str,
-    send: Sends,
+    net: Network,
     *,
-    compressed: bool = True,
-    overlapped: bool = True,
-    passes: float = 0.0,
-    interval: int = 1,
-    ours: bool = True,
-) -> Method:
-    parts = parts_of(model, send, bucket if overlapped else None)
-    return Method(name, topology, compressed, parts, overlapped, passes, interval, ours)
+    bucket: int = traffic.BUCKET,
+    interval: int = INTERVAL,
+    local_steps: int = LOCAL_STEPS,
+    rank: int | float | None = None,
+    density: float | None = None,
+) -> list[Method]:
+    """Return all methods on all topologies that the network has.
+
+    Args: bucket: bytes of gradients in a part of an overlapped method. The rest as for `rows`.
+    """
+    table = [row for row in rows(interval, local_steps, rank, density) if row.fits(model)]
+    found = [method(row, model, net.world, bucket) for row in table]
+    if net.nodes > 1 and net.per_node > 1:
+        found += [method(row, model, (net.per_node, net.nodes), bucket) for row in table if row.two_level]
+    return found
 
 
-def parts_of(
-    model: Model, send: Sends, bucket: int | None, first: int = traffic.FIRST_BUCKET
-) -> tuple[tuple[float, tuple[Message, ...]], ...]:
+def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -> Method:
+    """Return a row of the table on so many ranks."""
+    topology, step = ("flat" if isinstance(ranks, int) else "two-level"), _NONE
+    if row.local:  # differences are in float32, whatever the gradients are; in a node all train on one mean gradient
+        step = _NONE if isinstance(ranks, int) else _within(model, ranks[0], bucket)
+        model = model._replace(width=4)
+    sends: Sends = partial(row.send, ranks=ranks)
+    if isinstance(row.cut, int):
+        pieces = [model._replace(shapes=model.shapes[first :: row.cut]) for first in range(row.cut)]
+        parts = tuple((piece.params / model.params, tuple(sends(piece))) for piece in pieces if piece.shapes)
+    else:
+        parts = parts_of(model, sends, bucket if row.cut == "bucket" else None)
+    overlapped, delay = row.cut == "bucket", row.delay_of(row.interval)
+    return Method(
+        row.name, topology, row.compressed, parts, overlapped, row.passes_on(ranks), row.interval, row.ours, row.local,
+        delay, step, row.alike,
+    )  # fmt: skip
+
+
+_NONE: Parts = ()
+
+
+def _within(model: Model, ranks: int, bucket: int) -> Parts:
+    """Return the parts of an exact average in a node, as DDP makes it."""
+
+    def send(part: Model) -> list[Message]:
+        return [message._replace(axis="local") for message in traffic.exact(part, ranks)]
+
+    return parts_of(model, send, bucket)
+
+
+def parts_of(model: Model, send: Sends, bucket: int | None, first: int = traffic.FIRST_BUCKET) -> Parts:
     """Return the parts of a method that sends `send(part)` for each bucket of so many bytes; None is one part."""
     pieces = [model] if bucket is None else traffic.buckets(model, bucket, first)
     params = model.params
-    return tuple((piece.params / params, tuple(send(piece))) for piece in pieces)
+    found = {piece: (piece.params / params, tuple(send(piece))) for piece in dict.fromkeys(pieces)}  # most are equal
+    return tuple(found[piece] for piece in pieces)

@@ -81,15 +81,50 @@ def ranks_on(net: Network, axis: str) -> int:
     return {"data": net.world, "local": net.per_node, "node": net.nodes}[axis]
 
 
+class Way(NamedTuple):
+    """One way to do a collective: messages one after the other, and bytes that go through both kinds of links at once.
+
+    inner_hops, outer_hops: messages inside a node and between nodes that wait for each other. inner_bytes,
+    outer_bytes: what the busiest link of each kind carries. All that a collective costs is linear in links and bytes.
+    """
+
+    inner_hops: int
+    outer_hops: int
+    inner_bytes: float
+    outer_bytes: float
+
+
 def duration(message: Message, net: Network) -> float:
-    """Return the seconds that a collective takes when nothing else uses the links."""
+    """Return the seconds that a collective takes when nothing else uses the links: the quickest way's."""
+    inner, outer = net.intra.of(message.collective), net.inter.of(message.collective)
+    return min(
+        (
+            way.inner_hops * inner.latency
+            + way.outer_hops * outer.latency
+            + 8 * max(way.inner_bytes / inner.bandwidth, way.outer_bytes / outer.bandwidth)
+            for way in ways(message, net)
+        ),
+        default=0.0,
+    )
+
+
+def ways(message: Message, net: Network) -> list[Way]:
+    """Return the ways to do a collective, none where there is nobody to talk to; an all-reduce has two.
+
+    They are a ring and a double tree, which has fewer messages and some more bytes.
+    """
     ranks = ranks_on(net, message.axis)
     if ranks == 1:
-        return 0.0
+        return []
     if message.axis == "node":
-        return _time(message, net.inter.of(message.collective), ranks, shared=net.per_node)
+        return [
+            Way(0, hops, 0.0, float(size * net.per_node))
+            for hops, size in _alternatives(message, ranks, math.ceil(math.log2(ranks)))
+        ]
     if message.axis == "local" or net.nodes == 1:
-        return _time(message, net.intra.of(message.collective), ranks)
+        return [
+            Way(hops, 0, float(size), 0.0) for hops, size in _alternatives(message, ranks, math.ceil(math.log2(ranks)))
+        ]
     return _across(message, net)
 
 
@@ -104,25 +139,19 @@ def leaving(message: Message, net: Network) -> float:
     return float(message.size)  # a ring enters and leaves every node once
 
 
-def _time(message: Message, cost: Cost, ranks: int, shared: int = 1) -> float:
-    """One link class. An all-reduce takes the better of a ring and a double tree: fewer messages, some more bytes."""
-    wire = 8.0 * message.size * shared / cost.bandwidth
-    if message.collective == "all_reduce":
-        tree = 2 * math.ceil(math.log2(ranks)) * cost.latency + wire * ranks / (ranks - 1)
-        return min(2 * (ranks - 1) * cost.latency + wire, tree)
-    return (ranks - 1) * cost.latency + wire
+def _alternatives(message: Message, ranks: int, depth: int) -> list[tuple[int, float]]:
+    """Return (hops, bytes) of a ring, and for an all-reduce of a double tree that is so deep."""
+    if message.collective != "all_reduce":
+        return [(ranks - 1, message.size)]
+    return [(2 * (ranks - 1), message.size), (2 * depth, message.size * ranks / (ranks - 1))]
 
 
-def _across(message: Message, net: Network) -> float:
-    """All ranks, over both link classes at once: the slower of the two decides."""
-    inner, outer = net.intra.of(message.collective), net.inter.of(message.collective)
-    out = 8.0 * leaving(message, net)
+def _across(message: Message, net: Network) -> list[Way]:
+    """All ranks, over both kinds of links at once: the slower of the two decides."""
+    out = leaving(message, net)
     if message.collective == "all_to_all":
-        inside = 8.0 * message.size - out / net.per_node
-        messages = (net.per_node - 1) * inner.latency + (net.world - net.per_node) * outer.latency
-        return messages + max(inside / inner.bandwidth, out / outer.bandwidth)
-    ring = out / min(inner.bandwidth, outer.bandwidth)
-    if message.collective == "all_reduce":
-        hops = math.ceil(math.log2(net.nodes)) * outer.latency + math.ceil(math.log2(net.per_node)) * inner.latency
-        return min(2 * (net.world - 1) * outer.latency + ring, 2 * hops + ring * net.world / (net.world - 1))
-    return (net.world - 1) * outer.latency + ring
+        inside = message.size - out / net.per_node
+        return [Way(net.per_node - 1, net.world - net.per_node, inside, out)]
+    inner, outer = (math.ceil(math.log2(ranks)) for ranks in (net.per_node, net.nodes))
+    (hops, _), *tree = _alternatives(message, net.world, 0)
+    return [Way(0, hops, out, out), *(Way(2 * inner, 2 * outer, size, size) for _, size in tree)]

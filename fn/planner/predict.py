@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from fn.errors import expected
-from fn.planner.methods import Method, label
+from fn.planner.methods import Method, Parts, label
 from fn.planner.network import Network, duration
 from fn.planner.units import show_seconds
 
@@ -50,11 +50,15 @@ class Plan(NamedTuple):
     verdict: str
 
     def of(self, name: str, topology: str | None = None) -> Prediction:
-        """Return the fastest prediction of a method. Raises: ValueError if there is none of that name."""
-        for found in self.predictions:
-            if found.method.name == name and topology in (None, found.method.topology):
-                return found
-        known = sorted({p.method.name for p in self.predictions})
+        """Return the fastest prediction of a method, or of an optimizer of which there are several.
+
+        Raises: ValueError if there is none of that name.
+        """
+        here = [p for p in self.predictions if topology in (None, p.method.topology)]
+        exactly = [p for p in here if name in (p.method.name, *p.method.alike)]
+        for found in exactly or [p for p in here if p.method.name.startswith(f"{name}, ")]:
+            return found
+        known = sorted({name for p in self.predictions for name in (p.method.name, *p.method.alike)})
         raise ValueError(expected("name", f"one of {known}", f"{name!r}"))
 
 
@@ -62,24 +66,38 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
     """Predict a method's step.
 
     Parts become ready in the backward pass in proportion to their gradients, and leave one after the other. Of a
-    method that does not overlap everything is sent after the backward pass.
+    method that does not overlap everything is sent after the backward pass, and each part waited for.
 
     Args: compute: seconds of a step without communication. coding: seconds of it in a step that communicates; a method
         that sends nothing, as on one rank, encodes nothing.
     """
-    times = [sum(duration(message, net) for message in messages) for _, messages in method.parts]
-    total = sum(times)
-    end, done = compute, 0.0
-    if method.overlapped and total:  # sums of fractions are not quite 1, by which nothing shall be ranked
-        free = FORWARD * compute
-        for (fraction, _), time in zip(method.parts, times, strict=True):
-            done += fraction
-            free = max(free, compute * (FORWARD + (1 - FORWARD) * done)) + time
-        end = max(compute, free)
-    else:
-        end = compute + max(0.0, total - method.delay * compute)
-    every = method.interval
-    return Prediction(method, compute, total / every, (end - compute) / every, coding / every if method.size else 0.0)
+    each, sent = (_times(parts, net) for parts in (method.each_step, method.parts))
+    total, every = sum(time for _, time in sent), method.interval
+    exposed = sum(max(0.0, time - method.delay * compute) for _, time in sent)
+    exposed = _behind_backward(sent, compute) if method.overlapped else exposed
+    return Prediction(
+        method,
+        compute,
+        sum(time for _, time in each) + total / every,
+        _behind_backward(each, compute) + exposed / every,
+        coding / every if method.size else 0.0,
+    )
+
+
+def _times(parts: Parts, net: Network) -> list[tuple[float, float]]:
+    times = {part: sum(duration(message, net) for message in part[1]) for part in set(parts)}  # most are equal
+    return [(part[0], times[part]) for part in parts]
+
+
+def _behind_backward(parts: Sequence[tuple[float, float]], compute: float) -> float:
+    """Return what the backward pass does not hide of parts (fraction of the gradients, seconds)."""
+    if not any(time for _, time in parts):  # sums of fractions are not quite 1, by which nothing shall be ranked
+        return 0.0
+    free, done = FORWARD * compute, 0.0
+    for fraction, time in parts:
+        done += fraction
+        free = max(free, compute * (FORWARD + (1 - FORWARD) * done)) + time
+    return max(0.0, free - compute)
 
 
 def plan(

@@ -47,14 +47,15 @@ def table(plan: Plan, net: Network) -> str:
 
 def _row(found: Prediction, base: float, net: Network) -> tuple[str, ...]:
     method = found.method
-    every = f" / {method.interval}" if method.interval > 1 else ""
+    each, some = len(method.sent) - len(method.messages), len(method.messages)
+    counts = [str(each)] * bool(each) + [f"{some} / {method.interval}" if method.interval > 1 else str(some)]
     times = (found.communication, found.exposed, found.coding, found.step)
     return (
-        method.name,
+        method.title,
         method.topology,
         show_bytes(method.size),
-        show_bytes(sum(leaving(message, net) for message in method.messages) / method.interval),
-        f"{len(method.messages)}{every}",
+        show_bytes(sum(leaving(message, net) / steps for message, steps in method.sent)),
+        " + ".join(counts),
         *map(show_seconds, times),
         f"{base / found.step:.2f}",
     )
@@ -83,9 +84,10 @@ def as_json(plan: Plan) -> dict[str, Any]:
     rows = [
         {
             "method": p.method.name,
+            "alike": p.method.alike,
             "topology": p.method.topology,
             "bytes": p.method.size,
-            "messages": len(p.method.messages) / p.method.interval,
+            "messages": sum(1 / steps for _, steps in p.method.sent),
             "communication": p.communication,
             "exposed": p.exposed,
             "coding": p.coding,
@@ -139,7 +141,7 @@ def draw(plan: Plan, path: str | Path, title: str = "") -> None:
 
     figure, axes = plt.subplots(figsize=(10, 1.2 + 0.3 * len(plan.predictions)), layout="constrained")
     found: Sequence[Prediction] = plan.predictions[::-1]
-    names = [f"{p.method.name} ({p.method.topology})" for p in found]
+    names = [f"{p.method.title} ({p.method.topology})" for p in found]
     left = [0.0] * len(found)
     parts = {"computation": "0.75", "coding": "C1", "communication, not hidden": "C3"}
     for (label, color), values in zip(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fn import tree
-from fn.collectives.codecs.codec import Codec, segmented
+from fn.collectives.codecs.codec import Codec, identity, segmented
 from fn.collectives.codecs.segments import Segments
 from fn.errors import expected
 from fn.planner.network import Message
@@ -30,6 +30,8 @@ FIRST_BUCKET = 2**20
 MIN_RATE = 2
 """PowerSGD sends a matrix as it is unless its factors are this many times smaller."""
 
+EXACTLY = identity()
+"""One object, so that what is known of it is found again."""
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
@@ -78,44 +80,82 @@ def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> lis
     return found
 
 
-def exact(shapes: Model, ranks: int, axis: str = "data", width: int | None = None) -> list[Message]:
-    """Return an all-reduce of all gradients, in one message; `width` is the bytes of an element on the wire."""
-    return [Message(axis, "all_reduce", _all_reduce(shapes.params * (width or shapes.width), ranks))]
+Ranks = int | tuple[int, int]
+"""Ranks of the axis "data"; or (ranks of a node, nodes), which are those of the axes ("local", "node")."""
 
 
-def halves(shapes: Model, ranks: int, axis: str = "local") -> list[Message]:
-    """Return an exact reduce-scatter and an all-gather of everything, as ZeRO makes them.
+def exact(shapes: Model, ranks: Ranks, width: int | None = None) -> list[Message]:
+    """Return an all-reduce of all gradients; over two axes that of a shard, between the halves of a node's.
 
-    What codes between the nodes pad single tensors with, of which the ledger counts every byte, is left out.
+    Args: width: bytes of an element on the wire; None is that of the gradients.
     """
-    size = (ranks - 1) * -(-shapes.params // ranks) * shapes.width
-    return [Message(axis, "reduce_scatter", size), Message(axis, "all_gather", size)]
+    local, outer, axis = _axes(ranks)
+    shard = -(-shapes.params // local) * (width or shapes.width)
+    between = [Message(axis, "all_reduce", _all_reduce(shard, outer))] if outer > 1 else []
+    return [*_rows("local", "all_to_all", local, shard), *between, *_rows("local", "all_gather", local, shard)]
 
 
 def codes(
-    shapes: Model, ranks: int, codec: Codec, axis: str = "data", *, layout: str = "flat", servers: bool = True
+    shapes: Model, ranks: Ranks, codec: Codec, *, layout: str = "flat", servers: bool = True
 ) -> list[Message]:
     """Return the two halves of a compressed all-reduce, `fn.compressed_average`; without servers one all-gather.
 
+    Over two axes it is one of shards of the node's exact mean, whose codes go on within the node as they came.
+
     Args: layout: "flat", "per_tensor" or "fused", as there. servers: as there.
     """
-    if ranks == 1:
-        return []
+    local, outer, axis = _axes(ranks)
+    served = outer if servers else 1
     lengths = [sum(shapes.lengths)] if layout == "fused" else shapes.lengths
-    together = [lengths] if layout != "per_tensor" else [[n] for n in lengths]
     found = []
-    for group in together:
-        size = (ranks - 1) * row_bytes(codec, group, ranks if servers else 1, width=shapes.width)
-        found += [Message(axis, name, size) for name in (("all_to_all", "all_gather") if servers else ("all_gather",))]
+    for group in [lengths] if layout != "per_tensor" else [[n] for n in lengths]:
+        whole = _padded(group, local * served, codec.align) * shapes.width
+        row = row_bytes(codec, group, local * served, width=shapes.width if local == 1 else max(4, shapes.width))
+        found += _rows("local", "all_to_all", local, served * whole)
+        found += _rows(axis, "all_to_all", outer, row) if servers else []
+        found += _rows(axis, "all_gather", outer, row) + _rows("local", "all_gather", local, outer * row)
     return found
 
 
-def sharded(shapes: Model, ranks: int, codec: Codec, gather: Codec, axis: str = "data") -> list[Message]:
-    """Return a reduce-scatter of gradients in one codec and an all-gather of parameters in another: LoCo, ZeRO++."""
+def sharded(shapes: Model, ranks: Ranks, codec: Codec, gather: Codec) -> list[Message]:
+    """Return a reduce-scatter of gradients in one codec and an all-gather of parameters in another: LoCo, ZeRO++.
+
+    Within a node both are exact.
+    """
+    local, outer, axis = _axes(ranks)
     align = math.lcm(codec.align, gather.align)
-    to_all, to_gather = (row_bytes(c, shapes.lengths, ranks, align, shapes.width) for c in (codec, gather))
-    found = [Message(axis, "all_to_all", (ranks - 1) * to_all), Message(axis, "all_gather", (ranks - 1) * to_gather)]
-    return found if ranks > 1 else []
+    whole = _padded(shapes.lengths, local * outer, align) * shapes.width
+    row = row_bytes(codec, shapes.lengths, local * outer, align, shapes.width)
+    to = _rows("local", "all_to_all", local, outer * whole) + _rows(axis, "all_to_all", outer, row)
+    return to + _back(shapes, ranks, gather, align)
+
+
+def sharded_momentum(shapes: Model, ranks: Ranks, codec: Codec) -> list[Message]:
+    """Return a compressed all-reduce of the momentum, in float32, and an exact all-gather of the updates' shards."""
+    wide = shapes._replace(width=max(4, shapes.width))
+    return codes(wide, ranks, codec) + _back(shapes, ranks, EXACTLY, codec.align)
+
+
+def _back(shapes: Model, ranks: Ranks, gather: Codec, align: int) -> list[Message]:
+    local, outer, axis = _axes(ranks)
+    whole = _padded(shapes.lengths, local * outer, align) * shapes.width
+    row = row_bytes(gather, shapes.lengths, local * outer, align, shapes.width)
+    return _rows(axis, "all_gather", outer, row) + _rows("local", "all_gather", local, outer * whole)
+
+
+def _axes(ranks: Ranks) -> tuple[int, int, str]:
+    """Return the ranks of a node, what they are repeated by, and the axis of the latter; flat is one rank a node."""
+    return (1, ranks, "data") if isinstance(ranks, int) else (*ranks, "node")
+
+
+def _padded(lengths: Sequence[int], rows: int, align: int) -> int:
+    """Return the elements of a row when tensors are cut into so many pieces, each a multiple of `align`."""
+    return sum(-(-n // (rows * align)) * align for n in lengths)
+
+
+def _rows(axis: str, collective: str, ranks: int, size: int) -> list[Message]:
+    """Return a collective in which every rank sends so many bytes to each other one; none if there is no other."""
+    return [Message(axis, collective, (ranks - 1) * size)] if ranks > 1 else []
 
 
 def row_bytes(codec: Codec, lengths: Sequence[int], ranks: int, align: int | None = None, width: int = 4) -> int:
@@ -148,8 +188,13 @@ def _piece_bytes(codec: Codec, n: int, dtype: torch.dtype) -> int:
     period = PERIOD * codec.align
     if n < 3 * period or math.isnan(codec.bits):  # what depends on the length is not periodic
         return payload_bytes(codec, (n,), dtype)
-    more = payload_bytes(codec, (2 * period,), dtype) - payload_bytes(codec, (period,), dtype)
-    return payload_bytes(codec, (period + n % period,), dtype) + (n // period - 1) * more
+    return payload_bytes(codec, (period + n % period,), dtype) + (n // period - 1) * _bytes_of_a_period(codec, dtype)
+
+
+@cache
+def _bytes_of_a_period(codec: Codec, dtype: torch.dtype) -> int:
+    period = PERIOD * codec.align
+    return payload_bytes(codec, (2 * period,), dtype) - payload_bytes(codec, (period,), dtype)
 
 
 def payload_bytes(codec: Codec, widths: tuple[int, ...], dtype: torch.dtype) -> int:
@@ -160,46 +205,58 @@ def payload_bytes(codec: Codec, widths: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def power_sgd(shapes: Model, ranks: int, rank: int) -> list[Message]:
-    """Return PowerSGD's all-reduces: what is not compressed, the left factors, the right factors."""
+    """Return the all-reduces of torch's PowerSGD: what is not compressed, the left factors, the right factors."""
     whole, left, right = 0, 0, 0
     for shape in shapes.shapes:
-        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+        rows, columns = _sides(shape)
         if len(shape) > 1 and (rows + columns) * rank * MIN_RATE < rows * columns:
             left, right = left + rows * min(rank, rows, columns), right + columns * min(rank, rows, columns)
         else:
             whole += rows * columns
-    sizes = [_all_reduce(n * shapes.width, ranks) for n in (whole, left, right)]
-    return [Message("data", "all_reduce", size) for size in sizes if size]
+    return [m for n in (whole, left, right) if n for m in exact(Model(((n,),), shapes.width), ranks)]
 
 
-def low_rank(shapes: Model, ranks: int, rank: int) -> list[Message]:
-    """Return the two all-reduces of `fn.low_rank_average`: the left factors with what travels whole, the right ones."""
+def low_rank(shapes: Model, ranks: Ranks, rank: int | float, *, orthonormal: bool = False) -> list[Message]:
+    """Return the two all-reduces of `fn.low_rank_average`: the left factors with what travels whole, the right ones.
+
+    Args: rank, orthonormal: as there.
+    """
     first, second = 0, 0
     for shape in shapes.shapes:
-        rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
-        if len(shape) > 1 and rank < min(rows, columns) and (rows + columns) * rank < rows * columns:
-            first, second = first + rows * rank, second + columns * rank
+        rows, columns = _sides(shape)
+        least = min(rows, columns)
+        r = math.ceil(round(rank * least, 6)) if isinstance(rank, float) else rank
+        if len(shape) > 1 and r < least and (rows + columns) * r < rows * columns:
+            left, right = (columns, rows) if orthonormal and rows < columns else (rows, columns)
+            first, second = first + left * r, second + right * r
         else:
             first += rows * columns
     width = max(4, shapes.width)  # factors of half precision are float32
-    return [Message("data", "all_reduce", _all_reduce(n * width, ranks)) for n in (first, second) if n and ranks > 1]
+    return [m for n in (first, second) if n for m in exact(Model(((n,),), width), ranks)]
 
 
-def in_basis(
-    shapes: Model, ranks: int, basis: Basis, codec_of: Callable[[int], Codec], axis: str = "data"
-) -> list[Message]:
-    """Return what `fn.in_basis` sends straight to all ranks, a message for each length of chunks.
+def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
+    return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+
+
+def in_basis(shapes: Model, ranks: Ranks, basis: Basis, codec_of: Callable[[int], Codec]) -> list[Message]:
+    """Return what `fn.in_basis` sends without servers, a message for each length of chunks.
 
     Args: codec_of: the length of a chunk -> its codec.
     """
-    sizes: dict[int, list[int]] = {}
+    parts: dict[int, list[tuple[int, ...]]] = {}
     for shape, times in Counter(shapes.shapes).items():
-        for part in basis.into(torch.empty(shape, device="meta")):
-            if part.numel():
-                sizes.setdefault(part.shape[1], []).extend([part.numel()] * times)
+        for n, size in _chunks(shape, basis):
+            parts.setdefault(n, []).extend([(size,)] * times)
     width = max(4, shapes.width)
-    rows = [row_bytes(codec_of(n), sizes[n], 1, width=width) for n in sorted(sizes)]
-    return [Message(axis, "all_gather", (ranks - 1) * row) for row in rows] if ranks > 1 else []
+    return [m for n in sorted(parts) for m in codes(Model(tuple(parts[n]), width), ranks, codec_of(n), servers=False)]
+
+
+@cache
+def _chunks(shape: tuple[int, ...], basis: Basis) -> list[tuple[int, int]]:
+    """Return the length of the chunks of each part of a tensor, and its elements."""
+    parts = basis.into(torch.empty(shape, device="meta"))
+    return [(part.shape[1], part.numel()) for part in parts if part.numel()]
 
 
 def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)\s*([a-zA-Zµ/]*)\s*")
 
@@ -40,6 +41,22 @@ def count(text: str) -> int:
     if found != int(found):
         raise ValueError(f"{text!r} is not a whole number")
     return int(found)
+
+
+def rank(text: str) -> int | float:
+    """Return a rank of factors: "4", or a part of the smaller side, "1/4" or "0.25". Raises: ValueError otherwise."""
+    return int(text) if text.isdecimal() and int(text) else part(text, "a rank such as 4, 1/4 or 0.25")
+
+
+def part(text: str, wanted: str = "a part such as 1/100 or 0.01, above 0 and at most 1") -> float:
+    """Return a part of a whole: "1/100", "0.01". Raises: ValueError if it is none."""
+    try:
+        found = float(Fraction(text))
+    except (ValueError, ZeroDivisionError):
+        found = 0.0
+    if not 0 < found <= 1:
+        raise ValueError(f"{text!r} is not {wanted}")
+    return found
 
 
 def _parse(text: str, units: Mapping[str, float], wanted: str) -> float:

@@ -36,6 +36,14 @@ def test_the_example_line(capsys, tmp_path):
         assert any(line.startswith(method) and topology in line for line in text.splitlines())
 
 
+def test_turning_ranks_of_factors_and_density(capsys):
+    main([*LINE.split(), "--rank", "1/8", "--density", "1/1000"])
+    text = capsys.readouterr().out
+    assert "powersgd_adamw, rank 1/8" in text
+    assert "dion, rank 1/8" in text
+    assert "\nFastest with these links: " in text
+
+
 def test_a_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     main([*LINE.split(), "--png", str(tmp_path / "plan.png")])
@@ -80,7 +88,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(flag, name, sa
             "10,000 parameters; 4 ranks in 4 nodes of 1; 1 Gbit/s, 30 us between nodes",
         ),
         pytest.param(
-            "--params 1e15 --world 8 --tensors 100000 --intra 1gbit",
+            "--params 1e15 --world 8 --tensors 10000 --intra 1gbit",
             "1,000,000,000,000,000 parameters; 8 ranks; 1 Gbit/s, 5 us between ranks",
             marks=pytest.mark.slow,
         ),
@@ -144,7 +152,7 @@ def calibrated(monkeypatch, job, links, *line):
     """Run the command in a job whose links are not measured but given."""
     monkeypatch.setattr(calibrate, "job", lambda: nullcontext(job))
     monkeypatch.setattr(calibrate, "measure", lambda found: links)
-    monkeypatch.setattr(calibrate, "coding", lambda params, net, device: {})
+    monkeypatch.setattr(calibrate, "coding", lambda params, device: lambda net: {})
     main(["plan", "--calibrate", "--params", "1e7", "--compute", "1s", *line])
 
 

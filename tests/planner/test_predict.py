@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import fn
 from fn.planner import traffic
 from fn.planner.methods import Method, methods
 from fn.planner.network import Cost, Link, Message, duration, leaving, network
@@ -243,3 +244,44 @@ def test_a_delay_hides_what_is_sent_meanwhile_and_no_more():
     sent = of(0).communication * 4
     for delay in (0, 1, 2, 100):
         assert of(delay).step == pytest.approx(0.1 + max(0.0, sent - delay * 0.1) / 4)
+
+
+def test_what_leaves_in_fragments_is_hidden_fragment_by_fragment():
+    """A fragment may take as long as its delay; one that takes longer is waited for, whatever the others take."""
+    whole, halves = (part(1.0, 6000),), (part(0.5, 3000), part(0.5, 3000))
+    one, two = (predict(Method("m", "flat", True, parts, False, interval=4, delay=1), FLAT, 0.006, 0.0)
+                for parts in (whole, halves))  # fmt: skip
+    assert one.exposed == pytest.approx(0.003 / 4)
+    assert two.exposed == pytest.approx(0.0)
+    assert two.communication == pytest.approx(0.012 / 4)
+
+
+def test_exact_means_in_every_step_come_on_top_of_a_round():
+    each = (part(0.5, 3000), part(0.5, 3000))
+    method = Method("m", "two-level", True, (part(1.0, 3000),), False, interval=4, each_step=each)
+    found = predict(method, FLAT, 0.09, 0.0)
+    assert found.communication == pytest.approx(0.012 + 0.006 / 4)
+    assert found.exposed == pytest.approx(0.006 + 0.006 / 4)  # the last part of each step, and the round's
+    assert found.method.size == 6000 + 3000 / 4
+
+
+def test_a_plan_knows_optimizers_by_every_name():
+    found = planned(10**8, NODES, 0.1)
+    assert found.of("lamb") == found.of("adamw")
+    assert found.of("muloco", "flat") == found.of("diloco", "flat")
+    assert found.of("dion").method.name == "dion, rank 1/4"
+    assert found.of("onebit_adam").method.name == "onebit_adam"
+    for name in fn.__all__:
+        if getattr(getattr(fn, name), "__module__", "").endswith("optimizers"):
+            assert found.of(name).step > 0.1
+
+
+def test_ranks_of_factors_and_density_are_what_is_sent():
+    few, many = (
+        {m.name: m.size for m in methods(traffic.model(10**8), FLAT, rank=rank, density=density)}
+        for rank, density in ((1, 1 / 1024), (8, 1 / 64))
+    )
+    assert many["powersgd_adamw, rank 8"] == pytest.approx(8 * few["powersgd_adamw, rank 1"], rel=1e-3)
+    assert many["dion, rank 8"] == many["powersgd_adamw, rank 8"]
+    for name in ("ef21_sgdm", "demo", "sparse_loco"):
+        assert many[name] == pytest.approx(16 * few[name], rel=0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 
 import fn
 from fn.planner import traffic
-from fn.planner.methods import methods
+from fn.planner.methods import method as method_of
+from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Message, network
 
 SHAPES = ((5,), (3, 7), (16, 16), (300,), (1,), (40, 9))
@@ -32,7 +34,14 @@ def planned(messages: list[Message]) -> dict[str, int]:
     return found
 
 
-def step(tx: fn.Transform, phase: fn.Phase, ranks: int) -> fn.Ledger:
+def counted_of(messages: list[Message]) -> Counter[tuple[str, str]]:
+    found: Counter[tuple[str, str]] = Counter()
+    for message in messages:
+        found[message[:2]] += message.size
+    return +found
+
+
+def step(tx: fn.Transform, phase: fn.Phase | fn.Round, ranks: traffic.Ranks) -> fn.Ledger:
     """Count a step over SHAPES on simulated ranks."""
     params = [torch.ones(shape) for shape in SHAPES]
 
@@ -44,70 +53,83 @@ def step(tx: fn.Transform, phase: fn.Phase, ranks: int) -> fn.Ledger:
         return x
 
     books: list[fn.Ledger] = []
-    fn.simulate(run, "data", ranks)(torch.rand(ranks))
+    if isinstance(ranks, int):
+        fn.simulate(run, "data", ranks)(torch.rand(ranks))
+    else:
+        fn.simulate(fn.simulate(run, "local", ranks[0]), "node", ranks[1])(torch.rand(ranks[1], ranks[0]))
     return books[0]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize(
-    ("tx", "phase", "messages"),
-    [
-        (fn.adamw, fn.Phase.WARMUP, partial(traffic.exact, MODEL)),
-        (fn.onebit_adam, fn.Phase.COMPRESSED, partial(traffic.codes, MODEL, codec=fn.sign())),
-        (fn.onebit_lamb, fn.Phase.COMPRESSED, partial(traffic.codes, MODEL, codec=fn.sign(), layout="fused")),
-        (fn.zero_one_adam, fn.Phase.COMPRESSED, partial(traffic.codes, MODEL, codec=fn.sign())),
-        (
-            partial(fn.onebit_adam, layout="per_tensor"),
-            fn.Phase.COMPRESSED,
-            partial(traffic.codes, MODEL, codec=fn.sign(), layout="per_tensor"),
-        ),
-        (
-            partial(fn.onebit_adam, codec=fn.int8(), feedback=fn.off()),
-            fn.Phase.COMPRESSED,
-            partial(traffic.codes, MODEL, codec=fn.int8()),
-        ),
-    ],
-    ids=["adamw", "onebit_adam", "onebit_lamb", "zero_one_adam", "per_tensor", "int8"],
-)
-def test_a_step_sends_what_was_planned(ranks, tx, phase, messages):
-    book = step(tx(axis="data"), phase, ranks)
-    found = messages(ranks=ranks)
-    assert counted(book) == planned(found)
-    assert sum(book.messages.values()) == len(found) * (ranks > 1)
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_there_are_as_many_messages_as_planned(ranks):
+    for layout in ("flat", "per_tensor", "fused"):
+        book = step(fn.onebit_adam(axis="data", layout=layout), fn.Phase.COMPRESSED, ranks)
+        found = traffic.codes(MODEL, ranks, fn.sign(), layout=layout)
+        assert counted(book) == planned(found)
+        assert sum(book.messages.values()) == len(found)
 
 
-OTHERS = {
-    "powersgd_adamw, rank 4": fn.powersgd_adamw,
-    "lion_vote": fn.lion_vote,
-    "demo": fn.demo,
-    "ef21_sgdm": fn.ef21_sgdm,
+MAKES = {
+    "adamw": [fn.adamw, fn.lamb],
+    "onebit_adam": [fn.onebit_adam],
+    "onebit_adam, overlapped": [fn.onebit_adam],
+    "onebit_adam, servers=False": [partial(fn.onebit_adam, servers=False)],
+    "onebit_adam, servers=False, overlapped": [partial(fn.onebit_adam, servers=False)],
+    "onebit_adam, int8": [partial(fn.onebit_adam, codec=fn.int8(), feedback=fn.off())],
+    "onebit_lamb": [fn.onebit_lamb],
+    "zero_one_adam": [fn.zero_one_adam],
+    "zero_one_adam, servers=False": [partial(fn.zero_one_adam, servers=False)],
+    "sharded_onebit_adam": [fn.sharded_onebit_adam],
+    "loco_adamw, int4": [fn.loco_adamw],
+    "powersgd_adamw, rank 4": [fn.powersgd_adamw],
+    "dion, rank 1/4": [fn.dion],
+    "lion_vote": [fn.lion_vote, fn.signum_vote],
+    "demo": [fn.demo],
+    "ef21_sgdm": [fn.ef21_sgdm],
+    "diloco": [fn.diloco, fn.local_sgd, fn.muloco],
+    "diloco, int8": [partial(fn.diloco, codec=fn.int8())],
+    "diloco, int8, delayed": [partial(fn.diloco, codec=fn.int8())],
+    "diloco, e3m0, 4 fragments, delayed": [partial(fn.diloco, codec=fn.e3m0(), fragments=4)],
+    "diloco, 2 bits": [partial(fn.diloco, codec=fn.bins(4, 6))],
+    "diloco, 1 bit": [partial(fn.diloco, codec=fn.sign())],
+    "sparse_loco": [fn.sparse_loco],
 }
+"""What each method of fn in the plan is made with."""
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_factors_votes_and_cosines_send_what_was_planned(name, ranks):
-    (method,) = [m for m in methods(MODEL, network(ranks, ranks, Cost(0.0, 1.0))) if m.name == name]
-    assert counted(step(OTHERS[name](axis="data"), fn.Phase.COMPRESSED, ranks)) == planned(method.messages)
+def test_every_named_optimizer_of_fn_has_a_row():
+    table = [row for row in rows() if row.ours and row.name != "bf16 gradients"]
+    named = {name for row in table for name in (row.name.partition(",")[0], *row.alike)}
+    public = {name for name in fn.__all__ if getattr(getattr(fn, name), "__module__", "").endswith("optimizers")}
+    assert named == public >= {"adamw", "diloco", "dion", "demo"}
+    assert {row.name for row in table} == set(MAKES)
+    for row in table:
+        made = {getattr(make, "func", make).__name__ for make in MAKES[row.name]}
+        assert made == {row.name.partition(",")[0], *row.alike}
 
 
-ROUNDS = {
-    "diloco": fn.diloco,
-    "diloco, int8": partial(fn.diloco, codec=fn.int8()),
-    "diloco, 2 bits": partial(fn.diloco, codec=fn.bins(4, 6)),
-    "diloco, 1 bit": partial(fn.diloco, codec=fn.sign()),
-    "sparse_loco": fn.sparse_loco,
-}
-
-
-@pytest.mark.parametrize("name", ROUNDS)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_round_sends_what_was_planned(name, ranks):
-    (method,) = [m for m in methods(MODEL, network(ranks, ranks, Cost(0.0, 1.0)), local_steps=7) if m.name == name]
-    assert (method.interval, method.local) == (7, True)
-    book = step(ROUNDS[name](1e-3, axis="data"), fn.Round(0, 0), ranks)
-    assert counted(book) == planned(method.messages)
-    assert not step(ROUNDS[name](1e-3, axis="data"), fn.Round(), ranks).total
+@pytest.mark.parametrize("ranks", [1, 2, 3, (2, 2), (2, 3)])
+@pytest.mark.parametrize("name", MAKES)
+def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
+    """In two levels a local step is made with the gradients' mean in the node, and only exchanges run over both."""
+    (row,) = [row for row in rows() if row.name == name]
+    if not row.two_level and isinstance(ranks, tuple):
+        with pytest.raises(ValueError, match="single axis"):
+            fn.ef21_sgdm(axis=("local", "node"))
+        return
+    method = method_of(row, MODEL, ranks)
+    axis = "data" if isinstance(ranks, int) else ("local", "node")
+    for make in MAKES[name]:
+        tx, phase = make(axis=axis), fn.Phase.COMPRESSED if row.compressed else fn.Phase.WARMUP
+        phases = [fn.Round(k, k) for k in range(row.cut if isinstance(row.cut, int) else 1)] if row.local else [phase]
+        books = [step(tx, each, ranks) for each in phases]
+        sent = sum((Counter(book.sent) for book in books), Counter())
+        assert sent == counted_of(method.messages)
+        if row.local:
+            assert not step(tx, fn.Round(), ranks).total
+    if row.local and isinstance(ranks, tuple):
+        each = [message for _, part in method.each_step for message in part]
+        assert counted_of(each) == Counter(step(fn.average("local"), fn.Phase.WARMUP, ranks).sent)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -160,9 +182,7 @@ def test_between_nodes_codes_are_of_shards(nodes, servers):
 
     with fn.ledger() as book:
         fn.simulate(fn.simulate(run, "local", 2), "node", nodes)(torch.rand(nodes, 2))
-    shard = traffic.Model(tuple((n // 2,) for n in model.lengths))
-    found = traffic.codes(shard, nodes, fn.sign(), "node", servers=servers)
-    assert {key: size for key, size in book.sent.items() if key[0] == "node"} == {m[:2]: m.size for m in found}
+    assert counted_of(traffic.codes(model, (2, nodes), fn.sign(), servers=servers)) == Counter(book.sent)
 
 
 def test_half_precision_gradients_are_half_the_bytes():

@@ -31,6 +31,12 @@ def test_counts(text, number):
     assert units.count(text) == number
 
 
+def test_ranks_of_factors_and_parts():
+    assert [units.rank(text) for text in ("4", "1", "1/4", "0.25", "1.0")] == [4, 1, 0.25, 0.25, 1.0]
+    assert [type(units.rank(text)) for text in ("1", "1.0")] == [int, float]
+    assert units.part("1/100") == units.part("0.01") == 0.01
+
+
 @pytest.mark.parametrize(
     ("parse", "text", "said"),
     [
@@ -43,6 +49,10 @@ def test_counts(text, number):
         (units.seconds, "0ms", "above 0"),
         (units.seconds, "1e999s", "out of range"),
         (units.seconds, "", "'' is not a duration"),
+        (units.rank, "0", "'0' is not a rank such as 4, 1/4 or 0.25"),
+        (units.rank, "1.5", "'1.5' is not a rank"),
+        (units.part, "2", "'2' is not a part such as 1/100 or 0.01, above 0 and at most 1"),
+        (units.part, "1/0", "is not a part"),
         (units.count, "1.5", "not a whole number"),
         (units.count, "1e", "unknown unit 'e'"),
         (units.count, "64 ranks", "unknown unit 'ranks'"),

@@ -1,0 +1,55 @@
+"""From how many ranks on another method is the fastest, the links and the ranks of a node being what they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fn.planner.methods import label
+from fn.planner.network import Network
+from fn.planner.predict import WORTH, Plan, Prediction
+
+MOST = 4096
+"""Ranks up to which it is asked."""
+
+
+def worlds(net: Network, most: int = MOST) -> list[int]:
+    """Return numbers of ranks, each twice the one before it as far as nodes allow: whole nodes, or parts of one."""
+    inside = [2**k for k in range(1, net.per_node.bit_length()) if 2**k < net.per_node]
+    between = [net.per_node * 2**k for k in range((most // net.per_node).bit_length())] if net.per_node <= most else []
+    return inside + [world for world in between if world > 1]
+
+
+def on(net: Network, world: int) -> Network:
+    """Return the network with so many ranks; fewer than a node has are part of a node."""
+    return net._replace(world=world, per_node=min(net.per_node, world))
+
+
+def fastest(plan_on: Callable[[Network], Plan], net: Network, most: int = MOST) -> list[tuple[int, Prediction]]:
+    """Return, from the fewest ranks to the most, from how many of them on which method of fn is the fastest.
+
+    Methods of local steps are no candidates, for they change what is learned. A method stays until another one needs
+    `WORTH` less of a step, so that not every tie is an event.
+    """
+    found: list[tuple[int, Prediction]] = []
+    for world in worlds(net, most):
+        here = [p for p in plan_on(on(net, world)).predictions if p.method.ours and not p.method.local]
+        if found:
+            before = next((p for p in here if name_of(p) == name_of(found[-1][1])), None)
+            if before is not None and here[0].step > (1 - WORTH) * before.step:
+                continue
+        found.append((world, here[0]))
+    return found
+
+
+def name_of(found: Prediction) -> str:
+    """Return what a prediction's method is called."""
+    return label(found.method.name, found.method.topology)
+
+
+def sentence(found: list[tuple[int, Prediction]], most: int = MOST) -> str:
+    """Say which method is the fastest from how many ranks on."""
+    (_, first), *others = found
+    if not others:
+        return f"Fastest with these links: {name_of(first)}, on 2 to {most:,} ranks."
+    later = "; ".join(f"{name_of(p)} from {world:,} on" for world, p in others)
+    return f"Fastest with these links: {name_of(first)} below {others[0][0]:,} ranks; {later}."
