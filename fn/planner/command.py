@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fn.planner import calibrate, report, scaling, traffic, units
-from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods
+from fn.planner import calibrate, page, report, scaling, traffic, units
+from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
 from fn.planner.network import Cost, Network, network
 from fn.planner.predict import Plan, plan
 
@@ -63,6 +63,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
     parser.add_argument("--png", metavar="FILE", help="draw the steps as a bar chart")
     parser.add_argument("--json", metavar="FILE", help="write the table's numbers")
+    parser.add_argument("--html", metavar="FILE",
+        help="write a page with sliders, which plans in a browser; some seconds")  # fmt: skip
 
 
 def _as(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -81,7 +83,7 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Plan and print; with --calibrate on the links that are measured first, and from rank 0 only."""
     try:
         if os.environ.get("RANK", "0") == "0" or not arguments.calibrate:  # where the files are written
-            report.check_paths(arguments.json, arguments.png)
+            report.check_paths(arguments.json, arguments.png, arguments.html)
         if arguments.calibrate:
             with calibrate.job() as job:
                 net = _calibrated(arguments, job)
@@ -163,3 +165,10 @@ def _show(
         report.draw(made, arguments.png, title)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report.as_json(made), indent=1) + "\n")
+    if arguments.html:
+        table = rows(arguments.interval, arguments.local_steps, arguments.rank, arguments.density)
+        found = page.write(
+            table, net, params=model.params, compute=arguments.compute, local_steps=arguments.local_steps,
+            memory=memory, tensors=arguments.tensors, width=model.width, bucket=arguments.bucket,
+        )  # fmt: skip
+        Path(arguments.html).write_text(found, encoding="utf-8")

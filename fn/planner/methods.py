@@ -19,6 +19,9 @@ from fn.planner.traffic import Model, Ranks
 from fn.transforms.bases import tiles
 from fn.transforms.cosines import dct
 
+Send = Callable[..., list[Message]]
+"""(model, ranks=...) -> messages."""
+
 Sends = Callable[[Model], list[Message]]
 Parts = tuple[tuple[float, tuple[Message, ...]], ...]
 
@@ -139,7 +142,7 @@ class Row(NamedTuple):
     """
 
     name: str
-    send: Callable[..., list[Message]]
+    send: Send
     passes: float = 0.0
     coded: float | Callable[[int], float] = 0.0
     cut: str | int = "whole"
@@ -255,7 +258,7 @@ def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -
     """Return a row of the table on so many ranks."""
     topology, step = ("flat" if isinstance(ranks, int) else "two-level"), _NONE
     if row.local:  # differences are in float32, whatever the gradients are; in a node all train on one mean gradient
-        step = _NONE if isinstance(ranks, int) else _within(model, ranks[0], bucket)
+        step = _NONE if isinstance(ranks, int) else parts_of(model, partial(within, ranks=ranks[0]), bucket)
         model = model._replace(width=4)
     sends: Sends = partial(row.send, ranks=ranks)
     if isinstance(row.cut, int):
@@ -273,13 +276,9 @@ def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -
 _NONE: Parts = ()
 
 
-def _within(model: Model, ranks: int, bucket: int) -> Parts:
-    """Return the parts of an exact average in a node, as DDP makes it."""
-
-    def send(part: Model) -> list[Message]:
-        return [message._replace(axis="local") for message in traffic.exact(part, ranks)]
-
-    return parts_of(model, send, bucket)
+def within(model: Model, ranks: int) -> list[Message]:
+    """Return an exact average in a node of so many ranks."""
+    return [message._replace(axis="local") for message in traffic.exact(model, ranks)]
 
 
 def parts_of(model: Model, send: Sends, bucket: int | None, first: int = traffic.FIRST_BUCKET) -> Parts:

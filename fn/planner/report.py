@@ -99,12 +99,12 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {"pays": plan.pays, "verdict": plan.verdict, "predictions": rows}
 
 
-def check_paths(json: str | Path | None, png: str | Path | None) -> None:
+def check_paths(json: str | Path | None, png: str | Path | None, html: str | Path | None = None) -> None:
     """Refuse files that could not be written, before there is anything to write.
 
     Raises: OSError or ValueError that names the flag; ImportError if a picture is wanted and matplotlib not installed.
     """
-    for flag, name in (("--json", json), ("--png", png)):
+    for flag, name in (("--json", json), ("--png", png), ("--html", html)):
         if name is None:
             continue
         path = Path(name)

@@ -61,6 +61,7 @@ def test_a_file_that_cannot_be_written_is_said_in_a_line(tmp_path, capsys):
     [
         ("--json", "nowhere/plan.json", "No such file"),
         ("--json", ".", "Is a directory"),
+        ("--html", "nowhere/plan.html", "No such file"),
         ("--png", "nowhere/plan.png", "No such file"),
         ("--png", "plan.pong", "--png: expected a name that ends in"),
         ("--png", "plan", "--png: expected a name that ends in"),
