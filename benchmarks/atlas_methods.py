@@ -103,10 +103,12 @@ METHODS = {
     "adamw": Method("exact", partial(fn.adamw, **ADAM), never, ADAM_RATES, "float32", "adamw"),
     "lamb": Method("exact", partial(fn.lamb, **LAMB), never, LAMB_RATES, "float32", "adamw"),
     "adamw, int8": Method(
-        "integers", coded(fn.int8, fn.damped), first(10), ADAM_RATES, "average_gradients(int8)", "onebit_adam, int8"
+        "integers", coded(fn.int8, fn.damped), first(10), ADAM_RATES, "average_gradients(int8)",
+        "adamw, int8 gradients",
     ),
     "adamw, int4": Method(
-        "integers", coded(fn.int4, fn.damped), first(10), ADAM_RATES, "average_gradients(int4)", "adamw, int4"
+        "integers", coded(fn.int4, fn.damped), first(10), ADAM_RATES, "average_gradients(int4)",
+        "adamw, int4 gradients",
     ),
     "loco_adamw": Method(
         "integers", partial(fn.loco_adamw, **ADAM), first(10), ADAM_RATES, "int4, params in float32", "loco_adamw, int4"

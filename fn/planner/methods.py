@@ -11,6 +11,7 @@ from fn.collectives.codecs.bins import bins
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.codecs.e3m0 import e3m0
 from fn.collectives.codecs.integer import int4, int8
+from fn.collectives.codecs.rotated import rotated
 from fn.collectives.codecs.sign import sign
 from fn.collectives.codecs.top_k import top_k
 from fn.planner import traffic
@@ -41,6 +42,7 @@ TILE = 64
 DCT, TILES = dct(TILE), tiles(TILE)
 
 SIGN, INT4, INT8, BINS, E3M0, BALLOTS = sign(), int4(), int8(), bins(4, 6), e3m0(), ballots()
+ROTATED, COARSE = rotated(int4(128)), int4(2048)
 """The codecs, each made once: what is known of one is found again by the object."""
 
 LONGEST = 2**31 - 1
@@ -190,6 +192,8 @@ def rows(
     return [
         Row("adamw", traffic.exact, cut="bucket", compressed=False, alike=("lamb",)),
         Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
+        Row("adamw, int8 gradients", partial(codes, codec=INT8), coded=36, cut="bucket"),
+        Row("adamw, int4 gradients", partial(codes, codec=INT4), coded=36, cut="bucket"),
         theirs("PowerSGD 1", partial(traffic.power_sgd, rank=1), 48, cut="bucket"),
         theirs("PowerSGD 2", partial(traffic.power_sgd, rank=2), 48, cut="bucket"),
         theirs("1-bit, tensor by tensor", traffic.textbook_onebit, 200),
@@ -203,6 +207,8 @@ def rows(
         rare("zero_one_adam, servers=False", direct, coded=without),
         Row("sharded_onebit_adam", partial(traffic.sharded_momentum, codec=SIGN), coded=32),
         Row("loco_adamw, int4", partial(traffic.sharded, codec=INT4, gather=traffic.EXACTLY), coded=28),
+        Row("loco_adamw, int4, int8 back", partial(traffic.sharded, codec=INT4, gather=INT8), coded=40),
+        Row("SDP4Bit", partial(traffic.sharded, codec=ROTATED, gather=COARSE), coded=60),
         Row(f"powersgd_adamw, rank {show_part(thin)}", partial(low_rank, rank=thin), 60),
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
         Row("lion_vote", partial(codes, codec=BALLOTS), coded=24, alike=("signum_vote",)),
