@@ -144,11 +144,12 @@ def coding(params: int, device: torch.device, repeat: int = REPEAT) -> Callable[
     """
     signs = _coding(sign(), classic(), device, repeat)
     two, four = (_coding(sign(), classic(), device, repeat, ranks=w, servers=False) for w in (2, 4))
+    bytes_, nibbles = _coding(int8(), off(), device, repeat), _coding(int4(), damped(), device, repeat)
+    named = ("onebit_adam", "onebit_adam, overlapped", "onebit_lamb", "zero_one_adam", "sharded_onebit_adam")
     found = {
-        **dict.fromkeys(("onebit_adam", "onebit_adam, overlapped", "onebit_lamb", "zero_one_adam"), signs),
-        "sharded_onebit_adam": signs,
-        "onebit_adam, int8": _coding(int8(), off(), device, repeat),
-        "loco_adamw, int4": _coding(int4(), damped(), device, repeat),
+        **dict.fromkeys(named, signs),
+        **dict.fromkeys(("onebit_adam, int8", "adamw, int8 gradients"), bytes_),
+        **dict.fromkeys(("loco_adamw, int4", "loco_adamw, int4, int8 back", "adamw, int4 gradients"), nibbles),
     }
 
     def among(ranks: int, elements: float) -> dict[str, float]:

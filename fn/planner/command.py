@@ -12,7 +12,7 @@ from typing import Any
 from fn.planner import calibrate, page, report, scaling, traffic, units
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
 from fn.planner.network import Cost, Network, network
-from fn.planner.predict import Plan, plan
+from fn.planner.predict import Plan, one_topology_each, plan
 
 MEMORY = 1.6e13
 """Bit/s of a current accelerator's memory, of which coding is estimated where nothing is measured."""
@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=sorted(WIDTHS), default="fp32", help="of the gradients (default: fp32)")
     parser.add_argument("--calibrate", action="store_true",
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="show methods on every topology, not on the fastest only")
     parser.add_argument("--png", metavar="FILE", help="draw the steps as a bar chart")
     parser.add_argument("--json", metavar="FILE", help="write the table's numbers")
     parser.add_argument("--html", metavar="FILE",
@@ -155,14 +156,15 @@ def _show(
         return plan(found, net, arguments.compute, model.params, memory=memory, coding=coding(net))
 
     made = plan_on(net)
+    shown = made if arguments.all else one_topology_each(made)
     title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {report.describe(net)}"
-    print(title, "", report.table(made, net), "", made.verdict, sep="\n")
+    print(title, "", report.table(shown, net), "", made.verdict, sep="\n")
     if made.pays:
         print(report.about_warm_up(made))
     if net.world > 1:
         print(scaling.sentence(scaling.fastest(plan_on, net)))
     if arguments.png:
-        report.draw(made, arguments.png, title)
+        report.draw(shown, arguments.png, title)
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(report.as_json(made), indent=1) + "\n")
     if arguments.html:

@@ -62,6 +62,14 @@ class Plan(NamedTuple):
         raise ValueError(expected("name", f"one of {known}", f"{name!r}"))
 
 
+def one_topology_each(found: Plan) -> Plan:
+    """Return a plan with each method on the topology on which it is the fastest."""
+    first: dict[str, Prediction] = {}
+    for prediction in found.predictions:
+        first.setdefault(prediction.method.name, prediction)
+    return found._replace(predictions=tuple(first.values()))
+
+
 def predict(method: Method, net: Network, compute: float, coding: float) -> Prediction:
     """Predict a method's step.
 

@@ -24,7 +24,7 @@ ETHERNET = "plan --params 1e7 --world 2 --inter 100mbit --compute 170ms --dtype 
 
 
 def test_the_example_line(capsys, tmp_path):
-    main([*LINE.split(), "--json", str(tmp_path / "plan.json")])
+    main([*LINE.split(), "--all", "--json", str(tmp_path / "plan.json")])
     text = capsys.readouterr().out
     assert "64 ranks in 8 nodes of 8; 900 Gbit/s" in text
     assert "Compression pays" in text
@@ -34,6 +34,15 @@ def test_the_example_line(capsys, tmp_path):
     assert rows["adamw", "flat"]["bytes"] == pytest.approx(2 * 63 / 64 * 5.2e9, rel=1e-6)
     for method, topology in rows:
         assert any(line.startswith(method) and topology in line for line in text.splitlines())
+
+
+def test_each_method_is_shown_on_its_fastest_topology(capsys, tmp_path):
+    main([*LINE.split(), "--json", str(tmp_path / "plan.json")])
+    found = json.loads((tmp_path / "plan.json").read_text())["predictions"]
+    first = {row["method"]: row["topology"] for row in reversed(found)}
+    lines = capsys.readouterr().out.split("\n\n")[1].splitlines()[2:]
+    assert len(lines) == len(first) < len(found)
+    assert all(any(line.startswith(name) and first[name] in line for line in lines) for name in first)
 
 
 def test_turning_ranks_of_factors_and_density(capsys):
