@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from atlas_tasks import TASKS
 
 import fn
 from fn.planner import traffic
-from fn.planner.methods import methods
+from fn.planner.methods import Method, methods
 from fn.planner.network import Cost, network
 from fn.planner.predict import Plan, plan
 
@@ -94,11 +95,17 @@ def over_bytes(panels: list[tuple[str, str, list[Row]]], path: Path) -> None:
     plt.close(figure)
 
 
+@cache
+def sent(ranks: int) -> list[Method]:
+    """Return what each method of the planner sends of the larger model, whatever the links are."""
+    net = network(ranks, ranks, Cost(LATENCY, 1.0))
+    return methods(traffic.model(PARAMS), net, local_steps=H, interval=4)
+
+
 def predicted(ranks: int, rate: float) -> Plan:
-    """Return the planner's steps of the larger model on one link."""
-    shapes, net = traffic.model(PARAMS), network(ranks, ranks, Cost(LATENCY, rate))
-    found = methods(shapes, net, local_steps=H, interval=4)
-    return plan(found, net, COMPUTE, shapes.params, memory=MEMORY)
+    """Return the planner's steps of the larger model on one link of so many bit/s."""
+    net = network(ranks, ranks, Cost(LATENCY, rate))
+    return plan(sent(ranks), net, COMPUTE, PARAMS, memory=MEMORY)
 
 
 def slowdown(name: str, made: Plan, steps: int) -> float:
