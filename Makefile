@@ -33,7 +33,7 @@ demo: .venv/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
 		examples/train_lm.py --out $(OUT) --json $(OUT)/train_lm.json
 
-# Every method on one picture: minutes. `benchmarks/atlas.py --full` tunes all of them on three tasks: an hour or two.
+# Every method in one picture. `benchmarks/atlas.py --full` tunes all of them, on three tasks.
 .PHONY: atlas
 atlas: .venv/.demo
 	$(BIN)/python benchmarks/atlas.py --quick --out $(OUT)

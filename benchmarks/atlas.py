@@ -4,23 +4,25 @@
     python benchmarks/atlas.py --full --json benchmarks/atlas.json --out docs
 
 Every named optimizer of `fn`, and averages in codes in front of AdamW, train a language model, fine-tune it on another
-kind of text, and train on digits, with simulated workers. Every method is given the same tuning: three learning rates,
-a factor of three apart, on seed 0 with 4 workers. The best one runs on all seeds, and on 8 workers for the language
-model. Runs that the JSON file holds are not taken again, so it may be stopped and started.
+kind of text, and train on digits, with simulated workers. Every method is given the same tuning: three learning rates
+on seed 0 with 4 workers. The best one runs on all seeds, and on 8 workers for the language model. Runs that the JSON
+file holds are not taken again, so it may be stopped and started; after a change of a method start with a new file.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import signal
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 
+import atlas_picture
 from atlas_methods import METHODS
 from atlas_summary import MAIN, TUNED_ON, Row, best, summary, table
 from atlas_tasks import TASKS
@@ -32,7 +34,8 @@ FULL = Path(__file__).with_name("atlas.json")
 """The committed run, in which the quick one looks up learning rates."""
 
 SEEDS = (0, 1, 2)
-QUICK_STEPS = 150
+QUICK_STEPS = 152
+"""Of which 8 % and a number of rounds are all."""
 
 
 def read(path: Path) -> list[Row]:
@@ -45,7 +48,7 @@ def wanted(rows: list[Row], task: str, method: str, seeds: list[int]) -> Iterato
     steps = TASKS[task][1]
     for rate in METHODS[method].rates:
         yield Run(task, method, TUNED_ON, 0, steps, rate)
-    lr = best(rows, task, method)
+    lr = best(rows, task, method, steps)
     if lr is not None:
         for workers in (4, 8) if task == MAIN else (4,):
             yield from (Run(task, method, workers, seed, steps, lr) for seed in seeds)
@@ -53,7 +56,7 @@ def wanted(rows: list[Row], task: str, method: str, seeds: list[int]) -> Iterato
 
 def quick(rows: list[Row], method: str) -> Run:
     """Return the one run of a quick atlas, with the learning rate of the committed one."""
-    lr = best(rows, MAIN, method) or METHODS[method].rates[1]
+    lr = best(rows, MAIN, method, TASKS[MAIN][1]) or METHODS[method].rates[1]
     return Run(MAIN, method, 4, 0, QUICK_STEPS, lr)
 
 
@@ -75,8 +78,10 @@ def take(args: argparse.Namespace, path: Path) -> list[Row]:
                     rows.append(found.result())
                     bar.set_postfix_str(f"{rows[-1]['task']}, {rows[-1]['method']}")
                     write(path, rows)
-            except BaseException:  # else whoever stops it waits until all runs are over
+            except BaseException:  # else whoever stops it waits for runs that nobody writes down
                 pool.shutdown(wait=False, cancel_futures=True)
+                for process in active_children():
+                    process.terminate()
                 raise
 
 
@@ -95,7 +100,7 @@ def main() -> None:
     add = parser.add_argument
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help=f"{MAIN}, {QUICK_STEPS} steps, one seed (default)")
-    size.add_argument("--full", action="store_true", help="all tasks, tuning, seeds; hours on two cores")
+    size.add_argument("--full", action="store_true", help="all tasks, tuning and seeds")
     add("--json", type=Path, metavar="FILE", help="where rows are kept (out/atlas_quick.json or out/atlas.json)")
     add("--out", type=Path, default=Path("out"), metavar="FOLDER", help="where the pictures go")
     add("--only", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="METHOD", help="some methods")
@@ -103,14 +108,14 @@ def main() -> None:
     add("--seeds", nargs="+", type=int, default=list(SEEDS), help="of --full")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, each on one core")
     args = parser.parse_args()
+    if args.full and "digits" in args.tasks:
+        importlib.import_module("sklearn")  # now, and not after an hour: pip install 'fn-optim[notebooks]'
     path = args.json or args.out / ("atlas.json" if args.full else "atlas_quick.json")
     os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that are started
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("atlas: terminated; start it again to go on"))
     rows = take(args, path)
-    import atlas_picture  # needs matplotlib, which the runs do not
-
-    for task, workers in dict.fromkeys((row["task"], row["workers"]) for row in rows):
-        print("", f"{task}, {workers} workers", "", table(summary(rows, task, workers)), sep="\n")
+    for of in dict.fromkeys((row["task"], row["workers"], row["steps"]) for row in rows):
+        print("", "{}, {} workers, {} steps".format(*of), "", table(summary(rows, *of)), sep="\n")
     print("", *atlas_picture.draw(rows, args.out), sep="\n")
 
 

@@ -23,9 +23,9 @@ class Method(NamedTuple):
     """A row of the atlas.
 
     family: its colour. make: (lr, axis) -> transform. schedule: steps of the run -> schedule.
-    rates: the learning rates that are tried; a fourth of the same ratio would be the next.
+    rates: the learning rates that are tried, about a factor of three apart.
     settings: what a reader has to know to do it again. row: its name in the planner. alike: all ranks have the same
-    params in every step. warm_up: the planner's name of what its warm-up sends. every: steps of a round.
+    params in every step. warm_up: the planner's name of what its warm-up sends.
     """
 
     family: str
@@ -36,7 +36,6 @@ class Method(NamedTuple):
     row: str
     alike: bool = True
     warm_up: str = "adamw"
-    every: int = 1
 
 
 def never(steps: int) -> Schedule:
@@ -55,12 +54,20 @@ def first(n: int) -> Callable[[int], Schedule]:
 
 
 def rounds(share: float = 0.08) -> Callable[[int], Schedule]:
-    """Train alone for H steps at a time, after a share of the steps."""
-    return lambda steps: fn.every(H, start=round(share * steps))
+    """Train alone for H steps at a time, after about a share of the steps, so that the last step is an exchange."""
+
+    def schedule(steps: int) -> Schedule:
+        start = round(share * steps)
+        return fn.every(H, start=start + (steps - start) % H)
+
+    return schedule
 
 
 def seldom(steps: int) -> Schedule:
-    """Return 0/1 Adam's schedule: a variance that is frozen half-way, then a message in up to four steps."""
+    """Return 0/1 Adam's schedule: a variance that is frozen half-way, then a message in up to four steps.
+
+    Steps are numbers that four divides, so that the last one sends.
+    """
     return fn.zero_one_schedule(
         steps // 2, var_update_scaler=16, local_step_scaler=max(1, steps // 12), local_step_clipper=4
     )
@@ -93,7 +100,7 @@ def diloco(**settings: Any) -> Callable[..., fn.Transform]:
     return partial(fn.diloco, **ADAM, outer_momentum=0.6, **settings)
 
 
-ADAM_RATES, LAMB_RATES, MUON_RATES = (1e-3, 3e-3, 1e-2), (1e-2, 3e-2, 1e-1), (3e-3, 1e-2, 3e-2)
+ADAM_RATES, LAMB_RATES, HIGH_RATES = (1e-3, 3e-3, 1e-2), (1e-2, 3e-2, 1e-1), (3e-3, 1e-2, 3e-2)
 
 _onebit = partial(fn.onebit_adam, bias_correction=True, **ADAM)
 _fifth = "a warm-up of 20 %"
@@ -128,29 +135,29 @@ METHODS = {
     ),
     "zero_one_adam": Method(
         "signs", partial(fn.zero_one_adam, **ADAM), seldom, ADAM_RATES, "frozen half-way, up to 4 steps alone",
-        "zero_one_adam", alike=False, warm_up="onebit_adam", every=4,
+        "zero_one_adam", alike=False,
     ),
     "sharded_onebit_adam": Method(
         "signs", partial(fn.sharded_onebit_adam, **ADAM), freeze(0.2), ADAM_RATES, _fifth, "sharded_onebit_adam"
     ),
     "local_sgd": Method(
         "local steps", partial(fn.local_sgd, momentum=0.9), rounds(), (0.03, 0.1, 0.3), f"momentum 0.9, {_round}",
-        "diloco", alike=False, every=H,
+        "diloco", alike=False,
     ),
-    "diloco": Method("local steps", diloco(), rounds(), ADAM_RATES, _round, "diloco", alike=False, every=H),
+    "diloco": Method("local steps", diloco(), rounds(), ADAM_RATES, _round, "diloco", alike=False),
     "diloco, int8": Method(
-        "local steps", diloco(codec=fn.int8()), rounds(), ADAM_RATES, _round, "diloco, int8", alike=False, every=H
+        "local steps", diloco(codec=fn.int8()), rounds(), ADAM_RATES, _round, "diloco, int8", alike=False
     ),
     "diloco, 2 bits": Method(
-        "local steps", diloco(codec=fn.bins(4, 6)), rounds(), ADAM_RATES, _round, "diloco, 2 bits", alike=False, every=H
+        "local steps", diloco(codec=fn.bins(4, 6)), rounds(), ADAM_RATES, _round, "diloco, 2 bits", alike=False
     ),
     "sparse_loco": Method(
         "local steps", partial(fn.sparse_loco, **ADAM), rounds(), ADAM_RATES, f"1/32 in 2 bits, {_round}",
-        "sparse_loco", alike=False, every=H,
+        "sparse_loco", alike=False,
     ),
     "muloco, 2 bits": Method(
-        "local steps", partial(fn.muloco, weight_decay=0.1, codec=fn.bins(4, 6)), rounds(), MUON_RATES, _round,
-        "diloco, 2 bits", alike=False, every=H,
+        "local steps", partial(fn.muloco, weight_decay=0.1, codec=fn.bins(4, 6)), rounds(), HIGH_RATES, _round,
+        "diloco, 2 bits", alike=False,
     ),
     "powersgd_adamw": Method(
         "low rank", partial(fn.powersgd_adamw, rank=4, **ADAM), first(10), ADAM_RATES, "rank 4",
@@ -160,7 +167,7 @@ METHODS = {
         "low rank", partial(fn.dion, rank=0.25, weight_decay=0.1), first(0), (1e-2, 3e-2, 1e-1), "rank 1/4",
         "dion, rank 1/4",
     ),
-    "demo": Method("sparse", partial(fn.demo, weight_decay=0.1), first(0), ADAM_RATES, "32 cosines of a tile", "demo"),
+    "demo": Method("sparse", partial(fn.demo, weight_decay=0.1), first(0), HIGH_RATES, "32 cosines of a tile", "demo"),
     "ef21_sgdm": Method("sparse", partial(fn.ef21_sgdm, k=0.01), first(1), (0.3, 1.0, 3.0), "k = 1/100", "ef21_sgdm"),
     "lion_vote": Method(
         "votes", partial(fn.lion_vote, weight_decay=0.1), first(0), ADAM_RATES, "majority", "lion_vote"

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.pyplot as plt
 from atlas_methods import METHODS, H
 from atlas_summary import MAIN, Row, summary
 from atlas_tasks import TASKS
+from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 
 import fn
 from fn.planner import traffic
 from fn.planner.methods import Method, methods
 from fn.planner.network import Cost, network
 from fn.planner.predict import Plan, plan
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.axes import Axes
 
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10, "100 Gbit/s": 1e11}
 LATENCY = 30e-6
@@ -49,25 +48,30 @@ def scatter(axes: Axes, found: list[Row], xs: Sequence[float], top: float) -> No
     numbers = {name: place for place, name in enumerate(METHODS, 1)}
     places = []
     for row, x in zip(found, xs, strict=True):
-        y, color, (low, high) = min(row["loss"], top), COLORS[row["family"]], row["range"]
-        above = not row["loss"] <= top
-        y = top if above else y
+        color, (low, high), above = COLORS[row["family"]], row["range"], not row["loss"] <= top
+        y = top if above else row["loss"]
         if not above:
             axes.plot([x, x], [low, min(high, top)], color=color, linewidth=1, alpha=0.6)
             places.append((x, y))
         axes.plot(x, y, "^" if above else "o", color=color, markersize=5)
         axes.annotate(f"{numbers[row['method']]}", (x, y), (4, 3), textcoords="offset points", fontsize=8, color=color)
-    best = front(places)
-    axes.step(*zip(*best, strict=True), where="post", color="0.6", linewidth=1, linestyle="--", zorder=0)
-    axes.set_xscale("log")
+    if places:
+        axes.step(*zip(*front(places), strict=True), where="post", color="0.6", linewidth=1, linestyle="--", zorder=0)
+    if max(xs) > 2 * min(xs):
+        axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.25)
 
 
 def ceiling(found: list[Row]) -> float:
-    """Return up to where losses are drawn: 15 % above AdamW's, or twice as far as the middle method."""
-    losses = sorted(row["loss"] for row in found if not math.isnan(row["loss"]))
-    base = next((row["loss"] for row in found if row["method"] == "adamw"), losses[0])
-    return max(1.15 * base, base + 2 * (losses[len(losses) // 2] - base))
+    """Return up to where losses are drawn: 15 % above AdamW's, or above the best, or twice as far as the middle one."""
+    losses = {row["method"]: row["loss"] for row in found if not math.isnan(row["loss"])}
+    if not losses:
+        return 1.0
+    base = losses.get("adamw", min(losses.values()))
+    return max(1.15 * base, base + 2 * (statistics.median(losses.values()) - base))
 
 
 def legend(figure: Any, found: list[Row]) -> None:
@@ -90,7 +94,7 @@ def over_bytes(panels: list[tuple[str, str, list[Row]]], path: Path) -> None:
     for axes, (title, unit, found) in zip(all_axes[0], panels, strict=True):
         scatter(axes, found, [row["bytes"] / 1e6 for row in found], ceiling(found))
         axes.set(xlabel="MB that a rank sends in the run", ylabel=f"loss on held-out data, {unit}", title=title)
-    legend(figure, panels[0][2])
+    legend(figure, [row for _, _, found in panels for row in found])
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
@@ -136,26 +140,31 @@ def over_time(found: list[Row], ranks: int, path: Path) -> None:
     for axes, (title, rate) in zip(all_axes.flat, LINKS.items(), strict=True):
         made = predicted(ranks, rate)
         scatter(axes, found, [slowdown(row["method"], made, row["steps"]) for row in found], ceiling(found))
-        axes.set(xlabel="predicted time, computation alone = 1", ylabel="loss, nats per byte", title=title)
+        axes.set(xlabel="time, computation alone = 1", ylabel="loss, nats per byte", title=title)
+    figure.suptitle(f"predicted for {PARAMS / 1e6:.0f} million parameters on {ranks} ranks; losses of the small model")
     legend(figure, found)
     figure.savefig(path, dpi=130)
     plt.close(figure)
 
 
 def draw(rows: list[Row], folder: Path) -> list[str]:
-    """Write the pictures that the rows allow; return a line about each."""
+    """Write the pictures that the rows allow, of the longest runs of each task; return a line about each."""
     folder.mkdir(parents=True, exist_ok=True)
-    worlds = sorted({row["workers"] for row in rows if row["task"] == MAIN})
+    sizes = {task: max(((r["steps"], r["workers"]) for r in rows if r["task"] == task), default=None) for task in TASKS}
     lines = []
-    if worlds:
-        found, ranks = summary(rows, MAIN, worlds[-1]), worlds[-1]
-        title = f"{MAIN}, {ranks} workers, {found[0]['steps']} steps, {found[0]['seeds']} seeds"
+    if sizes[MAIN]:
+        steps, ranks = sizes[MAIN]
+        found = summary(rows, MAIN, ranks, steps)
+        title = f"{MAIN}, {ranks} workers, {steps} steps, seeds: {max(row['seeds'] for row in found)}"
         over_bytes([(title, TASKS[MAIN][2], found)], folder / "atlas.png")
         over_time(found, ranks, folder / "atlas_links.png")
         lines += [f"picture: {folder / name}" for name in ("atlas.png", "atlas_links.png")]
-    others = [task for task in TASKS if task != MAIN and any(row["task"] == task for row in rows)]
-    if others:
-        panels = [(f"{task}, 4 workers", TASKS[task][2], summary(rows, task, 4)) for task in others]
+    panels = [
+        (f"{task}, {size[1]} workers, {size[0]} steps", TASKS[task][2], summary(rows, task, size[1], size[0]))
+        for task, size in sizes.items()
+        if size and task != MAIN
+    ]
+    if panels:
         over_bytes(panels, folder / "atlas_tasks.png")
         lines.append(f"picture: {folder / 'atlas_tasks.png'}")
     return lines

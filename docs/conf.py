@@ -21,6 +21,7 @@ include_patterns = [
     "tests/golden/**.md",
     "CHANGELOG.md",
     "CONTRIBUTING.md",
+    "SECURITY.md",
 ]
 exclude_patterns = [".*", "out"]
 

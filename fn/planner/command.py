@@ -85,6 +85,9 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     try:
         if os.environ.get("RANK", "0") == "0" or not arguments.calibrate:  # where the files are written
             report.check_paths(arguments.json, arguments.png, arguments.html)
+        if arguments.calibrate and arguments.html:
+            wanted = "the page takes one cost for a link, and --calibrate measures one for each collective"
+            raise ValueError(f"--html: {wanted}; give the links as flags, or leave --html out")
         if arguments.calibrate:
             with calibrate.job() as job:
                 net = _calibrated(arguments, job)
@@ -162,7 +165,7 @@ def _show(
     if made.pays:
         print(report.about_warm_up(made))
     if net.world > 1:
-        print(scaling.sentence(scaling.fastest(plan_on, net)))
+        print(scaling.sentence(scaling.fastest(plan_on, net), scaling.worlds(net)[-1]))
     if arguments.png:
         report.draw(shown, arguments.png, title)
     if arguments.json:

@@ -112,7 +112,7 @@ def kept_of_sparse_loco(n: int, kept: int = 128) -> Codec:
     return top_k(max(1, round(n * kept / TILE**2)), n, values=BINS)
 
 
-_largest = cache(top_k)
+_top_k_once = cache(top_k)
 
 
 def label(name: str, topology: str) -> str:
@@ -213,7 +213,7 @@ def rows(
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
         Row("lion_vote", partial(codes, codec=BALLOTS), coded=24, alike=("signum_vote",)),
         Row("demo", cosines, 120),
-        Row("ef21_sgdm", partial(direct, codec=_largest(part)), 80, two_level=False, fits=_can_be_searched),
+        Row("ef21_sgdm", partial(direct, codec=_top_k_once(part)), 80, two_level=False, fits=_can_be_searched),
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
         round_("diloco, int8", partial(codes, codec=INT8), coded=36),
         round_("diloco, int8, delayed", partial(codes, codec=INT8), coded=36, delay=0.25),

@@ -145,8 +145,8 @@ def _verdict(ranked: Sequence[Prediction]) -> tuple[bool, str]:
     if _pays(best, plain):
         but = "" if _pays(own, plain) else ", but with none of fn's methods"
         return not but, (
-            f"Compression pays{but}: {_label(best.method)} takes {show_seconds(best.step)} a step, "
-            f"{_label(plain.method)} {show_seconds(plain.step)} ({plain.step / best.step:.2f}x), of which "
+            f"Compression pays{but}: {_label(best.method)}{_seldom(best.method)} takes {show_seconds(best.step)} "
+            f"a step, {_label(plain.method)} {show_seconds(plain.step)} ({plain.step / best.step:.2f}x), of which "
             f"{show_seconds(plain.exposed)} is communication that the backward pass does not hide.{others}"
         )
     return False, f"Compression does not pay here: {_reason(best, plain, exact)}{others}"
@@ -193,6 +193,10 @@ def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:
         f"{_label(best.method)} takes {show_seconds(best.step)} a step, {_label(plain.method)} "
         f"{show_seconds(plain.step)}: less than {100 * WORTH:.0f} % to win."
     )
+
+
+def _seldom(method: Method) -> str:
+    return f", which sends in one of {method.interval} steps," if method.interval > 1 else ""
 
 
 def _label(method: Method) -> str:

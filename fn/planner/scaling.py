@@ -13,10 +13,14 @@ MOST = 4096
 
 
 def worlds(net: Network, most: int = MOST) -> list[int]:
-    """Return numbers of ranks, each twice the one before it as far as nodes allow: whole nodes, or parts of one."""
+    """Return numbers of ranks, each twice the one before it as far as nodes allow: parts of a node, or whole ones.
+
+    Of links between nodes nothing is known where there is one node, so nothing is asked of more.
+    """
     inside = [2**k for k in range(1, net.per_node.bit_length()) if 2**k < net.per_node]
-    between = [net.per_node * 2**k for k in range((most // net.per_node).bit_length())] if net.per_node <= most else []
-    return inside + [world for world in between if world > 1]
+    last = net.per_node if net.nodes == 1 else max(most, net.per_node)
+    between = [net.per_node * 2**k for k in range((last // net.per_node).bit_length())]
+    return [world for world in inside + between if 1 < world <= last]
 
 
 def on(net: Network, world: int) -> Network:
@@ -42,14 +46,15 @@ def fastest(plan_on: Callable[[Network], Plan], net: Network, most: int = MOST) 
 
 
 def name_of(found: Prediction) -> str:
-    """Return what a prediction's method is called."""
-    return label(found.method.name, found.method.topology)
+    """Return what a prediction's method is called, and how seldom it sends."""
+    name, steps = label(found.method.name, found.method.topology), found.method.interval
+    return f"{name}, which sends in one of {steps} steps," if steps > 1 else name
 
 
-def sentence(found: list[tuple[int, Prediction]], most: int = MOST) -> str:
-    """Say which method is the fastest from how many ranks on."""
+def sentence(found: list[tuple[int, Prediction]], most: int) -> str:
+    """Say which method is the fastest from how many ranks on. Args: most: ranks up to which it was asked."""
     (_, first), *others = found
     if not others:
-        return f"Fastest with these links: {name_of(first)}, on 2 to {most:,} ranks."
+        return f"Fastest with these links: {name_of(first)} on 2 to {most:,} ranks."
     later = "; ".join(f"{name_of(p)} from {world:,} on" for world, p in others)
     return f"Fastest with these links: {name_of(first)} below {others[0][0]:,} ranks; {later}."

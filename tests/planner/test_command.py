@@ -98,7 +98,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(flag, name, sa
             "10,000 parameters; 4 ranks in 4 nodes of 1; 1 Gbit/s, 30 us between nodes",
         ),
         pytest.param(
-            "--params 1e15 --world 8 --tensors 10000 --intra 1gbit",
+            "--params 1e15 --world 8 --tensors 100000 --intra 1gbit",
             "1,000,000,000,000,000 parameters; 8 ranks; 1 Gbit/s, 5 us between ranks",
             marks=pytest.mark.slow,
         ),

@@ -21,8 +21,12 @@ def plan_on(net):
 def test_ranks_are_doubled_in_parts_of_a_node_and_in_whole_nodes():
     assert scaling.worlds(FLAT, 20) == [2, 4, 8, 16]
     assert scaling.worlds(NODES, 40) == [2, 4, 8, 16, 32]
-    assert scaling.worlds(network(6, 6, Cost(0, 1)), 30) == [2, 4, 6, 12, 24]
-    assert scaling.worlds(network(8192, 8192, Cost(0, 1)))[-1] == 4096
+    assert scaling.worlds(network(12, 6, Cost(0, 1), Cost(0, 1)), 30) == [2, 4, 6, 12, 24]
+
+
+def test_without_links_between_nodes_nothing_is_asked_of_more_than_one():
+    assert scaling.worlds(network(6, 6, Cost(0, 1))) == [2, 4, 6]
+    assert scaling.worlds(network(8192, 8192, Cost(0, 1)))[-1] == 8192
 
 
 def test_part_of_a_node_has_no_links_to_others():
@@ -54,9 +58,9 @@ def test_servers_win_from_some_number_of_ranks_on():
 
     found = scaling.fastest(of_onebit, FLAT)
     assert [p.method.name for _, p in found] == ["onebit_adam, servers=False", "onebit_adam"]
-    said = scaling.sentence(found)
+    said = scaling.sentence(found, 4096)
     assert said == (
         f"Fastest with these links: onebit_adam, servers=False below {found[1][0]} ranks; onebit_adam from "
         f"{found[1][0]} on."
     )
-    assert scaling.sentence(found[:1]).endswith("onebit_adam, servers=False, on 2 to 4,096 ranks.")
+    assert scaling.sentence(found[:1], 4096).endswith("onebit_adam, servers=False on 2 to 4,096 ranks.")

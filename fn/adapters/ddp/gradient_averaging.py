@@ -21,7 +21,7 @@ from torch.autograd import Variable
 from fn import tree
 from fn.adapters.ddp.buckets import Arrivals, leaving_order
 from fn.adapters.optim.gradients import unscaled
-from fn.adapters.optim.state_dict import check_fits, check_keys
+from fn.adapters.optim.state_dict import check_fits, check_keys, check_tensor
 from fn.adapters.optim.state_kinds import SAME, by_path, kinds
 from fn.base import Phase, Transform, check_transform
 from fn.collectives.axis import Binding
@@ -66,7 +66,7 @@ class GradientAverage:
         self._buckets, self._transform, self._scaler = buckets, transform, scaler
         ((size, rank, _),) = binding.axes.values()
         self._binding = binding
-        self._frozen, self._who = frozen, f"rank {int(rank)} of {size}"
+        self._frozen, self._who, self._size = frozen, f"rank {int(rank)} of {size}", size
         self._transports = {axis: bound.transport for axis, bound in binding.axes.items()}
         self._order = leaving_order(buckets, params)
         self._thread: CommunicationThread | None = CommunicationThread(binding, params[0].device)
@@ -162,8 +162,11 @@ class GradientAverage:
         what several ranks call alike, keeps those of all of them.
         """
         own = {path: leaf.clone() for path, leaf in by_path(self.states, f"state of {self._who}.").items()}
+        return {**self._counts(), **own}
+
+    def _counts(self) -> dict[str, Tensor]:
         counts = {"steps": self.steps, "skipped": self.skipped}
-        return {**{name: torch.tensor(count, device="cpu") for name, count in counts.items()}, **own}
+        return {name: torch.tensor(count, device="cpu") for name, count in counts.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, bit for bit; or what another number of ranks saved.
@@ -171,20 +174,19 @@ class GradientAverage:
         The latter takes the dicts of all of them in one, `{**rank0, **rank1, ...}`, whose keys name their ranks. Each
         rank starts from the mean of the errors, so what was not delivered still is, up to what errors of 8 bits hold.
 
-        Raises: ValueError that names the first path that does not fit, or the ranks that are missing; nothing is loaded
-            then.
+        Raises: ValueError that names the first path that does not fit, or a rank that is missing; TypeError for what is
+            no tensor. Nothing is loaded then.
         """
         check_keys(state_dict)
-        saved = {path: leaf for path, leaf in state_dict.items() if not path.startswith(f"state of {self._who}.")}
-        others = _ranks(saved)
-        world = next(iter(others), (0, 0))[1]
-        if not _ranks(state_dict) - others and others == {(rank, world) for rank in range(world)}:
+        own = by_path(self.states, f"state of {self._who}.")
+        ranks = _ranks(state_dict)
+        world = next(iter(ranks), (0, 0))[1]
+        mine = {path: leaf for path, leaf in state_dict.items() if not _RANK.match(path) or path in own}
+        if ranks and world != self._size and ranks == {(rank, world) for rank in range(world)}:
             states = self._moved(state_dict, world)
         else:
-            own = by_path(self.states, f"state of {self._who}.")
-            self._check_rank(state_dict)
-            mine = {path: leaf for path, leaf in state_dict.items() if not _RANK.match(path) or path in own}
-            check_fits(self.state_dict(), mine)
+            self._check_rank(ranks, world)
+            check_fits(self.state_dict(), mine if own else state_dict)
             found = [mine[path].to(leaf.device, copy=True) for path, leaf in own.items()]
             states = tree.unflatten(tree.flatten(self.states)[1], found)
         self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
@@ -194,31 +196,43 @@ class GradientAverage:
         """Return the states of this rank from those of all ranks of another world."""
         with self._binding, torch.no_grad(), reshapes.collected() as notes:
             fresh = tuple(self._transform.init([p.detach() for p in bucket]) for bucket in self._buckets)
+        like = by_path(fresh, "")
+        own = self._counts()
+        for path, leaf in like.items():  # shapes may differ between worlds, but not within one
+            first = saved.get(f"state of rank 0 of {world}.{path}", leaf)
+            check_tensor(f"state of rank 0 of {world}.{path}", first)
+            form = torch.empty(first.shape, dtype=leaf.dtype, device="meta")
+            own.update({f"state of rank {rank} of {world}.{path}": form for rank in range(world)})
+        check_fits(own, saved)
         found: list[Any] = []
         for path, mark in by_path(kinds(fresh), "").items():
-            paths = [f"state of rank {rank} of {world}.{path}" for rank in range(world)]
-            for missing in (path for path in paths if path not in saved):
-                raise ValueError(f"state_dict: {missing!r} is missing")
-            each = [saved[path] for path in paths]
-            found.append(each[0] if mark == SAME else Rows(torch.stack(each), 0, world))
-        some = next((x for x in found if isinstance(x, Rows)), Rows(torch.empty(0), 0, world))
+            each = [saved[f"state of rank {rank} of {world}.{path}"].to(like[path].device) for rank in range(world)]
+            found.append(each[0].clone() if mark == SAME else Rows(torch.stack(each), 0, world))
+        some = next((x for x in found if isinstance(x, Rows)), Rows(torch.empty(0, device="cpu"), 0, world))
         move = Move(notes, some, lambda addends: addends, [])
         with self._binding:
             moved: tuple[Tree, ...] = move.walk(fresh, tree.unflatten(tree.flatten(fresh)[1], found))
-        if self._who.endswith(" of 1"):
+        if self._size == 1:
             text = "average_gradients: a single rank encodes nothing; what %d ranks had not delivered is lost"
             logger.warning(text, world)
         elif move.rests:
             logger.warning("average_gradients: its errors moved, to 8 bits; what these do not hold is lost")
         return moved
 
-    def _check_rank(self, saved: Mapping[str, Any]) -> None:
-        theirs = sorted(_ranks(saved))
-        own = f"state of {self._who}"
-        if theirs and not any(path.startswith(f"{own}.") for path in saved):
-            rank, world = theirs[0]
-            cure = f"merge what all {world} ranks saved into one dict, whose keys name their ranks, and load that"
-            raise ValueError(expected("state_dict", f"the {own}", f"the state of rank {rank} of {world}", cure))
+    def _check_rank(self, ranks: set[tuple[int, int]], world: int) -> None:
+        """Refuse a state that has errors of others only, or not of all ranks of another world."""
+        if not ranks or any(f"rank {rank} of {size}" == self._who for rank, size in ranks):
+            return
+        rank, size = min(ranks)
+        cure = f"merge what all {size} ranks saved into one dict, whose keys name their ranks, and load that"
+        lacking = sorted({(rank, world) for rank in range(world)} - ranks)
+        sizes = sorted({size for _, size in ranks})
+        if len(sizes) > 1:
+            cure = f"it holds states of {' and of '.join(map(str, sizes))} ranks; load those of one run"
+        elif len(ranks) > 1 and lacking:
+            cure = f"the state of rank {lacking[0][0]} is missing; {cure}"
+        got = f"the state of rank {rank} of {size}"
+        raise ValueError(expected("state_dict", f"the state of {self._who}", got, cure))
 
 
 _RANK = re.compile(r"state of rank (\d+) of (\d+)\.")

@@ -61,7 +61,8 @@ def _on_stream(training: Training, device: torch.device, job: Job) -> Callable[[
     with stream:
         found = job()
 
-    def wait(kept: Job = job) -> Any:  # what the job reads is memory of the other stream, which would give it away
+    # `kept` holds what the job reads until the main stream has waited; else its memory could be used again meanwhile.
+    def wait(kept: Job = job) -> Any:
         torch.accelerator.current_stream(device).wait_stream(stream)
         return found
 

@@ -230,8 +230,8 @@ def _for_kept(values: Codec, blocks: _Blocks, valid: Tensor) -> Codec:
     return segmented(values, Segments(widths, torch.cat([counts, torch.zeros_like(counts)], dim=1)))
 
 
-_KEY_BITS = 29
-"""Bits of a float64 that are zero where it came from a float32; an index that fits in makes all keys different."""
+_INDEX_BITS = 29
+"""Of a key, which has the 31 bits of a float32 without its sign in front of them."""
 
 
 def _largest(x: Tensor, k: int) -> Tensor:
@@ -243,8 +243,8 @@ def _largest(x: Tensor, k: int) -> Tensor:
     indices = torch.arange(n, device=x.device)
     if k == n:
         return indices.expand(x.shape)
-    if x.dtype == torch.float64 or n > 2**_KEY_BITS or x.device.type == "mps":  # which has no float64
+    if x.dtype != torch.float32 or n > 2**_INDEX_BITS:
         return x.abs().sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(dim=-1).values
-    keys = x.abs().double().view(torch.int64) | (n - 1 - indices)
-    largest = keys.topk(k, dim=-1, sorted=False).values & (2**_KEY_BITS - 1)
+    keys = (x.abs().view(torch.int32).long() << _INDEX_BITS) | (n - 1 - indices)  # no two are equal
+    largest = keys.topk(k, dim=-1, sorted=False).values & (2**_INDEX_BITS - 1)
     return torch.sort(n - 1 - largest, dim=-1).values

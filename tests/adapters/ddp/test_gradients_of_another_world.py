@@ -104,3 +104,55 @@ def test_a_dict_that_lacks_ranks_is_refused_with_the_cure() -> None:
         assert f"expected the state of rank {rank} of 2, but got the state of rank 1 of 3" in text
         assert "merge what all 3 ranks saved into one dict" in text
         assert steps == 0
+
+
+def without_errors() -> int:
+    mean = average_gradients(wrapped(), fn.int8(), fn.off(), elements=300)
+    mean.steps = 7
+    saved, mean.steps = mean.state_dict(), 0
+    mean.load_state_dict(saved)
+    return mean.steps
+
+
+def test_an_average_without_errors_loads_what_it_saved() -> None:
+    assert ranks.run(1, without_errors) == [7]
+
+
+def spoiled(saved: dict[str, Any]) -> list[str]:
+    mean, found = average_gradients(wrapped(), **AVERAGES["int8"], elements=300), []
+    whole = {path: torch.as_tensor(x) for path, x in saved.items()}
+    key = next(path for path in whole if path.startswith("state of rank 1 of 3."))
+    for change in (
+        {"foo": torch.zeros(())},
+        {"state of rank 1 of 3.9.worker.0": torch.zeros(3)},
+        {key: whole[key].long()},
+        {key: whole[key][:-1]},
+        {key: "nothing"},
+        {key: None},
+        {"skipped": None},
+        {"state of rank 0 of 5.0": torch.zeros(3)},
+    ):
+        changed = {path: x for path, x in {**whole, **change}.items() if x is not None}
+        try:
+            mean.load_state_dict(changed)
+        except ValueError as error:
+            found.append(str(error))
+    assert mean.steps == 0
+    return found
+
+
+def test_a_merged_dict_that_does_not_fit_is_refused_by_path_and_nothing_is_loaded() -> None:
+    trained = ranks.run(3, train, "int8")
+    merged = {k: v for saved, _ in trained for k, v in saved.items()}
+    for unknown, more, dtype, shape, text, missing, count, worlds in ranks.run(2, spoiled, merged):
+        assert unknown == "state_dict: 'foo' is unexpected"
+        assert more == "state_dict: 'state of rank 1 of 3.9.worker.0' is unexpected"
+        assert "state of rank 1 of 3." in dtype
+        assert "torch.int64" in dtype
+        assert "state of rank 1 of 3." in shape
+        assert "state of rank 1 of 3." in text
+        assert "not a tensor" in text
+        assert missing.startswith("state_dict: 'state of rank 1 of 3.")
+        assert missing.endswith("is missing")
+        assert count == "state_dict: 'skipped' is missing"
+        assert "it holds states of 3 and of 5 ranks; load those of one run" in worlds
