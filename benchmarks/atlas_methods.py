@@ -25,7 +25,7 @@ class Method(NamedTuple):
     family: its colour. make: (lr, axis) -> transform. schedule: steps of the run -> schedule.
     rates: the learning rates that are tried, about a factor of three apart.
     settings: what a reader has to know to do it again. row: its name in the planner. alike: all ranks have the same
-    params in every step. warm_up: the planner's name of what its warm-up sends.
+    params in every step. warm_up: the planner's name of what its warm-up sends; more: times so many bytes.
     """
 
     family: str
@@ -36,6 +36,7 @@ class Method(NamedTuple):
     row: str
     alike: bool = True
     warm_up: str = "adamw"
+    more: float = 1.0
 
 
 def never(steps: int) -> Schedule:
@@ -138,7 +139,8 @@ METHODS = {
         "zero_one_adam", alike=False,
     ),
     "sharded_onebit_adam": Method(
-        "signs", partial(fn.sharded_onebit_adam, **ADAM), freeze(0.2), ADAM_RATES, _fifth, "sharded_onebit_adam"
+        "signs", partial(fn.sharded_onebit_adam, **ADAM), freeze(0.2), ADAM_RATES, _fifth, "sharded_onebit_adam",
+        more=1.5,
     ),
     "local_sgd": Method(
         "local steps", partial(fn.local_sgd, momentum=0.9), rounds(), (0.03, 0.1, 0.3), f"momentum 0.9, {_round}",

@@ -120,7 +120,7 @@ def slowdown(name: str, made: Plan, steps: int) -> float:
     method = METHODS[name]
     warm, own, schedule = made.of(method.warm_up), made.of(method.row), method.schedule(steps)
     costs = {
-        "warm-up": warm.step,
+        "warm-up": COMPUTE + (warm.step - COMPUTE) * method.more,
         "exchange": COMPUTE + (own.step - COMPUTE) * own.method.interval,
         "alone": COMPUTE,
     }
