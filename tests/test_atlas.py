@@ -131,6 +131,15 @@ def test_warm_up_and_messages_are_as_large_as_the_planner_says(name: str) -> Non
         assert sent(fn.Phase.WARMUP) == pytest.approx(planned, rel=0.01)  # codes pad what they gather
 
 
+@pytest.mark.parametrize(("task", "workers"), [(atlas.MAIN, 8), (atlas.MAIN, 4), ("fine-tuning", 4), ("digits", 4)])
+def test_the_tables_are_those_of_the_committed_runs(task: str, workers: int) -> None:
+    rows = atlas.read(atlas.FULL)
+    found = summary(rows, task, workers, TASKS[task][1])
+    assert [row["method"] for row in found] == list(METHODS)
+    assert all(row["seeds"] == 3 for row in found)
+    assert table(found) in (ROOT / "benchmarks" / "README.md").read_text()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_learns(name: str) -> None:
