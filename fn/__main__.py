@@ -17,7 +17,7 @@ from typing import cast
 import torch
 
 import fn
-from fn.base import Transform, check_transform
+from fn.base import Transform, check_is_transform
 from fn.inplace.explain import explain
 from fn.kernels import devices, show
 from fn.planner import command as plan
@@ -76,7 +76,7 @@ def _made(parser: argparse.ArgumentParser, where: str, arguments: dict[str, str]
     except (ImportError, AttributeError, ValueError) as error:
         parser.error(f"make: expected module:function, such as train:make_optimizer, but got {where!r}: {error}")
     made = make(**arguments)
-    check_transform(where, made)
+    check_is_transform(where, made)
     return cast(Transform, made)
 
 

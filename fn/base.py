@@ -184,7 +184,7 @@ def has_phase(transform: Transform, phase: Phase) -> bool:
     return not isinstance(getattr(transform, f"{phase.value}_update"), _Missing)
 
 
-def check_transform(argument: str, value: Any) -> None:
+def check_is_transform(argument: str, value: Any) -> None:
     """Raise a TypeError that names the argument unless a value is a transform; a function that makes one is not."""
     if not hasattr(value, "warmup_update"):
         found = getattr(value, "__name__", type(value).__name__)
@@ -342,7 +342,7 @@ def chain(*links: Transform) -> Transform:
     Raises: TypeError if a link is not a transform.
     """
     for place, link in enumerate(links):
-        check_transform(f"links[{place}]", link)
+        check_is_transform(f"links[{place}]", link)
 
     def init(params: Tree) -> Tree:
         return tuple(link.init(params) for link in links)

@@ -18,9 +18,9 @@ from fn.base import (
     Step,
     Transform,
     UpdateFn,
+    check_is_transform,
     check_number,
     check_state,
-    check_transform,
     lift,
     links_of,
     missing,
@@ -128,7 +128,7 @@ def scale_by_onebit_adam(
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
     Differs: `bias_correction` and `keep_zeros` are not in the paper; DeepSpeed needs a hand-written mask.
     """
-    check_transform("sync", sync)
+    check_is_transform("sync", sync)
     check_betas(b1, b2, eps)
 
     def init(params: Tree) -> OnebitAdamState:

@@ -21,9 +21,9 @@ from fn.base import (
     Phase,
     Transform,
     UpdateFn,
+    check_is_transform,
     check_params,
     check_state,
-    check_transform,
     check_whole,
     combine,
     unchanged,
@@ -65,7 +65,7 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform]) -> Tran
     if not isinstance(basis, Basis):
         raise TypeError(expected("basis", "a basis, such as fn.tiles(64)", f"{basis!r}"))
     inner = _by_length(sync) if callable(sync) else sync
-    check_transform("sync", inner)
+    check_is_transform("sync", inner)
 
     def init(params: Tree) -> Tree:
         tree.check_real(params, "params")
@@ -98,7 +98,7 @@ def _by_length(sync: Callable[[int], Transform]) -> Transform:
     @cache
     def made(length: int) -> Transform:
         found = sync(length)
-        check_transform(f"sync({length})", found)
+        check_is_transform(f"sync({length})", found)
         return found
 
     def places(parts: Tree) -> dict[int, list[int]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing, stateless
+from fn.base import Phase, Step, Transform, UpdateFn, check_is_transform, check_params, check_state, missing, stateless
 from fn.errors import expected
 from fn.kernels import reference, rules
 from fn.transforms.adam import (
@@ -163,7 +163,7 @@ def onebit_lamb_by_tensor(
         tail: elements that travel behind the momentum and return undecayed in the next message: DeepSpeed's padding.
     Raises: ValueError if a hyper-parameter is out of range.
     """
-    check_transform("sync", sync)
+    check_is_transform("sync", sync)
     for hyper in hypers(1):
         check_hyper(hyper)
 

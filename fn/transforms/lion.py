@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fn import tree
-from fn.base import Phase, Transform, UpdateFn, check_state, check_transform, combine, lift
+from fn.base import Phase, Transform, UpdateFn, check_is_transform, check_state, combine, lift
 from fn.transforms.adam import check_betas, moving_average, zeros_like_moment
 from fn.transforms.scaling import sign_of
 
@@ -106,7 +106,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, sync: Transform | None =
 
         return lift(init, update)
 
-    check_transform("sync", sync)
+    check_is_transform("sync", sync)
 
     def synced_init(params: Tree) -> SyncedLionState:
         tree.check_real(params, "params")

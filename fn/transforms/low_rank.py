@@ -16,10 +16,10 @@ from fn.base import (
     Phase,
     Transform,
     UpdateFn,
+    check_is_transform,
     check_number,
     check_params,
     check_state,
-    check_transform,
     check_whole,
     missing,
     unchanged,
@@ -132,7 +132,7 @@ def low_rank_average(
             raise ValueError(expected(name, "a whole number of at least 1", f"{value}"))
     check_whole("seed", seed)
     if mean is not None:
-        check_transform("mean", mean)
+        check_is_transform("mean", mean)
     exact = average(axis)
 
     def plan_of(shape: torch.Size) -> _Plan:

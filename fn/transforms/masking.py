@@ -13,9 +13,9 @@ from fn.base import (
     Phase,
     Transform,
     UpdateFn,
+    check_is_transform,
     check_params,
     check_state,
-    check_transform,
     combine,
     unchanged,
 )
@@ -38,7 +38,7 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
     Example, no weight decay on vectors: `mask(add_decayed_weights(0.1), lambda p: tree.map(lambda x: x.ndim > 1, p))`.
     """
 
-    check_transform("inner", inner)
+    check_is_transform("inner", inner)
 
     def places(params: Tree) -> list[int]:
         check_params(params)
@@ -95,7 +95,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
     """
 
     for label, transform in transforms.items():
-        check_transform(f"transforms[{label!r}]", transform)
+        check_is_transform(f"transforms[{label!r}]", transform)
 
     def places(params: Tree) -> dict[str, list[int]]:
         check_params(params)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.base import Phase, Step, Transform, check_number, check_transform, has_phase, links_of, name_of
+from fn.base import Phase, Step, Transform, check_is_transform, check_number, has_phase, links_of, name_of
 from fn.collectives.agreement import describe
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
@@ -19,7 +19,7 @@ _AN_AXIS = re.compile(r"\.axis(\.\d+)?(#\d+)?$")  # what `describe` calls an axi
 
 def check_inner(inner: Any) -> None:
     """Refuse an inner optimizer that communicates, as far as it can be seen, or that has rounds of its own."""
-    check_transform("inner", inner)
+    check_is_transform("inner", inner)
     if inner.rounds is not None:
         raise ValueError(expected("inner", "an optimizer that takes steps", "one with rounds, such as fn.outer"))
     _check_silent("inner", inner, "local steps send nothing; put fn.average(axis) in front of fn.outer for the warm-up")
@@ -27,7 +27,7 @@ def check_inner(inner: Any) -> None:
 
 def check_outer_tx(outer_tx: Any) -> None:
     """Refuse an outer optimizer that communicates, or does not end in a learning rate, which makes d a descent."""
-    check_transform("outer_tx", outer_tx)
+    check_is_transform("outer_tx", outer_tx)
     _check_silent("outer_tx", outer_tx, "all ranks take the outer step alike; sync is what communicates")
     last = links_of(outer_tx.local_update)[-1:] if has_phase(outer_tx, Phase.LOCAL) else []
     if not last or not isinstance(last[0].update, Step) or not isinstance(last[0].update.rule, Rate):
@@ -38,7 +38,7 @@ def check_outer_tx(outer_tx: Any) -> None:
 
 def check_sync(sync: Any) -> None:
     """Refuse what averages in the warm-up only. `fn.chain()`, which never does, is for one rank."""
-    check_transform("sync", sync)
+    check_is_transform("sync", sync)
     if not has_phase(sync, Phase.COMPRESSED):
         raise ValueError(expected("sync", "an average with a compressed phase", "one without"))
     if links_of(sync.warmup_update) and not links_of(sync.compressed_update):

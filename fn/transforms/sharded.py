@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, has_phase, missing
+from fn.base import Phase, Step, Transform, UpdateFn, check_is_transform, check_params, check_state, has_phase, missing
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
@@ -155,7 +155,7 @@ def sharded(
     Differs: params stay whole on every rank, so this is not stage 3; `fn.adapters.fsdp` is for that. Where a state of
         inner is not finite or a guard inside of it skips, the shard's updates are NaN, for all ranks to see and skip.
     """
-    check_transform("inner", inner)
+    check_is_transform("inner", inner)
     _check_silent(inner, axis)
     rules = rules_of(
         axis, codec, feedback, gather=gather, gather_feedback=gather_feedback, master=master, layout=layout,

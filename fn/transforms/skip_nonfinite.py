@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Guarded, NewParams, Phase, SideBySide, Transform, UpdateFn, check_state, check_transform, combine
+from fn.base import Guarded, NewParams, Phase, SideBySide, Transform, UpdateFn, check_is_transform, check_state, combine
 from fn.collectives.axis import rank_dims
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
@@ -59,7 +59,7 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
     Returns: a transform with the phases of `inner`.
     """
 
-    check_transform("inner", inner)
+    check_is_transform("inner", inner)
 
     def init(params: Tree) -> SkipState:
         tree.check_real(params, "params")

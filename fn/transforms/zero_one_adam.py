@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import NewParams, Phase, Step, Transform, UpdateFn, check_params, check_state, check_transform, missing
+from fn.base import NewParams, Phase, Step, Transform, UpdateFn, check_is_transform, check_params, check_state, missing
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
@@ -136,7 +136,7 @@ def scale_by_zero_one_adam(
         anchor instead of taking their steps back, so they do not drift apart by rounding. A rank whose gradient is
         not finite in a local step leaves that step out alone, and counts it: no message tells the others.
     """
-    check_transform("sync", sync)
+    check_is_transform("sync", sync)
     check_betas(b1, b2, eps)
     check_decay(weight_decay)
     check_rate(lr)

@@ -23,7 +23,7 @@ from fn.adapters.ddp.buckets import Arrivals, leaving_order
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.state_dict import check_fits, check_keys, check_tensor
 from fn.adapters.optim.state_kinds import SAME, by_path, kinds
-from fn.base import Phase, Transform, check_transform
+from fn.base import Phase, Transform, check_is_transform
 from fn.collectives.axis import Binding
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.comm_thread import CommunicationThread
@@ -266,7 +266,7 @@ def coded_average(
         wanted = "a function that makes a transform, such as partial(fn.low_rank_average, rank=4)"
         raise TypeError(expected("average", wanted, type(average).__name__))
     made = average(axis=axis)
-    check_transform("average", made)
+    check_is_transform("average", made)
     return made
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.base import Transform, check_transform
+from fn.base import Transform, check_is_transform
 from fn.errors import expected
 from fn.schedules import Schedule, phase_of, phases_of
 
@@ -60,7 +60,7 @@ def check_made(made: Transform, schedule: Schedule) -> Transform:
 
     A schedule of this library says now what it comes to; a step would say so after thousands of others.
     """
-    check_transform("make's result", made)
+    check_is_transform("make's result", made)
     for phase in phases_of(schedule):
         try:
             made.composed(phase)
