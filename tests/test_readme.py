@@ -27,20 +27,28 @@ def blocks() -> list[str]:
 
 @pytest.mark.slow
 def test_the_readme_shows_python_and_all_of_it_runs_in_order(tmp_path):
-    """All blocks in one file, as a reader goes through them, in a process as torchrun starts it."""
+    """All blocks in one file, as a reader goes through them, under torchrun with two processes."""
     assert len(blocks()) >= 4
     script = tmp_path / "readme.py"
     script.write_text("\n".join(f"# block {number + 1}\n{block}" for number, block in enumerate(blocks())))
-    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     run = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
         cwd=README.parent,
-        env={**os.environ, **torchrun, "PYTHONPATH": str(README.parent)},
+        env={**os.environ, "PYTHONPATH": str(README.parent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         capture_output=True,
         text=True,
         timeout=LIMIT,
     )
     assert run.returncode == 0, run.stderr
+    shown = re.findall(r"^step (\d+), (\w+): (\d+) bytes sent, loss (\d+)$", run.stdout, re.MULTILINE)
+    assert [(step, phase, sent) for step, phase, sent, _ in shown] == [
+        ("20", "warmup", "4000"), ("40", "compressed", "134"), ("60", "compressed", "134"),
+    ]  # fmt: skip
+    losses = [int(loss) for *_, loss in shown]
+    assert losses == sorted(losses, reverse=True)
+    said = re.search(r"4000 bytes, loss (\d+); 134 bytes, loss (\d+); (\d+)$", README.read_text(), re.MULTILINE)
+    assert said
+    assert losses == pytest.approx(list(map(int, said.groups())), rel=0.05)
 
 
 def names() -> list[str]:

@@ -60,8 +60,7 @@ class Method(NamedTuple):
     overlapped: a part's messages may leave while the backward pass goes on.
     passes: bytes of device memory that are read and written per parameter, on top of an exact optimizer's.
     interval: it communicates in one of so many steps.
-    ours: fn has it; the others are there to compare.
-    local: ranks train alone in between, which changes what is learned. delay: steps that go on while a part travels.
+    local: ranks train alone in between. delay: steps that go on while a part travels.
     each_step: parts that are averaged in every step, behind the backward pass, whatever the interval.
     """
 
@@ -72,11 +71,15 @@ class Method(NamedTuple):
     overlapped: bool
     passes: float = 0.0
     interval: int = 1
-    ours: bool = True
     local: bool = False
     delay: int = 0
     each_step: Parts = ()
     alike: tuple[str, ...] = ()
+
+    @property
+    def in_every_step(self) -> bool:
+        """Return whether the ranks synchronise in every step; where they do not, what is learned changes."""
+        return not self.local and self.interval == 1
 
     @property
     def messages(self) -> list[Message]:
@@ -153,7 +156,6 @@ class Row(NamedTuple):
     local: bool = False
     delay: float = 0.0
     alike: tuple[str, ...] = ()
-    ours: bool = True
     two_level: bool = True
     fits: Callable[[Model], bool] = lambda model: True
 
@@ -185,7 +187,6 @@ def rows(
     of_demo, of_sparse = (default if density is None else max(1, round(density * TILE**2)) for default in (32, 128))
     cosines = partial(traffic.in_basis, basis=DCT, codec_of=partial(kept_of_demo, kept=of_demo))
     largest = partial(traffic.in_basis, basis=TILES, codec_of=partial(kept_of_sparse_loco, kept=of_sparse))
-    theirs = partial(Row, ours=False, two_level=False)
     rare = partial(Row, interval=interval)
     round_ = partial(Row, interval=local_steps, local=True, passes=EXCHANGE)
     without = passes_without_servers
@@ -194,9 +195,6 @@ def rows(
         Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
         Row("adamw, int8 gradients", partial(codes, codec=INT8), coded=36, cut="bucket"),
         Row("adamw, int4 gradients", partial(codes, codec=INT4), coded=36, cut="bucket"),
-        theirs("PowerSGD 1", partial(traffic.power_sgd, rank=1), 48, cut="bucket"),
-        theirs("PowerSGD 2", partial(traffic.power_sgd, rank=2), 48, cut="bucket"),
-        theirs("1-bit, tensor by tensor", traffic.textbook_onebit, 200),
         Row("onebit_adam", signs, coded=32),
         Row("onebit_adam, overlapped", signs, coded=32, cut="bucket"),
         Row("onebit_adam, servers=False", direct, coded=without),
@@ -274,7 +272,7 @@ def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -
         parts = parts_of(model, sends, bucket if row.cut == "bucket" else None)
     overlapped, delay = row.cut == "bucket", row.delay_of(row.interval)
     return Method(
-        row.name, topology, row.compressed, parts, overlapped, row.passes_on(ranks), row.interval, row.ours, row.local,
+        row.name, topology, row.compressed, parts, overlapped, row.passes_on(ranks), row.interval, row.local,
         delay, step, row.alike,
     )  # fmt: skip
 

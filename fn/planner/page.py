@@ -117,7 +117,7 @@ def coefficients(
                 rows.append(
                     {
                         "name": row.name, "alike": row.alike, "topology": topology, "compressed": row.compressed,
-                        "ours": row.ours, "local": row.local, "every": row.interval, "delay": row.delay,
+                        "local": row.local, "every": row.interval, "delay": row.delay,
                         "cut": row.cut, "last": last, "at": at,
                     }
                 )  # fmt: skip

@@ -134,44 +134,36 @@ def plan(
 
 
 def _verdict(ranked: Sequence[Prediction]) -> tuple[bool, str]:
-    """Return whether fn's best compressed method is worth it against the best that is not compressed, and why."""
-    rounds, ranked = [p for p in ranked if p.method.local], [p for p in ranked if not p.method.local]
-    best = next(p for p in ranked if p.method.compressed)
-    plain = next(p for p in ranked if not p.method.compressed)
-    exact = next(p for p in ranked if p.method.name == "adamw")
-    own = next((p for p in ranked if p.method.compressed and p.method.ours), best)
-    others = "" if own is best or exact.communication == 0 else _of_our_own(best, own, plain)
-    others += _of_rounds(rounds, min(best, plain, key=lambda p: p.step))
-    if _pays(best, plain):
-        but = "" if _pays(own, plain) else ", but with none of fn's methods"
-        return not but, (
-            f"Compression pays{but}: {_label(best.method)}{_seldom(best.method)} takes {show_seconds(best.step)} "
-            f"a step, {_label(plain.method)} {show_seconds(plain.step)} ({plain.step / best.step:.2f}x), of which "
-            f"{show_seconds(plain.exposed)} is communication that the backward pass does not hide.{others}"
+    """Return whether compression in every step is worth it, and why; and which of all methods is the fastest."""
+    steady = [p for p in ranked if p.method.in_every_step]
+    best = next(p for p in steady if p.method.compressed)
+    plain = next(p for p in steady if not p.method.compressed)
+    exact = next(p for p in steady if p.method.name == "adamw")
+    pays = _pays(best, plain)
+    if pays:
+        text = (
+            f"Compression pays: of the methods that synchronise in every step, {_label(best.method)} is the fastest, "
+            f"{show_seconds(best.step)} a step. {_label(plain.method)} takes {show_seconds(plain.step)} "
+            f"({plain.step / best.step:.2f}x), of which {show_seconds(plain.exposed)} is communication that the "
+            f"backward pass does not hide."
         )
-    return False, f"Compression does not pay here: {_reason(best, plain, exact)}{others}"
+    else:
+        text = f"Compression does not pay here: {_reason(best, plain, exact)}"
+    return pays, text + _of_all(ranked[0], best if pays else plain)
 
 
-def _pays(found: Prediction, plain: Prediction) -> bool:
-    return found.step <= (1 - WORTH) * plain.step
+def _pays(prediction: Prediction, plain: Prediction) -> bool:
+    return prediction.step <= (1 - WORTH) * plain.step
 
 
-def _of_rounds(rounds: Sequence[Prediction], best: Prediction) -> str:
-    """Say what local steps would gain; they are no answer to the question, for they change what is learned."""
-    if not rounds or not _pays(rounds[0], best):
+def _of_all(fastest: Prediction, steady: Prediction) -> str:
+    """Say which of all methods is the fastest, where that is one that leaves out exchanges."""
+    if fastest.method.in_every_step or not _pays(fastest, steady):
         return ""
-    found = rounds[0]
     return (
-        f" Local steps would take {show_seconds(found.step)} a step ({_label(found.method)}, one exchange in "
-        f"{found.method.interval} steps, {best.step / found.step:.2f}x), but they change what is learned: see "
-        f"docs/local_steps.md."
-    )
-
-
-def _of_our_own(best: Prediction, own: Prediction, plain: Prediction) -> str:
-    return (
-        f" fn does not have {_label(best.method)}; of its own compressed methods {_label(own.method)} is the fastest, "
-        f"{show_seconds(own.step)} a step ({plain.step / own.step:.2f}x)."
+        f" Of all methods, {_label(fastest.method)} is the fastest, {show_seconds(fastest.step)} a step "
+        f"({steady.step / fastest.step:.2f}x as fast). Its ranks exchange in one of {fastest.method.interval} steps, "
+        f"which changes what is learned: see docs/choosing.md."
     )
 
 
@@ -193,10 +185,6 @@ def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:
         f"{_label(best.method)} takes {show_seconds(best.step)} a step, {_label(plain.method)} "
         f"{show_seconds(plain.step)}: less than {100 * WORTH:.0f} % to win."
     )
-
-
-def _seldom(method: Method) -> str:
-    return f", which sends in one of {method.interval} steps," if method.interval > 1 else ""
 
 
 def _label(method: Method) -> str:

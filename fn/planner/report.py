@@ -14,7 +14,7 @@ from fn.planner.predict import Plan, Prediction
 from fn.planner.units import show_bytes, show_rate, show_seconds
 
 TIMES = ("communication", "not hidden", "coding", "step", "x adamw")
-HEAD = ("method", "topology", "sent per rank", "per node", "messages", *TIMES)
+HEAD = ("method", "topology", "rank sends", "inside a node", "node sends", "messages", *TIMES)
 
 
 def describe(net: Network) -> str:
@@ -30,11 +30,11 @@ def describe(net: Network) -> str:
 
 
 def table(plan: Plan, net: Network) -> str:
-    """Return one line a prediction, the fastest first. "per node" is what a node sends to the others."""
+    """Return one line a prediction, the fastest first. Bytes and messages are of a step, in the mean."""
     base = plan.of("adamw").step
     rows = [HEAD, *(_row(prediction, base, net) for prediction in plan.predictions)]
-    if net.nodes == 1:
-        rows = [row[:3] + row[4:] for row in rows]
+    left_out = (3, 4) if net.nodes == 1 else (2,) if net.per_node > 1 else (2, 3)
+    rows = [tuple(cell for place, cell in enumerate(row) if place not in left_out) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
@@ -42,20 +42,25 @@ def table(plan: Plan, net: Network) -> str:
         ).rstrip()
         for row in rows
     ]
-    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:], *([_COLUMNS] if net.nodes > 1 else [])])
+
+
+_COLUMNS = """
+Bytes and messages are of one step; of methods that exchange in few steps they are the mean. "inside a node" is what a
+rank sends to others of its node, "node sends" what all ranks of a node send to other nodes."""
 
 
 def _row(found: Prediction, base: float, net: Network) -> tuple[str, ...]:
     method = found.method
-    each, some = len(method.sent) - len(method.messages), len(method.messages)
-    counts = [str(each)] * bool(each) + [f"{some} / {method.interval}" if method.interval > 1 else str(some)]
+    out = sum(leaving(message, net) / steps for message, steps in method.sent)
     times = (found.communication, found.exposed, found.coding, found.step)
     return (
         method.title,
         method.topology,
         show_bytes(method.size),
-        show_bytes(sum(leaving(message, net) / steps for message, steps in method.sent)),
-        " + ".join(counts),
+        show_bytes(method.size - out / net.per_node),
+        show_bytes(out),
+        f"{sum(1 / steps for _, steps in method.sent):.3g}",
         *map(show_seconds, times),
         f"{base / found.step:.2f}",
     )

@@ -29,14 +29,14 @@ def on(net: Network, world: int) -> Network:
 
 
 def fastest(plan_on: Callable[[Network], Plan], net: Network, most: int = MOST) -> list[tuple[int, Prediction]]:
-    """Return, from the fewest ranks to the most, from how many of them on which method of fn is the fastest.
+    """Return, from the fewest ranks to the most, from how many of them on which method is the fastest.
 
-    Methods of local steps are no candidates, for they change what is learned. A method stays until another one needs
-    `WORTH` less of a step, so that not every tie is an event.
+    Candidates are the methods that synchronise in every step: to leave steps out changes what is learned. A method
+    stays until another one needs `WORTH` less of a step, so that not every tie is an event.
     """
     found: list[tuple[int, Prediction]] = []
     for world in worlds(net, most):
-        here = [p for p in plan_on(on(net, world)).predictions if p.method.ours and not p.method.local]
+        here = [p for p in plan_on(on(net, world)).predictions if p.method.in_every_step]
         if found:
             before = next((p for p in here if name_of(p) == name_of(found[-1][1])), None)
             if before is not None and here[0].step > (1 - WORTH) * before.step:
@@ -46,15 +46,17 @@ def fastest(plan_on: Callable[[Network], Plan], net: Network, most: int = MOST) 
 
 
 def name_of(found: Prediction) -> str:
-    """Return what a prediction's method is called, and how seldom it sends."""
-    name, steps = label(found.method.name, found.method.topology), found.method.interval
-    return f"{name}, which sends in one of {steps} steps," if steps > 1 else name
+    """Return what a prediction's method is called."""
+    return label(found.method.name, found.method.topology)
+
+
+_START = "Fastest with these links, synchronising in every step: "
 
 
 def sentence(found: list[tuple[int, Prediction]], most: int) -> str:
     """Say which method is the fastest from how many ranks on. Args: most: ranks up to which it was asked."""
     (_, first), *others = found
     if not others:
-        return f"Fastest with these links: {name_of(first)} on 2 to {most:,} ranks."
+        return f"{_START}{name_of(first)} on 2 to {most:,} ranks."
     later = "; ".join(f"{name_of(p)} from {world:,} on" for world, p in others)
-    return f"Fastest with these links: {name_of(first)} below {others[0][0]:,} ranks; {later}."
+    return f"{_START}{name_of(first)} below {others[0][0]:,} ranks; {later}."

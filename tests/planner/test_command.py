@@ -50,7 +50,7 @@ def test_turning_ranks_of_factors_and_density(capsys):
     text = capsys.readouterr().out
     assert "powersgd_adamw, rank 1/8" in text
     assert "dion, rank 1/8" in text
-    assert "\nFastest with these links: " in text
+    assert "\nFastest with these links, synchronising in every step: " in text
 
 
 def test_a_picture(tmp_path, capsys):

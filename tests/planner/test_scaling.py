@@ -43,9 +43,9 @@ def test_on_every_number_of_ranks_nothing_else_is_clearly_faster(net):
         (names[world],) = [p for start, p in found if start == max(s for s, _ in found if s <= world)]
         here = plan_on(scaling.on(net, world))
         chosen = here.of(names[world].method.name, names[world].method.topology)
-        rest = [p.step for p in here.predictions if p.method.ours and not p.method.local]
+        rest = [p.step for p in here.predictions if p.method.in_every_step]
         assert min(rest) > (1 - WORTH) * chosen.step or chosen.step == min(rest)
-        assert not chosen.method.local
+        assert chosen.method.in_every_step
 
 
 def test_servers_win_from_some_number_of_ranks_on():
@@ -60,7 +60,7 @@ def test_servers_win_from_some_number_of_ranks_on():
     assert [p.method.name for _, p in found] == ["onebit_adam, servers=False", "onebit_adam"]
     said = scaling.sentence(found, 4096)
     assert said == (
-        f"Fastest with these links: onebit_adam, servers=False below {found[1][0]} ranks; onebit_adam from "
-        f"{found[1][0]} on."
+        f"Fastest with these links, synchronising in every step: onebit_adam, servers=False below {found[1][0]} ranks; "
+        f"onebit_adam from {found[1][0]} on."
     )
     assert scaling.sentence(found[:1], 4096).endswith("onebit_adam, servers=False on 2 to 4,096 ranks.")
