@@ -18,6 +18,7 @@ from fn import Round, tree
 from fn.collectives.codecs.codec import segmented
 from fn.collectives.codecs.packing import pack, unpack
 from fn.collectives.codecs.segments import Segments
+from fn.phases import NewParams
 from fn.transforms.bases import Basis
 
 Tree = Any
@@ -166,6 +167,71 @@ def with_own_anchors(tx: fn.Transform) -> fn.Transform:
     return fn.Transform(
         lambda params: OwnAnchors(tx.init(params)), *updates, tx.needs_warmup, lambda found: own(tx.composed(found))
     )
+
+
+class MetState(NamedTuple):
+    """The state of `meeting`. inner: of the local steps. noted: the params where an exchange began, then their mean."""
+
+    inner: Tree
+    noted: Tree
+
+    @property
+    def rank_local(self) -> frozenset[str]:
+        """Return the fields that are one rank's own."""
+        return frozenset({"inner", "noted"})
+
+    @property
+    def local_params(self) -> bool:
+        """Tell that each rank goes to params of its own."""
+        return True
+
+
+def meeting(inner: fn.Transform, axis: str, parts: Sequence[str], *, new: bool = True) -> fn.Transform:
+    """Take local steps, and move the params in the given parts of a round, the whole round being its parts in turn.
+
+    "difference" halves them, "mean" puts the ranks' mean in their place, "outer" goes half of the way to it; the latter
+    as new params, or as updates.
+    """
+
+    def init(params: Tree) -> MetState:
+        return MetState(inner.init(params), tree.map(torch.clone, params))
+
+    def local(updates: Tree, state: MetState, params: Tree, /) -> tuple[Tree, MetState]:
+        updates, after = inner.local_update(updates, state.inner, params)
+        return updates, state._replace(inner=after)
+
+    def difference(updates: Tree, state: MetState, params: Tree, /) -> tuple[Tree, MetState]:
+        found = tree.map(lambda p: 0.5 * p, params) if "difference" in parts else params
+        return NewParams(found), state._replace(noted=tree.map(torch.clone, params))
+
+    def mean(updates: Tree, state: MetState, params: Tree, /) -> tuple[Tree, MetState]:
+        noted = fn.pmean(state.noted, axis)
+        return NewParams(noted if "mean" in parts else params), state._replace(noted=noted)
+
+    def outer(updates: Tree, state: MetState, params: Tree, /) -> tuple[Tree, MetState]:
+        if "outer" not in parts:
+            return NewParams(params), state
+        if not new:
+            return tree.map(lambda p, x: 0.5 * (x - p), params, state.noted), state
+        return NewParams(tree.map(lambda p, x: torch.lerp(p, x, 0.5), params, state.noted)), state
+
+    each = {"local": local, "difference": difference, "mean": mean, "outer": outer}
+
+    def rounds(found: Any) -> Any:
+        if not isinstance(found, Round):
+            return each[found.kind]
+
+        def whole(updates: Tree, state: MetState, params: Tree, /) -> tuple[Tree, MetState]:
+            moves, state = local(updates, state, params)
+            here = fn.apply_updates(params, moves)
+            for part in found.exchange:
+                moves, state = each[part.kind](moves, state, here)
+                here = fn.apply_updates(here, moves)
+            return NewParams(here), state
+
+        return local if found == Round() else whole
+
+    return fn.Transform(init, local, rounds(Round(0, 0)), local, rounds=rounds)
 
 
 def by_number(choices: Sequence[fn.Transform]) -> fn.Transform:

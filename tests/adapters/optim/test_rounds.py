@@ -6,6 +6,7 @@ import copy
 from functools import partial
 from typing import Any
 
+import own_pieces
 import pytest
 import ranks
 import torch
@@ -27,6 +28,16 @@ def by_size(params: Any) -> Any:
     return tree.map(lambda p: 0 if p.ndim > 1 else 1, params)
 
 
+def meeting(*parts: str, new: bool = True) -> Any:
+    """Return what makes a method of one's own that moves the params in these parts of a round."""
+
+    def make(lr: Any, axis: str) -> fn.Transform:
+        inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
+        return own_pieces.meeting(inner, axis, parts, new=new)
+
+    return make
+
+
 METHODS: dict[str, tuple[Any, Any]] = {
     "diloco": (fn.diloco, fn.every(4, start=3)),
     "streaming": (partial(fn.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
@@ -36,6 +47,10 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "sparse_loco": (partial(fn.sparse_loco, k=4, tile=4), fn.every(3, delay=1)),
     "local_sgd": (partial(fn.local_sgd, momentum=0.9), fn.every(2, start=1)),
     "muloco": (partial(fn.muloco, codec=fn.bins(4, 6)), fn.every(3)),
+    "params in the mean": (meeting("mean"), fn.every(3)),
+    "params in all parts": (meeting("difference", "mean", "outer"), fn.every(3)),
+    "params in the difference, updates in the outer step": (meeting("difference", "outer", new=False), fn.every(2)),
+    "params in the difference, a late mean": (meeting("difference", "outer"), fn.every(4, delay=2)),
     "phases": (fn.diloco, lambda step: Phase.COMPRESSED if step % 3 == 2 else Phase.LOCAL),
 }
 
@@ -97,6 +112,26 @@ def behind_the_optimizer() -> dict[str, float]:
 def test_the_optimizer_takes_the_steps_of_the_pure_updates(name):
     for found in two.answer("behind_the_optimizer"):
         assert found[name] <= 2e-6
+
+
+@two
+def late_params() -> tuple[str, float]:
+    opt, text = optimizer(meeting("mean"), fn.every(4, delay=2)), ""
+    alone = optimizer(meeting("mean"), lambda step: Round())
+    for step in range(4):
+        there = take(alone, step)
+        try:
+            take(opt, step)
+        except ValueError as error:
+            text = str(error)
+    return text, farthest([[p.detach() for p in opt.param_groups[0]["params"]]], [there])
+
+
+def test_params_of_a_mean_that_travels_are_refused_by_name():
+    for text, far in two.answer("late_params"):
+        assert text.startswith("rounds: expected the part 'mean' of a round to return no params, ")
+        assert "in the part 'outer', or use a schedule without a delay" in text
+        assert far == 0.0  # the local steps have been taken
 
 
 def compiled() -> tuple[float, int]:
