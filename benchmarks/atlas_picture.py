@@ -7,14 +7,16 @@ import statistics
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 from atlas_methods import METHODS, H
 from atlas_summary import MAIN, Row, summary
 from atlas_tasks import TASKS
 from matplotlib.axes import Axes
+from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.transforms import Bbox
 
 import fn
 from fn.planner import traffic
@@ -43,26 +45,78 @@ def front(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def scatter(axes: Axes, found: list[Row], xs: Sequence[float], top: float) -> None:
-    """Draw methods as numbers, the range of their seeds, and the Pareto front. Losses above `top` lie on its line."""
-    numbers = {name: place for place, name in enumerate(METHODS, 1)}
-    places = []
+class Point(NamedTuple):
+    """A method in a panel. above: its loss is higher than the panel is."""
+
+    name: str
+    x: float
+    y: float
+    color: str
+    above: bool
+
+
+Panel = tuple[Axes, list[Point], list[tuple[float, float]]]
+"""What is drawn where, and the points of the Pareto front."""
+
+
+def scatter(axes: Axes, found: list[Row], xs: Sequence[float], top: float) -> Panel:
+    """Draw methods, the range of their seeds, and the Pareto front. Losses above `top` lie on its line."""
+    points = []
     for row, x in zip(found, xs, strict=True):
         color, (low, high), above = COLORS[row["family"]], row["range"], not row["loss"] <= top
         y = top if above else row["loss"]
         if not above:
             axes.plot([x, x], [low, min(high, top)], color=color, linewidth=1, alpha=0.6)
-            places.append((x, y))
         axes.plot(x, y, "^" if above else "o", color=color, markersize=5)
-        axes.annotate(f"{numbers[row['method']]}", (x, y), (4, 3), textcoords="offset points", fontsize=8, color=color)
-    if places:
-        axes.step(*zip(*front(places), strict=True), where="post", color="0.6", linewidth=1, linestyle="--", zorder=0)
+        points.append(Point(row["method"], x, y, color, above))
+    best = front([(p.x, p.y) for p in points if not p.above])
+    if best:
+        axes.step(*zip(*best, strict=True), where="post", color="0.6", linewidth=1, linestyle="--", zorder=0)
     if max(xs) > 2 * min(xs):
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.grid(alpha=0.25)
+    axes.margins(x=0.08, y=0.06)
+    return axes, points, best
+
+
+OFFSETS = [
+    (dx, dy, side)
+    for far in (6, 12, 18, 26, 36, 48, 60, 75, 90)
+    for dx, dy, side in ((far, 0, "left"), (-far, 0, "right"), (0, far, "center"), (0, -far, "center"),
+                         (far, far, "left"), (far, -far, "left"), (-far, far, "right"), (-far, -far, "right"))
+]  # fmt: skip
+"""Where a name may stand, in points of its marker, the nearest first, and which of its ends is there."""
+
+
+def write_names(axes: Axes, points: list[Point], best: list[tuple[float, float]]) -> None:
+    """Write every method's name beside its marker, those of the Pareto front first and bold, none over another.
+
+    A name that has no room anywhere stands at the nearest place: it is never left out.
+    """
+    panel, renderer = axes.get_window_extent(), axes.figure.canvas.get_renderer()
+    taken = [Bbox.from_bounds(*(axes.transData.transform((p.x, p.y)) - 5), 10, 10) for p in points]
+    for point in sorted(points, key=lambda p: ((p.x, p.y) not in best, p.y)):
+        at_front = (point.x, point.y) in best
+        # the line of the front leaves a point to the right, so its name stands below if it can
+        offsets = sorted(OFFSETS, key=lambda offset: offset[1] >= 0) if at_front else OFFSETS
+        for dx, dy, side in (*offsets, offsets[0]):  # the last one counts where none is free
+            text = axes.annotate(
+                point.name, (point.x, point.y), (dx, dy), textcoords="offset points", ha=side, va="center",
+                fontsize=8, fontweight="bold" if at_front else "normal", color=point.color,
+                arrowprops={"arrowstyle": "-", "color": point.color, "linewidth": 0.4},
+            )  # fmt: skip
+            text.update_positions(renderer)
+            box = Text.get_window_extent(text, renderer)  # without the arrow, which begins at the marker
+            free = panel.x0 <= box.x0 and box.x1 <= panel.x1 and panel.y0 <= box.y0 and box.y1 <= panel.y1
+            if free and not any(box.overlaps(other) for other in taken):
+                break
+            text.remove()
+        else:
+            axes.add_artist(text)
+        taken.append(box)
 
 
 def ceiling(found: list[Row]) -> float:
@@ -74,29 +128,35 @@ def ceiling(found: list[Row]) -> float:
     return max(1.15 * base, base + 2 * (statistics.median(losses.values()) - base))
 
 
-def legend(figure: Any, found: list[Row]) -> None:
-    """Write the methods' numbers and names beside the panels."""
-    shown = [row["method"] for row in found]
+def finish(figure: Any, panels: list[Panel], found: list[Row], path: Path) -> None:
+    """Say below the panels what the colours are, write the names, and save the picture."""
+    shown = {row["family"] for row in found}
     handles = [
-        plt.Line2D([], [], marker="o", linestyle="", color=COLORS[method.family], label=f"{place}  {name}")
-        for place, (name, method) in enumerate(METHODS.items(), 1)
-        if name in shown
+        plt.Line2D([], [], marker="o", linestyle="", color=color, label=family)
+        for family, color in COLORS.items()
+        if family in shown
     ]
     handles.append(plt.Line2D([], [], color="0.6", linestyle="--", label="no method is better in both"))
-    figure.legend(handles=handles, loc="outside right center", fontsize=8)
+    columns = min(len(handles), 4 * len(figure.axes))
+    figure.legend(handles=handles, loc="outside lower center", fontsize=8, ncols=columns)
+    figure.canvas.draw()
+    figure.set_layout_engine("none")  # else the names, which go by positions on the page, would move the panels
+    for panel in panels:
+        write_names(*panel)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
 
 
 def over_bytes(panels: list[tuple[str, str, list[Row]]], path: Path) -> None:
     """Draw loss against the bytes of the whole run, a panel for each (title, unit, summary)."""
     figure, all_axes = plt.subplots(
-        1, len(panels), figsize=(2.4 + 4.8 * len(panels), 5), layout="constrained", squeeze=False
+        1, len(panels), figsize=(8 if len(panels) == 1 else 6.4 * len(panels), 5.4), layout="constrained", squeeze=False
     )
+    drawn = []
     for axes, (title, unit, found) in zip(all_axes[0], panels, strict=True):
-        scatter(axes, found, [row["bytes"] / 1e6 for row in found], ceiling(found))
+        drawn.append(scatter(axes, found, [row["bytes"] / 1e6 for row in found], ceiling(found)))
         axes.set(xlabel="MB that a rank sends in the run", ylabel=f"loss on held-out data, {unit}", title=title)
-    legend(figure, [row for _, _, found in panels for row in found])
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    finish(figure, drawn, [row for _, _, found in panels for row in found], path)
 
 
 @cache
@@ -136,15 +196,14 @@ def slowdown(name: str, made: Plan, steps: int) -> float:
 
 def over_time(found: list[Row], ranks: int, path: Path) -> None:
     """Draw loss against predicted time, a panel for each link."""
-    figure, all_axes = plt.subplots(2, 2, figsize=(12, 8.4), layout="constrained", sharey=True)
+    figure, all_axes = plt.subplots(2, 2, figsize=(13, 10), layout="constrained", sharey=True)
+    drawn = []
     for axes, (title, rate) in zip(all_axes.flat, LINKS.items(), strict=True):
         made = predicted(ranks, rate)
-        scatter(axes, found, [slowdown(row["method"], made, row["steps"]) for row in found], ceiling(found))
+        drawn.append(scatter(axes, found, [slowdown(r["method"], made, r["steps"]) for r in found], ceiling(found)))
         axes.set(xlabel="time, computation alone = 1", ylabel="loss, nats per byte", title=title)
     figure.suptitle(f"predicted for {PARAMS / 1e6:.0f} million parameters on {ranks} ranks; losses of the small model")
-    legend(figure, found)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    finish(figure, drawn, found, path)
 
 
 def draw(rows: list[Row], folder: Path) -> list[str]:
