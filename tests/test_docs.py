@@ -225,6 +225,7 @@ def test_the_readme_says_what_it_is_how_to_get_it_and_how_to_use_it_first() -> N
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == [
         "Install",
         "Under DDP, two ways",
+        "Between sites",
         "A pure loop",
         "Where it pays",
         "Methods",
