@@ -49,10 +49,13 @@ class Step(NamedTuple):
     """An update that says what it computes, so that an adapter can find kernels for a chain that holds it.
 
     rule: a NamedTuple of hyper-parameters; its type is the kind, such as `fn.transforms.adam.Adam`. run: the update.
+    check: what `run` refuses of its state, for whoever takes the step by kernels: (state, read) -> None, where `read`
+        returns a 0-d tensor where its number can be read. A step by kernels that forgot it would be taken in silence.
     """
 
     rule: Any
     run: UpdateFn
+    check: Callable[[Tree, Callable[[Tensor], Tensor]], None] | None = None
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return what the update returns."""

@@ -19,10 +19,10 @@ from fn.transforms.adam import scale_by_adam
 from fn.transforms.agreed import agreed
 from fn.transforms.average import average, compressed_average
 from fn.transforms.bases import in_basis, tiles
-from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.decay_and_lr import add_decayed_weights, check_rate, scale_by_learning_rate
 from fn.transforms.fragments import Fragments
 from fn.transforms.masking import partition
-from fn.transforms.momentum import trace
+from fn.transforms.momentum import check_weight, trace
 from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import Store, outer
 from fn.transforms.skip_nonfinite import skip_nonfinite
@@ -64,7 +64,7 @@ def diloco(
         on_skip="anchor" does.
     """
     adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
-    outer_tx = chain(trace(outer_momentum, nesterov), scale_by_learning_rate(outer_lr))
+    outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov)
     sync = _mean(axis, codec, feedback, servers)
     tx = outer(adamw, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip)
     return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
@@ -95,6 +95,7 @@ def local_sgd(
     Differs: what is averaged is the difference to the last mean, so that codes are of small numbers, and the mean of
         the params is off by rounding.
     """
+    check_weight("momentum", momentum)
     sgd = chain(trace(momentum), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     sync = _mean(axis, codec, feedback, servers)
     tx = outer(sgd, scale_by_learning_rate(1.0), sync, store=store, on_skip=on_skip)
@@ -146,6 +147,7 @@ def sparse_loco(
 
     adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     sync = in_basis(basis, mean)
+    check_rate(outer_lr, "outer_lr")
     tx = outer(adamw, scale_by_learning_rate(outer_lr), sync, fragments=fragments, store=store, on_skip=on_skip)
     return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
 
@@ -191,10 +193,17 @@ def muloco(
         "adamw": chain(scale_by_adam(b1, b2, eps), decay, rate),
     }
     inner = partition(kinds, lambda params: tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params))
-    outer_tx = chain(trace(outer_momentum, nesterov=True), scale_by_learning_rate(outer_lr))
+    outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov=True)
     sync = _mean(axis, codec, feedback, servers)
     tx = outer(inner, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip)
     return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
+
+
+def _outer_sgd(outer_lr: float | Tensor, outer_momentum: float, nesterov: bool) -> Transform:
+    """Return the optimizer of the anchor. Raises: TypeError or ValueError by the names of these arguments."""
+    check_weight("outer_momentum", outer_momentum)
+    check_rate(outer_lr, "outer_lr")
+    return chain(trace(outer_momentum, nesterov), scale_by_learning_rate(outer_lr))
 
 
 def _mean(axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, servers: bool) -> Transform:

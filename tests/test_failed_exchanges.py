@@ -92,3 +92,26 @@ def test_a_rank_that_is_killed_is_named_and_the_others_keep_their_local_steps(na
     found = ranks.outcomes(3, killed, name, delay)
     assert found[1] == ranks.Died(-signal.SIGKILL)
     assert found[0] == found[2] == ("PeerLost", (1,), True, 8)
+
+
+def killed_first(delay: int) -> tuple[str, tuple[int, ...], str, int]:
+    """Kill rank 1 before the first exchange of all."""
+    begins = 3 - delay
+    opt = take(build("diloco", schedule=fn.every(4, delay=delay)), *range(begins))
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        take(opt, begins)
+        opt.state_dict()  # waits for what is on its way
+    except RuntimeError as error:
+        ranks.stay()
+        return type(error).__name__, getattr(error, "lost", ()), str(error).rpartition("; ")[2], opt.steps
+    return "nothing", (), "", opt.steps
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_loss_before_the_first_exchange_is_named_and_the_message_says_that_the_local_step_counts(delay):
+    left = "parameters and state are as after the local step, which counts"
+    found = ranks.outcomes(3, killed_first, delay)
+    assert found[0] == found[2] == ("PeerLost", (1,), left, 4 - delay)

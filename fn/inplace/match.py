@@ -20,6 +20,7 @@ from fn import tree
 from fn.base import Guarded, Link, Phase, SideBySide, Step, Transform, UpdateFn, has_phase, links_of, name_of
 from fn.inplace import adam, lamb, outer, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds
+from fn.inplace.host_scalars import on_host
 from fn.inplace.links import Head, descent_of
 from fn.inplace.protocol import InPlace, together_in_place
 from fn.transforms.adam import Adam, OnebitAdam
@@ -92,8 +93,38 @@ def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace |
             return f"its guard watches {watched}, and fn.outer needs {outer.WATCHED[type(last.rule)]}"
         inner = links_of(last.rule.inner, (*links[-1].path, OuterState._fields.index("inner")))
         found = _of_links(update, [*links[:-1], *inner], (), known)
-        return found if isinstance(found, str) else outer.around(last.rule, links[-1], found)
-    return _of_links(update, links, watched, known)
+        found = found if isinstance(found, str) else outer.around(last.rule, links[-1], found)
+    else:
+        found = _of_links(update, links, watched, known)
+    return found if isinstance(found, str) else found._replace(stage=refusing(update, found.stage))
+
+
+def refusing(update: UpdateFn, run: Callable[[Tree, Tree, Tree], Any]) -> Callable[[Tree, Tree, Tree], Any]:
+    """Let another way to take the steps of an update, in place or compiled, refuse the states that its links refuse.
+
+    They say so in `Step.check`. Nothing is communicated before.
+    """
+    steps = [(link, link.update) for link in _links_in(update) if isinstance(link.update, Step)]
+    checks = [(link, step.check) for link, step in steps if step.check is not None]
+
+    def checked(updates: Tree, state: Tree, params: Tree) -> Any:
+        for link, check in checks:
+            check(link.state(state), on_host)
+        return run(updates, state, params)
+
+    return checked if checks else run
+
+
+def _links_in(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
+    """Return the links of an update, those inside of guards and of several trees, too."""
+    update = unwrap(update)
+    if isinstance(update, SideBySide):
+        return [link for i, inner in enumerate(update.updates) for link in _links_in(inner, (*path, i))]
+    if isinstance(update, Guarded):
+        return _links_in(update.inner, (*path, 0))  # 0: `inner` of the guard's state
+    links = links_of(update, path)
+    inside = [link for link in links if isinstance(unwrap(link.update), Guarded)]
+    return [link for link in links if link not in inside] + [x for link in inside for x in _links_in(*link)]
 
 
 def _of_links(

@@ -22,7 +22,6 @@ from fn.transforms.zero_one_adam import (
     VarianceStep,
     ZeroOneAdam,
     ZeroOneAdamState,
-    check_synchronised,
 )
 
 Tree = Any
@@ -40,8 +39,6 @@ def variance(
         return BEHIND
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], own: ZeroOneAdamState, reach: Reach) -> Sized:
-        check_synchronised(on_host(own.elapsed))
-
         def commit() -> None:
             params, _, _, anchor = lists
             own.peak.copy_(ops.direct("largest_magnitude", grads))

@@ -54,15 +54,15 @@ def check_decay(weight_decay: float) -> None:
         raise ValueError(expected("weight_decay", "a finite number of at least 0", f"{weight_decay}"))
 
 
-def check_rate(lr: float | Tensor) -> None:
+def check_rate(lr: float | Tensor, argument: str = "lr") -> None:
     """Refuse a learning rate that is not a number, negative, not finite, or a tensor with a dimension."""
     if isinstance(lr, Tensor):
         if lr.ndim:
-            raise ValueError(expected("lr", "a float or a 0-d tensor", f"a tensor of shape {tuple(lr.shape)}"))
+            raise ValueError(expected(argument, "a float or a 0-d tensor", f"a tensor of shape {tuple(lr.shape)}"))
         return
-    check_number("lr", lr)
+    check_number(argument, lr)
     if not 0 <= lr < math.inf:
-        raise ValueError(expected("lr", "a finite number of at least 0", f"{lr}"))
+        raise ValueError(expected(argument, "a finite number of at least 0", f"{lr}"))
 
 
 def scale_by_learning_rate(lr: float | Tensor) -> Transform:

@@ -20,6 +20,13 @@ class TraceState(NamedTuple):
     mu: Tree
 
 
+def check_weight(argument: str, value: Any) -> None:
+    """Refuse a weight of the past outside of [0, 1), by the name that its caller gave it."""
+    check_number(argument, value)
+    if not 0 <= value < 1:
+        raise ValueError(expected(argument, "a number in [0, 1)", f"{value}"))
+
+
 def trace(decay: float, nesterov: bool = False) -> Transform:
     """Add up the updates, those of the past decayed.
 
@@ -32,9 +39,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
     Paper: Polyak, Some methods of speeding up the convergence of iteration methods (1964); the form of
         `torch.optim.SGD` without dampening.
     """
-    check_number("decay", decay)
-    if not 0 <= decay < 1:
-        raise ValueError(expected("decay", "a number in [0, 1)", f"{decay}"))
+    check_weight("decay", decay)
     if not isinstance(nesterov, bool):
         raise TypeError(expected("nesterov", "True or False", f"{nesterov!r}"))
 

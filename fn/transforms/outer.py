@@ -297,7 +297,7 @@ def outer(
 
     alone = Step(OuterLocal(step_alone), local)
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
-    followed = Step(OuterWarmup(inner.warmup_update), warmup)
+    followed = Step(OuterWarmup(inner.warmup_update), warmup, lambda state, read: check_alike(read(state.alone)))
     return Transform(init, followed, rounds(Round(0, 0)), alone, needs, rounds)
 
 

@@ -230,7 +230,8 @@ def scale_by_zero_one_adam(
     frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # where nu stays as the last variance step left it
     plain = anchored and keep_zeros and not decay_in_momentum  # other forms are DeepSpeed's, or have no kernels
     hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay)
-    variance = Step(VarianceStep(hyper), warmup) if plain else warmup
+    of_kernels = Step(VarianceStep(hyper), warmup, lambda state, read: check_synchronised(read(state.elapsed)))
+    variance = of_kernels if plain else warmup
     if compress == "gradients":
         alone = missing(Phase.LOCAL, "0/1 Adam with compress='gradients'")
         return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen)

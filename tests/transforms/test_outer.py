@@ -414,6 +414,11 @@ BAD = {
     ).init(start()),
     "feedback: is given without a codec": lambda: fn.diloco(axis="data", feedback=fn.classic()),
     "decay: expected": lambda: fn.trace(1.0),
+    r"outer_momentum: expected a number in \[0, 1\)": lambda: fn.diloco(axis="data", outer_momentum=1.0),
+    "outer_momentum: expected a number": lambda: fn.muloco(axis="data", outer_momentum="0.9"),
+    "outer_lr: expected a finite number": lambda: fn.diloco(axis="data", outer_lr=-1.0),
+    "outer_lr: expected a finite": lambda: fn.sparse_loco(axis="data", outer_lr=float("inf")),
+    r"momentum: expected a number in \[0, 1\)": lambda: fn.local_sgd(axis="data", momentum=1.0),
     "nesterov: expected": lambda: fn.trace(0.9, nesterov=1),
     "inner: expected a transform with phases only": lambda: fn.sharded(fn.outer(sgd(), RATE, exact()), "data"),
     "schedule: is Every, which does not fit this optimizer; phase: .* has only WARMUP": lambda: fn.Optimizer(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from fn.adapters.optim.consistency import device_among
 from fn.adapters.optim.training import Training
@@ -33,6 +34,8 @@ def in_background(training: Training, job: Job) -> Callable[[], Any]:
         found = job()
         return lambda: found
     if training.background is None:
+        for axis in bound.values():  # new groups meet in the store, which waits for a lost rank till the time-out
+            dist.barrier(group_of(axis.transport))
         twins = {axis: bind_twin(axis, group_of(bound[axis].transport)).axes[axis] for axis in bound}
         training.background = CommunicationThread(Binding({**training.binding.axes, **twins}), device)
     thread: CommunicationThread = training.background

@@ -38,6 +38,10 @@ from fn.inplace.protocol import Staged
 from fn.schedules import FreezeWhenStable, Schedule, always_warm_up
 
 Tree = Any
+UNMOVED = "parameters and state are as before the step"
+LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
+"""What a loss leaves, in a step and in the exchange of a round behind its local step."""
+
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
 
@@ -227,7 +231,7 @@ class Optimizer(torch.optim.Optimizer):
         training.scale = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         phase, problem, skipped = training.phase, training.follow_groups(), training.skipped
         shared = {axis: wire for axis, wire in training.transports.items() if training.binding.axes[axis].size > 1}
-        with in_turn(shared), training.binding, raising_peer_lost(training.transports):
+        with in_turn(shared), training.binding, raising_peer_lost(training.transports, left=UNMOVED):
             early, changed = None, None
             if isinstance(phase, Phase) and training.ahead is not None:
                 early, changed = training.ahead(phase)
@@ -239,7 +243,7 @@ class Optimizer(torch.optim.Optimizer):
                 write(training, phase.phase, early)
         count(training, phase, skipped)
         if isinstance(phase, Round) and phase != Round():
-            with in_turn(shared), training.binding, raising_peer_lost(training.transports):
+            with in_turn(shared), training.binding, raising_peer_lost(training.transports, left=LOCAL_STEP_TAKEN):
                 exchange(training, phase)
         warn_of_jumps(training, phase)
         if phase.phase is not Phase.LOCAL and is_due(training.skipped_in_a_row):

@@ -39,7 +39,7 @@ from fn.base import NewParams, Part, Phase, Round, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
 from fn.errors import expected
 from fn.inplace.element_order import as_shaped, in_order
-from fn.inplace.match import in_place, same_links
+from fn.inplace.match import in_place, refusing, same_links
 from fn.inplace.protocol import InPlace, Staged
 from fn.schedules import FreezeWhenStable
 
@@ -73,7 +73,7 @@ def update_of(training: Training, phase: Phase | Part) -> Update:
             return update_of(training, alone)  # compiled once for all rounds
         clip = clipping(phase.phase, training.max_norm, next(iter(training.axes), None), training.states)
         donated = donate(checked(pure))
-        donated = compile_update(donated) if training.compile else donated
+        donated = refusing(pure, compile_update(donated)) if training.compile else donated
         matched, known = in_place(pure, training.bounds), training.bounds
         updates = pure.updates if isinstance(pure, SideBySide) else ()
         groups = [in_place(update, known.setdefault(i, {})) for i, update in enumerate(updates)]

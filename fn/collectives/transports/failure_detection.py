@@ -48,7 +48,8 @@ def remember(group: dist.ProcessGroup) -> str:
 def is_loss(error: BaseException) -> bool:
     """Return whether an error says that a peer is gone or silent, as gloo, NCCL and the stores word it."""
     closed = "Connection closed", "Connection reset", "Broken pipe", "pair closure"
-    words = ("gloo/transport", *closed, "Timed out", "timed out")
+    of_stores = "Wait timeout", "wait timeout"
+    words = ("gloo/transport", *closed, "Timed out", "timed out", *of_stores)
     if isinstance(error, PeerLost) or not isinstance(error, RuntimeError):
         return False
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
@@ -66,8 +67,8 @@ def peer_lost(error: BaseException, collective: str, axis: str | None, transport
         who += f", perhaps rank {', '.join(map(str, silent))}, which runs but does something else"
     store = "" if has_store else "; the key-value store, which rank 0 or its launcher hosts, does not answer either"
     message = (
-        f"{who}, noticed in {collective} by rank {'?' if rank is None else rank}{store}; parameters and state are as "
-        f"before the step; end this process and resume from the last checkpoint (torchrun --max-restarts does); "
+        f"{who}, noticed in {collective} by rank {'?' if rank is None else rank}{store}; end this "
+        f"process and resume from the last checkpoint (torchrun --max-restarts does); "
         f"if no rank failed, some had fewer batches: drop the last ones, so that all take as many steps; or they were "
         f"in other phases: a schedule may depend on the step only, and a checkpoint is loaded on all ranks; "
         f"the backend says: {error}"
@@ -76,13 +77,16 @@ def peer_lost(error: BaseException, collective: str, axis: str | None, transport
 
 
 @contextmanager
-def raising_peer_lost(wires: Mapping[str, str], others: Iterable[str] = (), *, where: str = "a step") -> Iterator[None]:
+def raising_peer_lost(
+    wires: Mapping[str, str], others: Iterable[str] = (), *, where: str = "a step", left: str = ""
+) -> Iterator[None]:
     """Raise `PeerLost` for a loss inside that no collective has named: those of compiled graphs.
 
     After a loss on one of the axes this rank is not heard of on the others either.
 
     Args: wires: axis -> transport, the first of which is named. others: further transports on which it falls silent.
-        where: what the message says it was noticed in.
+        where: what the message says it was noticed in. left: what the message ends with: how a loss leaves parameters
+            and state, which a collective cannot know. "": nothing, for whoever surrounds this may know.
     """
     try:
         if PROGRESS is not None:
@@ -95,10 +99,13 @@ def raising_peer_lost(wires: Mapping[str, str], others: Iterable[str] = (), *, w
             raise
         for transport in {*wires.values(), *others}:
             abort_connections(transport)
-        if isinstance(error, PeerLost):
-            raise
         axis = next(iter(wires), None)
-        raise peer_lost(error, where, axis, "" if axis is None else wires[axis]) from error
+        known = isinstance(error, PeerLost)
+        lost = error if known else peer_lost(error, where, axis, "" if axis is None else wires[axis])
+        lost.args = (f"{lost}; {left}" if left else str(lost),)
+        if known:
+            raise
+        raise lost from error
 
 
 def abort_connections(transport: str) -> None:

@@ -346,3 +346,32 @@ def test_a_schedule_of_rounds_is_refused_where_there_are_no_local_steps():
 def test_a_round_that_is_none_is_refused_by_name():
     with pytest.raises(ValueError, match=r"phase.begin: expected the number of a fragment"):
         fn.Optimizer([torch.nn.Parameter(torch.ones(2))], fn.adamw, schedule=lambda step: Round(-1))
+
+
+def order_of_phases(*phases: Any) -> Any:
+    """Return a schedule that gives these phases, and the last one from then on."""
+    return lambda step: phases[min(step, len(phases) - 1)]
+
+
+@pytest.mark.parametrize(
+    ("make", "compiled"),
+    [
+        *((make, False) for make in (fn.diloco, fn.local_sgd, fn.sparse_loco, fn.muloco, fn.zero_one_adam)),
+        pytest.param(fn.diloco, True, marks=pytest.mark.reliability),
+    ],
+)
+def test_a_warm_up_step_behind_local_steps_is_refused_however_steps_are_taken(make, compiled):
+    """In place, compiled or link by link: ranks that stepped alone would otherwise stay apart for good."""
+    param = torch.nn.Parameter(torch.ones(8, 8))
+    schedule = order_of_phases(Phase.WARMUP, Phase.LOCAL, Phase.WARMUP)
+    opt = fn.Optimizer([param], partial(make, axis="data"), schedule=schedule, lr=0.01, compile=compiled)
+    for _ in range(2):
+        param.grad = torch.ones_like(param)
+        opt.step()
+    before, state = param.detach().clone(), [x.clone() for x in tree.leaves(opt.states)]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"phase: expected (LOCAL|COMPRESSED) .*, but got WARMUP"):
+            opt.step()
+        assert torch.equal(param, before)
+        assert all(map(torch.equal, tree.leaves(opt.states), state))
+        assert opt.steps == 2
