@@ -115,8 +115,7 @@ def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block
 
     Args:
         lazy: let `initial_errors` choose the form in which the codec's kernels are fastest (`LazyError` for signs).
-            The numbers are the same; False keeps errors as vectors that can be looked at, and lets 1-bit Adam behind
-            `fn.Optimizer` on a CPU hold no second error while a step waits for other ranks.
+            The numbers are the same; False keeps errors as vectors that can be looked at.
         store: what the error is kept as between steps: None as it is, `torch.bfloat16` in 2 bytes per element,
             `torch.int8` in 1 + 4 / block bytes. Choose one where memory is short; the price is a few passes over
             temporary vectors, and differences below the store's resolution are forgotten.

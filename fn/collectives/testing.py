@@ -280,23 +280,4 @@ def _averages(codec: Codec) -> str | None:
     padded = [F.pad(t, (0, 2 * w - len(t))).view(2, w) for t, w in zip(formed, segments.widths, strict=True)]
     expected = encode(half._replace(fused=None), classic(), torch.cat(padded, 1), error)
     found = fused.averages(mu, grads, 0.9, error=error, rows=2)
-    if _unequal(found, expected):
-        return "the kernel `averages` is not encode of the moving averages"
-    if fused.later is None:
-        return None
-    if _unequal(fused.later.averages(mu, grads, 0.9, error=error, rows=2)[0], expected[0]):
-        return "the kernel `later.averages` does not give the payload of `averages`"
-    return _served_later(segmented(codec, segments.row(torch.tensor(0, device="cpu"))), segments.row_length)
-
-
-def _served_later(half: Codec, n: int) -> str | None:
-    fused = half.fused(classic().rule) if half.fused is not None else None
-    assert fused is not None
-    assert fused.serve is not None
-    assert fused.later is not None
-    received, error = half.encode(_numbers(3, n, seed=1)), _numbers(n, seed=2)
-    expected = fused.serve(received, error.clone())
-    mean = fused.later.serve(received, error)
-    fused.later.keep(received, error, mean)
-    same = not _unequal((mean, error), expected)
-    return None if same else "the kernels `later.serve` and `later.keep` are not `serve`"
+    return "the kernel `averages` is not encode of the moving averages" if _unequal(found, expected) else None

@@ -14,10 +14,18 @@ from torch import Tensor
 from fn import tree
 from fn.base import Step, UpdateFn, links_of
 from fn.collectives import messages
-from fn.collectives.codecs.codec import PendingError, segmented
+from fn.collectives.codecs.codec import segmented
 from fn.collectives.codecs.segments import Segments
 from fn.collectives.codecs.sign import SignPayload
-from fn.collectives.compressed import ErrorFeedbackState, check_no_server, encode
+from fn.collectives.compressed import (
+    ErrorFeedbackState,
+    check_no_server,
+    encode,
+    for_rows,
+    fused_with,
+    settle,
+    through_servers,
+)
 from fn.collectives.hierarchy import (
     Hop,
     compressed_all_reduce,
@@ -27,9 +35,8 @@ from fn.collectives.hierarchy import (
     reduce_exactly,
     row_count,
 )
-from fn.collectives.profiling import step_range
-from fn.inplace.compressed import EncodeAverages, Serve, encode_averages, successor, through_servers_later
-from fn.inplace.memory import written_into
+from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
+from fn.inplace.memory import successor, written_into
 from fn.kernels import ops
 from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
@@ -40,23 +47,17 @@ Tree = Any
 
 
 class BucketMean(NamedTuple):
-    """The mean of a bucket: as its codes, as those of all ranks, or as a vector (n,).
-
-    keep: write the errors, but a worker's that is formed from `sent` with the step.
-    """
+    """The mean of a bucket: as its codes, as those of all ranks, or as a vector (n,). keep: write the errors."""
 
     bucket: Bucket
     mean: SignPayload | Tensor
     keep: Callable[[], None]
-    sent: PendingError | None = None
 
 
 class CodedMean(NamedTuple):
-    """A mean that all ranks have, not written yet. grads, decay: of the averages, where a bucket has `sent`."""
+    """A mean that all ranks have, not written yet; until then the next errors are kept beside the old ones."""
 
     buckets: list[BucketMean]
-    grads: Sequence[Tensor] = ()
-    decay: float = 0.0
 
     @property
     def numbers(self) -> list[Tensor]:
@@ -71,12 +72,12 @@ class CodedMean(NamedTuple):
         self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], tail: Sequence[float], *,
         factor: float = 1.0, keep_zeros: bool = True, copies: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
-        """Write factor times the mean into mu, and take the step of `onebit_adam_` from it; errors too, from `sent`.
+        """Write factor times the mean into mu, and take the step of `onebit_adam_` from it.
 
         Args: tail: eps, weight decay, learning rate and the weights of the moments. keep_zeros: must be true where the
-            mean is no codes. copies: tensors into which the new params are copied, or none; not with `sent`.
+            mean is no codes. copies: tensors into which the new params are copied, or none.
         """
-        for bucket, mean, _, sent in self.buckets:
+        for bucket, mean, _ in self.buckets:
             p, m, v = lists = [[t[i] for i in bucket.leaf_indices] for t in (params, mu, nu)]
             too = [copies[i] for i in bucket.leaf_indices] if copies else []
             with step_range("decode and apply"):
@@ -84,13 +85,8 @@ class CodedMean(NamedTuple):
                     rows = bucket.segments.valid.shape[0]
                     scales, bits = (t.unflatten(0, (rows, -1)) for t in mean)
                     codes = bits, scales if factor == 1 else scales * factor
-                    if sent is not None:
-                        feedback = [self.grads[i] for i in bucket.leaf_indices], self.decay, sent.error, sent.scales
-                        rule = *codes, sent.valid, sent.runs, *tail, keep_zeros
-                        ops.direct("onebit_adam_feedback_", *lists, *feedback, *rule)
-                    else:
-                        place = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
-                        ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros, too)
+                    place = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
+                    ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros, too)
                 else:
                     layouts.split_into(m, mean if factor == 1 else mean.mul_(factor), bucket)
                     ops.direct("adamw_", p, m, m, v, 0.0, 0.0, *tail, True)
@@ -98,7 +94,7 @@ class CodedMean(NamedTuple):
                         torch._foreach_copy_(too, p)
 
     def keep(self) -> None:
-        """Write the errors that are not written with the step."""
+        """Write the errors."""
         for each in self.buckets:
             each.keep()
 
@@ -108,21 +104,25 @@ def _valid_on(segments: Segments, device: torch.device) -> Tensor:
     return segments.valid.to(device)
 
 
+@cached_plan
+def _like(segments: Segments) -> Tensor:
+    """Return what has the shape of rows of these segments."""
+    return torch.empty((segments.valid.shape[0], segments.row_length), device="meta")
+
+
 class BucketPlan(NamedTuple):
     """What the mean of a bucket needs in every step.
 
-    errors: a worker's and a server's. worker: the worker's at the last hop. segments: of the rows there. parts: what
-    is averaged exactly before, a bucket at a time. encode: of moving averages, None where the codes are not signs by
-    tensor. serve: None without servers.
+    errors: a worker's and a server's. ends: those of the last hop. segments: of the rows there. parts: what is averaged
+    exactly before, a bucket at a time. averages: of `Fused`, None where the codes are not signs by tensor.
     """
 
     bucket: Bucket
     errors: tuple[Tree, Tree]
-    worker: Tree
+    ends: tuple[Tree, Tree]
     segments: Segments
     parts: list[Bucket]
-    encode: EncodeAverages | None
-    serve: Serve | None
+    averages: Callable[..., tuple[Tree, Tree]] | None
 
 
 class CodedAverage(NamedTuple):
@@ -140,27 +140,35 @@ class CodedAverage(NamedTuple):
         """Return what each vector that travels needs, planned once for a state."""
         if self.plans and self.plans[0][0] is sync:
             return self.plans[0][1]
-        axis, codec, feedback = self.last
-        servers = self.rule.servers
+        codec, servers = self.last.codec, self.rule.servers
         rows, found = row_count(self.rule.axis, servers=servers), []
         buckets = layouts.buckets(leaves, rows, codec.align, self.rule.layout)
         for bucket, e, d in zip(buckets, sync.worker, sync.server, strict=True):
             at = levels(bucket.segments, self.rule.axis, servers=servers)[-1]
             assert at is not None
-            worker, server = (e[-1], d[-1]) if self.inner else (e, d)
+            ends = (e[-1], d[-1]) if self.inner else (e, d)
             if not servers:
-                check_no_server(server)
+                check_no_server(ends[1])
             by_tensor = not bucket.fused and (servers or not self.inner)
-            signs = encode_averages(codec, feedback, at, worker, server, servers=servers) if by_tensor else None
-            serve = through_servers_later(server, axis, codec, feedback, segments=at) if servers else None
+            averages = self._averages(at, *ends) if by_tensor else None
             parts = layouts.parts(bucket) if self.inner else [bucket]
-            found.append(BucketPlan(bucket, (e, d), worker, at, parts, signs, serve))
+            found.append(BucketPlan(bucket, (e, d), ends, at, parts, averages))
         self.plans[:] = [(sync, found)]
         return found
 
+    def _averages(self, segments: Segments, worker: Tree, server: Tree) -> Callable[..., tuple[Tree, Tree]] | None:
+        """Return `Fused.averages`; None if it or, with servers, theirs is missing, or not for errors like these."""
+        fused = fused_with(for_rows(self.last.codec, segments), self.last.feedback)
+        rows = _like(segments)
+        if fused is None or not fused.accepts(rows, worker):
+            return None
+        if self.rule.servers and (fused.serve is None or not fused.accepts(rows[:1], server)):
+            return None
+        return fused.averages
+
     def in_signs(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> bool:
         """Return whether all codes are signs by tensor."""
-        return all(plan.encode is not None for plan in self.plan(leaves, sync))
+        return all(plan.averages is not None for plan in self.plan(leaves, sync))
 
     def average_rows(
         self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor]
@@ -168,16 +176,14 @@ class CodedAverage(NamedTuple):
         """Average vectors that are formed for this and may be overwritten. rows: bucket -> (n,)."""
         found = []
         for plan in self.plan(leaves, sync):
-            if plan.encode is None:
+            if plan.averages is None:
                 found.append(self._of_vector(plan, rows(plan.bucket)))
                 continue
-            at, e = plan.segments, plan.worker
-            size = at.valid.shape[0]
+            at, size = plan.segments, plan.segments.valid.shape[0]
             x = reduce_exactly(map(rows, plan.parts), self.inner, size) if self.inner else rows(plan.bucket)
-            payload, after = encode(
-                segmented(self.last.codec, at), self.last.feedback, x.view(size, -1), e, consume=True
-            )
-            found.append(self._of_codes(plan, payload, successor(e, after)))
+            codec, feedback = segmented(self.last.codec, at), self.last.feedback
+            payload, worker = encode(codec, feedback, x.view(size, -1), plan.ends[0], consume=True)
+            found.append(self._of_codes(plan, payload, worker))
         return CodedMean(found)
 
     def average_moments(
@@ -188,12 +194,20 @@ class CodedAverage(NamedTuple):
             return self.average_rows(mu, sync, lambda bucket: moving_averages(mu, grads, decay, bucket))
         found = []
         for plan in self.plan(mu, sync):
-            if plan.encode is None:
+            if plan.averages is None:
                 found.append(self._of_vector(plan, moving_averages(mu, grads, decay, plan.bucket)))
-            else:
-                lists = [mu[i] for i in plan.bucket.leaf_indices], [grads[i] for i in plan.bucket.leaf_indices]
-                found.append(self._of_codes(plan, *plan.encode(*lists, decay)))
-        return CodedMean(found, grads, decay)
+                continue
+            lists = [mu[i] for i in plan.bucket.leaf_indices], [grads[i] for i in plan.bucket.leaf_indices]
+            rows = plan.segments.valid.shape[0]
+            with step_range("encode"):
+                payload, worker = plan.averages(*lists, decay, error=plan.ends[0], rows=rows)
+            if observed():  # the whole difference is the error, so what was encoded is the sum of the two
+                codec = for_rows(self.last.codec, plan.segments)
+                kept = settle(codec, self.last.feedback, worker, _like(plan.segments))
+                observe_kept(kept)
+                observe_loss(codec.decode(payload).reshape(-1).add_(kept), kept)
+            found.append(self._of_codes(plan, payload, worker))
+        return CodedMean(found)
 
     def _of_vector(self, plan: BucketPlan, x: Tensor) -> BucketMean:
         """Average x (n,), which may be overwritten."""
@@ -203,20 +217,16 @@ class CodedAverage(NamedTuple):
         )
         return BucketMean(plan.bucket, mean, successor(plan.errors, after))
 
-    def _of_codes(
-        self, plan: BucketPlan, payload: Tree, keep_worker: Callable[[], None], sent: PendingError | None = None
-    ) -> BucketMean:
-        """Average what is encoded."""
-        if plan.serve is None:
-            return BucketMean(plan.bucket, messages.gather(payload, self.last.axis), keep_worker, sent)
-        gathered, keep_server = plan.serve(payload)
-
-        def keep() -> None:
-            keep_worker()
-            keep_server()
-
-        gathered = gather_codes(gathered, self.inner) if self.inner else gathered
-        return BucketMean(plan.bucket, gathered, keep, sent)
+    def _of_codes(self, plan: BucketPlan, payload: Tree, worker: Tree) -> BucketMean:
+        """Average what is encoded. worker: the next error."""
+        axis, codec, feedback = self.last
+        server = plan.ends[1]
+        if self.rule.servers:
+            payload, server = through_servers(payload, server, axis, codec, feedback, segments=plan.segments)
+            payload = gather_codes(payload, self.inner) if self.inner else payload
+        else:
+            payload = messages.gather(payload, axis)
+        return BucketMean(plan.bucket, payload, successor(plan.ends, (worker, server)))
 
 
 class PureAverage(NamedTuple):

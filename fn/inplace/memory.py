@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 
 Tree = Any
@@ -39,6 +40,29 @@ def written_into(old: Tree, new: Tree) -> Callable[[], None]:
     def write() -> None:
         for o, n in pairs:
             _at_least_1d(o).copy_(_at_least_1d(n))
+
+    return write
+
+
+def successor(old: Tree, new: Tree) -> Callable[[], None]:
+    """Return what lets a state be the next one, by giving its tensors the memory of the new ones.
+
+    Raises: ValueError now, before anything is written, if structure, a shape or a dtype differs.
+    """
+    olds, structure = tree.flatten(old)
+    news, found = tree.flatten(new)
+    if structure != found:
+        wanted = f"an update to keep the trees of init, with the leaves {tree.paths(old)}"
+        raise ValueError(expected("state", wanted, f"{tree.paths(new)}"))
+    for o, n in zip(olds, news, strict=True):
+        if o.shape != n.shape or o.dtype != n.dtype:
+            wanted = f"an update to keep the dtype and the shape of init, {o.dtype} {tuple(o.shape)}"
+            raise ValueError(expected("state", wanted, f"{n.dtype} {tuple(n.shape)}"))
+
+    def write() -> None:
+        for o, n in zip(olds, news, strict=True):
+            if o is not n:
+                o.set_(n)
 
     return write
 

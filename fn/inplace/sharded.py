@@ -12,8 +12,8 @@ from fn.base import Link, Step, UpdateFn, links_of
 from fn.collectives.axis import axis_index, axis_size
 from fn.inplace.adam import count_step, kernel_args
 from fn.inplace.bounds import MOVE, SMALLEST, Bounds
-from fn.inplace.compressed import successor
 from fn.inplace.links import Descent, Head, descent_of
+from fn.inplace.memory import successor
 from fn.inplace.protocol import InPlace, Staged, has_kernel
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete

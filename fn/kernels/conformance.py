@@ -248,13 +248,6 @@ def arguments(
             integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), numbers(wide, 2, n),
             scales(2, segments), *place,
         ),
-        "serve_signs": lambda: (
-            integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), numbers(wide, 2, n), *place,
-        ),
-        "serve_feedback_": lambda: (
-            numbers(wide, 2, n), integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments),
-            scales(2, segments), *place,
-        ),
         "sign_decode": lambda: (integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *place),
         "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), *place),
         "direction": lambda: (numbers(wide, 2, n), numbers(wide, 2, n).clamp(min=0), 1e-8),
@@ -266,7 +259,6 @@ def arguments(
         "momentum_encode": lambda: (
             tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *each,
         ),
-        "momentum_signs": lambda: (tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), *each),
         "momentum_rows": lambda: (
             tensors(), leaves(), 0.9, scales(segments) if strided else None, 2, each[1],
         ),
@@ -276,11 +268,6 @@ def arguments(
         "onebit_adam_": lambda: (
             leaves(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
             scales(2, 1 + 2 * frozen, segments), *each, *descent, True, leaves() if strided else [],
-        ),
-        "onebit_adam_feedback_": lambda: (
-            leaves(), tensors(), tensors(min=0.0), leaves(), 0.9, numbers(wide, 2, n).contiguous(),
-            scales(2, segments), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
-            scales(2, 1 + 2 * frozen, segments), *each, *descent, frozen,
         ),
         "adamw_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
         "lamb_moments_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, 1e-6, 0.01),

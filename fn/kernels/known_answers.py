@@ -77,13 +77,6 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "sign_serve": lambda: [
         (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])
     ],
-    "serve_signs": lambda: [
-        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, n), _valid(), _each(n)) for n in (_N, _WHOLE)
-    ],
-    "serve_feedback_": lambda: [
-        (_wave(2, n), _bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _S).abs(), _valid(), _each(n))
-        for n in (_N, _WHOLE)
-    ],
     "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*RUNS])],
     "sign_decode_mean": lambda: [
         (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), _each(n)) for n in (_N, _WHOLE)
@@ -98,9 +91,6 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "momentum_encode": lambda: [
         (*_momentum()[:2], 0.9, _wave(2, n, seed=2), _wave(2, _S).abs(), _valid(), _each(n)) for n in (_N, _WHOLE)
     ],
-    "momentum_signs": lambda: [
-        (*_momentum()[:2], decay, _wave(2, n, seed=2), _valid(), _each(n)) for decay, n in ((0.9, _N), (0.2, _WHOLE))
-    ],
     "momentum_rows": lambda: [
         (*_momentum()[:2], decay, factors, 2, _each(n))
         for decay, factors, n in ((0.9, None, _N), (0.2, _wave(_S), _WHOLE))
@@ -112,13 +102,6 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
             3e-2, 0.1, 1e-2, 0.5, 0.25, keep, _momentum()[0] if ranks > 1 or not keep else [],
         )
         for keep, ranks, n in ((True, 1, _N), (False, 1, _WHOLE), (True, 3, _WHOLE))
-    ],
-    "onebit_adam_feedback_": lambda: [
-        (
-            *_momentum(keep), _momentum()[0], decay, _wave(2, n, seed=4), _wave(2, _S, seed=2).abs(),
-            _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), _each(n), 3e-2, 0.1, 1e-2, 0.5, 0.25, keep,
-        )
-        for keep, decay, ranks, n in ((True, 0.9, 1, _N), (False, 0.2, 1, _WHOLE), (True, 0.9, 3, _WHOLE))
     ],
     "adamw_": lambda: [
         (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25, frozen)

@@ -18,8 +18,6 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "sign_residual": f"(Tensor b, Tensor scales, {_PLACE}) -> Tensor",
         "sign_residual_": f"(Tensor(a!) b, Tensor scales, {_PLACE}) -> ()",
         "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
-        "serve_signs": f"(Tensor bits, Tensor scales, Tensor buffer, {_PLACE}) -> (Tensor, Tensor)",
-        "serve_feedback_": f"(Tensor(a!) buffer, Tensor bits, Tensor scales, Tensor sent, {_PLACE}) -> ()",
         "sign_decode": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
         "sign_decode_mean": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
         "direction": "(Tensor x, Tensor nu, float eps) -> (Tensor, Tensor)",
@@ -30,14 +28,11 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "dequantize_mean": f"(Tensor codes, Tensor scales, {_PLACE}, int width) -> Tensor",
         "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_PLACE}) -> "
         "(Tensor, Tensor, Tensor)",
-        "momentum_signs": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, {_PLACE}) -> (Tensor, Tensor)",
         "momentum_rows": "(Tensor[] mu, Tensor[] grads, float decay, Tensor? factors, int rows, int[] runs) -> Tensor",
         "drift": "(Tensor[] params, Tensor[] anchors, Tensor[] mu, Tensor[] grads, Tensor[] nu, float decay, "
         "float eps, float lr, int rows, int[] runs) -> Tensor",
         "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_PLACE}, "
         f"{_DESCENT}, bool keep_zeros, Tensor(c!)[] copies) -> ()",
-        "onebit_adam_feedback_": "(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor[] grads, float decay, "
-        f"Tensor(c!) buffer, Tensor sent, Tensor bits, Tensor scales, {_PLACE}, {_DESCENT}, bool keep_zeros) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
         f"{_DESCENT}, bool frozen) -> ()",
         "lamb_moments_": "(Tensor[] params, Tensor[] grads, Tensor(a!)[] mu, Tensor(b!)[] nu, float b1, float b2, "

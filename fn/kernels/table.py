@@ -177,11 +177,6 @@ def warm(ops: Iterable[str], device_type: str) -> None:
         cells(op, device_type)
 
 
-def have_kernels(ops: Iterable[str], device_type: str) -> bool:
-    """Return whether a device has accepted kernels of its own for all of these ops."""
-    return all(cells(op, device_type) for op in ops)
-
-
 def _accept(op: str, device_type: str) -> tuple[Cell, ...]:
     key = op, device_type
     with _lock:  # a thread that comes second must not go on with the reference: its rank would round otherwise

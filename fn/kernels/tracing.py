@@ -38,14 +38,6 @@ PLANS = 4096
 time: where a model has more than are kept, none is found again, and on a device each is copied there anew."""
 
 
-def eager_plan(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Return a function that plans once, as `cached_plan`, for callers that no tracer looks at."""
-    if torch.compiler.is_compiling():
-        return make
-    kept: Callable[_Args, _Result] = lru_cache(maxsize=PLANS)(make)  # type: ignore[assignment]
-    return kept
-
-
 def cached_plan(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """Return a function that plans a step from hashable arguments once, so that the next step finds the plan.
 
@@ -54,7 +46,7 @@ def cached_plan(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     """
     if torch.compiler.is_compiling():  # a plan within a plan
         return make
-    kept = eager_plan(make)
+    kept: Callable[_Args, _Result] = lru_cache(maxsize=PLANS)(make)  # type: ignore[assignment]
 
     @wraps(make)
     def get(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:

@@ -119,16 +119,6 @@ def another_decay():
     return segmented
 
 
-def another_error_later():
-    def segmented(segments):
-        half = fn.sign().segmented(segments)
-        found = half.fused(classic().rule)
-        other = found._replace(later=found.later._replace(keep=lambda received, error, mean: error.zero_()))
-        return half._replace(fused=lambda rule: other if isinstance(rule, Classic) else None)
-
-    return segmented
-
-
 def keeps_the_last_to_itself(x):
     payload = CODEC.encode(x)
     return payload[0], torch.cat([payload[1][:, :-1], torch.zeros_like(payload[1][:, -1:])], 1)
@@ -154,7 +144,6 @@ BROKEN = {
     "not the mean of": fn.int8()._replace(decode_mean=lambda p: fn.int8().decode(p).sum(0)),
     "not what was sent": fn.sign()._replace(fused=another_scale),
     "`averages` is not": fn.sign()._replace(segmented=another_decay()),
-    "`later.keep` are not": fn.sign()._replace(segmented=another_error_later()),
     "the kernel for": fn.int8()._replace(fused=another_beta),
     "segmented` is another codec": fn.int8()._replace(segmented=fn.int8(64).segmented),
     "compiled it differs": CODEC._replace(decode=lambda p: p[0] * p[1] * (1 + torch.compiler.is_compiling())),

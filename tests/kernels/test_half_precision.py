@@ -13,10 +13,8 @@ from fn.kernels.ops import REFERENCES
 
 OF_MODEL = {
     "momentum_encode": (1,),
-    "momentum_signs": (1,),
     "drift": (0, 3),
     "onebit_adam_": (0, -1),
-    "onebit_adam_feedback_": (0, 3),
     "adamw_": (0, 1),
     "lamb_moments_": (0, 1),
     "onebit_lamb_moments_": (0,),

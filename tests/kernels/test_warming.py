@@ -19,7 +19,6 @@ SEEN = {
     "momentum_encode": {(FULL, HALF)},
     "largest_magnitude": {(HALF,)},
     "onebit_adam_": {(HALF, FULL, FULL), (FULL, FULL, FULL, HALF)},
-    "onebit_adam_feedback_": {(HALF, FULL, FULL, FULL), (HALF, FULL, FULL, HALF)},
     "lamb_step_": {(HALF, FULL, FULL)},
     "sign_encode": set(),
     "adamw_into_": set(),

@@ -66,12 +66,9 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
         valid, runs = rows(count)
         place, n, segments = (valid, runs), sum(runs[1::2]), len(runs) // 2
         error, sent = torch.randn((count, n), generator=draw), torch.rand((count, segments), generator=draw)
-        both = tensors(), tensors(dtype), 0.9, error
         message = codes(count, messages, runs)
-        yield "momentum_signs", (*both, *place)
-        yield "momentum_encode", (*both, sent, *place)
+        yield "momentum_encode", (tensors(), tensors(dtype), 0.9, error, sent, *place)
         step = tensors(dtype), tensors(), tensors(min=0.0)
-        yield "onebit_adam_feedback_", (*step, tensors(dtype), 0.2, error, sent, *message, *place, *DESCENT, count > 1)
         copies = tensors(torch.float16 if dtype == torch.float32 else dtype) if count > 1 else []
         yield "onebit_adam_", (*step, *message, *place, *DESCENT, True, copies)
         yield "momentum_rows", (tensors(), tensors(dtype), 0.2, sent[0] if count > 1 else None, count, runs)
@@ -156,7 +153,7 @@ def check_special_numbers() -> None:
     lists = params, [special], torch.ones(1), mu, nu, [torch.rand(6)]
     compare("onebit_lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1, True))
     valid, runs = rows(1, [(6,)])
-    compare("momentum_signs", (mu, [special], 0.0, torch.zeros(1, 8), valid, runs))
+    compare("momentum_encode", (mu, [special], 0.0, torch.zeros(1, 8), torch.zeros(1, 1), valid, runs))
 
 
 def check_whole_blocks() -> None:
@@ -168,7 +165,7 @@ def check_whole_blocks() -> None:
         compare("lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1))
     valid, runs = rows(2, shapes)
     error = torch.randn((2, sum(runs[1::2])), generator=draw)
-    compare("momentum_signs", (lists[2], lists[1], 0.9, error, valid, runs))
+    compare("momentum_encode", (lists[2], lists[1], 0.9, error, torch.rand(2, 1, generator=draw), valid, runs))
     half = [[x.view(2, 2, -1).transpose(0, 1)] for (x,) in lists]  # dense, and in no usual order
     compare("adamw_", (*half, 0.9, 0.99, *DESCENT, False), torch.clone)
 

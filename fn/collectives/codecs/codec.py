@@ -28,34 +28,6 @@ from fn.kernels.tracing import is_concrete, pooled
 Tree = Any
 
 
-class PendingError(NamedTuple):
-    """What a kernel writes the next error over an error from: error (R, n), the scales (R, S) that were sent, place."""
-
-    error: Tensor
-    scales: Tensor
-    valid: Tensor
-    runs: list[int]
-
-
-class DeferredFeedback(NamedTuple):
-    """Deferred error feedback: send the codes now, recompute and store the error when the step commits.
-
-    A step that other ranks can still break must not change the errors. What was encoded is computed a second time,
-    instead of being kept, so that no second error is held while the step waits. For errors that are vectors.
-
-    accepts: error -> whether it is a vector on a device that has kernels for this.
-    averages: (mu, grads, decay, error=, rows=R) -> payload of `Fused.averages`, and what its next error is formed from
-        by the kernel that takes the step.
-    serve: (payload of W rows, error) -> payload of their mean.
-    keep: (payload of W rows, error, payload of their mean): write the next error of `serve` over the error.
-    """
-
-    accepts: Callable[[Tree], bool]
-    averages: Callable[..., tuple[Tree, PendingError]]
-    serve: Callable[[Tree, Tensor], Tree]
-    keep: Callable[[Tree, Tensor, Tree], None]
-
-
 class Fused(NamedTuple):
     """A codec and a feedback in one kernel. What it computes is what the two compute one after the other.
 
@@ -67,7 +39,6 @@ class Fused(NamedTuple):
     serve: (payload of W rows, error) -> payload of their mean, one row, and the next error. None: in two steps.
     averages: (mu, grads, decay, error=, rows=R) -> payload, next error: encode of the moving averages
         decay * mu + (1 - decay) * grad of the tensors that are the segments. None: they are formed first.
-    later: `averages` and `serve` in two passes, where they are not None. None: not possible.
     """
 
     init: Callable[[Tensor], Tree]
@@ -77,7 +48,6 @@ class Fused(NamedTuple):
     serve: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None
     averages: Callable[..., tuple[Tree, Tree]] | None = None
     encode_over: Callable[[Tensor, Tree], tuple[Tree, Tree]] | None = None
-    later: DeferredFeedback | None = None
 
 
 @invalidates({"encode", "decode"}, {"decode_mean", "segmented", "fused", "make"})

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from fn.base import check_whole
-from fn.collectives.codecs.codec import Codec, DeferredFeedback, Fused, PendingError
+from fn.collectives.codecs.codec import Codec, Fused
 from fn.collectives.codecs.segments import Segments, tile
 from fn.collectives.feedback import Classic, LazyError
 from fn.errors import expected
 from fn.kernels import ops
 from fn.kernels.reference import scale_dtype
-from fn.kernels.table import have_kernels
-from fn.kernels.tracing import cached_plan, eager_plan, is_concrete
+from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any
 
@@ -137,14 +136,10 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
     )
 
 
-_IN_TWO_PASSES = ("momentum_signs", "onebit_adam_feedback_", "serve_signs", "serve_feedback_")
-
-
 def _sign_with_feedback(
     place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]], segments: Segments | None
 ) -> Fused:
     """Return sign and classic feedback in one: the error may be a vector, or lazy."""
-    kept_place = eager_plan(place)  # for steps in place, which no tracer looks at
     length = 0 if segments is None else sum(segments.widths)
 
     def init(x: Tensor) -> LazyError:
@@ -193,39 +188,12 @@ def _sign_with_feedback(
         payload, scales = finish(rows, at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
 
-    def messages(received: SignPayload, place: Callable[..., _Place] = place) -> tuple[_Place, Tensor, Tensor]:
-        at = place(1, received.bits.shape[1] * 8, received.bits.device)
-        return at, received.bits[None], received.scales.contiguous()[None]
-
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
-        at, bits, scales = messages(received)
-        args = bits, scales, *sent(error, at), at.valid, at.runs
+        at = place(1, received.bits.shape[1] * 8, received.bits.device)
+        args = received.bits[None], received.scales.contiguous()[None], *sent(error, at), at.valid, at.runs
         b, bits, sums = ops.direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
         payload, scales = finish(1, at, bits, sums, b.dtype)
         return payload, keep(error, b, scales, at)
-
-    def waits(error: Tree) -> bool:
-        found = isinstance(error, Tensor) and is_concrete(error)
-        return found and have_kernels(_IN_TWO_PASSES, error.device.type)
-
-    def averages_first(
-        mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tensor, rows: int
-    ) -> tuple[SignPayload, PendingError]:
-        here = rows, length, mu[0].device
-        at = kept_place(*here)
-        bits, sums = ops.direct("momentum_signs", mu, grads, decay, at.of(error), at.valid, at.runs)
-        payload, _ = finish(rows, at, bits, sums, error.dtype)
-        at = kept_place(*here, False)
-        return payload, PendingError(at.of(error), payload.scales.contiguous(), at.valid, at.runs)
-
-    def serve_first(received: SignPayload, error: Tensor) -> SignPayload:
-        at, bits, scales = messages(received, kept_place)
-        bits, sums = ops.direct("serve_signs", bits, scales, at.of(error), at.valid, at.runs)
-        return finish(1, at, bits, sums, error.dtype)[0]
-
-    def keep_served(received: SignPayload, error: Tensor, mean: SignPayload) -> None:
-        at, bits, scales = messages(received, kept_place)
-        ops.direct("serve_feedback_", at.of(error), bits, scales, mean.scales, at.valid, at.runs)
 
     def settle(error: Tree, rows: int) -> Tensor:
         if not isinstance(error, LazyError):
@@ -235,6 +203,5 @@ def _sign_with_feedback(
         residual: Tensor = torch.ops.fn.sign_residual(*sent(error, at), at.valid, at.runs)
         return residual.reshape(-1)
 
-    later = DeferredFeedback(waits, averages_first, serve_first, keep_served)
     by_tensor = averages if segments is not None else None
-    return Fused(init, accepts, encode, settle, serve, by_tensor, encode_over, later)
+    return Fused(init, accepts, encode, settle, serve, by_tensor, encode_over)

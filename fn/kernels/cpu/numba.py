@@ -7,12 +7,12 @@ optimizers in their last bits, and momenta below 1.2e-38 become zero. float64 is
 
 from __future__ import annotations
 
-from fn.kernels.cpu import feedback, ints, lamb, signs, steps
+from fn.kernels.cpu import ints, lamb, signs, steps
 from fn.kernels.table import Accelerator
 
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    modules = (signs, ints, steps, feedback, lamb)
+    modules = (signs, ints, steps, lamb)
     kernels = {name: kernel for module in modules for name, kernel in module.KERNELS.items()}
     return Accelerator(device_type, kernels, provider="numba")

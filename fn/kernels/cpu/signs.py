@@ -121,7 +121,7 @@ def encode_blocks(low, high, grid, x, buffer, sent, out, bits, squares, scratch)
 def serve_blocks(
     low, high, grid, received, row_stride, stride, ranks, scales, buffer, sent, out, bits, squares, scratch
 ):
-    """Encode with feedback the mean of W messages. out can be 0."""
+    """Encode with feedback the mean of W messages."""
     b = scratch + 4 * STEP
     for k in range(low, high):
         r, first, length, s, offset = block_of(grid, k)
@@ -134,8 +134,7 @@ def serve_blocks(
             inside, byte, soon = within(real - i, count), (first + i) // 8, buffer + at
             unpack_mean(theirs + byte, stride, ranks, factors, grid.segments, scratch, inside, count, soon, soon)
             compensate(scratch, buffer + at, scale, b, inside, count)
-            if out:
-                write(out + at, b, count, nontemporal)
+            write(out + at, b, count, nontemporal)
             total += pack(b, to + byte, inside, count, buffer + at, buffer + at)
         doubles(squares)[k] = total
 
@@ -277,29 +276,18 @@ def divided(scales: Tensor) -> Tensor:
     return scales if scales.shape[1] == 1 else scales * (1.0 / scales.shape[1])
 
 
-def serve(
-    bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, b: Tensor | None, valid: Tensor, runs: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Return the bits and the sums of the mean of W messages, with feedback, which is written into b if there is one.
-
-    Args: scales: `divided`.
-    """
-    at, (kept, message) = block_table(runs), messages(bits, scales)
-    mine, squares = outputs(bits.shape[0], at)
-    ends = *(0 if t is None else t.data_ptr() for t in (buffer, sent, b, mine, squares)),
-    run(serve_blocks, at, valid.contiguous(), *message, *ends, scratch=SCRATCH)
-    del kept
-    return mine, sums_of(squares, runs)
-
-
 def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_serve`."""
     at, found = block_table(runs), _single(divided(scales), buffer, sent)
     if found is None or not at.aligned:
         return NotImplemented
     scales, buffer, sent = found
-    b = empty((bits.shape[0], at.n), torch.float32)
-    return (b, *serve(bits, scales, buffer, sent, b, valid, runs))
+    kept, message = messages(bits, scales)
+    b, (mine, squares) = empty((bits.shape[0], at.n), torch.float32), outputs(bits.shape[0], at)
+    ends = [t.data_ptr() for t in (buffer, sent, b, mine, squares)]
+    run(serve_blocks, at, valid.contiguous(), *message, *ends, scratch=SCRATCH)
+    del kept
+    return b, mine, sums_of(squares, runs)
 
 
 def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The steps of Adam and 1-bit Adam on a CPU, and largest magnitudes. Loops first, then the cells of the table.
+"""The steps of Adam and 1-bit Adam on a CPU, codes of averages, and largest magnitudes. Loops first, then the cells.
 
 The loops see a table of addresses per list of tensors: a block is one of a tensor, and of one row of a message.
 """
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
-from fn.kernels.cpu.intrinsics import floats, ints, magnitude, of_magnitude, prefetch
+from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude, prefetch
 from fn.kernels.cpu.loops import (
     LINE,
     PREFETCH_FAR,
@@ -24,13 +24,15 @@ from fn.kernels.cpu.loops import (
     ZERO,
     block_of,
     compiled,
+    pad,
     streams,
     within,
     write,
 )
-from fn.kernels.cpu.signs import divided, messages, unpack_mean
+from fn.kernels.cpu.signs import SCRATCH, compensate, divided, messages, outputs, pack, sums_of, unpack_mean
+from fn.kernels.memory_pool import empty
 from fn.kernels.reference.layout import plain
-from fn.kernels.rules import adamw, kept_at_zero, lerp, residual, second_moment
+from fn.kernels.rules import adamw, kept_at_zero, lerp, second_moment
 
 LARGE_BLOCK = 1 << 16
 """Elements of a block where no squares are added."""
@@ -48,12 +50,34 @@ def moved(m, g, b1):
 
 
 @compiled("contract")
-def keep_error(mu, g, decay, error, scale, count):
-    """Write over an error the next one, that of the moving average that was sent."""
-    m, x, e = floats(mu), floats(g), floats(error)
-    for j in range(count):
-        b = lerp(x[j], m[j], decay) + e[j]
-        e[j] = residual(b, scale, ZERO)
+def average(mu, g, decay, out, have, count):
+    """Write the moving average, and zeros behind the end of a tensor."""
+    m, x, to = floats(mu), floats(g), floats(out)
+    for j in range(have):
+        to[j] = lerp(x[j], m[j], decay)
+    pad(out, have, count)
+
+
+@compiled()
+def encode_averages(
+    low, high, grid, mus, gs, widths, sizes, decay, buffer, sent, out, bits, squares, scratch
+):
+    """Encode with feedback the moving averages of tensors, as `signs.encode_blocks`."""
+    b = scratch + 4 * STEP
+    for k in range(low, high):
+        r, first, length, s, offset = block_of(grid, k)
+        here, start, total = r * grid.segments + s, r * ints(widths)[s] + offset, 0.0
+        real, scale, have = ints(grid.valid)[here] - offset, floats(sent)[here], ints(sizes)[s] - start
+        mu, g, row = ints(mus)[s] + 4 * start, ints(gs)[s] + 4 * start, 4 * (r * grid.n + first)
+        to, nontemporal = bits + r * ((grid.n + 7) // 8) + first // 8, streams(grid, out + row)
+        for i in range(0, length, STEP):
+            at, count = 4 * i, min(STEP, length - i)
+            inside = within(real - i, count)
+            average(mu + at, g + at, decay, scratch, within(have - i, count), count)
+            compensate(scratch, buffer + row + at, scale, b, inside, count)
+            write(out + row + at, b, count, nontemporal)
+            total += pack(b, to + i // 8, inside, count, mu + at, g + at)
+        doubles(squares)[k] = total
 
 
 @compiled("contract")
@@ -68,36 +92,25 @@ def onebit_piece(mean, p, nu, descent, keep_zeros, count):
 
 @compiled()
 def onebit_blocks(
-    low, high, grid, ps, mus, nus, widths, sizes, copies, gs, decay, buffer, sent, received, row_stride, stride, ranks,
-    scales, descent, keep_zeros, scratch,
+    low, high, grid, ps, mus, nus, widths, sizes, copies, received, row_stride, stride, ranks, scales, descent,
+    keep_zeros, scratch,
 ):  # fmt: skip
-    """Decode the mean momentum of W messages and take 1-bit Adam's step with it. copies can be 0.
-
-    Unless gs is 0, write the errors of the moving averages that were sent, too.
-    """
+    """Decode the mean momentum of W messages and take 1-bit Adam's step with it. copies can be 0."""
     for k in range(low, high):
         r, first, length, s, offset = block_of(grid, k)
-        here, start = r * grid.segments + s, r * ints(widths)[s] + offset
+        start = r * ints(widths)[s] + offset
         have = within(ints(sizes)[s] - start, length)
         p, mu, nu = ints(ps)[s] + 4 * start, ints(mus)[s] + 4 * start, ints(nus)[s] + 4 * start
         theirs, factors = received + r * row_stride, scales + 4 * (r * ranks * grid.segments + s)
         too = ints(copies)[s] + 4 * start if copies else 0
-        error, g = buffer + 4 * (r * grid.n + first), ints(gs)[s] + 4 * start if gs else 0
-        mine = floats(sent)[here] if gs else ZERO
         for i in range(0, have, STEP):
             at, count = 4 * i, min(STEP, have - i)
-            if gs:
-                keep_error(mu + at, g + at, decay, error + at, mine, count)
             unpack_mean(theirs + (first + i) // 8, stride, ranks, factors, grid.segments, scratch, count, count,
                         p + at, nu + at)  # fmt: skip
             onebit_piece(scratch, p + at, nu + at, descent, keep_zeros, count)
-            write(mu + at, scratch, count, streams(grid, mu) and not gs)
+            write(mu + at, scratch, count, streams(grid, mu))
             if too:
                 write(too + at, p + at, count, streams(grid, too))
-        if gs:  # padding that counts
-            e = floats(error)
-            for i in range(have, min(length, ints(grid.valid)[here] - offset)):
-                e[i] = residual(e[i], mine, ZERO)
 
 
 @compiled("contract")
@@ -240,44 +253,36 @@ def descent_of(
     return tuple(map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5)))
 
 
+def momentum_encode(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
+    runs: Sequence[int],
+) -> Any:  # fmt: skip
+    """See `reference.momentum_encode`."""
+    at = block_table(runs)
+    if not at.aligned or not plain(mu, grads, (buffer, sent)):
+        return NotImplemented
+    rows = buffer.shape[0]
+    b, (bits, squares) = empty((rows, at.n), torch.float32), outputs(rows, at)
+    tables = *addresses(mu, grads), *extents(mu, at)
+    ends = [t.data_ptr() for t in (buffer, sent, b, bits, squares)]
+    run(encode_averages, at, valid.contiguous(), *pointers(tables), np.float32(decay), *ends, scratch=SCRATCH)
+    return b, bits, sums_of(squares, runs)
+
+
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
     keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.onebit_adam_`."""
-    if not plain(copies):
-        return NotImplemented
-    (table,) = addresses(copies)
-    ends = table.ctypes.data if copies else 0, 0, np.float32(0), 0, 0
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
-    return _onebit(params, mu, nu, ends, bits, scales, valid, runs, descent, keep_zeros)
-
-
-def onebit_adam_feedback_(
-    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], grads: Sequence[Tensor], decay: float,
-    buffer: Tensor, sent: Tensor, bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], eps: float,
-    weight_decay: float, lr: float, mu_weight: float, nu_weight: float, keep_zeros: bool,
-) -> Any:  # fmt: skip
-    """See `reference.onebit_adam_feedback_`."""
-    if not plain(grads, (buffer, sent)):
-        return NotImplemented
-    (table,) = addresses(grads)
-    ends = 0, table.ctypes.data, np.float32(decay), buffer.data_ptr(), sent.data_ptr()
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
-    return _onebit(params, mu, nu, ends, bits, scales, valid, runs, descent, keep_zeros)
-
-
-def _onebit(
-    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], ends: tuple[Any, ...], bits: Tensor,
-    scales: Tensor, valid: Tensor, runs: Sequence[int], descent: tuple[np.float32, ...], keep_zeros: bool,
-) -> Any:  # fmt: skip
     at = block_table(runs)
-    if not at.aligned or not plain(params, mu, nu, (scales,)):
+    if not at.aligned or not plain(params, mu, nu, copies, (scales,)):
         return NotImplemented
-    tables, (kept, message) = [*addresses(params, mu, nu), *extents(params, at)], messages(bits, divided(scales))
-    run(onebit_blocks, at, valid.contiguous(), *pointers(tables), *ends, *message, descent, keep_zeros,
-        scratch=4 * STEP)  # fmt: skip
+    (*tables, too), lengths = addresses(params, mu, nu, copies), extents(params, at)
+    kept, message = messages(bits, divided(scales))
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    run(onebit_blocks, at, valid.contiguous(), *pointers((*tables, *lengths)), too.ctypes.data if copies else 0,
+        *message, descent, keep_zeros, scratch=4 * STEP)  # fmt: skip
     del kept
     return None
 
@@ -323,5 +328,5 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     return peaks.amax()
 
 
-_CELLS = (onebit_adam_, onebit_adam_feedback_, adamw_, adamw_into_, largest_magnitude)
+_CELLS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
 KERNELS = {f.__name__: f for f in _CELLS}

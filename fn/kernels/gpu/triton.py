@@ -124,43 +124,15 @@ def _residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], out
 
 def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_serve`."""
-    buffer, sent = buffer.contiguous(), sent.contiguous()
-    return _serve(bits, scales, (buffer, sent, torch.empty_like(buffer)), valid, runs, feedback=True)
-
-
-def serve_signs(bits: Tensor, scales: Tensor, buffer: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.serve_signs`."""
-    buffer = buffer.contiguous()
-    found = _serve(bits, scales, (buffer, buffer, buffer), valid, runs, feedback=False)
-    return found if found is NotImplemented else found[1:]
-
-
-def _serve(
-    bits: Tensor, scales: Tensor, error: tuple[Tensor, ...], valid: Tensor, runs: Sequence[int], *, feedback: bool
-) -> Any:
     at = cut(runs, bits.device)
-    if not at.at.aligned or any(t.dtype != torch.float32 for t in (scales, *error)):
+    if not at.at.aligned or any(t.dtype != torch.float32 for t in (scales, buffer, sent)):
         return NotImplemented
-    mine, squares = outputs(bits.shape[0], at)
+    (mine, squares), b = outputs(bits.shape[0], at), torch.empty(buffer.shape, dtype=torch.float32, device=bits.device)
     bits = evenly(bits)
-    ends = bits, scales.contiguous(), *error, mine, squares, *place(at, valid), *messages(bits)
-    constants = {"FEEDBACK": feedback, "ALIGNED": at.at.whole, "BLOCK": at.block}
-    launching.launch(kernels.serve, bits, squares.numel(), *ends, **constants)
-    return error[2], mine, launching.add_up(squares, at)
-
-
-def serve_feedback_(
-    buffer: Tensor, bits: Tensor, scales: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
-) -> Any:
-    """See `reference.serve_feedback_`."""
-    at = cut(runs, bits.device)
-    if not at.at.aligned or not plain((buffer,)) or any(t.dtype != torch.float32 for t in (scales, sent)):
-        return NotImplemented
-    programs = bits.shape[0] * len(at.at.table)
-    bits = evenly(bits)
-    ends = bits, scales.contiguous(), buffer, sent.contiguous(), *place(at, valid), *messages(bits)
-    launching.launch(kernels.serve_again, bits, programs, *ends, ALIGNED=at.at.whole, BLOCK=at.block)
-    return None
+    ends = bits, scales.contiguous(), buffer.contiguous(), sent.contiguous(), b, mine, squares, *place(at, valid)
+    constants = {"ALIGNED": at.at.whole, "BLOCK": at.block}
+    launching.launch(kernels.serve, bits, squares.numel(), *ends, *messages(bits), **constants)
+    return b, mine, launching.add_up(squares, at)
 
 
 def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
@@ -183,11 +155,11 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 
 def row(device_type: str) -> Accelerator:
     """Return the row."""
-    from fn.kernels.gpu import triton_feedback, triton_int, triton_lamb, triton_steps
+    from fn.kernels.gpu import triton_int, triton_lamb, triton_steps
 
     found = (pack_bits, unpack_bits, sign_encode, sign_encode_feedback, sign_encode_feedback_, sign_residual,
-             sign_residual_, sign_serve, serve_signs, serve_feedback_, sign_decode, sign_decode_mean)  # fmt: skip
+             sign_residual_, sign_serve, sign_decode, sign_decode_mean)  # fmt: skip
     kernels = {f.__name__: f for f in found}
-    for module in (triton_feedback, triton_int, triton_lamb, triton_steps):
+    for module in (triton_int, triton_lamb, triton_steps):
         kernels |= module.KERNELS
     return Accelerator(device_type, kernels, provider="triton")

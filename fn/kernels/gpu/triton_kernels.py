@@ -67,22 +67,20 @@ def decode(bits, scales, out, table, valid, n, blocks, segments, width, ranks, s
 
 @jit
 def serve_block(received, scales, width, ranks, segments, share, buffer, sent, out, bits, squares, length, real,
-                FEEDBACK: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Encode the mean plus the error."""
     i = octets(BLOCK)
     x = mean_of(received, scales, width, ranks, segments, share, i, length, real, BLOCK)
     old = load(buffer, i, length, FULL)
-    b = x + old
-    if FEEDBACK:
-        b = tl.where(i < real, compensated(x, old, tl.load(sent), 0.0), b)
-        store(out, i, b, length, FULL)
+    b = tl.where(i < real, compensated(x, old, tl.load(sent), 0.0), x + old)
+    store(out, i, b, length, FULL)
     write_codes(b, i, length, real, bits, squares, BLOCK)
 
 
 @kernel
 def serve(received, scales, buffer, sent, out, bits, squares, table, valid, n, blocks, segments, width, ranks, share,
-          FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Encode the mean of W messages plus an error: what is left of a buffer that was sent, or the buffer itself."""
+          ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Encode the mean of W messages plus an error: what is left of a buffer that was sent."""
     r, first, place, length, s, offset = block_of(table, n, blocks, ALIGNED)
     here = r * segments + s
     real = tl.load(valid + here) - offset
@@ -91,36 +89,10 @@ def serve(received, scales, buffer, sent, out, bits, squares, table, valid, n, b
     to = bits + r * ((n + 7) // 8) + first // 8
     if length == BLOCK:
         serve_block(received, scales, width, ranks, segments, share, buffer + place, sent + here, out + place, to,
-                    squares, length, real, FEEDBACK, True, BLOCK)  # fmt: skip
+                    squares, length, real, True, BLOCK)  # fmt: skip
     else:
         serve_block(received, scales, width, ranks, segments, share, buffer + place, sent + here, out + place, to,
-                    squares, length, real, FEEDBACK, False, BLOCK)  # fmt: skip
-
-
-@jit
-def serve_again_block(received, scales, width, ranks, segments, share, buffer, sent, length, real,
-                      FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the next error over the last one."""
-    i = octets(BLOCK)
-    b = mean_of(received, scales, width, ranks, segments, share, i, length, real, BLOCK) + load(buffer, i, length, FULL)
-    store(buffer, i, tl.where(i < real, residual(b, tl.load(sent), 0.0), b), length, FULL)
-
-
-@kernel
-def serve_again(received, scales, buffer, sent, table, valid, n, blocks, segments, width, ranks, share,
-                ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write over an error that of the mean of W messages."""
-    r, first, place, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    here = r * segments + s
-    real = tl.load(valid + here) - offset
-    received += r * ranks * width + first // 8
-    scales += r * ranks * segments + s
-    if length == BLOCK:
-        serve_again_block(received, scales, width, ranks, segments, share, buffer + place, sent + here, length, real,
-                          True, BLOCK)  # fmt: skip
-    else:
-        serve_again_block(received, scales, width, ranks, segments, share, buffer + place, sent + here, length, real,
-                          False, BLOCK)  # fmt: skip
+                    squares, length, real, False, BLOCK)  # fmt: skip
 
 
 @jit

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The steps of Adam and 1-bit Adam in Triton's language; `triton_steps` and `triton_feedback` launch them.
+"""The steps of Adam and 1-bit Adam in Triton's language; `triton_steps` launches them.
 
 They find their tensors in a table of addresses, a row of which is (a tensor's address in every list, its elements, the
 width of its pieces in rows). P, G and C are the dtypes of params, gradients and copies; all else is float32.
@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fn.kernels.gpu.triton_rules import adamw, compensated, kept_at_zero, lerp, residual, second_moment
+from fn.kernels.gpu.triton_rules import adamw, compensated, kept_at_zero, lerp, second_moment
 from fn.kernels.gpu.triton_tiles import (
     block_of,
     kernel,
@@ -30,22 +30,20 @@ jit: Any = triton.jit
 
 
 @jit
-def averages_block(mu, g, have, decay, buffer, sent, out, bits, squares, length, real, FEEDBACK: tl.constexpr,
-                   FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def averages_block(mu, g, have, decay, buffer, sent, out, bits, squares, length, real, FULL: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
     """Encode a moving average plus the error."""
     i = octets(BLOCK)
     x, old = lerp(load(g, i, have, FULL), load(mu, i, have, FULL), decay), load(buffer, i, length, FULL)
-    b = x + old
-    if FEEDBACK:
-        b = tl.where(i < real, compensated(x, old, tl.load(sent), 0.0), b)
-        store(out, i, b, length, FULL)
+    b = tl.where(i < real, compensated(x, old, tl.load(sent), 0.0), x + old)
+    store(out, i, b, length, FULL)
     write_codes(b, i, length, real, bits, squares, BLOCK)
 
 
 @kernel
 def encode_averages(addresses, table, valid, buffer, sent, out, bits, squares, decay, n, blocks, segments,
-                    G: tl.constexpr, FEEDBACK: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Encode decay * mu + (1 - decay) * grad plus an error: what is left of a buffer, or the buffer itself."""
+                    G: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Encode decay * mu + (1 - decay) * grad plus an error: what is left of a buffer that was sent."""
     r, first, place, length, s, offset = block_of(table, n, blocks, ALIGNED)
     here, tensor = r * segments + s, addresses + s * 4
     start, have = piece_of(tensor + 2, r, offset, length, ALIGNED)
@@ -54,21 +52,17 @@ def encode_averages(addresses, table, valid, buffer, sent, out, bits, squares, d
     to = bits + r * ((n + 7) // 8) + first // 8
     if have == BLOCK:
         averages_block(mu, g, have, decay, buffer + place, sent + here, out + place, to, squares, length, real,
-                       FEEDBACK, True, BLOCK)  # fmt: skip
+                       True, BLOCK)  # fmt: skip
     else:
         averages_block(mu, g, have, decay, buffer + place, sent + here, out + place, to, squares, length, real,
-                       FEEDBACK, False, BLOCK)  # fmt: skip
+                       False, BLOCK)  # fmt: skip
 
 
 @jit
-def onebit_block(p, mu, nu, g, copy, have, decay, buffer, sent, bits, scales, width, ranks, segments, share, descent,
-                 length, real, KEEP_ZEROS: tl.constexpr, FEEDBACK: tl.constexpr, COPIES: tl.constexpr,
-                 FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Write the next error from the last momentum; then take the step with the new one."""
+def onebit_block(p, mu, nu, copy, have, bits, scales, width, ranks, segments, share, descent, length, real,
+                 KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Take the step with the mean momentum."""
     i = octets(BLOCK)
-    if FEEDBACK:
-        b = lerp(load(g, i, have, FULL), load(mu, i, have, FULL), decay) + load(buffer, i, length, FULL)
-        store(buffer, i, tl.where(i < real, residual(b, tl.load(sent), 0.0), b), length, FULL)
     m, v = mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK), load(nu, i, have, FULL)
     if KEEP_ZEROS:
         m = kept_at_zero(m, v, 0.0, 0.0)
@@ -80,28 +74,27 @@ def onebit_block(p, mu, nu, g, copy, have, decay, buffer, sent, bits, scales, wi
 
 
 @kernel
-def onebit(addresses, table, valid, buffer, sent, bits, scales, decay, eps, weight_decay, lr, c1, c2, n, blocks,
-           segments, width, ranks, share, P: tl.constexpr, G: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr,
-           FEEDBACK: tl.constexpr, COPIES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Take 1-bit Adam's step from the mean momentum of W messages; write copies of params, or next errors, too.
+def onebit(addresses, table, valid, bits, scales, eps, weight_decay, lr, c1, c2, n, blocks, segments, width, ranks,
+           share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr,
+           ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Take 1-bit Adam's step from the mean momentum of W messages; write copies of params, too, if so wanted.
 
-    addresses: of params, mu, nu, gradients, copies.
+    addresses: of params, mu, nu, copies.
     """
-    r, first, place, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    here, tensor, descent = r * segments + s, addresses + s * 7, (eps, weight_decay, lr, c1, c2)
-    start, have = piece_of(tensor + 5, r, offset, length, ALIGNED)
+    r, first, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, c1, c2)
+    start, have = piece_of(tensor + 4, r, offset, length, ALIGNED)
     p, mu = pointer(tensor, start, P, ALIGNED), pointer(tensor + 1, start, tl.float32, ALIGNED)
-    nu, g = pointer(tensor + 2, start, tl.float32, ALIGNED), pointer(tensor + 3, start, G, ALIGNED)
-    copy = pointer(tensor + 4, start, C, ALIGNED)
-    real = tl.load(valid + here) - offset
+    nu, copy = pointer(tensor + 2, start, tl.float32, ALIGNED), pointer(tensor + 3, start, C, ALIGNED)
+    real = tl.load(valid + r * segments + s) - offset
     bits += r * ranks * width + first // 8
     scales += r * ranks * segments + s
     if have == BLOCK:
-        onebit_block(p, mu, nu, g, copy, have, decay, buffer + place, sent + here, bits, scales, width, ranks,
-                     segments, share, descent, length, real, KEEP_ZEROS, FEEDBACK, COPIES, True, BLOCK)  # fmt: skip
+        onebit_block(p, mu, nu, copy, have, bits, scales, width, ranks, segments, share, descent, length, real,
+                     KEEP_ZEROS, COPIES, True, BLOCK)  # fmt: skip
     else:
-        onebit_block(p, mu, nu, g, copy, have, decay, buffer + place, sent + here, bits, scales, width, ranks,
-                     segments, share, descent, length, real, KEEP_ZEROS, FEEDBACK, COPIES, False, BLOCK)  # fmt: skip
+        onebit_block(p, mu, nu, copy, have, bits, scales, width, ranks, segments, share, descent, length, real,
+                     KEEP_ZEROS, COPIES, False, BLOCK)  # fmt: skip
 
 
 @jit

@@ -1,4 +1,4 @@
-"""The steps of Adam and 1-bit Adam in the Triton row, and largest magnitudes: one launch for all tensors of a list."""
+"""Adam's and 1-bit Adam's steps, codes of averages, and largest magnitudes in the Triton row: a launch for a list."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fn.kernels.cpu.blocks import runs_of_tensors
 from fn.kernels.gpu import launching
 from fn.kernels.gpu import triton_step_kernels as kernels
 from fn.kernels.gpu.launching import BLOCK, Cut, addresses, dtype_of
-from fn.kernels.gpu.triton import cut, evenly, messages
+from fn.kernels.gpu.triton import cut, evenly, messages, outputs
 from fn.kernels.reference.layout import alike_in_memory, contiguous, dtypes_of, plain
 
 
@@ -83,49 +83,45 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     return found.to(grads[0].dtype)
 
 
+def momentum_encode(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
+    runs: Sequence[int],
+) -> Any:  # fmt: skip
+    """See `reference.momentum_encode`."""
+    at, dtype = cut(runs, buffer.device), dtype_of(grads)
+    if dtype is None or not mu or not at.at.aligned or not contiguous(grads) or not plain(mu, (buffer, sent)):
+        return NotImplemented
+    where, (bits, squares) = addresses(mu, grads, widths=at.at.widths.tolist()), outputs(buffer.shape[0], at)
+    b = torch.empty_like(buffer)
+    ends = where.table, at.table, valid.contiguous(), buffer, sent, b, bits, squares
+    numbers = float(decay), at.at.n, len(at.at.table), at.at.segments
+    constants = {"G": dtype, "ALIGNED": where.aligned and at.at.whole, "BLOCK": at.block}
+    launching.launch(kernels.encode_averages, buffer, squares.numel(), *ends, *numbers, **constants)
+    return b, bits, launching.add_up(squares, at)
+
+
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
     keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.onebit_adam_`."""
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
-    return _onebit(params, mu, nu, copies, None, bits, scales, valid, runs, descent, keep_zeros)
-
-
-def onebit_adam_feedback_(
-    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], grads: Sequence[Tensor], decay: float,
-    buffer: Tensor, sent: Tensor, bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], eps: float,
-    weight_decay: float, lr: float, mu_weight: float, nu_weight: float, keep_zeros: bool,
-) -> Any:  # fmt: skip
-    """See `reference.onebit_adam_feedback_`."""
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
-    return _onebit(params, mu, nu, [], (grads, decay, buffer, sent), bits, scales, valid, runs, descent, keep_zeros)
-
-
-def _onebit(
-    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], copies: Sequence[Tensor],
-    error: tuple[Sequence[Tensor], float, Tensor, Tensor] | None, bits: Tensor, scales: Tensor, valid: Tensor,
-    runs: Sequence[int], descent: tuple[float, ...], keep_zeros: bool,
-) -> Any:  # fmt: skip
-    """Take the step; error: gradients, decay, buffer and the scales it was sent with, where errors are written."""
-    at, (grads, decay, buffer, sent) = cut(runs, bits.device), error or ([], 0.0, scales, scales)
-    dtypes = {"P": dtype_of(params), "G": dtype_of(grads), "C": dtype_of(copies)}
-    lists = params, mu, nu, grads, copies, [buffer] if error else []
-    if None in dtypes.values() or not params or not contiguous(*lists) or not at.at.aligned:
+    at, dtypes = cut(runs, bits.device), {"P": dtype_of(params), "C": dtype_of(copies)}
+    if None in dtypes.values() or not params or not contiguous(params, mu, nu, copies) or not at.at.aligned:
         return NotImplemented
-    if not single(mu, nu, (scales, buffer, sent)):
+    if not single(mu, nu, (scales,)):
         return NotImplemented
-    where = addresses(params, mu, nu, grads or params, copies or params, widths=at.at.widths.tolist())
+    where = addresses(params, mu, nu, copies or params, widths=at.at.widths.tolist())
     bits = evenly(bits)
-    ends = where.table, at.table, valid.contiguous(), buffer, sent.contiguous(), bits, scales.contiguous()
-    numbers = *floats(decay), *descent, at.at.n, len(at.at.table), at.at.segments, *messages(bits)
-    constants = {"KEEP_ZEROS": keep_zeros, "FEEDBACK": error is not None, "COPIES": bool(copies),
-                 "ALIGNED": where.aligned and at.at.whole, "BLOCK": at.block}  # fmt: skip
+    ends = where.table, at.table, valid.contiguous(), bits, scales.contiguous()
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    numbers = *descent, at.at.n, len(at.at.table), at.at.segments, *messages(bits)
+    constants = {"KEEP_ZEROS": keep_zeros, "COPIES": bool(copies), "ALIGNED": where.aligned and at.at.whole,
+                 "BLOCK": at.block}  # fmt: skip
     programs = bits.shape[0] * len(at.at.table)
     launching.launch(kernels.onebit, bits, programs, *ends, *numbers, **dtypes, **constants)
     return None
 
 
-_CELLS = (onebit_adam_, onebit_adam_feedback_, adamw_, adamw_into_, largest_magnitude)
+_CELLS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
 KERNELS = {f.__name__: f for f in _CELLS}

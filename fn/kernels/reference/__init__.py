@@ -9,9 +9,7 @@ from fn.kernels.reference.adam import (
     largest_magnitude,
     momentum_encode,
     momentum_rows,
-    momentum_signs,
     onebit_adam_,
-    onebit_adam_feedback_,
     over_root,
 )
 from fn.kernels.reference.ints import dequantize, dequantize_mean, quantize, quantize_feedback
@@ -31,8 +29,6 @@ from fn.kernels.reference.layout import (
 )
 from fn.kernels.reference.signs import (
     pack_bits,
-    serve_feedback_,
-    serve_signs,
     sign_decode,
     sign_decode_mean,
     sign_encode,
@@ -61,9 +57,7 @@ __all__ = [
     "largest_magnitude",
     "momentum_encode",
     "momentum_rows",
-    "momentum_signs",
     "onebit_adam_",
-    "onebit_adam_feedback_",
     "onebit_lamb_moments_",
     "over_root",
     "pack_bits",
@@ -75,8 +69,6 @@ __all__ = [
     "row_length",
     "runs_of",
     "scale_dtype",
-    "serve_feedback_",
-    "serve_signs",
     "sign_decode",
     "sign_decode_mean",
     "sign_encode",

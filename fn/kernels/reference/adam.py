@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fn.kernels import rules
 from fn.kernels.reference.layout import rows_of, tensors_of
-from fn.kernels.reference.signs import sign_decode_mean, sign_encode, sign_encode_feedback, sign_residual
+from fn.kernels.reference.signs import sign_decode_mean, sign_encode_feedback
 
 
 def direction(x: Tensor, nu: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -60,16 +60,6 @@ def momentum_encode(
     """
     averages = momentum_rows(mu, grads, decay, None, buffer.shape[0], runs)
     return sign_encode_feedback(averages, buffer, sent, valid, runs)
-
-
-def momentum_signs(
-    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, valid: Tensor, runs: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Return the bits and sums of what `momentum_encode` returns for an error that is a vector.
-
-    Args: as there; buffer (R, n) the error.
-    """
-    return sign_encode(momentum_rows(mu, grads, decay, None, buffer.shape[0], runs) + buffer, valid, runs)
 
 
 def momentum_rows(
@@ -147,38 +137,6 @@ def onebit_adam_(
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
     for copy, p in zip(copies, params, strict=bool(copies)):
         copy.copy_(p)
-
-
-def onebit_adam_feedback_(
-    params: Sequence[Tensor],
-    mu: Sequence[Tensor],
-    nu: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    decay: float,
-    buffer: Tensor,
-    sent: Tensor,
-    bits: Tensor,
-    scales: Tensor,
-    valid: Tensor,
-    runs: Sequence[int],
-    eps: float,
-    weight_decay: float,
-    lr: float,
-    mu_weight: float,
-    nu_weight: float,
-    keep_zeros: bool,
-) -> None:
-    """Take the step of `onebit_adam_`, and write over an error the next one.
-
-        buffer <- b - sent * sgn(b),   b = decay * mu + (1 - decay) * grad + buffer
-
-    Args: grads, decay, buffer (R, n): as `momentum_signs` had them. sent (R, S): the scales that its codes were sent
-        with. The rest as there.
-    """
-    b = momentum_rows(mu, grads, decay, None, buffer.shape[0], runs) + buffer
-    descent = eps, weight_decay, lr, mu_weight, nu_weight
-    onebit_adam_(params, mu, nu, bits, scales, valid, runs, *descent, keep_zeros, [])
-    buffer.copy_(sign_residual(b, sent, valid, runs))
 
 
 def adamw_(

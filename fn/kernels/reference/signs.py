@@ -114,27 +114,6 @@ def sign_serve(
     return sign_encode_feedback(sign_decode_mean(bits, scales, valid, runs), buffer, sent, valid, runs)
 
 
-def serve_signs(
-    bits: Tensor, scales: Tensor, buffer: Tensor, valid: Tensor, runs: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Return the bits and sums of what `sign_serve` returns for an error that is a vector.
-
-    Args: bits, scales as there; buffer (R, n) the error; valid; runs.
-    """
-    return sign_encode(sign_decode_mean(bits, scales, valid, runs) + buffer, valid, runs)
-
-
-def serve_feedback_(
-    buffer: Tensor, bits: Tensor, scales: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
-) -> None:
-    """Write over an error the next one, b - sent * sgn(b) for the b that `serve_signs` encoded.
-
-    Args: buffer, bits, scales, valid, runs as there; sent (R, S) the scales that b was sent with.
-    """
-    b = sign_decode_mean(bits, scales, valid, runs) + buffer
-    buffer.copy_(sign_residual(b, sent, valid, runs))
-
-
 def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
     """Return scale * sign for every element, and zero in the padding.
 

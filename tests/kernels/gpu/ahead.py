@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "small blocks": ("quantize", {"BLOCK": 64, "COUNT": 32}),
     "pairs of codes": ("quantize_feedback", {"BLOCK": 256, "COUNT": 8, "WIDTH": 4}),
     "means of pairs": ("dequantize", {"WIDTH": 4}),
-    "signs of averages": ("encode_averages", {"FEEDBACK": False, "G": tl.bfloat16}),
+    "signs of averages": ("encode_averages", {"G": tl.bfloat16}),
     "half precision": ("adamw_step", {"P": tl.bfloat16, "G": tl.float16, "FROZEN": True}),
     "little tensors": ("onebit", {"BLOCK": 16}),
     "anywhere": ("adamw_step", {"ALIGNED": False}),

@@ -23,8 +23,8 @@ from fn.kernels.conformance import small_arguments
 from fn.kernels.gpu import triton
 from fn.kernels.schemas import ON_LISTS
 kernels = triton.row("cpu").kernels
-assert {*ON_LISTS, "serve_signs", "serve_feedback_"} <= set(kernels)
-for op in (*ON_LISTS, "serve_signs", "serve_feedback_"):
+assert {*ON_LISTS, "sign_serve"} <= set(kernels)
+for op in (*ON_LISTS, "sign_serve"):
     reason = known_answers.complaint(op, kernels[op], torch.device("cpu"))
     assert reason is None, f"{op}: {reason}"
     args, again = (small_arguments(op)[0] for _ in range(2))
