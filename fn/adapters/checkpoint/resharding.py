@@ -38,9 +38,13 @@ logger = logging.getLogger("fn")
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Refuse anything but an optimizer with a TypeError, and a call inside of its step with a RuntimeError."""
+    """Refuse anything but an optimizer with a TypeError, and a call inside of its step with a RuntimeError.
+
+    So is one inside of `agreed_params`, whose params are not those that this rank goes on from.
+    """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(expected("optimizer", "an fn.Optimizer, after the folder", type(optimizer).__name__))
+    optimizer.training.check_own_params("checkpoint")
     if inside_step():
         raise RuntimeError(
             "checkpoint: called inside of a step, by the handler of a signal, say, where the other ranks exchange the "

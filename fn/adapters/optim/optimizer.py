@@ -185,6 +185,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises: as the constructor; the optimizer is then as it was.
         """
         training = self.training
+        training.check_own_params("add_param_group")
         before, problem, orders = len(self.param_groups), None, {}
         try:
             try:
@@ -223,6 +224,7 @@ class Optimizer(torch.optim.Optimizer):
             same process group. Parameters and state are then as before the step; if the exchange of a round fails, as
             after its local step, which counts.
         """
+        self.training.check_own_params("step")
         loss = None if closure is None else torch.enable_grad()(closure)()
         training = self.training
         training.groups = self.param_groups
@@ -284,6 +286,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises: ValueError that names the first path that is missing, unexpected or of another shape, dtype or layout,
             or whose number is out of range; TypeError for keys that are no strings; nothing is loaded then.
         """
+        self.training.check_own_params("load_state_dict")
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             changed = before(self, dict(state_dict))
             state_dict = state_dict if changed is None else changed

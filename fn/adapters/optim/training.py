@@ -21,6 +21,7 @@ from fn.adapters.optim.param_memory import check_writable
 from fn.adapters.optim.state_kinds import check_paths
 from fn.base import Part, Phase, Round, Transform
 from fn.collectives.axis import Binding, rank_dims
+from fn.errors import expected
 from fn.inplace.element_order import InOrder, Order, all_in_order, as_shaped, in_order, order_of, reordered
 from fn.inplace.host_scalars import on_host
 from fn.inplace.match import takes_any_order
@@ -82,6 +83,8 @@ class Training:
     """Waits for a mean that has begun in a round and is not taken over yet; returns the states with it."""
     background: Any = None
     """What means are sent on meanwhile, see `background`."""
+    lent: bool = False
+    """Whether the params are those that all ranks agree on, in the place of this rank's own: see `agreed_params`."""
     said: set[Any] = field(default_factory=set)
     """What was said in the log already."""
     counts: tuple[Tree, list[Tensor]] = (), []
@@ -91,7 +94,7 @@ class Training:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the transforms, which would go on with this one."""
         self.settle()
-        own = dict.fromkeys(("ahead", "meet", "background", "views"))
+        own = {**dict.fromkeys(("ahead", "meet", "background", "views")), "lent": False}
         return {**vars(self), **own, "updates": {}, "bounds": {}, "transforms": [None] * len(self.transforms)}
 
     def settle(self) -> None:
@@ -102,6 +105,15 @@ class Training:
         if self.sending is not None:
             wait, self.sending = self.sending, None
             write_back(self.states, wait())
+
+    def check_own_params(self, what: str) -> None:
+        """Refuse to write params that are put back at the end of `agreed_params`. Args: what: of whom it is asked.
+
+        Raises: RuntimeError inside of that context.
+        """
+        if self.lent:
+            wanted = "to be called outside of fn.adapters.agreed_params, which puts this rank's own params back"
+            raise RuntimeError(expected(what, wanted, "a call inside of it", "end the context first"))
 
     @property
     def transports(self) -> dict[str, str]:
