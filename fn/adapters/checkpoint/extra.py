@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fn.errors import RanksDisagree
+from fn.transforms.moving import Rows, mean_of_rows
 
 SAME, EACH = "extra.", "extra of each rank."
 """How the keys of leaves begin, of which there is one, or a row (W, ...) of each rank's."""
@@ -50,17 +51,26 @@ def joined(saved: Mapping[str, X]) -> dict[str, X]:
     return {SAME + key.removeprefix(EACH) if key.startswith(EACH) else key: x for key, x in saved.items()}
 
 
-def mine(saved: Mapping[str, Any], rank: int, old: int, size: int) -> dict[str, Any]:
-    """Return what this rank is given of what `old` ranks saved: on another number of ranks, all are given rank 0's."""
-    own = sorted(key.removeprefix(EACH) for key in saved if key.startswith(EACH))
-    if own and old != size:
+def of_another_world(read: Mapping[str, Any], old: int, size: int) -> dict[str, Any]:
+    """Return what all of `size` ranks are given of the rows (old, ...) that each rank has read in full.
+
+    Floating-point numbers become their mean over the ranks that saved, as parameters of each rank's own do, so that a
+    model's state dict agrees with what the optimizer loads. Others, such as a random generator's state, have no mean:
+    all are given rank 0's, with a warning.
+    """
+    rows = {key: x for key, x in read.items() if key.startswith(EACH) and isinstance(x, Tensor)}
+    firsts = sorted(key.removeprefix(EACH) for key, x in rows.items() if not x.is_floating_point())
+    if firsts:
         warnings.warn(
-            f"extra: {', '.join(map(repr, own[:3]))}{f' and {len(own) - 3} more' if len(own) > 3 else ''} differed "
-            f"between the {old} ranks that saved; on {size} ranks all load what rank 0 had",
+            f"extra: {', '.join(map(repr, firsts[:3]))}{f' and {len(firsts) - 3} more' if len(firsts) > 3 else ''} "
+            f"differed between the {old} ranks that saved; on {size} ranks all load what rank 0 had",
             stacklevel=3,
         )
-    row = rank if old == size else 0
-    return joined({key: x[row] if key.startswith(EACH) else x for key, x in saved.items()})
+
+    def given(x: Tensor) -> Tensor:
+        return mean_of_rows(Rows(x, 0, old), lambda total: total) if x.is_floating_point() else x[0]
+
+    return {**read, **{key: given(x) for key, x in rows.items()}}
 
 
 def _check_forms(each: list[dict[str, tuple[str, str]]]) -> None:

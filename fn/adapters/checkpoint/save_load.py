@@ -37,8 +37,9 @@ from fn.adapters.checkpoint.metadata import Reader
 from fn.adapters.checkpoint.owner import Claim
 from fn.adapters.checkpoint.replicated import check_replicated
 from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.state_dict import SAVED_BY, SPLIT, about_servers, flat_state, is_optional, restore_flat
-from fn.adapters.optim.state_kinds import by_path
+from fn.adapters.optim.signals import begin_writing, defer_signals
+from fn.adapters.optim.state_dict import SAVED_BY, SPLIT, about_servers, flat_state, is_optional, place_of, restore_flat
+from fn.adapters.optim.state_kinds import by_path, check_paths
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp_setup import timeout_of
 from fn.errors import RanksDisagree, expected
@@ -67,10 +68,11 @@ def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: 
         keep: how many checkpoints stay, of those that `save` wrote: the ones that were saved last.
         group: over all ranks; None is the default group.
     Returns: the folder of this checkpoint.
-    Raises: ValueError if the optimizer's axes are not all ranks; TypeError if `extra` holds anything but tensors;
-        RuntimeError inside of a step; `RanksDisagree` if steps, parameters or state differ that are saved once for
-        all, or the leaves of `extra` in shape, dtype or name; `PeerLost` if a rank ends; OSError, on all ranks, if
-        one of them cannot write, if they do not see one folder, or if another job is saving into it.
+    Raises: ValueError if the optimizer's axes are not all ranks, or two leaves of `extra` have one path; TypeError if
+        it holds anything but tensors; RuntimeError inside of a step; `RanksDisagree` if steps, parameters or state
+        differ that are saved once for all, or the leaves of `extra` in shape, dtype or name; `PeerLost` if a rank ends;
+        OSError, on all ranks, if one of them cannot write, if they do not see one folder, or if another job is saving
+        into it.
     """
     _check_save(optimizer, extra, keep)
     wait(list(_pending))  # what `save_async` still writes comes first
@@ -85,7 +87,7 @@ def save_async(
     Args: group: a gloo group of its own over all ranks, `dist.new_group(backend="gloo", timeout=...)`, so that its
         messages do not mix with those of the training; None only in a process that is alone. A process does not end
         while a save waits for a rank, so a timeout longer than the default group's is warned of.
-    Returns: a future of what `save` returns; it raises what `save` raises.
+    Returns: a future of what `save` returns, as an absolute path; it raises what `save` raises.
     Raises: ValueError if the group is missing.
     """
     if portable.world()[1] > 1 and group is None:
@@ -97,7 +99,8 @@ def save_async(
         text = f"group: waits {timeout_of(own)} for a rank, the default group {timeout_of(all_ranks)}"
         warnings.warn(f"{text}; a process does not end while a save waits: new_group(..., timeout=...)", stacklevel=2)
     wires = {} if group is None else {"checkpoint": remember(group)}
-    future = _writer.submit(_write, Path(folder), portable.to_save(optimizer.training, extra), keep, group, wires)
+    folder = Path(folder).absolute()  # the process may be in another folder when it is written
+    future = _writer.submit(_write, folder, portable.to_save(optimizer.training, extra), keep, group, wires)
     _pending.add(future)
     future.add_done_callback(_pending.discard)
     return future
@@ -106,8 +109,9 @@ def save_async(
 def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: str | None = None) -> Tree:
     """Load the newest checkpoint of a folder; every rank must call it.
 
-    On another number of ranks all are given rank 0's leaves of an `extra` that differed between ranks, with a warning.
-    Load what you trust: digests tell damage, not a forger.
+    On another number of ranks, what differed between the ranks that saved becomes their mean, in the parameters and in
+    floating-point leaves of `extra` alike; of other leaves all are given rank 0's, with a warning. So it does no harm
+    to load a model's state dict out of `extra` afterwards. Load what you trust: digests tell damage, not a forger.
 
     Args:
         folder: as for `save`. optimizer: built as the one that was saved, over the same parameters.
@@ -117,7 +121,7 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     Raises: FileNotFoundError if there is no checkpoint; `CheckpointDamaged` on all ranks if a file of it is not what
         was saved; ValueError if it is of another optimizer. Nothing is loaded then.
     """
-    portable.check_optimizer(optimizer)
+    _check_arguments(optimizer, extra)
     rank, size = portable.world()
     with raising_peer_lost(optimizer.training.transports, where="checkpoint.load"):
         found, reader, old = _verified(Path(folder), name, rank, size)
@@ -125,24 +129,33 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     forms = {k: form for k, form in reader.forms.items() if extra is not None or not k.startswith(beside)}
     own = portable.own_rows(optimizer.training)
     _check_keys(optimizer, extra, extras.joined(forms))
+    if old == size or place_of(optimizer.training)[1] == size:  # else no axis adds up what all ranks have read
+        each = {k: dtype for k, (_, dtype) in forms.items() if k.startswith(extras.EACH)}
+        own |= {k for k, dtype in each.items() if old == size or dtype.is_floating_point}
     filled = portable.to_fill(own, forms)
     wires = optimizer.training.transports
     with warnings.catch_warnings(), raising_peer_lost(wires, where="checkpoint.load"), _files("read", found):
         warnings.simplefilter("ignore")  # that a process is alone is no surprise here
         state_dict_loader.load(filled, storage_reader=reader)
-    given = extras.mine(filled, rank, old, size)
-    read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in given.items()}
+    read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()}
     if old == size:
         state = {k: v.rows[0] if isinstance(v, Rows) else v for k, v in read.items()}
     else:
         logger.info("checkpoint of %d ranks is loaded on %d; errors keep their mean", old, size)
-        state = portable.moved(optimizer.training, read)
+        state = portable.moved(optimizer.training, extras.of_another_world(read, old, size))
+    state = extras.joined(state)
     _restore(optimizer, state)
     return None if extra is None else _extra(extra, state)
 
 
-def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
+def _check_arguments(optimizer: object, extra: Tree) -> None:
     portable.check_optimizer(optimizer)
+    if extra is not None:
+        check_paths(extra, "extra", "give it dicts")
+
+
+def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
+    _check_arguments(optimizer, extra)
     for path, leaf in {} if extra is None else by_path(extra, "").items():
         if not isinstance(leaf, Tensor):
             wanted = f"leaf {path or 'the root'!r} to be a tensor, as in a model's state_dict()"
@@ -225,11 +238,21 @@ def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Pat
 
 @contextmanager
 def _files(act: str, folder: Path) -> Iterator[None]:
-    """Raise an OSError where torch has an exception that is no `Exception`, and whose message is a traceback."""
+    """Raise an OSError where torch has an exception that is no `Exception`, and whose message is a traceback.
+
+    Raises: CheckpointDamaged for what could be read, but is not what the metadata say; the KeyboardInterrupt of this
+        rank, which torch catches, too.
+    """
     try:
         yield
     except CheckpointException as error:
+        own, _ = error.failures.get(portable.world()[0], (None, None))
+        if own is not None and not isinstance(own, Exception):
+            raise own from error
         rank, (problem, _) = min(error.failures.items())
+        if act == "read" and isinstance(problem, Exception) and not isinstance(problem, OSError):
+            said = f"does not describe what the files hold: {type(problem).__name__}: {problem}"
+            raise files.damaged(folder / files.METADATA, said) from error
         text = f"checkpoint: rank {rank} could not {act} {folder}: {type(problem).__name__}: {problem}"
         raise OSError(text) from error
 
@@ -271,8 +294,9 @@ def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
             saved, here = (f"{x.dtype} {tuple(x.shape)}" for x in (params[key], p))
             raise ValueError(f"checkpoint: {key!r} is {saved}, but here {here}{SPLIT}")
     kept = {k: v for k, v in state.items() if not k.startswith(("params.", "extra."))}
-    restore_flat(optimizer.training, {**kept, SAVED_BY: flat_state(optimizer.training)[SAVED_BY]})
-    with torch.no_grad():
+    with defer_signals(), torch.no_grad():
+        begin_writing()  # an interrupted load would leave the state of one checkpoint with the params of another
+        restore_flat(optimizer.training, {**kept, SAVED_BY: flat_state(optimizer.training)[SAVED_BY]})
         for key, p in live.items():
             p.copy_(params[key])
 

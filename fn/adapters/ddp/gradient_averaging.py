@@ -7,6 +7,7 @@ opt = torch.optim.AdamW(model.parameters())        # finds averaged gradients, a
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import warnings
@@ -177,15 +178,15 @@ class GradientAverage:
         Raises: ValueError that names the first path that does not fit, or a rank that is missing; TypeError for what is
             no tensor. Nothing is loaded then.
         """
-        check_keys(state_dict)
+        check_keys(state_dict, "GradientAverage")
         own = by_path(self.states, f"state of {self._who}.")
         ranks = _ranks(state_dict)
         world = next(iter(ranks), (0, 0))[1]
         mine = {path: leaf for path, leaf in state_dict.items() if not _RANK.match(path) or path in own}
-        if ranks and world != self._size and ranks == {(rank, world) for rank in range(world)}:
+        if world != self._size and _is_complete(ranks):
             states = self._moved(state_dict, world)
         else:
-            self._check_rank(ranks, world)
+            self._check_rank(ranks)
             check_fits(self.state_dict(), mine if own else state_dict)
             found = [mine[path].to(leaf.device, copy=True) for path, leaf in own.items()]
             states = tree.unflatten(tree.flatten(self.states)[1], found)
@@ -219,23 +220,29 @@ class GradientAverage:
             logger.warning("average_gradients: its errors moved, to 8 bits; what these do not hold is lost")
         return moved
 
-    def _check_rank(self, ranks: set[tuple[int, int]], world: int) -> None:
+    def _check_rank(self, ranks: set[tuple[int, int]]) -> None:
         """Refuse a state that has errors of others only, or not of all ranks of another world."""
         if not ranks or any(f"rank {rank} of {size}" == self._who for rank, size in ranks):
             return
         rank, size = min(ranks)
         cure = f"merge what all {size} ranks saved into one dict, whose keys name their ranks, and load that"
-        lacking = sorted({(rank, world) for rank in range(world)} - ranks)
         sizes = sorted({size for _, size in ranks})
         if len(sizes) > 1:
             cure = f"it holds states of {' and of '.join(map(str, sizes))} ranks; load those of one run"
-        elif len(ranks) > 1 and lacking:
-            cure = f"the state of rank {lacking[0][0]} is missing; {cure}"
+        elif len(ranks) > 1 and not _is_complete(ranks):
+            missing = next(rank for rank in itertools.count() if (rank, size) not in ranks)
+            cure = f"the state of rank {missing} is missing; {cure}"
         got = f"the state of rank {rank} of {size}"
         raise ValueError(expected("state_dict", f"the state of {self._who}", got, cure))
 
 
-_RANK = re.compile(r"state of rank (\d+) of (\d+)\.")
+def _is_complete(ranks: set[tuple[int, int]]) -> bool:
+    """Return whether these are all ranks of one world; a key may name one of any size, so nothing counts up to it."""
+    sizes = {size for _, size in ranks}
+    return sizes == {len(ranks)} and all(rank < len(ranks) for rank, _ in ranks)
+
+
+_RANK = re.compile(r"state of rank (\d{1,9}) of (\d{1,9})\.", re.ASCII)
 """How the path of an error begins: its rank, and of how many."""
 
 

@@ -177,10 +177,7 @@ class Compressed:
         Raises: ValueError that names the first path that is missing, unexpected or different, if the state is of
             another grouping of parameters, number of ranks, rank, codec or feedback; nothing is loaded then.
         """
-        if not isinstance(state_dict, Mapping):
-            given = type(state_dict).__name__
-            raise TypeError(expected("state_dict", "what Compressed.state_dict returned", given))
-        check_keys(state_dict)
+        check_keys(state_dict, "Compressed")
         own = self.state_dict()
         here, theirs = ({path.partition(".")[0] for path in state} for state in (own, state_dict))
         if here != theirs:

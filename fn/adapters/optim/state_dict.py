@@ -52,7 +52,7 @@ def flat_state(training: Training) -> dict[str, Tensor]:
     return found
 
 
-OF_RANK = re.compile(r"rank (\d+) of (\d+)\.(state\..*)")
+OF_RANK = re.compile(r"rank (\d{1,9}) of (\d{1,9})\.(state\..*)", re.ASCII)
 """The path of what is one rank's own. `torch.distributed.checkpoint` writes once what several ranks call alike."""
 
 
@@ -69,9 +69,7 @@ def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
 
     Raises: as `restore_flat`; ValueError if it holds what belongs to other numbers of ranks.
     """
-    if not isinstance(saved, Mapping):
-        raise TypeError(expected("state_dict", "what fn.Optimizer.state_dict returned", type(saved).__name__))
-    check_keys(saved)
+    check_keys(saved, "fn.Optimizer")
     found = {path: OF_RANK.fullmatch(path) for path in saved}
     places = {(int(m[1]), int(m[2])) for m in found.values() if m}
     if len({size for _, size in places}) > 1:
@@ -136,8 +134,13 @@ def _orders_of(training: Training, saved: Mapping[str, Any]) -> list[tuple[eleme
     return found
 
 
-def check_keys(saved: Mapping[Any, Any]) -> None:
-    """Refuse a flat state whose keys are not all strings with a TypeError that names the first that is none."""
+def check_keys(saved: object, saver: str) -> None:
+    """Refuse what is no flat state with a TypeError: no mapping, or one with a key that is no string, which it names.
+
+    Args: saver: the class whose `state_dict` returns what is wanted.
+    """
+    if not isinstance(saved, Mapping):
+        raise TypeError(expected("state_dict", f"what {saver}.state_dict returned", type(saved).__name__))
     for key in saved:
         if not isinstance(key, str):
             got = f"{key!r}, of type {type(key).__name__}"

@@ -43,8 +43,11 @@ def by_path(states: Tree, prefix: str = "state.") -> dict[str, Any]:
     return {f"{prefix}{path}": leaf for path, leaf in zip(tree.paths(states), tree.leaves(states), strict=True)}
 
 
-def check_paths(state: Tree) -> None:
-    """Refuse a state of which two leaves have one path with a ValueError: one would be saved for both."""
-    for path in [path for path, count in Counter(tree.paths(state)).items() if count > 1]:
-        cure = "let init return dicts with strings without dots as keys"
-        raise ValueError(expected("state", "a path of its own for every leaf", f"two leaves at {path!r}", cure))
+def check_paths(tree_: Tree, name: str = "state", of: str = "let init return dicts") -> None:
+    """Refuse a tree of which two leaves have one path with a ValueError: one would be saved for both.
+
+    Args: name: of the argument. of: how its cure begins.
+    """
+    for path in [path for path, count in Counter(tree.paths(tree_)).items() if count > 1]:
+        cure = f"{of} with strings without dots as keys"
+        raise ValueError(expected(name, "a path of its own for every leaf", f"two leaves at {path!r}", cure))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from functools import partial
 from typing import Any
 
@@ -156,3 +157,37 @@ def test_a_merged_dict_that_does_not_fit_is_refused_by_path_and_nothing_is_loade
         assert missing.endswith("is missing")
         assert count == "state_dict: 'skipped' is missing"
         assert "it holds states of 3 and of 5 ranks; load those of one run" in worlds
+
+
+def refused() -> tuple[list[str], int]:
+    """Return what is said of dicts that nobody saved, and the most bytes that looking at them took."""
+    mean, said = average_gradients(wrapped(), **AVERAGES["int8"], elements=300), []
+    one, absurd = torch.zeros(3), "9" * 5000
+    tracemalloc.start()
+    for saved in (
+        [],
+        None,
+        {"state of rank 0 of 3000000.0": one},
+        {"state of rank 0 of 3000000.0": one, "state of rank 1 of 3000000.0": one},
+        {"state of rank 7 of 1.0": one, "state of rank 0 of 1.0": one},
+        {f"state of rank {absurd} of {absurd}.0": one},
+    ):
+        try:
+            mean.load_state_dict(saved)
+        except (TypeError, ValueError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert mean.steps == 0
+    return said, peak
+
+
+def test_a_dict_that_nobody_saved_is_refused_at_no_cost() -> None:
+    for (no_list, nothing, first, two, beyond, long), peak in ranks.run(2, refused):
+        text = "TypeError: state_dict: expected what GradientAverage.state_dict returned, but got "
+        assert (no_list, nothing) == (f"{text}list", f"{text}NoneType")
+        assert "merge what all 3000000 ranks saved into one dict" in first
+        assert "the state of rank 2 is missing; merge what all 3000000 ranks saved" in two
+        assert "but got the state of rank 0 of 1" in beyond
+        assert long.startswith("ValueError: state_dict: ")
+        assert peak < 1 << 20
