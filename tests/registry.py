@@ -90,11 +90,12 @@ each_with_an_exact_warmup = pytest.mark.parametrize(
     "optimizer", EXACT_AT_FIRST, ids=[optimizer.name for optimizer in EXACT_AT_FIRST]
 )
 
-_CASES = [(optimizer, phase) for optimizer in OPTIMIZERS for phase in optimizer.phases]
+PHASES = {
+    f"{optimizer.name}-{phase.value}": (optimizer, phase) for optimizer in OPTIMIZERS for phase in optimizer.phases
+}
+"""Every phase of every optimizer, by a name for both."""
 
-each_phase = pytest.mark.parametrize(
-    ("optimizer", "phase"), _CASES, ids=[f"{optimizer.name}-{phase.value}" for optimizer, phase in _CASES]
-)
+each_phase = pytest.mark.parametrize(("optimizer", "phase"), PHASES.values(), ids=PHASES)
 
 QUICK = ("onebit_adam-compressed", "zero_one_adam-local", "loco_adamw-compressed")
 """What stands for all phases in tests that compile each; the others are part of `make reliability-test`."""
@@ -103,7 +104,7 @@ each_phase_in_time = pytest.mark.parametrize(
     ("optimizer", "phase"),
     [
         pytest.param(*case, id=name, marks=[] if name in QUICK else [pytest.mark.reliability])
-        for case, name in ((case, f"{case[0].name}-{case[1].value}") for case in _CASES)
+        for name, case in PHASES.items()
     ],
 )
 

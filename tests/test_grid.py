@@ -1,6 +1,8 @@
 """The grid: every dtype, layout, size and number of ranks against the float64 loop over ranks, simulated and on gloo.
 
-A warm-up step, then two compressed ones, so that both errors of the compressed mean have been sent once.
+Simulated, every size meets every dtype on every number of ranks, and every layout meets every size, and every dtype on
+every number of ranks; on gloo every pair of a size, a dtype and a layout occurs. A warm-up step is followed by two
+compressed ones, so that both errors of the compressed mean have been sent once.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from pairs import pairwise
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn
@@ -105,10 +108,13 @@ def simulated(world: int, n: int, dtype: torch.dtype, layout: str) -> torch.Tens
     return params[0]
 
 
-@pytest.mark.parametrize("n", SIZES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world", WORLDS)
+SIMULATED = [
+    (world, dtype, layout, n)
+    for (world, dtype), layout, n in pairwise(itertools.product(WORLDS, DTYPES), LAYOUTS, SIZES)
+]
+
+
+@pytest.mark.parametrize(("world", "dtype", "layout", "n"), SIMULATED, ids=str)
 def test_simulated_ranks_follow_the_loop(world, dtype, layout, n):
     check(simulated(world, n, dtype, layout), (world, n, dtype, layout))
 
@@ -134,7 +140,7 @@ def trained(n: int, dtype: torch.dtype, layout: str) -> tuple[torch.Tensor, bool
     return p.detach().contiguous(), (place, stride) == (p.data_ptr(), p.stride()), opt.skipped
 
 
-REAL = (*itertools.product(SIZES, DTYPES, LAYOUTS), *((LARGE, d, LAYOUTS[i % 3]) for i, d in enumerate(DTYPES)))
+REAL = (*pairwise(SIZES, DTYPES, LAYOUTS), *((LARGE, d, LAYOUTS[i % 3]) for i, d in enumerate(DTYPES)))
 
 
 def all_trained() -> list[tuple]:

@@ -1,6 +1,7 @@
 """Models with a 0-d leaf beside leaves of other dtypes, and rates in another dtype than the params.
 
-Between 0-d tensors the wider dtype wins, where beside a tensor with dimensions it does not count.
+Between 0-d tensors the wider dtype wins, where beside a tensor with dimensions it does not count. Not every combination
+runs, but every pair of an optimizer's phase, a model, a rate and a number of ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from registry import each_phase
+from pairs import pairwise
+from registry import PHASES, each_phase
 from test_contract import World, form
 
 import fn
@@ -24,7 +26,11 @@ MODELS = {
     "bfloat16 beside float64": {"t": torch.bfloat16, "w": torch.float64},
     "float64 beside float32": {"t": torch.float64, "w": torch.float32},
 }
-RATES = (0.02, torch.tensor(0.02, dtype=torch.float64), torch.tensor(0.02, dtype=torch.bfloat16))
+RATES = {
+    "float": 0.02,
+    "float64": torch.tensor(0.02, dtype=torch.float64),
+    "bfloat16": torch.tensor(0.02, dtype=torch.bfloat16),
+}
 SHAPES = {"t": (), "w": (5,)}
 
 
@@ -32,24 +38,20 @@ def model(dtypes: dict[str, torch.dtype]) -> dict[str, torch.Tensor]:
     return {name: torch.randn(SHAPES[name]).to(dtype) for name, dtype in dtypes.items()}
 
 
-@each_phase
-@pytest.mark.parametrize("lr", RATES, ids=["float", "float64", "bfloat16"])
-@pytest.mark.parametrize("dtypes", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("world", [1, 2])
-def test_params_and_state_keep_their_form(optimizer, phase, dtypes, lr, world):
-    w = World(optimizer, world, params=model(dtypes), lr=lr, weight_decay=0.1)
+@pytest.mark.parametrize(("of_an_optimizer", "dtypes", "rate", "world"), pairwise(PHASES, MODELS, RATES, (1, 2)))
+def test_params_and_state_keep_their_form(of_an_optimizer, dtypes, rate, world):
+    optimizer, phase = PHASES[of_an_optimizer]
+    w = World(optimizer, world, params=model(MODELS[dtypes]), lr=RATES[rate], weight_decay=0.1)
     start = form((w.params, w.state))
     for each in (phase, *reversed(optimizer.phases), phase):  # no variance step behind a local one
         w.step(each)
         assert form((w.params, w.state)) == start
 
 
-@pytest.mark.parametrize("compress", ["steps", "gradients"])
-@pytest.mark.parametrize("lr", RATES, ids=["float", "float64", "bfloat16"])
-@pytest.mark.parametrize("dtypes", MODELS.values(), ids=MODELS)
-def test_both_compressed_phases_of_zero_one_adam_do(dtypes, lr, compress):
-    params = model(dtypes)
-    tx = fn.zero_one_adam(lr, weight_decay=0.1, axis="data", compress=compress)
+@pytest.mark.parametrize(("dtypes", "rate", "compress"), pairwise(MODELS, RATES, ("steps", "gradients")))
+def test_both_compressed_phases_of_zero_one_adam_do(dtypes, rate, compress):
+    params = model(MODELS[dtypes])
+    tx = fn.zero_one_adam(RATES[rate], weight_decay=0.1, axis="data", compress=compress)
     state: Any = tx.init(params)
     start = form((params, state))
     for phase in (Phase.WARMUP, Phase.COMPRESSED, Phase.COMPRESSED):
@@ -62,7 +64,7 @@ def test_both_compressed_phases_of_zero_one_adam_do(dtypes, lr, compress):
 def test_updates_do_not_take_the_dtype_of_the_rate(optimizer, phase, dtypes):
     """Those of a float and of a 0-d float64 have the same dtypes."""
     params, found = model(dtypes), []
-    for lr in RATES[:2]:
+    for lr in (RATES["float"], RATES["float64"]):
         tx = optimizer.make(lr=lr, axis="data")
         updates, _ = tx.update(phase)(params, tx.init(params), params)
         found.append([u.dtype for u in tree.leaves(updates)])
@@ -74,7 +76,7 @@ def test_zero_one_adam_takes_steps_in_place_on_them(dtypes):
     params = [torch.nn.Parameter(p) for p in model(dtypes).values()]
     phases = (Phase.WARMUP, Phase.LOCAL, Phase.COMPRESSED)
     opt = fn.Optimizer(
-        params, lambda **k: fn.zero_one_adam(axis="data", **k), schedule=lambda t: phases[t], lr=RATES[1]
+        params, lambda **k: fn.zero_one_adam(axis="data", **k), schedule=lambda t: phases[t], lr=RATES["float64"]
     )
     start, before = form(opt.states), [p.detach().clone() for p in params]
     for _ in phases:
