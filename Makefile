@@ -20,6 +20,7 @@ help:
 	@echo "make atlas  every method on the same model: loss against bytes, and against predicted time; $(OUT)/atlas.png"
 	@echo "make test   ruff, mypy and all tests"
 	@echo "make lint   ruff and mypy only"
+	@echo "make report the lines of fn/, the words of the docs and the way of a step, as figures"
 	@echo "make docs   the site, from docs/, the notebooks and the docstrings, in $(OUT)/site; warnings are errors"
 	@echo "make notebooks   run the notebooks and keep their outputs; make figures: those of docs/, from the code"
 	@echo "make dist   what would be uploaded, in dist/, tried in an environment of its own"
@@ -47,6 +48,10 @@ test: lint
 # Every exchange of every optimizer with a killed rank, kills during a save, long runs: minutes, not seconds.
 reliability-test: .venv/.test
 	$(PYTEST) -m reliability
+
+.PHONY: report
+report: .venv/.test
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/house_report.py
 
 lint: .venv/.test
 	$(BIN)/ruff check .
