@@ -1,4 +1,9 @@
-"""Every named optimizer, and what may be asked of it. `test_contract.py` holds each of them to the same contract."""
+"""Every named optimizer, and what may be asked of it.
+
+`test_contract.py` holds each of `OPTIMIZERS` to the same contract. `OTHERS` promise less, or something else, in tests
+of their own. What is asked of `EVERY` one of them: steps that are the same under any default device and dtype, and that
+stay on the device of their tensors. `test_optimizers.py` refuses a named optimizer that is in neither.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import fn
-from fn import Phase
+from fn import Phase, Round
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -19,7 +24,7 @@ class Named(NamedTuple):
     """A named optimizer.
 
     make: (lr=..., axis=..., **hyper-parameters) -> Transform.
-    phases: those it has.
+    phases: those it has, and the rounds of local steps.
     schedule: one that visits all of them within 30 steps.
     lr: a learning rate at which it trains the problems of the contract.
     replicated: params stay the same on all ranks, and provably so. False: they differ between synchronisations.
@@ -29,8 +34,8 @@ class Named(NamedTuple):
 
     name: str
     make: Callable[..., fn.Transform]
-    phases: tuple[Phase, ...]
-    schedule: Callable[[int], Phase]
+    phases: tuple[Any, ...]
+    schedule: Callable[[int], Any]
     lr: float = 0.02
     replicated: bool = True
     adamw: Mapping[Phase, Mapping[str, Any]] = NOTHING
@@ -79,6 +84,27 @@ OPTIMIZERS = (
     ),
     Named("sharded_onebit_adam", fn.sharded_onebit_adam, (Phase.WARMUP, Phase.COMPRESSED), fn.freeze_after(20)),
 )
+
+CODED = Phase.WARMUP, Phase.COMPRESSED
+ROUNDS = Phase.WARMUP, Round(), Round(0, 0)
+
+OTHERS = (
+    Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("diloco, int8", partial(fn.diloco, codec=fn.int8()), ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("local_sgd", partial(fn.local_sgd, momentum=0.9), ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("sparse_loco", partial(fn.sparse_loco, k=4, tile=4), ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("muloco", partial(fn.muloco, codec=fn.bins(4, 6)), ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("powersgd_adamw", fn.powersgd_adamw, CODED, fn.freeze_after(2)),
+    Named("dion", fn.dion, CODED, fn.freeze_after(2)),
+    Named("demo", partial(fn.demo, k=3, tile=4), CODED, fn.freeze_after(2)),
+    Named("ef21_sgdm", partial(fn.ef21_sgdm, k=0.2), CODED, fn.freeze_after(2)),
+    Named("lion_vote", fn.lion_vote, CODED, fn.freeze_after(2)),
+    Named("signum_vote", fn.signum_vote, CODED, fn.freeze_after(2)),
+)
+
+EVERY = (*OPTIMIZERS, *OTHERS)
+
+each_of_all = pytest.mark.parametrize("optimizer", EVERY, ids=[optimizer.name for optimizer in EVERY])
 
 NAMES = [optimizer.name for optimizer in OPTIMIZERS]
 

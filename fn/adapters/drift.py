@@ -94,4 +94,4 @@ def _numbers(optimizer: Optimizer) -> dict[str, Tensor]:
 
 def _digest(described: dict[str, str]) -> Tensor:
     found = hashlib.blake2b(repr(sorted(described.items())).encode(), digest_size=8).digest()
-    return torch.tensor(int.from_bytes(found, "little") >> 1, device="cpu")
+    return torch.tensor(int.from_bytes(found, "little") >> 1, dtype=torch.int64, device="cpu")

@@ -81,7 +81,7 @@ def optimizer(
     """
     if tokens is not None and not callable(tokens):
         raise TypeError(expected("tokens", "a function that returns a number", f"{tokens!r}"))
-    with Binding({axis: Axis(1, torch.tensor(0, device="cpu"), ALONE)}):
+    with Binding({axis: Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)}):
         found = Optimizer(params, partial(make, axis=axis), schedule=schedule, **more)
     _check_method(found)
     _check_schedule(found)
@@ -192,7 +192,9 @@ class _Islands:
         """
         training, size, rank = self.optimizer.training, group.size(), self.manager.participating_rank()
         name = register(f"torchft {id(self.manager)}", _transport(group, size))
-        with Binding({**training.binding.axes, self.axis: Axis(size, torch.tensor(rank, device="cpu"), name)}):
+        with Binding(
+            {**training.binding.axes, self.axis: Axis(size, torch.tensor(rank, dtype=torch.int64, device="cpu"), name)}
+        ):
             said, there = [float(present), self.unsent, training.steps], device_among(training.groups)
             mine = torch.tensor(said, dtype=torch.float64, device=there)
             rows = all_gather(mine, self.axis).tolist()

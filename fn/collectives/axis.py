@@ -102,10 +102,10 @@ def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator], *, t
 
 def _group_axis(name: str, group: Any) -> Axis:
     if isinstance(group, dist.ProcessGroup):
-        return Axis(group.size(), torch.tensor(group.rank(), device="cpu"), remember(group))
+        return Axis(group.size(), torch.tensor(group.rank(), dtype=torch.int64, device="cpu"), remember(group))
     if is_communicator(group):
         transport = register_communicator(group)
-        return Axis(group.Get_size(), torch.tensor(group.Get_rank(), device="cpu"), transport)
+        return Axis(group.Get_size(), torch.tensor(group.Get_rank(), dtype=torch.int64, device="cpu"), transport)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError(expected("mesh", f"{name!r} to be a process group of this rank's", "one without this rank"))
     wanted = f"{name!r} to be a process group or a communicator of mpi4py"
@@ -135,7 +135,7 @@ def resolve(axis: str) -> Axis:
             f"optimizer inside `with fn.bind(mesh)`, mesh = init_device_mesh(device, ({ranks_around()},), "
             f"mesh_dim_names=({axis!r},)), or over MPI mesh = {{{axis!r}: MPI.COMM_WORLD}}"
         )
-    return Axis(1, torch.tensor(0, device="cpu"), ALONE)
+    return Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)
 
 
 WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
@@ -187,7 +187,7 @@ def axis_index(axis: AxisNames) -> Tensor:
 
 def all_ranks() -> Tensor:
     """Return a 0-d tensor that is batched at the levels of all simulated axes in force, and at no other."""
-    total = torch.tensor(0, device="cpu")
+    total = torch.tensor(0, dtype=torch.int64, device="cpu")
     for bound in _bound.axes.values():
         total = total + bound.rank
     return total

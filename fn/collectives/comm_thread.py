@@ -161,7 +161,7 @@ def seconds_per_byte(axis: str, device: torch.device) -> float:
     rows = torch.zeros(world, PROBE // (world - 1), dtype=torch.uint8, device=device)
     times = []
     for _ in range(4):
-        pmean(torch.zeros(1, device=device), axis)  # nobody starts before all are here
+        pmean(torch.zeros(1, dtype=torch.float32, device=device), axis)  # nobody starts before all are here
         _finish(device)
         start = time.perf_counter()
         all_to_all(rows, axis)

@@ -81,4 +81,4 @@ def from_blocks(codes: Tensor, scales: Tensor, block: int) -> Tensor:
 
 def _place(vector: Tensor, block: int) -> tuple[Tensor, list[int]]:
     n = vector.shape[0]
-    return tile((n,), torch.full((1, 1), n, device=vector.device), block)
+    return tile((n,), torch.full((1, 1), n, dtype=torch.int64, device=vector.device), block)

@@ -73,7 +73,7 @@ def exchange(payload: Tree, axis: str) -> Tree:
         if way is None:
             message, unpack = _as_message(leaves)
             return restore(unpack(primitives.all_to_all(message, axis)))
-        received = [memory_pool.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+        received = [memory_pool.empty(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
         _pass(way, "all_to_all", leaves, received)
         return restore(received)
 
@@ -86,7 +86,7 @@ def gather(payload: Tree, axis: str) -> Tree:
         if way is None:
             message, unpack = _as_message(leaves)
             return restore(unpack(primitives.all_gather(message, axis).flatten(0, 1)))
-        gathered = [memory_pool.empty((way.size, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
+        gathered = [memory_pool.empty((way.size, *leaf.shape[1:]), leaf.dtype, leaf.device) for leaf in leaves]
         _pass(way, "all_gather", leaves, gathered)
         return restore(gathered)
 
@@ -103,7 +103,9 @@ def swap_rows(rows: Sequence[Tensor], axis: str) -> list[Tensor]:
         if way is None:
             found = primitives.all_to_all(torch.stack(list(rows)), axis) if len(rows) > 1 else rows[0][None]
             return [*found.unbind(0)]
-        received = [row if r == way.me else memory_pool.empty(row.shape, row.dtype) for r, row in enumerate(rows)]
+        received = [
+            row if r == way.me else memory_pool.empty(row.shape, row.dtype, row.device) for r, row in enumerate(rows)
+        ]
         others = [p for p in range(way.size) if p != way.me]
         way.pass_rows("all_to_all", {p: [rows[p]] for p in others}, {p: [received[p]] for p in others})
         return received

@@ -69,7 +69,7 @@ def simulate(
         for number, (arg, dim) in enumerate(zip(args, dims, strict=True)):
             _check_slices(number, arg, dim, size)
         each = torch.func.vmap(on_rank, in_dims=(0, *dims), randomness=randomness)
-        mapped = iter(each(torch.arange(size, device="cpu"), *args))
+        mapped = iter(each(torch.arange(size, dtype=torch.int64, device="cpu"), *args))
         structure, dims, same = kept
         pairs = zip(dims, same, strict=True)
         leaves = [x if d is None else next(mapped).movedim(0, d).contiguous() for d, x in pairs]

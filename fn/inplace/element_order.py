@@ -109,7 +109,7 @@ def all_in_order(states: Tree, params: Sequence[Sequence[Tensor]], orders: Seque
 def flat(orders: Sequence[Sequence[Order]]) -> dict[str, Tensor]:
     """Return {key: order}, int64, of those that are not as in the shape."""
     return {
-        f"{PREFIX}{g}.{i}": torch.tensor(order, device="cpu")
+        f"{PREFIX}{g}.{i}": torch.tensor(order, dtype=torch.int64, device="cpu")
         for g, each in enumerate(orders)
         for i, order in enumerate(each)
         if order

@@ -86,5 +86,7 @@ def descent_of(links: Sequence[Link]) -> Descent | Link:
 
 def largest_of(leaves: Sequence[Tensor], like: Tensor) -> Tensor:
     """Return the largest magnitude, 0-d; NaN where an element is. like: is on the device where it is zero of none."""
-    found: Tensor = ops.direct("largest_magnitude", leaves) if leaves else torch.zeros((), device=like.device)
+    found: Tensor = (
+        ops.direct("largest_magnitude", leaves) if leaves else torch.zeros((), dtype=torch.float32, device=like.device)
+    )
     return found

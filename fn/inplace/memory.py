@@ -113,7 +113,11 @@ def overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
 
 def _places(x: Tensor) -> Tensor:
     """Return where the elements of a tensor lie, counted in elements from the first one, (n,) int64."""
-    return torch.arange(_bytes(x) // x.element_size(), device="cpu").as_strided(x.shape, x.stride()).flatten()
+    return (
+        torch.arange(_bytes(x) // x.element_size(), dtype=torch.int64, device="cpu")
+        .as_strided(x.shape, x.stride())
+        .flatten()
+    )
 
 
 def _bytes(x: Tensor) -> int:

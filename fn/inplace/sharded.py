@@ -80,9 +80,9 @@ def stage_shards(
             if keeps and rules.gather is None:
                 old = followed(master, leaves, bucket, index)
             dtype = leaves[bucket.leaf_indices[0]].dtype if keeps else rows[0].dtype
-            whole = memory_pool.empty((bucket.segments.valid.shape[0], old.shape[0]), dtype)
+            whole = memory_pool.empty((bucket.segments.valid.shape[0], old.shape[0]), dtype, old.device)
             mine = whole[int(index)]  # params that are not kept are made where they travel from
-            new = [memory_pool.empty(x.shape, x.dtype) for x in (old, mu, nu)]
+            new = [memory_pool.empty(x.shape, x.dtype, x.device) for x in (old, mu, nu)]
             new[0] = new[0] if keeps or old.dtype != dtype else mine
             args = kernel_args(h, behind.weight_decay, behind.rate, after)
             peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *args)

@@ -208,7 +208,9 @@ def arguments(
     runs = [*runs] or ([1, n] if n < 1000 else [2, 96, 1, 8, 1, n - 200])
     segments = sum(runs[::2])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    widths = torch.tensor([w for c, w in zip(runs[::2], runs[1::2], strict=True) for _ in range(c)], device="cpu")
+    widths = torch.tensor(
+        [w for c, w in zip(runs[::2], runs[1::2], strict=True) for _ in range(c)], dtype=torch.int64, device="cpu"
+    )
     valid = torch.stack([widths, (widths * 7) // 8])
 
     def numbers(kind: torch.dtype, *shape: int) -> Tensor:
@@ -219,7 +221,7 @@ def arguments(
         return x
 
     def integers(kind: torch.dtype, *shape: int) -> Tensor:
-        return torch.randint(0, 256, shape, generator=g, device="cpu").to(torch.uint8).view(kind)
+        return torch.randint(0, 256, shape, generator=g, dtype=torch.int64, device="cpu").to(torch.uint8).view(kind)
 
     def scales(*shape: int) -> Tensor:
         return torch.rand(shape, generator=g, dtype=torch.float64, device="cpu").to(wide)

@@ -45,15 +45,16 @@ def _wave(*shape: int, seed: float = 1.0) -> Tensor:
 
 def _bytes(*shape: int, seed: int = 1) -> Tensor:
     count = torch.Size(shape).numel()
-    return ((torch.arange(count, device="cpu") * (37 + 2 * seed) + seed) % 251).to(torch.uint8).view(shape)
+    numbers = torch.arange(count, dtype=torch.int64, device="cpu")
+    return ((numbers * (37 + 2 * seed) + seed) % 251).to(torch.uint8).view(shape)
 
 
 def _known() -> Tensor:
-    return torch.tensor([KNOWN_SIGNS, KNOWN_SIGNS], device="cpu")
+    return torch.tensor([KNOWN_SIGNS, KNOWN_SIGNS], dtype=torch.float32, device="cpu")
 
 
 def _valid() -> Tensor:
-    return torch.tensor([_WIDTHS, (64, 40, 4099, 0)], device="cpu")
+    return torch.tensor([_WIDTHS, (64, 40, 4099, 0)], dtype=torch.int64, device="cpu")
 
 
 _N = sum(_WIDTHS)
@@ -116,7 +117,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "lamb_step_": lambda: [(*_momentum(), _wave(_S) / 100, 3e-2, decay) for decay in (0.1, 0.0)],
     "adamw_into_": lambda: [
-        ([torch.zeros(n, device="cpu") for _ in range(3)], [_wave(n, seed=s) for s in range(rows)], _old(n), *_DESCENT)
+        ([torch.zeros_like(_wave(n)) for _ in range(3)], [_wave(n, seed=s) for s in range(rows)], _old(n), *_DESCENT)
         for n, rows in ((4099, 1), (22, 2), (77, 3))
     ],
     "largest_magnitude": lambda: [
@@ -165,8 +166,10 @@ def complaint(op: str, kernel: Callable[..., Any], device: torch.device) -> str 
                     return reason
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    if op == "pack_bits" and tuple(kernel(torch.tensor([KNOWN_SIGNS], device=device))[0].tolist()) != KNOWN_BITS:
-        return f"the signs of {KNOWN_SIGNS} are not {KNOWN_BITS}"
+    if op == "pack_bits":
+        signs = torch.tensor([KNOWN_SIGNS], dtype=torch.float32, device=device)
+        if tuple(kernel(signs)[0].tolist()) != KNOWN_BITS:
+            return f"the signs of {KNOWN_SIGNS} are not {KNOWN_BITS}"
     return None
 
 

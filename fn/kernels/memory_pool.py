@@ -34,16 +34,16 @@ _asked: dict[int, int] = {}  # bytes -> number of the last lease
 _leases = 0
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialised tensor, on a CPU with memory leased from the pool.
 
-    Args: shape, dtype, device: as for `torch.empty`; None is the CPU. Other devices have pools of their own.
+    Args: shape, dtype, device: as for `torch.empty`. Devices other than the CPU have pools of their own.
     Returns: a contiguous tensor, 64-byte aligned if it is at least `SMALLEST` bytes large.
     """
     count = math.prod(shape)
     size = count * dtype.itemsize
-    if size < SMALLEST or (device is not None and device.type != "cpu"):
-        return torch.empty(tuple(shape), dtype=dtype, device=device or "cpu")
+    if size < SMALLEST or device.type != "cpu":
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
     block = _take(size)
     lease = block.view(_Lease)
     lease.block = block

@@ -68,7 +68,7 @@ def devices() -> list[str]:
 def is_here(device_type: str) -> bool:
     """Return whether tensors can be put on a device of this type."""
     try:
-        torch.empty(1, device=device_type)
+        torch.empty(1, dtype=torch.float32, device=device_type)
     except Exception:
         return False
     return device_type != "meta"

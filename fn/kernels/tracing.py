@@ -65,4 +65,4 @@ def pooled(like: Tensor, *others: Tensor) -> dict[str, Tensor]:
         return {}
     if forward_ad._current_level >= 0:
         return {}
-    return {"out": memory_pool.empty(like.shape, like.dtype)}
+    return {"out": memory_pool.empty(like.shape, like.dtype, like.device)}

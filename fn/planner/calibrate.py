@@ -91,7 +91,7 @@ def measure(found: Job, sizes: Sequence[int] = SIZES, repeat: int = REPEAT) -> d
 def _cost(name: str, axis: str, device: torch.device, sizes: Sequence[int], repeat: int, shared: int) -> Cost:
     sent, times = [], []
     for size in sizes:
-        x = torch.zeros(axis_size(axis), max(1, size // (4 * axis_size(axis))), device=device)
+        x = torch.zeros(axis_size(axis), max(1, size // (4 * axis_size(axis))), dtype=torch.float32, device=device)
         with ledger() as book:
             _RUNS[name](x, axis)
         sent.append(book.total)
@@ -102,7 +102,7 @@ def _cost(name: str, axis: str, device: torch.device, sizes: Sequence[int], repe
 
 
 def _slowest(time: float, axis: str, device: torch.device) -> float:
-    return float(primitives.all_gather(torch.tensor(time, device=device), axis).max())
+    return float(primitives.all_gather(torch.tensor(time, dtype=torch.float64, device=device), axis).max())
 
 
 def _time(run: Callable[[], object], repeat: int, axis: str | None = None) -> list[float]:
@@ -170,7 +170,7 @@ def _coding(
 ) -> float:
     """Return the seconds an element."""
     with nowhere("data", ranks):
-        x, rule = torch.randn(CODED, device=device), ("data", codec, feedback)
+        x, rule = torch.randn(CODED, dtype=torch.float32, device=device), ("data", codec, feedback)
         errors = initial_errors(x, *rule, servers=servers)
         taken = _time(lambda: compressed_all_reduce(x, errors, *rule, servers=servers), repeat)
     return statistics.median(taken) / CODED
@@ -178,7 +178,7 @@ def _coding(
 
 def memory(device: torch.device, repeat: int = REPEAT) -> float:
     """Return the bit/s at which the device's memory is read and written, by a copy."""
-    x = torch.ones(4 * CODED, device=device)
+    x = torch.ones(4 * CODED, dtype=torch.float32, device=device)
     out = torch.empty_like(x)
     return 16 * 4 * x.numel() / statistics.median(_time(lambda: out.copy_(x), repeat))
 
@@ -191,7 +191,7 @@ def nowhere(axis: str, ranks: int) -> Binding:
         psum=lambda x: x * ranks,
     )
     name = transports.register(f"nowhere, {ranks} ranks", transport)
-    return Binding({axis: Axis(ranks, torch.tensor(0, device="cpu"), name)})
+    return Binding({axis: Axis(ranks, torch.tensor(0, dtype=torch.int64, device="cpu"), name)})
 
 
 def show(links: Mapping[str, Link]) -> str:

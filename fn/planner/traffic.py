@@ -199,7 +199,7 @@ def _bytes_of_a_period(codec: Codec, dtype: torch.dtype) -> int:
 
 def payload_bytes(codec: Codec, widths: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes of a row in which pieces of several tensors lie side by side, by making its payload."""
-    segments = Segments(widths, torch.tensor([widths], device="cpu"))
+    segments = Segments(widths, torch.tensor([widths], dtype=torch.int64, device="cpu"))
     row = torch.empty((1, segments.row_length), device="meta", dtype=dtype)
     return sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(segmented(codec, segments).encode(row)))
 
@@ -255,7 +255,7 @@ def in_basis(shapes: Model, ranks: Ranks, basis: Basis, codec_of: Callable[[int]
 @cache
 def _chunks(shape: tuple[int, ...], basis: Basis) -> list[tuple[int, int]]:
     """Return the length of the chunks of each part of a tensor, and its elements."""
-    parts = basis.into(torch.empty(shape, device="meta"))
+    parts = basis.into(torch.empty(shape, dtype=torch.float32, device="meta"))
     return [(part.shape[1], part.numel()) for part in parts if part.numel()]
 
 

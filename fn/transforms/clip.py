@@ -69,4 +69,6 @@ def squared_norm(updates: Tree) -> Tensor:
     """Return the sum of squares over all leaves, 0-d, in float32 or wider."""
     wide = [u.float() if u.element_size() < 4 else u for u in tree.leaves(updates)]
     squares = [torch.linalg.vector_norm(u).square() for u in wide]
-    return torch.stack([s.to(squares[0].device) for s in squares]).sum() if squares else torch.zeros((), device="cpu")
+    if not squares:
+        return torch.zeros((), dtype=torch.float32, device="cpu")
+    return torch.stack([s.to(squares[0].device) for s in squares]).sum()

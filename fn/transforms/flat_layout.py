@@ -86,7 +86,7 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
     elif world_size == 1 and list(bucket.segments.widths) == [t.shape[0] for t in tensors]:
         return end_to_end(tensors)
     if len(tensors) > 1 and tensors[0].device.type == "cpu" and is_concrete(*tensors) and not is_recorded(tensors):
-        table = memory_pool.empty((world_size, bucket.segments.row_length), tensors[0].dtype)
+        table = memory_pool.empty((world_size, bucket.segments.row_length), tensors[0].dtype, tensors[0].device)
         clear_padding(table, tensors, bucket)
         flats, rows = paired_views([t.detach() for t in tensors], table, bucket)
         if flats:
@@ -148,7 +148,7 @@ def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
 
 
 def _padded(row: Tensor, width: int) -> Tensor:
-    out = memory_pool.empty((width,), row.dtype)
+    out = memory_pool.empty((width,), row.dtype, row.device)
     out[: row.shape[0]].copy_(row)
     out[row.shape[0] :].zero_()
     return out
@@ -163,7 +163,8 @@ def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
     if eager and adjoin(tensors):
         return tensors[0].as_strided((sum(t.shape[0] for t in tensors),), (1,))
     if eager and tensors[0].device.type == "cpu":
-        return torch.cat(list(tensors), out=memory_pool.empty((sum(t.shape[0] for t in tensors),), tensors[0].dtype))
+        out = memory_pool.empty((sum(t.shape[0] for t in tensors),), tensors[0].dtype, tensors[0].device)
+        return torch.cat(list(tensors), out=out)
     return torch.cat(list(tensors))
 
 

@@ -172,7 +172,7 @@ def onebit_lamb_by_tensor(
         fresh = tree.map(torch.zeros_like, nu)
         zero, factor, ratio, scaling = (tree.map(partial(_number, value=v), mu) for v in (0.0, 1.0, 1.0, 1.0))
         leaves = tree.leaves(mu)
-        rest = (leaves[0] if leaves else torch.zeros((), device="cpu")).new_zeros(tail)
+        rest = (leaves[0] if leaves else torch.zeros((), dtype=torch.float32, device="cpu")).new_zeros(tail)
         return OnebitLambState(step, mu, nu, fresh, zero, factor, ratio, scaling, rest, sync.init((mu, rest)))
 
     def checked(updates: Tree, state: OnebitLambState, params: Tree) -> tuple[Tree, Tree]:

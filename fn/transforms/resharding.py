@@ -92,7 +92,9 @@ def errors_reshape(
             dtype, at = leaves[bucket.leaf_indices[0]].dtype, bucket.segments
             sent = to_plain(e, worker.codec, worker.feedback, at, dtype)
             found += parts_of(None if sent is None else sent.double() / world, bucket)
-            own = to_plain(d, server.codec, server.feedback, at.row(torch.tensor(rank, device="cpu")), dtype)
+            own = to_plain(
+                d, server.codec, server.feedback, at.row(torch.tensor(rank, dtype=torch.int64, device="cpu")), dtype
+            )
             found += parts_of(None if own is None else in_row(own, bucket, rank), bucket)
             found += [_age(e, rank), _age(d, rank)]
         return found
@@ -108,7 +110,7 @@ def errors_reshape(
             if isinstance(d, tuple) and not d:
                 servers.append(d)
             else:
-                row, mine = at.row(torch.tensor(rank, device="cpu")), own.view(world, -1)[rank]
+                row, mine = at.row(torch.tensor(rank, dtype=torch.int64, device="cpu")), own.view(world, -1)[rank]
                 servers.append(from_plain(mine, d, row, server.feedback, ages[1]))
         return ErrorFeedbackState(tuple(workers), tuple(servers))
 
@@ -138,7 +140,7 @@ def _lost_by_servers(own: Tensor, like: Tree, hop: Hop, at: Segments, age: Tenso
         return own
     lost = own.clone().view(at.valid.shape[0], -1)
     for rank, piece in enumerate(lost):
-        row = at.row(torch.tensor(rank, device="cpu"))
+        row = at.row(torch.tensor(rank, dtype=torch.int64, device="cpu"))
         held = to_plain(from_plain(piece, like, row, hop.feedback, age), hop.codec, hop.feedback, row, dtype)
         piece -= 0.0 if held is None else held.double().cpu()
     return lost.view(-1)
@@ -168,7 +170,7 @@ def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Addends:
 def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
     """Return the next tensors of an iterator, as many as a bucket has, as its vector (n,)."""
     leaves = {i: next(rest) for i in bucket.leaf_indices}
-    none = torch.empty(0, device="cpu")
+    none = torch.empty(0, dtype=torch.float32, device="cpu")
     return layouts.join([leaves.get(i, none) for i in range(max(bucket.leaf_indices) + 1)], bucket)
 
 

@@ -180,7 +180,7 @@ def sharded(
             masters.append(owned[-1].clone() if rules.keeps_master(like.dtype) else ())
             x = like.new_zeros(bucket.segments.valid.shape[0] * bucket.segments.row_length)
             kept.append(exchange.start(x, bucket, rules))
-        place = torch.stack([index, torch.tensor(axis_size(axis), device="cpu")])
+        place = torch.stack([index, torch.tensor(axis_size(axis), dtype=torch.int64, device="cpu")])
         state = _state(inner.init(as_inner(structure, owned)), masters, kept, place)
         if isinstance(axis, str):
             paths = tree.paths(params) if layout == "per_tensor" else None

@@ -76,7 +76,8 @@ def take(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
     if len(pieces) == 1:
         return pieces[0]
     if pieces[0].device.type == "cpu" and not is_recorded(pieces):
-        return torch.cat(pieces, out=memory_pool.empty((sum(p.shape[0] for p in pieces),), pieces[0].dtype))
+        out = memory_pool.empty((sum(p.shape[0] for p in pieces),), pieces[0].dtype, pieces[0].device)
+        return torch.cat(pieces, out=out)
     return torch.cat(pieces)
 
 
@@ -87,7 +88,7 @@ def followed(master: Tensor, leaves: Sequence[Tensor], bucket: Bucket, index: Te
     """
     here = take(leaves, bucket, index)
     if is_concrete(master, here) and here.device.type == "cpu" and not is_recorded([master, here]):
-        rounded = memory_pool.empty(here.shape, here.dtype).copy_(master)
+        rounded = memory_pool.empty(here.shape, here.dtype, here.device).copy_(master)
         found, left = here.view(torch.int16).numpy(), rounded.view(torch.int16).numpy()
         if np.array_equal(found, left):  # torch's takes twenty times as long
             return master

@@ -182,7 +182,7 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
     if _is_on_host(leaves):
         sums = [float(x.detach().sum(dtype=x.dtype)) for x in leaves]
         if all(map(math.isfinite, sums)):  # finite sums prove it in half the time; an infinite one proves nothing
-            return torch.tensor(True, device="cpu")
+            return torch.tensor(True, dtype=torch.bool, device="cpu")
     return torch.isfinite(_ends(leaves)).all()
 
 
@@ -199,7 +199,7 @@ def all_addable(updates: list[Tensor], params: Sequence[Tensor] = ()) -> Tensor:
     pairs = [(x, p) for x, p in zip(updates, halves, strict=True) if x.numel()]
     small = (float(torch.linalg.vector_norm(x.detach())) < _far(x, p) for x, p in pairs)
     if _is_on_host([x for x, _ in pairs]) and all(small):
-        return torch.tensor(True, device="cpu")
+        return torch.tensor(True, dtype=torch.bool, device="cpu")
     each = [_ends([x]).abs() < _far(x) if p is None else (p + x).to(p.dtype).isfinite() for x, p in pairs]
     return torch.stack([x.all().to(each[0].device) for x in each]).all()
 

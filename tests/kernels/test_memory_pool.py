@@ -12,6 +12,7 @@ import torch
 
 from fn.kernels import memory_pool
 
+CPU = torch.device("cpu")
 LARGE = (3, 1 << 20)
 
 
@@ -23,18 +24,18 @@ def _empty_pool():
 
 
 def test_memory_comes_back_when_the_last_view_dies_and_serves_the_next_lease():
-    x = memory_pool.empty(LARGE, torch.float32)
+    x = memory_pool.empty(LARGE, torch.float32, CPU)
     address, view = x.data_ptr(), x[1:]
     del x
     assert memory_pool.free_bytes() == 0
     del view
     assert memory_pool.free_bytes() == 3 * 4 << 20
-    assert memory_pool.empty(LARGE, torch.float32).data_ptr() == address
+    assert memory_pool.empty(LARGE, torch.float32, CPU).data_ptr() == address
 
 
 def test_the_pool_holds_no_more_than_was_in_use():
     for _ in range(5):
-        kept = [memory_pool.empty(LARGE, torch.float32) for _ in range(2)]
+        kept = [memory_pool.empty(LARGE, torch.float32, CPU) for _ in range(2)]
         del kept
     assert memory_pool.free_bytes() == 2 * 3 * 4 << 20
     memory_pool.clear()
@@ -43,21 +44,21 @@ def test_the_pool_holds_no_more_than_was_in_use():
 
 def test_sizes_nobody_asks_for_are_given_back(monkeypatch):
     monkeypatch.setattr(memory_pool, "FORGET_AFTER", 3)
-    del (x := [memory_pool.empty(LARGE, torch.float32)])[:]
+    del (x := [memory_pool.empty(LARGE, torch.float32, CPU)])[:]
     for k in range(5):
-        x.append(memory_pool.empty((k + 1, 1 << 20), torch.uint8))
+        x.append(memory_pool.empty((k + 1, 1 << 20), torch.uint8, CPU))
     assert memory_pool.free_bytes() == 0
 
 
 def test_small_and_empty_ones_are_torchs_own():
-    assert memory_pool.empty((3, 0), torch.float32).shape == (3, 0)
-    x = memory_pool.empty((10,), torch.uint8)
+    assert memory_pool.empty((3, 0), torch.float32, CPU).shape == (3, 0)
+    x = memory_pool.empty((10,), torch.uint8, CPU)
     del x
     assert memory_pool.free_bytes() == 0
 
 
 def test_the_tensors_are_ordinary():
-    x = memory_pool.empty(LARGE, torch.float32).fill_(2)
+    x = memory_pool.empty(LARGE, torch.float32, CPU).fill_(2)
     assert x.is_contiguous()
     assert x.data_ptr() % 64 == 0
     assert torch.equal(pickle.loads(pickle.dumps(x)), x)
@@ -66,7 +67,7 @@ def test_the_tensors_are_ordinary():
     assert torch.equal(torch.load(file), x)
     y = x.clone().share_memory_()
     assert torch.equal(x.share_memory_(), y)
-    x = memory_pool.empty(LARGE, torch.float32).requires_grad_()
+    x = memory_pool.empty(LARGE, torch.float32, CPU).requires_grad_()
     x.sum().backward()
     assert x.grad is not None
 
@@ -76,7 +77,7 @@ def test_threads_never_share_a_block():
 
     def work(value):
         for _ in range(50):
-            x = memory_pool.empty((1 << 18,), torch.float32).fill_(value)
+            x = memory_pool.empty((1 << 18,), torch.float32, CPU).fill_(value)
             if not bool((x == value).all()):
                 faults.append(value)
 

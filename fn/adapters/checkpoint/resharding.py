@@ -117,7 +117,7 @@ def to_fill(own: set[str], shapes: Mapping[str, tuple[torch.Size, torch.dtype]])
             return torch.zeros(shape, dtype=dtype, device="cpu")
         _, count = _span(shape[0])
         local = torch.zeros((count, *shape[1:]), dtype=dtype, device="cpu")
-        stride = torch.empty(shape, device="meta").stride()
+        stride = torch.empty(shape, dtype=torch.float32, device="meta").stride()
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
     return {key: empty(key, *form) for key, form in shapes.items()}
@@ -164,7 +164,10 @@ def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
             with reshapes.collected() as own:
                 fresh.append(transform.init([p.detach() for p in group["params"]]))
             notes.append(own)
-        some = next((x for x in saved.values() if isinstance(x, Rows)), Rows(torch.empty(0, device="cpu"), 0, 1))
+        some = next(
+            (x for x in saved.values() if isinstance(x, Rows)),
+            Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, 1),
+        )
         move = Move([note for own in notes for note in own], some, add, [])
         structure = tree.flatten(tuple(fresh))[1]
         after = move.walk(tuple(fresh), tree.unflatten(structure, [saved[path] for path in by_path(tuple(fresh))]))

@@ -167,7 +167,7 @@ class GradientAverage:
 
     def _counts(self) -> dict[str, Tensor]:
         counts = {"steps": self.steps, "skipped": self.skipped}
-        return {name: torch.tensor(count, device="cpu") for name, count in counts.items()}
+        return {name: torch.tensor(count, dtype=torch.int64, device="cpu") for name, count in counts.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned on this rank, bit for bit; or what another number of ranks saved.
@@ -209,7 +209,9 @@ class GradientAverage:
         for path, mark in by_path(kinds(fresh), "").items():
             each = [saved[f"state of rank {rank} of {world}.{path}"].to(like[path].device) for rank in range(world)]
             found.append(each[0].clone() if mark == SAME else Rows(torch.stack(each), 0, world))
-        some = next((x for x in found if isinstance(x, Rows)), Rows(torch.empty(0, device="cpu"), 0, world))
+        some = next(
+            (x for x in found if isinstance(x, Rows)), Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, world)
+        )
         move = Move(notes, some, lambda addends: addends, [])
         with self._binding:
             moved: tuple[Tree, ...] = move.walk(fresh, tree.unflatten(tree.flatten(fresh)[1], found))

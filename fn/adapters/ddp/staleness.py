@@ -97,7 +97,7 @@ def _sample(params: Sequence[Tensor]) -> Tensor:
     """Return evenly spaced elements of each gradient; zeros where there is none, of which no vector is made."""
     grads = [p.new_zeros(1).expand(p.numel()) if p.grad is None else p.grad for p in params if p.numel()]
     flat = [g.reshape(-1)[:: -(-g.numel() // SAMPLES)] for g in grads]
-    return torch.cat(flat) if flat else torch.zeros(0, device="cpu")
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
 def _near(now: Sequence[Tensor], before: Sequence[Tensor], factor: float) -> bool:

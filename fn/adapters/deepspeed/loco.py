@@ -200,7 +200,7 @@ def _add(rows: Tensor) -> Tensor:
 
 
 def _place(n: int, groups: int, device: torch.device) -> tuple[Tensor, list[int]]:
-    return torch.full((1, groups), n // groups, device=device), [groups, n // groups]
+    return torch.full((1, groups), n // groups, dtype=torch.int64, device=device), [groups, n // groups]
 
 
 def _groups(tensor: Tensor, index: int, local_axis: str, node_axis: str) -> int:
@@ -227,7 +227,9 @@ def _exact_part(tensor: Tensor, local_axis: str, node_axis: str) -> Tensor:
 
 
 def _empty(device: torch.device) -> StoredError:
-    return StoredError(torch.zeros(0, dtype=torch.int8, device=device), torch.zeros(0, device=device))
+    return StoredError(
+        torch.zeros(0, dtype=torch.int8, device=device), torch.zeros(0, dtype=torch.float32, device=device)
+    )
 
 
 def _start(tensors: Sequence[Tensor], plans: Sequence[int], local_axis: str) -> LocoErrors:
@@ -237,7 +239,7 @@ def _start(tensors: Sequence[Tensor], plans: Sequence[int], local_axis: str) -> 
         return tuple(
             StoredError(
                 torch.zeros(t.numel() // share, dtype=torch.int8, device=t.device),
-                torch.zeros(groups // share, device=t.device),
+                torch.zeros(groups // share, dtype=torch.float32, device=t.device),
             )
             if groups
             else _empty(t.device)

@@ -86,7 +86,7 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
         self.dtype = like.dtype
         self.feedback = feedback
         self.rows = rows_of(segments, codec.align)
-        own = self.rows.segments.row(torch.tensor(group.rank(), device="cpu"))
+        own = self.rows.segments.row(torch.tensor(group.rank(), dtype=torch.int64, device="cpu"))
         self.codec, self.own = (_codec(codec, segments, like.device) for segments in (self.rows.segments, own))
         x = like.expand(group.size() * self.rows.segments.row_length)
         with bind({axis: group}):

@@ -165,7 +165,7 @@ class Compressed:
         for group, part in self._parts.items():
             name = f"{rank}.{group}"
             shards, widths = part.group.shards, part.group.gradients.widths
-            found[f"{name}.rank"] = torch.tensor([shards.rank(), shards.size()], device="cpu")
+            found[f"{name}.rank"] = torch.tensor([shards.rank(), shards.size()], dtype=torch.int64, device="cpu")
             found[f"{name}.widths"] = torch.tensor(widths, dtype=torch.int64, device="cpu")
             found.update(by_path(part.errors(), f"{name}."))
         return found
@@ -255,7 +255,7 @@ def _part(
     mean = None
     if replicas is not None:
         axis, ranks = _axis_of(replicas.mesh)
-        own = group.gradients.row(torch.tensor(group.shards.rank(), device="cpu"))
+        own = group.gradients.row(torch.tensor(group.shards.rank(), dtype=torch.int64, device="cpu"))
         how = replicas.codec or codec, replicas.feedback or feedback
         mean = ReplicaMean(group.name, axis, ranks, own, *how, like, sent, group.own_shards, replicas.servers)
     return Part(group, reduce_scatter, all_gather, mean)

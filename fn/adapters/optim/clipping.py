@@ -73,5 +73,5 @@ def clipping(phase: Phase, max_norm: float | None, axis: str | None, state: Tree
     clip = chain(average(axis), clip_by_global_norm(max_norm, axis)).update(phase)
     alone = Binding({})
     if axis is not None and phase is Phase.WARMUP and not tree.fields(state, "place"):  # a shard's, of all ranks
-        alone = Binding({axis: Axis(1, torch.tensor(0, device="cpu"), ALONE)})
+        alone = Binding({axis: Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)})
     return Clipping(lambda grads, params: clip(grads, ((), ()), params)[0], alone)

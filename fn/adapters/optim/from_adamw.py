@@ -106,8 +106,11 @@ def _writes(
     if len({(moments.b1, moments.b2) for moments in some}) > 1:
         raise ValueError(f"expected adamw to have the same betas for all of param group {g}, but got several")
     goals = some[0].weights(steps)
-    writes = [(counts[0], torch.tensor(int(steps), device="cpu"))]
-    writes += [(weight[0], torch.tensor(goal, device="cpu")) for weight, goal in zip(weights, goals, strict=True)]
+    writes = [(counts[0], torch.tensor(int(steps), dtype=torch.int64, device="cpu"))]
+    writes += [
+        (weight[0], torch.tensor(goal, dtype=torch.float64, device="cpu"))
+        for weight, goal in zip(weights, goals, strict=True)
+    ]
     for p, mu, nu in zip(params, *pairs, strict=True):
         moments = found.get(id(p))
         if moments is None:

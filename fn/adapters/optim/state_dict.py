@@ -36,7 +36,7 @@ def flat_state(training: Training) -> dict[str, Tensor]:
     """
     training.settle()
     counts = {"steps": training.steps, SAVED_BY: place_of(training)}
-    found = {name: torch.tensor(count, device="cpu") for name, count in counts.items()}
+    found = {name: torch.tensor(count, dtype=torch.int64, device="cpu") for name, count in counts.items()}
     for i, (group, hypers) in enumerate(zip(training.groups, training.hypers, strict=True)):
         found.update({f"groups.{i}.{name}": x for name, x in saved_numbers(group, hypers).items()})
     # A place is compared with what is loaded, which some loaders write into the tensors that they were given.
@@ -48,7 +48,7 @@ def flat_state(training: Training) -> dict[str, Tensor]:
     if isinstance(schedule, FreezeWhenStable):
         found["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64, device="cpu")
         frozen_at = -1 if schedule.frozen_at is None else schedule.frozen_at
-        found["schedule.frozen_at"] = torch.tensor(frozen_at, device="cpu")
+        found["schedule.frozen_at"] = torch.tensor(frozen_at, dtype=torch.int64, device="cpu")
     return found
 
 
@@ -81,7 +81,7 @@ def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
     place = here if here in places else min(places, default=here)
     own = {m[3]: saved[path] for path, m in found.items() if m and (int(m[1]), int(m[2])) == place}
     same = {path: x for path, x in saved.items() if not found[path]}
-    restore_flat(training, {SAVED_BY: torch.tensor(place, device="cpu"), **same, **own})
+    restore_flat(training, {SAVED_BY: torch.tensor(place, dtype=torch.int64, device="cpu"), **same, **own})
 
 
 def place_of(training: Training) -> tuple[int, int]:

@@ -121,7 +121,7 @@ def _seen_in_shards(training: Training, g: int) -> dict[int, bool]:
         return {}
     with divisions.collected() as found:
         training.transforms[g].init(params)
-    seen = torch.zeros(len(params), device=params[0].device)
+    seen = torch.zeros(len(params), dtype=torch.float32, device=params[0].device)
     for nu in tree.fields(state, "nu"):
         for bucket, shard in zip(found[0].plan, tree.leaves(nu), strict=True):
             for i, there in zip(bucket.leaf_indices, found[0].placed(bucket, shard != 0), strict=True):

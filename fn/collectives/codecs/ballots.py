@@ -65,7 +65,7 @@ def is_vote(codec: Codec) -> bool:
 
 def _ballots(ties: str, segments: Segments | None) -> Codec:
     def encode(x: Tensor) -> Ballots:
-        index = torch.arange(x.shape[1], device=x.device)  # tensors begin at multiples of 8 in a row
+        index = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)  # tensors begin at multiples of 8 in a row
         undecided = (index % 2 == 0) if ties == "even" else torch.ones_like(index, dtype=torch.bool)
         votes = (x > 0) | ((x == 0) & undecided)
         return Ballots(pack(votes.to(torch.uint8), 1), x.isfinite().all(1, keepdim=True).to(torch.uint8))

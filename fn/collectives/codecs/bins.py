@@ -83,8 +83,10 @@ def _bins(levels: int, sigmas: float, valid: Tensor | None) -> Codec:
 
     def encode(x: Tensor) -> BinsPayload:
         x = x.to(scale_dtype(x))
-        places = torch.arange(x.shape[1], device=x.device)
-        counts = torch.full((1, 1), x.shape[1], device=x.device) if valid is None else valid.to(x.device)
+        places = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
+        counts = (
+            torch.full((1, 1), x.shape[1], dtype=torch.int64, device=x.device) if valid is None else valid.to(x.device)
+        )
         real = places < counts  # (R, n), or (1, n) where all rows are alike
         mean = torch.where(real, x, 0.0).sum(1, keepdim=True) / counts.clamp(min=1)
         apart = torch.where(real, x - mean, 0.0)

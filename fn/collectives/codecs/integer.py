@@ -71,7 +71,7 @@ def _int(width: int, block: int, segments: Segments | None) -> Codec:
     @cached_plan
     def place(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int]]:
         if segments is None:
-            return tile((n,), torch.full((rows, 1), n, device=device), block)
+            return tile((n,), torch.full((rows, 1), n, dtype=torch.int64, device=device), block)
         return tile(segments.widths, segments.valid.to(device).expand(rows, -1), block)
 
     def encode(x: Tensor) -> IntPayload:

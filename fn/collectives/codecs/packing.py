@@ -13,7 +13,7 @@ def pack(numbers: Tensor, width: int) -> Tensor:
         return numbers.to(torch.uint8)
     per_byte, apart = (8 // width, width) if 8 % width == 0 else (8, 1)  # whole numbers in a byte, or single bits
     if apart == 1 and width > 1:
-        numbers = (numbers[:, :, None] >> torch.arange(width, device=numbers.device)) & 1
+        numbers = (numbers[:, :, None] >> torch.arange(width, dtype=torch.int64, device=numbers.device)) & 1
         numbers = numbers.reshape(rows, n * width)
     numbers = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[1] % per_byte))
     at = apart * torch.arange(per_byte, device=numbers.device, dtype=torch.uint8)
@@ -32,5 +32,5 @@ def unpack(packed: Tensor, width: int, n: int) -> Tensor:
     found = found.reshape(rows, packed.shape[1] * per_byte)
     if apart < width:
         bits = found[:, : n * width].reshape(rows, n, width).long()
-        found = (bits << torch.arange(width, device=packed.device)).sum(-1)
+        found = (bits << torch.arange(width, dtype=torch.int64, device=packed.device)).sum(-1)
     return found[:, :n].to(torch.int64)

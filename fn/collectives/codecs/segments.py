@@ -38,10 +38,10 @@ class Segments(NamedTuple):
 
     def mask(self, device: torch.device) -> Tensor:
         """Return (R, n) bool, true at real elements."""
-        widths = torch.tensor(self.widths, device=device)
+        widths = torch.tensor(self.widths, dtype=torch.int64, device=device)
         ends = widths.cumsum(0) - widths + self.valid.to(device)  # (R, S), of what is real in each segment
         ends = ends.repeat_interleave(widths, dim=1, output_size=self.row_length)
-        return torch.arange(self.row_length, device=device) < ends
+        return torch.arange(self.row_length, dtype=torch.int64, device=device) < ends
 
 
 @cached_plan
@@ -62,7 +62,7 @@ def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Te
     for width in widths:
         whole, rest = divmod(width, block)
         runs += [whole, block] * (whole > 0) + [1, rest] * (rest > 0)
-    starts = [torch.arange(0, width, block, device=device) for width in widths]
+    starts = [torch.arange(0, width, block, dtype=torch.int64, device=device) for width in widths]
     empty = torch.zeros(0, dtype=torch.int64, device=device)
     owners = [torch.full_like(first, s) for s, first in enumerate(starts)]
     lengths = [(width - first).clamp(max=block) for width, first in zip(widths, starts, strict=True)]

@@ -80,11 +80,11 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
     def place(rows: int, n: int, device: torch.device, merge: bool = True) -> _Place:
         if segments is None:
             widths: tuple[int, ...] = (n,)
-            valid = torch.full((rows, 1), n, device=device)
+            valid = torch.full((rows, 1), n, dtype=torch.int64, device=device)
         else:
             widths, valid = segments.widths, segments.valid.to(device).expand(rows, -1)
             if padding_counts:
-                valid = torch.tensor(widths, device=device).expand(rows, -1)
+                valid = torch.tensor(widths, dtype=torch.int64, device=device).expand(rows, -1)
         if block is not None:
             return placed(rows, *tile(widths, valid, block))
         if merge and len(widths) == 1:  # one tensor: its rows are one vector, and its norm is taken as of one vector

@@ -89,7 +89,7 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
 
     @cached_plan
     def whole(n: int) -> Codec:
-        return by_tensor(of_tensor, Segments((n,), torch.tensor([[n]], device="cpu")))
+        return by_tensor(of_tensor, Segments((n,), torch.tensor([[n]], dtype=torch.int64, device="cpu")))
 
     def encode(x: Tensor) -> WholePayload:
         rows, n = x.shape
@@ -165,8 +165,10 @@ class _Blocks(NamedTuple):
 
     def starts(self, device: torch.device) -> Tensor:
         """Return for each kept element where its block begins (kept,)."""
-        blocks = torch.cat([torch.full((count,), kept, device=device) for count, _, kept in self.runs])
-        first = torch.arange(blocks.shape[0], device=device) * self.length
+        blocks = torch.cat(
+            [torch.full((count,), kept, dtype=torch.int64, device=device) for count, _, kept in self.runs]
+        )
+        first = torch.arange(blocks.shape[0], dtype=torch.int64, device=device) * self.length
         return first.repeat_interleave(blocks, output_size=self.kept)
 
 
@@ -202,7 +204,7 @@ def _top_k(blocks: _Blocks, over: str, values: Codec | None, valid: Tensor) -> C
         """Return places and numbers (R, kept) of what was sent."""
         numbers = payload.values if inner is None else inner.decode(payload.values)[:, : blocks.kept]
         if not blocks.index_bits:
-            return torch.arange(blocks.kept, device=numbers.device).expand(numbers.shape), numbers
+            return torch.arange(blocks.kept, dtype=torch.int64, device=numbers.device).expand(numbers.shape), numbers
         indices = unpack(payload.indices, blocks.index_bits, blocks.kept)
         return indices + blocks.starts(indices.device), numbers
 
@@ -224,7 +226,9 @@ def _top_k(blocks: _Blocks, over: str, values: Codec | None, valid: Tensor) -> C
 
 def _for_kept(values: Codec, blocks: _Blocks, valid: Tensor) -> Codec:
     """Return the values' codec for a tensor's kept elements; among them padding comes last, and does not count."""
-    per_block = torch.cat([torch.full((count,), kept, device=valid.device) for count, _, kept in blocks.runs])
+    per_block = torch.cat(
+        [torch.full((count,), kept, dtype=torch.int64, device=valid.device) for count, _, kept in blocks.runs]
+    )
     counts = tile((blocks.width,), valid, blocks.length)[0].minimum(per_block).sum(1, keepdim=True)
     widths = blocks.kept + -blocks.kept % values.align, 0  # with a second one no row is taken for the rest of another
     return segmented(values, Segments(widths, torch.cat([counts, torch.zeros_like(counts)], dim=1)))
@@ -240,7 +244,7 @@ def _largest(x: Tensor, k: int) -> Tensor:
     `topk` alone leaves open which of equal ones it takes, and ranks and devices would differ. NaN is the largest.
     """
     n = x.shape[-1]
-    indices = torch.arange(n, device=x.device)
+    indices = torch.arange(n, dtype=torch.int64, device=x.device)
     if k == n:
         return indices.expand(x.shape)
     if x.dtype != torch.float32 or n > 2**_INDEX_BITS:

@@ -119,7 +119,7 @@ def abort_connections(transport: str) -> None:
     rendezvous.abort_connections(group)
     for peer in set(range(group.size())) - {group.rank()}:
         try:
-            work = dist.irecv(torch.empty(1, device="cpu"), group=group, group_src=peer, tag=TAG)
+            work = dist.irecv(torch.empty(1, dtype=torch.float32, device="cpu"), group=group, group_src=peer, tag=TAG)
             if work is not None:
                 work.wait(datetime.timedelta(milliseconds=1))
         except RuntimeError as error:  # of a connection that is broken already, or, once, of the time

@@ -168,7 +168,7 @@ def _table(runs: Sequence[int], width: int) -> BlockTable | None:
 
 def _codes(rows: int, valid: Tensor, n: int, width: int) -> list[Tensor]:
     """Return memory for codes and scales."""
-    codes = empty((rows, n * width // 8), torch.uint8 if width == 4 else torch.int8)
+    codes = empty((rows, n * width // 8), torch.uint8 if width == 4 else torch.int8, valid.device)
     return [codes, torch.ones(valid.shape, dtype=torch.float32, device="cpu")]
 
 
@@ -182,7 +182,7 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
     at = _table(runs, width)
     if at is None or x.dtype == torch.float64:
         return NotImplemented
-    x = x.contiguous() if x.dtype == torch.float32 else empty(x.shape, torch.float32).copy_(x)
+    x = x.contiguous() if x.dtype == torch.float32 else empty(x.shape, torch.float32, x.device).copy_(x)
     found = _codes(x.shape[0], valid, at.n, width)
     outs = x.data_ptr(), *(t.data_ptr() for t in found), width
     run(quantize_blocks, at, valid.contiguous(), *outs, scratch=_room(at))
@@ -213,7 +213,7 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     if at is None or scales.dtype != torch.float32:
         return NotImplemented
     kept, message = messages(codes, scales)
-    out = empty((codes.shape[0], at.n), torch.float32)
+    out = empty((codes.shape[0], at.n), torch.float32, codes.device)
     ends = *message, width, np.float32(1.0 / codes.shape[1]), out.data_ptr()
     run(decode_blocks, at, valid.contiguous(), *ends, scratch=4 * STEP)
     del kept

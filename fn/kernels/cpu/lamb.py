@@ -218,7 +218,7 @@ def drift_(
     if not plain(*lists):
         return NotImplemented
     at = block_table(runs)
-    tables, out = [*addresses(*lists), *extents(params, at)], empty((rows, at.n), torch.float32)
+    tables, out = [*addresses(*lists), *extents(params, at)], empty((rows, at.n), torch.float32, mu[0].device)
     numbers = map(np.float32, (decay, eps, lr))
     run(drift_blocks, at, whole(rows, at), *pointers(tables), *numbers, out.data_ptr(), scratch=4 * STEP)
     return out
@@ -229,7 +229,7 @@ def direction_(x: Tensor, nu: Tensor, eps: float) -> Any:
     if x.dtype != torch.float32 or nu.dtype != torch.float32:
         return NotImplemented
     x, nu = x.contiguous(), nu.contiguous()
-    kept, out = empty(x.shape, torch.float32), empty(x.shape, torch.float32)
+    kept, out = (empty(x.shape, torch.float32, x.device) for _ in range(2))
     write_direction(x.numel(), x.data_ptr(), nu.data_ptr(), np.float32(eps), kept.data_ptr(), out.data_ptr())
     return kept, out
 

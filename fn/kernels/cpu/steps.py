@@ -309,7 +309,7 @@ def adamw_into_(
     if not plain(new, rows, old):
         return NotImplemented
     at = block_table([1, new[0].numel()], LARGE_BLOCK)
-    peaks = torch.zeros((max(1, len(at.table)), 2), device="cpu")
+    peaks = torch.zeros((max(1, len(at.table)), 2), dtype=torch.float32, device="cpu")
     tables = addresses(new, rows, old)
     news, gradients, olds = pointers(tables)
     numbers = *map(np.float32, (b1, b2, 1 - b2)), descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
@@ -323,7 +323,7 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     if not grads or not plain(grads):
         return NotImplemented
     at = block_table(runs_of_tensors(grads), LARGE_BLOCK)
-    (table,), peaks = addresses(grads), torch.zeros(max(1, len(at.table)), device="cpu")
+    (table,), peaks = addresses(grads), torch.zeros(max(1, len(at.table)), dtype=torch.float32, device="cpu")
     run(magnitude_blocks, at, whole(1, at), table.ctypes.data, peaks.data_ptr())
     return peaks.amax()
 

@@ -161,7 +161,7 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
 
 @cached_plan
 def _endless(device: torch.device) -> Tensor:
-    return torch.tensor(ENDLESS, device=device)
+    return torch.tensor(ENDLESS, dtype=torch.float32, device=device)
 
 
 def _decode_into(mu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> None:

@@ -151,7 +151,7 @@ def _each(numbers: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @cached_plan
 def _counts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(sizes, device=device)
+    return torch.tensor(sizes, dtype=torch.int64, device=device)
 
 
 KERNELS = {f.__name__: f for f in (lamb_moments_, onebit_lamb_moments_, lamb_step_, drift)}

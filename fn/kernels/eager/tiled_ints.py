@@ -71,7 +71,7 @@ def _too_wide(runs: Sequence[int]) -> bool:
 
 
 def _codes_like(x: Tensor) -> Tensor:
-    return memory_pool.empty(x.shape, torch.int8)
+    return memory_pool.empty(x.shape, torch.int8, x.device)
 
 
 def _quantize(part: Tensor, width: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,8 @@ def _decode(
     codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int, total: Tensor | None
 ) -> Tensor:
     """Return what codes (R, ...) mean, or add it to a total."""
-    found = memory_pool.empty((codes.shape[0], row_length(runs)), scales.dtype) if total is None else total
+    shape = codes.shape[0], row_length(runs)
+    found = memory_pool.empty(shape, scales.dtype, scales.device) if total is None else total
     numbers = _numbers(codes, scales.dtype) if width == 4 else codes
     for tile in tiles(valid, runs):
         part = tile.clear(tile.of(numbers).to(scales.dtype) * tile.scales(scales))
@@ -106,7 +107,7 @@ def _pair(codes: Tensor) -> Tensor:
 
 def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the numbers that bytes with two codes each stand for: (R, n)."""
-    found = memory_pool.empty((codes.shape[0], 2 * codes.shape[1]), dtype)
+    found = memory_pool.empty((codes.shape[0], 2 * codes.shape[1]), dtype, codes.device)
     torch.index_select(_table(dtype), 0, codes.reshape(-1).int(), out=found.view(-1, 2))
     return found
 
@@ -114,7 +115,7 @@ def _numbers(codes: Tensor, dtype: torch.dtype) -> Tensor:
 @cached_plan
 def _table(dtype: torch.dtype) -> Tensor:
     """Return the two numbers that each byte stands for: (256, 2)."""
-    byte = torch.arange(256, device="cpu")
+    byte = torch.arange(256, dtype=torch.int64, device="cpu")
     pairs = torch.stack([byte >> 4, byte & 15], 1)
     return ((pairs ^ 8) - 8).to(dtype)
 

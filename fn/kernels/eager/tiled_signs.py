@@ -36,7 +36,7 @@ def sign_encode_feedback(
     x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `reference.sign_encode_feedback`."""
-    b = memory_pool.empty(x.shape, torch.promote_types(x.dtype, buffer.dtype)).copy_(x)
+    b = memory_pool.empty(x.shape, torch.promote_types(x.dtype, buffer.dtype), x.device).copy_(x)
     return (b, *_encode(b, buffer, sent, valid, runs))
 
 
@@ -57,7 +57,7 @@ def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]
 
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
     """See `reference.sign_residual`."""
-    found = memory_pool.empty(b.shape, b.dtype).copy_(b)
+    found = memory_pool.empty(b.shape, b.dtype, b.device).copy_(b)
     sign_residual_(found, scales, valid, runs)
     return found
 
@@ -70,8 +70,8 @@ def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]
 def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
     """See `reference.sign_decode_mean`."""
     rows, ranks, width = bits.shape
-    found = memory_pool.empty((rows, 8 * width), scales.dtype)
-    each = found if ranks == 1 else memory_pool.empty(found.shape, found.dtype)
+    found = memory_pool.empty((rows, 8 * width), scales.dtype, scales.device)
+    each = found if ranks == 1 else memory_pool.empty(found.shape, found.dtype, found.device)
     signs, scales = _signs(scales.dtype), scales * (1.0 / ranks)
     for r in range(ranks):
         to = each if r else found
@@ -94,7 +94,7 @@ def _encode(
 ) -> tuple[Tensor, Tensor]:
     """Return the bits and the squares of x (R, n), to which the residual of a buffer is added first, in place."""
     rows, n = x.shape
-    signs = memory_pool.empty((rows, n + -n % 8), torch.bool)
+    signs = memory_pool.empty((rows, n + -n % 8), torch.bool, x.device)
     signs[:, n:] = False
     sums = torch.zeros(valid.shape, dtype=torch.float64, device="cpu")
     fresh = sent is not None and not sent.any()  # a buffer that was sent with scale 0 is an error itself
@@ -121,7 +121,10 @@ def _pack(signs: Tensor) -> Tensor:
 @cached_plan
 def _signs(dtype: torch.dtype) -> Tensor:
     """Return the eight signs that each byte stands for: (256, 8)."""
-    bits = torch.arange(256, device="cpu")[:, None] >> torch.arange(8, device="cpu") & 1
+    bits = (
+        torch.arange(256, dtype=torch.int64, device="cpu")[:, None] >> torch.arange(8, dtype=torch.int64, device="cpu")
+        & 1
+    )
     return (2 * bits - 1).to(dtype)
 
 

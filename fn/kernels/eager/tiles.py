@@ -48,7 +48,7 @@ class Tile(NamedTuple):
     def clear(self, part: Tensor) -> Tensor:
         """Write zeros into the padding of a part (rows, segments, width). What is real in all rows is not looked at."""
         if self.real < part.shape[-1]:
-            place = torch.arange(self.begin + self.real, self.begin + part.shape[-1], device="cpu")
+            place = torch.arange(self.begin + self.real, self.begin + part.shape[-1], dtype=torch.int64, device="cpu")
             part[..., self.real :].masked_fill_(place >= self.scales(self.valid), 0)
         return part
 

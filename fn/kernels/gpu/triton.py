@@ -70,7 +70,7 @@ def _encode(
 def pack_bits(x: Tensor) -> Tensor:
     """See `reference.pack_bits`."""
     x = x if x.dtype != torch.float64 else torch.where(x >= 0, 1.0, -1.0).to(torch.float32)
-    valid = torch.full((x.shape[0], 1), x.shape[1], device=x.device)
+    valid = torch.full((x.shape[0], 1), x.shape[1], dtype=torch.int64, device=x.device)
     bits: Tensor = _encode(x, None, valid, (1, x.shape[1]))[1]
     return bits
 
@@ -78,7 +78,9 @@ def pack_bits(x: Tensor) -> Tensor:
 def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
     """See `reference.unpack_bits`."""
     one = torch.ones((bits.shape[0], 1), dtype=torch.float32, device=bits.device)
-    signs: Tensor = sign_decode(bits, one, torch.full((bits.shape[0], 1), n, device=bits.device), (1, n))
+    signs: Tensor = sign_decode(
+        bits, one, torch.full((bits.shape[0], 1), n, dtype=torch.int64, device=bits.device), (1, n)
+    )
     return signs.to(dtype)
 
 

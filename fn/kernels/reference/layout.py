@@ -63,7 +63,7 @@ def padding_mask(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
     """Return (R, n) bool, true where an element of x (R, n) is real and not padding."""
 
     def part(p: Tensor, first: int, end: int) -> Tensor:
-        inside = torch.arange(p.shape[-1], device=x.device) < valid[:, first:end, None]
+        inside = torch.arange(p.shape[-1], dtype=torch.int64, device=x.device) < valid[:, first:end, None]
         return inside.expand(p.shape).flatten(1)
 
     return torch.cat([*per_segment(x, runs, part), x.new_empty((x.shape[0], 0), dtype=torch.bool)], -1)
