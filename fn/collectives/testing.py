@@ -97,7 +97,9 @@ def _numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> 
 def _segments(codec: Codec) -> Segments:
     """Return two rows of four tensors: a whole one, one that ends early, an empty one, one that row 1 lacks."""
     widths = (5 * codec.align, 3 * codec.align, 0, codec.align)
-    return Segments(widths, torch.tensor([[*widths], [widths[0], 2 * codec.align, 0, 0]], device="cpu"))
+    return Segments(
+        widths, torch.tensor([[*widths], [widths[0], 2 * codec.align, 0, 0]], dtype=torch.int64, device="cpu")
+    )
 
 
 def _unequal(a: Tree, b: Tree) -> bool:
@@ -141,11 +143,11 @@ def _pure(codec: Codec) -> str | None:
 
 def _zeros(codec: Codec) -> str | None:
     n = _length(codec)
-    still = codec.decode(codec.encode(torch.zeros(2, n, device="cpu")))
+    still = codec.decode(codec.encode(torch.zeros(2, n, dtype=torch.float32, device="cpu")))
     if still.any() and (still.sum(1).any() or still.abs().unique().numel() > 1):  # a vote says + as often as -
         return "moved"
     for place in (0, n // 2, n - 1):
-        x = torch.zeros(1, n, device="cpu")
+        x = torch.zeros(1, n, dtype=torch.float32, device="cpu")
         x[0, place] = -1.0
         sums = x.clone()
         for _ in range(ROUNDS):  # with what was not delivered: a threshold may hold it back for a while
@@ -171,7 +173,7 @@ def _telescopes(codec: Codec, segments: Segments | None) -> str | None:
     half = codec if segments is None else segmented(codec, segments)
     n = _length(codec) if segments is None else segments.row_length
     real = torch.ones(2, n, dtype=torch.bool, device="cpu") if segments is None else segments.mask(torch.device("cpu"))
-    error: Tree = classic().init(torch.zeros(2 * n, device="cpu"))
+    error: Tree = classic().init(torch.zeros(2 * n, dtype=torch.float32, device="cpu"))
     sent = delivered = torch.zeros(2, n, dtype=torch.float64, device="cpu")
     sizes = []
     for step in range(ROUNDS):
@@ -188,7 +190,7 @@ def _telescopes(codec: Codec, segments: Segments | None) -> str | None:
 
 def _apart(codec: Codec) -> str | None:
     y = _numbers(2, _length(codec))
-    only = segmented(codec, Segments((y.shape[1],), torch.full((2, 1), y.shape[1], device="cpu")))
+    only = segmented(codec, Segments((y.shape[1],), torch.full((2, 1), y.shape[1], dtype=torch.int64, device="cpu")))
     if _unequal(only.decode(only.encode(y)), codec.decode(codec.encode(y))):
         return "`segmented` is another codec: the only tensor of a row comes back as something else"
     segments = _segments(codec)

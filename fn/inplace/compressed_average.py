@@ -107,7 +107,7 @@ def _valid_on(segments: Segments, device: torch.device) -> Tensor:
 @cached_plan
 def _like(segments: Segments) -> Tensor:
     """Return what has the shape of rows of these segments."""
-    return torch.empty((segments.valid.shape[0], segments.row_length), device="meta")
+    return torch.empty((segments.valid.shape[0], segments.row_length), dtype=torch.float32, device="meta")
 
 
 class BucketPlan(NamedTuple):

@@ -149,7 +149,9 @@ def _places(training: Training, index: int, group: Sequence[Tensor], apart: Sequ
         return [[*range(len(group))]]
     if any(isinstance(state, ZeroOneAdamState) and tree.leaves(state.went) for state in apart):
         raise ValueError(expected("optimizer", "0/1 Adam without an anchor over all params of a group", "a part"))
-    alone = Binding({axis: Axis(1, torch.tensor(0, device="cpu"), ALONE) for axis in training.binding.axes})
+    alone = Binding(
+        {axis: Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE) for axis in training.binding.axes}
+    )
     places = [[0] * len(_like_params(state)) for state in apart]
     for power in range(len(group).bit_length()):  # a bit at a time, which an anchor of any dtype can hold
         marked = [torch.full_like(p, float(i >> power & 1)) for i, p in enumerate(group)]

@@ -191,7 +191,7 @@ def _single(*tensors: Tensor) -> list[Tensor] | None:
 
 def outputs(rows: int, at: BlockTable) -> tuple[Tensor, Tensor]:
     """Return memory for the bits of rows, and for the squares of their blocks."""
-    bits = empty((rows, reference.bytes_for(at.n)), torch.uint8)
+    bits = empty((rows, reference.bytes_for(at.n)), torch.uint8, torch.device("cpu"))
     return bits, torch.empty((rows, len(at.table)), dtype=torch.float64, device="cpu")
 
 
@@ -229,7 +229,7 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
     if found is None or not block_table(runs).aligned:
         return NotImplemented
     x, buffer, sent = found
-    b = empty(x.shape, torch.float32)
+    b = empty(x.shape, torch.float32, x.device)
     return (b, *_encode(x, (buffer, sent), b, valid, runs))
 
 
@@ -250,7 +250,7 @@ def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int])
     found = _single(b, scales)
     if found is None:
         return NotImplemented
-    out = empty(b.shape, torch.float32)
+    out = empty(b.shape, torch.float32, b.device)
     b, scales = found
     _write_residual(b, scales, out, valid, runs)
     return out
@@ -283,7 +283,7 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
         return NotImplemented
     scales, buffer, sent = found
     kept, message = messages(bits, scales)
-    b, (mine, squares) = empty((bits.shape[0], at.n), torch.float32), outputs(bits.shape[0], at)
+    b, (mine, squares) = empty((bits.shape[0], at.n), torch.float32, bits.device), outputs(bits.shape[0], at)
     ends = [t.data_ptr() for t in (buffer, sent, b, mine, squares)]
     run(serve_blocks, at, valid.contiguous(), *message, *ends, scratch=SCRATCH)
     del kept
@@ -295,7 +295,7 @@ def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) ->
     if found is None or not at.aligned:
         return NotImplemented
     kept, message = messages(bits, found[0])
-    out = empty((bits.shape[0], at.n), torch.float32)
+    out = empty((bits.shape[0], at.n), torch.float32, bits.device)
     run(decode_blocks, at, valid.contiguous(), *message, out.data_ptr(), scratch=SCRATCH)
     del kept
     return out

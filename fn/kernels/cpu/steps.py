@@ -262,7 +262,7 @@ def momentum_encode(
     if not at.aligned or not plain(mu, grads, (buffer, sent)):
         return NotImplemented
     rows = buffer.shape[0]
-    b, (bits, squares) = empty((rows, at.n), torch.float32), outputs(rows, at)
+    b, (bits, squares) = empty((rows, at.n), torch.float32, buffer.device), outputs(rows, at)
     tables = *addresses(mu, grads), *extents(mu, at)
     ends = [t.data_ptr() for t in (buffer, sent, b, bits, squares)]
     run(encode_averages, at, valid.contiguous(), *pointers(tables), np.float32(decay), *ends, scratch=SCRATCH)
