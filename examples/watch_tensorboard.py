@@ -22,7 +22,9 @@ from torch.utils.tensorboard import SummaryWriter
 import fn
 from fn.adapters.metrics import StepMetrics, watch
 
-MEASURES = ("bytes", "skipped", "compression_error", "error_norm", "encode_seconds", "wire_seconds", "decode_seconds")
+MEASURES = (
+    "bytes", "skipped", "dropped", "compression_error", "error_norm", "encode_seconds", "wire_seconds", "decode_seconds"
+)  # fmt: skip
 
 
 def train(steps: int, out: Path, device: torch.device) -> None:

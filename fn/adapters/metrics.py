@@ -15,7 +15,8 @@ from fn.errors import expected
 class StepMetrics(NamedTuple):
     """A step of this rank; None where the step has no such thing, or it cannot be seen from this thread.
 
-    step: from 0. phase: of the step. skipped: steps that were skipped since the beginning, this one included.
+    step: from 0. phase: of the step. skipped: steps and exchanges of rounds that all ranks left out since the
+        beginning, this one included. dropped: local steps that this rank left out.
     bytes: that the rank had to send in `step`, as `fn.ledger` counts them. None for a step that
         `fn.adapters.ddp.overlap` took behind the backward pass, on another thread; errors and times are None then too.
     compression_error: norm(c - D(Q(c))) / norm(c) over all that this rank encoded as a worker, where c is its vector
@@ -32,6 +33,7 @@ class StepMetrics(NamedTuple):
     phase: Phase
     bytes: int | None
     skipped: int
+    dropped: int
     compression_error: float | None
     error_norm: float | None
     encode_seconds: float | None
@@ -76,6 +78,7 @@ class Watch:
             phase=phase,
             bytes=None if elsewhere else sent.total,
             skipped=optimizer.skipped,
+            dropped=optimizer.dropped,
             compression_error=seen.compression_error() if moved else None,
             error_norm=seen.error_norm() if moved else None,
             encode_seconds=seen.time_in("encode"),

@@ -11,6 +11,7 @@ from fn import tree
 from fn.base import Link
 from fn.inplace.protocol import InPlace, Staged
 from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup
+from fn.transforms.outer_checks import narrows
 
 Tree = Any
 
@@ -21,7 +22,13 @@ WATCHED: dict[type, tuple[str, ...] | None] = {OuterWarmup: (), OuterLocal: None
 def around(rule: OuterWarmup | OuterLocal, link: Link, inner: InPlace) -> InPlace:
     """Return how a step of `outer` is staged. inner: how that of its inner optimizer is, in the state of the whole."""
     stage = _followed if isinstance(rule, OuterWarmup) else _alone
-    return inner._replace(stage=lambda *args: stage(inner.stage(*args), link.state(args[1]), args[2]))
+    fits = inner.fits if stage is _alone else lambda *args: _holds(link.state(args[1]), args[2]) and inner.fits(*args)
+    return inner._replace(fits=fits, stage=lambda *args: stage(inner.stage(*args), link.state(args[1]), args[2]))
+
+
+def _holds(own: OuterState, params: Tree) -> bool:
+    """Tell whether the anchor has the range of the params; else only the pure step sees that it overflows."""
+    return not any(narrows(x.dtype, p.dtype) for x, p in zip(tree.leaves(own.anchor), tree.leaves(params), strict=True))
 
 
 def _followed(step: Staged, own: OuterState, params: Tree) -> Staged:

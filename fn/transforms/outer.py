@@ -27,6 +27,7 @@ from fn.transforms.fragments import Fragments, check_fragments, fragment_places,
 from fn.transforms.outer_checks import (
     check_alike,
     check_alpha,
+    check_holds,
     check_inner,
     check_outer_tx,
     check_store,
@@ -47,6 +48,8 @@ class OuterState(NamedTuple):
     outer: the states of the outer optimizer, one per fragment. sync: the states of the mean, one per fragment.
     alone: steps since the warm-up, 0-d int64.
     dropped: local steps that this rank left out because they were not finite, 0-d int64.
+    left_out: exchanges that all ranks left out because a mean or an outer step was not finite, 0-d int64.
+    begun: whether an exchange has begun and not ended, 0-d bools, one per fragment.
     """
 
     inner: Tree
@@ -56,6 +59,8 @@ class OuterState(NamedTuple):
     sync: Tree
     alone: Tensor
     dropped: Tensor
+    left_out: Tensor
+    begun: Tree
 
     @property
     def rank_local(self) -> frozenset[str]:
@@ -133,8 +138,8 @@ def outer(
             own params or inner state are not finite takes the anchor and a fresh inner state. "anchor": all ranks go
             back to the anchor in this fragment, and the steps since are lost.
     Returns: a transform with a warm-up, rounds, and as phases the local one and the exchange of fragment 0. Where
-        something begins or ends it returns `NewParams`, elsewhere updates. A round that ends what did not begin goes
-        back to the anchor, with an outer step from no difference. A local step that is not finite is left out
+        something begins or ends it returns `NewParams`, elsewhere updates. A round that ends what did not begin moves
+        nothing, so what joins in between starts with the next begin. A local step that is not finite is left out
         by that rank alone, and counted (`dropped`). On one rank it runs all the same, as a lookahead optimizer.
     Raises: TypeError or ValueError that names the argument; from `init`, if the fragments do not fit the params.
 
@@ -158,15 +163,17 @@ def outer(
 
     def init(params: Tree) -> OuterState:
         tree.check_real(params, "params")
+        check_holds(dtype, params)
         anchor = tree.map(lambda p: kept(p.detach().clone(memory_format=torch.contiguous_format)), params)
         zeros_of = tree.leaves(tree.map(zeros_like_moment, params))
         parts = [[zeros_of[i] for i in places] for places in fragment_places(fragments, params)]
         pending = tree.map(lambda p: zeros_like_moment(p).to(host), params)
         device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
-        zeros = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+        alone, dropped, left_out = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
         outers = tuple(outer_tx.init([x.to(host) for x in part]) for part in parts)
         states = outers, tuple(sync.init(part) for part in parts)
-        return OuterState(inner.init(params), anchor, pending, *states, *zeros)
+        begun = tuple(torch.zeros((), dtype=torch.bool, device=device) for _ in parts)
+        return OuterState(inner.init(params), anchor, pending, *states, alone, dropped, left_out, begun)
 
     def checked(updates: Tree, state: OuterState, params: Tree) -> Tree:
         """Return the params in the order of the state; refuse arguments that do not fit together."""
@@ -199,13 +206,14 @@ def outer(
         dropped = state.dropped + (~ok).to(torch.int64)
         return moves, state._replace(inner=after, alone=state.alone + 1, dropped=dropped)
 
-    def difference(places: Sequence[int], here: list[Tensor], state: OuterState, _: int) -> OuterState:
+    def difference(places: Sequence[int], here: list[Tensor], state: OuterState, fragment: int) -> OuterState:
         """Note how far this rank went, in the place of the mean."""
         anchor, structure = tree.flatten(state.anchor)
         pending = tree.leaves(state.pending)
         starts = [anchor[i].to(here[i]).to(pending[i].dtype) for i in places]  # on the device of the params
         went = [(x - here[i].to(x.dtype)).to(host) for i, x in zip(places, starts, strict=True)]
-        return state._replace(pending=tree.unflatten(structure, put(pending, places, went)))
+        begun = _with(state.begun, fragment, torch.ones_like(state.begun[fragment]))
+        return state._replace(pending=tree.unflatten(structure, put(pending, places, went)), begun=begun)
 
     def mean(places: Sequence[int], here: list[Tensor], state: OuterState, fragment: int) -> OuterState:
         """Send how far the ranks went; keep the mean, and what was not delivered."""
@@ -222,7 +230,10 @@ def outer(
     def outer_step(
         places: Sequence[int], here: list[Tensor], state: OuterState, fragment: int
     ) -> tuple[list[Tensor], OuterState]:
-        """Take the outer step; return the params after it, and the state."""
+        """Take the outer step, if the exchange has begun; return the params after it, and the state."""
+        begun = state.begun[fragment]
+        if _is_known(~begun):
+            return here, state
         anchor, structure = tree.flatten(state.anchor)
         pending = tree.leaves(state.pending)
         before, went = [anchor[i] for i in places], [pending[i] for i in places]
@@ -230,24 +241,30 @@ def outer(
         moves, after = outer_tx.local_update(went, state.outer[fragment], wide)
         new = [x + u.to(x.dtype) for x, u in zip(wide, tree.leaves(moves), strict=True)]
         rounded = [x.to(here[i].dtype) for i, x in zip(places, new, strict=True)]
-        ok = all_finite([*went, *new, *rounded, *_floats(after)])
-        after = tree.map(lambda new, old: _chosen(ok, new, old), after, state.outer[fragment])
-        now = [_chosen(ok, x.to(old.dtype), old) for x, old in zip(new, before, strict=True)]
+        stored = [x.to(old.dtype) for x, old in zip(new, before, strict=True)]
+        ok = all_finite([*went, *new, *rounded, *stored, *_floats(after)])
+        taken = ok & begun.to(ok.device)
+        after = tree.map(lambda new, old: _chosen(taken, new, old), after, state.outer[fragment])
+        now = [_chosen(taken, x, old) for x, old in zip(stored, before, strict=True)]
         cleared = tree.unflatten(structure, put(pending, places, [torch.zeros_like(d) for d in went]))
         state = state._replace(
             anchor=tree.unflatten(structure, put(anchor, places, now)),
             pending=cleared,
             outer=_with(state.outer, fragment, after),
+            left_out=state.left_out + (begun & ~ok.to(begun.device)).to(torch.int64),
+            begun=_with(state.begun, fragment, torch.zeros_like(begun)),
         )
         wide = [x.to(here[i].device, d.dtype) for i, x, d in zip(places, now, went, strict=True)]
         there = [_between(x, here[i], alpha) for i, x in zip(places, wide, strict=True)]
         if on_skip == "anchor":
-            back = [x.to(y) for x, y in zip(now, there, strict=True)]
+            own = [here[i].to(y.dtype) for i, y in zip(places, there, strict=True)]
+            back = [_chosen(begun, x.to(y), p) for x, y, p in zip(now, there, own, strict=True)]
         else:
             back = [here[i].to(y.dtype) for i, y in zip(places, there, strict=True)]
-        there = [_chosen(ok, y, x) for y, x in zip(there, back, strict=True)]
+        there = [_chosen(taken, y, x) for y, x in zip(there, back, strict=True)]
         there = put(here, places, there)
-        return (there, state) if _is_known(ok) else healed(ok, here, there, state)
+        unharmed = ok | ~begun.to(ok.device)
+        return (there, state) if _is_known(unharmed) else healed(unharmed, here, there, state)
 
     def healed(
         ok: Tensor, here: list[Tensor], there: list[Tensor], state: OuterState

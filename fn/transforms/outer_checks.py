@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fn import tree
 from fn.base import Phase, Step, Transform, check_is_transform, check_number, has_phase, links_of, name_of
 from fn.collectives.agreement import describe
 from fn.errors import expected
@@ -61,6 +62,19 @@ def check_store(store: Any) -> None:
         raise TypeError(expected("store", "a dtype, 'cpu' or None", f"{store!r}"))
     if not store.is_floating_point or store.itemsize < 2:
         raise ValueError(expected("store", "a floating dtype of 16 bits or more", f"{store}"))
+
+
+def check_holds(store: torch.dtype | None, params: Any) -> None:
+    """Refuse params that overflow in the dtype of their anchor, which then could never be exchanged."""
+    for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
+        if narrows(store, p.dtype) and is_concrete(p) and not p.is_meta and (p.isfinite() & p.to(store).isinf()).any():
+            got = f"{store}, in which leaf {path!r} overflows"
+            raise ValueError(expected("store", "a dtype that holds the params", got, "use torch.bfloat16, or None"))
+
+
+def narrows(store: torch.dtype | None, dtype: torch.dtype) -> bool:
+    """Tell whether a dtype has a smaller range than that of the params."""
+    return store is not None and torch.finfo(store).max < torch.finfo(dtype).max
 
 
 def check_alike(alone: Tensor) -> None:

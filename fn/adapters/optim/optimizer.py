@@ -24,7 +24,7 @@ from fn.adapters.optim.exchange import exchange
 from fn.adapters.optim.gradients import Residuals
 from fn.adapters.optim.param_memory import check_params
 from fn.adapters.optim.signals import defer_signals
-from fn.adapters.optim.skipped_steps import is_due, warn_of_skips
+from fn.adapters.optim.skipped_steps import is_due, warn_of_skips, watch_exchange, watch_local_step
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.adapters.optim.step import count, stage_group, take, write
 from fn.adapters.optim.training import Training
@@ -176,8 +176,13 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def skipped(self) -> int:
-        """Return how many steps were skipped because a gradient was not finite."""
-        return self.training.skipped
+        """Return how many steps, and exchanges of rounds, all ranks left out because they were not finite."""
+        return self.training.skipped + self.training.left_out
+
+    @property
+    def dropped(self) -> int:
+        """Return how many local steps this rank alone left out because they were not finite."""
+        return self.training.dropped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a param group: its transform is made and its state starts at zero.
@@ -232,6 +237,7 @@ class Optimizer(torch.optim.Optimizer):
             training.shards.take_gradients()
         training.scale = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         phase, problem, skipped = training.phase, training.follow_groups(), training.skipped
+        dropped = training.dropped if phase.phase is Phase.LOCAL or isinstance(phase, Round) else 0
         shared = {axis: wire for axis, wire in training.transports.items() if training.binding.axes[axis].size > 1}
         with in_turn(shared), training.binding, raising_peer_lost(training.transports, left=UNMOVED):
             early, changed = None, None
@@ -244,9 +250,14 @@ class Optimizer(torch.optim.Optimizer):
             else:
                 write(training, phase.phase, early)
         count(training, phase, skipped)
+        if phase.phase is Phase.LOCAL or isinstance(phase, Round):
+            watch_local_step(training, dropped)
         if isinstance(phase, Round) and phase != Round():
+            left_out = training.left_out
             with in_turn(shared), training.binding, raising_peer_lost(training.transports, left=LOCAL_STEP_TAKEN):
                 exchange(training, phase)
+            with training.binding, raising_peer_lost(training.transports):
+                watch_exchange(training, phase, left_out)
         warn_of_jumps(training, phase)
         if phase.phase is not Phase.LOCAL and is_due(training.skipped_in_a_row):
             with training.binding, raising_peer_lost(training.transports):

@@ -17,6 +17,7 @@ from fn.adapters.optim.consistency import device_among
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.state_dict import place_of
 from fn.adapters.optim.training import Training
+from fn.base import Round
 from fn.collectives.agreement import gather_texts
 from fn.transforms.skip_nonfinite import all_finite
 
@@ -34,6 +35,38 @@ def is_due(count: int) -> bool:
 
 def warn_of_skips(training: Training) -> None:
     """Warn, on rank 0, of the steps that were skipped. All ranks call it together, with the axes bound."""
+    _warn(training, f"steps: the last {training.skipped_in_a_row} were skipped, and nothing moves until one is not")
+
+
+def watch_exchange(training: Training, round_: Round, left_out: int) -> None:
+    """Count an exchange of a round that was left out, and warn as of skipped steps if many were in a row.
+
+    Args: left_out: how many had been before it. All ranks call it together, with the axes bound.
+    """
+    if round_.end is not None and (count := _counted(training, round_.end, training.left_out > left_out)):
+        which = f"the last {count} of fragment {round_.end}"
+        _warn(training, f"exchanges: {which} were left out, and its anchor rests until one is not")
+
+
+def watch_local_step(training: Training, dropped: int) -> None:
+    """Count a local step that this rank left out; it warns itself if many were in a row, for no other rank knows.
+
+    Args: dropped: how many had been before it.
+    """
+    if count := _counted(training, "local", training.dropped > dropped):
+        rank, _ = place_of(training)
+        what = next(_not_finite(training), "an update")
+        text = f"local steps: the last {count} were left out by rank {rank}, which moves in exchanges only"
+        warnings.warn(f"{text}; not finite: {what}", stacklevel=6)
+
+
+def _counted(training: Training, which: int | str, missed: bool) -> int:
+    """Count what was missed in a row; return the number if a warning is due, else 0."""
+    count = training.missed_in_a_row[which] = training.missed_in_a_row.get(which, 0) + 1 if missed else 0
+    return count if is_due(count) else 0
+
+
+def _warn(training: Training, text: str) -> None:
     rank, _ = place_of(training)
     leaf = next(_not_finite(training), None)
     texts = [] if leaf is None else [f"{leaf}, on rank {rank}"]
@@ -46,8 +79,7 @@ def warn_of_skips(training: Training) -> None:
     what = f"not finite: {'; '.join(texts[:NAMED])}{more}"
     if not texts:
         what = "gradients, parameters and state are finite, but what follows from them is not: lower lr or weight_decay"
-    text = f"steps: the last {training.skipped_in_a_row} were skipped, and nothing moves until one is not; {what}"
-    warnings.warn(text, stacklevel=6)
+    warnings.warn(f"{text}; {what}", stacklevel=7)
 
 
 def _not_finite(training: Training) -> Iterator[str]:

@@ -87,7 +87,9 @@ class Training:
     """Whether the params are those that all ranks agree on, in the place of this rank's own: see `agreed_params`."""
     said: set[Any] = field(default_factory=set)
     """What was said in the log already."""
-    counts: tuple[Tree, list[Tensor]] = (), []
+    counts: tuple[Tree, dict[str, list[Tensor]]] = field(default_factory=lambda: ((), {}))
+    missed_in_a_row: dict[int | str, int] = field(default_factory=dict)
+    """How many exchanges in a row were left out, by the number of the fragment; as "local", this rank's local steps."""
     views: InOrder | None = None
     """What `in_order` returned last."""
 
@@ -148,9 +150,24 @@ class Training:
 
     def skip_counters(self) -> list[Tensor]:
         """Return the tensors that count skipped steps, one per guard."""
-        if self.counts[0] is not self.states:  # a walk through all states takes longer than a small step
-            self.counts = self.states, tree.fields(self.states, "skipped")
-        return self.counts[1]
+        return self._counters("skipped")
+
+    def _counters(self, name: str) -> list[Tensor]:
+        if self.counts[0] is not self.states:
+            self.counts = self.states, {}
+        if name not in self.counts[1]:  # a walk through all states takes longer than a small step
+            self.counts[1][name] = tree.fields(self.states, name)
+        return self.counts[1][name]
+
+    @property
+    def left_out(self) -> int:
+        """Return how many exchanges of rounds were left out because a mean or an outer step was not finite."""
+        return max((int(on_host(count)) for count in self._counters("left_out")), default=0)
+
+    @property
+    def dropped(self) -> int:
+        """Return how many local steps this rank left out because they were not finite."""
+        return max((int(on_host(count)) for count in self._counters("dropped")), default=0)
 
     def skip_counts(self) -> list[int]:
         """Return their numbers, without waiting for a device where nobody has written into them."""
