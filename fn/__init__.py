@@ -42,6 +42,7 @@ from fn.transforms.outer import OuterState, outer
 from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
+from fn.transforms.testing import check_transform
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 from fn.updates import apply_updates
 from fn.version import __version__ as __version__
@@ -79,6 +80,7 @@ __all__ = [
     "bins",
     "chain",
     "check_codec",
+    "check_transform",
     "classic",
     "clip_by_global_norm",
     "compressed_average",
