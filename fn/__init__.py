@@ -25,6 +25,7 @@ from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import diloco, local_sgd, muloco, sparse_loco
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
+from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
@@ -61,6 +62,7 @@ __all__ = [
     "Phase",
     "RanksDisagree",
     "RanksDrifted",
+    "Roles",
     "Round",
     "ShardedState",
     "Transform",

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.compiling import compilable, own_code
 from fn.errors import expected
 from fn.phases import NewParams as NewParams
@@ -90,12 +90,12 @@ class Chained(NamedTuple):
 class Guarded(NamedTuple):
     """The update of `skip_nonfinite`, whose state has that of `inner` in its first field.
 
-    inner: the update that is guarded. watch: the fields that are looked at, () for the whole result; None: nothing is.
-    run: the guarded update.
+    inner: the update that is guarded. looks: whether what it returns is looked at; in local steps nothing is. run: the
+    guarded update.
     """
 
     inner: UpdateFn
-    watch: tuple[str, ...] | None
+    looks: bool
     run: UpdateFn
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -220,12 +220,13 @@ def check_state(state: Tree, kind: type) -> None:
     """
     if not isinstance(state, kind):
         raise TypeError(expected("state", "what init returned", type(state).__name__, _ORDER))
-    for name in getattr(state, "_fields", ()):
-        if name not in _OF_OTHER_LINKS:
-            tree.check_tensors(getattr(state, name), f"state.{name}")
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        others = roles.roles_of(state).others
+        for name, value in zip(state._fields, state, strict=True):
+            if name not in others:
+                tree.check_tensors(value, f"state.{name}")
 
 
-_OF_OTHER_LINKS = frozenset({"inner", "sync"})
 _ORDER = "the arguments of an update are (updates, state, params)"
 
 
@@ -233,31 +234,6 @@ def check_params(params: Tree) -> None:
     """Raise a TypeError that gives the order of the arguments where a link needs the params and gets None."""
     if params is None:
         raise TypeError(expected("params", "those that init was given, which this link needs", "None", _ORDER))
-
-
-def rank_local(state: Tree) -> frozenset[str]:
-    """Return the fields of a state, a NamedTuple, that are one rank's own: those that `rank_local` of its class names.
-
-    Raises: TypeError if that is a plain string; ValueError if it names no field.
-    """
-    named = getattr(state, "rank_local", ())
-    kind, fields = type(state).__name__, ", ".join(state._fields)
-    if isinstance(named, str):
-        text = f"expected {kind}.rank_local to be a set or tuple of names, but got the string {named!r}"
-        raise TypeError(f"{text}; write {kind}.rank_local = ({named!r},)")
-    for name in named:
-        if name not in state._fields:
-            raise ValueError(f"expected {kind}.rank_local to name fields of {kind} ({fields}), but got {name!r}")
-    return frozenset(named)
-
-
-def _check_rank_local(state: Tree) -> None:
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        rank_local(state)
-    if isinstance(state, tuple | list | dict):
-        for value in state.values() if isinstance(state, dict) else state:
-            if not isinstance(value, Tensor):
-                _check_rank_local(value)
 
 
 def lift(init: Callable[[Tree], Tree], update: UpdateFn) -> Transform:
@@ -319,7 +295,7 @@ def combine(
     """Make a transform of others: in each phase, and in each round that one of them knows, `compose(phase, updates)`.
 
     A phase that one of them lacks, it lacks; a phase in which one of them needs a warm-up step before, needs it.
-    Its init raises as `rank_local` does: what a link's state class says is not known before there is a state.
+    Its init raises as `roles.check` does: what a link's state class says is not known before there is a state.
     """
 
     def update(phase: Phase | Round | Part) -> UpdateFn:
@@ -328,7 +304,7 @@ def combine(
 
     def start(params: Tree) -> Tree:
         state = init(params)
-        _check_rank_local(state)
+        roles.check(state)
         return state
 
     needs_warmup: frozenset[Phase] = frozenset().union(*(transform.needs_warmup for transform in inner))

@@ -22,7 +22,7 @@ from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_ra
 from fn.transforms.lamb import LambHyper, scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.sharded import sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
-from fn.transforms.zero_one_adam import WATCHED, scale_by_zero_one_adam
+from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 
 
 def _warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
@@ -207,7 +207,7 @@ def zero_one_adam(
     """
     sync = _average_in_codes(axis, codec, feedback, layout, servers)
     link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, compress=compress, keep_zeros=keep_zeros)
-    return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link), watch=WATCHED), axis)
+    return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link)), axis)
 
 
 def loco_adamw(

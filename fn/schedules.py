@@ -188,8 +188,8 @@ UNFED = 10
 _UNFED = (
     f"schedule: freeze_when_stable was asked for {UNFED} steps in a row and given no norm, so it stays in the warm-up "
     "and never freezes; after each update call schedule.observe(step, float(norm)), where norm is the sum of the "
-    "absolute values of the second moment, the tensors in fn.tree.fields(state, 'nu'). fn.Optimizer does so itself "
-    "where it is the schedule, and not a part of another function"
+    "absolute values of the second moment, the tensors in fn.roles.find(state, 'second_moment'). fn.Optimizer does so "
+    "itself where it is the schedule, and not a part of another function"
 )
 
 
@@ -211,7 +211,7 @@ class FreezeWhenStable:
     rank. `fn.Optimizer` feeds it from its state and saves it in its state dict. A loop of its own has to feed it, after
     each update; a schedule that is asked for step after step and never fed warns once, for it would never freeze:
 
-        norm = sum(nu.abs().sum() for leaf in fn.tree.fields(state, "nu") for nu in fn.tree.leaves(leaf))
+        norm = sum(nu.abs().sum() for leaf in fn.roles.find(state, "second_moment") for nu in fn.tree.leaves(leaf))
         schedule.observe(step, float(norm))
 
         >>> schedule = FreezeWhenStable(b2=0.5)            # D = 2
@@ -274,7 +274,7 @@ def freeze_when_stable(b2: float = 0.999, threshold: float = 0.96, min_steps: in
 
     `fn.Optimizer` feeds it. In a loop of your own nothing freezes unless you do, with two lines after each update:
 
-        norm = sum(nu.abs().sum() for leaf in fn.tree.fields(state, "nu") for nu in fn.tree.leaves(leaf))
+        norm = sum(nu.abs().sum() for leaf in fn.roles.find(state, "second_moment") for nu in fn.tree.leaves(leaf))
         schedule.observe(step, float(norm))
 
     Args and Raises: as `FreezeWhenStable`. Warns once if ten steps in a row are asked for and no norm is observed.

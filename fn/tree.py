@@ -187,8 +187,19 @@ def fields(tree: Tree, name: str) -> list[Tree]:
     return []
 
 
-def replace(tree: Tree, kind: type, f: Callable[[Any], Any]) -> Tree:
-    """Return the tree with every NamedTuple of type `kind` replaced by f of it, outermost first."""
+def instances(tree: Tree, kind: type | tuple[type, ...]) -> list[Any]:
+    """Return the NamedTuples of a type, or of one of several, in a tree, outermost first."""
+    own = [tree] if isinstance(tree, kind) else []
+    if not isinstance(tree, tuple | list | dict):
+        return own
+    inside = tree.values() if isinstance(tree, dict) else tree
+    if {*_map(type, inside)} <= _TENSORS:
+        return own  # without a look at each: states hold long lists
+    return own + [found for value in inside for found in instances(value, kind)]
+
+
+def replace(tree: Tree, kind: type | tuple[type, ...], f: Callable[[Any], Any]) -> Tree:
+    """Return the tree with every NamedTuple of a type, or of one of several, replaced by f of it, outermost first."""
     if isinstance(tree, kind):
         return f(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

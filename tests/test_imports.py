@@ -18,6 +18,7 @@ FLOORS = {
     "fn.compiling": 0,
     "fn.version": 0,
     "fn.phases": 0,
+    "fn.roles": 0,
     "fn.base": 1,
     "fn.updates": 1,
     "fn.schedules": 1,

@@ -29,11 +29,13 @@ from fn.adapters.optim.state_kinds import ERROR, by_path, kinds
 from fn.base import Phase, Round, Transform
 from fn.collectives.agreement import describe
 from fn.collectives.axis import ALONE, Axis, Binding
+from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import all_gather
 from fn.collectives.transports.registry import Transport, register
 from fn.errors import expected
 from fn.inplace.protocol import Staged
 from fn.schedules import Every, Schedule
+from fn.transforms.outer import OuterState
 
 logger = logging.getLogger("fn")
 
@@ -124,8 +126,8 @@ class _Islands:
             if marks[path] == ERROR:
                 x.zero_()
         for params, state in zip(training.params, training.states, strict=True):
-            (anchor,) = tree.fields(state, "anchor")
-            for p, x in zip(params, tree.leaves(anchor), strict=True):
+            (outer,) = tree.instances(state, OuterState)
+            for p, x in zip(params, tree.leaves(outer.anchor), strict=True):
                 p.copy_(x)
         self.healed, self.unsent = True, 0.0
 
@@ -243,10 +245,10 @@ def _check_schedule(optimizer: Optimizer) -> None:
 
 def _check_method(optimizer: Optimizer) -> None:
     for params, state in zip(optimizer.training.params, optimizer.training.states, strict=True):
-        shapes = [[x.shape for x in tree.leaves(anchor)] for anchor in tree.fields(state, "anchor")]
+        shapes = [[x.shape for x in tree.leaves(outer.anchor)] for outer in tree.instances(state, OuterState)]
         if shapes != [[p.shape for p in params]]:
             wanted = "fn.outer around all parameters of a group, such as fn.diloco"
             raise ValueError(expected("make", wanted, f"{len(shapes)} anchors that are not like them"))
-        if tree.leaves(tree.fields(state, "server")):
+        if tree.leaves([errors.server for errors in tree.instances(state, ErrorFeedbackState)]):
             cure = "give it servers=False: without them errors do not depend on the number of islands"
             raise ValueError(expected("make", "a method without errors of servers", "one with them", cure))

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fn import tree
-from fn.base import rank_local
 from fn.collectives.transports.failure_detection import remember
 from fn.collectives.transports.mpi import Communicator, is_communicator, register_communicator
 from fn.collectives.transports.tcp_setup import stay_on_gloo
 from fn.errors import expected
+from fn.roles import rank_local
 
 SIMULATED = ""
 ALONE = "alone"

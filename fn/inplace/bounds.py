@@ -35,6 +35,9 @@ from fn.base import Link, UpdateFn
 from fn.inplace.links import Head
 from fn.inplace.protocol import InPlace, Staged
 from fn.kernels import ops
+from fn.transforms.adam import AdamState, OnebitAdamState
+from fn.transforms.lamb import OnebitLambState
+from fn.transforms.zero_one_adam import ZeroOneAdamState
 
 Tree = Any
 
@@ -62,15 +65,29 @@ STRIDE = 2.0**13
 TINY, STEEP = 2.0**-39, 2.0**10
 """The part of a momentum that its second moment may not show, and the largest slope for which it is no larger."""
 
-COPIES, MOMENTA, SQUARES, RATIOS = ("anchor",), ("mu",), ("nu", "nu_fresh"), ("coefficient", "factor")
-OTHERS = ("mu_weight", "nu_weight", "scaling")
-"""Fields of links: copies of params, moments, what a step is multiplied by, and what else belongs to moments."""
+
+class Bounded(NamedTuple):
+    """Which fields of a state enter bounds: copies of params, moments, what a step is multiplied by, and others."""
+
+    copies: tuple[str, ...] = ()
+    momenta: tuple[str, ...] = ("mu",)
+    squares: tuple[str, ...] = ("nu",)
+    ratios: tuple[str, ...] = ()
+    others: tuple[str, ...] = ()
+
+
+BOUNDED = {
+    AdamState: Bounded(others=("mu_weight", "nu_weight")),
+    OnebitAdamState: Bounded(others=("mu_weight", "nu_weight")),
+    OnebitLambState: Bounded(squares=("nu", "nu_fresh"), ratios=("coefficient", "factor"), others=("scaling",)),
+    ZeroOneAdamState: Bounded(copies=("anchor",)),
+}
 
 
 class Reach(NamedTuple):
     """How far a step goes: p <- p - rate ratio^2 (m / (weight (sqrt(v) + eps)) + weight_decay p).
 
-    weight: of the momentum after the step. ratio: the largest one in range, where a link has `RATIOS`. keeps: whether
+    weight: of the momentum after the step. ratio: the largest one in range, where its state has some. keeps: whether
     the old momentum enters the new one. gain: how much larger a gradient can be that is formed from momenta.
     most: what a param, a decay or a direction may be. edge: what a param has to stay below, where that is less.
     growth: (a, b) if the next slope, see above, is at most a slope + b. None: the second moment rests.
@@ -150,7 +167,8 @@ class Bounds:
             addresses, same = [*map(Tensor.data_ptr, tensors)], _are_same(tensors, self._tensors)
             self._seen = self._seen if same and addresses == self._addresses else None
             self._tensors, self._addresses = tensors, addresses
-            self._watched = [*tensors, *_fields(link, (*RATIOS, *OTHERS))]
+            entering = BOUNDED[type(link)]
+            self._watched = [*tensors, *_fields(link, (*entering.ratios, *entering.others))]
         if self._seen is None or self._seen != self._version() or not self._rules_out(reach):
             self._look(reach, link, lists[0])
         return self._rules_out(reach)
@@ -201,16 +219,14 @@ class Bounds:
         return sum(map(_VERSION, self._watched))
 
     def _look(self, reach: Reach, link: Tree, params: list[Tensor]) -> None:
-        copies, momenta, squares, ratios, others = (
-            _fields(link, names) for names in (COPIES, MOMENTA, SQUARES, RATIOS, OTHERS)
-        )
+        copies, momenta, squares, ratios, others = (_fields(link, names) for names in BOUNDED[type(link)])
         lists = [[*params, *copies], momenta, squares, ratios, others]
         zero = lists[0][0].new_zeros(())
         sizes = [ops.direct("largest_magnitude", each) if each else zero for each in lists]
         lowest = torch.stack([zero, *(x.amin() for x in (*squares, *others) if x.numel())]).amin()
         slopes = [zero + math.inf]
         if reach.edge < math.inf and reach.growth is not None:
-            slopes = [zero, *map(_slope, momenta, _fields(link, SQUARES[:1]))]
+            slopes = [zero, *map(_slope, momenta, tree.leaves(link.nu))]
         *found, least, self.slope = torch.stack([*sizes, lowest, torch.stack(slopes).amax()]).cpu().tolist()
         self.param, self.momentum, self.square, self.ratio, other = found
         self.finite = all(map(math.isfinite, (self.momentum, self.square, other)))
@@ -290,7 +306,7 @@ def _judged(size: Tensor, limit: float) -> tuple[bool | Tensor, bool | Tensor]:
 
 
 def _fields(link: Tree, names: Sequence[str]) -> list[Tensor]:
-    return [leaf for name in names for leaf in tree.leaves(getattr(link, name, ()))]
+    return [leaf for name in names for leaf in tree.leaves(getattr(link, name))]
 
 
 _VERSION = attrgetter("_version")

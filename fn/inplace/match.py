@@ -16,7 +16,7 @@ from collections.abc import Callable
 from inspect import unwrap
 from typing import Any
 
-from fn import tree
+from fn import roles
 from fn.base import Guarded, Link, Phase, SideBySide, Step, Transform, UpdateFn, has_phase, links_of, name_of
 from fn.inplace import adam, lamb, outer, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds
@@ -30,20 +30,20 @@ from fn.transforms.decay_and_lr import Decay, Rate
 from fn.transforms.lamb import LambHyper, OnebitLamb
 from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup
 from fn.transforms.sharded import Sharded
-from fn.transforms.zero_one_adam import WATCHED, LocalStep, SynchronisingStep, VarianceStep
+from fn.transforms.zero_one_adam import LocalStep, SynchronisingStep, VarianceStep
 
 Tree = Any
 
-# kind of a link: how its step is staged, and what its guard looks at
-KINDS: dict[type, tuple[Callable[..., InPlace | str], tuple[str, ...] | None]] = {
-    Adam: (adam.warmup, ()),
-    OnebitAdam: (adam.compressed, ()),
-    LambHyper: (lamb.warmup, ()),
-    OnebitLamb: (lamb.compressed, ()),
-    VarianceStep: (zero_one_adam.variance, WATCHED),
-    SynchronisingStep: (zero_one_adam.synchronise, WATCHED),
-    LocalStep: (zero_one_adam.local, None),
-    Sharded: (sharded.stage_shards, ()),
+# kind of a link: how its step is staged, and whether a guard looks at it
+KINDS: dict[type, tuple[Callable[..., InPlace | str], bool]] = {
+    Adam: (adam.warmup, True),
+    OnebitAdam: (adam.compressed, True),
+    LambHyper: (lamb.warmup, True),
+    OnebitLamb: (lamb.compressed, True),
+    VarianceStep: (zero_one_adam.variance, True),
+    SynchronisingStep: (zero_one_adam.synchronise, True),
+    LocalStep: (zero_one_adam.local, False),
+    Sharded: (sharded.stage_shards, True),
 }
 
 IN_ANY_ORDER = (Average, CompressedAverage, ClipByNorm, Decay, Rate, *KINDS)
@@ -86,16 +86,16 @@ def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace |
         return together_in_place([found for found in each if isinstance(found, InPlace)], update)
     if not isinstance(update, Guarded):
         return "it is not guarded by fn.skip_nonfinite"
-    links, watched = links_of(update.inner, (0,)), update.watch  # 0: `inner` of the guard's state
+    links = links_of(update.inner, (0,))  # 0: `inner` of the guard's state
     last = links[-1].update if links else None
     if isinstance(last, Step) and isinstance(last.rule, OuterWarmup | OuterLocal):
-        if watched != outer.WATCHED[type(last.rule)]:
-            return f"its guard watches {watched}, and fn.outer needs {outer.WATCHED[type(last.rule)]}"
+        if update.looks != isinstance(last.rule, OuterWarmup):
+            return _of_guard(update, last)
         inner = links_of(last.rule.inner, (*links[-1].path, OuterState._fields.index("inner")))
-        found = _of_links(update, [*links[:-1], *inner], (), known)
+        found = _of_links(update, [*links[:-1], *inner], True, known)
         found = found if isinstance(found, str) else outer.around(last.rule, links[-1], found)
     else:
-        found = _of_links(update, links, watched, known)
+        found = _of_links(update, links, update.looks, known)
     return found if isinstance(found, str) else found._replace(stage=refusing(update, found.stage))
 
 
@@ -127,15 +127,13 @@ def _links_in(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
     return [link for link in links if link not in inside] + [x for link in inside for x in _links_in(*link)]
 
 
-def _of_links(
-    update: UpdateFn, links: list[Link], watched: tuple[str, ...] | None, known: dict[Any, Any]
-) -> InPlace | str:
+def _of_links(update: Guarded, links: list[Link], looks: bool, known: dict[Any, Any]) -> InPlace | str:
     for place, link in enumerate(links):
         rule = link.update.rule if isinstance(link.update, Step) else None
         if type(rule) in KINDS:
-            stage, watch = KINDS[type(rule)]
-            if watched != watch:
-                return f"its guard watches {watched}, and {name_of(link.update)} needs {watch}"
+            stage, looked_at = KINDS[type(rule)]
+            if looks != looked_at:
+                return _of_guard(update, link.update)
             descent = descent_of(links[place + 1 :])
             if isinstance(descent, Link):
                 got = name_of(descent.update)
@@ -145,13 +143,18 @@ def _of_links(
     return f"none of its links has kernels: {', '.join(name_of(link.update) for link in links) or 'it has none'}"
 
 
+def _of_guard(guard: Guarded, update: UpdateFn) -> str:
+    verb = "looks" if guard.looks else "does not look"
+    return f"in this phase its guard {verb} at what {name_of(update)} returns"
+
+
 def same_links(a: UpdateFn, b: UpdateFn) -> bool:
     """Tell whether updates are the same links, in the same guards."""
     a, b = unwrap(a), unwrap(b)
     if isinstance(a, SideBySide) and isinstance(b, SideBySide):
         return all(same_links(x, y) for x, y in zip(a.updates, b.updates, strict=True))
     if isinstance(a, Guarded) and isinstance(b, Guarded):
-        return a.watch == b.watch and same_links(a.inner, b.inner)
+        return a.looks == b.looks and same_links(a.inner, b.inner)
     return links_of(a) == links_of(b)
 
 
@@ -164,7 +167,7 @@ def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
             return f"{name_of(link.update)} stands in front of the moments inside of another guard"
 
     def fits(updates: Tree, state: Tree, params: Tree) -> bool:
-        hidden = any(tree.fields(link.state(state), "skipped") for link in head.links)  # in a link of the user's own
+        hidden = any(roles.find(link.state(state), "skips") for link in head.links)  # in a link of the user's own
         return not hidden and staged.fits(updates, state, params)
 
     return staged._replace(fits=fits)

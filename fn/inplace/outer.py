@@ -15,10 +15,6 @@ from fn.transforms.outer_checks import narrows
 
 Tree = Any
 
-WATCHED: dict[type, tuple[str, ...] | None] = {OuterWarmup: (), OuterLocal: None}
-"""The rule of a step of `outer` -> what the guard around it looks at."""
-
-
 def around(rule: OuterWarmup | OuterLocal, link: Link, inner: InPlace) -> InPlace:
     """Return how a step of `outer` is staged. inner: how that of its inner optimizer is, in the state of the whole."""
     stage = _followed if isinstance(rule, OuterWarmup) else _alone

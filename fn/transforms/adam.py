@@ -29,6 +29,7 @@ from fn.collectives.autograd import is_recorded
 from fn.errors import expected
 from fn.kernels import reference, rules
 from fn.kernels.tracing import is_concrete, pooled
+from fn.roles import Roles
 
 Tree = Any
 
@@ -61,6 +62,11 @@ class AdamState(NamedTuple):
     mu_weight: Tensor
     nu_weight: Tensor
 
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return Roles(first_moment=("mu",), second_moment=("nu",))
+
 
 class OnebitAdamState(NamedTuple):
     """As `AdamState`; nu and nu_weight rest after the warm-up. sync: the state of the compressed mean."""
@@ -71,6 +77,11 @@ class OnebitAdamState(NamedTuple):
     mu_weight: Tensor
     nu_weight: Tensor
     sync: Tree
+
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return Roles(first_moment=("mu",), second_moment=("nu",), others=("sync",))
 
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:

@@ -13,6 +13,7 @@ from fn import tree
 from fn.base import Phase, Step, Transform, UpdateFn, check_is_transform, check_params, check_state, missing, stateless
 from fn.errors import expected
 from fn.kernels import reference, rules
+from fn.roles import Roles
 from fn.transforms.adam import (
     adam_direction,
     check_betas,
@@ -48,6 +49,11 @@ class OnebitLambState(NamedTuple):
     scaling: Tree
     tail: Tensor
     sync: Tree
+
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return Roles(first_moment=("mu",), second_moment=("nu",), others=("sync",))
 
 
 def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Transform:

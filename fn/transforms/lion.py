@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from fn import tree
 from fn.base import Phase, Transform, UpdateFn, check_is_transform, check_state, combine, lift
+from fn.roles import Roles
 from fn.transforms.adam import check_betas, moving_average, zeros_like_moment
 from fn.transforms.scaling import sign_of
 
@@ -16,6 +17,11 @@ class LionState(NamedTuple):
     """State of `scale_by_lion`. mu: the momentum, like the params; float32 for half precision."""
 
     mu: Tree
+
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return Roles(first_moment=("mu",))
 
 
 class SyncedLionState(NamedTuple):
@@ -29,6 +35,11 @@ class SyncedLionState(NamedTuple):
         """Return the fields that are one rank's own."""
         return frozenset({"mu"})
 
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return Roles(first_moment=("mu",), others=("sync",))
+
 
 class LocalLionState(NamedTuple):
     """State of `lion_direction`. mu: the momentum, each rank's own; float32 for half precision."""
@@ -39,6 +50,11 @@ class LocalLionState(NamedTuple):
     def rank_local(self) -> frozenset[str]:
         """Return the fields that are one rank's own."""
         return frozenset({"mu"})
+
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return Roles(first_moment=("mu",))
 
 
 def lion_direction(b1: float = 0.9, b2: float = 0.99) -> Transform:

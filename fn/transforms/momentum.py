@@ -9,6 +9,7 @@ import torch
 from fn import tree
 from fn.base import Phase, Transform, check_number, check_state, lift, missing
 from fn.errors import expected
+from fn.roles import Roles
 from fn.transforms.adam import moving_average, zeros_like_moment
 
 Tree = Any
@@ -18,6 +19,11 @@ class TraceState(NamedTuple):
     """State of `trace`. mu: the sum of the updates, those of the past decayed; float32 for half precision."""
 
     mu: Tree
+
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return Roles(first_moment=("mu",))
 
 
 def check_weight(argument: str, value: Any) -> None:
@@ -66,6 +72,11 @@ class LocalMomentumState(NamedTuple):
     def rank_local(self) -> frozenset[str]:
         """Return the fields that are one rank's own."""
         return frozenset({"mu"})
+
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return Roles(first_moment=("mu",))
 
 
 def local_momentum(eta: float) -> Transform:

@@ -16,12 +16,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.base import NewParams, Part, Phase, Round, Step, Transform, UpdateFn, check_params, check_state, has_phase
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
+from fn.roles import Roles
 from fn.transforms.adam import zeros_like_moment
 from fn.transforms.fragments import Fragments, check_fragments, fragment_places, places_in, put
 from fn.transforms.outer_checks import (
@@ -73,9 +74,10 @@ class OuterState(NamedTuple):
         return True
 
     @property
-    def watched(self) -> tuple[str, ...]:
-        """Return what all ranks hold alike, and what `skip_nonfinite` therefore looks at."""
-        return ("anchor",)
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        counts = Roles(dropped=("dropped",), left_out=("left_out",))
+        return counts._replace(copies=("anchor",), watched=("anchor",), others=("inner", "sync"))
 
 
 Store = torch.dtype | Literal["cpu"] | None
@@ -197,7 +199,7 @@ def outer(
         params = checked(updates, state, params)
         moves, after = step_alone(updates, state.inner, params)
         ok = (all_addable(tree.leaves(moves)) & all_finite(_floats(after))).to(state.dropped.device)
-        for new, old in zip(tree.fields(after, "skipped"), tree.fields(state.inner, "skipped"), strict=True):
+        for new, old in zip(roles.find(after, "skips"), roles.find(state.inner, "skips"), strict=True):
             ok = ok & (new == old)  # what a guard inside skips counts as dropped
         moves = tree.map(lambda u: torch.where(ok.to(u.device), u, -0.0), moves)
         leaves, structure = tree.flatten(after)  # a guard inside may return another class than it was given

@@ -34,6 +34,7 @@ from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
+from fn.roles import Roles
 from fn.transforms import exchange
 from fn.transforms import flat_layout as layouts
 from fn.transforms.exchange import Kept, Rules, rules_of
@@ -62,6 +63,11 @@ class ShardedState(NamedTuple):
     def rank_local(self) -> frozenset[str]:
         """Return the fields that belong to one rank."""
         return frozenset({"inner", "master", "place"})
+
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return Roles(copies=("master",), shard=("place",), others=("inner",))
 
 
 class Sharded(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.collectives.autograd import is_recorded
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete
@@ -112,7 +112,7 @@ def shown(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:
     olds, (news, structure) = tree.leaves(before), tree.flatten(after)
     changed = [new for new, old in zip(news, olds, strict=True) if new is not old and new.is_floating_point()]
     ok = all_finite(changed)
-    skipped = tree.fields(before, "skipped")
+    skipped = roles.find(before, "skips")
     counts = [any(old is count for count in skipped) for old in olds]
     for new, old, is_count in zip(news, olds, counts, strict=True):
         if is_count:

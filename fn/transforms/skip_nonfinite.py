@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.base import Guarded, NewParams, Phase, SideBySide, Transform, UpdateFn, check_is_transform, check_state, combine
 from fn.collectives.axis import rank_dims
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
+from fn.roles import Roles
 from fn.updates import apply_updates
 
 Tree = Any
@@ -25,6 +26,11 @@ class SkipState(NamedTuple):
     inner: Tree
     skipped: Tensor
 
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return Roles(skips=("skipped",), others=("inner",))
+
 
 class _InsideState(NamedTuple):
     """A `SkipState` as a guard hands it to another inside of it, which then makes what it skips visible."""
@@ -32,8 +38,13 @@ class _InsideState(NamedTuple):
     inner: Tree
     skipped: Tensor
 
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        return SkipState(*self).roles
 
-def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transform:
+
+def skip_nonfinite(inner: Transform) -> Transform:
     """Leave params and state bitwise as they are in a step whose result is not finite, and count it.
 
     So it is with an update of 2^103, 1e31, or more in float32, and 2^970 in float64: a param could overflow with it.
@@ -50,12 +61,11 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
     The local phase is not guarded: there no rank can know what another saw, so a transform that steps alone, such as
     0/1 Adam, leaves non-finite steps out itself.
 
-    Args:
-        inner: the transform to guard.
-        watch: for a transform that leads each rank from params of its own to common ones: the fields of its state
-            that all ranks hold alike after an exchange. Only these are looked at then. (): those that a class of
-            state in it names as `watched`, as that of `fn.outer` does, which then is all that is looked at; else the
-            updates and what else is alike. So beside `fn.outer` in a partition each label needs a guard of its own.
+    Some transforms lead each rank from params of its own to common ones. The classes of their states say which fields
+    all ranks hold alike after an exchange (`Roles.watched`), and only these are looked at then. So beside such a
+    transform in a partition each label needs a guard of its own.
+
+    Args: inner: the transform to guard.
     Returns: a transform with the phases of `inner`.
     """
 
@@ -79,27 +89,26 @@ def skip_nonfinite(inner: Transform, *, watch: tuple[str, ...] = ()) -> Transfor
             inside = isinstance(state, _InsideState)
             state = SkipState(*state) if isinstance(state, _InsideState) else state
             check_state(state, SkipState)
-            if tree.fields(state.inner, "skipped"):
+            if roles.find(state.inner, "skips"):
                 given = tree.replace(state.inner, SkipState, lambda s: _InsideState(*s))
                 out, after = found(updates, given, params)
                 after = tree.replace(after, _InsideState, lambda s: SkipState(*s))
             else:
                 out, after = found(updates, state.inner, params)
-            watched = () if watch else _watched(after)
-            looked_at = watch or watched
-            if looked_at:
-                ok = all_finite([x for name in looked_at for x in tree.leaves(tree.fields(after, name))])
+            watched = roles.find(after, "watched")
+            if watched:
+                ok = all_finite(tree.leaves(watched))
             else:
                 if isinstance(out, NewParams):
                     fine = all_finite(tree.leaves(out))
                 else:
                     fine = all_addable(tree.leaves(out), tree.leaves(params))
                 ok = fine & all_finite(_changed_and_replicated(state.inner, after))
-            for new, old in zip(tree.fields(after, "skipped"), tree.fields(state.inner, "skipped"), strict=True):
+            for new, old in zip(roles.find(after, "skips"), roles.find(state.inner, "skips"), strict=True):
                 ok = ok if watched or new is old else ok & (new == old)  # what a guard inside skips, all of it skips
             return _keep_or_skip(ok, out, after, state, params, math.nan if inside else None)
 
-        return Guarded(found, None, local) if phase is Phase.LOCAL else Guarded(found, watch, update)
+        return Guarded(found, False, local) if phase is Phase.LOCAL else Guarded(found, True, update)
 
     return combine([inner], init, guard)
 
@@ -154,15 +163,6 @@ def _keep_or_skip(
         return new if new is old else torch.where(ok.to(new.device), new, old)
 
     return updates, SkipState(tree.map(chosen, after, state.inner), skipped)
-
-
-def _watched(state: Tree) -> tuple[str, ...]:
-    """Return what the classes of states in a state name as `watched`."""
-    found: tuple[str, ...] = getattr(state, "watched", ()) if hasattr(state, "_fields") else ()
-    if found or not isinstance(state, tuple | list | dict):
-        return found
-    inside = state.values() if isinstance(state, dict) else state
-    return tuple({name: None for x in inside if isinstance(x, tuple | list | dict) for name in _watched(x)})
 
 
 def _changed_and_replicated(before: Tree, after: Tree) -> list[Tensor]:

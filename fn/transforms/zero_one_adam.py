@@ -15,6 +15,7 @@ from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.reference import over_root
 from fn.kernels.tracing import is_concrete
+from fn.roles import Roles
 from fn.transforms.adam import adam_direction, check_betas, moving_average, moving_average_of_squares, start_moments
 from fn.transforms.decay_and_lr import check_decay, check_rate
 from fn.transforms.skip_nonfinite import all_addable, all_finite
@@ -56,6 +57,12 @@ class ZeroOneAdamState(NamedTuple):
         """Tell that each rank goes to params of its own."""
         return True
 
+    @property
+    def roles(self) -> Roles:
+        """Say what the fields are."""
+        moments = Roles(first_moment=("mu",), second_moment=("nu",))
+        return moments._replace(copies=("anchor",), watched=("nu", "peak"), dropped=("dropped",), others=("sync",))
+
 
 class ZeroOneAdam(NamedTuple):
     """The hyper-parameters of `scale_by_zero_one_adam`."""
@@ -84,10 +91,6 @@ class SynchronisingStep(NamedTuple):
 
     hyper: ZeroOneAdam
     average: UpdateFn
-
-
-WATCHED = ("nu", "peak")
-"""What all ranks hold alike after an exchange, and what `skip_nonfinite` therefore looks at."""
 
 
 def scale_by_zero_one_adam(

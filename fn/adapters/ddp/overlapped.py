@@ -26,6 +26,7 @@ from fn.adapters.ddp.buckets import Arrivals, leaving_order
 from fn.adapters.ddp.staleness import Changes
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.optimizer import Optimizer
+from fn.adapters.optim.state_kinds import worker_errors
 from fn.base import Phase
 from fn.collectives.axis import Binding
 from fn.collectives.comm_thread import CommunicationThread
@@ -250,7 +251,7 @@ class Overlap:
 
     def _mend_errors(self) -> None:
         """Drop errors that are not finite: they may be formed with the step, from gradients as they are then."""
-        for leaf in tree.leaves(tree.fields(self._optimizer.states, "worker")):
+        for leaf in tree.leaves(worker_errors(self._optimizer.states)):
             if leaf.is_floating_point():
                 leaf.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 

@@ -15,6 +15,9 @@ from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.param_groups import follow
 from fn.errors import expected
+from fn.transforms.adam import OnebitAdamState
+from fn.transforms.lamb import OnebitLambState
+from fn.transforms.zero_one_adam import ZeroOneAdamState
 
 NAMES = {
     "exp_avg": "mu",
@@ -26,6 +29,9 @@ NAMES = {
     "momentum_accumulator": "went",
 }
 """DeepSpeed's names of what a parameter's state holds, and ours."""
+
+STATES = (OnebitAdamState, OnebitLambState, ZeroOneAdamState)
+"""The states that hold it."""
 
 
 def load_checkpoint(optimizer: Optimizer, checkpoint: Mapping[str, Any]) -> None:
@@ -39,7 +45,7 @@ def load_checkpoint(optimizer: Optimizer, checkpoint: Mapping[str, Any]) -> None
     rows = [row for group in by_group for row in group]
     state = numerics.reset_errors(optimizer.states)
     for theirs, ours in NAMES.items():
-        if tree.fields(state, ours) and all(theirs in row for row in rows):
+        if all(theirs in row for row in rows):
             state = _with_field(state, ours, iter([row[theirs] for row in rows]))
     state = _with_field(state, "elapsed", iter([group[0].get("lrs", 0.0) if group else 0.0 for group in by_group]))
     steps = max(int(rows[0]["step"]) - 1, 0) if rows else 0  # theirs counts the initialising call
@@ -85,14 +91,12 @@ def _split(row: Mapping[str, Any], params: list[Tensor]) -> list[Mapping[str, An
 
 
 def _with_field(state: Any, name: str, values: Iterator[Any]) -> Any:
-    """Return the state with the leaves of every field of that name replaced, in the order of the parameters."""
+    """Return the state with a field of the `STATES` replaced, leaf by leaf, in the order of the params."""
 
     def convert(leaf: Tensor) -> Tensor:
         return torch.as_tensor(next(values), dtype=leaf.dtype, device=leaf.device).reshape(leaf.shape)
 
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        pairs = zip(state._fields, state, strict=True)
-        return type(state)(*(tree.map(convert, v) if k == name else _with_field(v, name, values) for k, v in pairs))
-    if isinstance(state, tuple | list):
-        return type(state)(_with_field(v, name, values) for v in state)
-    return state
+    def replaced(one: Any) -> Any:
+        return one._replace(**{name: tree.map(convert, getattr(one, name))}) if name in one._fields else one
+
+    return tree.replace(state, STATES, replaced)

@@ -24,6 +24,7 @@ from fn.base import Transform
 from fn.collectives.primitives import pmean
 from fn.errors import expected
 from fn.schedules import freeze_after, zero_one_schedule
+from fn.transforms.lamb import OnebitLambState
 
 __all__ = [
     "BACKENDS",
@@ -244,7 +245,8 @@ class OnebitLamb(DeepSpeedOptimizer):
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return what the last update of each parameter was scaled by, in the order of the parameters."""
-        return [float(ratio) for ratio in tree.leaves(tree.fields(self.states, "ratio")[0])]
+        (lamb,) = tree.instances(self.states, OnebitLambState)
+        return [float(ratio) for ratio in tree.leaves(lamb.ratio)]
 
 
 NAMES: Mapping[str, type[DeepSpeedOptimizer]] = {

@@ -33,7 +33,7 @@ from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_ra
 from fn.transforms.lamb import LambHyper, OnebitLambState, onebit_lamb_by_tensor
 from fn.transforms.masking import apply_mask, unfrozen
 from fn.transforms.skip_nonfinite import skip_nonfinite, together
-from fn.transforms.zero_one_adam import WATCHED, scale_by_zero_one_adam
+from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 
 Tree = Any
 
@@ -105,7 +105,7 @@ def zero_one_adam(groups: Sequence[ParamGroup], *, axis: str, world_size: int, f
         if world_size == 1 and not frozen:
             step = link.compressed_update
             link = link._replace(compressed_update=lambda g, s, p: step(s.mu, s, p))
-        return skip_nonfinite(chain(average(axis), link), watch=WATCHED)
+        return skip_nonfinite(chain(average(axis), link))
 
     return together([one(g) for g in groups])
 

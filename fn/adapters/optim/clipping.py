@@ -12,8 +12,9 @@ from fn import tree
 from fn.base import Phase, chain, check_number
 from fn.collectives.axis import ALONE, Axis, Binding
 from fn.errors import expected
-from fn.transforms.average import average
+from fn.transforms.average import CodedAverageState, average
 from fn.transforms.clip import clip_by_global_norm
+from fn.transforms.sharded import ShardedState
 
 Tree = Any
 
@@ -68,10 +69,11 @@ def clipping(phase: Phase, max_norm: float | None, axis: str | None, state: Tree
     """
     if max_norm is None:
         return Clipping(None, nullcontext())
-    if phase is Phase.WARMUP and tree.fields(state, "gradient_errors"):
+    if phase is Phase.WARMUP and tree.instances(state, CodedAverageState):
         phase = Phase.COMPRESSED
     clip = chain(average(axis), clip_by_global_norm(max_norm, axis)).update(phase)
     alone = Binding({})
-    if axis is not None and phase is Phase.WARMUP and not tree.fields(state, "place"):  # a shard's, of all ranks
+    sharded = bool(tree.instances(state, ShardedState))  # the norm of a shard is of all ranks
+    if axis is not None and phase is Phase.WARMUP and not sharded:
         alone = Binding({axis: Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)})
     return Clipping(lambda grads, params: clip(grads, ((), ()), params)[0], alone)

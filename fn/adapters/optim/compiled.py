@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters.optim.state_kinds import worker_errors
 from fn.base import Tree, UpdateFn
 from fn.kernels.schemas import ON_LISTS, SCHEMAS
 from fn.kernels.table import warm
 from fn.kernels.warming import warm_halves
+from fn.transforms.lamb import OnebitLambState
+from fn.transforms.zero_one_adam import ZeroOneAdamState
 
 logger = logging.getLogger("fn")
 
@@ -49,8 +52,11 @@ def check_changes(before: Mapping[str, Any], now: Mapping[str, Any], changed: se
     changed.add(step)
 
 
-OF_FIELDS = {"anchor": ("drift",), "scaling": ("lamb_moments_", "onebit_lamb_moments_", "lamb_step_")}
-"""Kernels of states with such a field only, which others need in no dtype but that of their known answers."""
+OF_STATES: dict[type, tuple[str, ...]] = {
+    ZeroOneAdamState: ("drift",),
+    OnebitLambState: ("lamb_moments_", "onebit_lamb_moments_", "lamb_step_"),
+}
+"""Kernels of one kind of states only, which others need in no dtype but that of their known answers."""
 
 
 def warm_kernels(states: Tree, params: Iterable[Tensor]) -> None:
@@ -62,8 +68,8 @@ def warm_kernels(states: Tree, params: Iterable[Tensor]) -> None:
     for p in params:
         dtypes.setdefault(p.device, set()).add(p.dtype)
     dtypes = {device: kinds for device, kinds in dtypes.items() if device.type != "cpu"}
-    if dtypes and tree.leaves(tree.fields(states, "worker")):
-        absent = {op for field, ops in OF_FIELDS.items() if not tree.fields(states, field) for op in ops}
+    if dtypes and tree.leaves(worker_errors(states)):
+        absent = {op for kind, ops in OF_STATES.items() if not tree.instances(states, kind) for op in ops}
         for device, kinds in dtypes.items():
             logger.info("kernels for %r are compiled, unless they are kept from before", device.type)
             with torch.accelerator.device_index(device.index or 0):

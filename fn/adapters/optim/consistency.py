@@ -54,13 +54,7 @@ def check_fragments(schedule: Any, states: Any) -> None:
 
     Raises: ValueError with both numbers. Schedules of the user's own are not looked at.
     """
-    counts: list[int] = []
-
-    def note(one: OuterState) -> OuterState:
-        counts.append(len(one.outer))
-        return one
-
-    tree.replace(states, OuterState, note)
+    counts = [len(state.outer) for state in tree.instances(states, OuterState)]
     if counts and isinstance(schedule, Every) and schedule.fragments != max(counts):
         wanted = f"{max(counts)} fragments, as fn.outer makes of these params"
         got = f"fn.every.fragments={schedule.fragments}"

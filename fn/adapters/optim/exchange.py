@@ -136,10 +136,10 @@ def _weighed(before: Tree, after: Tree, weight: float) -> Tree:
     """Return states after a difference was noted in them, with that difference times a weight."""
     if weight == 1.0:
         return after
-    old = iter(tree.fields(before, "pending"))
+    old = iter(tree.instances(before, OuterState))
 
     def scaled(state: OuterState) -> OuterState:
-        pending = tree.map(lambda new, was: new if new is was else weight * new, state.pending, next(old))
+        pending = tree.map(lambda new, was: new if new is was else weight * new, state.pending, next(old).pending)
         return state._replace(pending=pending)
 
     return tree.replace(after, OuterState, scaled)

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.adapters.optim.optimizer import Optimizer
+from fn.transforms.adam import AdamState, OnebitAdamState
 
 Tree = Any
 
@@ -90,25 +91,27 @@ def _writes(
     g: int, params: list[Tensor], state: Tree, found: Mapping[int, _Moments], steps: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Return what to copy into which tensor of a param group's state. Raises: as `from_adamw`."""
-    mus, nus, counts = (tree.fields(state, name) for name in ("mu", "nu", "step"))
-    weights = [tree.fields(state, name) for name in ("mu_weight", "nu_weight")]
-    fits = len(mus) == len(nus) == len(counts) == len(weights[0]) == len(weights[1]) == 1
-    pairs = [tree.leaves(each[0]) if fits else [] for each in (mus, nus)]
-    if not fits or any([x.shape for x in each] != [p.shape for p in params] for each in pairs):
+    adams = tree.instances(state, (AdamState, OnebitAdamState))
+    firsts, seconds = (roles.find(state, f"{which}_moment") for which in ("first", "second"))
+    fits = len(adams) == len(firsts) == len(seconds) == 1
+    pairs = [tree.leaves(moments) for moments in (adams[0].mu, adams[0].nu)] if fits else []
+    if not fits or any([x.shape for x in leaves] != [p.shape for p in params] for leaves in pairs):
         raise ValueError(
             f"expected the state of param group {g} to hold one mu, nu and weight of each over all parameters, as that "
-            f"of fn.adamw, fn.lamb and fn.onebit_adam do, but it holds {len(mus)} mu, {len(weights[0])} mu_weight, or "
-            f"parts of tensors; run a warm-up instead, in which its moments build up"
+            f"of fn.adamw, fn.lamb and fn.onebit_adam do, but it holds {len(firsts)} first moments, those of "
+            f"{len(adams)} Adams, or parts of tensors; run a warm-up instead, in which its moments build up"
         )
+    adam = adams[0]
     some = [found[id(p)] for p in params if id(p) in found]
     if not some:
         return []
     if len({(moments.b1, moments.b2) for moments in some}) > 1:
         raise ValueError(f"expected adamw to have the same betas for all of param group {g}, but got several")
     goals = some[0].weights(steps)
-    writes = [(counts[0], torch.tensor(int(steps), dtype=torch.int64, device="cpu"))]
+    writes = [(adam.step, torch.tensor(int(steps), dtype=torch.int64, device="cpu"))]
+    weights = adam.mu_weight, adam.nu_weight
     writes += [
-        (weight[0], torch.tensor(goal, dtype=torch.float64, device="cpu"))
+        (weight, torch.tensor(goal, dtype=torch.float64, device="cpu"))
         for weight, goal in zip(weights, goals, strict=True)
     ]
     for p, mu, nu in zip(params, *pairs, strict=True):

@@ -17,15 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.base import Phase, Transform
+from fn.transforms.zero_one_adam import ZeroOneAdamState
 
 Tree = Any
 Place = tuple[int, int]
-
-COPIES = ("master", "anchor")
-"""Fields of states that hold parameters; `init` copies these there."""
-
 
 class FrozenParams:
     """Which parameters of an optimizer a step leaves as they are, (group, parameter) by index; alike on all ranks."""
@@ -81,9 +78,9 @@ class FrozenParams:
 
 
 def _copies(state: Tree) -> list[Tensor]:
-    return [leaf for name in COPIES for leaf in tree.leaves(tree.fields(state, name))]
+    return tree.leaves(roles.find(state, "copies"))
 
 
 def _is_apart(states: Tree) -> bool:
     """Tell whether ranks took local steps since they agreed; it is replicated."""
-    return any(float(elapsed) > 0 for elapsed in tree.fields(states, "elapsed"))
+    return any(float(state.elapsed) > 0 for state in tree.instances(states, ZeroOneAdamState))

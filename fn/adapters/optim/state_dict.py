@@ -15,8 +15,9 @@ from fn.adapters.optim import gradients
 from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
 from fn.adapters.optim.signals import begin_writing, defer_signals
-from fn.adapters.optim.state_kinds import ERROR, SAME, SHARD, by_path, kinds
+from fn.adapters.optim.state_kinds import ERROR, SAME, SHARD, by_path, kinds, paths_of
 from fn.adapters.optim.training import Training
+from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.inplace import element_order
 from fn.inplace.match import takes_any_order
@@ -39,9 +40,9 @@ def flat_state(training: Training) -> dict[str, Tensor]:
     found = {name: torch.tensor(count, dtype=torch.int64, device="cpu") for name, count in counts.items()}
     for i, (group, hypers) in enumerate(zip(training.groups, training.hypers, strict=True)):
         found.update({f"groups.{i}.{name}": x for name, x in saved_numbers(group, hypers).items()})
-    # A place is compared with what is loaded, which some loaders write into the tensors that they were given.
-    each = by_path(training.states).items()
-    found.update({path: leaf.clone() if path.endswith(".place") else leaf for path, leaf in each})
+    found.update(by_path(training.states))
+    # They are compared with what is loaded, which some loaders write into the tensors that they were given.
+    found.update({path: found[path].clone() for path in paths_of(training.states, "shard")})
     found.update(gradients.flat(training.residual_gradients))
     found.update(element_order.flat(training.orders))
     schedule = training.schedule
@@ -106,6 +107,7 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
     own = flat_state(training)
     saved, text = _without_foreign_errors(training, own, dict(saved))
     check_fits(own, saved)
+    _check_states(training, own, saved)
     rest, orders = gradients.restored(saved, training.groups), _orders_of(training, saved)
     numbers = [_numbers_of(training, i, saved) for i in range(len(training.groups))]
     if text:
@@ -166,8 +168,7 @@ def _numbers_of(training: Training, index: int, saved: Mapping[str, Tensor]) -> 
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     """Compare a flat state with one to be loaded.
 
-    Raises: ValueError that names the first path that is missing, unexpected, of another shape or dtype, or of the
-        shard of another rank.
+    Raises: ValueError that names the first path that is missing, unexpected, or of another shape or dtype.
     """
     optional = {path for path in {*own, *saved} if is_optional(path)}
     for path in sorted((set(own) ^ set(saved)) - optional):
@@ -190,11 +191,20 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
                 f"state_dict: {path!r} is {theirs.dtype} {tuple(theirs.shape)}, but this has {mine.dtype} "
                 f"{tuple(mine.shape)}; errors belong to the world size they were made for"
             )
-        if path.endswith(".place") and theirs.tolist() != mine.tolist():
+
+
+def _check_states(training: Training, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Refuse the shards of another rank, and counts of skipped steps below 0, with a ValueError that names the path."""
+    for path in paths_of(training.states, "shard"):
+        mine, theirs = own[path].tolist(), saved[path].tolist()
+        if theirs != mine:
             raise ValueError(
                 f"state_dict: {path!r} says shard {theirs[0]} of {theirs[1]}, but this rank has shard {mine[0]} of "
                 f"{mine[1]}; shards belong to the ranks and the order of axes they were made for"
             )
+    for path in paths_of(training.states, "skips"):
+        if saved[path] < 0:
+            raise ValueError(_negative(path, saved[path]))
 
 
 def check_tensor(path: str, x: Any) -> None:
@@ -207,8 +217,12 @@ def check_tensor(path: str, x: Any) -> None:
     if path.startswith("groups.") and (x.ndim or x.is_complex() or x.isnan()):
         form = f"{x.dtype} {tuple(x.shape)}" if x.ndim or x.is_complex() else "nan"
         raise ValueError(f"state_dict: expected {path!r} to be a real number, a 0-d tensor, but got {form}")
-    if path.split(".")[-1] in ("steps", "skipped") and not x.ndim and x < 0:
-        raise ValueError(f"state_dict: expected {path!r} to be at least 0, but got {x.item()}")
+    if path in ("steps", "skipped") and not x.ndim and x < 0:
+        raise ValueError(_negative(path, x))
+
+
+def _negative(path: str, x: Tensor) -> str:
+    return f"state_dict: expected {path!r} to be at least 0, but got {x.item()}"
 
 
 def is_optional(path: str) -> bool:
@@ -247,7 +261,7 @@ def _without_foreign_errors(
     how = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
     if SHARD in marks.values():
         raise ValueError(f"state_dict: is of {who[0]} and holds its shards only, but this is {who[1]}; {how}")
-    if any(map(_between_nodes, tree.fields(training.states, "server"))):
+    if any(_between_nodes(errors.server) for errors in tree.instances(training.states, ErrorFeedbackState)):
         raise ValueError(
             f"state_dict: is of {who[0]}, but this is {who[1]}, and the ranks of different nodes stay together only "
             f"while their errors of the hop within a node, which has codes on the way back, are equal; {how}, or make "

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from fn import tree
-from fn.base import rank_local
+from fn import roles, tree
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
+from fn.roles import has_local_params, rank_local
 from fn.transforms.sharded import ShardedState
 
 Tree = Any
@@ -27,7 +27,7 @@ def kinds(states: Tree, mark: str = SAME) -> Tree:
         local, own = rank_local(states), ERROR
         if mark == SHARD or isinstance(states, ShardedState):
             own = ERROR if isinstance(states, ErrorFeedbackState) else SHARD
-        elif getattr(states, "local_params", False):
+        elif has_local_params(states):
             own = OWN
         fields = zip(states._fields, states, strict=True)
         return type(states)(*(kinds(value, own if name in local else mark) for name, value in fields))
@@ -38,9 +38,20 @@ def kinds(states: Tree, mark: str = SAME) -> Tree:
     return tree.map(lambda _: mark, states)
 
 
+def worker_errors(states: Tree) -> list[Tree]:
+    """Return what was not delivered yet by averages in codes; empty if there are none."""
+    return [errors.worker for errors in tree.instances(states, ErrorFeedbackState)]
+
+
 def by_path(states: Tree, prefix: str = "state.") -> dict[str, Any]:
     """Return the leaves of a tree by their paths."""
     return {f"{prefix}{path}": leaf for path, leaf in zip(tree.paths(states), tree.leaves(states), strict=True)}
+
+
+def paths_of(states: Tree, role: str) -> set[str]:
+    """Return the paths of the leaves that have a role, see `fn.Roles`."""
+    chosen = {id(leaf) for leaf in tree.leaves(roles.find(states, role))}
+    return {path for path, leaf in by_path(states).items() if id(leaf) in chosen}
 
 
 def check_paths(tree_: Tree, name: str = "state", of: str = "let init return dicts") -> None:

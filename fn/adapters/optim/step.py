@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.adapters.optim.clipping import Clipping, clipping
 from fn.adapters.optim.compiled import compile_update
 from fn.adapters.optim.consistency import still_in_doubt
@@ -277,7 +277,7 @@ def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor] = ())
     Args: state: of all groups. still: parameters that are not to be moved. Without grad mode.
     """
     if not all(step.ok for step in steps):
-        for skipped in tree.fields(state, "skipped"):
+        for skipped in roles.find(state, "skips"):
             skipped.add_(1)
         return
     before = [(p, p.clone()) for p in still]

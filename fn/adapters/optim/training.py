@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.adapters.optim import param_groups
 from fn.adapters.optim.compiled import check_changes
 from fn.adapters.optim.consistency import check_start
@@ -150,14 +150,14 @@ class Training:
 
     def skip_counters(self) -> list[Tensor]:
         """Return the tensors that count skipped steps, one per guard."""
-        return self._counters("skipped")
+        return self._counters("skips")
 
-    def _counters(self, name: str) -> list[Tensor]:
+    def _counters(self, role: str) -> list[Tensor]:
         if self.counts[0] is not self.states:
             self.counts = self.states, {}
-        if name not in self.counts[1]:  # a walk through all states takes longer than a small step
-            self.counts[1][name] = tree.fields(self.states, name)
-        return self.counts[1][name]
+        if role not in self.counts[1]:  # a walk through all states takes longer than a small step
+            self.counts[1][role] = roles.find(self.states, role)
+        return self.counts[1][role]
 
     @property
     def left_out(self) -> int:
@@ -270,10 +270,11 @@ class Training:
 
         Raises: ValueError if there is none, or each rank has a piece of it.
         """
-        moments = tree.fields(self.states, "nu")
+        moments = roles.find(self.states, "second_moment")
         if not moments:
-            raise ValueError("schedule: freeze_when_stable needs a transform whose state has a second moment `nu`")
-        if any(dim == 0 for dims in tree.fields(rank_dims(self.states), "nu") for dim in tree.leaves(dims)):
+            text = "needs a transform whose state has a second moment; a state of your own names it in its `roles`"
+            raise ValueError(f"schedule: freeze_when_stable {text}")
+        if any(dim == 0 for dims in roles.find(rank_dims(self.states), "second_moment") for dim in tree.leaves(dims)):
             raise ValueError("schedule: freeze_when_stable needs a second moment that all ranks hold; this is sharded")
         leaves = [leaf for nu in moments for leaf in tree.leaves(nu)]
         norms = torch._foreach_norm(leaves, 1, dtype=torch.float64) if leaves else []

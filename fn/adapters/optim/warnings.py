@@ -12,8 +12,9 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.adapters.optim.param_groups import names_of
+from fn.adapters.optim.state_kinds import worker_errors
 from fn.adapters.optim.training import Training
 from fn.base import Part, Phase, Round
 from fn.collectives.primitives import psum
@@ -24,6 +25,7 @@ from fn.schedules import phase_of
 from fn.transforms.adam import OnebitAdamState
 from fn.transforms.sharded import ShardedState
 from fn.transforms.shards import divisions
+from fn.transforms.skip_nonfinite import SkipState
 from fn.transforms.zero_one_adam import ZeroOneAdamState
 
 logger = logging.getLogger("fn")
@@ -50,7 +52,7 @@ def warn_at_start(training: Training, given: bool) -> None:
     Args: given: whether there is a schedule.
     """
     several = any(training.binding.axes[axis].size > 1 for axis in training.axes)
-    compresses = several and bool(tree.leaves(tree.fields(training.states, "worker")))
+    compresses = several and bool(tree.leaves(worker_errors(training.states)))
     if several:
         _warn_of_no_axis(training)
     if compresses:
@@ -100,7 +102,7 @@ def warn_of_thawed(training: Training, places: Iterable[tuple[int, int]]) -> Non
     places = [(g, i) for g, i in places if training.needs_warmup(training.phase.phase, g)]
     still, shards = [], {g: _seen_in_shards(training, g) for g in sorted({g for g, _ in places})}
     for g, i in sorted(places):
-        params, moments = training.groups[g]["params"], tree.fields(training.states[g], "nu")
+        params, moments = training.groups[g]["params"], roles.find(training.states[g], "second_moment")
         alike = [nu[i] for nu in moments if len(nu) == len(params) and nu[i].shape == params[i].shape]
         seen = shards[g] or {i: not alike or any(bool(nu.any()) for nu in alike)}
         if not seen[i]:
@@ -117,12 +119,12 @@ def _seen_in_shards(training: Training, g: int) -> dict[int, bool]:
     Empty where there are none. All ranks must call it; one number per parameter on the wire, and the memory of a state.
     """
     state, params = training.states[g], [p.detach() for p in training.groups[g]["params"]]
-    if not isinstance(getattr(state, "inner", None), ShardedState):
+    if not isinstance(state, SkipState) or not isinstance(state.inner, ShardedState):
         return {}
     with divisions.collected() as found:
         training.transforms[g].init(params)
     seen = torch.zeros(len(params), dtype=torch.float32, device=params[0].device)
-    for nu in tree.fields(state, "nu"):
+    for nu in roles.find(state, "second_moment"):
         for bucket, shard in zip(found[0].plan, tree.leaves(nu), strict=True):
             for i, there in zip(bucket.leaf_indices, found[0].placed(bucket, shard != 0), strict=True):
                 seen[i] += there.any()
@@ -150,7 +152,7 @@ def warn_of_jumps(training: Training, phase: Phase | Round) -> None:
     far = [
         (*seen, name)
         for g, hypers in enumerate(training.hypers)
-        for state in _states(training.states[g])
+        for state in tree.instances(training.states[g], KINDS)
         for name, seen in _each(training.groups[g], state, hypers, is_first)
         if seen[0] > FAR
     ]
@@ -163,18 +165,6 @@ def warn_of_jumps(training: Training, phase: Phase | Round) -> None:
         why = "codes give them the scale of the others, but next to no gradient, that of a key's bias say, froze theirs"
         hint = f"eps={eps:.0e}, from the start or written into the param groups now, leaves some {ORDINARY:.0f}"
         warnings.warn(f"eps: too small for the second moment of {what}: {why}; {hint}", stacklevel=6)
-
-
-def _states(state: Any) -> list[Any]:
-    found: list[Any] = []
-
-    def note(one: Any) -> Any:
-        found.append(one)
-        return one
-
-    for kind in KINDS:
-        tree.replace(state, kind, note)
-    return found
 
 
 def _each(group: dict[str, Any], state: Any, hypers: dict[str, Any], is_first: bool) -> list[tuple[str, Any]]:
