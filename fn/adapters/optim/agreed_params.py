@@ -17,9 +17,9 @@ from fn import tree
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.signals import begin_writing, defer_signals
 from fn.adapters.optim.training import Training
-from fn.base import rank_local
 from fn.collectives.axis import ALONE, Axis, Binding
 from fn.errors import expected
+from fn.roles import has_local_params, rank_local
 from fn.transforms.outer import OuterState
 from fn.transforms.zero_one_adam import ZeroOneAdamState
 
@@ -110,13 +110,14 @@ def _apart(state: Tree, own: bool = False) -> Iterator[Apart]:
     if isinstance(state, Tensor):
         return
     known = isinstance(state, OuterState | ZeroOneAdamState)
-    if getattr(state, "local_params", False) and (own or not known):
+    declares = isinstance(state, tuple) and hasattr(state, "_fields")
+    if declares and has_local_params(state) and (own or not known):
         wanted = "a transform whose state has what all ranks agree on, as that of fn.outer"
         cure = "evaluate right behind an exchange"
         raise ValueError(expected("optimizer", wanted, f"{type(state).__name__}, which has local_params", cure))
     if isinstance(state, OuterState | ZeroOneAdamState):
         yield state
-    elif isinstance(state, tuple) and hasattr(state, "_fields"):
+    elif declares:
         local = rank_local(state)
         for name, value in zip(state._fields, state, strict=True):
             yield from _apart(value, own or name in local)
