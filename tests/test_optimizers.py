@@ -124,3 +124,32 @@ def test_a_whole_run_may_be_vmapped_over_learning_rates_and_differentiated_by_th
     slopes = torch.func.vmap(torch.func.grad(lambda lr: one(lr).sum()))(rates)
     assert slopes.isfinite().all()
     assert (slopes < 0).all()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=[optimizer.name for optimizer in OPTIMIZERS])
+@pytest.mark.filterwarnings("ignore:(eps|gradients):")
+def test_b2_may_be_zero(optimizer):
+    """`Optimizer` takes the steps that the pure transform takes, as torch's AdamW takes betas of (0.9, 0)."""
+    make = partial(optimizer.make, axis="data", b2=0.0)
+    tx, phase, start = make(lr=0.01), optimizer.phases[0], torch.linspace(-1, 1, 30).view(6, 5)
+    param, pure = torch.nn.Parameter(start.clone()), [start]
+    opt, state = fn.Optimizer([param], make, schedule=lambda step: phase, lr=0.01), tx.init(pure)
+    for t in range(3):
+        grad = torch.sin(start * (t + 2)) + 0.1
+        param.grad = grad.clone()
+        opt.step()
+        updates, state = tx.update(phase)([grad], state, pure)
+        pure = fn.apply_updates(pure, updates)
+    assert not torch.equal(pure[0], start)
+    torch.testing.assert_close(param.detach(), pure[0])
+
+
+@pytest.mark.parametrize("make", [fn.powersgd_adamw, fn.dion])
+def test_a_rank_that_rounds_to_nothing_is_one(make):
+    """A fraction is rounded up, so the smallest one is rank 1: basis (5, 1) of a (6, 5) matrix."""
+    for phase in (Phase.WARMUP, Phase.COMPRESSED):
+        tx, p = make(axis="data", rank=1e-9), [torch.ones(6, 5)]
+        state = tx.init(p)
+        updates, _ = tx.update(phase)([torch.ones(6, 5)], state, p)
+        assert updates[0].isfinite().all()
+        assert {tuple(q.shape) for states in tree.fields(state, "q") for q in tree.leaves(states)} == {(5, 1)}

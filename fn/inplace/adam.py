@@ -35,8 +35,10 @@ def warmup(update: UpdateFn, rule: Adam, link: Link, head: Head, descent: Descen
         return Sized(largest_of(grads, moments.step), commit)
 
     def reach(moments: Moments) -> Reach:
+        if not rule.b2:  # then no slope of the old moments bounds the new ones
+            return reach_of(rule, descent, moments)
         growth = rule.b1 / math.sqrt(rule.b2), (1 - rule.b1) / math.sqrt(1 - rule.b2)
-        return reach_of(rule, descent, moments)._replace(growth=growth if rule.b2 else None)
+        return reach_of(rule, descent, moments)._replace(growth=growth)
 
     return bounded(update, link, head, bounds, Eligibility("adamw_", ("mu", "nu"), HALF_TOO), reach, stage)
 

@@ -139,7 +139,7 @@ def low_rank_average(
         rows = shape[0] if shape else 1
         columns = math.prod(shape[1:])
         least = min(rows, columns)
-        r = math.ceil(round(rank * least, 6)) if isinstance(rank, float) else int(rank)  # 0.07 * 100 > 7
+        r = max(1, math.ceil(round(rank * least, 6))) if isinstance(rank, float) else int(rank)  # 0.07 * 100 > 7
         r = min(-(-r // multiple_of) * multiple_of, least)
         shrinks = r < least and (rows + columns) * r * min_rate < rows * columns
         iterated = len(shape) > 1 and least > 0 and (shrinks or orthonormal)
