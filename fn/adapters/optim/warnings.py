@@ -21,7 +21,7 @@ from fn.collectives.primitives import psum
 from fn.inplace.explain import slow_tensors
 from fn.kernels.reference import over_root
 from fn.kernels.table import cells
-from fn.schedules import phase_of
+from fn.schedules import FreezeAfter, FreezeWhenStable, ZeroOneSchedule, phase_of
 from fn.transforms.adam import OnebitAdamState
 from fn.transforms.sharded import ShardedState
 from fn.transforms.shards import divisions
@@ -57,7 +57,13 @@ def warn_at_start(training: Training, given: bool) -> None:
         _warn_of_no_axis(training)
     if compresses:
         _warn_of_plain_torch([p for group in training.groups for p in group["params"]])
-    if not given and compresses:
+    in_rounds = any(transform.rounds is not None for transform in training.transforms)
+    no_rounds = not given or isinstance(training.schedule, FreezeAfter | FreezeWhenStable | ZeroOneSchedule)
+    if several and in_rounds and no_rounds:
+        got = type(training.schedule).__name__ if given else "None, so every step averages whole gradients"
+        text = f"schedule: is {got}, but this optimizer takes local steps; pass fn.every(h) to exchange every h steps"
+        warnings.warn(text, stacklevel=3)
+    elif not given and compresses:
         text = "schedule: is None, so every step is a warm-up step; pass fn.freeze_after(n) for the compressed phase"
         warnings.warn(text, stacklevel=3)
     phase = phase_of(training.schedule, 0).phase

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from functools import partial
 from typing import Any
 
@@ -375,3 +376,23 @@ def test_a_warm_up_step_behind_local_steps_is_refused_however_steps_are_taken(ma
         assert torch.equal(param, before)
         assert all(map(torch.equal, tree.leaves(opt.states), state))
         assert opt.steps == 2
+
+
+@two
+def schedules_without_rounds() -> list[list[str]]:
+    found = []
+    for make in (fn.diloco, partial(fn.diloco, codec=fn.sign()), fn.local_sgd):
+        for schedule in (None, fn.freeze_after(2), fn.every(3), lambda step: Round()):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                optimizer(make, schedule)
+            found.append([str(w.message) for w in caught])
+    return found
+
+
+def test_a_schedule_without_rounds_warns_and_names_every():
+    for found in two.answer("schedules_without_rounds"):
+        texts = [[text for text in each if text.startswith("schedule: is ")] for each in found]
+        assert [len(each) for each in texts] == [1, 1, 0, 0] * 3
+        assert [len(each) for each in found] == [1, 1, 0, 0] * 3
+        assert all("fn.every(h)" in text for each in texts for text in each)
