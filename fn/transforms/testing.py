@@ -144,10 +144,11 @@ class _Run:
     def take(self, phase: Phase | Round, number: int) -> str | None:
         """Take a step; what it may not do is write, change the state's structure, or depend on anything else."""
         self.goes_on = False
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator("cpu").manual_seed(number)
 
         def like(p: Tensor) -> Tensor:
-            return (p.detach().cpu().double() + torch.randn(p.shape, generator=generator, dtype=torch.float64)).to(p)
+            noise = torch.randn(p.shape, generator=generator, dtype=torch.float64, device="cpu")
+            return (p.detach().cpu().double() + noise).to(p)
 
         self.before = tree.map(like, self.params), self.state, self.params
         kept, versions = tree.map(torch.clone, self.before), [x._version for x in tree.leaves(self.before)]
