@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import platform
 import sys
@@ -23,18 +24,18 @@ from fn.kernels import devices, show
 from fn.planner import command as plan
 
 OPTIONAL = {
-    "numba": ("fused kernels on the CPU", "pip install 'fn-optim[cpu]'"),
+    "numba": ("fused kernels on the CPU", "pip install numba"),
     "triton": ("fused kernels on CUDA, ROCm and XPU", "pip install triton"),
-    "cupy-cuda12x": ("kernels on CUDA 12", "pip install 'fn-optim[cuda12]'"),
-    "cupy-cuda13x": ("kernels on CUDA 13", "pip install 'fn-optim[cuda13]'"),
-    "intel-extension-for-pytorch": (
-        "XPU with torch 2.8; not needed later",
-        "pip install 'fn-optim[xpu]'",
-    ),
+    "cupy-cuda12x": ("kernels on CUDA 12", "pip install cupy-cuda12x"),
+    "cupy-cuda13x": ("kernels on CUDA 13", "pip install cupy-cuda13x"),
+    "intel-extension-for-pytorch": ("XPU with torch 2.8; not needed later", "see the vendor's instructions"),
     "torch_npu": ("sign packing on Ascend NPUs", "see the vendor's instructions"),
-    "mpi4py": ("ranks started by MPI", "pip install 'fn-optim[mpi]'"),
+    "mpi4py": ("ranks started by MPI", "pip install mpi4py"),
 }
-"""Distributions that fn uses where they are installed: what for, and how to get them."""
+"""Distributions that fn uses where they are installed: what for, and how to get them.
+
+They are named themselves, not as extras of `fn-optim`, which a registry need not know.
+"""
 
 TRITON_WHEELS = ("triton", "pytorch-triton", "triton-rocm", "pytorch-triton-xpu")
 
@@ -43,7 +44,8 @@ def main(arguments: list[str] | None = None) -> None:
     """Run a subcommand; without one, print what is here. Where nobody reads on, as behind `| head`, just end."""
     try:
         _run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the caller, as by `>&-`
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is flushed at exit goes nowhere
         sys.exit(1)
@@ -65,7 +67,16 @@ def _run(arguments: list[str] | None) -> None:
     if found.command == "explain":
         print(explain(_made(explaining, found.make, {} if found.axis is None else {"axis": found.axis})))
         return
-    print("\n".join([*_versions(), "", *_backends(), "", repr(show.table()), "", *_missing()]))
+    print("\n".join([*_versions(), "", *_backends(), ""]), flush=True)
+    print("\n".join([repr(show.table(_progress)), "", *_missing()]))
+
+
+def _progress(op: str, done: int, of: int) -> None:
+    """Show on a terminal which kernel is tried: the first time, when all are compiled, this takes 20 seconds."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        text = f"trying kernels: {op} ({done} of {of})" if done < of else ""
+        sys.stderr.write(f"\r{text:60}" + "\r" * (done == of))
+        sys.stderr.flush()
 
 
 def _made(parser: argparse.ArgumentParser, where: str, arguments: dict[str, str]) -> Transform:
@@ -73,11 +84,34 @@ def _made(parser: argparse.ArgumentParser, where: str, arguments: dict[str, str]
     sys.path.insert(0, os.getcwd())  # as `python -m` finds the modules of the folder that it is called in
     try:
         make = attrgetter(name)(importlib.import_module(module))
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
         parser.error(f"make: expected module:function, such as train:make_optimizer, but got {where!r}: {error}")
+    _check_call(parser, where, make, arguments)
     made = make(**arguments)
-    check_is_transform(where, made)
+    try:
+        check_is_transform(where, made)
+    except TypeError as error:
+        parser.error(f"make: {error}")
     return cast(Transform, made)
+
+
+def _check_call(parser: argparse.ArgumentParser, where: str, make: object, arguments: dict[str, str]) -> None:
+    """End with a message unless a function can be called with these arguments."""
+    if not callable(make):
+        parser.error(f"make: expected {where} to be a function, but got {type(make).__name__}")
+    try:
+        takes = inspect.signature(make).parameters.values()
+    except ValueError:  # a function in C: calling it says what it needs
+        return
+    if arguments and not any(p.name == "axis" or p.kind is p.VAR_KEYWORD for p in takes):
+        parser.error(f"--axis: {where} takes no axis; leave the flag out")
+    needs = [p.name for p in takes if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    needs = [name for name in needs if name not in arguments]
+    if needs == ["axis"]:
+        parser.error(f"make: {where} needs an axis; add --axis data")
+    if needs:
+        cure = "give module:function of one without them, such as functools.partial makes"
+        parser.error(f"make: expected {where} to need no arguments but axis, but got {', '.join(needs)}; {cure}")
 
 
 def _installed(name: str) -> str | None:

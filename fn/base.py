@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from functools import cache, reduce
+from functools import reduce
 from inspect import unwrap
 from operator import getitem
 from typing import Any, NamedTuple, Protocol
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.compiling import compilable, own_code
+from fn.compiling import compilable, memoized, own_code
 from fn.errors import expected
 from fn.phases import NewParams as NewParams
 from fn.phases import Part as Part
@@ -309,7 +309,7 @@ def combine(
 
     needs_warmup: frozenset[Phase] = frozenset().union(*(transform.needs_warmup for transform in inner))
     warmup, compressed, local = map(update, Phase)
-    rounds = cache(update) if any(transform.rounds is not None for transform in inner) else None
+    rounds = memoized(update) if any(transform.rounds is not None for transform in inner) else None
     return Transform(start, warmup, compressed, local, needs_warmup, rounds)
 
 

@@ -7,7 +7,7 @@ that it compiles, on params of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import update_wrapper
 from types import FunctionType
 from typing import Any, TypeVar
@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+K = TypeVar("K", bound=Hashable)
+R = TypeVar("R")
 
 KEPT = 32
 """Functions that are kept, so that an update that is asked for again is not compiled again."""
@@ -27,6 +29,24 @@ def own_code(f: F) -> F:
     if isinstance(f, FunctionType) and not torch.compiler.is_compiling():
         f.__code__ = f.__code__.replace()
     return f
+
+
+def memoized(f: Callable[[K], R]) -> Callable[[K], R]:
+    """Return a function of one hashable argument that keeps its results, as `functools.cache` does.
+
+    torch.compile looks through `functools.cache` with a warning, and may not write into a dict of ours while it traces.
+    """
+    results: dict[K, R] = {}
+
+    def call(key: K) -> R:
+        if key in results:
+            return results[key]
+        result = f(key)
+        if not torch.compiler.is_compiling():
+            results[key] = result
+        return result
+
+    return call
 
 
 def compilable(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -87,3 +87,17 @@ def test_an_update_that_is_asked_for_again_is_not_compiled_again(graphs):
         assert tx.update(Phase.WARMUP) is tx.update(Phase.WARMUP)
         torch.compile(tx.update(Phase.WARMUP), fullgraph=True, backend=graphs)(params, state, params)
     assert graphs.count == 1
+
+
+def test_a_round_inside_of_a_compiled_function_compiles_without_a_warning(graphs):
+    """Warnings are errors here: torch warns of `functools.cache`, through which it looks."""
+    tx = fn.outer(fn.scale_by_learning_rate(0.1), fn.scale_by_learning_rate(1.0), fn.chain())
+    params = {"w": torch.ones(4)}
+    state = tx.init(params)
+
+    def step(grads, state, params):
+        return tx.update(fn.Round(0, 0))(grads, state, params)
+
+    found, _ = torch.compile(step, backend=graphs)({"w": torch.ones(4)}, state, params)
+    wanted, _ = step({"w": torch.ones(4)}, state, params)
+    assert torch.equal(found.params["w"], wanted.params["w"])

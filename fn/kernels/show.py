@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import html
 import textwrap
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from fn.kernels.schemas import SCHEMAS
-from fn.kernels.table import cells, refusals, registered_devices, rows
+from fn.kernels.table import Cell, cells, refusals, registered_devices, rows
 
 REFERENCE = "reference"
 COLUMNS = 100
@@ -42,14 +43,26 @@ class Table(NamedTuple):
         return f"<table>{line('th', ['kernel', *self.providers])}{''.join(body)}</table>{notes}"
 
 
-def table() -> Table:
+def table(progress: Callable[[str, int, int], None] | None = None) -> Table:
     """Return the accelerator table of this machine: the devices that are here, and those somebody registered.
 
     The kernels are tried on their known answers, as on their first use.
+
+    Args: progress: is called with the name of an op before it is tried, how many were tried, and how many there are;
+        with the last op once more at the end.
     """
-    providers = {}
+    providers: dict[str, dict[str, str]] = {}
+    known = [device for device in devices() if is_here(device)]
+    pairs = [(device, op) for device in known for op in SCHEMAS]
+    tried: dict[str, dict[str, tuple[Cell, ...]]] = {device: {} for device in known}
+    for done, (device, op) in enumerate(pairs):
+        if progress is not None:
+            progress(op, done, len(pairs))
+        tried[device][op] = cells(op, device)
+    if progress is not None:
+        progress(op, len(pairs), len(pairs))
     for device in devices():
-        found = {op: cells(op, device) for op in SCHEMAS} if is_here(device) else {}
+        found = tried.get(device, {})
         claimed = {op: row.name for row in reversed(rows(device)) for op in row.kernels}
         providers[device] = {
             op: found[op][0].provider if found.get(op) else claimed.get(op, REFERENCE) if not found else REFERENCE

@@ -132,7 +132,7 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError("--png needs matplotlib: pip install 'fn-optim[demo]'") from error
+        raise ImportError("--png needs matplotlib: pip install matplotlib") from error
     return matplotlib
 
 

@@ -18,6 +18,9 @@ _RATES = {
 _DURATIONS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "min": 60.0}
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9, "t": 1e12}
 
+MOST = 10**15
+"""The largest count. What is predicted for more, bytes times ranks, is beyond what torch keeps in a size."""
+
 
 def bits_per_second(text: str) -> float:
     """Return a bandwidth in bit/s: "10gbit", "100mbit/s", "1.5tbyte".
@@ -38,6 +41,8 @@ def seconds(text: str) -> float:
 def count(text: str) -> int:
     """Return a number of things: "1.3e9", "64", "110m". Raises: ValueError as `bits_per_second`."""
     found = _parse(text, _COUNTS, "a number such as 64, 1.3e9 or 340m")
+    if found > MOST:
+        raise ValueError(f"{text!r} is too large; wanted is at most {MOST:g}")
     if found != int(found):
         raise ValueError(f"{text!r} is not a whole number")
     return int(found)

@@ -10,7 +10,6 @@ Another basis is `fn.transforms.cosines.dct`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +27,7 @@ from fn.base import (
     combine,
     unchanged,
 )
+from fn.compiling import memoized
 from fn.errors import expected
 
 Tree = Any
@@ -95,7 +95,7 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform]) -> Tran
 def _by_length(sync: Callable[[int], Transform]) -> Transform:
     """Return a transform of lists of parts (chunks, length), which gives those of each length to one of its own."""
 
-    @cache
+    @memoized
     def made(length: int) -> Transform:
         found = sync(length)
         check_is_transform(f"sync({length})", found)

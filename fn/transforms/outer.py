@@ -10,7 +10,6 @@ anchor x                 the params that all ranks agreed on last
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from fn import roles, tree
 from fn.base import NewParams, Part, Phase, Round, Step, Transform, UpdateFn, check_params, check_state, has_phase
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import found_alike
+from fn.compiling import memoized
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 from fn.roles import Roles
@@ -308,7 +308,7 @@ def outer(
 
         return update
 
-    @cache
+    @memoized
     def rounds(found: Round | Part) -> UpdateFn:
         if found == Round() or (isinstance(found, Part) and found.kind == "local"):
             return alone

@@ -1,0 +1,100 @@
+"""`python -m fn` and its subcommands, as somebody types them: a line that says what is wrong, never a traceback."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ranks import LIMIT
+
+import fn
+from fn.__main__ import OPTIONAL, _progress, main
+
+ROOT = Path(__file__).parent.parent
+number = 7
+
+
+def needs_more(lr, axis):
+    return fn.onebit_adam(lr, axis=axis)
+
+
+def returns_a_number():
+    return 7
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("fn:onebit_adam", "add --axis data"),
+        ("fn:scale_by_learning_rate", "lr"),
+        (f"{__name__}:needs_more --axis data", "but got lr"),
+        (f"{__name__}:returns_a_number --axis data", "leave the flag out"),
+        (f"{__name__}:returns_a_number", "a transform"),
+        (f"{__name__}:number", "to be a function"),
+        ("fn", "module:function"),
+        (":adamw", "module:function"),
+        (".fn:adamw", "module:function"),
+        ("no_such_module:adamw", "module:function"),
+        ("fn:no_such_name", "module:function"),
+    ],
+)
+def test_explain_refuses_a_bad_target_in_a_line(line, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["explain", *line.split()])
+    text = capsys.readouterr().err
+    assert "Traceback" not in text
+    assert said in text.splitlines()[-1]
+
+
+def test_explain_takes_what_needs_no_more_than_an_axis(capsys):
+    main(["explain", "fn:onebit_adam", "--axis", "data"])
+    assert capsys.readouterr().out.count("in place") == 2
+
+
+@pytest.mark.parametrize("count", ["1e300", "1e19", "1e16"])
+def test_a_count_that_no_machine_has_is_refused(count, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["plan", "--params", count, "--world", "2", "--intra", "1gbit", "--compute", "1s"])
+    assert f"argument --params: '{count}' is too large" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_closed_output_is_no_error():
+    """As a shell does with `>&-`: there is no sys.stdout then."""
+    code = "import os, runpy, sys; os.close(1); sys.stdout = None; sys.argv = ['fn', 'plan', *sys.argv[1:]]"
+    flags = ["--params", "1e6", "--world", "2", "--intra", "1gbit", "--compute", "1s"]
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{code}; runpy.run_module('fn', run_name='__main__')", *flags],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_the_cure_for_what_is_missing_names_packages_that_a_registry_has():
+    cures = [cure for _, cure in OPTIONAL.values()]
+    assert not [cure for cure in cures if "fn-optim" in cure]
+    assert all(re.fullmatch(r"pip install [\w-]+|see the vendor's instructions", cure) for cure in cures)
+
+
+def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch):
+    _progress("sign_encode", 0, 2)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    _progress("sign_encode", 1, 2)
+    assert "sign_encode (1 of 2)" in capsys.readouterr().err
+    _progress("sign_encode", 2, 2)
+    assert capsys.readouterr().err.strip() == ""  # the line is cleared
+
+
+def test_the_table_says_which_kernel_is_tried():
+    told = []
+    table = fn.kernels.show.table(lambda *said: told.append(said))
+    assert {op for op, *_ in told} == {*table.providers["cpu"]}
+    assert [done for _, done, _ in told] == list(range(len(told)))
