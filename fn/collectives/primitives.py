@@ -8,7 +8,10 @@ This is the only module that names the functional collectives: they are private 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -21,7 +24,7 @@ from fn.collectives import axis as axes
 from fn.collectives.autograd import is_recorded, refuse_to_differentiate
 from fn.collectives.ledger import is_open, record
 from fn.collectives.profiling import step_range
-from fn.collectives.transports.failure_detection import is_loss, peer_lost
+from fn.collectives.transports.failure_detection import abort_connections, is_loss, peer_lost
 from fn.collectives.transports.registry import carry, carry_sum, registered
 from fn.collectives.transports.tcp_setup import connections
 from fn.errors import expected
@@ -29,6 +32,12 @@ from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete, pooled, runs_as_written
 
 Tree = Any
+
+LOOK = timedelta(seconds=0.1)
+"""How long a signal may have to wait for its handler, in a collective of torch.distributed."""
+
+PATIENCE = timedelta(seconds=1)
+"""How long a collective that was broken off may take to end."""
 
 _library = torch.library.Library("fn", "FRAGMENT")
 _Batched = tuple[Tensor, int | None]
@@ -224,7 +233,7 @@ def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tenso
         out, group = memory_pool.empty(x.shape, x.dtype, x.device), group_of(transport)
         others = connections(group) if x.device.type == "cpu" else None
         if others is None:
-            dist.all_to_all_single(out, x, group=group)
+            _finish(dist.all_to_all_single(out, x, group=group, async_op=True), x, transport)
         else:
             out[group.rank()].copy_(x[group.rank()])
             others.pass_rows(x, out)
@@ -238,7 +247,7 @@ def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tenso
         out, group = memory_pool.empty((size, *x.shape), x.dtype, x.device), group_of(transport)
         others = connections(group) if x.device.type == "cpu" else None
         if others is None:
-            dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=group)
+            _finish(dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=group, async_op=True), x, transport)
         else:
             out[group.rank()].copy_(x)
             others.pass_rows([x] * size, out)
@@ -254,8 +263,32 @@ def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
 
 
 def _add_up(x: Tensor, transport: str) -> Tensor:
-    dist.all_reduce(x, group=group_of(transport))
+    _finish(dist.all_reduce(x, group=group_of(transport), async_op=True), x, transport)
     return x
+
+
+def _finish(work: Any, x: Tensor, transport: str) -> None:
+    """Wait for a collective of torch.distributed with x.
+
+    Python calls the handlers of signals between two of its lines. A wait for a peer that stopped comes to none until
+    the group's timeout, so the main thread, in which they are called, waits for a `LOOK` at a time.
+    """
+    if x.device.type == "cpu" and threading.current_thread() is threading.main_thread():
+        try:
+            while not _is_over(work, LOOK):
+                pass
+        except BaseException:  # of a handler: who waits for this rank hears of it, as of a failure
+            abort_connections(transport)
+            _is_over(work, PATIENCE)  # gloo lets go of the memory; a process that ends before that is aborted
+            raise
+    work.wait()
+
+
+def _is_over(work: Any, limit: timedelta) -> bool:
+    """Return whether a collective ends or fails within a time."""
+    with suppress(RuntimeError):
+        work.wait(limit)
+    return bool(work.is_completed())
 
 
 def group_of(transport: str) -> dist.ProcessGroup:

@@ -23,7 +23,7 @@ from fn.adapters.optim.consistency import (
 from fn.adapters.optim.exchange import exchange
 from fn.adapters.optim.gradients import Residuals
 from fn.adapters.optim.param_memory import check_params
-from fn.adapters.optim.signals import defer_signals
+from fn.adapters.optim.signals import defer_signals, stoppable
 from fn.adapters.optim.skipped_steps import is_due, warn_of_skips, watch_exchange, watch_local_step
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.adapters.optim.step import count, stage_group, take, write
@@ -239,22 +239,24 @@ class Optimizer(torch.optim.Optimizer):
         phase, problem, skipped = training.phase, training.follow_groups(), training.skipped
         dropped = training.dropped if phase.phase is Phase.LOCAL or isinstance(phase, Round) else 0
         shared = {axis: wire for axis, wire in training.transports.items() if training.binding.axes[axis].size > 1}
-        with in_turn(shared), training.binding, raising_peer_lost(training.transports, left=UNMOVED):
-            early, changed = None, None
-            if isinstance(phase, Phase) and training.ahead is not None:
-                early, changed = training.ahead(phase)
-            if early is None:
-                take(training, phase, problem or changed)
-            elif problem is not None:
-                raise problem
-            else:
-                write(training, phase.phase, early)
-        count(training, phase, skipped)
-        if phase.phase is Phase.LOCAL or isinstance(phase, Round):
-            watch_local_step(training, dropped)
+        early, changed = None, None
+        with defer_signals():  # what it writes is whole and counted before the exchange of a round waits for others
+            with in_turn(shared), training.binding, raising_peer_lost(training.transports, left=UNMOVED):
+                if isinstance(phase, Phase) and training.ahead is not None:
+                    early, changed = training.ahead(phase)
+                if early is None:
+                    take(training, phase, problem or changed)
+                elif problem is not None:
+                    raise problem
+                else:
+                    write(training, phase.phase, early)
+            count(training, phase, skipped)
+            if phase.phase is Phase.LOCAL or isinstance(phase, Round):
+                watch_local_step(training, dropped)
         if isinstance(phase, Round) and phase != Round():
             left_out = training.left_out
-            with in_turn(shared), training.binding, raising_peer_lost(training.transports, left=LOCAL_STEP_TAKEN):
+            left = raising_peer_lost(training.transports, left=LOCAL_STEP_TAKEN)
+            with stoppable(), in_turn(shared), training.binding, left:
                 exchange(training, phase)
             with training.binding, raising_peer_lost(training.transports):
                 watch_exchange(training, phase, left_out)

@@ -6,7 +6,8 @@ messages with those of the step. So handlers wait for the end of the step.
 
 Some signals are there to break a wait: Ctrl-C as Python handles it, alarms, the end of a DataLoader's worker, and a
 signal that comes for the second time. They break a step that waits for other ranks, which leaves everything as it was;
-they are held back only while it is written.
+they are held back only while it is written. A round is written twice: its local step, and behind that its exchange,
+which waits for the others in between and may then be broken off. There SIGTERM does so, too: see `stoppable`.
 """
 
 from __future__ import annotations
@@ -24,11 +25,16 @@ BREAKING = frozenset(n for n in SIGNALS if n.name in ("SIGALRM", "SIGVTALRM", "S
 
 
 class _Step:
-    """A step, with those inside of it. handlers: of signals that are held back. caught: what they are called with."""
+    """A step, with those inside of it.
+
+    handlers: of signals that are held back. caught: what they are called with; None where they have been called.
+    breaking: the signals that break a wait when they come for the first time, beside Ctrl-C.
+    """
 
     def __init__(self) -> None:
         self.handlers: dict[int, Any] = {}
         self.caught: dict[int, Any] = {}
+        self.breaking = BREAKING
         self.is_written = False
 
     def hold_back(self) -> None:
@@ -38,13 +44,21 @@ class _Step:
             signal.signal(number, self.catch)
 
     def catch(self, number: int, frame: Any) -> None:
-        handler = self.handlers[number]
-        breaks = number in BREAKING or number in self.caught or handler is signal.default_int_handler
-        if self.is_written or not breaks:
+        if self.is_written or not (number in self.caught or self._breaks(number)):
             self.caught[number] = number, frame
         else:
-            self.caught[number] = None  # called already
-            handler(number, frame)
+            self.caught[number] = None
+            self.handlers[number](number, frame)
+
+    def _breaks(self, number: int) -> bool:
+        return number in self.breaking or self.handlers[number] is signal.default_int_handler
+
+    def break_off(self) -> None:
+        """Call the handlers of signals that break a wait and came while something was written."""
+        with ExitStack() as last:  # all of them, whatever they raise
+            for number in self.handlers:
+                if self.caught.get(number) and self._breaks(number):
+                    last.callback(self._deliver, number)
 
     def release(self) -> None:
         """Put the handlers back, and call those whose signals were caught: all of them, whatever they raise."""
@@ -61,6 +75,7 @@ class _Step:
 
     def _deliver(self, number: int) -> None:
         if args := self.caught.get(number):
+            self.caught[number] = None
             self.handlers[number](*args)
 
 
@@ -82,7 +97,8 @@ def inside_step() -> bool:
 def defer_signals() -> Iterator[None]:
     """Call the handlers of signals that come inside of this context at its end; a decorator, too.
 
-    In the main thread, which is the one that Python calls them in. Inside of another such context, at the end of that.
+    In the main thread, which is the one that Python calls them in. Inside of another such context, at the end of that;
+    but what breaks a wait, and came while the inner one was written, breaks the outer one, if nothing is written in it.
     """
     outer = _here.step
     step = outer or _Step()
@@ -97,6 +113,28 @@ def defer_signals() -> Iterator[None]:
         _here.step = outer
         if outer is None:
             step.release()
+        elif not step.is_written:
+            step.break_off()
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Let SIGTERM break a wait inside of this context: that of a round's exchange, whose local step is whole.
+
+    Ranks come to an exchange as far apart as their local steps took them. A process that is to end does not wait for
+    that, whatever its handler does; one that communicates is to be called after the step, so use another signal for it.
+    """
+    step = _here.step
+    if step is None:
+        yield
+        return
+    before, step.breaking = step.breaking, step.breaking | {signal.SIGTERM}
+    try:
+        if not step.is_written:
+            step.break_off()
+        yield
+    finally:
+        step.breaking = before
 
 
 def begin_writing() -> None:

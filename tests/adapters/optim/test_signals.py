@@ -336,3 +336,98 @@ def test_a_second_sigterm_ends_the_wait_for_a_peer_that_never_answers():
             step()
         sender.join()
     there.close()
+
+
+# Rounds: their local step is written before the exchange, which waits for the others.
+
+
+def broken_off(number: int, delay: int, make_codec: Any) -> tuple[str, int, bool]:
+    """Signal rank 0 once, in an exchange in which rank 1 does not answer before rank 0 has left it.
+
+    Returns: what was raised, the steps that count, and whether params are those after the local steps.
+    """
+    store, me = dist.group.WORLD.get_group_store(), dist.get_rank()
+    processes: list[Any] = [None, None]
+    dist.all_gather_object(processes, os.getpid())
+
+    def before_mean(g: Any, s: Any, p: Any) -> Any:
+        if me == 0 and not delay:
+            store.set("waits", "")  # in the next line
+        if me == 1:
+            store.wait(["waits"])
+            os.kill(processes[0], number)
+            store.wait(["has left"])
+            raise ValueError("rank 0 is not in the exchange any more")
+        return g, s
+
+    def in_local_step(g: Any, s: Any, p: Any) -> Any:
+        if me == 0 and delay and opt and opt[0].steps == 3:
+            store.set("waits", "")  # soon; a signal that comes before the local step is written waits for that
+        return g, s
+
+    def make(lr: torch.Tensor) -> fn.Transform:
+        mean = fn.compressed_average("data", make_codec(), fn.off())
+        sync = fn.chain(fn.lift(lambda p: (), before_mean), mean)
+        inner = fn.chain(fn.lift(lambda p: (), in_local_step), fn.scale_by_learning_rate(lr))
+        return fn.outer(inner, fn.scale_by_learning_rate(0.7), sync)
+
+    opt: list[fn.Optimizer] = []
+    param = torch.nn.Parameter(torch.ones(40))
+    with fn.bind({"data": dist.group.WORLD}):
+        opt.append(fn.Optimizer([param], make, schedule=fn.every(4, delay=delay), lr=0.5))
+    raised = ""
+    with handled(number, RAISING[number]):
+        try:
+            for _ in range(4):
+                param.grad = torch.ones(40)
+                opt[0].step()
+        except BaseException as error:
+            raised = type(error).__name__
+    if me == 0:
+        store.set("has left", "")
+    return raised, opt[0].steps, torch.equal(param, torch.full((40,), -1.0))
+
+
+RAISING = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: lambda *_: sys.exit(143)}
+
+
+@pytest.mark.parametrize(
+    ("number", "delay", "codec"),
+    [
+        (signal.SIGINT, 0, fn.identity),  # an all-reduce of gloo
+        (signal.SIGINT, 0, fn.sign),  # connections of our own
+        (signal.SIGTERM, 0, fn.identity),
+        (signal.SIGTERM, 2, fn.sign),  # a mean that is on its way
+    ],
+)
+def test_a_signal_breaks_the_exchange_of_a_round_at_once_and_its_local_step_counts(number, delay, codec):
+    first, second = run(2, broken_off, number, delay, codec)
+    assert first == (RAISED[number].__name__, 4, True)
+    assert second == ("ValueError", 4, True)
+
+
+def test_ctrl_c_while_a_local_step_is_written_breaks_off_what_follows_in_its_round():
+    @interrupts.defer_signals()
+    def step() -> None:
+        with interrupts.defer_signals():
+            interrupts.begin_writing()
+            signal.raise_signal(signal.SIGINT)
+        raise AssertionError("it was held back")
+
+    with pytest.raises(KeyboardInterrupt):
+        step()
+
+
+def test_sigterm_while_a_local_step_is_taken_is_handled_before_its_exchange_and_another_signal_behind_it():
+    heard: list[int] = []
+    with handled(signal.SIGUSR1, recorder(heard)), handled(signal.SIGTERM, recorder(heard)):
+        with interrupts.defer_signals():
+            signal.raise_signal(signal.SIGUSR1)
+            signal.raise_signal(signal.SIGTERM)
+            assert heard == []
+            with interrupts.stoppable():
+                assert heard == [signal.SIGTERM]
+                interrupts.begin_writing()
+                signal.raise_signal(signal.SIGTERM)
+                assert heard == [signal.SIGTERM]
+        assert heard == [signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM]
