@@ -220,7 +220,7 @@ def _ends(leaves: list[Tensor]) -> Tensor:
 
     No temporary of the leaf's size.
     """
-    ends = torch.aminmax if is_concrete(*leaves) else _two_ends  # vmap runs aminmax row by row, 4 times as slow
+    ends = torch.aminmax if is_concrete(*leaves) else _two_ends  # along vmap's dimension aminmax is 4 times as slow
     return torch.stack([end.double().to(leaves[0].device) for x in leaves for end in ends(x)])
 
 

@@ -45,7 +45,7 @@ def map_bytes(t):
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
 @pytest.mark.parametrize("rank", [0, 2])
-def test_a_bad_number_on_any_one_rank_stops_all_worldand_leaves_the_state_bitwise(phase, bad, rank):
+def test_a_bad_number_on_any_one_rank_stops_all_ranks_and_leaves_the_state_bitwise(phase, bad, rank):
     tx = guarded()
     state = warmed_up(tx, 3)
     g = torch.randn(3, 20)
@@ -143,7 +143,7 @@ def guarded_in_front(*behind):
 
 
 @pytest.mark.parametrize("around", [fn.skip_nonfinite, lambda tx: fn.skip_nonfinite(fn.chain(tx))])
-def test_what_a_guard_in_front_of_an_exchange_skips_on_one_rank_all_worldskip(around):
+def test_what_a_guard_in_front_of_an_exchange_skips_on_one_rank_all_ranks_skip(around):
     """Nobody but that rank knows of it, unless it sends something that is not finite."""
     tx = around(guarded_in_front(fn.scale_by_adam()))
     state = fn.simulate(lambda p: tx.init([p]), "data", 2)(torch.ones(2, 5))
@@ -211,19 +211,16 @@ def test_together_has_only_the_phases_that_all_have():
     assert not has_phase(tx, Phase.COMPRESSED)
 
 
-def test_simulated_worldare_looked_at_together():
-    """Where vmap has no rule for an op it runs the op once for each rank, which is four times as slow."""
+def test_simulated_ranks_are_looked_at_without_aminmax():
+    """Along a dimension, which is what vmap makes of it, it takes four times as long as amin and amax."""
+    ops = []
 
     class Ops(TorchDispatchMode):
-        count = 0
-
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            self.count += 1
+            ops.append(func._schema.name)
             return func(*args, **(kwargs or {}))
 
-    counts = []
-    for world in (2, 16):
-        with Ops() as ops:
-            assert torch.vmap(lambda x: all_finite([x]))(torch.ones(world, 5)).all()
-        counts.append(ops.count)
-    assert counts[0] == counts[1]
+    with Ops():
+        assert torch.vmap(lambda x: all_finite([x]))(torch.ones(4, 5)).all()
+    assert "aten::amax" in ops
+    assert "aten::aminmax" not in ops
