@@ -27,7 +27,7 @@ SILENT = 120
 """Backward passes with gradients of zero, in which what is left of the errors is delivered."""
 
 
-def delivered(model: Any, mean: Any) -> list[float]:
+def delivered(model: Any) -> list[float]:
     """Return the sum of what zero gradients deliver, number by number."""
     total = [torch.zeros_like(p) for p in model.parameters()]
     for _ in range(SILENT):
@@ -38,20 +38,29 @@ def delivered(model: Any, mean: Any) -> list[float]:
     return torch.cat([t.flatten() for t in total]).tolist()
 
 
-def train(name: str) -> tuple[dict[str, Any], list[float]]:
+def trained_with(name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """Return a model after four backward passes, its average, and what that saves."""
     model = wrapped()
     mean = average_gradients(model, **AVERAGES[name], elements=300)
     for step in range(4):
         backward(model, step)
-    saved = {path: x.numpy() for path, x in mean.state_dict().items()}
-    return saved, delivered(model, mean)
+    return model, mean, {path: x.numpy() for path, x in mean.state_dict().items()}
+
+
+def save(name: str) -> dict[str, Any]:
+    return trained_with(name)[2]
+
+
+def train(name: str) -> tuple[dict[str, Any], list[float]]:
+    model, _mean, saved = trained_with(name)  # the average lives on while its model is asked
+    return saved, delivered(model)
 
 
 def resume(name: str, saved: dict[str, Any]) -> tuple[int, list[float]]:
     model = wrapped()
     mean = average_gradients(model, **AVERAGES[name], elements=300)
     mean.load_state_dict({path: torch.as_tensor(x) for path, x in saved.items()})
-    return mean.steps, delivered(model, mean)
+    return mean.steps, delivered(model)
 
 
 def all_trained(names: list[str]) -> dict[str, Any]:
@@ -84,8 +93,8 @@ def alone(saved: dict[str, Any]) -> tuple[list[float], list[str]]:
 
 
 def test_a_single_rank_says_that_it_delivers_nothing() -> None:
-    trained = ranks.run(2, train, "int8")
-    ((got, texts),) = ranks.run(1, alone, {k: v for saved, _ in trained for k, v in saved.items()})
+    trained = ranks.run(2, save, "int8")
+    ((got, texts),) = ranks.run(1, alone, {k: v for saved in trained for k, v in saved.items()})
     assert not any(got)
     assert texts == ["average_gradients: a single rank encodes nothing; what 2 ranks had not delivered is lost"]
 
@@ -100,7 +109,7 @@ def incomplete(saved: dict[str, Any]) -> tuple[str, int]:
 
 
 def test_a_dict_that_lacks_ranks_is_refused_with_the_cure() -> None:
-    saved, _ = ranks.run(3, train, "int8")[1]
+    saved = ranks.run(3, save, "int8")[1]
     for rank, (text, steps) in enumerate(ranks.run(2, incomplete, saved)):
         assert f"expected the state of rank {rank} of 2, but got the state of rank 1 of 3" in text
         assert "merge what all 3 ranks saved into one dict" in text
@@ -143,8 +152,8 @@ def spoiled(saved: dict[str, Any]) -> list[str]:
 
 
 def test_a_merged_dict_that_does_not_fit_is_refused_by_path_and_nothing_is_loaded() -> None:
-    trained = ranks.run(3, train, "int8")
-    merged = {k: v for saved, _ in trained for k, v in saved.items()}
+    trained = ranks.run(3, save, "int8")
+    merged = {k: v for saved in trained for k, v in saved.items()}
     for unknown, more, dtype, shape, text, missing, count, worlds in ranks.run(2, spoiled, merged):
         assert unknown == "state_dict: 'foo' is unexpected"
         assert more == "state_dict: 'state of rank 1 of 3.9.worker.0' is unexpected"
