@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -81,6 +82,8 @@ class Training:
     """Steps with other hyper-parameters, of updates that are compiled."""
     sending: Callable[[], Tree] | None = None
     """Waits for a mean that has begun in a round and is not taken over yet; returns the states with it."""
+    settling: Any = field(default_factory=threading.RLock)  # a handler of signals may read the states meanwhile
+    """Held by the thread that waits for that mean."""
     background: Any = None
     """What means are sent on meanwhile, see `background`."""
     lent: bool = False
@@ -96,17 +99,29 @@ class Training:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the transforms, which would go on with this one."""
         self.settle()
-        own = {**dict.fromkeys(("ahead", "meet", "background", "views")), "lent": False}
+        own = {**dict.fromkeys(("ahead", "meet", "background", "views", "settling")), "lent": False}
         return {**vars(self), **own, "updates": {}, "bounds": {}, "transforms": [None] * len(self.transforms)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Become a copy, which nobody else waits for."""
+        vars(self).update(state)
+        self.settling = threading.RLock()
 
     def settle(self) -> None:
         """Wait for a mean that has begun, and write it into the states: who reads or saves them calls this first.
 
         Raises: what was raised while it was sent; the states are then as before it began.
         """
-        if self.sending is not None:
-            wait, self.sending = self.sending, None
-            write_back(self.states, wait())
+        with self.settling:  # another thread may read the states; what it waits for is to be there for the next step
+            if (wait := self.sending) is None:
+                return
+            try:
+                states = wait()
+            except Exception:
+                self.sending = None
+                raise  # what is no Exception, such as Ctrl-C, leaves the mean on its way: it can be waited for again
+            write_back(self.states, states)
+            self.sending = None
 
     def check_own_params(self, what: str) -> None:
         """Refuse to write params that are put back at the end of `agreed_params`. Args: what: of whom it is asked.
