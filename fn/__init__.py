@@ -4,7 +4,7 @@ from fn import kernels
 from fn.adapters.flatten.flatten import flatten_parameters
 from fn.adapters.optim.donate import donate
 from fn.adapters.optim.optimizer import Optimizer
-from fn.base import Phase, Round, Transform, UpdateFn, chain, lift, stateless
+from fn.base import Facts, Phase, Round, Transform, UpdateFn, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
@@ -53,6 +53,7 @@ __all__ = [
     "CheckpointDamaged",
     "Codec",
     "ErrorFeedbackState",
+    "Facts",
     "Feedback",
     "Ledger",
     "LowRankState",

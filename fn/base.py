@@ -114,6 +114,26 @@ class SideBySide(NamedTuple):
         return self.run(updates, state, params)
 
 
+class Facts(NamedTuple):
+    """What a transform says of itself, for combinators and adapters that cut what it works on into pieces.
+
+    axes: the names of the axes that it communicates over.
+    whole: the names of its links that need whole tensors: their norms, shapes, rows or tiles. (): it works element by
+        element, so that it can be given pieces. An average in codes counts as such: each piece has its own scales.
+    local_params: whether the ranks go to params of their own between exchanges.
+    silent: whether one of its links says nothing, so that it may communicate over any axis.
+
+    >>> import fn
+    >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
+    Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False)
+    """
+
+    axes: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    local_params: bool = False
+    silent: bool = False
+
+
 class Transform(NamedTuple):
     """A pure state-transition: how a state starts, and how it moves in each phase.
 
@@ -125,6 +145,7 @@ class Transform(NamedTuple):
     needs_warmup: the phases that a warm-up step must come before, because they use what it leaves in the state, such
         as a second moment that is frozen. `fn.Optimizer` begins with one then, whatever its schedule says.
     rounds: the update of a `Round`, or of a `Part` of one, where params are exchanged. None: a round is its phase.
+    facts: what it says of itself. None: nothing, so that it counts as one that needs whole tensors.
     """
 
     init: Callable[[Tree], Tree]
@@ -133,6 +154,7 @@ class Transform(NamedTuple):
     local_update: UpdateFn
     needs_warmup: frozenset[Phase] = frozenset()
     rounds: Callable[[Round | Part], UpdateFn] | None = None
+    facts: Facts | None = None
 
     def update(self, phase: Phase | Round) -> UpdateFn:
         """Return the update of a phase or a round, as a function of which `torch.compile` counts compilations apart.
@@ -236,19 +258,49 @@ def check_params(params: Tree) -> None:
         raise TypeError(expected("params", "those that init was given, which this link needs", "None", _ORDER))
 
 
-def lift(init: Callable[[Tree], Tree], update: UpdateFn) -> Transform:
-    """Make a link that does not communicate: the same update in every phase."""
-    return Transform(init, update, update, update)
+ELEMENTWISE = Facts()
+"""Those of a link that communicates with nobody and takes every element by itself."""
 
 
-def stateless(f: Callable[[Tree, Tree], Tree]) -> Transform:
-    """Make a link without state from `f(updates, params) -> updates`."""
+def facts_of(transform: Transform) -> Facts:
+    """Return what a transform says of itself; one that says nothing needs whole tensors."""
+    if transform.facts is None:
+        return Facts(whole=(name_of(transform.warmup_update),), silent=True)
+    return transform.facts
+
+
+def merged(*facts: Facts) -> Facts:
+    """Return what is true of a transform that is made of several.
+
+    Raises: TypeError if axes, or links, are a plain string and no tuple.
+    """
+    for name in ("axes", "whole"):
+        for value in [getattr(each, name) for each in facts]:
+            if isinstance(value, str):
+                raise TypeError(expected(f"facts.{name}", "a tuple of names", f"{value!r}", f"write ({value!r},)"))
+    axes = dict.fromkeys(axis for each in facts for axis in each.axes)
+    whole = dict.fromkeys(link for each in facts for link in each.whole)
+    return Facts((*axes,), (*whole,), any(each.local_params for each in facts), any(each.silent for each in facts))
+
+
+def lift(init: Callable[[Tree], Tree], update: UpdateFn, *, elementwise: bool = False) -> Transform:
+    """Make a link that does not communicate: the same update in every phase.
+
+    Args: elementwise: whether each element of its updates depends on the same element of what it is given, and on
+        numbers such as a learning rate, only. If not, it is refused where tensors are cut into pieces, as in
+        `fn.sharded` and with FSDP2.
+    """
+    return Transform(init, update, update, update, facts=ELEMENTWISE if elementwise else None)
+
+
+def stateless(f: Callable[[Tree, Tree], Tree], *, elementwise: bool = False) -> Transform:
+    """Make a link without state from `f(updates, params) -> updates`. Args: elementwise: as for `lift`."""
 
     def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         return f(updates, params), state
 
     update.__qualname__ = getattr(f, "__qualname__", type(f).__name__)  # by which messages name the link
-    return lift(lambda params: (), own_code(update))
+    return lift(lambda params: (), own_code(update), elementwise=elementwise)
 
 
 def unchanged(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -290,11 +342,15 @@ def _hands_on(update: UpdateFn) -> bool:
 
 
 def combine(
-    inner: Sequence[Transform], init: Callable[[Tree], Tree], compose: Callable[[Phase, list[UpdateFn]], UpdateFn]
+    inner: Sequence[Transform],
+    init: Callable[[Tree], Tree],
+    compose: Callable[[Phase, list[UpdateFn]], UpdateFn],
+    facts: Facts = ELEMENTWISE,
 ) -> Transform:
     """Make a transform of others: in each phase, and in each round that one of them knows, `compose(phase, updates)`.
 
-    A phase that one of them lacks, it lacks; a phase in which one of them needs a warm-up step before, needs it.
+    A phase that one of them lacks, it lacks; a phase in which one of them needs a warm-up step before, needs it. What
+    they say of themselves is merged with facts, what the composition adds to that.
     Its init raises as `roles.check` does: what a link's state class says is not known before there is a state.
     """
 
@@ -310,7 +366,8 @@ def combine(
     needs_warmup: frozenset[Phase] = frozenset().union(*(transform.needs_warmup for transform in inner))
     warmup, compressed, local = map(update, Phase)
     rounds = memoized(update) if any(transform.rounds is not None for transform in inner) else None
-    return Transform(start, warmup, compressed, local, needs_warmup, rounds)
+    said = merged(facts, *map(facts_of, inner))
+    return Transform(start, warmup, compressed, local, needs_warmup, rounds, said)
 
 
 def chain(*links: Transform) -> Transform:

@@ -90,7 +90,7 @@ def dion(
         multiple_of=multiple_of, iterations=iterations, seed=seed,
     )  # fmt: skip
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
-    scaled = stateless(lambda updates, params: tree.map(lambda u: u * adamw_rate, updates))
+    scaled = stateless(lambda updates, params: tree.map(lambda u: u * adamw_rate, updates), elementwise=True)
     kinds = {
         "dion": chain(scale_by_shape(), decay, rate),
         "adamw": chain(scale_by_adam(b1, b2, eps), decay, scaled, rate),

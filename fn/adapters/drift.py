@@ -17,6 +17,7 @@ from fn.adapters.optim.consistency import checksum, device_among, first_differen
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.param_groups import host_tensor, names_of
 from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
+from fn.base import facts_of
 from fn.collectives.agreement import check_agreement, describe
 from fn.errors import RanksDrifted, expected
 
@@ -57,7 +58,7 @@ def _compare(optimizer: Optimizer, since: int | None) -> None:
             continue
         rank, leaf = found[0], list(named)[found[1]]
         cause = f"; the optimizer does not communicate over {axis!r}, for its `make` is given no axis"
-        cause = "" if repr(axis) in describe(optimizer.training.transforms).values() else cause
+        cause = "" if any(axis in facts_of(tx).axes for tx in optimizer.training.transforms) else cause
         last = "they were not compared earlier" if since is None else f"they were alike before step {since}"
         message = (
             f"ranks drifted apart: before step {step} {leaf} differs on rank {rank} of axis {axis!r} from rank 0; "

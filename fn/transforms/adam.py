@@ -21,6 +21,7 @@ from fn.base import (
     check_is_transform,
     check_number,
     check_state,
+    facts_of,
     lift,
     links_of,
     missing,
@@ -107,7 +108,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         after = AdamState(state.step + 1, mu, nu, mu_weight, nu_weight)
         return adam_direction(mu, nu, eps, mu_weight, nu_weight), after
 
-    return lift(init, Step(Adam(b1, b2, eps), update))
+    return lift(init, Step(Adam(b1, b2, eps), update), elementwise=True)
 
 
 def scale_by_onebit_adam(
@@ -180,7 +181,7 @@ def scale_by_onebit_adam(
     frozen = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update)
     exact = warmup if links_of(sync.warmup_update) else Step(adam, warmup)
     local, rests = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # rests: the second moment
-    return Transform(init, exact, Step(frozen, compressed), local, needs_warmup=rests)
+    return Transform(init, exact, Step(frozen, compressed), local, needs_warmup=rests, facts=facts_of(sync))
 
 
 def check_betas(b1: float, b2: float, eps: float) -> None:

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Step, Transform, UpdateFn, check_state, missing, unchanged
+from fn.base import Facts, Phase, Step, Transform, UpdateFn, check_state, missing, unchanged
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
-from fn.collectives.axis import AxisNames, axis_size
+from fn.collectives.axis import AxisNames, axis_size, names
 from fn.collectives.codecs.segments import Segments
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import Feedback, classic, damped
@@ -102,7 +102,7 @@ def average(
         mean, errors = inner.compressed_update(updates, state.gradient_errors, params)
         return mean, CodedAverageState(errors)
 
-    return Transform(init, Step(Average(axis), warmup), unchanged, unchanged)
+    return Transform(init, Step(Average(axis), warmup), unchanged, unchanged, facts=_facts(axis))
 
 
 def _exact_average(axis: AxisNames | None) -> Transform:
@@ -125,7 +125,11 @@ def _exact_average(axis: AxisNames | None) -> Transform:
             found.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
         return layouts.restore(structure, found), state
 
-    return Transform(init, Step(Average(axis), warmup), unchanged, unchanged)
+    return Transform(init, Step(Average(axis), warmup), unchanged, unchanged, facts=_facts(axis))
+
+
+def _facts(axis: AxisNames | None) -> Facts:
+    return Facts(() if axis is None else names(axis))
 
 
 def always_average(axis: AxisNames | None) -> Transform:
@@ -297,13 +301,14 @@ def _in_codes(
 
         return update
 
-    compressed = averaging(exchanged)
+    compressed, facts = averaging(exchanged), _facts(axis)
     if follow is not None:
-        return Transform(init, averaging(exact), compressed, missing(Phase.LOCAL, "an average of differences"))
+        local = missing(Phase.LOCAL, "an average of differences")
+        return Transform(init, averaging(exact), compressed, local, facts=facts)
     if gather_feedback is not None:
-        return Transform(init, unchanged, compressed, unchanged)
+        return Transform(init, unchanged, compressed, unchanged, facts=facts)
     rule = CompressedAverage(axis, codec, feedback, layout, servers)
-    return Transform(init, unchanged, Step(rule, compressed), unchanged)
+    return Transform(init, unchanged, Step(rule, compressed), unchanged, facts=facts)
 
 
 def _in_order(updates: Tree, params: Tree) -> Tree:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import (
+    Facts,
     Phase,
     Transform,
     UpdateFn,
@@ -27,6 +28,7 @@ from fn.base import (
     combine,
     unchanged,
 )
+from fn.collectives.axis import AxisNames, names
 from fn.compiling import memoized
 from fn.errors import expected
 
@@ -45,7 +47,9 @@ class Basis(NamedTuple):
     back: Callable[[Sequence[Tensor], torch.Size], Tensor]
 
 
-def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform]) -> Transform:
+def in_basis(
+    basis: Basis, sync: Transform | Callable[[int], Transform], *, axis: AxisNames | None = None
+) -> Transform:
     """Average the updates in another basis, tensor by tensor; the errors live there, too.
 
         u = B^-1 sync(B u_r)
@@ -55,6 +59,8 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform]) -> Tran
         sync: what averages them, such as `compressed_average(axis, codec)`. Or a function: length -> transform, which
             then averages the parts whose chunks are that long, so that a codec can have blocks of a chunk each:
             `lambda n: compressed_average(axis, top_k(1 / 32, n))`. There is an exchange for each length.
+        axis: what the transforms that a function returns communicate over, for combinators that have to know (see
+            `fn.Facts`); what a transform says itself need not be repeated.
     Returns: a transform with the phases and the state of `sync`; where that is a function, the state is a tuple of its
         transforms' states, the shortest chunks first, and a phase that one of them lacks raises when it is run.
     Raises: TypeError if basis is no basis, or sync neither a transform nor a function that returns one, the latter from
@@ -85,7 +91,7 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform]) -> Tran
 
         return update
 
-    made = combine([inner], init, compose)
+    made = combine([inner], init, compose, Facts(() if axis is None else names(axis), ("in_basis",)))
     for name in ("warmup_update", "compressed_update", "local_update"):
         if getattr(inner, name) is unchanged:
             made = made._replace(**{name: unchanged})
@@ -126,7 +132,7 @@ def _by_length(sync: Callable[[int], Transform]) -> Transform:
         return update
 
     warmup, compressed, local = map(update_in, Phase)
-    return Transform(init, warmup, compressed, local)
+    return Transform(init, warmup, compressed, local, facts=Facts())
 
 
 def tiles(tile: int) -> Basis:

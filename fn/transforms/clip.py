@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Step, Transform, check_number
-from fn.collectives.axis import AxisNames
+from fn.base import Facts, Step, Transform, check_number
+from fn.collectives.axis import AxisNames, names
 from fn.collectives.primitives import pmean
 from fn.errors import expected
 from fn.kernels.tracing import pooled
@@ -62,7 +62,8 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
         return tree.map(times, updates)
 
     rule = ClipByNorm(max_norm)
-    return Transform(lambda params: (), Step(rule, own), Step(rule, shared), Step(rule, own))
+    facts = Facts(() if axis is None else names(axis), ("clip_by_global_norm",))
+    return Transform(lambda params: (), Step(rule, own), Step(rule, shared), Step(rule, own), facts=facts)
 
 
 def squared_norm(updates: Tree) -> Tensor:

@@ -44,7 +44,7 @@ def add_decayed_weights(weight_decay: float) -> Transform:
         tree.check_real(updates, "updates")
         return tree.map(lambda u, p: u + weight_decay * p.to(u.dtype), updates, params), state
 
-    return lift(lambda params: (), Step(Decay(weight_decay), update))
+    return lift(lambda params: (), Step(Decay(weight_decay), update), elementwise=True)
 
 
 def check_decay(weight_decay: float) -> None:
@@ -78,5 +78,5 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
         tree.check_real(updates, "updates")
         return tree.map(lambda u: torch.mul(u, -lr, **pooled(u, *tensors)).to(u.dtype), updates), state
 
-    return lift(lambda params: (), Step(Rate(lr), update))
+    return lift(lambda params: (), Step(Rate(lr), update), elementwise=True)
 

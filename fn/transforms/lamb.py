@@ -10,7 +10,20 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Step, Transform, UpdateFn, check_is_transform, check_params, check_state, missing, stateless
+from fn.base import (
+    Facts,
+    Phase,
+    Step,
+    Transform,
+    UpdateFn,
+    check_is_transform,
+    check_params,
+    check_state,
+    facts_of,
+    merged,
+    missing,
+    stateless,
+)
 from fn.errors import expected
 from fn.kernels import reference, rules
 from fn.roles import Roles
@@ -73,7 +86,7 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
         tree.check_real(updates, "updates")
         return tree.map(scaled, updates, params)
 
-    return stateless(scale)
+    return stateless(scale)._replace(facts=Facts(whole=("scale_by_trust_ratio",)))
 
 
 class LambHyper(NamedTuple):
@@ -224,8 +237,9 @@ def onebit_lamb_by_tensor(
         state = state._replace(mu=mu, nu_fresh=fresh, factor=factor, ratio=ratio, tail=rest, sync=sync_state)
         return out, state._replace(step=state.step + 1)
 
-    local = missing(Phase.LOCAL, "1-bit LAMB")
-    return Transform(init, warmup, compressed, local, needs_warmup=frozenset({Phase.COMPRESSED}))  # nu is frozen
+    local, frozen = missing(Phase.LOCAL, "1-bit LAMB"), frozenset({Phase.COMPRESSED})  # nu is frozen
+    facts = merged(facts_of(sync), Facts(whole=("scale_by_onebit_lamb",)))
+    return Transform(init, warmup, compressed, local, needs_warmup=frozen, facts=facts)
 
 
 def _warm_tensor(

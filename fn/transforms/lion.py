@@ -80,7 +80,7 @@ def lion_direction(b1: float = 0.9, b2: float = 0.99) -> Transform:
         mu = moving_average(state.mu, updates, b2)
         return moving_average(state.mu, updates, b1), LocalLionState(mu)
 
-    return lift(init, update)
+    return lift(init, update, elementwise=True)
 
 
 def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, sync: Transform | None = None) -> Transform:
@@ -120,7 +120,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, sync: Transform | None =
             direction, mu = mixed(updates, state.mu)
             return tree.map(sign_of, direction), LionState(mu)
 
-        return lift(init, update)
+        return lift(init, update, elementwise=True)
 
     check_is_transform("sync", sync)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import (
+    Facts,
     Phase,
     Transform,
     UpdateFn,
@@ -21,6 +22,8 @@ from fn.base import (
     check_params,
     check_state,
     check_whole,
+    facts_of,
+    merged,
     missing,
     unchanged,
 )
@@ -226,10 +229,12 @@ def low_rank_average(
 
         return update
 
+    said = [] if mean is None else [facts_of(mean)]
+    facts = merged(facts_of(exact), *said, Facts(whole=("low_rank_average",)))
     if orthonormal:
         local = missing(Phase.LOCAL, "an average that is an orthonormal momentum")
-        return Transform(init, with_mean(None), with_mean(mean), local)
-    return Transform(init, unchanged, with_mean(mean), unchanged)
+        return Transform(init, with_mean(None), with_mean(mean), local, facts=facts)
+    return Transform(init, unchanged, with_mean(mean), unchanged, facts=facts)
 
 
 def _check(rank: int | float, feedback: Feedback, min_rate: float, orthonormal: bool) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import (
+    Facts,
     NewParams,
     Phase,
     Transform,
@@ -64,7 +65,7 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
         return update
 
-    return combine([inner], init, masked)
+    return combine([inner], init, masked, Facts(whole=("mask by a function",) if callable(mask) else ()))
 
 
 def _pick(t: Tree, chosen: list[int]) -> list[Any]:
@@ -131,7 +132,8 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
 
         return update
 
-    return combine([*transforms.values()], init, compose)
+    facts = Facts(whole=("partition by a function",) if callable(labels) else ())
+    return combine([*transforms.values()], init, compose, facts)
 
 
 def _check_labels(state: Tree, labels: Iterable[str]) -> None:
@@ -164,4 +166,4 @@ def apply_mask(mask: Tree) -> Transform:
             return tree.map(lambda u: keep(u, mask), updates), state
         return tree.map(keep, updates, mask), state
 
-    return Transform(lambda params: (), unchanged, multiply, unchanged)
+    return Transform(lambda params: (), unchanged, multiply, unchanged, facts=Facts(whole=("apply_mask",)))

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fn import tree
-from fn.base import Phase, Transform, check_number, check_state, lift, missing
+from fn.base import Facts, Phase, Transform, check_number, check_state, lift, missing
 from fn.errors import expected
 from fn.roles import Roles
 from fn.transforms.adam import moving_average, zeros_like_moment
@@ -60,7 +60,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
         out = tree.map(lambda b, d: torch.add(d.to(b.dtype), b, alpha=decay), mu, updates) if nesterov else mu
         return out, TraceState(mu)
 
-    return lift(init, update)
+    return lift(init, update, elementwise=True)
 
 
 class LocalMomentumState(NamedTuple):
@@ -106,7 +106,7 @@ def local_momentum(eta: float) -> Transform:
         mu = moving_average(state.mu, tree.in_order(updates, state.mu, "updates"), 1.0 - eta)
         return mu, LocalMomentumState(mu)
 
-    return lift(init, update)
+    return lift(init, update, elementwise=True)
 
 
 class RunningSumState(NamedTuple):
@@ -141,4 +141,4 @@ def running_sum() -> Transform:
         total = tree.map(lambda s, u: s + u.to(s.dtype), state.total, updates)
         return total, RunningSumState(total)
 
-    return Transform(init, whole, summed, missing(Phase.LOCAL, "a running sum of what ranks send"))
+    return Transform(init, whole, summed, missing(Phase.LOCAL, "a running sum of what ranks send"), facts=Facts())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, chain, check_number, lift
+from fn.base import Facts, Transform, chain, check_number, lift
 from fn.errors import expected
 from fn.transforms.momentum import trace
 
@@ -85,4 +85,4 @@ def scale_by_muon(
     def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         return tree.map(orthogonal, updates), state
 
-    return chain(trace(decay, nesterov), lift(init, update))
+    return chain(trace(decay, nesterov), lift(init, update)._replace(facts=Facts(whole=("scale_by_muon",))))

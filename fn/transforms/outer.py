@@ -16,7 +16,21 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import NewParams, Part, Phase, Round, Step, Transform, UpdateFn, check_params, check_state, has_phase
+from fn.base import (
+    Facts,
+    NewParams,
+    Part,
+    Phase,
+    Round,
+    Step,
+    Transform,
+    UpdateFn,
+    check_params,
+    check_state,
+    facts_of,
+    has_phase,
+    merged,
+)
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import found_alike
 from fn.compiling import memoized
@@ -316,8 +330,9 @@ def outer(
 
     alone = Step(OuterLocal(step_alone), local)
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
+    facts = merged(Facts(local_params=True), *map(facts_of, (inner, outer_tx, sync)))
     followed = Step(OuterWarmup(inner.warmup_update), warmup, lambda state, read: check_alike(read(state.alone)))
-    return Transform(init, followed, rounds(Round(0, 0)), alone, needs, rounds)
+    return Transform(init, followed, rounds(Round(0, 0)), alone, needs, rounds, facts)
 
 
 def _floats(state: Tree) -> list[Tensor]:

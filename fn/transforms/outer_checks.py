@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Step, Transform, check_is_transform, check_number, has_phase, links_of, name_of
-from fn.collectives.agreement import describe
+from fn.base import Phase, Step, Transform, check_is_transform, check_number, facts_of, has_phase, links_of, name_of
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 from fn.transforms.decay_and_lr import Rate
-
-_AN_AXIS = re.compile(r"\.axis(\.\d+)?(#\d+)?$")  # what `describe` calls an axis, one of several, or a further one
 
 
 def check_inner(inner: Any) -> None:
@@ -86,7 +82,6 @@ def check_alike(alone: Tensor) -> None:
 
 
 def _check_silent(argument: str, transform: Transform, cure: str) -> None:
-    for key, value in describe(transform).items():
-        if _AN_AXIS.search(key) and value != "None":
-            got = f"{key.split('.')[0]} over {value}"
-            raise ValueError(expected(argument, "no communication over an axis", got, cure))
+    if axes := facts_of(transform).axes:
+        got = f"one over {', '.join(map(repr, axes))}"
+        raise ValueError(expected(argument, "no communication over an axis", got, cure))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, check_number, stateless
+from fn.base import Facts, Transform, check_number, stateless
 from fn.errors import expected
 
 Tree = Any
@@ -35,7 +35,7 @@ def scale(x: float | Tensor) -> Transform:
         tree.check_real(updates, "updates")
         return tree.map(lambda u: torch.mul(u, x).to(u.dtype), updates)
 
-    return stateless(scaled)
+    return stateless(scaled, elementwise=True)
 
 
 def scale_by_sign(noise: float = 0.0) -> Transform:
@@ -64,7 +64,8 @@ def scale_by_sign(noise: float = 0.0) -> Transform:
         tree.check_real(updates, "updates")
         return tree.map(clear, updates)
 
-    return stateless(signs)
+    facts = Facts(whole=("scale_by_sign with noise",) if noise else ())
+    return stateless(signs)._replace(facts=facts)
 
 
 def scale_by_shape() -> Transform:
@@ -80,7 +81,7 @@ def scale_by_shape() -> Transform:
             return x
         return x * math.sqrt(x.shape[0] / math.prod(x.shape[1:]))
 
-    return stateless(lambda updates, params: tree.map(scaled, updates))
+    return stateless(lambda updates, params: tree.map(scaled, updates))._replace(facts=Facts(whole=("scale_by_shape",)))
 
 
 def sign_of(x: Tensor) -> Tensor:

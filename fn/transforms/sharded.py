@@ -17,8 +17,6 @@ Inner links do not know: they see this rank's shard of gradients and params, as 
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,7 +24,20 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Step, Transform, UpdateFn, check_is_transform, check_params, check_state, has_phase, missing
+from fn.base import (
+    Facts,
+    Phase,
+    Step,
+    Transform,
+    UpdateFn,
+    check_is_transform,
+    check_params,
+    check_state,
+    facts_of,
+    has_phase,
+    merged,
+    missing,
+)
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
@@ -78,33 +89,27 @@ class Sharded(NamedTuple):
     codes: bool
 
 
-_TAKE_NORMS = ("clip_by_global_norm", "scale_by_trust_ratio", "onebit_lamb_by_tensor")
+def _check_inner(inner: Any, axis: AxisNames) -> None:
+    """Refuse an inner that would be another optimizer on shards than on whole tensors.
 
-
-def _check_elementwise(described: Mapping[str, str]) -> None:
-    """Refuse an inner, as `describe` shows it, whose norms would be those of a shard, another one on each rank."""
-    found = [name for name in _TAKE_NORMS if any(key.startswith(f"{name}.") for key in described)]
-    if found:
-        got = f"{found[0]}, which would take the norms of this rank's shard only"
-        cure = "to clip, use fn.Optimizer(max_norm=...) or a link in front of fn.sharded"
-        raise ValueError(expected("inner", "element-wise links", got, cure))
-
-
-def _check_silent(inner: Transform, axis: AxisNames) -> None:
-    """Refuse an inner that holds the name of a sharded axis: it would average different shards with each other.
-
-    And one with rounds, whose new params would be taken for updates.
+    So is one that communicates over a sharded axis: it would average different shards with each other. And one with
+    rounds, or params of each rank's own, whose new params would be taken for updates.
     """
+    check_is_transform("inner", inner)
+    facts = facts_of(inner)
     if inner.rounds is not None:
         raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
-    for key, value in describe(inner).items():
-        if _AN_AXIS.search(key) and value in map(repr, names(axis)):
-            wanted = f"no communication over the axis {value}, on which every rank has another shard"
-            cure = "make it without an axis, such as fn.adamw(lr); fn.sharded averages the gradients"
-            raise ValueError(expected("inner", wanted, f"that of {key.split('.')[0]}", cure))
-
-
-_AN_AXIS = re.compile(r"\.axis(\.\d+)?(#\d+)?$")  # what `describe` calls an axis, one of several, or a further one
+    if shared := [name for name in names(axis) if name in facts.axes]:
+        wanted = f"no communication over the axis {shared[0]!r}, on which every rank has another shard"
+        cure = "make it without an axis, such as fn.adamw(lr); fn.sharded averages the gradients"
+        raise ValueError(expected("inner", wanted, "a link that does", cure))
+    if facts.local_params:
+        raise ValueError(expected("inner", "params that are the same on all ranks", "each rank's own"))
+    if facts.whole:
+        got = f"{', '.join(facts.whole)}, which would see this rank's shard only"
+        cure = "to clip, use fn.Optimizer(max_norm=...) or a link in front of fn.sharded; give mask and partition a "
+        cure += "tree; a link of your own that is element-wise says so, fn.lift(..., elementwise=True)"
+        raise ValueError(expected("inner", "element-wise links", got, cure))
 
 
 def sharded(
@@ -151,18 +156,17 @@ def sharded(
             the mean. The inner is handed the gradient that leads its own momentum there. With a second moment that
             rests after the warm-up this is 1-bit Adam; see `sharded_onebit_adam`.
     Returns: a transform with a warm-up and a compressed phase and a `ShardedState`.
-    Raises: ValueError if the layout or the momentum is not one, if inner communicates over `axis`, or if
-        gather_feedback is given together with momentum, whose second half has the server errors; from init, if the
-        ranks disagree or inner holds a link of this library that takes norms; from the update, if the state belongs to
-        other params or another number of ranks.
+    Raises: ValueError if the layout or the momentum is not one, if inner communicates over `axis`, holds a link that
+        needs whole tensors (see `fn.Facts`) or lets each rank go to params of its own, or if gather_feedback is given
+        together with momentum, whose second half has the server errors; from init, if the ranks disagree; from the
+        update, if the state belongs to other params or another number of ranks.
 
     Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5; Wang et al., ZeRO++ (arXiv 2306.10209), sections
         4.1 and 4.3, for codes in both halves.
     Differs: params stay whole on every rank, so this is not stage 3; `fn.adapters.fsdp` is for that. Where a state of
         inner is not finite or a guard inside of it skips, the shard's updates are NaN, for all ranks to see and skip.
     """
-    check_is_transform("inner", inner)
-    _check_silent(inner, axis)
+    _check_inner(inner, axis)
     rules = rules_of(
         axis, codec, feedback, gather=gather, gather_feedback=gather_feedback, master=master, layout=layout,
         momentum=momentum,
@@ -173,9 +177,7 @@ def sharded(
 
     def init(params: Tree) -> ShardedState:
         tree.check_real(params, "params")
-        described = describe((rules, inner))
-        _check_elementwise(described)
-        check_agreement(axis, {**described, **describe_leaves(params)}, device_of(params))
+        check_agreement(axis, {**describe((rules, inner)), **describe_leaves(params)}, device_of(params))
         leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
         index, owned, masters, kept = axis_index(axis), [], [], []
         plan = rules.arrange(leaves)
@@ -231,7 +233,8 @@ def sharded(
         return Step(Sharded(rules, move, phase is Phase.COMPRESSED), update)
 
     local = missing(Phase.LOCAL, "a sharded optimizer")
-    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, needs_warmup=inner.needs_warmup)
+    facts = merged(facts_of(inner), Facts(names(axis)))
+    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts)
 
 
 def _state(inner: Tree, masters: list[Tree], kept: list[Kept], place: Tensor) -> ShardedState:

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -17,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, check_is_transform
-from fn.collectives.agreement import describe
+from fn.base import Transform, check_is_transform, facts_of
 from fn.collectives.axis import ALONE, axis_index, current_binding, names, rank_dims
 from fn.collectives.primitives import all_gather
 from fn.collectives.simulation import simulate
@@ -31,8 +29,6 @@ from fn.transforms.skip_nonfinite import SkipState
 from fn.updates import apply_updates
 
 Tree = Any
-
-_AN_AXIS = re.compile(r"\.axis(\.\d+)?(#\d+)?$")  # what `describe` calls an axis, one of several, or a further one
 SCANNED, IN_A_ROW, OF_A_KIND = 100_000, 3, 6
 """Steps of a schedule that are looked at; how many of them are taken in a row, and of each phase or round."""
 
@@ -60,16 +56,11 @@ def check_transform(
     check_is_transform("tx", tx)
     tree.check_real(params, "params")
     bound = {name: a.size for name, a in current_binding().axes.items() if a.transport != ALONE}
-    axes = names(axis) if axis is not None else tuple(bound) or _axes_of(tx) or ("data",)
+    axes = names(axis) if axis is not None else tuple(bound) or facts_of(tx).axes or ("data",)
     sizes = {name: bound.get(name, 3 if len(axes) == 1 else 2) for name in axes}
     run = _Run(tx, params, sizes, real=bool(bound) and bound.keys() >= sizes.keys())
     checks, faults = run_checks(_checks(run, _steps(tx, schedule)))
     return Report(checks, tuple(faults))
-
-
-def _axes_of(tx: Transform) -> tuple[str, ...]:
-    found = [value[1:-1] for key, value in describe(tx).items() if _AN_AXIS.search(key) and value[:1] == "'"]
-    return tuple(dict.fromkeys(found))
 
 
 def _steps(tx: Transform, schedule: Schedule) -> Sequence[Phase | Round]:

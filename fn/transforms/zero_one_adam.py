@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import NewParams, Phase, Step, Transform, UpdateFn, check_is_transform, check_params, check_state, missing
+from fn.base import (
+    NewParams,
+    Phase,
+    Step,
+    Transform,
+    UpdateFn,
+    check_is_transform,
+    check_params,
+    check_state,
+    facts_of,
+    missing,
+)
 from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
@@ -235,13 +246,14 @@ def scale_by_zero_one_adam(
     hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay)
     of_kernels = Step(VarianceStep(hyper), warmup, lambda state, read: check_synchronised(read(state.elapsed)))
     variance = of_kernels if plain else warmup
+    apart = facts_of(sync)._replace(local_params=True)
     if compress == "gradients":
         alone = missing(Phase.LOCAL, "0/1 Adam with compress='gradients'")
-        return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen)
+        return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen, facts=facts_of(sync))
     if not plain:
-        return Transform(init, variance, synchronise, local, needs_warmup=frozen)
+        return Transform(init, variance, synchronise, local, needs_warmup=frozen, facts=apart)
     agreed = Step(SynchronisingStep(hyper, sync.compressed_update), synchronise)
-    return Transform(init, variance, agreed, Step(LocalStep(hyper), local), needs_warmup=frozen)
+    return Transform(init, variance, agreed, Step(LocalStep(hyper), local), needs_warmup=frozen, facts=apart)
 
 
 def check_synchronised(elapsed: Tensor) -> None:

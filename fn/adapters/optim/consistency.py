@@ -12,8 +12,8 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.state_kinds import SAME, by_path, kinds
-from fn.base import Phase, Transform
-from fn.collectives.agreement import check_agreement, describe
+from fn.base import Phase, Transform, facts_of
+from fn.collectives.agreement import check_agreement
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.errors import RanksDisagree, expected
@@ -95,8 +95,8 @@ def check_start(axes: Sequence[str], transform: Transform, state: Any, group: Ma
     Raises: `RanksDisagree`, on every rank.
     """
     params = group["params"]
-    named = set(describe(transform).values())
-    axes = [axis for axis in axes if repr(axis) in named]
+    facts = facts_of(transform)
+    axes = [axis for axis in axes if facts.silent or axis in facts.axes]
     marks = by_path(kinds(state), "")
     replicated = contents({path: leaf for path, leaf in by_path(state, "").items() if marks[path] == SAME})
     fields = {f"{path} of the state, which rank_local does not name,": text for path, text in replicated.items()}

@@ -18,18 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fn.base import Transform
-from fn.collectives.agreement import describe
+from fn.base import Transform, facts_of
 from fn.collectives.axis import ALONE, Binding
 from fn.collectives.primitives import group_of
 from fn.collectives.transports.registry import registered
 from fn.errors import expected
-
-WHOLE = frozenset({
-    "scale_by_trust_ratio", "scale_by_onebit_lamb", "scale_by_muon", "clip_by_global_norm", "in_basis",
-    "low_rank_average", "scale_by_shape",
-})  # fmt: skip
-"""Links that need whole tensors: their norms, rows or tiles."""
 
 
 class LocalShards:
@@ -81,10 +74,10 @@ class LocalShards:
         if max_norm is not None:
             cure = "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before the step"
             raise ValueError(expected("max_norm", "None for DTensors, of which a rank has shards", f"{max_norm}", cure))
-        names = {part.partition("#")[0] for key in describe(transform) for part in key.split(".")}
-        if found := sorted(names & WHOLE):
+        if whole := facts_of(transform).whole:
             wanted = "links that go element by element, for a rank has shards of its DTensors"
-            raise ValueError(expected("make's result", wanted, ", ".join(found)))
+            cure = "write mask and partition with a tree; a link of your own says so, fn.lift(..., elementwise=True)"
+            raise ValueError(expected("make's result", wanted, ", ".join(whole), cure))
 
 
 def _local(x: Any) -> Tensor:

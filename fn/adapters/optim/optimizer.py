@@ -29,7 +29,7 @@ from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.adapters.optim.step import count, stage_group, take, write
 from fn.adapters.optim.training import Training
 from fn.adapters.optim.warnings import warn_at_start, warn_of_jumps, warn_of_late_group
-from fn.base import Phase, Round, Transform
+from fn.base import Phase, Round, Transform, facts_of
 from fn.collectives.agreement import describe
 from fn.collectives.axis import Binding, current_binding
 from fn.collectives.transports.failure_detection import raising_peer_lost
@@ -114,12 +114,13 @@ class Optimizer(torch.optim.Optimizer):
         make = param_groups.check_make(make)
         schedule_given, schedule = schedule is not None, always_warm_up if schedule is None else schedule
         binding = current_binding()
+        listed = param_groups.as_list(params)
+        axes = _axes_of(make, binding, listed, {"lr": lr, **defaults})
         self.training = self._training_class(
-            make, param_groups.check_schedule(schedule), binding, _axes_of(make, binding), max_norm, compile,
+            make, param_groups.check_schedule(schedule), binding, axes, max_norm, compile,
             in_doubt(refuse_averaged, schedule_given),
         )  # fmt: skip
         """What is trained and where it stands, which everything that helps this optimizer works on."""
-        listed, axes = param_groups.as_list(params), self.training.axes
         with binding:
             check_listed(axes, listed, {"max_norm": max_norm, "compile": compile, **describe(self.schedule)})
         check_max_norm(max_norm, axes)
@@ -308,7 +309,22 @@ class Optimizer(torch.optim.Optimizer):
             after(self)
 
 
-def _axes_of(make: Callable[..., Transform], binding: Binding) -> list[str]:
-    """Return the bound axes that `make` names; all of them if it names none that can be seen."""
-    named = set(describe(make).values())
-    return [axis for axis in binding.axes if repr(axis) in named] or list(binding.axes)
+def _axes_of(
+    make: Callable[..., Transform], binding: Binding, listed: list[Any], defaults: dict[str, Any]
+) -> list[str]:
+    """Return the bound axes over which the transforms of the param groups communicate; all of them if there are none.
+
+    Also all if one cannot be made: what is wrong with it is said, and told to other ranks, where it is made for good.
+    """
+    named = set[str]()
+    for group in listed if listed and isinstance(listed[0], dict) else [{}]:
+        try:
+            with binding:
+                spelled = {**defaults, **{k: v for k, v in group.items() if k != "params"}}
+                param_groups.spell_betas(spelled, make, {})
+                lr = torch.as_tensor(spelled["lr"], device="cpu")
+                made = make(lr=lr, **param_groups.hyper_parameters(spelled, make))
+                named |= {*facts_of(made).axes}
+        except Exception:
+            return list(binding.axes)
+    return [axis for axis in binding.axes if axis in named] or list(binding.axes)
