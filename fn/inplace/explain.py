@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from fn.base import Guarded, Phase, Transform, has_phase
-from fn.inplace.element_order import Order, in_order
 from fn.inplace.match import in_place
 from fn.inplace.protocol import KINDS
 from fn.transforms.skip_nonfinite import skip_nonfinite
@@ -38,10 +37,10 @@ def explain(transform: Transform) -> str:
     return "\n".join(lines)
 
 
-def slow_tensors(params: Sequence[Tensor], grads: Sequence[Tensor], orders: Sequence[Order] = ()) -> str:
+def slow_tensors(params: Sequence[Tensor], grads: Sequence[Tensor]) -> str:
     """Return what about the tensors of a param group keeps its steps from kernels, and what would help; "" if nothing.
 
-    Args: params, grads: as many. orders: in which a step takes their elements; () where it is that of the shapes.
+    Args: params, grads: as many.
     """
     devices, kinds = {str(p.device) for p in params}, {p.dtype for p in params}
     if len(devices) > 1:
@@ -50,9 +49,8 @@ def slow_tensors(params: Sequence[Tensor], grads: Sequence[Tensor], orders: Sequ
         wanted = f"expected params in one of {', '.join(map(str, KINDS))}"
         return f"{wanted}, but got {', '.join(sorted(map(str, kinds)))}; give each dtype a param group of its own"
     for name, tensors in (("param", params), ("gradient of param", grads)):
-        for i, (x, order) in enumerate(zip(tensors, orders or [()] * len(tensors), strict=True)):
-            if not in_order([x], [order])[0].is_contiguous():
-                wanted = f"lay its dimensions out in the order {order}, as its state has them"
-                cure = wanted if order else "make it contiguous"
-                return f"{name} {i} has the shape {tuple(x.shape)} and the strides {x.stride()}; {cure}"
+        for i, x in enumerate(tensors):
+            if not x.is_contiguous():
+                got = f"{name} {i} has the shape {tuple(x.shape)} and the strides {x.stride()}"
+                return f"{got}; make it contiguous, which channels_last is not"
     return ""

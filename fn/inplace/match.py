@@ -17,16 +17,13 @@ from inspect import unwrap
 from typing import Any
 
 from fn import roles
-from fn.base import Guarded, Link, Phase, SideBySide, Step, Transform, UpdateFn, has_phase, links_of, name_of
+from fn.base import Guarded, Link, SideBySide, Step, UpdateFn, links_of, name_of
 from fn.inplace import adam, lamb, outer, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds
 from fn.inplace.host_scalars import on_host
 from fn.inplace.links import Head, descent_of
 from fn.inplace.protocol import InPlace, together_in_place
 from fn.transforms.adam import Adam, OnebitAdam
-from fn.transforms.average import Average, CompressedAverage
-from fn.transforms.clip import ClipByNorm
-from fn.transforms.decay_and_lr import Decay, Rate
 from fn.transforms.lamb import LambHyper, OnebitLamb
 from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup
 from fn.transforms.sharded import Sharded
@@ -45,31 +42,6 @@ KINDS: dict[type, tuple[Callable[..., InPlace | str], bool]] = {
     LocalStep: (zero_one_adam.local, False),
     Sharded: (sharded.stage_shards, True),
 }
-
-IN_ANY_ORDER = (Average, CompressedAverage, ClipByNorm, Decay, Rate, *KINDS)
-"""Kinds of links that take tensors element by element, add them up or send them, and see no shape."""
-
-
-def takes_any_order(transform: Transform) -> bool:
-    """Return whether no link of any phase minds in which order the elements of a tensor are, and so their dimensions.
-
-    So it is with the chains that have steps in place, as long as no link of the user's own is among theirs.
-    """
-    if transform.rounds is not None:
-        return False
-    return all(_takes_any_order(transform.composed(phase)) for phase in Phase if has_phase(transform, phase))
-
-
-def _takes_any_order(update: UpdateFn) -> bool:
-    update = unwrap(update)
-    if isinstance(update, Guarded):
-        return _takes_any_order(update.inner)
-    if isinstance(update, Step):
-        inside = [getattr(update.rule, name) for name in ("average", "inner") if hasattr(update.rule, name)]
-        return isinstance(update.rule, IN_ANY_ORDER) and all(map(_takes_any_order, inside))
-    links = [link.update for link in links_of(update)]
-    return all(link is not update and _takes_any_order(link) for link in links)
-
 
 def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace | str:
     """Return how an update is staged, or the reason why it cannot be: a phrase that names the link in the way.

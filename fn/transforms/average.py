@@ -92,7 +92,7 @@ def average(
         return _exact_average(axis)
     if axis is None:
         raise ValueError("codec: is given without an axis; nothing travels")
-    inner = _in_codes(axis, codec, damped() if feedback is None else feedback, layout, of_gradients=True)
+    inner = _in_codes(axis, codec, damped() if feedback is None else feedback, layout)
 
     def init(params: Tree) -> CodedAverageState:
         return CodedAverageState(inner.init(params))
@@ -186,7 +186,7 @@ def compressed_average(
     """
     feedback = classic() if feedback is None else feedback
     back = _way_back(axis, feedback, gather_feedback, servers)
-    return _in_codes(axis, codec, feedback, layout, back, servers=servers, of_gradients=False)
+    return _in_codes(axis, codec, feedback, layout, back, servers=servers)
 
 
 def _way_back(axis: AxisNames, feedback: Feedbacks, given: Feedbacks | None, servers: bool) -> Feedbacks | None:
@@ -220,9 +220,8 @@ def _in_codes(
     gather_feedback: Feedbacks | None = None,
     *,
     servers: bool = True,
-    of_gradients: bool,
 ) -> Transform:
-    """Do what `compressed_average` says. of_gradients: whether that is what is averaged.
+    """Do what `compressed_average` says.
 
     Args: gather_feedback: that of the second half, where it is another one.
     """
@@ -258,7 +257,7 @@ def _in_codes(
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
 
-            reshapes.say((state, errors_reshape(leaves, axis, plan, hop, return_hop, of_gradients=of_gradients)))
+            reshapes.say((state, errors_reshape(leaves, axis, plan, hop, return_hop)))
         return state
 
     def exchanged(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:

@@ -40,7 +40,7 @@ from fn.kernels.reference import scale_dtype
 from fn.kernels.tracing import is_concrete, pooled
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import average
-from fn.transforms.resharding import Reshape, errors_reshape, in_parts, reshapes
+from fn.transforms.resharding import Orders, Reshape, errors_reshape, in_parts, reshapes
 
 Tree = Any
 
@@ -325,7 +325,7 @@ def _reshape(leaves: Sequence[Tensor], plans: Sequence[_Plan], axis: str, feedba
     def bases_of(state: LowRankState) -> list[Tensor]:
         return [state.q[i] for i in places]
 
-    def addends(bases: list[Tensor], world: int, rank: int) -> list[Tensor]:
+    def addends(bases: list[Tensor], world: int, rank: int, orders: Orders) -> list[Tensor]:
         return [q.double().cpu() * (rank == 0) for q in bases]
 
     def adopt(total: list[Tensor], fresh: list[Tensor]) -> list[Tensor]:
@@ -338,5 +338,5 @@ def _reshape(leaves: Sequence[Tensor], plans: Sequence[_Plan], axis: str, feedba
         return fresh._replace(errors=tuple(errors), q=tuple(q))
 
     hops = Hop(axis, identity(), feedback), Hop(axis, identity(), off())
-    of_errors = errors_reshape(leaves, axis, plan, *hops, of_gradients=True)
+    of_errors = errors_reshape(leaves, axis, plan, *hops)
     return in_parts([(errors_of, of_errors), (bases_of, Reshape(addends, adopt))], join)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.transforms.resharding import Reshape
+from fn.transforms.resharding import Orders, Reshape
 from fn.transforms.sharded import ShardedState
 
 Tree = Any
@@ -25,26 +25,22 @@ class Rows(NamedTuple):
 
 
 class Move(NamedTuple):
-    """How states move from the rows of another world. rests: (state, what its errors do not hold) so far.
+    """How states move from the rows of another world.
 
     notes: how the states that were made here take their own from addends. rows: some rows of what was saved. add: the
-    sum over all ranks.
+    sum over all ranks. orders: for each note, see `Reshape`; () where all are in the order of the shapes.
     """
 
     notes: Sequence[tuple[Tree, Reshape]]
     rows: Rows
     add: Callable[[Tree], Tree]
-    rests: list[tuple[Tree, list[Tensor]]]
+    orders: Sequence[Orders] = ()
 
     def walk(self, fresh: Tree, found: Tree) -> Tree:
         """Return `found`, a tree like a fresh state with `Rows` for what is one rank's own, as that state."""
-        for state, reshape in self.notes:
+        for i, (state, reshape) in enumerate(self.notes):
             if state is fresh:
-                total = self._total(reshape, fresh, found)
-                after = reshape.adopt(total, fresh)
-                if reshape.rest is not None:
-                    self.rests.append((fresh, reshape.rest(total, after)))
-                return after
+                return reshape.adopt(self._total(reshape, fresh, found, self.orders[i] if self.orders else ()), fresh)
         if isinstance(fresh, ErrorFeedbackState | ShardedState):
             raise ValueError("state: is of another world, and nothing says how errors of several axes move")
         if isinstance(found, Rows):
@@ -57,20 +53,26 @@ class Move(NamedTuple):
             return dict(zip(keys, below, strict=True))
         return type(fresh)(*below) if hasattr(fresh, "_fields") else type(fresh)(below)
 
-    def _total(self, reshape: Reshape, fresh: Tree, found: Tree) -> Tree:
+    def _total(self, reshape: Reshape, fresh: Tree, found: Tree, orders: Orders) -> Tree:
         def of_rank(take: Callable[[Tensor], Tensor]) -> Tree:
             return tree.map(lambda _, x: take(x.rows) if isinstance(x, Rows) else x, fresh, found)
 
         rows, first, world = self.rows
         try:
             nothing = of_rank(lambda rows: rows.new_zeros(rows.shape[1:]))
-            total = tree.map(torch.zeros_like, reshape.addends(nothing, world, 0))
+            total = tree.map(torch.zeros_like, reshape.addends(nothing, world, 0, orders))
             for j in range(rows.shape[0]):
-                share = reshape.addends(of_rank(lambda rows, j=j: rows[j]), world, first + j)  # type: ignore[misc]
+                mine = of_rank(lambda rows, j=j: rows[j])  # type: ignore[misc]
+                share = reshape.addends(mine, world, first + j, orders)
                 total = tree.map(torch.add, total, share)
         except (RuntimeError, ValueError, AttributeError) as error:
             raise ValueError(f"state: its errors do not fit these parameters on {world} ranks: {error}") from error
         return self.add(total)
+
+
+def rounds_off(found: Iterable[Any]) -> bool:
+    """Return whether there are errors in few bits among what was saved, which the move rounds once more."""
+    return any(isinstance(x, Rows) and x.rows.dtype in (torch.int8, torch.bfloat16) for x in found)
 
 
 def mean_of_rows(x: Rows, add: Callable[[Tree], Tree]) -> Tensor:

@@ -21,15 +21,14 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codecs.segments import Segments
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.error_conversion import age_of, from_plain, to_plain
-from fn.collectives.feedback import Damped, StoredClassic
 from fn.collectives.hierarchy import Hop
 from fn.transforms import flat_layout as layouts
 
 Tree = Any
 Note = TypeVar("Note")
+Orders = Sequence[tuple[int, ...]]
 Addends = list[Tensor]
 """Of one part of a state; those of a state in parts are a list of these."""
 
@@ -37,16 +36,14 @@ Addends = list[Tensor]
 class Reshape(NamedTuple):
     """How a state moves to another number of ranks.
 
-    addends: (state of a rank, W, its rank) -> float64 tensors; added up over the ranks they do not depend on W.
+    addends: (state of a rank, W, its rank, orders) -> float64 tensors; added up over the ranks they do not depend on W.
+        orders: the dimensions of each leaf, the slowest first, where vectors hold its elements in another order than
+        that of its shape, as version 0.2.0 saved them; () elsewhere.
     adopt: (the sum of all addends, a fresh state) -> the state of this rank on the axes that are bound now.
-    rest: (the sum of all addends, the adopted state) -> what was undelivered of the gradients and errors of few bits
-        do not hold, a float64 tensor per leaf, the same on all ranks. None: nothing, or not of gradients.
     """
 
-    addends: Callable[[Tree, int, int], Tree]
+    addends: Callable[[Tree, int, int, Orders], Tree]
     adopt: Callable[[Tree, Tree], Tree]
-    rest: Callable[[Tree, Tree], list[Tensor]] | None = None
-
 
 
 class Notes(threading.local, Generic[Note]):
@@ -79,23 +76,20 @@ Plan = Callable[[int], list[layouts.Bucket]]
 
 
 def errors_reshape(
-    leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop, server: Hop, *, of_gradients: bool
+    leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop, server: Hop
 ) -> Reshape:
-    """Return how an `ErrorFeedbackState` over leaves moves.
+    """Return how an `ErrorFeedbackState` over leaves moves. worker, server: how the halves of an exchange travel."""
 
-    Args: worker, server: how the two halves of an exchange travel. of_gradients: whether that is what workers encode.
-    """
-
-    def addends(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
+    def addends(state: ErrorFeedbackState, world: int, rank: int, orders: Orders) -> Tree:
         found: Addends = []
         for bucket, e, d in zip(plan(world), state.worker, state.server, strict=True):
             dtype, at = leaves[bucket.leaf_indices[0]].dtype, bucket.segments
             sent = to_plain(e, worker.codec, worker.feedback, at, dtype)
-            found += parts_of(None if sent is None else sent.double() / world, bucket)
+            found += parts_of(None if sent is None else sent.double() / world, bucket, orders)
             own = to_plain(
                 d, server.codec, server.feedback, at.row(torch.tensor(rank, dtype=torch.int64, device="cpu")), dtype
             )
-            found += parts_of(None if own is None else in_row(own, bucket, rank), bucket)
+            found += parts_of(None if own is None else in_row(own, bucket, rank), bucket, orders)
             found += [_age(e, rank), _age(d, rank)]
         return found
 
@@ -114,36 +108,7 @@ def errors_reshape(
                 servers.append(from_plain(mine, d, row, server.feedback, ages[1]))
         return ErrorFeedbackState(tuple(workers), tuple(servers))
 
-    def rest(total: Tree, state: ErrorFeedbackState) -> list[Tensor]:
-        found, parts = [torch.zeros(leaf.shape, dtype=torch.float64, device="cpu") for leaf in leaves], iter(total)
-        for bucket, e, d in zip(plan(axis_size(axis)), state.worker, state.server, strict=True):
-            at, dtype = bucket.segments, leaves[bucket.leaf_indices[0]].dtype
-            sent, own = take_parts(parts, bucket), take_parts(parts, bucket)
-            _, age = next(parts), next(parts).long()
-            held = to_plain(e, worker.codec, worker.feedback, at, dtype)
-            lost = sent - (0.0 if held is None else held.double().cpu())
-            lost += _lost_by_servers(own, d, server, at, age, dtype)
-            for place, part in zip(bucket.leaf_indices, parts_of(lost, bucket), strict=True):
-                found[place] = part
-        return found
-
-    rounded = of_gradients and isinstance(worker.feedback.rule, Damped | StoredClassic)
-    return Reshape(addends, adopt, rest if rounded else None)
-
-
-def _lost_by_servers(own: Tensor, like: Tree, hop: Hop, at: Segments, age: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return what the servers' errors, end to end (n,), lose when each rank keeps its own; every rank can tell.
-
-    Args: like: this rank's error. The rest as for `to_plain` and `from_plain`.
-    """
-    if isinstance(like, tuple) and not like:
-        return own
-    lost = own.clone().view(at.valid.shape[0], -1)
-    for rank, piece in enumerate(lost):
-        row = at.row(torch.tensor(rank, dtype=torch.int64, device="cpu"))
-        held = to_plain(from_plain(piece, like, row, hop.feedback, age), hop.codec, hop.feedback, row, dtype)
-        piece -= 0.0 if held is None else held.double().cpu()
-    return lost.view(-1)
+    return Reshape(addends, adopt)
 
 
 def _age(error: Tree, rank: int) -> Tensor:
@@ -160,11 +125,26 @@ def in_row(piece: Tensor, bucket: layouts.Bucket, rank: int) -> Tensor:
     return full.view(-1)
 
 
-def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Addends:
-    """Return the bucket's tensors of a vector, on the CPU; zeros for None."""
+def parts_of(vector: Tensor | None, bucket: layouts.Bucket, orders: Orders) -> Addends:
+    """Return the bucket's tensors of a vector, on the CPU; zeros for None. orders: see `Reshape`."""
     if vector is None:
         return [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in bucket.shapes]
-    return [part.double().cpu() for part in layouts.split(vector, bucket)]
+    parts = [part.double().cpu() for part in layouts.split(vector, bucket)]
+    return [read_in_order(x, orders[i]) for i, x in zip(bucket.leaf_indices, parts, strict=True)] if orders else parts
+
+
+def read_in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Return a tensor of the shape of x, contiguous, whose elements lie in x in another order of dimensions.
+
+        >>> x = torch.tensor([[1, 2, 3], [4, 5, 6]])    # columns, one after the other
+        >>> read_in_order(x, (1, 0))
+        tensor([[1, 3, 5],
+                [2, 4, 6]])
+    """
+    if not order:
+        return x
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    return x.reshape([x.shape[d] for d in order]).permute(inverse).contiguous()
 
 
 def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
@@ -187,7 +167,7 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
                 return bucket
         return None
 
-    def addends(state: Tree, world: int, rank: int) -> Tree:
+    def addends(state: Tree, world: int, rank: int, orders: Orders) -> Tree:
         buckets, found = plan(world), list[Tensor]()
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
             bucket = bucket_of(path, leaf, buckets)
@@ -195,7 +175,7 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
                 zeros = torch.zeros(leaf.shape, dtype=torch.float64, device="cpu")
                 found.append(leaf.double().cpu() if rank == 0 else zeros)
             else:
-                found += parts_of(in_row(leaf, bucket, rank), bucket)
+                found += parts_of(in_row(leaf, bucket, rank), bucket, orders)
         return found
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
@@ -214,9 +194,9 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
 def vectors_reshape(axis: str, plan: Plan) -> Reshape:
     """Return how a tuple moves that has for each bucket a vector (n,) which all ranks hold alike, or ()."""
 
-    def addends(state: Tree, world: int, rank: int) -> Tree:
+    def addends(state: Tree, world: int, rank: int, orders: Orders) -> Tree:
         pairs = zip(state, plan(world), strict=True)
-        return [parts_of(v if rank == 0 else None, b) if isinstance(v, Tensor) else [] for v, b in pairs]
+        return [parts_of(v if rank == 0 else None, b, orders) if isinstance(v, Tensor) else [] for v, b in pairs]
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
         triples = zip(total, fresh, plan(axis_size(axis)), strict=True)
@@ -233,14 +213,11 @@ def in_parts(
     Args: parts: (what takes a part out of a state, how it moves). join: (a fresh state, the parts) -> the state.
     """
 
-    def addends(state: Tree, world: int, rank: int) -> Tree:
-        return [reshape.addends(pick(state), world, rank) for pick, reshape in parts]
+    def addends(state: Tree, world: int, rank: int, orders: Orders) -> Tree:
+        return [reshape.addends(pick(state), world, rank, orders) for pick, reshape in parts]
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
         moved = [reshape.adopt(each, pick(fresh)) for each, (pick, reshape) in zip(total, parts, strict=True)]
         return join(fresh, moved)
 
-    def rest(total: Tree, state: Tree) -> list[Tensor]:
-        return next(r.rest(each, pick(state)) for each, (pick, r) in zip(total, parts, strict=True) if r.rest)
-
-    return Reshape(addends, adopt, rest if any(reshape.rest for _, reshape in parts) else None)
+    return Reshape(addends, adopt)

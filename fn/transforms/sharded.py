@@ -250,7 +250,7 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
     back = to
     if rules.momentum is None:
         (back,) = hops(axis, rules.gather or identity(), rules.gather_feedback)
-    errors = errors_reshape(leaves, axis, plan, to, back, of_gradients=rules.momentum is None)
+    errors = errors_reshape(leaves, axis, plan, to, back)
     parts: list[tuple[Any, Reshape]] = [
         (lambda s: s.inner, shards_reshape(axis, plan, paths or numbers)),
         (lambda s: s.master, shards_reshape(axis, plan, numbers)),

@@ -8,7 +8,7 @@ what else is a rank's own, such as 0/1 Adam's local momentum and parameters, bec
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,17 +20,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fn import tree
 from fn.adapters.optim.consistency import device_among
-from fn.adapters.optim.gradients import PREFIX
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.signals import inside_step
-from fn.adapters.optim.state_dict import SAVED_BY, flat_state, place_of
+from fn.adapters.optim.state_dict import ORDER, SAVED_BY, flat_state, place_of
 from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
 from fn.adapters.optim.training import Training
 from fn.collectives.primitives import psum
 from fn.errors import expected
-from fn.inplace import element_order
-from fn.transforms.moving import Move, Rows, mean_of_rows
-from fn.transforms.resharding import Reshape, reshapes
+from fn.transforms.moving import Move, Rows, mean_of_rows, rounds_off
+from fn.transforms.resharding import Orders, Reshape, reshapes
 
 Tree = Any
 
@@ -147,7 +145,7 @@ def _span(rows: int) -> tuple[int, int]:
 
 
 def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return {key: tensor} for this world from what another one saved. All ranks must call it.
+    """Return {key: tensor} for this world from what another one saved, or version 0.2.0 did. All ranks must call it.
 
     Args: saved: `everything`; what is one rank's own as `Rows`.
     Raises: ValueError for several axes, and if the rows do not fit the layout of the number of ranks they come from.
@@ -158,38 +156,43 @@ def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     if len(training.transforms) != len(training.groups):
         raise ValueError("checkpoint: is of another world; those of DeepSpeed's drop-ins fit only their own")
     add = partial(_over_ranks, axis=axes[0] if axes else None, device=device_among(training.groups))
+    orders = [_orders_of(g, params, saved) for g, params in enumerate(training.params)]
     with training.binding:
-        fresh, notes = [], list[list[tuple[Tree, Reshape]]]()
-        for transform, group in zip(training.transforms, training.groups, strict=True):
+        fresh, notes, order_of_note = [], list[tuple[Tree, Reshape]](), list[Orders]()
+        for transform, group, order in zip(training.transforms, training.groups, orders, strict=True):
             with reshapes.collected() as own:
                 fresh.append(transform.init([p.detach() for p in group["params"]]))
-            notes.append(own)
+            notes += own
+            order_of_note += [order] * len(own)
         some = next(
             (x for x in saved.values() if isinstance(x, Rows)),
             Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, 1),
         )
-        move = Move([note for own in notes for note in own], some, add, [])
+        move = Move(notes, some, add, order_of_note)
         structure = tree.flatten(tuple(fresh))[1]
-        after = move.walk(tuple(fresh), tree.unflatten(structure, [saved[path] for path in by_path(tuple(fresh))]))
-        found = by_path(after)
+        own_state = {path: saved[path] for path in by_path(tuple(fresh))}
+        found = by_path(move.walk(tuple(fresh), tree.unflatten(structure, [*own_state.values()])))
         for key, value in saved.items():
-            if not key.startswith("state."):
+            if not key.startswith(("state.", ORDER)):
                 found[key] = mean_of_rows(value, add) if isinstance(value, Rows) else value
-    orders = element_order.restored(saved, training.params)
-    for g, own in enumerate(notes):
-        rests = [rest for state, rest in move.rests if any(state is s for s, _ in own)]
-        alike = len(rests) == 1 and len(rests[0]) == len(training.groups[g]["params"])
-        if alike and training.transforms[g].rounds is None:  # else they are of differences, which no gradient takes
-            found.update(_carried(g, element_order.read_in_order(rests[0], orders[g]), saved))
-        elif rests:
-            logger.warning("param group %d: its errors moved, to 8 bits; what these do not hold is lost", g)
+    if rounds_off(own_state.values()):
+        logger.warning("checkpoint: its errors were rounded anew; up to half a step of their codes is lost")
     return found
 
 
-def _carried(g: int, rest: list[Tensor], saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return what a param group carries: what its errors do not hold, and what it carried before."""
-    keys = [f"{PREFIX}{g}.{i}" for i in range(len(rest))]
-    return {k: (r + saved[k].double() if k in saved else r).float() for k, r in zip(keys, rest, strict=True)}
+def _orders_of(g: int, params: Sequence[Tensor], saved: Mapping[str, Any]) -> Orders:
+    """Return in which order of dimensions version 0.2.0 laid the elements of a group's tensors into vectors.
+
+    There tensors in channels_last, for one, travelled as they lay in memory; () where all went in the order of shapes.
+    """
+    found = []
+    for i, p in enumerate(params):
+        order = tuple(saved[f"{ORDER}{g}.{i}"].tolist()) if f"{ORDER}{g}.{i}" in saved else ()
+        if order and sorted(order) != [*range(p.dim())]:
+            wanted = f"'{ORDER}{g}.{i}' to be an order of {p.dim()} dimensions"
+            raise ValueError(expected("checkpoint", wanted, f"{order}"))
+        found.append(order)
+    return found if any(found) else ()
 
 
 def _over_ranks(addends: Tree, axis: str | None, device: torch.device) -> Tree:

@@ -6,8 +6,7 @@
 
 Saved are the optimizer's state, its parameters, and `extra`, rank by rank where they differ. On the same world the
 training continues bit for bit, also between 0/1 Adam's synchronisations. On another one the undelivered mean is kept,
-(1 / W) sum of the worker errors + the server errors; what gradients' errors in 8 bits do not hold is carried by the
-optimizer to its first compressed step.
+(1 / W) sum of the worker errors + the server errors; where errors are kept in 8 bits, up to half a step of these.
 """
 
 from __future__ import annotations
@@ -38,7 +37,16 @@ from fn.adapters.checkpoint.owner import Claim
 from fn.adapters.checkpoint.replicated import check_replicated
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.signals import begin_writing, defer_signals
-from fn.adapters.optim.state_dict import SAVED_BY, SPLIT, about_servers, flat_state, is_optional, place_of, restore_flat
+from fn.adapters.optim.state_dict import (
+    ORDER,
+    SAVED_BY,
+    SPLIT,
+    about_servers,
+    flat_state,
+    is_optional,
+    place_of,
+    restore_flat,
+)
 from fn.adapters.optim.state_kinds import by_path, check_paths
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp_setup import timeout_of
@@ -138,11 +146,16 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
         warnings.simplefilter("ignore")  # that a process is alone is no surprise here
         state_dict_loader.load(filled, storage_reader=reader)
     read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()}
-    if old == size:
-        state = {k: v.rows[0] if isinstance(v, Rows) else v for k, v in read.items()}
-    else:
-        logger.info("checkpoint of %d ranks is loaded on %d; errors keep their mean", old, size)
-        state = portable.moved(optimizer.training, extras.of_another_world(read, old, size))
+    of_state = any(k.startswith("state.") for k in own)
+    in_memory_order = of_state and any(k.startswith(ORDER) for k in read)  # as version 0.2.0 saved channels_last
+    state = {k: v.rows[0] if isinstance(v, Rows) else v for k, v in read.items()} if old == size else {}
+    if old != size or in_memory_order:
+        kind = " with elements in the order of memory" if in_memory_order else ""
+        logger.info("checkpoint of %d ranks%s is loaded on %d; errors keep their mean", old, kind, size)
+        beside_state = {k: v for k, v in state.items() if k.startswith(beside)}
+        given = {k: v for k, v in read.items() if k not in beside_state}
+        given = given if old == size else extras.of_another_world(given, old, size)
+        state = {**portable.moved(optimizer.training, given), **beside_state}
     state = extras.joined(state)
     _restore(optimizer, state)
     return None if extra is None else _extra(extra, state)

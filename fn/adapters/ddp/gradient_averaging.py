@@ -34,7 +34,7 @@ from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.errors import PeerLost, expected
 from fn.schedules import Schedule, phase_of
 from fn.transforms.average import compressed_average
-from fn.transforms.moving import Move, Rows
+from fn.transforms.moving import Move, Rows, rounds_off
 from fn.transforms.resharding import reshapes
 from fn.transforms.skip_nonfinite import all_finite
 
@@ -212,14 +212,14 @@ class GradientAverage:
         some = next(
             (x for x in found if isinstance(x, Rows)), Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, world)
         )
-        move = Move(notes, some, lambda addends: addends, [])
+        move = Move(notes, some, lambda addends: addends)
         with self._binding:
             moved: tuple[Tree, ...] = move.walk(fresh, tree.unflatten(tree.flatten(fresh)[1], found))
         if self._size == 1:
             text = "average_gradients: a single rank encodes nothing; what %d ranks had not delivered is lost"
             logger.warning(text, world)
-        elif move.rests:
-            logger.warning("average_gradients: its errors moved, to 8 bits; what these do not hold is lost")
+        elif rounds_off(found):
+            logger.warning("average_gradients: its errors were rounded anew; up to half a step of their codes is lost")
         return moved
 
     def _check_rank(self, ranks: set[tuple[int, int]]) -> None:

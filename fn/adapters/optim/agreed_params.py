@@ -88,9 +88,8 @@ def agreed_params(optimizer: Optimizer) -> Iterator[None]:
 
 def _agreed(training: Training) -> list[tuple[Tensor, Tensor]]:
     """Return the params of this rank's own, each with what all ranks agree on in its place."""
-    states, params = training.in_order()
     found = []
-    for index, (state, group) in enumerate(zip(states, params, strict=True)):
+    for index, (state, group) in enumerate(zip(training.states, training.params, strict=True)):
         group = [p.detach() for p in group]
         apart = [*_apart(state)]
         if not any(map(_has_left, apart)):

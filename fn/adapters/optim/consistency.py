@@ -17,7 +17,6 @@ from fn.collectives.agreement import check_agreement
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.errors import RanksDisagree, expected
-from fn.inplace.element_order import Order
 from fn.schedules import Every
 from fn.transforms.outer import OuterState
 
@@ -62,24 +61,15 @@ def check_fragments(schedule: Any, states: Any) -> None:
 
 
 def check_accepted(
-    axes: Sequence[str],
-    group: int,
-    problem: BaseException | None,
-    device: torch.device,
-    orders: Mapping[str, Order] | None = None,
+    axes: Sequence[str], group: int, problem: BaseException | None, device: torch.device
 ) -> None:
     """Tell the other ranks whether a param group was accepted here, and hear it from them.
 
-    Args: orders: of the elements of its parameters in memory, by name, in which they travel.
     Raises: `problem` if there is one and the ranks agree on it; else `RanksDisagree`, on every rank.
     """
     verdict = "accepted" if problem is None else f"refused ({type(problem).__name__}: {problem})"
-    fields: dict[str, object] = {f"param group {group}": verdict}
-    for name, order in ({} if problem or orders is None else orders).items():
-        field = f"order in memory of the dimensions of parameter {name} in group {group}"
-        fields[field] = order or "that of the shape"
     for axis in axes:
-        check_agreement(axis, fields, device)
+        check_agreement(axis, {f"param group {group}": verdict}, device)
     if problem is not None:
         raise problem
 

@@ -9,16 +9,12 @@ sends.
 Scaled losses: `torch.amp.GradScaler` tells an optimizer with `_step_supports_amp_scaling` the scale and whether it saw
 an Inf on this rank, and calls its step in any case. So every rank takes part in the step, a rank that saw an Inf
 contributes NaN, and all ranks skip together. The scalers themselves need not agree: what is sent has no scale.
-
-Residual gradients: what 8-bit errors cannot represent after resharding; added once, to the next communicating step. A
-tensor per parameter, the same on all ranks, in float32; then it is gone, and so is its memory.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -31,12 +27,6 @@ from fn.errors import RanksDisagree
 
 Place = tuple[int, int]
 Grads = tuple[list[Tensor], ...]
-
-Residuals = tuple[list[Tensor], ...]
-"""A list of tensors like the parameters for each param group, empty where there is nothing; or ()."""
-
-PREFIX = "carried."
-"""Of the keys of residual gradients in a state dict."""
 
 
 class Gradients:
@@ -163,37 +153,3 @@ def unscaled(grads: Grads, scale: Tensor | float | None, found_inf: Tensor | Non
         factor = torch.where(found_inf.to(device).reshape(()) > 0, float("nan"), factor.reshape(()))
     factor = factor.float()
     return tuple([(g.float() if g.element_size() < 4 else g) * factor.to(g.device) for g in group] for group in grads)
-
-
-def with_residuals(residuals: Residuals, grads: tuple[list[Tensor], ...]) -> tuple[list[Tensor], ...]:
-    """Return the gradients of the param groups with their residuals."""
-    if not residuals:
-        return grads
-    pairs = zip(residuals, grads, strict=True)
-    return tuple([g + r.to(g) for g, r in zip(each, rest, strict=True)] if rest else each for rest, each in pairs)
-
-
-def flat(residuals: Residuals) -> dict[str, Tensor]:
-    """Return {key: tensor}."""
-    return {f"{PREFIX}{g}.{i}": r for g, rest in enumerate(residuals) for i, r in enumerate(rest)}
-
-
-def restored(saved: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> Residuals:
-    """Return what `flat` made of it, for these param groups.
-
-    Raises: ValueError if the tensors are not like the parameters.
-    """
-    strange = {key for key in saved if key.startswith(PREFIX)}
-    if not strange:
-        return ()
-    found = []
-    for g, group in enumerate(groups):
-        keys = [f"{PREFIX}{g}.{i}" for i in range(len(group["params"]))]
-        rest = [saved[key] for key in keys if key in saved]
-        strange.difference_update(keys)
-        if rest and [r.shape for r in rest] != [p.shape for p in group["params"]]:
-            raise ValueError(f"state_dict: '{PREFIX}{g}' is not like the parameters of group {g}")
-        found.append([r.to(p.device, torch.float32, copy=True) for r, p in zip(rest, group["params"], strict=False)])
-    if strange:
-        raise ValueError(f"state_dict: {min(strange)!r} is unexpected; it belongs to no parameter of this optimizer")
-    return tuple(found)

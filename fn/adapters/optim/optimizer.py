@@ -21,7 +21,6 @@ from fn.adapters.optim.consistency import (
     refuse_elsewhere,
 )
 from fn.adapters.optim.exchange import exchange
-from fn.adapters.optim.gradients import Residuals
 from fn.adapters.optim.param_memory import check_params
 from fn.adapters.optim.signals import defer_signals, stoppable
 from fn.adapters.optim.skipped_steps import is_due, warn_of_skips, watch_exchange, watch_local_step
@@ -148,10 +147,6 @@ class Optimizer(torch.optim.Optimizer):
     schedule: Schedule = _of_training("schedule", "Step -> Phase.")
     steps: int = _of_training("steps", "Steps taken, skipped ones included.")
     skipped_in_a_row: int = _of_training("skipped_in_a_row", "Steps skipped in a row, but for local ones.")
-    residual_gradients: Residuals = _of_training(
-        "residual_gradients", "What was undelivered when the number of ranks changed."
-    )
-
     ahead: Any = _of_training("ahead", "Set by `fn.adapters.ddp.overlap`, which takes steps behind the backward pass.")
 
     @property
@@ -192,7 +187,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         training = self.training
         training.check_own_params("add_param_group")
-        before, problem, orders = len(self.param_groups), None, {}
+        before, problem = len(self.param_groups), None
         try:
             try:
                 if isinstance(param_group, dict):
@@ -204,12 +199,10 @@ class Optimizer(torch.optim.Optimizer):
                 tree.check_real(self.param_groups[-1]["params"], "params")
                 check_params(self.param_groups)
                 prepared = training.prepare(self.param_groups[-1])
-                found = training.orders_of(self.param_groups[-1], prepared[1])
-                orders = dict(zip(param_groups.names_of(self.param_groups[-1]), found, strict=True))
             except Exception as error:
                 problem = error
             with training.binding:
-                check_accepted(training.axes, before, problem, device_among(self.param_groups), orders)
+                check_accepted(training.axes, before, problem, device_among(self.param_groups))
             training.groups = self.param_groups
             training.start(self.param_groups[-1], *prepared)
         except BaseException:

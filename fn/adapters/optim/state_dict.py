@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.adapters.optim import gradients
 from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
 from fn.adapters.optim.signals import begin_writing, defer_signals
@@ -19,8 +18,6 @@ from fn.adapters.optim.state_kinds import ERROR, SAME, SHARD, by_path, kinds, pa
 from fn.adapters.optim.training import Training
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
-from fn.inplace import element_order
-from fn.inplace.match import takes_any_order
 from fn.schedules import FreezeWhenStable
 
 Tree = Any
@@ -29,9 +26,13 @@ Tree = Any
 SAVED_BY = "saved by"
 """The key of (rank, world size), int64: whose errors and shards these are."""
 
+ORDER, CARRIED = "element order.", "carried."
+"""How keys of version 0.2.0 begin: of the order in memory of a parameter's dimensions, in which its errors were saved,
+and of what 8-bit errors had rounded off when the number of ranks changed."""
+
 
 def flat_state(training: Training) -> dict[str, Tensor]:
-    """Return the steps, every group's numbers and state, residual gradients, and a schedule's memory, by path.
+    """Return the steps, every group's numbers and state, and a schedule's memory, by path.
 
     A mean that is on its way is waited for.
     """
@@ -43,8 +44,6 @@ def flat_state(training: Training) -> dict[str, Tensor]:
     found.update(by_path(training.states))
     # They are compared with what is loaded, which some loaders write into the tensors that they were given.
     found.update({path: found[path].clone() for path in paths_of(training.states, "shard")})
-    found.update(gradients.flat(training.residual_gradients))
-    found.update(element_order.flat(training.orders))
     schedule = training.schedule
     if isinstance(schedule, FreezeWhenStable):
         found["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64, device="cpu")
@@ -105,35 +104,18 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
         cure = "start anew, with a warm-up in which the moments build up again"
         raise ValueError(expected("state_dict", wanted, got, cure))
     own = flat_state(training)
-    saved, text = _without_foreign_errors(training, own, dict(saved))
+    saved, texts = _without_foreign_errors(training, own, dict(saved))
     check_fits(own, saved)
     _check_states(training, own, saved)
-    rest, orders = gradients.restored(saved, training.groups), _orders_of(training, saved)
     numbers = [_numbers_of(training, i, saved) for i in range(len(training.groups))]
-    if text:
+    carried = [x.double() for path, x in saved.items() if path.startswith(CARRIED)]
+    if carried:
+        norm = float(torch.stack([x.norm().cpu() for x in carried]).norm())
+        texts.append(f"state_dict: gradients of norm {norm:.3g} that 8-bit errors had rounded off are not carried on")
+    for text in texts:
         warnings.warn(text, stacklevel=4)
     with defer_signals():
-        _write(training, saved, rest, numbers)
-        if orders != training.orders:
-            training.orders = orders
-            training.updates.clear()
-
-
-def _orders_of(training: Training, saved: Mapping[str, Any]) -> list[tuple[element_order.Order, ...]]:
-    """Return in which order elements go on: that in which errors and shards were saved, where there are some.
-
-    Raises: ValueError if a transform cannot take them so.
-    """
-    found = element_order.restored(saved, training.params)
-    marks = {*by_path(kinds(training.states)).values()}
-    if not marks & {ERROR, SHARD}:
-        return training.orders
-    for g, (orders, transform) in enumerate(zip(found, training.transforms, strict=False)):
-        if any(orders) and not takes_any_order(transform):
-            wanted = f"the errors of param group {g} in the order of the parameters' shapes"
-            got = f"an order of its own for {sum(map(bool, orders))} of them"
-            raise ValueError(expected("state_dict", wanted, got, "load it into the chain that it was saved from"))
-    return found
+        _write(training, saved, numbers)
 
 
 def check_keys(saved: object, saver: str) -> None:
@@ -226,10 +208,8 @@ def _negative(path: str, x: Tensor) -> str:
 
 
 def is_optional(path: str) -> bool:
-    """Tell whether a path may be missing: numbers of a group but its learning rate, residual gradients, orders."""
-    return path.startswith((gradients.PREFIX, element_order.PREFIX)) or (
-        path.startswith("groups.") and not path.endswith(".lr")
-    )
+    """Tell whether a path may be missing: numbers of a group but its learning rate, and what version 0.2.0 saved."""
+    return path.startswith((CARRIED, ORDER)) or (path.startswith("groups.") and not path.endswith(".lr"))
 
 
 SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"
@@ -251,14 +231,21 @@ def about_servers(path: str, own: Collection[str], saved: Collection[str]) -> st
 
 def _without_foreign_errors(
     training: Training, own: Mapping[str, Tensor], saved: dict[str, Any]
-) -> tuple[dict[str, Any], str]:
-    """Return what was saved, with zeros for errors if another rank saved it, and what there is to say about that."""
+) -> tuple[dict[str, Any], list[str]]:
+    """Return what was saved, with zeros for errors if another rank saved it, and what there is to say about that.
+
+    Likewise for errors in the order of memory, as version 0.2.0 saved them: pieces of servers lie on all ranks then.
+    """
     theirs, mine = saved[SAVED_BY], own[SAVED_BY]
-    if torch.equal(theirs, mine):
-        return saved, ""
+    in_memory_order = any(path.startswith(ORDER) for path in saved)
+    if torch.equal(theirs, mine) and not in_memory_order:
+        return saved, []
     marks = by_path(kinds(training.states))
     who = "rank {} of {}".format(*theirs.tolist()), "rank {} of {}".format(*mine.tolist())
     how = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
+    if in_memory_order:
+        who = f"{who[0]}, with elements in the order of memory", f"{who[1]}, with elements in the order of shapes"
+        how = "load a folder that fn.adapters.checkpoint saved"
     if SHARD in marks.values():
         raise ValueError(f"state_dict: is of {who[0]} and holds its shards only, but this is {who[1]}; {how}")
     if any(_between_nodes(errors.server) for errors in tree.instances(training.states, ErrorFeedbackState)):
@@ -272,7 +259,7 @@ def _without_foreign_errors(
         f"state_dict: is of {who[0]}, but this is {who[1]}: its own errors, what compression had not delivered yet, "
         f"are lost and start from zero; to keep them {how}"
     )
-    return {**saved, **zeros, SAVED_BY: mine}, text if zeros else ""
+    return {**saved, **zeros, SAVED_BY: mine}, [text] if zeros else []
 
 
 def _between_nodes(servers: Tree) -> bool:
@@ -281,17 +268,15 @@ def _between_nodes(servers: Tree) -> bool:
     return any(bool(tree.leaves(s[:-1])) for s in each)
 
 
-def _write(
-    training: Training, saved: Mapping[str, Any], rest: gradients.Residuals, numbers: list[dict[str, Any]]
-) -> None:
-    """Write what was found to fit: rest as residual gradients, numbers into the param groups."""
+def _write(training: Training, saved: Mapping[str, Any], numbers: list[dict[str, Any]]) -> None:
+    """Write what was found to fit: numbers into the param groups."""
     state = by_path(training.states)
     begin_writing()
     with torch.no_grad():
         write_back([*state.values()], [saved[path] for path in state])
         for group, entries in zip(training.groups, numbers, strict=True):
             write_numbers(group, entries)
-    training.residual_gradients, training.steps = rest, int(saved["steps"])
+    training.steps = int(saved["steps"])
     if isinstance(training.schedule, FreezeWhenStable):
         training.schedule.norms = saved["schedule.norms"].tolist()
         frozen_at = int(saved["schedule.frozen_at"])

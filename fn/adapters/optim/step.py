@@ -30,7 +30,7 @@ from fn.adapters.optim.clipping import Clipping, clipping
 from fn.adapters.optim.compiled import compile_update
 from fn.adapters.optim.consistency import still_in_doubt
 from fn.adapters.optim.donate import donate
-from fn.adapters.optim.gradients import unscaled, with_residuals
+from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.signals import begin_writing
 from fn.adapters.optim.training import Training, sends_gradients
@@ -38,7 +38,6 @@ from fn.adapters.optim.warnings import say_slow, warn_of_thawed
 from fn.base import NewParams, Part, Phase, Round, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
 from fn.errors import expected
-from fn.inplace.element_order import as_shaped, in_order
 from fn.inplace.match import in_place, refusing, same_links
 from fn.inplace.protocol import InPlace, Staged
 from fn.schedules import FreezeWhenStable
@@ -106,23 +105,22 @@ def take(training: Training, phase: Phase | Round, problem: Exception | None) ->
 
 
 def collect(training: Training, phase: Phase | Round, problem: Exception | None = None) -> Grads:
-    """Return the gradients of all param groups, without the scale of the loss, with their residuals.
+    """Return the gradients of all param groups, without the scale of the loss.
 
     Args: phase: of the step. problem: why this rank cannot take it. Raises: as `Gradients.collect`.
     """
     own = isinstance(phase, Round)
     found = training.gradients.collect(training.params, sends_gradients(phase), problem, own=own)
-    found = unscaled(found, *training.scale)
-    return with_residuals(training.residuals_in(phase), found)
+    return unscaled(found, *training.scale)
 
 
 def _move(training: Training, phase: Phase | Part, update: Update, grads: Grads) -> Sequence[Moves] | None:
     """Move the states; return the updates of the params, None if nothing is left to add."""
-    states, params = training.in_order()
+    states, params = training.states, tuple(training.params)
     with training.frozen_params.during(
         phase.phase, training.gradients.absent, training.params, training.states, training.transforms
     ):
-        given, grads = grads, in_orders(training, grads)
+        given = grads
         grads = grads if update.clip.gradients is None else update.clip.gradients(grads, params)
         with update.clip.binding:
             staged = None if training.gradients.absent else update.in_place  # which moves all params
@@ -134,26 +132,7 @@ def _move(training: Training, phase: Phase | Part, update: Update, grads: Grads)
             elif staged is not None:
                 say_slow(training, phase, given)
             updates, _ = update.donated(grads, states, tuple([p.detach() for p in group] for group in params))
-            each = [NewParams(new) for new in updates.params] if isinstance(updates, NewParams) else updates
-            return _as_shaped(training, each)
-
-
-def in_orders(training: Training, tensors: Grads) -> Grads:
-    """Return tensors like the params of all groups in their order in memory."""
-    if not any(map(any, training.orders)):
-        return tensors
-    return tuple(in_order(each, orders) for each, orders in zip(tensors, training.orders, strict=True))
-
-
-def _as_shaped(training: Training, updates: Sequence[Moves]) -> Sequence[Moves]:
-    """Return the updates of all groups in the shapes of the params."""
-    if not any(map(any, training.orders)):
-        return tuple(updates)
-    pairs = zip(updates, training.orders, strict=True)
-    return [
-        NewParams(as_shaped(moves.params, orders)) if isinstance(moves, NewParams) else as_shaped(moves, orders)
-        for moves, orders in pairs
-    ]
+            return [NewParams(new) for new in updates.params] if isinstance(updates, NewParams) else tuple(updates)
 
 
 def _ask(training: Training, before: list[int]) -> bool:
@@ -193,8 +172,6 @@ def count(training: Training, phase: Phase | Round, skipped: int) -> None:
     Args: phase: of the step. skipped: how many steps had been skipped before it.
     """
     moved = training.skipped == skipped
-    if moved and training.residuals_in(phase):
-        training.residual_gradients = ()
     training.steps += 1
     if phase.phase is not Phase.LOCAL:
         training.skipped_in_a_row = 0 if moved else training.skipped_in_a_row + 1
@@ -210,12 +187,8 @@ def stage_group(training: Training, index: int, phase: Phase, grads: list[Tensor
     """
     update = training.transforms[index].composed(phase)
     in_place = None if training.gradients.absent else update_of(training, phase).groups[index]  # as `take` does
-    (grads,) = with_residuals(training.residuals_in(phase)[index : index + 1], (grads,))
     slow = partial(say_slow, training, phase, [grads], index)
-    states, params = training.in_order()
-    if any(map(any, training.orders)):
-        grads = in_order(grads, training.orders[index])
-    return stage(update, in_place, grads, states[index], params[index], slow)
+    return stage(update, in_place, grads, training.states[index], training.params[index], slow)
 
 
 def checked(update: UpdateFn) -> UpdateFn:

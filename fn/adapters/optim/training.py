@@ -16,16 +16,14 @@ from fn.adapters.optim.compiled import check_changes
 from fn.adapters.optim.consistency import check_start
 from fn.adapters.optim.donate import owned, write_back
 from fn.adapters.optim.frozen_params import FrozenParams
-from fn.adapters.optim.gradients import Gradients, Residuals
+from fn.adapters.optim.gradients import Gradients
 from fn.adapters.optim.local_shards import LocalShards
 from fn.adapters.optim.param_memory import check_writable
 from fn.adapters.optim.state_kinds import check_paths
 from fn.base import Part, Phase, Round, Transform
 from fn.collectives.axis import Binding, rank_dims
 from fn.errors import expected
-from fn.inplace.element_order import InOrder, Order, all_in_order, as_shaped, in_order, order_of, reordered
 from fn.inplace.host_scalars import on_host
-from fn.inplace.match import takes_any_order
 from fn.inplace.protocol import Staged
 from fn.schedules import Schedule, phase_of
 from fn.transforms.skip_nonfinite import SkipState, skip_nonfinite, together
@@ -55,10 +53,6 @@ class Training:
     """How many of the last steps were skipped, one after the other, without local ones."""
     states: Tree = ()
     """The transform's state, the live buffers: a tuple with an entry per param group."""
-    orders: list[tuple[Order, ...]] = field(default_factory=list)
-    """In which order the elements of each group's parameters go through a step."""
-    residual_gradients: Residuals = ()
-    """What was undelivered when the number of ranks changed, see its module."""
     transforms: list[Any] = field(default_factory=list)
     """A `Transform` per param group; none while a copy is made."""
     lrs: list[Tensor] = field(default_factory=list)
@@ -93,13 +87,11 @@ class Training:
     counts: tuple[Tree, dict[str, list[Tensor]]] = field(default_factory=lambda: ((), {}))
     missed_in_a_row: dict[int | str, int] = field(default_factory=dict)
     """How many exchanges in a row were left out, by the number of the fragment; as "local", this rank's local steps."""
-    views: InOrder | None = None
-    """What `in_order` returned last."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the transforms, which would go on with this one."""
         self.settle()
-        own = {**dict.fromkeys(("ahead", "meet", "background", "views", "settling")), "lent": False}
+        own = {**dict.fromkeys(("ahead", "meet", "background", "settling")), "lent": False}
         return {**vars(self), **own, "updates": {}, "bounds": {}, "transforms": [None] * len(self.transforms)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -189,22 +181,6 @@ class Training:
         counters = self.skip_counters()
         return [int(count if count.device.type == "cpu" else on_host(count)) for count in counters]
 
-    def in_order(self) -> tuple[Tree, tuple[list[Tensor], ...]]:
-        """Return the states and the params of all groups as steps take them; the same objects while nobody moves one.
-
-        They are those themselves, but for tensors whose elements lie in another order in memory: see `element_order`.
-        """
-        if not any(map(any, self.orders)):
-            return self.states, tuple(self.params)
-        if self.views is None or not self.views.fits(self.states, self.params, self.orders):
-            self.views = all_in_order(self.states, self.params, self.orders)
-        return self.views.states, self.views.params
-
-    def residuals_in(self, phase: Phase | Round) -> Residuals:
-        """Return the residual gradients if several ranks meet in a step of a phase; () if they do not."""
-        several = any(bound.size > 1 for bound in self.binding.axes.values())
-        return self.residual_gradients if several and sends_gradients(phase) else ()
-
     def joined(self) -> Transform:
         """Return the transform of all param groups, whose state is `states`."""
         return together(self.transforms)
@@ -217,26 +193,17 @@ class Training:
         self.shards.check(made, self.max_norm)
         return lr, param_groups.check_made(made, self.schedule)
 
-    def orders_of(self, group: dict[str, Any], transform: Transform | None) -> tuple[Order, ...]:
-        """Return in which order the elements of a group's parameters go through the steps of a transform."""
-        if transform is None or not takes_any_order(transform):
-            return ((),) * len(group["params"])
-        return tuple(map(order_of, group["params"]))
-
     def start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         """Make the state of a group that was prepared, and take both in."""
         assert transform is not None
         self.settle()
-        orders = self.orders_of(group, transform)
-        params = in_order([p.detach() for p in group["params"]], orders)
+        params = [p.detach() for p in group["params"]]
         with self.binding:
             state = owned(transform.init(params), params)
             guarded = isinstance(state, SkipState)
             if not guarded:  # a chain of the caller's own: guarded like the named ones
                 transform = skip_nonfinite(transform)
                 state = owned(transform.init(params), params)
-            if any(orders):
-                state = reordered(state, [p.shape for p in params], orders, as_shaped)
             check_paths(state)
             check_start(self.axes, transform, state, group, len(self.transforms))
         param_groups.show_rate(group, lr)
@@ -244,7 +211,7 @@ class Training:
         self.guarded.append(guarded)
         self.hypers.append(param_groups.hyper_parameters(group, self.make))
         self.transforms.append(transform)
-        self.states, self.orders = (*self.states, state), [*self.orders, orders]
+        self.states = (*self.states, state)
         self.updates.clear()
 
     def check_group(self, index: int, group: Mapping[str, Any]) -> None:

@@ -85,8 +85,7 @@ def _warn_of_no_axis(training: Training) -> None:
 def _warn_of_plain_torch(params: list[Tensor]) -> None:
     for device in sorted({p.device.type for p in params}):
         count = sum(p.numel() for p in params if p.device.type == device)
-        makers = [*cells("sign_encode_feedback", device), *cells("quantize_feedback", device)]
-        if count >= LARGE and all(cell.provider == "torch" for cell in makers):
+        if count >= LARGE and not any(cells(op, device) for op in ("sign_encode_feedback", "quantize_feedback")):
             text = "are fused, so codes are made in plain torch, which takes several times as long and more memory"
             hint = "`python -m fn` says what can be installed"
             warnings.warn(f"kernels: none for {device!r} {text}; {hint}", stacklevel=4)
@@ -199,15 +198,14 @@ def _measure(mu: Tensor, nu: Tensor, eps: float) -> tuple[float, int, int, float
 
 
 def say_slow(training: Training, phase: Phase | Part, grads: Sequence[Sequence[Tensor]], first: int = 0) -> None:
-    """Say once in the log, on an accelerator as a warning, why steps that could be in place are taken link by link.
+    """Say once in the log why steps that could be in place are taken link by link.
 
     Args: grads: of the param groups from `first` on.
     """
     for group, updates in enumerate(grads, first):
         params = training.params[group]
-        reason = slow_tensors(params, updates, *training.orders[group : group + 1]) if params else ""
+        reason = slow_tensors(params, updates) if params else ""
         if reason and ("slow", reason) not in training.said:
             training.said.add(("slow", reason))
-            level = logging.INFO if params[0].device.type == "cpu" else logging.WARNING
             text = "the %s step is taken link by link, in several times the memory traffic: in param group %d %s"
-            logger.log(level, text, phase.phase.value, group, reason)
+            logger.warning(text, phase.phase.value, group, reason)

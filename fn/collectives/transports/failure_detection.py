@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 
 from fn.collectives.transports import tcp_setup as rendezvous
-from fn.collectives.transports.progress import PROGRESS
 from fn.errors import PeerLost
 
 PATIENCE = 0.5
@@ -89,11 +88,7 @@ def raising_peer_lost(
             and state, which a collective cannot know. "": nothing, for whoever surrounds this may know.
     """
     try:
-        if PROGRESS is not None:
-            PROGRESS.begin()
         yield
-        if PROGRESS is not None:
-            PROGRESS.end()
     except RuntimeError as error:
         if not is_loss(error) and not isinstance(error, PeerLost):
             raise

@@ -1,7 +1,5 @@
 """The row "torch": whole optimizer steps by torch's functions of lists, for any device, where nothing faster is.
 
-On a CPU it makes codes, too, tile by tile (`tiled_signs`, `tiled_ints`).
-
 On an accelerator a function of a list is one launch, or a few. The tensors are taken in chunks, so that temporaries
 stay small whatever the size of the model, and on a CPU stay in the cache.
 
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels import memory_pool, ops
-from fn.kernels.eager import foreach_lamb, tiled_ints, tiled_signs
+from fn.kernels.eager import foreach_lamb
 from fn.kernels.eager.foreach_lamb import clear_by_signs
 from fn.kernels.reference.adam import drift
 from fn.kernels.reference.lamb import lamb_moments_, lamb_step_, onebit_lamb_moments_
@@ -204,8 +202,6 @@ def row(device_type: str) -> Accelerator:
     """Return the row."""
     found = (momentum_encode, momentum_rows, onebit_adam_, adamw_, *AS_THEY_ARE)
     kernels: dict[str, Any] = {f.__name__: f for f in found}
-    if device_type == "cpu":
-        kernels |= tiled_signs.KERNELS | tiled_ints.KERNELS
-    else:
+    if device_type != "cpu":
         kernels |= {"largest_magnitude": largest_magnitude, **foreach_lamb.KERNELS}
     return Accelerator(device_type, kernels, provider="torch")

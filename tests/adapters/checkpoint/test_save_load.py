@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import logging
 import os
 import pickle
 import random
@@ -144,7 +145,7 @@ def report(params: list[Any], opt: fn.Optimizer) -> dict[str, Any]:
         "params": [p.detach().clone() for p in params],
         "gathered": not opt.make.keywords.get("servers", True),
         "fused": opt.make.func is fn.onebit_lamb,  # its tensors lie end to end
-        "carried": [r.clone() for r in opt.residual_gradients[0]] if opt.residual_gradients else [],
+        "step": max((float(e.scales.max()) for e in errors.worker if hasattr(e, "codes")), default=0.0),
     }
 
 
@@ -166,19 +167,14 @@ def loading(folder: str, name: str) -> dict[str, Any]:
     checkpoint.save(f"{folder} on {dist.get_world_size()}/{name}", opt)
     others, by_hand = make(name)
     checkpoint.load(f"{folder} on {dist.get_world_size()}/{name}", by_hand)
-    saved, loaded = ((p, o.states, o.residual_gradients) for p, o in ((params, opt), (others, by_hand)))
-    exact = same(bits(saved), bits(loaded))
-    carried, by_hand.residual_gradients = by_hand.residual_gradients, ()
-    set_gradients(others, 7)
-    for p, r in zip(others, carried[0] if carried and dist.get_world_size() > 1 else (), strict=False):
-        p.grad += r
+    exact = same(bits((params, opt.states)), bits((others, by_hand.states)))
     set_gradients(params, 7)
+    set_gradients(others, 7)
     for each in (opt, by_hand):
         each.step()
     finite = all(bool(torch.isfinite(p).all()) for p in params)
     delivered = same(bits((params, opt.states)), bits((others, by_hand.states)))
-    left = opt.residual_gradients == () if dist.get_world_size() > 1 else len(opt.residual_gradients) == len(carried)
-    return {**found, "finite": finite, "skipped": opt.skipped, "delivered": exact and delivered and left}
+    return {**found, "finite": finite, "skipped": opt.skipped, "delivered": exact and delivered}
 
 
 def undelivered(found: list[dict[str, Any]], align: int) -> list[torch.Tensor]:
@@ -189,10 +185,7 @@ def undelivered(found: list[dict[str, Any]], align: int) -> list[torch.Tensor]:
         return apart(total, 1, align)
     if found[0]["server"] and found[0]["server"][0] is not None:
         total = total + torch.cat([r["server"][0].double() for r in found])
-    carried = found[0]["carried"]
-    assert all(same(bits(carried), bits(rank["carried"])) for rank in found)
-    parts = apart(total, world, align, found[0]["fused"])
-    return [x + r.flatten().double() for x, r in zip(parts, carried, strict=True)] if carried else parts
+    return apart(total, world, align, found[0]["fused"])
 
 
 def apart(vector: torch.Tensor, world: int, align: int, fused: bool = False) -> list[torch.Tensor]:
@@ -205,6 +198,11 @@ def apart(vector: torch.Tensor, world: int, align: int, fused: bool = False) -> 
 
 def widths_of(world: int, align: int) -> list[int]:
     return [-(-torch.Size(shape).numel() // (world * align)) * align for shape in SHAPES]
+
+
+def farthest(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
+    """Return the largest distance of two elements."""
+    return max(float((x - y).abs().max()) for x, y in zip(a, b, strict=True) if x.numel())
 
 
 def distance(a: list[torch.Tensor], b: list[torch.Tensor]) -> float:
@@ -241,9 +239,11 @@ def test_another_world_keeps_the_undelivered_mean_and_goes_on(old, new, tmp_path
     if old > 1:  # one rank compresses nothing and has no errors
         for name, found in after.items():
             was = undelivered(before["classic" if name == "lazy" else name], ALIGN.get(name, 8))
-            assert distance(was, undelivered(found, ALIGN.get(name, 8))) < 1e-6, name
+            now = undelivered(found, ALIGN.get(name, 8))
+            step = max(rank["step"] for rank in found)
+            assert bool(step) == (name in ALIGN)
+            assert distance(was, now) < 1e-6 if not step else farthest(was, now) < 0.51 * step, name
             assert max(float(x.norm()) for x in was) > 1e-5, name
-        assert all(any(x.any() for x in after[name][0]["carried"]) for name in ALIGN)  # which 8 bits do not hold
         assert max(float(x.norm()) for x in undelivered(before["loco"], 2)) > 1e-3
     assert distance(before["classic"][0]["mu"], after["classic"][0]["mu"]) == 0
     shards = [torch.cat([r["mu"][0] for r in each]) for each in (before["loco"], after["loco"])]
@@ -253,14 +253,26 @@ def test_another_world_keeps_the_undelivered_mean_and_goes_on(old, new, tmp_path
         assert distance(mean, after["zero_one"][0][field]) < 1e-6
 
 
+def said_while_loading(folder: str) -> dict[str, list[str]]:
+    found = {}
+    for name in MAKES:
+        records: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record, records=records: records.append(record.getMessage())
+        logging.getLogger("fn").addHandler(handler)
+        checkpoint.load(f"{folder}/{name}", make(name)[1])
+        logging.getLogger("fn").removeHandler(handler)
+        found[name] = records
+    return found
+
+
 @pytest.mark.slow
-def test_what_was_not_delivered_after_one_move_is_kept_by_the_next_one(tmp_path_factory):
-    folder = str(tmp_path_factory.getbasetemp() / "twice moved")
-    before = saved(folder, 4)["loco"]
-    ranks.run(2, loading, f"{folder}/4", "loco")
-    after = ranks.run(3, loading, f"{folder}/4 on 2", "loco")
-    assert distance(undelivered(before, 2), undelivered(after, 2)) < 1e-6
-    assert all(rank["delivered"] for rank in after)
+def test_what_8_bits_round_off_is_said(tmp_path_factory):
+    folder = str(tmp_path_factory.getbasetemp() / "said")
+    saved(folder, 2)
+    (texts,) = ranks.run(1, said_while_loading, f"{folder}/2")
+    said = {name for name in MAKES if any("up to half a step of their codes is lost" in text for text in texts[name])}
+    assert said == {*ALIGN}
 
 
 # One rank's state_dict, as a plain trainer saves it.
