@@ -23,9 +23,9 @@ def test_the_numpy_row_conforms():
 
 @pytest.mark.slow
 def test_the_row_of_torchs_functions_of_lists_conforms():
-    from fn.kernels.eager import foreach, tiles
+    from fn.kernels.eager import foreach
 
-    assert max(tiles.TILE, foreach.CHUNK_OF_CPU) < LONG
+    assert foreach.CHUNK_OF_CPU < LONG
     assert kernels.conformance(foreach.row("cpu"), sizes=SIZES)
 
 

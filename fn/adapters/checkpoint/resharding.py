@@ -176,7 +176,7 @@ def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
             if not key.startswith(("state.", ORDER)):
                 found[key] = mean_of_rows(value, add) if isinstance(value, Rows) else value
     if rounds_off(own_state.values()):
-        logger.warning("checkpoint: its errors were rounded anew; up to half a step of their codes is lost")
+        logger.warning("checkpoint: its errors were rounded anew; up to one step of their codes is lost")
     return found
 
 

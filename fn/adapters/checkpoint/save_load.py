@@ -6,7 +6,8 @@
 
 Saved are the optimizer's state, its parameters, and `extra`, rank by rank where they differ. On the same world the
 training continues bit for bit, also between 0/1 Adam's synchronisations. On another one the undelivered mean is kept,
-(1 / W) sum of the worker errors + the server errors; where errors are kept in 8 bits, up to half a step of these.
+(1 / W) sum of the worker errors + the server errors; where errors have 8 bits, to one step of these, a 128th of
+a block's largest.
 """
 
 from __future__ import annotations

@@ -219,7 +219,7 @@ class GradientAverage:
             text = "average_gradients: a single rank encodes nothing; what %d ranks had not delivered is lost"
             logger.warning(text, world)
         elif rounds_off(found):
-            logger.warning("average_gradients: its errors were rounded anew; up to half a step of their codes is lost")
+            logger.warning("average_gradients: its errors were rounded anew; up to one step of their codes is lost")
         return moved
 
     def _check_rank(self, ranks: set[tuple[int, int]]) -> None:

@@ -88,7 +88,7 @@ def test_errors_of_channels_last_are_put_into_the_order_of_the_shapes(name, worl
     was, now = of(saved, name, IN_MEMORY), of([found for found, _ in answers], name)
     assert max(float(x.abs().max()) for x in was["errors"]) > 1e-3
     step = 1e-6 if name == "onebit_adam" else max(float(x["scales"].max()) for x in scales_of(answers))
-    torch.testing.assert_close(now["errors"], was["errors"], rtol=0, atol=0.51 * step)
+    torch.testing.assert_close(now["errors"], was["errors"], rtol=0, atol=1.01 * step)
     torch.testing.assert_close(now["momentum"], was["momentum"], rtol=0, atol=0)
     for _, params in answers[1:]:
         torch.testing.assert_close(params, answers[0][1], rtol=0, atol=0)

@@ -242,7 +242,7 @@ def test_another_world_keeps_the_undelivered_mean_and_goes_on(old, new, tmp_path
             now = undelivered(found, ALIGN.get(name, 8))
             step = max(rank["step"] for rank in found)
             assert bool(step) == (name in ALIGN)
-            assert distance(was, now) < 1e-6 if not step else farthest(was, now) < 0.51 * step, name
+            assert distance(was, now) < 1e-6 if not step else farthest(was, now) < 1.01 * step, name
             assert max(float(x.norm()) for x in was) > 1e-5, name
         assert max(float(x.norm()) for x in undelivered(before["loco"], 2)) > 1e-3
     assert distance(before["classic"][0]["mu"], after["classic"][0]["mu"]) == 0
@@ -271,7 +271,7 @@ def test_what_8_bits_round_off_is_said(tmp_path_factory):
     folder = str(tmp_path_factory.getbasetemp() / "said")
     saved(folder, 2)
     (texts,) = ranks.run(1, said_while_loading, f"{folder}/2")
-    said = {name for name in MAKES if any("up to half a step of their codes is lost" in text for text in texts[name])}
+    said = {name for name in MAKES if any("up to one step of their codes is lost" in text for text in texts[name])}
     assert said == {*ALIGN}
 
 
