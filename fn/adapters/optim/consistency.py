@@ -61,15 +61,19 @@ def check_fragments(schedule: Any, states: Any) -> None:
 
 
 def check_accepted(
-    axes: Sequence[str], group: int, problem: BaseException | None, device: torch.device
+    axes: Sequence[str], group: int, problem: BaseException | None, device: torch.device, strided: Sequence[str] = ()
 ) -> None:
     """Tell the other ranks whether a param group was accepted here, and hear it from them.
 
+    Args: strided: the names of its parameters that are not contiguous. Kernels of whole steps do not take these, and a
+        sharded step sends other messages without them, so ranks that differ would mix up updates and params.
     Raises: `problem` if there is one and the ranks agree on it; else `RanksDisagree`, on every rank.
     """
     verdict = "accepted" if problem is None else f"refused ({type(problem).__name__}: {problem})"
+    fields: dict[str, object] = {f"param group {group}": verdict}
+    fields |= {f"layout of parameter {name} in group {group}": "not contiguous" for name in strided}
     for axis in axes:
-        check_agreement(axis, {f"param group {group}": verdict}, device)
+        check_agreement(axis, fields, device)
     if problem is not None:
         raise problem
 

@@ -187,7 +187,7 @@ class Optimizer(torch.optim.Optimizer):
         """
         training = self.training
         training.check_own_params("add_param_group")
-        before, problem = len(self.param_groups), None
+        before, problem, strided = len(self.param_groups), None, list[str]()
         try:
             try:
                 if isinstance(param_group, dict):
@@ -199,10 +199,12 @@ class Optimizer(torch.optim.Optimizer):
                 tree.check_real(self.param_groups[-1]["params"], "params")
                 check_params(self.param_groups)
                 prepared = training.prepare(self.param_groups[-1])
+                names = param_groups.names_of(group)
+                strided = [name for name, p in zip(names, group["params"], strict=True) if not p.is_contiguous()]
             except Exception as error:
                 problem = error
             with training.binding:
-                check_accepted(training.axes, before, problem, device_among(self.param_groups))
+                check_accepted(training.axes, before, problem, device_among(self.param_groups), strided)
             training.groups = self.param_groups
             training.start(self.param_groups[-1], *prepared)
         except BaseException:

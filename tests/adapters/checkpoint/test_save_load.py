@@ -145,7 +145,7 @@ def report(params: list[Any], opt: fn.Optimizer) -> dict[str, Any]:
         "params": [p.detach().clone() for p in params],
         "gathered": not opt.make.keywords.get("servers", True),
         "fused": opt.make.func is fn.onebit_lamb,  # its tensors lie end to end
-        "step": max((float(e.scales.max()) for e in errors.worker if hasattr(e, "codes")), default=0.0),
+        "step": sum(float(e.scales.max()) for half in errors for e in half if hasattr(e, "codes")),
     }
 
 
