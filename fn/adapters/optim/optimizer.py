@@ -23,7 +23,7 @@ from fn.adapters.optim.consistency import (
 from fn.adapters.optim.exchange import exchange
 from fn.adapters.optim.param_memory import check_params
 from fn.adapters.optim.signals import defer_signals, stoppable
-from fn.adapters.optim.skipped_steps import is_due, warn_of_skips, watch_exchange, watch_local_step
+from fn.adapters.optim.skipped_steps import is_due, warn_of_skips, watch_exchange, watch_local_steps
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
 from fn.adapters.optim.step import count, stage_group, take, write
 from fn.adapters.optim.training import Training
@@ -233,7 +233,6 @@ class Optimizer(torch.optim.Optimizer):
             training.shards.take_gradients()
         training.scale = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         phase, problem, skipped = training.phase, training.follow_groups(), training.skipped
-        dropped = training.dropped if phase.phase is Phase.LOCAL or isinstance(phase, Round) else 0
         shared = {axis: wire for axis, wire in training.transports.items() if training.binding.axes[axis].size > 1}
         early, changed = None, None
         with defer_signals():  # what it writes is whole and counted before the exchange of a round waits for others
@@ -248,7 +247,7 @@ class Optimizer(torch.optim.Optimizer):
                     write(training, phase.phase, early)
             count(training, phase, skipped)
             if phase.phase is Phase.LOCAL or isinstance(phase, Round):
-                watch_local_step(training, dropped)
+                watch_local_steps(training, phase)
         if isinstance(phase, Round) and phase != Round():
             left_out = training.left_out
             left = raising_peer_lost(training.transports, left=LOCAL_STEP_TAKEN)

@@ -17,12 +17,15 @@ from fn.adapters.optim.consistency import device_among
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.state_dict import place_of
 from fn.adapters.optim.training import Training
-from fn.base import Round
+from fn.base import Phase, Round
 from fn.collectives.agreement import gather_texts
 from fn.transforms.skip_nonfinite import all_finite
 
 FIRST = 5
 """Skipped steps in a row after which a warning comes. The next ones come at powers of two from 16 on."""
+
+LOOK = 16
+"""Local steps between two looks at how many of them were left out, at most."""
 
 NAMED = 4
 """Ranks that a warning names."""
@@ -43,27 +46,33 @@ def watch_exchange(training: Training, round_: Round, left_out: int) -> None:
 
     Args: left_out: how many had been before it. All ranks call it together, with the axes bound.
     """
-    if round_.end is not None and (count := _counted(training, round_.end, training.left_out > left_out)):
+    if round_.end is None:
+        return
+    row = training.missed_in_a_row.get(round_.end, 0)
+    count = training.missed_in_a_row[round_.end] = row + 1 if training.left_out > left_out else 0
+    if is_due(count):
         which = f"the last {count} of fragment {round_.end}"
         _warn(training, f"exchanges: {which} were left out, and its anchor rests until one is not")
 
 
-def watch_local_step(training: Training, dropped: int) -> None:
-    """Count a local step that this rank left out; it warns itself if many were in a row, for no other rank knows.
+def watch_local_steps(training: Training, phase: Phase | Round) -> None:
+    """Count a local step, and warn if many in a row were left out; this rank does so alone, for no other knows.
 
-    Args: dropped: how many had been before it.
+    How many were is a number on the device, which the host would wait for. So it is looked at where something is
+    exchanged, and after `LOOK` steps. Args: phase: of the step.
     """
-    if count := _counted(training, "local", training.dropped > dropped):
+    training.unseen_local_steps += 1
+    if phase.phase is Phase.LOCAL and training.unseen_local_steps < LOOK:
+        return
+    taken, training.unseen_local_steps = training.unseen_local_steps, 0
+    before, training.seen_dropped = training.seen_dropped, training.dropped
+    row = training.missed_in_a_row.get("local", 0)
+    now = training.missed_in_a_row["local"] = row + taken if training.seen_dropped - before == taken else 0
+    if any(map(is_due, range(row + 1, now + 1))):
         rank, _ = place_of(training)
         what = next(_not_finite(training), "an update")
-        text = f"local steps: the last {count} were left out by rank {rank}, which moves in exchanges only"
+        text = f"local steps: the last {now} were left out by rank {rank}, which moves in exchanges only"
         warnings.warn(f"{text}; not finite: {what}", stacklevel=6)
-
-
-def _counted(training: Training, which: int | str, missed: bool) -> int:
-    """Count what was missed in a row; return the number if a warning is due, else 0."""
-    count = training.missed_in_a_row[which] = training.missed_in_a_row.get(which, 0) + 1 if missed else 0
-    return count if is_due(count) else 0
 
 
 def _warn(training: Training, text: str) -> None:

@@ -277,6 +277,7 @@ def _write(training: Training, saved: Mapping[str, Any], numbers: list[dict[str,
         for group, entries in zip(training.groups, numbers, strict=True):
             write_numbers(group, entries)
     training.steps = int(saved["steps"])
+    training.unseen_local_steps, training.seen_dropped = 0, training.dropped
     if isinstance(training.schedule, FreezeWhenStable):
         training.schedule.norms = saved["schedule.norms"].tolist()
         frozen_at = int(saved["schedule.frozen_at"])

@@ -87,6 +87,10 @@ class Training:
     counts: tuple[Tree, dict[str, list[Tensor]]] = field(default_factory=lambda: ((), {}))
     missed_in_a_row: dict[int | str, int] = field(default_factory=dict)
     """How many exchanges in a row were left out, by the number of the fragment; as "local", this rank's local steps."""
+    unseen_local_steps: int = 0
+    """Local steps since `dropped` was looked at last."""
+    seen_dropped: int = 0
+    """What `dropped` was then."""
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the transforms, which would go on with this one."""
