@@ -17,12 +17,12 @@ from inspect import unwrap
 from typing import Any
 
 from fn import roles
-from fn.base import Guarded, Link, SideBySide, Step, UpdateFn, links_of, name_of
+from fn.base import Guarded, Link, Step, UpdateFn, links_of, name_of
 from fn.inplace import adam, lamb, outer, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds
 from fn.inplace.host_scalars import on_host
 from fn.inplace.links import Head, descent_of
-from fn.inplace.protocol import InPlace, together_in_place
+from fn.inplace.protocol import InPlace
 from fn.transforms.adam import Adam, OnebitAdam
 from fn.transforms.lamb import LambHyper, OnebitLamb
 from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup
@@ -46,16 +46,10 @@ KINDS: dict[type, tuple[Callable[..., InPlace | str], bool]] = {
 def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace | str:
     """Return how an update is staged, or the reason why it cannot be: a phrase that names the link in the way.
 
-    Args: update: of a transform that `skip_nonfinite` made, or of several `together`, in one phase. known: what the
-        phases of one optimizer know of its tensors together; it is filled here. None: nothing.
+    Args: update: of a transform that `skip_nonfinite` made, in one phase. known: what the phases of one optimizer know
+        of its tensors together; it is filled here. None: nothing.
     """
     known, update = {} if known is None else known, unwrap(update)
-    if isinstance(update, SideBySide):
-        each = [in_place(inner, known.setdefault(i, {})) for i, inner in enumerate(update.updates)]
-        for found in each:
-            if isinstance(found, str):
-                return found
-        return together_in_place([found for found in each if isinstance(found, InPlace)], update)
     if not isinstance(update, Guarded):
         return "it is not guarded by fn.skip_nonfinite"
     links = links_of(update.inner, (0,))  # 0: `inner` of the guard's state
@@ -71,12 +65,14 @@ def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace |
     return found if isinstance(found, str) else found._replace(stage=refusing(update, found.stage))
 
 
-def refusing(update: UpdateFn, run: Callable[[Tree, Tree, Tree], Any]) -> Callable[[Tree, Tree, Tree], Any]:
+def refusing(
+    update: UpdateFn, run: Callable[[Tree, Tree, Tree], Any], path: tuple[int, ...] = ()
+) -> Callable[[Tree, Tree, Tree], Any]:
     """Let another way to take the steps of an update, in place or compiled, refuse the states that its links refuse.
 
-    They say so in `Step.check`. Nothing is communicated before.
+    They say so in `Step.check`. Nothing is communicated before. Args: path: to the state of the update in that of run.
     """
-    steps = [(link, link.update) for link in _links_in(update) if isinstance(link.update, Step)]
+    steps = [(link, link.update) for link in _links_in(update, path) if isinstance(link.update, Step)]
     checks = [(link, step.check) for link, step in steps if step.check is not None]
 
     def checked(updates: Tree, state: Tree, params: Tree) -> Any:
@@ -88,10 +84,8 @@ def refusing(update: UpdateFn, run: Callable[[Tree, Tree, Tree], Any]) -> Callab
 
 
 def _links_in(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
-    """Return the links of an update, those inside of guards and of several trees, too."""
+    """Return the links of an update, those inside of guards, too."""
     update = unwrap(update)
-    if isinstance(update, SideBySide):
-        return [link for i, inner in enumerate(update.updates) for link in _links_in(inner, (*path, i))]
     if isinstance(update, Guarded):
         return _links_in(update.inner, (*path, 0))  # 0: `inner` of the guard's state
     links = links_of(update, path)
@@ -123,8 +117,6 @@ def _of_guard(guard: Guarded, update: UpdateFn) -> str:
 def same_links(a: UpdateFn, b: UpdateFn) -> bool:
     """Tell whether updates are the same links, in the same guards."""
     a, b = unwrap(a), unwrap(b)
-    if isinstance(a, SideBySide) and isinstance(b, SideBySide):
-        return all(same_links(x, y) for x, y in zip(a.updates, b.updates, strict=True))
     if isinstance(a, Guarded) and isinstance(b, Guarded):
         return a.looks == b.looks and same_links(a.inner, b.inner)
     return links_of(a) == links_of(b)

@@ -72,25 +72,6 @@ class InPlace(NamedTuple):
         return self.pure(updates, state, params)
 
 
-def together_in_place(updates: Sequence[InPlace], pure: UpdateFn) -> InPlace:
-    """Return how `pure`, the update of tuples of trees, is staged: each tree as its own of `updates` says."""
-
-    def fits(grads: Tree, states: Tree, params: Tree) -> bool:
-        return all(u.fits(*args) for u, args in zip(updates, zip(grads, states, params, strict=True), strict=True))
-
-    def stage(grads: Tree, states: Tree, params: Tree) -> Staged:
-        parts = [u.stage(*args) for u, args in zip(updates, zip(grads, states, params, strict=True), strict=True)]
-
-        def commit() -> None:
-            for part in parts:
-                part.commit()
-
-        found = settled(parts)
-        return Staged(all(part.ok for part in found), commit, all(part.safe for part in found))
-
-    return InPlace(pure, fits, stage)
-
-
 def read(flags: Sequence[bool | Tensor]) -> list[bool]:
     """Return 0-d bools as bools; a device is waited for once."""
     there = {id(x): x for x in flags if isinstance(x, Tensor) and x.device.type != "cpu"}

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import in_place_steps
 import pytest
 import ranks
 import torch
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.adapters.optim import step as step_order
 from fn.base import Guarded
 from fn.inplace.bounds import Bounds, Reach
 from fn.transforms.lamb import common_scale_of
@@ -157,12 +157,12 @@ def steady() -> list[Any]:
         for eps in (1e-8, 1e-12 if name == "onebit_lamb" else 1e-20):
             with fn.bind(mesh):
                 params, opt = optimizer(name, eps=eps)
-            with counted(step_order, "_move") as moves, counted(Bounds, "_look") as looks:
+            with in_place_steps.listed() as in_place, counted(Bounds, "_look") as looks:
                 for step in range(60):
                     set_gradients(params, step, dist.get_rank())
                     opt.param_groups[0]["lr"] = 1e-3 * (1 + step)  # a warm-up of the learning rate
                     opt.step()
-            found.append((name, eps, sum(x is None for x in moves), len(looks), opt.skipped))
+            found.append((name, eps, sum(in_place), len(looks), opt.skipped))
     return found
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import in_place_steps
 import pytest
 import ranks
 import torch
@@ -15,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.adapters.optim import step as step_order
 from fn.inplace.compressed_average import CodedMean
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
@@ -90,7 +90,7 @@ def against_the_pure_chain(name: str, rows: str = "numba") -> list[dict[str, Any
         for step in range(8):
             for p, g in zip(params, gradient(step, dist.get_rank()), strict=True):
                 p.grad = g
-            with count_stages() as stages, fn.ledger() as sent:
+            with in_place_steps.listed() as in_place_here, fn.ledger() as sent:
                 opt.step()
             with fn.bind(mesh), fn.ledger() as sent_too:
                 grads = gradient(step, dist.get_rank())
@@ -99,28 +99,11 @@ def against_the_pure_chain(name: str, rows: str = "numba") -> list[dict[str, Any
             same = sent.sent == sent_too.sent
             asks = step in (0, 3, 4)  # the first of each phase, and one that is skipped
             assert same or asks, (step, hyper.keys(), sent, sent_too)
-            taken += stages[0]
+            taken += sum(in_place_here)
             differences.append(difference([params, opt.states[0]], [plain, state]))
             skipped.append(opt.skipped)
         found.append({"taken": taken, "differences": differences, "skipped": skipped})
     return found
-
-
-@contextmanager
-def count_stages():
-    """Count the steps that are taken in place, or skipped there."""
-    counts, original = [0], step_order._move
-
-    def counted(*args: Any) -> Any:
-        updates = original(*args)
-        counts[0] += updates is None
-        return updates
-
-    step_order._move = counted
-    try:
-        yield counts
-    finally:
-        step_order._move = original
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from typing import Any
 
+import in_place_steps
 import pytest
 import ranks
 import torch
@@ -16,7 +17,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.adapters.optim import step as step_order
 from fn.collectives import hierarchy
 from fn.inplace.explain import explain
 from fn.inplace.match import in_place
@@ -52,24 +52,13 @@ def gradient(step: int, rank: int) -> list[torch.Tensor]:
 
 def staged_steps(opt: fn.Optimizer, steps: int) -> int:
     """Take steps; return how many of them were taken in place."""
-    count, original = 0, step_order._move
-
-    def counted(*args: Any) -> Any:
-        nonlocal count
-        updates = original(*args)
-        count += updates is None
-        return updates
-
-    step_order._move = counted
-    try:
+    with in_place_steps.listed() as in_place:
         for step in range(steps):
             rank = dist.get_rank() if dist.is_initialized() else 0
             for p, g in zip(opt.param_groups[0]["params"], gradient(step, rank), strict=True):
                 p.grad = g
             opt.step()
-    finally:
-        step_order._move = original
-    return count
+    return sum(in_place)
 
 
 def train(make: Any, axes: dict[str, int]) -> tuple[int, list[torch.Tensor], int]:

@@ -30,11 +30,7 @@ def donate(update: UpdateFn) -> UpdateFn:
     """
 
     def donated(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        shared = _shared(state, params)
-        if shared:
-            leaf = tree.paths(state)[shared[0]] or "the root"
-            got = "that of another leaf or of the params, with which it would be overwritten"
-            raise ValueError(expected("state", f"leaf {leaf!r} to have memory of its own", got, "clone it in init"))
+        check_apart(state, params)
         updates, after = update(updates, state, params)
         is_old = among(tree.leaves(state))
         updates = tree.map(lambda u: u.clone() if is_old(u) else u, updates)
@@ -42,6 +38,17 @@ def donate(update: UpdateFn) -> UpdateFn:
         return updates, state
 
     return own_code(donated)
+
+
+def check_apart(state: Tree, params: Tree) -> None:
+    """Refuse a state whose leaves lie in the memory of one another or of the params, with a ValueError that names one.
+
+    Writing one of them would overwrite the other one.
+    """
+    if shared := _shared(state, params):
+        leaf = tree.paths(state)[shared[0]] or "the root"
+        got = "that of another leaf or of the params, with which it would be overwritten"
+        raise ValueError(expected("state", f"leaf {leaf!r} to have memory of its own", got, "clone it in init"))
 
 
 def write_back(old: Tree, new: Tree) -> None:

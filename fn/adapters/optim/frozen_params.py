@@ -60,6 +60,10 @@ class FrozenParams:
         for leaf, old, mask in zip(copies, before, masks, strict=True):
             leaf.copy_(torch.where(mask, old, leaf))
 
+    def among(self, params: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return the parameters that the step leaves as they are. Args: params: of each param group."""
+        return [params[g][i] for g, i in self.places]
+
     def _groups(self) -> list[int]:
         return sorted({g for g, _ in self.places})
 

@@ -4,15 +4,14 @@
 
 1. `collect`: the gradients, unscaled; NaN in their place if this rank has something to ask the others (`Gradients`).
 2. `still_in_doubt`: in the first step of a phase, whether the gradients are each rank's own.
-3. `_move`: what has no gradient is held. Gradients are clipped, if there is a `max_norm`. Then the states move, in
-   place and the params with them, where the device has kernels for a whole step; elsewhere by the pure update, compiled
-   if that was asked for, whose new state is written into the buffers of the old one.
-4. `_ask`: if the step was skipped, whether for its numbers or to ask. Once the others have answered, 1 and 3 follow
+3. `_stage`: gradients are clipped, if there is a `max_norm`. Then each param group is staged: all that can fail is
+   done, and nothing is written. It is in place where the device has kernels for a whole step, and pure elsewhere.
+4. `commit`: if all groups are finite, all are written, params and state; else the step is counted as skipped.
+5. `_ask`: if the step was skipped, whether for its numbers or to ask. Once the others have answered, 1, 3 and 4 follow
    once more.
-5. `_apply`: the updates are added to the params, if those have not moved yet.
 
-`write` ends a step that `Overlap` has taken up to where it is written. A round of local steps is `take` of its local
-step, then `fn.adapters.optim.exchange`.
+`write` ends a step whose groups `Overlap` has staged behind the backward pass. A round of local steps is `take` of its
+local step, then `fn.adapters.optim.exchange`.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import roles, tree
+from fn import tree
 from fn.adapters.optim.clipping import Clipping, clipping
 from fn.adapters.optim.compiled import compile_update
 from fn.adapters.optim.consistency import still_in_doubt
-from fn.adapters.optim.donate import donate
+from fn.adapters.optim.donate import check_apart, donate
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.signals import begin_writing
@@ -39,52 +38,65 @@ from fn.base import NewParams, Part, Phase, Round, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
 from fn.errors import expected
 from fn.inplace.match import in_place, refusing, same_links
-from fn.inplace.protocol import InPlace, Staged
+from fn.inplace.memory import among, written_into
+from fn.inplace.protocol import InPlace, Staged, settled
 from fn.schedules import FreezeWhenStable
+from fn.transforms.skip_nonfinite import SkipState
 
 Tree = Any
 
 logger = logging.getLogger("fn")
 Grads = tuple[list[Tensor], ...]
-Moves = list[Tensor] | NewParams
-"""Of a param group: what is added to its params, or what they become."""
 
 
 class Update(NamedTuple):
-    """The update of a phase, of all param groups.
+    """The update of a phase.
 
-    clip: what the gradients go through first. donated: with the new state written back. in_place: how it is staged;
-    None if it cannot be. groups: the same for each param group alone.
+    clip: what the gradients of all param groups go through first. groups: the update of each param group, `InPlace`
+    where it has kernels; a single one where it spans all groups. compiled: that of all groups, which writes the new
+    state itself, so that the copies are part of its kernels; None unless the user asked for it.
     """
 
     clip: Clipping
-    donated: UpdateFn
-    in_place: InPlace | None
-    groups: Sequence[InPlace | None] = ()
+    groups: Sequence[UpdateFn]
+    spans: bool
+    compiled: UpdateFn | None
 
 
 def update_of(training: Training, phase: Phase | Part) -> Update:
     """Return the update of a phase or a local step, made once for the numbers that the param groups hold."""
     if phase not in training.updates:
-        pure = training.joined().composed(phase)
-        alone = Part("local", Phase.LOCAL)
-        if isinstance(phase, Part) and phase != alone and same_links(pure, training.joined().composed(alone)):
-            return update_of(training, alone)  # compiled once for all rounds
+        whole = training.joined().composed(phase)
+        updates, alone = _updates_in(whole), Part("local", Phase.LOCAL)
+        if isinstance(phase, Part) and phase != alone:
+            others = _updates_in(training.joined().composed(alone))
+            if all(map(same_links, updates, others)):
+                return update_of(training, alone)  # compiled once for all rounds
         clip = clipping(phase.phase, training.max_norm, next(iter(training.axes), None), training.states)
-        donated = donate(checked(pure))
-        donated = refusing(pure, compile_update(donated)) if training.compile else donated
-        matched, known = in_place(pure, training.bounds), training.bounds
-        updates = pure.updates if isinstance(pure, SideBySide) else ()
-        groups = [in_place(update, known.setdefault(i, {})) for i, update in enumerate(updates)]
-        staged = matched if isinstance(matched, InPlace) and not training.compile else None
-        each = [one if isinstance(one, InPlace) else None for one in groups]
-        if isinstance(matched, str) and isinstance(pure, SideBySide) and not training.compile:
+        spans = not isinstance(whole, SideBySide)
+        compiled = _compiled(whole, updates, spans) if training.compile else None
+        found = [in_place(update, training.bounds.setdefault(i, {})) for i, update in enumerate(updates)]
+        reason = next((one for one in found if isinstance(one, str)), None)
+        if reason and not spans and compiled is None:
             on_host = all(p.device.type == "cpu" for params in training.params for p in params)
             text = "the %s step is taken link by link: %s; see `python -m fn explain`"
-            logger.log(logging.INFO if on_host else logging.WARNING, text, phase.phase.value, matched)
-        training.updates[phase] = Update(clip, donated, staged, each)
-    found: Update = training.updates[phase]
-    return found
+            logger.log(logging.INFO if on_host else logging.WARNING, text, phase.phase.value, reason)
+        groups = [pure if isinstance(one, str) else one for pure, one in zip(updates, found, strict=True)]
+        training.updates[phase] = Update(clip, groups, spans, compiled)
+    update: Update = training.updates[phase]
+    return update
+
+
+def _updates_in(whole: UpdateFn) -> Sequence[UpdateFn]:
+    """Return the updates of all param groups, or the one that spans them."""
+    return whole.updates if isinstance(whole, SideBySide) else [whole]
+
+
+def _compiled(whole: UpdateFn, updates: Sequence[UpdateFn], spans: bool) -> UpdateFn:
+    run = compile_update(donate(checked(whole)))
+    for i, update in enumerate(updates):
+        run = refusing(update, run, () if spans else (i,))
+    return run
 
 
 def take(training: Training, phase: Phase | Round, problem: Exception | None) -> None:
@@ -92,16 +104,14 @@ def take(training: Training, phase: Phase | Round, problem: Exception | None) ->
 
     Args: problem: why this rank cannot take the step.
     """
-    part = phase.local if isinstance(phase, Round) else phase
-    update, before = update_of(training, part), training.skip_counts()
+    part, before = phase.local if isinstance(phase, Round) else phase, training.skip_counts()
+    update_of(training, part)  # raises for a phase that there is not before anything is sent
     grads = collect(training, phase, problem)
     if isinstance(phase, Phase) and phase in training.doubts:
         training.doubts = still_in_doubt(training.doubts, phase, grads, training.axes)
-    updates = _move(training, part, update, grads)
+    _take(training, part, grads)
     if training.skipped > max(before, default=0) and _ask(training, before):
-        updates = _move(training, part, update, collect(training, phase))
-    if updates is not None:
-        _apply(training, updates)
+        _take(training, part, collect(training, phase))
 
 
 def collect(training: Training, phase: Phase | Round, problem: Exception | None = None) -> Grads:
@@ -114,25 +124,31 @@ def collect(training: Training, phase: Phase | Round, problem: Exception | None 
     return unscaled(found, *training.scale)
 
 
-def _move(training: Training, phase: Phase | Part, update: Update, grads: Grads) -> Sequence[Moves] | None:
-    """Move the states; return the updates of the params, None if nothing is left to add."""
-    states, params = training.states, tuple(training.params)
+def _take(training: Training, phase: Phase | Part, grads: Grads) -> None:
     with training.frozen_params.during(
         phase.phase, training.gradients.absent, training.params, training.states, training.transforms
     ):
-        given = grads
-        grads = grads if update.clip.gradients is None else update.clip.gradients(grads, params)
-        with update.clip.binding:
-            staged = None if training.gradients.absent else update.in_place  # which moves all params
-            if staged is not None and staged.fits(grads, states, params):
-                step = staged.stage(grads, states, params).settled()
-                if step.safe:
-                    commit([step], states)
-                    return None
-            elif staged is not None:
-                say_slow(training, phase, given)
-            updates, _ = update.donated(grads, states, tuple([p.detach() for p in group] for group in params))
-            return [NewParams(new) for new in updates.params] if isinstance(updates, NewParams) else tuple(updates)
+        commit(_stage(training, phase, grads), training.states, training.frozen_params.among(training.params))
+
+
+def _stage(training: Training, phase: Phase | Part, given: Grads) -> list[Staged]:
+    """Take a step up to where it is written, each param group for itself. Nothing is changed.
+
+    But for a compiled update, which is one graph: it writes the state, whose new numbers depend on all that is sent.
+    """
+    update, states, params = update_of(training, phase), training.states, tuple(training.params)
+    grads = given if update.clip.gradients is None else update.clip.gradients(given, params)
+    with update.clip.binding:
+        if update.compiled is not None:
+            moves, _ = update.compiled(grads, states, tuple([p.detach() for p in group] for group in params))
+            return [Staged(True, lambda: move(params, moves))]
+        trees = [(grads, states, params)] if update.spans else [*zip(grads, states, params, strict=True)]
+        slow = partial(say_slow, training, phase, given)
+        steps = settled([stage(of, *args, slow) for of, args in zip(update.groups, trees, strict=True)])
+        if all(step.ok for step in steps):
+            found = zip(steps, update.groups, trees, strict=True)
+            steps = settled([step if step.safe else stage_purely(of, *args) for step, of, args in found])
+        return steps
 
 
 def _ask(training: Training, before: list[int]) -> bool:
@@ -149,21 +165,12 @@ def _ask(training: Training, before: list[int]) -> bool:
     return again
 
 
-def _apply(training: Training, updates: Sequence[Moves]) -> None:
-    """Add the updates to the params that are not held."""
-    begin_writing()
-    with step_range("apply"):
-        for g, (params, moves) in enumerate(zip(training.params, updates, strict=True)):
-            move(params, moves, {i for group, i in training.frozen_params.places if group == g})
-
-
 def write(training: Training, phase: Phase, steps: Sequence[Staged]) -> None:
     """Write a step that was staged group by group, but for what is held. The axes must be bound."""
     with training.frozen_params.during(
         phase, training.gradients.absent, training.params, training.states, training.transforms
     ):
-        params = training.params
-        commit(steps, training.states, [params[g][i] for g, i in training.frozen_params.places])
+        commit(steps, training.states, training.frozen_params.among(training.params))
 
 
 def count(training: Training, phase: Phase | Round, skipped: int) -> None:
@@ -185,10 +192,9 @@ def stage_group(training: Training, index: int, phase: Phase, grads: list[Tensor
 
     Args: index: of the group. phase: of the step. grads: one per parameter. The axes must be bound.
     """
-    update = training.transforms[index].composed(phase)
-    in_place = None if training.gradients.absent else update_of(training, phase).groups[index]  # as `take` does
+    update = update_of(training, phase).groups[index]
     slow = partial(say_slow, training, phase, [grads], index)
-    return stage(update, in_place, grads, training.states[index], training.params[index], slow)
+    return stage(update, grads, training.states[index], training.params[index], slow)
 
 
 def checked(update: UpdateFn) -> UpdateFn:
@@ -214,34 +220,39 @@ def checked(update: UpdateFn) -> UpdateFn:
 
 
 def stage(
-    update: UpdateFn,
-    in_place: InPlace | None,
-    grads: list[Tensor],
-    state: Tree,
-    params: list[Tensor],
-    slow: Callable[[], None] = lambda: None,
+    update: UpdateFn, grads: Tree, state: Tree, params: Tree, slow: Callable[[], None] = lambda: None
 ) -> Staged:
-    """Take the step of a param group up to where it would be written. Nothing is changed.
+    """Take a step up to where it would be written, in place or purely. Nothing is changed.
 
-    Args: update: guarded, so that its state counts skipped steps. in_place: how it is staged where it fits. slow: is
-        called where it does not. The others: its arguments.
+    Args: update: guarded, so that its state counts skipped steps; `InPlace` if it has kernels. slow: is called where
+        these do not fit. The others: its arguments.
     """
-    if in_place is not None and in_place.fits(grads, state, params):
-        found = in_place.stage(grads, state, params)
-        if not found.on_host:  # whoever writes it asks the device once, for all groups
-            return found
-        if found.settled().safe:
-            return found.settled()
-    elif in_place is not None:
+    if isinstance(update, InPlace):
+        if update.fits(grads, state, params):
+            return update.stage(grads, state, params)
         slow()
-    params = [p.detach() for p in params]
+    return stage_purely(update, grads, state, params)
+
+
+def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> Staged:
+    """Compute a step that waits to be written. Nothing is changed. Args: as `stage`.
+
+    Raises: ValueError if what is computed cannot be written.
+    """
+    params = tree.map(Tensor.detach, params)
+    check_apart(state, params)
     moves, after = checked(update)(grads, state, params)
+    is_old = among(tree.leaves(state))
+    moves = tree.map(lambda u: u.clone() if is_old(u) else u, moves)
+    taken = after.skipped is state.skipped or after.skipped == state.skipped
+    # The count of a step that is taken is not written, so that nobody waits for a device to read it.
+    write_state = written_into(state, after._replace(skipped=state.skipped))
 
     def commit() -> None:
-        found, _ = donate(lambda *_: (moves, after))(grads, state, params)
-        move(params, found)
+        write_state()
+        move(params, moves)
 
-    return Staged(after.skipped is state.skipped or bool(after.skipped == state.skipped), commit)
+    return Staged(taken, commit)
 
 
 def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor] = ()) -> None:
@@ -250,8 +261,8 @@ def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor] = ())
     Args: state: of all groups. still: parameters that are not to be moved. Without grad mode.
     """
     if not all(step.ok for step in steps):
-        for skipped in roles.find(state, "skips"):
-            skipped.add_(1)
+        for guard in [state] if isinstance(state, SkipState) else state:
+            guard.skipped.add_(1)
         return
     before = [(p, p.clone()) for p in still]
     begin_writing()
@@ -262,13 +273,9 @@ def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor] = ())
         p.copy_(old)
 
 
-def move(params: Sequence[Tensor], moves: Moves, still: Collection[int] = ()) -> None:
-    """Add updates to parameters, in the wider of the two dtypes, rounded once; or copy new ones, rounded.
-
-    Args: still: the places of parameters that are not to be moved.
-    """
-    new = moves.params if isinstance(moves, NewParams) else moves
-    pairs = [(p, u) for i, (p, u) in enumerate(zip(params, new, strict=True)) if i not in still]
+def move(params: Tree, moves: Tree) -> None:
+    """Add updates to parameters, in the wider of the two dtypes, rounded once; or copy `NewParams`, rounded."""
+    pairs = [*zip(tree.leaves(params), tree.leaves(moves), strict=True)]
     if isinstance(moves, NewParams):
         for p, x in pairs:
             p.copy_(x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
+import in_place_steps
 import pytest
 import ranks
 import torch
@@ -102,3 +103,16 @@ def test_in_half_precision_too_where_a_master_copy_is_the_default():
         assert (after - before).abs().max() < 4 * 0.05
         stayed, moved = (rank["loco", "bf16"][t][1].float() for t in (15, 16))
         assert (moved - stayed).abs().max() < 0.06
+
+
+def test_a_step_stays_in_place_and_leaves_what_has_no_gradient():
+    """One parameter without a gradient took the whole step out of place, at several times its time."""
+    params = [torch.nn.Parameter(torch.ones(n)) for n in (5, 6)]
+    opt = fn.Optimizer(params, fn.adamw, lr=0.1, weight_decay=0.1)
+    with in_place_steps.listed() as in_place:
+        for _ in range(3):
+            params[0].grad = torch.ones(5)
+            opt.step()
+    assert all(in_place)
+    assert torch.equal(params[1], torch.ones(6))
+    assert (params[0] < 1).all()

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import in_place_steps
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,10 +21,8 @@ from ranks import run
 
 import fn
 from fn.adapters import checkpoint
-from fn.adapters.optim import donate
 from fn.adapters.optim import signals as interrupts
 from fn.adapters.optim import step as step_order
-from fn.adapters.optim.step import update_of
 from fn.collectives.transports.tcp import Connections
 from fn.kernels import ops
 
@@ -59,7 +58,6 @@ def chained(lr: torch.Tensor) -> fn.Transform:
 
 PLACES = {
     "between two groups of a kernel's step": (fn.adamw, ops, "direct", 1),
-    "between a new state and the params": (chained, donate, "write_back", 1),
     "between the params of two groups": (chained, step_order, "move", 1),
 }
 
@@ -152,13 +150,15 @@ def test_of_two_signals_in_a_step_both_handlers_are_called_although_they_raise()
 def test_a_step_of_another_thread_leaves_signals_alone():
     opt, _ = build()
     before, seen = signal.getsignal(signal.SIGINT), []
-    made = update_of(opt.training, opt.phase)
-    watched = lambda *args: (made.donated(*args), seen.append(signal.getsignal(signal.SIGINT)))[0]  # noqa: E731
-    opt.training.updates[opt.phase] = made._replace(donated=watched, in_place=None)
+
+    def watched(update: Any) -> Any:
+        return lambda *args: (update(*args), seen.append(signal.getsignal(signal.SIGINT)))[0]
+
+    in_place_steps.stage_purely(opt, watched)
     thread = threading.Thread(target=opt.step)
     thread.start()
     thread.join()
-    assert seen == [before]
+    assert seen == [before] * len(opt.param_groups)
     assert opt.steps == 1
 
 

@@ -8,6 +8,7 @@ import torch
 import fn
 from fn.adapters.optim.step import commit, stage
 from fn.inplace.match import in_place
+from fn.inplace.protocol import settled
 
 KINDS = {"in place where there is a kernel": torch.float32, "pure": torch.float64}
 
@@ -29,9 +30,9 @@ def test_a_staged_step_changes_nothing_until_it_is_written_and_is_then_the_pure_
     update, grads, states, params = groups(dtype)
     expected = [[p + u for p, u in zip(ps, update(g, s, ps)[0], strict=True)]
                 for g, s, ps in zip(grads, states, params, strict=True)]  # fmt: skip
-    steps = [stage(update, in_place(update), *arguments) for arguments in zip(grads, states, params, strict=True)]
+    steps = [stage(in_place(update), *arguments) for arguments in zip(grads, states, params, strict=True)]
     assert all(bool((p == 1).all()) for ps in params for p in ps)
-    commit(steps, states, still=[params[0][1]])
+    commit(settled(steps), states, still=[params[0][1]])
     torch.testing.assert_close(params[0][0], expected[0][0])
     torch.testing.assert_close(params[1][0], expected[1][0])
     assert bool((params[0][1] == 1).all())  # it is not to be moved
@@ -41,7 +42,8 @@ def test_a_staged_step_changes_nothing_until_it_is_written_and_is_then_the_pure_
 @pytest.mark.parametrize("dtype", KINDS.values(), ids=KINDS)
 def test_a_group_that_is_not_finite_stops_all_of_them(dtype):
     update, grads, states, params = groups(dtype, bad=True)
-    steps = [stage(update, in_place(update), *arguments) for arguments in zip(grads, states, params, strict=True)]
+    steps = [stage(in_place(update), *arguments) for arguments in zip(grads, states, params, strict=True)]
+    steps = settled(steps)
     assert [step.ok for step in steps] == [True, False]
     commit(steps, states, still=[])
     assert all(bool((p == 1).all()) for ps in params for p in ps)
