@@ -181,7 +181,7 @@ def bad_means() -> dict[Any, dict[str, bool]]:
                 "nothing in common has moved": same(shared(opt), before),
                 "at the anchor": same(bits(here), bits(anchor)),
                 "where the local step led": same(bits(here), bits(alone)),
-                "counted": opt.skipped == 0 and int(own(opt).dropped) == dropped + left_out,
+                "counted": opt.skipped == 1 and int(own(opt).dropped) == dropped + left_out,
             }  # fmt: skip
             take(opt, *range(FIRST + 4, FIRST + 13))
             seen["goes on"] = agree(name, opt) and not same(shared(opt), before)

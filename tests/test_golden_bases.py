@@ -224,7 +224,7 @@ def sdp4bit(case: Case) -> tuple[fn.Transform, Any, Any]:
         moves = tree.map(lambda x, m: -h["lr"] * (x + h["weight_decay"] * m), g, main)
         return moves, tree.map(torch.add, main, moves)
 
-    inner = fn.lift(lambda params: tree.map(torch.clone, params), update)
+    inner = fn.lift(lambda params: tree.map(torch.clone, params), update, elementwise=True)
     tx = fn.sharded(inner, ("local", "node"), there, fn.off(), gather=back, gather_feedback=fn.classic())
     return tx, lambda before, after, g: {}, None
 

@@ -310,13 +310,15 @@ def _axes_of(
 
     Also all if one cannot be made: what is wrong with it is said, and told to other ranks, where it is made for good.
     """
+    if len(binding.axes) < 2:
+        return list(binding.axes)  # there is nothing to choose, so `make` is called once only
     named = set[str]()
     for group in listed if listed and isinstance(listed[0], dict) else [{}]:
         try:
             with binding:
                 spelled = {**defaults, **{k: v for k, v in group.items() if k != "params"}}
                 param_groups.spell_betas(spelled, make, {})
-                lr = torch.as_tensor(spelled["lr"], device="cpu")
+                lr = torch.as_tensor(spelled["lr"], dtype=torch.float32, device="cpu")
                 made = make(lr=lr, **param_groups.hyper_parameters(spelled, make))
                 named |= {*facts_of(made).axes}
         except Exception:

@@ -416,7 +416,7 @@ def test_skipped_steps_do_not_freeze_a_second_moment_that_rests_because_of_them(
 
 
 def test_freeze_when_stable_refuses_a_transform_without_a_second_moment_at_construction():
-    with pytest.raises(ValueError, match=r"schedule.*nu"):
+    with pytest.raises(ValueError, match=r"schedule.*second moment"):
         fn.Optimizer(parameters(), fn.scale_by_learning_rate, schedule=fn.freeze_when_stable())
 
 
