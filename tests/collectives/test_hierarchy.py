@@ -124,15 +124,16 @@ def test_any_shapes_on_any_grid_average_exactly_with_exact_codecs(shapes, world,
     nodes, local = world
     params = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
     g = [torch.randn(nodes, local, *shape, dtype=torch.float64) for shape in shapes]
+    same = fn.stateless(lambda u, p: u, elementwise=True)
     links = {
         "codes": fn.compressed_average(AXES, fn.identity(), fn.off(), layout=layout).compressed_update,
         "exact": fn.average(AXES).warmup_update,
-        "shards": fn.sharded(fn.stateless(lambda u, p: u, elementwise=True), AXES, fn.int4(), fn.off(), layout=layout).warmup_update,
+        "shards": fn.sharded(same, AXES, fn.int4(), fn.off(), layout=layout).warmup_update,
     }
     init = {
         "codes": fn.compressed_average(AXES, fn.identity(), fn.off(), layout=layout).init,
         "exact": fn.average(AXES).init,
-        "shards": fn.sharded(fn.stateless(lambda u, p: u, elementwise=True), AXES, fn.int4(), fn.off(), layout=layout).init,
+        "shards": fn.sharded(same, AXES, fn.int4(), fn.off(), layout=layout).init,
     }
     for name, update in links.items():
         run = lambda g, name=name, update=update: update(g, init[name](params), params)[0]  # noqa: E731
