@@ -1,7 +1,8 @@
 """What the fields of a state are: a state's class declares it, and `find` finds fields by it, whatever their names.
 
-`rank_local` names the fields that are one rank's own, `local_params` says that the params are, too, and `roles` says
-which fields hold what an optimizer or a combinator looks for:
+`rank_local` names the fields that are one rank's own, `local_params` says that the params are, too, `added` says what
+fields are in states that were saved before the class had them, and `roles` says which fields hold what an optimizer or
+a combinator looks for:
 
     >>> from typing import NamedTuple
     >>> import torch, fn
@@ -19,11 +20,13 @@ which fields hold what an optimizer or a combinator looks for:
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fn import tree
 from fn.errors import expected
 
 Tree = Any
@@ -92,6 +95,51 @@ def has_local_params(state: Tree) -> bool:
     return bool(_declared(state, "local_params", False))
 
 
+def added(state: Tree, saved: Container[str], prefix: str = "") -> dict[str, Tensor]:
+    """Return {path: tensor} of what a state has that one saved by an earlier version lacks, as the classes say.
+
+    A class that gets a new field says in a property `added` which number all elements of it are in states that were
+    saved before: `{"left_out": 0, "begun": True}`. A field of which something was saved is left alone.
+
+    Args: state: of this version, such as a fresh one. saved: the paths of the other one, as `fn.tree.paths` spells
+        them. prefix: of all paths in `saved`.
+
+    >>> from typing import NamedTuple
+    >>> import torch, fn
+    >>> class CountedState(NamedTuple):
+    ...     mu: torch.Tensor
+    ...     tokens: torch.Tensor         # new in this version
+    ...
+    ...     @property
+    ...     def added(self):
+    ...         return {"tokens": 0}
+    >>> fresh = CountedState(torch.zeros(2), torch.tensor(0))
+    >>> saved = {"mu": torch.ones(2)}    # by the version before
+    >>> saved | fn.roles.added(fresh, saved)
+    {'mu': tensor([1., 1.]), 'tokens': tensor(0)}
+    """
+    names: Iterable[Any]
+    values: Iterable[Any]
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        names, values, new = state._fields, state, _declared(state, "added", {})
+    elif isinstance(state, tuple | list | dict):
+        names = state if isinstance(state, dict) else range(len(state))
+        values, new = state.values() if isinstance(state, dict) else state, {}
+    else:
+        return {}
+    found: dict[str, Tensor] = {}
+    for name, value in zip(names, values, strict=True):
+        path = f"{prefix}{name}"
+        if name not in new:
+            found.update(added(value, saved, f"{path}."))
+            continue
+        places = [f"{path}.{inside}".removesuffix(".") for inside in tree.paths(value)]
+        if not any(place in saved for place in places):
+            fills = [torch.full_like(x, new[name]) for x in tree.leaves(value)]
+            found.update(zip(places, fills, strict=True))
+    return found
+
+
 def check(state: Tree) -> None:
     """Refuse states in a tree whose classes declare what is no field of theirs.
 
@@ -99,6 +147,7 @@ def check(state: Tree) -> None:
     """
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         rank_local(state)
+        _check_names(state, "added", _declared(state, "added", {}))
         roles, kind = roles_of(state), type(state).__name__
         if not isinstance(roles, Roles):
             cure = "write fn.Roles(second_moment=('nu',))"

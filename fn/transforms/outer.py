@@ -9,7 +9,7 @@ anchor x                 the params that all ranks agreed on last
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -60,7 +60,8 @@ class OuterState(NamedTuple):
     inner: the state of the inner optimizer. It is each rank's own, and no exchange changes it.
     anchor: the params that all ranks agreed on last, in float32 under half precision.
     pending: the mean differences that are to be taken over; like the anchor.
-    outer: the states of the outer optimizer, one per fragment. sync: the states of the mean, one per fragment.
+    outer: the states of the outer optimizer, one per fragment; () for one without params, also below.
+    sync: the states of the mean, one per fragment.
     alone: steps since the warm-up, 0-d int64.
     dropped: local steps that this rank left out because they were not finite, 0-d int64.
     left_out: exchanges that all ranks left out because a mean or an outer step was not finite, 0-d int64.
@@ -86,6 +87,11 @@ class OuterState(NamedTuple):
     def local_params(self) -> bool:
         """Tell that each rank goes to params of its own."""
         return True
+
+    @property
+    def added(self) -> Mapping[str, float]:
+        """Say what the fields are in states of version 0.2.0, which took every exchange that ends as one that began."""
+        return {"left_out": 0, "begun": True}
 
     @property
     def roles(self) -> Roles:
@@ -186,10 +192,10 @@ def outer(
         pending = tree.map(lambda p: zeros_like_moment(p).to(host), params)
         device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
         alone, dropped, left_out = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(3)]
-        outers = tuple(outer_tx.init([x.to(host) for x in part]) for part in parts)
-        states = outers, tuple(sync.init(part) for part in parts)
-        begun = tuple(torch.zeros((), dtype=torch.bool, device=device) for _ in parts)
-        return OuterState(inner.init(params), anchor, pending, *states, alone, dropped, left_out, begun)
+        outers = tuple(outer_tx.init([x.to(host) for x in part]) if part else () for part in parts)
+        means = tuple(sync.init(part) if part else () for part in parts)
+        begun = tuple(torch.zeros((), dtype=torch.bool, device=device) if part else () for part in parts)
+        return OuterState(inner.init(params), anchor, pending, outers, means, alone, dropped, left_out, begun)
 
     def checked(updates: Tree, state: OuterState, params: Tree) -> Tree:
         """Return the params in the order of the state; refuse arguments that do not fit together."""

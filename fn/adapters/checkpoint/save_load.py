@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from fn import tree
+from fn import roles, tree
 from fn.adapters.checkpoint import extra as extras
 from fn.adapters.checkpoint import resharding as portable
 from fn.adapters.checkpoint import storage as files
@@ -137,7 +137,8 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     beside = (extras.SAME, extras.EACH)
     forms = {k: form for k, form in reader.forms.items() if extra is not None or not k.startswith(beside)}
     own = portable.own_rows(optimizer.training)
-    _check_keys(optimizer, extra, extras.joined(forms))
+    added = roles.added(optimizer.training.states, forms, "state.")
+    _check_keys(optimizer, extra, {**extras.joined(forms), **added})
     if old == size or place_of(optimizer.training)[1] == size:  # else no axis adds up what all ranks have read
         each = {k: dtype for k, (_, dtype) in forms.items() if k.startswith(extras.EACH)}
         own |= {k for k, dtype in each.items() if old == size or dtype.is_floating_point}
@@ -146,7 +147,7 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     with warnings.catch_warnings(), raising_peer_lost(wires, where="checkpoint.load"), _files("read", found):
         warnings.simplefilter("ignore")  # that a process is alone is no surprise here
         state_dict_loader.load(filled, storage_reader=reader)
-    read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()}
+    read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()} | added
     of_state = any(k.startswith("state.") for k in own)
     in_memory_order = of_state and any(k.startswith(ORDER) for k in read)  # as version 0.2.0 saved channels_last
     state = {k: v.rows[0] if isinstance(v, Rows) else v for k, v in read.items()} if old == size else {}

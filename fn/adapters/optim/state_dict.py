@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
 from fn.adapters.optim.signals import begin_writing, defer_signals
@@ -104,7 +104,8 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
         cure = "start anew, with a warm-up in which the moments build up again"
         raise ValueError(expected("state_dict", wanted, got, cure))
     own = flat_state(training)
-    saved, texts = _without_foreign_errors(training, own, dict(saved))
+    saved = {**saved, **roles.added(training.states, saved, "state.")}
+    saved, texts = _without_foreign_errors(training, own, saved)
     check_fits(own, saved)
     _check_states(training, own, saved)
     numbers = [_numbers_of(training, i, saved) for i in range(len(training.groups))]
