@@ -30,6 +30,8 @@ def check_fragments(fragments: Any) -> None:
 def fragment_places(fragments: Fragments, params: Tree) -> list[list[int]]:
     """Return the places of the leaves of each fragment, among the leaves of the params.
 
+    Of a number P above that of the leaves, the fragments without a leaf are left out.
+
     Raises: ValueError if what a function returns has another structure than the params, or a number is below 0;
         TypeError if one is no whole number.
     """
@@ -37,7 +39,7 @@ def fragment_places(fragments: Fragments, params: Tree) -> list[list[int]]:
     if fragments is None:
         return [[*range(count)]]
     if isinstance(fragments, int):
-        return [[*range(f, count, fragments)] for f in range(fragments)]
+        return [[*range(f, count, fragments)] for f in range(min(fragments, max(count, 1)))]
     found = tree.in_order(fragments(params), params, "fragments")
     numbers_of = tree.leaves(found)
     for path, number in zip(tree.paths(found), numbers_of, strict=True):
@@ -45,23 +47,28 @@ def fragment_places(fragments: Fragments, params: Tree) -> list[list[int]]:
             raise TypeError(expected("fragments", f"leaf {path!r} to be a whole number", f"{number!r}"))
         if number < 0:
             raise ValueError(expected("fragments", f"leaf {path!r} to be a number from 0", f"{number}"))
-    return [[i for i, own in enumerate(numbers_of) if own == f] for f in range(1 + max(numbers_of, default=0))]
+    parts: list[list[int]] = [[] for _ in range(1 + max(numbers_of, default=0))]
+    for place, number in enumerate(numbers_of):
+        parts[number].append(place)
+    return parts
 
 
 def places_in(fragments: Fragments, params: Tree, fragment: int, field: str) -> Sequence[int]:
     """Return the places of a fragment that a round names.
 
-    A fragment behind the last one of a function is empty: the function numbers the params of several param groups.
+    A fragment behind the last leaf is empty: several param groups may have different numbers of leaves, and a function
+    numbers them together.
 
     Raises: ValueError if there is none of that number.
     """
     parts = fragment_places(fragments, params)
-    if fragment >= len(parts):
-        if callable(fragments):
-            return ()
-        cure = "give fn.every(fragments=...) and fn.outer(fragments=...) the same number"
-        raise ValueError(expected(f"phase.{field}", f"one of {len(parts)} fragments, from 0", f"{fragment}", cure))
-    return parts[fragment]
+    if fragment < len(parts):
+        return parts[fragment]
+    count = fragments if isinstance(fragments, int) else len(parts)
+    if callable(fragments) or fragment < count:
+        return ()
+    cure = "give fn.every(fragments=...) and fn.outer(fragments=...) the same number"
+    raise ValueError(expected(f"phase.{field}", f"one of {count} fragments, from 0", f"{fragment}", cure))
 
 
 def put(leaves: Sequence[Tensor], places: Sequence[int], new: Sequence[Tensor]) -> list[Tensor]:

@@ -29,7 +29,7 @@ from fn.kernels.tracing import is_concrete
 from fn.roles import Roles
 from fn.transforms.adam import adam_direction, check_betas, moving_average, moving_average_of_squares, start_moments
 from fn.transforms.decay_and_lr import check_decay, check_rate
-from fn.transforms.skip_nonfinite import all_addable, all_finite
+from fn.transforms.skip_nonfinite import all_addable, all_finite, ends
 
 Tree = Any
 
@@ -278,5 +278,4 @@ def _shown(peak: Tensor, ok: Tensor) -> Tensor:
 def largest(updates: Tree) -> Tensor:
     """Return the largest magnitude over all leaves, 0-d float32; NaN or Inf where an element is."""
     leaves = [u for u in tree.leaves(updates) if u.numel()]
-    ends = [end.abs().to(leaves[0].device, torch.float32) for u in leaves for end in torch.aminmax(u)]
-    return torch.stack(ends).max() if ends else torch.zeros((), dtype=torch.float32, device="cpu")
+    return ends(leaves).abs().max().float() if leaves else torch.zeros((), dtype=torch.float32, device="cpu")

@@ -336,6 +336,26 @@ def test_a_fragment_may_be_empty(codec: Any) -> None:
         params = fn.apply_updates(params, updates)
 
 
+@pytest.mark.parametrize(
+    "fragments", [20_000, lambda params: {k: 20_000 * (k == "d") for k in params}], ids=["number", "function"]
+)
+def test_a_fragment_without_params_has_no_state_and_asks_nothing_of_the_other_ranks(fragments: Any) -> None:
+    calls: list[str] = []
+
+    def counted(tx: fn.Transform, name: str) -> fn.Transform:
+        return tx._replace(init=lambda params: calls.append(name) or tx.init(params))
+
+    momentum = fn.chain(fn.trace(0.9), RATE)
+    tx = fn.outer(sgd(), counted(momentum, "outer"), counted(exact(), "sync"), fragments=fragments)
+    state, params = tx.init(start()), start()
+    assert max(calls.count("outer"), calls.count("sync")) <= len(params)
+    assert len(tree.leaves(state)) < 10 * len(params)
+    for when in (Round(9_999, 9_999), Round(0, 0)):
+        updates, state = tx.update(when)(start(), state, params)
+        params = fn.apply_updates(params, updates)
+    assert all(p.isfinite().all() for p in tree.leaves(params))
+
+
 def test_dtypes_may_be_mixed() -> None:
     params = {k: p.to(d) for (k, p), d in zip(start().items(), DTYPES, strict=True)}
     w = World(fn.diloco(0.02, axis="data"), 2, params=params)

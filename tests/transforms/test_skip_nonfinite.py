@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import ranks
+import registry
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -211,16 +212,36 @@ def test_together_has_only_the_phases_that_all_have():
     assert not has_phase(tx, Phase.COMPRESSED)
 
 
+class Ops(TorchDispatchMode):
+    """Note the names of what runs, and of those what runs along a dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.names, self.along = set(), set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func._schema.name)
+        if (kwargs or {}).get("dim") is not None:
+            self.along.add(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
 def test_simulated_ranks_are_looked_at_without_aminmax():
     """Along a dimension, which is what vmap makes of it, it takes four times as long as amin and amax."""
-    ops = []
-
-    class Ops(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            ops.append(func._schema.name)
-            return func(*args, **(kwargs or {}))
-
-    with Ops():
+    with Ops() as ops:
         assert torch.vmap(lambda x: all_finite([x]))(torch.ones(4, 5)).all()
-    assert "aten::amax" in ops
-    assert "aten::aminmax" not in ops
+    assert "aten::amax" in ops.names
+    assert "aten::aminmax" not in ops.names
+
+
+@registry.each_of_all
+def test_no_simulated_step_of_a_named_optimizer_takes_aminmax_along_the_ranks(optimizer):
+    """Of what all ranks share, such as averaged gradients, it is taken as it is on one rank."""
+    tx, params = optimizer.make(lr=0.01, axis="data"), [torch.ones(3, 4), torch.ones(5)]
+    dims = fn.rank_dims(tx.init(params))
+    state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=dims)(params)
+    for phase in optimizer.phases:
+        run = fn.simulate(tx.update(phase), "data", 2, in_dims=(0, dims, None), out_dims=(0, dims))
+        with Ops() as ops:
+            run([torch.ones(2, 3, 4), torch.ones(2, 5)], state, params)
+        assert "aten::aminmax" not in ops.along, phase

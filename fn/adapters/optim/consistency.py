@@ -57,7 +57,7 @@ def check_fragments(schedule: Any, states: Any) -> None:
     if counts and isinstance(schedule, Every) and schedule.fragments != max(counts):
         wanted = f"{max(counts)} fragments, as fn.outer makes of these params"
         got = f"fn.every.fragments={schedule.fragments}"
-        raise ValueError(expected("schedule", wanted, got, "give both the same number"))
+        raise ValueError(expected("schedule", wanted, got, "give both the same number, at most that of the params"))
 
 
 def check_accepted(

@@ -324,6 +324,7 @@ def test_one_rank_takes_rounds_all_the_same():
     [
         (fn.every(4, fragments=2), None, "schedule: expected 1 fragments, .* but got fn.every.fragments=2"),
         (fn.every(4), 3, "schedule: expected 3 fragments, .* but got fn.every.fragments=1"),
+        (fn.every(9_000, fragments=9_000), 9_000, "expected 4 fragments, .* got .*=9000; .* at most"),
         (fn.every(4), lambda p: [0, 0, 0, 1], "schedule: expected 2 fragments, .* but got fn.every.fragments=1"),
     ],
 )
