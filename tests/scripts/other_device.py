@@ -24,7 +24,7 @@ from fn import tree
 from fn.collectives import transports
 from fn.collectives.axis import Axis, Binding
 from fn.collectives.codecs import segments
-from fn.inplace import adam, bounds, host_scalars, links, zero_one_adam
+from fn.inplace import adam, bounds, host_scalars, links, match, zero_one_adam
 from fn.inplace.match import in_place
 from fn.kernels import tracing
 from fn.kernels.eager import foreach
@@ -79,7 +79,7 @@ def pretend(device: torch.device) -> None:
     links.Descent.rate = property(lambda self: 1e-3)
     for module in (host_scalars, zero_one_adam, bounds):
         vars(module).update({"bool": lambda number: True, "float": lambda number: 1e-3})
-    vars(zero_one_adam)["check_synchronised"] = lambda elapsed: None
+    match.refusing = lambda update, stage: stage  # what it looks at are numbers of the state
     adam.kernel_args = lambda rule, weight_decay, rate, moments: (rule.eps, weight_decay, 1e-3, 1.0, 1.0)
     made = torch.tensor
 
