@@ -31,7 +31,7 @@ from fn.adapters.optim import optimizer as torch_optim
 from fn.adapters.optim import training
 from fn.adapters.optim.step import write
 from fn.collectives import primitives
-from fn.inplace import zero_one_adam
+from fn.inplace import match
 from fn.inplace.protocol import settled
 from fn.kernels import ops, tracing
 from fn.kernels.eager import foreach
@@ -246,7 +246,7 @@ def pretend() -> None:
     for module, check in ((training, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
                           (agreed, "check_agreement"), (average, "check_agreement")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None
-    vars(zero_one_adam)["check_synchronised"] = lambda elapsed: None  # a number that is not there reads as 0.5
+    match.refusing = lambda update, stage: stage  # what it looks at are numbers of the state, which read as 0.5 here
     made = torch.tensor
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> Tensor:
