@@ -1,6 +1,7 @@
 """What can go wrong between ranks, as types: each says which rank, what, and what to do.
 
-A step that raises one of these has moved neither parameters nor state, so it can be taken again, saved, or left.
+A step that raises one of these has moved neither parameters nor state, so it can be taken again, saved, or left. If the
+exchange of a round raises, the local step before it counts, and the exchange is left out.
 They can be pickled, which needs a default for every argument but the message.
 """
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fn.adapters.optim.consistency import device_among
 from fn.adapters.optim.training import Training
 from fn.collectives.axis import ALONE, Binding
 from fn.collectives.comm_thread import CommunicationThread, bind_twin
-from fn.collectives.primitives import group_of
+from fn.collectives.primitives import group_of, psum
+from fn.collectives.profiling import Watchers, watched_by
 from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.collectives.transports.registry import registered
 
@@ -34,8 +34,11 @@ def in_background(training: Training, job: Job) -> Callable[[], Any]:
         found = job()
         return lambda: found
     if training.background is None:
-        for axis in bound.values():  # new groups meet in the store, which waits for a lost rank till the time-out
-            dist.barrier(group_of(axis.transport))
+        # New groups meet in the store, which waits for a lost rank till the time-out and hears no Ctrl-C meanwhile. So
+        # the ranks meet before that, in a sum: a barrier of gloo does not hear it either.
+        with watched_by(Watchers()):
+            for name in bound:
+                psum(torch.zeros(1, dtype=torch.int64, device="cpu"), name)
         twins = {axis: bind_twin(axis, group_of(bound[axis].transport)).axes[axis] for axis in bound}
         training.background = CommunicationThread(Binding({**training.binding.axes, **twins}), device)
     thread: CommunicationThread = training.background

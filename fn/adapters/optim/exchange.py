@@ -17,11 +17,15 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.optim.background import in_background
+from fn.adapters.optim.consistency import device_among
 from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.signals import begin_writing
 from fn.adapters.optim.step import checked
 from fn.adapters.optim.training import Training
-from fn.errors import expected
+from fn.collectives.axis import axis_size
+from fn.collectives.primitives import all_gather
+from fn.collectives.profiling import Watchers, watched_by
+from fn.errors import RanksDisagree, expected
 from fn.inplace.memory import among
 from fn.inplace.protocol import Staged
 from fn.phases import NewParams, Part, Round
@@ -31,12 +35,16 @@ Tree = Any
 Params = tuple[list[Tensor], ...]
 """Tensors of each param group."""
 
+LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
+"""What an exchange leaves that fails."""
+
 
 def exchange(training: Training, round_: Round) -> None:
     """Take the exchange of a round. The axes must be bound.
 
-    Raises: what communication raises. Params and states are then those after the local step, and the exchange is left
-        out, on this rank at least.
+    Raises: what communication raises; `RanksDisagree` on all ranks if it is of another fragment or step on one of them,
+        where a mean travels meanwhile from `settle`. Params and states are then those after the local step, and the
+        exchange is left out, on this rank at least.
     """
     if training.meet is None:
         stage_exchange(training, round_).commit()
@@ -61,23 +69,34 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
         return states, _moved(here, moves, nothing)
 
     states, here, parts = training.states, params, {part.kind: part for part in round_.exchange}
-    sending: Callable[[], Tree] | None = None
+    take_over: Callable[[], Tree] | None = None
     if "mean" in parts:
         differences, here = run(parts["difference"], states, here)
         differences = _weighed(states, differences, weight)
+        fragment, steps = parts["mean"].fragment, training.steps  # of now: a mean that travels is sent later
         if round_.end == round_.begin:
+            _announce(training, fragment, steps)()
             states, here = run(parts["mean"], differences, here)
         else:
             # Local steps write the params while the mean travels, so it is shown none: what it read would depend on
             # the time, and params that it returned would undo those steps.
             unknown = _filled(params, torch.nan)
 
-            def mean() -> Tree:
+            def mean() -> tuple[Tree, Callable[[], None]]:
+                compare = _announce(training, fragment, steps)
+                if device_among(training.groups).type == "cpu":
+                    compare()  # on an accelerator the training would wait here for the other ranks
                 states, new = run(parts["mean"], differences, unknown)
                 _check_unmoved(unknown, new)
+                return states, compare
+
+            wait = in_background(training, mean)
+
+            def take_over() -> Tree:
+                states, compare = wait()
+                compare()
                 return states
 
-            sending = in_background(training, mean)
     if "outer" in parts:
         states, here = run(parts["outer"], states, here)
 
@@ -91,9 +110,42 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
             write_back(training.states, states)
         for p, x in changed:
             p.copy_(x)
-        training.sending = sending
+        training.sending = take_over
 
     return Staged(True, commit)
+
+
+def _announce(training: Training, fragment: int, steps: int) -> Callable[[], None]:
+    """Tell the other ranks which exchange follows, and hear it from them; return what compares, and waits for them.
+
+    What travels says nothing of what it is: if a rank's schedule ran a fragment ahead, or one had left out an exchange,
+    a mean of two fragments of one size would be taken for one of each. Islands of torchft have as many steps by now.
+
+    Args: steps: taken on this rank. What is returned raises `RanksDisagree`, on all ranks alike.
+    """
+    axes = tuple(training.axes)
+    if not axes or axis_size(axes) == 1:
+        return lambda: None
+    device = device_among(training.groups)
+    # Numbers that are filled in are queued; a copy from the host would wait for what was queued before it.
+    mine = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (fragment, steps)])
+    with watched_by(Watchers()):  # a header, which no ledger counts
+        rows = all_gather(mine, axes)
+
+    def compare() -> None:
+        first, *others = rows.tolist()
+        for rank, row in enumerate(others, 1):
+            if row != first:
+                raise RanksDisagree(
+                    f"ranks disagree: an exchange is of fragment {row[0]} after {row[1]} steps on rank {rank} of "
+                    f"{' x '.join(map(repr, axes))}, and of fragment {first[0]} after {first[1]} steps on rank 0; "
+                    f"a schedule may depend on the step only, and a checkpoint is loaded on all ranks; "
+                    f"{LOCAL_STEP_TAKEN}",
+                    rank=rank,
+                    field="step" if row[0] == first[0] else "fragment",
+                )
+
+    return compare
 
 
 def _filled(params: Params, value: float) -> Params:

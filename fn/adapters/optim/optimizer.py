@@ -20,7 +20,7 @@ from fn.adapters.optim.consistency import (
     in_doubt,
     refuse_elsewhere,
 )
-from fn.adapters.optim.exchange import exchange
+from fn.adapters.optim.exchange import LOCAL_STEP_TAKEN, exchange
 from fn.adapters.optim.param_memory import check_params
 from fn.adapters.optim.signals import defer_signals, stoppable
 from fn.adapters.optim.skipped_steps import is_due, warn_of_skips, watch_exchange, watch_local_steps
@@ -38,8 +38,7 @@ from fn.schedules import FreezeWhenStable, Schedule, always_warm_up
 
 Tree = Any
 UNMOVED = "parameters and state are as before the step"
-LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
-"""What a loss leaves, in a step and in the exchange of a round behind its local step."""
+"""What a loss leaves in a step."""
 
 Params = Iterable[Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, Tensor]]
 
@@ -220,7 +219,8 @@ class Optimizer(torch.optim.Optimizer):
         Args: closure: recomputes the loss and the gradients, as for torch.
         Returns: what the closure returned.
         Raises: TypeError for sparse or complex gradients; ValueError for a phase that the transform does not have;
-            `RanksDisagree` on all ranks for what holds on some ranks only, such as a missing or a sparse gradient;
+            `RanksDisagree` on all ranks for what holds on some ranks only, such as a missing or a sparse gradient, or
+            an exchange of another fragment;
             `PeerLost` if a rank ends or stops answering; RuntimeError while another thread is inside of a step over the
             same process group. Parameters and state are then as before the step; if the exchange of a round fails, as
             after its local step, which counts.

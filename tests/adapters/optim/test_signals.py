@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -404,6 +405,44 @@ def test_a_signal_breaks_the_exchange_of_a_round_at_once_and_its_local_step_coun
     first, second = run(2, broken_off, number, delay, codec)
     assert first == (RAISED[number].__name__, 4, True)
     assert second == ("ValueError", 4, True)
+
+
+def broken_off_before_the_first() -> tuple[str, int]:
+    """Signal rank 0 until it raises, as it does inside of the first delayed exchange, to which rank 1 does not come."""
+    store, me = dist.group.WORLD.get_group_store(), dist.get_rank()
+    processes: list[Any] = [None, None]
+    dist.all_gather_object(processes, os.getpid())
+
+    def handler(number: int, frame: Any) -> None:
+        while frame is not None:
+            if frame.f_code.co_name == "psum":  # in which the ranks meet
+                sys.exit(143)
+            frame = frame.f_back
+
+    param = torch.nn.Parameter(torch.ones(40))
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = fn.Optimizer([param], partial(fn.diloco, axis="data"), schedule=fn.every(4, delay=2), lr=0.5)
+    param.grad, raised = torch.ones(40), ""
+    opt.step()
+    with handled(signal.SIGTERM, handler):
+        dist.barrier()
+        try:
+            if me == 0:
+                opt.step()
+        except SystemExit as error:
+            raised = type(error).__name__
+        if me == 0:
+            store.set("has left", "")
+        while me == 1 and not store.check(["has left"]):
+            os.kill(processes[0], signal.SIGTERM)
+            time.sleep(0.05)
+        return raised, opt.steps
+
+
+def test_sigterm_breaks_the_wait_for_the_others_before_the_first_delayed_exchange():
+    first, second = run(2, broken_off_before_the_first)
+    assert first == ("SystemExit", 2)
+    assert second == ("", 1)
 
 
 def test_ctrl_c_while_a_local_step_is_written_breaks_off_what_follows_in_its_round():
