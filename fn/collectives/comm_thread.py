@@ -7,8 +7,11 @@ once, to decide whether hiding it is worth the trouble.
 
 from __future__ import annotations
 
+import atexit
+import os
 import queue
 import statistics
+import sys
 import threading
 import time
 import weakref
@@ -23,6 +26,7 @@ import torch.distributed as dist
 from fn.collectives.axis import Binding, axis_size, bind
 from fn.collectives.primitives import all_to_all, group_of, pmean
 from fn.collectives.profiling import Watchers, watched_by, watchers
+from fn.collectives.transports.failure_detection import abort_connections
 from fn.collectives.transports.tcp_setup import stay_on_gloo, stays_on_gloo, timeout_of
 
 Job = Callable[[], Any]
@@ -36,7 +40,7 @@ PROBE = 1 << 20
 class CommunicationThread:
     """Run jobs in the order in which they are submitted, without gradients, with axes bound.
 
-    The thread ends when nobody holds this object any more, after what was submitted.
+    The thread ends when nobody holds this object any more, after what was submitted; at the end of the process, too.
 
     On an accelerator the jobs run on a stream of their own, behind what was queued when they were submitted.
 
@@ -44,20 +48,17 @@ class CommunicationThread:
     """
 
     def __init__(self, binding: Binding, device: torch.device):
-        self._jobs: Jobs = queue.SimpleQueue()
         self._stream = None if device.type == "cpu" else torch.Stream(device=device)
-        self._device, self._transports = device, [axis.transport for axis in binding.axes.values()]
-        # A daemon: a peer that hangs does not keep this process alive.
-        what = self._jobs, binding, self._stream  # not self, so that the thread ends with it
-        self._thread = threading.Thread(target=_run, args=what, name="fn-communication", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, self._jobs.put, None).atexit = False
+        self._device = device
+        self._worker = _Worker(binding, self._stream)  # does not hold self, so that it ends with it
+        self._worker.start()
+        weakref.finalize(self, self._worker.jobs.put, None).atexit = False
 
     def submit(self, job: Job) -> Future[Any]:
         """Queue a job; the ledgers and observers that are open here see what it does."""
         done: Future[Any] = Future()
         event = None if self._stream is None else torch.accelerator.current_stream(self._device).record_event()
-        self._jobs.put((job, event, watchers(), done))
+        self._worker.jobs.put((job, event, watchers(), done))
         return done
 
     def catch_up(self) -> None:
@@ -70,21 +71,69 @@ class CommunicationThread:
 
         All ranks must call it, in the same order. A group that is gone already is passed over.
         """
-        self._jobs.put(None)
-        self._thread.join()
-        for transport in self._transports:
+        self._worker.jobs.put(None)
+        self._worker.join()
+        for transport in self._worker.transports:
             with suppress(RuntimeError):
                 twin = group_of(transport)
                 if (original := _originals[twin]()) is not None:
                     _free.setdefault(original, []).append(twin)
 
 
-def _run(jobs: Jobs, binding: Binding, stream: Any) -> None:
-    torch.set_grad_enabled(False)  # holds for this thread only
-    if stream is not None:
-        torch.accelerator.set_stream(stream)
-    while _do(jobs.get(), binding, stream):  # no name for the job: it would live until the next one
-        pass
+class _Worker(threading.Thread):
+    """The thread itself.
+
+    A daemon, for Python waits for other threads before it calls `_end_workers`, which waits with more care.
+    """
+
+    def __init__(self, binding: Binding, stream: Any):
+        super().__init__(name="fn-communication", daemon=True)
+        self.jobs: Jobs = queue.SimpleQueue()
+        self.transports = [axis.transport for axis in binding.axes.values()]
+        self._binding, self._stream = binding, stream
+        _workers.add(self)
+
+    def run(self) -> None:
+        torch.set_grad_enabled(False)  # holds for this thread only
+        if self._stream is not None:
+            torch.accelerator.set_stream(self._stream)
+        while _do(self.jobs.get(), self._binding, self._stream):  # no name for the job: it would live until the next
+            pass
+
+
+_workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
+"""Those that may run. A forked child has none of these threads, and may not close the connections of its parent."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_workers.clear)
+
+LAST_WAIT = 10.0
+"""Seconds that a thread may take to end once its connections are closed."""
+
+
+@atexit.register
+def _end_workers() -> None:
+    """End all threads before the interpreter goes down.
+
+    Python stops a daemon that comes back from C++ afterwards by unwinding its stack. That ends the process with
+    SIGABRT, and torchrun calls a job that had finished a failed one.
+
+    What is on its way is waited for, as long as any exchange may take: peers may need it. Where the process ends by an
+    exception, connections are closed instead, so that peers hear of it at once.
+    """
+    workers = list(_workers)
+    for worker in workers:
+        worker.jobs.put(None)
+    try:
+        if getattr(sys, "last_value", None) is None:  # set by an exception that nobody has caught
+            for worker in workers:
+                worker.join()
+    finally:  # Ctrl-C ends the wait
+        running = [worker for worker in workers if worker.is_alive()]
+        for transport in {transport for worker in running for transport in worker.transports}:
+            abort_connections(transport)
+        for worker in running:
+            worker.join(LAST_WAIT)
 
 
 def _do(entry: Entry | None, binding: Binding, stream: Any) -> bool:

@@ -27,7 +27,6 @@ from fn.adapters.ddp.buckets import bucketed, enough, split
 from fn.adapters.ddp.grad_hooks import DdpBuckets, GradientHooks
 from fn.adapters.ddp.gradient_averaging import GradientAverage, coded_average
 from fn.adapters.ddp.overlapped import Overlap
-from fn.adapters.optim.background import close_background
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.param_groups import check_make
 from fn.base import Phase, Transform, chain
@@ -125,21 +124,23 @@ def overlap(
 
 
 def close(optimizer: Optimizer | GradientAverage) -> None:
-    """End the threads of `overlap`, or of rounds with a delay, and give back their process groups.
+    """End the threads of `overlap`, and give back their process groups; wait for a mean that is on its way.
 
     The next `overlap` over the same ranks takes these groups: torch keeps every group, with its descriptors and
     threads, until `dist.destroy_process_group()`. All ranks must call it alike, at the same step and not in one.
-    Training can go on, with the same numbers; steps communicate in `step`. Called again it does nothing.
+    Training can go on, with the same numbers; steps communicate in `step`. Called again it does nothing. Rounds with a
+    delay share one thread, and one group for each axis, among all optimizers of the same axes.
 
     Args: optimizer: of `optimizer` or `overlap`; or what `average_gradients` returned, without which nobody averages:
         the model's next backward pass is refused, with a ValueError.
     """
     running: Any = optimizer
     if isinstance(optimizer, Optimizer):
-        close_background(optimizer.training)
         running = getattr(optimizer.training.ahead, "__self__", None)
     if isinstance(running, Overlap | GradientAverage):
         running.close()
+    if isinstance(optimizer, Optimizer):  # last, for it raises what was raised on the way
+        optimizer.training.settle()
 
 
 def optimizer(

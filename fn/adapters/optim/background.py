@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 
 from fn.adapters.optim.consistency import device_among
 from fn.adapters.optim.training import Training
-from fn.collectives.axis import ALONE, Binding
+from fn.collectives.axis import ALONE, Axis, Binding
 from fn.collectives.comm_thread import CommunicationThread, bind_twin
 from fn.collectives.primitives import group_of, psum
 from fn.collectives.profiling import Watchers, watched_by
@@ -33,16 +35,7 @@ def in_background(training: Training, job: Job) -> Callable[[], Any]:
     if not bound or any(axis.transport == ALONE or axis.transport in registered for axis in bound.values()):
         found = job()
         return lambda: found
-    if training.background is None:
-        # New groups meet in the store, which waits for a lost rank till the time-out and hears no Ctrl-C meanwhile. So
-        # the ranks meet before that, in a sum: a barrier of gloo does not hear it either.
-        with watched_by(Watchers()):
-            for name in bound:
-                psum(torch.zeros(1, dtype=torch.int64, device="cpu"), name)
-        twins = {axis: bind_twin(axis, group_of(bound[axis].transport)).axes[axis] for axis in bound}
-        training.background = CommunicationThread(Binding({**training.binding.axes, **twins}), device)
-    thread: CommunicationThread = training.background
-    future = thread.submit(job)
+    future = _thread_of(training.binding, bound).submit(job)
 
     def wait() -> Any:
         with raising_peer_lost(training.transports):
@@ -51,12 +44,28 @@ def in_background(training: Training, job: Job) -> Callable[[], Any]:
     return wait
 
 
-def close_background(training: Training) -> None:
-    """End the thread, and keep its process groups for the next one. All ranks must call it."""
-    training.settle()
-    if isinstance(training.background, CommunicationThread):
-        training.background.close()
-    training.background = None
+_threads: WeakKeyDictionary[dist.ProcessGroup, dict[Any, CommunicationThread]] = WeakKeyDictionary()
+"""First process group of a binding -> the binding's axes -> its thread, until torch destroys the group."""
+
+
+def _thread_of(binding: Binding, bound: dict[str, Axis]) -> CommunicationThread:
+    """Return the thread of a binding, made in the first call, which all ranks must make.
+
+    All optimizers of a binding share it. One per optimizer could not be given back when that is collected, which
+    happens at other times on other ranks; and torch keeps every process group. Their jobs run one after the other, in
+    the order in which they were submitted, which is the same on all ranks.
+    """
+    threads = _threads.setdefault(group_of(next(iter(bound.values())).transport), {})
+    key = frozenset((name, axis.transport) for name, axis in binding.axes.items())
+    if key not in threads:
+        # New groups meet in the store, which waits for a lost rank till the time-out and hears no Ctrl-C meanwhile. So
+        # the ranks meet before that, in a sum: a barrier of gloo does not hear it either.
+        with watched_by(Watchers()):
+            for name in bound:
+                psum(torch.zeros(1, dtype=torch.int64, device="cpu"), name)
+        twins = {name: bind_twin(name, group_of(axis.transport)).axes[name] for name, axis in bound.items()}
+        threads[key] = CommunicationThread(Binding({**binding.axes, **twins}), torch.device("cpu"))
+    return threads[key]
 
 
 def _on_stream(training: Training, device: torch.device, job: Job) -> Callable[[], Any]:

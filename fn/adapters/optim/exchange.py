@@ -9,6 +9,7 @@ What is on its way is no part of the state. Whoever reads the states waits for i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,7 +111,7 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
             write_back(training.states, states)
         for p, x in changed:
             p.copy_(x)
-        training.sending = take_over
+        training.sending, training.sender = take_over, os.getpid()
 
     return Staged(True, commit)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -78,8 +79,10 @@ class Training:
     """Waits for a mean that has begun in a round and is not taken over yet; returns the states with it."""
     settling: Any = field(default_factory=threading.RLock)  # a handler of signals may read the states meanwhile
     """Held by the thread that waits for that mean."""
+    sender: int = 0
+    """The process in which that mean has begun. A child that was forked since has no thread that it could arrive on."""
     background: Any = None
-    """What means are sent on meanwhile, see `background`."""
+    """The stream of an accelerator that means are sent on meanwhile, see `background`."""
     lent: bool = False
     """Whether the params are those that all ranks agree on, in the place of this rank's own: see `agreed_params`."""
     said: set[Any] = field(default_factory=set)
@@ -106,8 +109,13 @@ class Training:
     def settle(self) -> None:
         """Wait for a mean that has begun, and write it into the states: who reads or saves them calls this first.
 
-        Raises: what was raised while it was sent; the states are then as before it began.
+        Raises: what was raised while it was sent; the states are then as before it began. RuntimeError in a process
+            that was forked meanwhile.
         """
+        if self.sending is not None and os.getpid() != self.sender:  # before the lock, which a thread may hold for good
+            wanted = "to be read in the process that sends the mean on its way"
+            got = f"a child of it, process {os.getpid()} of {self.sender}"
+            raise RuntimeError(expected("states", wanted, got, "call opt.state_dict() before the fork"))
         with self.settling:  # another thread may read the states; what it waits for is to be there for the next step
             if (wait := self.sending) is None:
                 return

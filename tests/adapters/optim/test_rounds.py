@@ -266,7 +266,7 @@ def test_nothing_is_sent_in_local_steps():
 
 @two
 def closed() -> tuple[bool, int]:
-    """The thread's process groups are taken again by the next optimizer; return whether numbers stay, and how many."""
+    """The next optimizer takes the same process groups; return whether numbers stay, and how many groups came."""
     make, schedule = METHODS["streaming"]
     wanted, groups = [], 0
     for _ in range(3):
