@@ -122,16 +122,18 @@ class Facts(NamedTuple):
         element, so that it can be given pieces. An average in codes counts as such: each piece has its own scales.
     local_params: whether the ranks go to params of their own between exchanges.
     silent: whether one of its links says nothing, so that it may communicate over any axis.
+    unclamped: whether a frozen second moment divides codes without a `max_step`, so that a step may be of any size.
 
     >>> import fn
     >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
-    Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False)
+    Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False, unclamped=False)
     """
 
     axes: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     local_params: bool = False
     silent: bool = False
+    unclamped: bool = False
 
 
 class Transform(NamedTuple):
@@ -280,7 +282,10 @@ def merged(*facts: Facts) -> Facts:
                 raise TypeError(expected(f"facts.{name}", "a tuple of names", f"{value!r}", f"write ({value!r},)"))
     axes = dict.fromkeys(axis for each in facts for axis in each.axes)
     whole = dict.fromkeys(link for each in facts for link in each.whole)
-    return Facts((*axes,), (*whole,), any(each.local_params for each in facts), any(each.silent for each in facts))
+    local, silent, unclamped = (
+        any(getattr(each, name) for each in facts) for name in ("local_params", "silent", "unclamped")
+    )
+    return Facts((*axes,), (*whole,), local, silent, unclamped)
 
 
 def lift(init: Callable[[Tree], Tree], update: UpdateFn, *, elementwise: bool = False) -> Transform:

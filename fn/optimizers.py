@@ -80,6 +80,7 @@ def onebit_adam(
     servers: bool = True,
     bias_correction: bool = False,
     keep_zeros: bool = True,
+    max_step: float | None = 1.0,
 ) -> Transform:
     """1-bit Adam: Adam in the warm-up, then a frozen second moment and a momentum that travels as signs.
 
@@ -91,16 +92,19 @@ def onebit_adam(
             fewer passes over memory.
         warmup: what gradients travel as in the warm-up, with `damped()`; None is exactly. See `average`.
         layout, servers: as for `compressed_average`; servers=False is faster for two ranks.
-        bias_correction, keep_zeros: as for `scale_by_onebit_adam`.
+        bias_correction, keep_zeros, max_step: as for `scale_by_onebit_adam`; max_step=None is the paper's step.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
-    Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made.
+    Differs: weight decay is decoupled, as in the authors' code; the initialising call of that code is not made. The
+        step of the compressed phase is clamped to `max_step`.
     """
     sync = _average_in_codes(axis, codec, feedback, layout, servers)
     tx = chain(
         _warm_up(axis, warmup),
-        scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros),
+        scale_by_onebit_adam(
+            b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros, max_step=max_step
+        ),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )
@@ -156,6 +160,7 @@ def onebit_lamb(
     factor_min: float = 0.5,
     factor_threshold: float = 0.1,
     keep_zeros: bool = True,
+    max_step: float | None = 1.0,
 ) -> Transform:
     """1-bit LAMB: LAMB in the warm-up, then frozen trust ratios that a bounded factor corrects, and signs.
 
@@ -164,16 +169,17 @@ def onebit_lamb(
         codec, feedback, warmup: as for `onebit_adam`. layout: "fused" is one scale for the whole model, as in
             the paper; "flat" keeps one per tensor, which the momentum scaling then does not change. servers: as for
             `onebit_adam`.
-        others: as for `scale_by_onebit_lamb`.
+        others: as for `scale_by_onebit_lamb`; max_step=None is the paper's step.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 
     Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
+    Differs: the direction of the compressed phase is clamped to `max_step`, before decay and norms.
     """
     hyper = LambHyper(
         b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
     )
     sync = _average_in_codes(axis, codec, feedback, layout, servers)
-    link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros)
+    link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros, max_step=max_step)
     return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)
 
 
@@ -192,6 +198,7 @@ def zero_one_adam(
     servers: bool = True,
     compress: Literal["steps", "gradients"] = "steps",
     keep_zeros: bool = True,
+    max_step: float | None = 10.0,
 ) -> Transform:
     """0/1 Adam: variance steps, synchronising steps in codes, and local steps without any message.
 
@@ -199,14 +206,18 @@ def zero_one_adam(
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
         axis: the ranks that train together. codec, feedback: as for `onebit_adam`. warmup: as there, for the variance
             steps. layout, servers: as for `compressed_average`.
-        compress, keep_zeros: as for `scale_by_zero_one_adam`.
+        compress, keep_zeros, max_step: as for `scale_by_zero_one_adam`; max_step=None is the paper's step. Its agreed
+            steps consist of codes alone and are larger than 1-bit Adam's: clamped to 1.0 they trained more slowly.
     Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule. With compress="gradients" it
         has no local phase, which that schedule asks for once the variance is frozen.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
+    Differs: a synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step.
     """
     sync = _average_in_codes(axis, codec, feedback, layout, servers)
-    link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, compress=compress, keep_zeros=keep_zeros)
+    link = scale_by_zero_one_adam(
+        lr, b1, b2, eps, weight_decay, sync=sync, compress=compress, keep_zeros=keep_zeros, max_step=max_step
+    )
     return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link)), axis)
 
 
@@ -258,6 +269,7 @@ def sharded_onebit_adam(
     gather: Codecs | None = None,
     master: bool | None = None,
     layout: str = "flat",
+    max_step: float | None = 1.0,
 ) -> Transform:
     """1-bit Adam over ZeRO-1: the frozen second moment and the master params divided among the ranks.
 
@@ -267,15 +279,16 @@ def sharded_onebit_adam(
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
-        axis, codec, feedback: as for `onebit_adam`. gather, master, layout: as for `sharded`.
+        axis, codec, feedback, max_step: as for `onebit_adam`. gather, master, layout: as for `sharded`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1; Rajbhandari et al., ZeRO (arXiv 1910.02054).
     Differs: elements that never received a gradient take part in the exchange, where their momentum is not zero; their
-        params do not move.
+        params do not move. The step of the compressed phase is clamped to `max_step`.
     """
     inner = chain(
-        scale_by_onebit_adam(b1, b2, eps, sync=chain()),  # nothing is left to be averaged: the shards are of the mean
+        # nothing is left to be averaged: the shards are of the mean
+        scale_by_onebit_adam(b1, b2, eps, sync=chain(), max_step=max_step),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )

@@ -83,10 +83,11 @@ class OnebitAdam:
         *,
         block: int | None = None,
         bias_correction: bool = False,
+        max_step: float = np.inf,
     ):
         self.params = [p.astype(np.float64) for p in params]
         self.lr, self.b1, self.b2, self.eps, self.weight_decay = lr, b1, b2, eps, weight_decay
-        self.bias_correction = bias_correction
+        self.bias_correction, self.max_step = bias_correction, max_step
         self.mu = [np.zeros_like(p) for p in self.params]
         self.nu = [np.zeros_like(p) for p in self.params]
         self.means = [CompressedMean(p.size, world, block) for p in self.params]
@@ -104,13 +105,14 @@ class OnebitAdam:
                 g = mean(gs)
                 self.mu[i] = self.b1 * self.mu[i] + (1 - self.b1) * g
                 self.nu[i] = self.b2 * self.nu[i] + (1 - self.b2) * g**2
-            self._move(i)
+            self._move(i, self.max_step if compressed else np.inf)
 
-    def _move(self, i: int) -> None:
+    def _move(self, i: int, max_step: float) -> None:
         m, v = self.mu[i], self.nu[i]
         if self.bias_correction:
             m, v = m / (1 - self.b1**self.steps), v / (1 - self.b2**self.warm_steps)
-        update = m / (np.sqrt(v) + self.eps) + self.weight_decay * self.params[i]
+        direction = np.clip(m / (np.sqrt(v) + self.eps), -max_step, max_step)
+        update = direction + self.weight_decay * self.params[i]
         self.params[i] = self.params[i] - self.lr * update
 
 

@@ -22,10 +22,10 @@ def norm(x: Vector) -> float:
 class OnebitLamb:
     """1-bit LAMB (arXiv 2104.06069), algorithm 1, one message and one scale for all tensors."""
 
-    def __init__(self, params, world, lr, b1, b2, eps, weight_decay=0.0, **bounds):
+    def __init__(self, params, world, lr, b1, b2, eps, weight_decay=0.0, max_step=np.inf, **bounds):
         self.params = [p.astype(np.float64) for p in params]
         self.lr, self.b1, self.b2, self.eps, self.weight_decay = lr, b1, b2, eps, weight_decay
-        self.bounds = {**LAMB_DEFAULTS, **bounds}
+        self.bounds, self.max_step = {**LAMB_DEFAULTS, **bounds}, max_step
         self.mu, self.nu = ([np.zeros_like(p) for p in self.params] for _ in range(2))
         self.fresh: list[Vector] | None = None
         self.scaling: list[float] = []
@@ -69,7 +69,7 @@ class OnebitLamb:
             self.mu[i] = np.where(v > 0, agreed[i] / self.scaling[i], 0.0)
             gradient = (self.mu[i] - self.b1 * last) / (1 - self.b1)
             self.fresh[i] = self.b2 * self.fresh[i] + (1 - self.b2) * gradient**2
-            q = self.mu[i] / (np.sqrt(v) + self.eps)
+            q = np.clip(self.mu[i] / (np.sqrt(v) + self.eps), -self.max_step, self.max_step)
             u = q + self.weight_decay * p
             self.factor[i] = self._bounded(i, v, q, u)
             self.params[i] = p - self.lr * (self.coefficient[i] or 1.0) * self.factor[i] * u
@@ -93,7 +93,8 @@ class ZeroOneAdam:
     `step(gradients, kind)`, kind "variance", "sync" or "local". params[rank][tensor]: the ranks' own.
     """
 
-    def __init__(self, params, world, lr, b1, b2, eps, weight_decay=0.0):
+    def __init__(self, params, world, lr, b1, b2, eps, weight_decay=0.0, max_step=np.inf):
+        self.max_step = max_step
         self.params = [[p.astype(np.float64) for p in params] for _ in range(world)]
         self.anchor = [p.astype(np.float64) for p in params]
         self.lr, self.b1, self.b2, self.eps, self.weight_decay = lr, b1, b2, eps, weight_decay
@@ -133,6 +134,8 @@ class ZeroOneAdam:
     def _agree(self, i: int) -> None:
         went = [(own[i] - self.anchor[i]) * self._root(i) for own in self.params]
         agreed = np.where(self.nu[i] > 0, self.means[i](went), 0.0)
+        most = self.max_step * self.elapsed * self._root(i)
+        agreed = np.clip(agreed, -most, most)
         decay = self.elapsed * self.weight_decay * self.anchor[i]
         self._arrive(i, -agreed / self.elapsed, self.anchor[i] - decay + agreed / self._root(i))
 

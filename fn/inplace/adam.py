@@ -30,7 +30,7 @@ def warmup(update: UpdateFn, rule: Adam, link: Link, head: Head, descent: Descen
         def commit() -> None:
             count_step(moments, rule.b1, rule.b2)
             args = kernel_args(rule, descent.weight_decay, reach.rate, moments)
-            ops.direct("adamw_", params, grads, mu, nu, rule.b1, rule.b2, *args, False)
+            ops.direct("adamw_", params, grads, mu, nu, rule.b1, rule.b2, *args, math.inf, math.inf, False)
 
         return Sized(largest_of(grads, moments.step), commit)
 
@@ -66,7 +66,7 @@ def compressed(
 
         def commit() -> None:
             count_step(moments, rule.b1)
-            args = kernel_args(rule, descent.weight_decay, reach.rate, moments)
+            args = *kernel_args(rule, descent.weight_decay, reach.rate, moments), rule.max_step, math.inf
             if mean is None:
                 ops.direct("adamw_", params, grads, mu, nu, rule.b1, 0.0, *args, True)
             else:

@@ -74,8 +74,8 @@ class CodedMean(NamedTuple):
     ) -> None:  # fmt: skip
         """Write factor times the mean into mu, and take the step of `onebit_adam_` from it.
 
-        Args: tail: eps, weight decay, learning rate and the weights of the moments. keep_zeros: must be true where the
-            mean is no codes. copies: tensors into which the new params are copied, or none.
+        Args: tail: eps, weight decay, learning rate, the weights of the moments, max_step and max_momentum. keep_zeros:
+            must be true where the mean is no codes. copies: tensors into which the new params are copied, or none.
         """
         for bucket, mean, _ in self.buckets:
             p, m, v = lists = [[t[i] for i in bucket.leaf_indices] for t in (params, mu, nu)]

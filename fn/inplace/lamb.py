@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def warmup(
             _write(own.factor, torch.ones_like(ratio))
             _write(own.scaling, common_scale_of(rms / _counts(mu).clamp(min=1).sqrt()).float())
             torch._foreach_copy_(fresh, nu)
-            _descend(own, lists, ratio, h, reach.rate)
+            _descend(own, lists, ratio, h, reach.rate, math.inf)
 
         return Sized(largest_of(grads, own.step), commit)
 
@@ -88,14 +89,14 @@ def compressed(
         size = largest_of(mean.numbers, own.step) / scaling.min()
 
         def commit() -> None:
-            args = h.b1, h.b2, h.eps, h.weight_decay, rule.keep_zeros
+            args = h.b1, h.b2, h.eps, h.weight_decay, rule.max_step, rule.keep_zeros
             sums = torch.ops.fn.onebit_lamb_moments_(leaves, averages, scaling, mu, nu, fresh, *args)
             last = _read(own.factor)
             factor = bounded_factor(h, last, sums[:, 0].float(), *sums[:, 1:].sqrt().float().unbind(1))
             factor = torch.where(_counts(mu) > 0, factor, last)
             _write(own.factor, factor)
             own.tail.copy_(tail)
-            _descend(own, lists, frozen_ratio(_read(own.coefficient), factor), h, reach.rate)
+            _descend(own, lists, frozen_ratio(_read(own.coefficient), factor), h, reach.rate, rule.max_step)
             mean.keep()
 
         return Sized(size, commit)
@@ -113,9 +114,11 @@ def _reach(h: LambHyper, descent: Descent, gain: float = 1.0) -> Reach:
     return Reach(descent.rate, h.eps, h.weight_decay, ratio=ratio, gain=gain, most=SUMMED)
 
 
-def _descend(own: OnebitLambState, lists: list[list[Tensor]], ratio: Tensor, h: LambHyper, rate: float) -> None:
+def _descend(
+    own: OnebitLambState, lists: list[list[Tensor]], ratio: Tensor, h: LambHyper, rate: float, max_step: float
+) -> None:
     params, mu, nu, _ = lists
-    torch.ops.fn.lamb_step_(params, mu, nu, rate * ratio, h.eps, h.weight_decay)
+    torch.ops.fn.lamb_step_(params, mu, nu, rate * ratio, h.eps, h.weight_decay, max_step)
     _write(own.ratio, ratio)
     own.step.add_(1)
 

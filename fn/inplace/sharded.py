@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -85,7 +86,7 @@ def stage_shards(
             new = [memory_pool.empty(x.shape, x.dtype, x.device) for x in (old, mu, nu)]
             new[0] = new[0] if keeps or old.dtype != dtype else mine
             args = kernel_args(h, behind.weight_decay, behind.rate, after)
-            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *args)
+            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *args, math.inf)
             if not (_are_finite(peaks, dtype) and _is_addable(peaks, new[0], old)):
                 new[0].fill_(float("nan"))  # for all ranks to see
             full, kept = exchange.back_from_rows(new[0], whole, kept, bucket, rules, codes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def synchronise(
         peak = largest_of(mean.numbers, own.peak)
 
         def commit() -> None:  # from the anchor, with the mean in place of minus the learning rates times the momentum
-            args = h.eps, h.weight_decay, elapsed, 1.0, 1.0
+            args = h.eps, h.weight_decay, elapsed, 1.0, 1.0, math.inf, h.max_step
             mean.step(anchor, mu, nu, args, factor=-1 / elapsed, copies=params)
             own.peak.copy_(peak)
             own.step.add_(1)
@@ -134,7 +135,8 @@ def _descend(
 ) -> None:
     params, mu, nu, _ = lists
     decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
-    ops.direct("adamw_", params, grads, mu, nu, h.b1, h.b2, h.eps, decay, float(_rate(h)), 1.0, 1.0, frozen)
+    args = h.eps, decay, float(_rate(h)), 1.0, 1.0, math.inf, math.inf
+    ops.direct("adamw_", params, grads, mu, nu, h.b1, h.b2, *args, frozen)
     own.step.add_(1)
 
 

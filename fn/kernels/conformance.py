@@ -12,6 +12,7 @@ In a test suite the plugin `fn.kernels.pytest_plugin` makes a test of every kern
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -235,7 +236,8 @@ def arguments(
 
     place = (valid, runs)
     each = (valid, [x for width in widths.tolist() for x in (1, width)])
-    descent = (1e-6, 0.01, 1e-2, 0.5, 0.25)
+    limit = 0.5 if strided else math.inf
+    descent = (1e-6, 0.01, 1e-2, 0.5, 0.25, limit)
     frozen = strided  # the lists are copied, so that strides say nothing here
     coded = integers(torch.uint8, 2, 3, n // 2) if width == 4 else integers(torch.int8, 2, 3, n)
     found: dict[str, Callable[[], tuple[Any, ...]]] = {
@@ -252,7 +254,7 @@ def arguments(
         ),
         "sign_decode": lambda: (integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *place),
         "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), *place),
-        "direction": lambda: (numbers(wide, 2, n), numbers(wide, 2, n).clamp(min=0), 1e-8),
+        "direction": lambda: (numbers(wide, 2, n), numbers(wide, 2, n).clamp(min=0), 1e-8, limit),
         "quantize": lambda: (numbers(dtype, 2, n), *place, width),
         "quantize_feedback": lambda: (
             numbers(dtype, 2, n), integers(torch.int8, 2, n), scales(2, segments) / 99, 0.75, *place, width,
@@ -269,15 +271,15 @@ def arguments(
         ),
         "onebit_adam_": lambda: (
             leaves(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
-            scales(2, 1 + 2 * frozen, segments), *each, *descent, True, leaves() if strided else [],
+            scales(2, 1 + 2 * frozen, segments), *each, *descent, limit, True, leaves() if strided else [],
         ),
-        "adamw_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, frozen),
+        "adamw_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, limit, frozen),
         "lamb_moments_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, 1e-6, 0.01),
         "onebit_lamb_moments_": lambda: (
             leaves(), tensors(), scales(segments) + 0.1, tensors(), tensors(min=0.0), tensors(min=0.0), 0.9, 0.99,
-            1e-6, 0.01, strided,
+            1e-6, 0.01, limit, strided,
         ),
-        "lamb_step_": lambda: (leaves(), tensors(), tensors(min=0.0), scales(segments), 1e-6, 0.01),
+        "lamb_step_": lambda: (leaves(), tensors(), tensors(min=0.0), scales(segments), 1e-6, 0.01, limit),
         "adamw_into_": lambda: (
             [numbers(wide, n) for _ in range(3)], [numbers(wide, n) for _ in range(2 + strided)],
             [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent,

@@ -6,6 +6,7 @@ of anything, and the documented vector for the bits. The answers are those of th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +28,7 @@ GUARD = 16
 LONG = (1 << 16) + 3
 """Elements of the largest examples of packing: the references of all other ops pack, and these would be blamed."""
 
-_DESCENT = (0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25)
+_DESCENT = (0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25, 0.7)
 _WIDTHS = (64, 64, 4104, 22)
 
 
@@ -82,7 +83,9 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "sign_decode_mean": lambda: [
         (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), _each(n)) for n in (_N, _WHOLE)
     ],
-    "direction": lambda: [(_wave(2, _N), (_wave(2, _N, seed=2) - 1).clamp(min=0), 3e-2)],
+    "direction": lambda: [
+        (_wave(2, _N), (_wave(2, _N, seed=2) - 1).clamp(min=0), 3e-2, limit) for limit in (math.inf, 0.7)
+    ],
     "quantize": lambda: [(_wave(2, _N), _valid(), [*RUNS], w) for w in (4, 8)],
     "quantize_feedback": lambda: [
         (_wave(2, _N), _bytes(2, _N).view(torch.int8), _wave(2, _S).abs() / 99, 0.8, _valid(), [*RUNS], w)
@@ -100,22 +103,25 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "onebit_adam_": lambda: [
         (
             *_momentum(keep), _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), _each(n),
-            3e-2, 0.1, 1e-2, 0.5, 0.25, keep, _momentum()[0] if ranks > 1 or not keep else [],
+            3e-2, 0.1, 1e-2, 0.5, 0.25, 0.7 if keep else math.inf, 0.5 if ranks > 1 else math.inf, keep,
+            _momentum()[0] if ranks > 1 or not keep else [],
         )
         for keep, ranks, n in ((True, 1, _N), (False, 1, _WHOLE), (True, 3, _WHOLE))
     ],
     "adamw_": lambda: [
-        (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25, frozen)
-        for frozen in (False, True)
+        (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25, limit, most, frozen)
+        for frozen, limit, most in ((False, math.inf, math.inf), (True, 0.7, math.inf), (True, 0.7, 0.5))
     ],
     "lamb_moments_": lambda: [
         (*_momentum()[:2], *_momentum()[1:], b1, 0.99, 3e-2, decay) for b1, decay in ((0.9, 0.1), (0.2, 0.0))
     ],
     "onebit_lamb_moments_": lambda: [
-        (*_drift()[:2], _wave(_S).abs(), *_drift()[3:], _momentum()[2], 0.9, 0.99, 3e-2, 0.1, keep)
-        for keep in (True, False)
+        (*_drift()[:2], _wave(_S).abs(), *_drift()[3:], _momentum()[2], 0.9, 0.99, 3e-2, 0.1, limit, keep)
+        for limit, keep in ((0.7, True), (math.inf, False))
     ],
-    "lamb_step_": lambda: [(*_momentum(), _wave(_S) / 100, 3e-2, decay) for decay in (0.1, 0.0)],
+    "lamb_step_": lambda: [
+        (*_momentum(), _wave(_S) / 100, 3e-2, decay, limit) for decay, limit in ((0.1, math.inf), (0.0, 0.7))
+    ],
     "adamw_into_": lambda: [
         ([torch.zeros_like(_wave(n)) for _ in range(3)], [_wave(n, seed=s) for s in range(rows)], _old(n), *_DESCENT)
         for n, rows in ((4099, 1), (22, 2), (77, 3))

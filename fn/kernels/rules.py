@@ -74,16 +74,29 @@ def corrected_direction(m: Number, v: Number, eps: Number, c1: Number, c2: Numbe
     return quotient(m * c1, root(v) * c2 + eps)
 
 
+def clamped(u: Number, limit: Number) -> Number:
+    """Return a direction within +-limit; NaN where it is not finite, so that such a step is skipped, not taken.
+
+    An infinite limit returns u as it is: u - u is zero, and NaN if u is not finite.
+    """
+    return where(u > limit, limit + (u - u), where(u < -limit, (u - u) - limit, u))
+
+
+def held(m: Number, v: Number, eps: Number, limit: Number) -> Number:
+    """Return a momentum whose direction is within +-limit; NaN where it is not finite. Infinite: as it is."""
+    return clamped(m, limit * denominator(v, eps))
+
+
 def descended(p: Number, u: Number, decay: Number, lr: Number) -> Number:
     """Return params after a step along a direction."""
     return p - lr * decayed(u, p, decay)
 
 
 def adamw(
-    p: Number, m: Number, v: Number, eps: Number, decay: Number, lr: Number, c1: Number, c2: Number
+    p: Number, m: Number, v: Number, eps: Number, decay: Number, lr: Number, c1: Number, c2: Number, limit: Number
 ) -> Number:
-    """Return params after AdamW's step with moments that have moved; 1-bit Adam takes the same."""
-    return descended(p, corrected_direction(m, v, eps, c1, c2), decay, lr)
+    """Return params after AdamW's step with moments that have moved; 1-bit Adam takes the same, within its limit."""
+    return descended(p, clamped(corrected_direction(m, v, eps, c1, c2), limit), decay, lr)
 
 
 def drift(p: Number, anchor: Number, m: Number, v: Number, eps: Number, lr: Number) -> Number:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 _PLACE = "Tensor valid, int[] runs"
-_DESCENT = "float eps, float weight_decay, float lr, float mu_weight, float nu_weight"
+_DESCENT = "float eps, float weight_decay, float lr, float mu_weight, float nu_weight, float max_step"
 
 SCHEMAS: Mapping[str, str] = MappingProxyType(
     {
@@ -20,7 +20,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
         "sign_decode": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
         "sign_decode_mean": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
-        "direction": "(Tensor x, Tensor nu, float eps) -> (Tensor, Tensor)",
+        "direction": "(Tensor x, Tensor nu, float eps, float max_step) -> (Tensor, Tensor)",
         "quantize": f"(Tensor x, {_PLACE}, int width) -> (Tensor, Tensor)",
         "quantize_feedback": f"(Tensor x, Tensor error, Tensor error_scales, float beta, {_PLACE}, int width) -> "
         "(Tensor, Tensor, Tensor, Tensor)",
@@ -32,15 +32,16 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "drift": "(Tensor[] params, Tensor[] anchors, Tensor[] mu, Tensor[] grads, Tensor[] nu, float decay, "
         "float eps, float lr, int rows, int[] runs) -> Tensor",
         "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_PLACE}, "
-        f"{_DESCENT}, bool keep_zeros, Tensor(c!)[] copies) -> ()",
+        f"{_DESCENT}, float max_momentum, bool keep_zeros, Tensor(c!)[] copies) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
-        f"{_DESCENT}, bool frozen) -> ()",
+        f"{_DESCENT}, float max_momentum, bool frozen) -> ()",
         "lamb_moments_": "(Tensor[] params, Tensor[] grads, Tensor(a!)[] mu, Tensor(b!)[] nu, float b1, float b2, "
         "float eps, float weight_decay) -> Tensor",
         "onebit_lamb_moments_": "(Tensor[] params, Tensor[] averages, Tensor scaling, Tensor(a!)[] mu, Tensor[] nu, "
-        "Tensor(b!)[] fresh, float b1, float b2, float eps, float weight_decay, bool keep_zeros) -> Tensor",
-        "lamb_step_": "(Tensor(a!)[] params, Tensor[] mu, Tensor[] nu, Tensor rates, float eps, float weight_decay) "
-        "-> ()",
+        "Tensor(b!)[] fresh, float b1, float b2, float eps, float weight_decay, float max_step, bool keep_zeros) "
+        "-> Tensor",
+        "lamb_step_": "(Tensor(a!)[] params, Tensor[] mu, Tensor[] nu, Tensor rates, float eps, float weight_decay, "
+        "float max_step) -> ()",
         "largest_magnitude": "(Tensor[] grads) -> Tensor",
         "adamw_into_": f"(Tensor(a!)[] new, Tensor[] rows, Tensor[] old, float b1, float b2, {_DESCENT}) -> Tensor",
     }

@@ -45,13 +45,14 @@ class Adam(NamedTuple):
 
 
 class OnebitAdam(NamedTuple):
-    """The rule of a compressed step of `scale_by_onebit_adam`. average: the momentum's."""
+    """The rule of a compressed step of `scale_by_onebit_adam`. average: the momentum's. max_step: infinity for none."""
 
     b1: float
     eps: float
     corrected: bool
     keep_zeros: bool
     average: UpdateFn
+    max_step: float
 
 
 class AdamState(NamedTuple):
@@ -119,6 +120,7 @@ def scale_by_onebit_adam(
     sync: Transform,
     bias_correction: bool = False,
     keep_zeros: bool = True,
+    max_step: float | None = None,
 ) -> Transform:
     """Run Adam in the warm-up; then freeze the second moment and average the momentum in codes.
 
@@ -135,23 +137,29 @@ def scale_by_onebit_adam(
         bias_correction: divide mu by 1 - b1^t and nu by 1 - b2^T, T the last warm-up step; nu by 1 if there was none.
         keep_zeros: keep the momentum at zero where nu is zero, that is, where no gradient ever came: one bit cannot
             say zero, and such an element would drift by +-scale / eps.
-    Raises: ValueError if b1 or b2 is outside [0, 1), or eps is negative or not finite.
+        max_step: clamp each element of u to +-max_step in the compressed phase; None for no clamp. Adam's own u stays
+            near 1, but a sign code moves an element whose second moment froze near zero by the scale of its whole
+            tensor, hundreds of times as far. A step whose u is not finite is skipped, not clamped. The momentum and
+            the residuals are untouched.
+    Raises: ValueError if b1 or b2 is outside [0, 1), eps is negative or not finite, or max_step is not above zero.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
-    Differs: `bias_correction` and `keep_zeros` are not in the paper; DeepSpeed needs a hand-written mask.
+    Differs: `bias_correction` and `keep_zeros` are not in the paper; DeepSpeed needs a hand-written mask. The step of
+        the compressed phase is clamped to `max_step`.
     """
     check_is_transform("sync", sync)
     check_betas(b1, b2, eps)
+    limit = limit_of(max_step)
 
     def init(params: Tree) -> OnebitAdamState:
         moments = start_moments(params)
         return OnebitAdamState(*moments, sync.init(moments[1]))
 
-    def direction(state: OnebitAdamState) -> Tree:
+    def direction(state: OnebitAdamState, max_step: float = math.inf) -> Tree:
         if not bias_correction:
-            return adam_direction(state.mu, state.nu, eps)
+            return adam_direction(state.mu, state.nu, eps, max_step=max_step)
         seen = torch.where(state.nu_weight > 0, state.nu_weight, 1.0)  # of params that came after the warm-up: 0
-        return adam_direction(state.mu, state.nu, eps, state.mu_weight, seen)
+        return adam_direction(state.mu, state.nu, eps, state.mu_weight, seen, max_step)
 
     def moved(updates: Tree, state: OnebitAdamState, params: Tree, average: UpdateFn) -> OnebitAdamState:
         """Return the state with the next momentum, on which the ranks agree by `average`."""
@@ -171,17 +179,18 @@ def scale_by_onebit_adam(
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
         state = moved(updates, state, params, sync.compressed_update)
         if keep_zeros and not bias_correction:
-            mu, out = kept_direction(state.mu, state.nu, eps)
+            mu, out = kept_direction(state.mu, state.nu, eps, limit)
             return out, state._replace(mu=mu)
         if keep_zeros:
             state = state._replace(mu=keep_unseen_at_zero(state.mu, state.nu))
-        return direction(state), state
+        return direction(state, limit), state
 
     adam = Adam(b1, b2, eps, bias_correction)
-    frozen = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update)
+    frozen = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update, limit)
     exact = warmup if links_of(sync.warmup_update) else Step(adam, warmup)
+    facts = facts_of(sync)._replace(unclamped=limit == math.inf)
     local, rests = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # rests: the second moment
-    return Transform(init, exact, Step(frozen, compressed), local, needs_warmup=rests, facts=facts_of(sync))
+    return Transform(init, exact, Step(frozen, compressed), local, needs_warmup=rests, facts=facts)
 
 
 def check_betas(b1: float, b2: float, eps: float) -> None:
@@ -193,6 +202,16 @@ def check_betas(b1: float, b2: float, eps: float) -> None:
     check_number("eps", eps)
     if not 0.0 <= eps < math.inf:
         raise ValueError(expected("eps", "a finite number of at least 0", f"{eps}"))
+
+
+def limit_of(max_step: float | None) -> float:
+    """Return what directions are clamped to, infinity for None; refuse what is not above zero with a ValueError."""
+    if max_step is None:
+        return math.inf
+    check_number("max_step", max_step)
+    if not max_step > 0.0:
+        raise ValueError(expected("max_step", "a number above 0, or None for no clamp", f"{max_step}"))
+    return float(max_step)
 
 
 def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:
@@ -217,17 +236,17 @@ def keep_unseen_at_zero(x: Tree, nu: Tree) -> Tree:
     return tree.map(lambda a, v: rules.kept_at_zero(a, v, a - a, 0.0), x, nu)
 
 
-def kept_direction(mu: Tree, nu: Tree, eps: float) -> tuple[Tree, Tree]:
+def kept_direction(mu: Tree, nu: Tree, eps: float, max_step: float) -> tuple[Tree, Tree]:
     """Return `keep_unseen_at_zero(mu, nu)` and the `adam_direction` of it, in one pass where the device has one."""
     leaves, structure = tree.flatten(mu)
-    pairs = [_kept_direction(m, v, eps) for m, v in zip(leaves, tree.leaves(nu), strict=True)]
+    pairs = [_kept_direction(m, v, eps, max_step) for m, v in zip(leaves, tree.leaves(nu), strict=True)]
     return tree.unflatten(structure, [m for m, _ in pairs]), tree.unflatten(structure, [u for _, u in pairs])
 
 
-def _kept_direction(m: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _kept_direction(m: Tensor, v: Tensor, eps: float, max_step: float) -> tuple[Tensor, Tensor]:
     if not is_concrete(m, v) or is_recorded((m, v)) or not reference.is_normal(eps, v.dtype):  # kernels have none
-        return reference.direction(m, v, eps)
-    kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps)
+        return reference.direction(m, v, eps, max_step)
+    kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps, max_step)
     return kept.view(m.shape), out.view(m.shape)
 
 
@@ -247,14 +266,22 @@ def moving_average_of_squares(average: Tree, new: Tree, decay: float) -> Tree:
 
 
 def adam_direction(
-    mu: Tree, nu: Tree, eps: float, mu_weight: Tensor | None = None, nu_weight: Tensor | None = None
+    mu: Tree,
+    nu: Tree,
+    eps: float,
+    mu_weight: Tensor | None = None,
+    nu_weight: Tensor | None = None,
+    max_step: float = math.inf,
 ) -> Tree:
-    """Return mu / (sqrt(nu) + eps), 0 for 0 / 0; each moment divided by its weight first if that is given."""
+    """Return mu / (sqrt(nu) + eps), 0 for 0 / 0; each moment divided by its weight first if that is given.
+
+    It is clamped to +-max_step, and NaN where it is not finite then.
+    """
 
     def divide(m: Tensor, v: Tensor) -> Tensor:
         dtype = m.dtype  # a weight of another dtype would decide that of a 0-d moment
         m = m if mu_weight is None else m / mu_weight
         v = v if nu_weight is None else v / nu_weight
-        return reference.over_root(m, v, eps).to(dtype)
+        return reference.clamped(reference.over_root(m, v, eps), max_step).to(dtype)
 
     return tree.map(divide, mu, nu)

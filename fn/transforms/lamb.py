@@ -31,6 +31,7 @@ from fn.transforms.adam import (
     adam_direction,
     check_betas,
     keep_unseen_at_zero,
+    limit_of,
     moving_average,
     moving_average_of_squares,
     start_moments,
@@ -110,6 +111,7 @@ class OnebitLamb(NamedTuple):
     hyper: LambHyper
     keep_zeros: bool
     average: UpdateFn
+    max_step: float
 
 
 def scale_by_onebit_lamb(
@@ -126,6 +128,7 @@ def scale_by_onebit_lamb(
     factor_min: float = 0.5,
     factor_threshold: float = 0.1,
     keep_zeros: bool = True,
+    max_step: float | None = None,
 ) -> Transform:
     """Run LAMB in the warm-up; then freeze ratios and second moment, and average the momentum in codes.
 
@@ -152,6 +155,8 @@ def scale_by_onebit_lamb(
         factor_max, factor_min: bounds of the factor. factor_threshold: how far it may move in a step, relative to
             the last one; it wins over the bounds.
         keep_zeros: keep the momentum at zero where nu is zero.
+        max_step: clamp each element of q to +-max_step in the compressed phase, before decay and norms; None for no
+            clamp. Frozen ratios are as they were. See `scale_by_onebit_adam`.
     Raises: ValueError if an argument is out of range.
 
     Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
@@ -161,8 +166,9 @@ def scale_by_onebit_lamb(
     hyper = LambHyper(
         b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
     )
-    tx = onebit_lamb_by_tensor(lambda count: [hyper] * count, sync=sync, keep_zeros=keep_zeros)
-    compressed = Step(OnebitLamb(hyper, keep_zeros, sync.compressed_update), tx.compressed_update)
+    tx = onebit_lamb_by_tensor(lambda count: [hyper] * count, sync=sync, keep_zeros=keep_zeros, max_step=max_step)
+    rule = OnebitLamb(hyper, keep_zeros, sync.compressed_update, limit_of(max_step))
+    compressed = Step(rule, tx.compressed_update)
     return tx._replace(warmup_update=Step(hyper, tx.warmup_update), compressed_update=compressed)
 
 
@@ -171,6 +177,7 @@ def onebit_lamb_by_tensor(
     *,
     sync: Transform,
     keep_zeros: bool = True,
+    max_step: float | None = None,
     copy_fresh: bool = True,
     tail: int = 0,
 ) -> Transform:
@@ -183,6 +190,7 @@ def onebit_lamb_by_tensor(
     Raises: ValueError if a hyper-parameter is out of range.
     """
     check_is_transform("sync", sync)
+    limit = limit_of(max_step)
     for hyper in hypers(1):
         check_hyper(hyper)
 
@@ -232,7 +240,7 @@ def onebit_lamb_by_tensor(
         if keep_zeros:
             mu = keep_unseen_at_zero(mu, state.nu)
         rows = _rows(params, mu, state.mu, state.nu, state.nu_fresh, state.coefficient, state.factor)
-        results = [_step_tensor(h, *row) for h, row in zip(each, rows, strict=True)]
+        results = [_step_tensor(h, limit, *row) for h, row in zip(each, rows, strict=True)]
         out, fresh, factor, ratio = _columns(results, updates, 4)
         state = state._replace(mu=mu, nu_fresh=fresh, factor=factor, ratio=ratio, tail=rest, sync=sync_state)
         return out, state._replace(step=state.step + 1)
@@ -254,6 +262,7 @@ def _warm_tensor(
 
 def _step_tensor(
     h: LambHyper,
+    max_step: float,
     p: Tensor,
     mu: Tensor,
     mu_last: Tensor,
@@ -264,7 +273,7 @@ def _step_tensor(
 ) -> tuple[Tensor, ...]:
     """Return the update, nu_fresh, the factor and the ratio of one tensor after a compressed step."""
     fresh = moving_average_of_squares(fresh, (mu - h.b1 * mu_last) / (1 - h.b1), h.b2)
-    q = adam_direction(mu, nu, h.eps)
+    q = adam_direction(mu, nu, h.eps, max_step=max_step)
     u = _decayed(q, p, h)
     factor = _bounded_factor(h, factor, nu, fresh, q, u)
     ratio = frozen_ratio(coefficient, factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,7 +28,14 @@ from fn.kernels import rules
 from fn.kernels.reference import over_root
 from fn.kernels.tracing import is_concrete
 from fn.roles import Roles
-from fn.transforms.adam import adam_direction, check_betas, moving_average, moving_average_of_squares, start_moments
+from fn.transforms.adam import (
+    adam_direction,
+    check_betas,
+    limit_of,
+    moving_average,
+    moving_average_of_squares,
+    start_moments,
+)
 from fn.transforms.decay_and_lr import check_decay, check_rate
 from fn.transforms.skip_nonfinite import all_addable, all_finite, ends
 
@@ -83,6 +91,7 @@ class ZeroOneAdam(NamedTuple):
     b2: float
     eps: float
     weight_decay: float
+    max_step: float
 
 
 class VarianceStep(NamedTuple):
@@ -116,6 +125,7 @@ def scale_by_zero_one_adam(
     decay_in_momentum: bool = False,
     anchored: bool = True,
     keep_zeros: bool = True,
+    max_step: float | None = None,
 ) -> Transform:
     """Update the variance in some steps, agree on the parameters in some, and step alone in between.
 
@@ -139,6 +149,9 @@ def scale_by_zero_one_adam(
         anchored: keep the params agreed on last, and return to them exactly. False: keep the sum of the steps since
             and take it back, as DeepSpeed does; the ranks then drift apart by rounding.
         keep_zeros: keep the momentum and the steps at zero where nu is zero.
+        max_step: clamp each element of the agreed s / (sqrt(nu) + eps) to +-max_step times the sum of lr since the
+            last synchronisation, and mu with it; None for no clamp. Local steps have no codes and are not clamped. See
+            `scale_by_onebit_adam`.
     Returns: a transform with all three phases, of gradients without the local one. Between synchronisations params and
         mu differ between ranks. A variance step does not bring them together, so none may follow a local step; in
         `fn.zero_one_schedule` none does.
@@ -148,12 +161,14 @@ def scale_by_zero_one_adam(
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1; T_v and T_u are `fn.zero_one_schedule`.
     Differs: a variance step uses the exact mean for the momentum, too, and sends no codes. The ranks return to the
         anchor instead of taking their steps back, so they do not drift apart by rounding. A rank whose gradient is
-        not finite in a local step leaves that step out alone, and counts it: no message tells the others.
+        not finite in a local step leaves that step out alone, and counts it: no message tells the others. A
+        synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step.
     """
     check_is_transform("sync", sync)
     check_betas(b1, b2, eps)
     check_decay(weight_decay)
     check_rate(lr)
+    limit = limit_of(max_step)
     if compress not in ("steps", "gradients"):
         raise ValueError(expected("compress", "'steps' or 'gradients'", f"{compress!r}"))
 
@@ -170,10 +185,12 @@ def scale_by_zero_one_adam(
     def zeros_kept(x: Tree, nu: Tree) -> Tree:
         return tree.map(lambda a, v: rules.kept_at_zero(a, v, 0.0, 0.0), x, nu) if keep_zeros else x
 
-    def common_step(mu: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, ZeroOneAdamState]:
+    def common_step(
+        mu: Tree, state: ZeroOneAdamState, params: Tree, max_step: float = math.inf
+    ) -> tuple[Tree, ZeroOneAdamState]:
         """Step from a momentum that all ranks share; the new parameters are the anchor."""
         wide = tree.map(lambda p, m: p.to(m.dtype), params, mu)
-        direction = adam_direction(mu, state.nu, eps)
+        direction = adam_direction(mu, state.nu, eps, max_step=max_step)
         updates = tree.map(lambda u, p: (-lr * (u + weight_decay * p)).to(u.dtype), direction, wide)
         anchor = tree.map(torch.add, wide, updates) if anchored else ()
         peak = _shown(state.peak, all_addable(tree.leaves(updates)))
@@ -197,7 +214,7 @@ def scale_by_zero_one_adam(
         wide = tree.map(lambda m, g: g.to(m.dtype), state.mu, updates)
         mean, sync_state = sync.compressed_update(wide, state.sync, params)
         mu = zeros_kept(moving_average(state.mu, mean, b1), state.nu)
-        return common_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params)
+        return common_step(mu, state._replace(sync=sync_state, peak=largest(mean)), params, limit)
 
     def step_alone(updates: Tree, state: ZeroOneAdamState, params: Tree) -> tuple[Tree, Tree]:
         mu = zeros_kept(moving_average(state.mu, updates, b1), state.nu)
@@ -228,6 +245,9 @@ def scale_by_zero_one_adam(
         mean, sync_state = sync.compressed_update(scaled, state.sync, params)
         peak = largest(mean)
         mean = zeros_kept(mean, state.nu)
+        far = tree.map(lambda s, v: over_root(s, v, eps), mean, state.nu)
+        if limit < math.inf:
+            mean = tree.map(lambda s, v: rules.held(s, v, eps, limit * elapsed).to(s.dtype), mean, state.nu)
         mu = tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0).to(s.dtype), mean)
         decay = 0.0 if decay_in_momentum else weight_decay
 
@@ -235,7 +255,7 @@ def scale_by_zero_one_adam(
             return (x - elapsed * decay * x + over_root(s, v, eps)).to(x.dtype)
 
         there = tree.map(moved, start, mean, state.nu)
-        peak = _shown(peak, all_finite([*tree.leaves(there), *tree.leaves(mu)]))
+        peak = _shown(peak, all_finite([*tree.leaves(far), *tree.leaves(there), *tree.leaves(mu)]))
         kept = (there, ()) if anchored else ((), tree.map(torch.zeros_like, went))
         zero = torch.zeros_like(state.elapsed)
         state = state._replace(mu=mu, anchor=kept[0], went=kept[1], elapsed=zero, peak=peak, sync=sync_state)
@@ -243,13 +263,14 @@ def scale_by_zero_one_adam(
 
     frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # where nu stays as the last variance step left it
     plain = anchored and keep_zeros and not decay_in_momentum  # other forms are DeepSpeed's, or have no kernels
-    hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay)
+    hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay, limit)
     of_kernels = Step(VarianceStep(hyper), warmup, lambda state, read: check_synchronised(read(state.elapsed)))
     variance = of_kernels if plain else warmup
-    apart = facts_of(sync)._replace(local_params=True)
+    said = facts_of(sync)._replace(unclamped=limit == math.inf)
+    apart = said._replace(local_params=True)
     if compress == "gradients":
         alone = missing(Phase.LOCAL, "0/1 Adam with compress='gradients'")
-        return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen, facts=facts_of(sync))
+        return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen, facts=said)
     if not plain:
         return Transform(init, variance, synchronise, local, needs_warmup=frozen, facts=apart)
     agreed = Step(SynchronisingStep(hyper, sync.compressed_update), synchronise)

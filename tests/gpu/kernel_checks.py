@@ -6,6 +6,7 @@ device itself, piece by piece: the reference is plain torch, and a CPU would tak
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -129,13 +130,13 @@ def huge_integers(device: torch.device, n: int = HUGE, width: int = 8) -> str | 
 
 def huge_adamw(device: torch.device, n: int = HUGE) -> str | None:
     """Take AdamW's step of one tensor of n elements, and compare it with the reference on each piece alone."""
-    descent = (0.9, 0.99, 1e-6, 0.01, 1e-2, 0.5, 0.25)
+    descent = (0.9, 0.99, 1e-6, 0.01, 1e-2, 0.5, 0.25, 0.7)
     tensors = [_numbers(n, device)[0] for _ in range(3)]
     tensors.append(tensors[2].abs())  # params, grads, mu, nu
     before = [[t[piece].clone() for t in tensors] for piece in _ends(n)]
-    torch.ops.fn.adamw_(*[[t] for t in tensors], *descent, False)
+    torch.ops.fn.adamw_(*[[t] for t in tensors], *descent, math.inf, False)
     for piece, old in zip(_ends(n), before, strict=True):
-        REFERENCES["adamw_"](*[[t] for t in old], *descent, False)
+        REFERENCES["adamw_"](*[[t] for t in old], *descent, math.inf, False)
         for name, found, expected in zip(("params", "grads", "mu", "nu"), tensors, old, strict=True):
             if not torch.allclose(found[piece], expected, 1e-5, 1e-6):
                 return f"{name} differ from element {piece.start} on"

@@ -338,13 +338,13 @@ def test_a_param_without_elements_takes_its_step():
 def test_a_kernel_refuses_lists_of_other_sizes():
     few, many = torch.zeros(3), torch.zeros(5)
     with pytest.raises(ValueError, match="grads: has tensors of"):
-        torch.ops.fn.adamw_([few], [many], [few], [few], 0.9, 0.99, 1e-8, 0.0, 0.1, 1.0, 1.0, False)
+        torch.ops.fn.adamw_([few], [many], [few], [few], 0.9, 0.99, 1e-8, 0.0, 0.1, 1.0, 1.0, 1.0, 1.0, False)
 
 
 def test_lamb_refuses_rates_of_another_number_of_tensors():
     x = [torch.zeros(3)]
     with pytest.raises(ValueError, match=r"rates: .*got shape"):
-        torch.ops.fn.lamb_step_(x, x, x, torch.zeros(2), 1e-8, 0.0)
+        torch.ops.fn.lamb_step_(x, x, x, torch.zeros(2), 1e-8, 0.0, 1.0)
 
 
 def zero_one_without_steps() -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -9,18 +11,20 @@ import fn
 from fn.kernels import reference
 
 
+@pytest.mark.parametrize("limit", [math.inf, 0.5])
 @pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 4097])
-def test_the_fused_pass_is_the_formula(n: int) -> None:
+def test_the_fused_pass_is_the_formula(n: int, limit: float) -> None:
     x, nu = torch.randn(1, n), torch.rand(1, n)
     nu[:, ::3] = 0
-    (kept, out), (kept_there, out_there) = torch.ops.fn.direction(x, nu, 1e-6), reference.direction(x, nu, 1e-6)
+    kept, out = torch.ops.fn.direction(x, nu, 1e-6, limit)
+    kept_there, out_there = reference.direction(x, nu, 1e-6, limit)
     assert torch.equal(kept, kept_there)
     torch.testing.assert_close(out, out_there, rtol=3e-7, atol=0)  # torch's square root is not correctly rounded
 
 
 def test_what_is_not_finite_at_a_zero_comes_back_as_nan() -> None:
     x, nu = torch.tensor([[float("inf"), float("nan"), 1.0] * 4]), torch.tensor([[0.0, 0.0, 0.0] * 4])
-    kept, _ = torch.ops.fn.direction(x, nu, 1e-8)
+    kept, _ = torch.ops.fn.direction(x, nu, 1e-8, math.inf)
     assert kept.isnan().tolist() == [[True, True, False] * 4]
     assert kept[0, 2] == 0
 

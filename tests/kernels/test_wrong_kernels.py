@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -100,8 +102,10 @@ WRONG = {
     "sign_residual_: past the end": past_the_end("sign_residual_", lambda args: args[0]),
     "onebit_adam_: bits reversed": with_argument("onebit_adam_", 3, reversed_bits),
     "onebit_adam_: eps": with_argument("onebit_adam_", 7, lambda eps: 0.0),
-    "onebit_adam_: zeros": with_argument("onebit_adam_", 12, lambda keep: not keep),
-    "onebit_adam_: no copies": with_argument("onebit_adam_", 13, lambda copies: []),
+    "onebit_adam_: no clamp": with_argument("onebit_adam_", 12, lambda limit: math.inf),
+    "onebit_adam_: not held": with_argument("onebit_adam_", 13, lambda limit: math.inf),
+    "onebit_adam_: zeros": with_argument("onebit_adam_", 14, lambda keep: not keep),
+    "onebit_adam_: no copies": with_argument("onebit_adam_", 15, lambda copies: []),
     "onebit_adam_: tail of params": without_the_last("onebit_adam_", [0]),
     "onebit_adam_: tail of mu": without_the_last("onebit_adam_", [1]),
     "onebit_adam_: past the end of params": past_the_end("onebit_adam_", lambda args: args[0][-1]),
@@ -109,7 +113,9 @@ WRONG = {
     "adamw_: eps": with_argument("adamw_", 6, lambda eps: 0.0),
     "adamw_: b2": with_argument("adamw_", 5, lambda b2: b2 - 0.001),
     "adamw_: decay in the gradient": decayed_first,
-    "adamw_: not frozen": with_argument("adamw_", 11, lambda frozen: False),
+    "adamw_: not frozen": with_argument("adamw_", 13, lambda frozen: False),
+    "adamw_: no clamp": with_argument("adamw_", 11, lambda limit: math.inf),
+    "adamw_: not held": with_argument("adamw_", 12, lambda limit: math.inf),
     "adamw_: tail": without_the_last("adamw_", [0, 2, 3]),
     "lamb_moments_: eps": with_argument("lamb_moments_", 6, lambda eps: 0.0),
     "lamb_moments_: no decay": with_argument("lamb_moments_", 7, lambda decay: 0.0),
@@ -117,11 +123,13 @@ WRONG = {
     "lamb_moments_: tail": without_the_last("lamb_moments_", [2, 3]),
     "lamb_moments_: past the end of nu": past_the_end("lamb_moments_", lambda args: args[3][-1]),
     "onebit_lamb_moments_: scaling": with_argument("onebit_lamb_moments_", 2, torch.ones_like),
-    "onebit_lamb_moments_: zeros": with_argument("onebit_lamb_moments_", 10, lambda keep: not keep),
+    "onebit_lamb_moments_: zeros": with_argument("onebit_lamb_moments_", 11, lambda keep: not keep),
+    "onebit_lamb_moments_: no clamp": with_argument("onebit_lamb_moments_", 10, lambda limit: math.inf),
     "onebit_lamb_moments_: columns": lambda *args: REFERENCES["onebit_lamb_moments_"](*args).flip(1),
     "onebit_lamb_moments_: tail": without_the_last("onebit_lamb_moments_", [3, 5]),
     "onebit_lamb_moments_: past the end": past_the_end("onebit_lamb_moments_", lambda args: args[5][0]),
     "lamb_step_: one rate": with_argument("lamb_step_", 3, lambda rates: rates.mean().expand(rates.shape)),
+    "lamb_step_: no clamp": with_argument("lamb_step_", 6, lambda limit: math.inf),
     "lamb_step_: tail": without_the_last("lamb_step_", [0]),
     "lamb_step_: past the end": past_the_end("lamb_step_", lambda args: args[0][-1]),
     "adamw_into_: b1": with_argument("adamw_into_", 3, lambda b1: b1 - 0.01),

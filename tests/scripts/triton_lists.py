@@ -18,7 +18,8 @@ from fn.kernels.gpu import launching, triton
 
 KERNELS = triton.row("cpu").kernels
 SHAPES = [(1023,), (), (0,), (7, 1), (5, 3, 2, 2)]
-DESCENT = (1e-3, 0.1, 1e-2, 0.5, 0.25)
+DESCENT = (1e-3, 0.1, 1e-2, 0.5, 0.25, 0.7)
+MOST = 0.5
 SPECIAL = (0.0, -0.0, 1e-45, float("inf"), -float("inf"), float("nan"))
 
 draw = torch.Generator().manual_seed(0)
@@ -70,7 +71,7 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
         yield "momentum_encode", (tensors(), tensors(dtype), 0.9, error, sent, *place)
         step = tensors(dtype), tensors(), tensors(min=0.0)
         copies = tensors(torch.float16 if dtype == torch.float32 else dtype) if count > 1 else []
-        yield "onebit_adam_", (*step, *message, *place, *DESCENT, True, copies)
+        yield "onebit_adam_", (*step, *message, *place, *DESCENT, MOST, True, copies)
         yield "momentum_rows", (tensors(), tensors(dtype), 0.2, sent[0] if count > 1 else None, count, runs)
         yield "drift", (step[0], tensors(), tensors(), tensors(dtype), step[2], 0.9, 1e-3, 1e-2, count, runs)
     yield from anywhere(dtype)
@@ -80,13 +81,13 @@ def anywhere(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """Yield those that do not depend on the order of elements in memory."""
     moments = tensors(), tensors(min=0.0)
     for frozen in (False, True):
-        yield "adamw_", (tensors(dtype), tensors(dtype), *moments, 0.9, 0.99, *DESCENT, frozen)
+        yield "adamw_", (tensors(dtype), tensors(dtype), *moments, 0.9, 0.99, *DESCENT, MOST, frozen)
     yield "largest_magnitude", (tensors(dtype),)
     yield "lamb_moments_", (tensors(dtype), tensors(dtype), *moments, 0.9, 0.99, 1e-3, 0.1)
     scaling = torch.rand(len(SHAPES), generator=draw) + 0.1
-    args = scaling, *moments, tensors(min=0.0), 0.9, 0.99, 1e-3, 0.1, True
+    args = scaling, *moments, tensors(min=0.0), 0.9, 0.99, 1e-3, 0.1, 0.7, True
     yield "onebit_lamb_moments_", (tensors(dtype), tensors(), *args)
-    yield "lamb_step_", (tensors(dtype), *moments, scaling, 1e-3, 0.1)
+    yield "lamb_step_", (tensors(dtype), *moments, scaling, 1e-3, 0.1, 0.7)
 
 
 def placed(args: Sequence[Any], place: Place) -> list[Any]:
@@ -135,10 +136,10 @@ def check_lists() -> None:
 def check_one_layout_is_not_the_other() -> None:
     """A gradient in another order of elements than its param is left to the next row."""
     p, m, v = ([torch.zeros(2, 3, 4, 4)] for _ in range(3))
-    refused("adamw_", (p, [channels_last(p[0])], m, v, 0.9, 0.99, *DESCENT, False))
+    refused("adamw_", (p, [channels_last(p[0])], m, v, 0.9, 0.99, *DESCENT, MOST, False))
     for make in (lambda: torch.zeros(4, 4)[:, ::2], lambda: torch.zeros(1).expand(4)):
         lists = ([make()] for _ in range(4))
-        assert KERNELS["adamw_"](*lists, 0.9, 0.99, *DESCENT, False) is NotImplemented
+        assert KERNELS["adamw_"](*lists, 0.9, 0.99, *DESCENT, MOST, False) is NotImplemented
 
 
 def check_special_numbers() -> None:
@@ -148,10 +149,10 @@ def check_special_numbers() -> None:
         assert torch.equal(found.isnan(), torch.tensor(name == "nan")), name
         assert found.isnan() or found == torch.inf
     params, mu, nu = [torch.ones(6)], [torch.ones(6)], [torch.rand(6)]
-    compare("adamw_", (params, [special], mu, nu, 0.9, 0.99, *DESCENT, False))
-    compare("adamw_", (params, [special], mu, [torch.zeros(6)], 0.9, 0.99, *DESCENT, True))
+    compare("adamw_", (params, [special], mu, nu, 0.9, 0.99, *DESCENT, MOST, False))
+    compare("adamw_", (params, [special], mu, [torch.zeros(6)], 0.9, 0.99, *DESCENT, MOST, True))
     lists = params, [special], torch.ones(1), mu, nu, [torch.rand(6)]
-    compare("onebit_lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1, True))
+    compare("onebit_lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1, 0.7, True))
     valid, runs = rows(1, [(6,)])
     compare("momentum_encode", (mu, [special], 0.0, torch.zeros(1, 8), torch.zeros(1, 1), valid, runs))
 
@@ -161,13 +162,13 @@ def check_whole_blocks() -> None:
     shapes = [(2 * launching.BLOCK + 24,)]
     for dtype in (torch.float32, torch.bfloat16):
         lists = tensors(dtype, shapes), tensors(dtype, shapes), tensors(shapes=shapes), tensors(shapes=shapes, min=0.0)
-        compare("adamw_", (*lists, 0.9, 0.99, *DESCENT, False))
+        compare("adamw_", (*lists, 0.9, 0.99, *DESCENT, MOST, False))
         compare("lamb_moments_", (*lists, 0.9, 0.99, 1e-3, 0.1))
     valid, runs = rows(2, shapes)
     error = torch.randn((2, sum(runs[1::2])), generator=draw)
     compare("momentum_encode", (lists[2], lists[1], 0.9, error, torch.rand(2, 1, generator=draw), valid, runs))
     half = [[x.view(2, 2, -1).transpose(0, 1)] for (x,) in lists]  # dense, and in no usual order
-    compare("adamw_", (*half, 0.9, 0.99, *DESCENT, False), torch.clone)
+    compare("adamw_", (*half, 0.9, 0.99, *DESCENT, MOST, False), torch.clone)
 
 
 def check_integers() -> None:
@@ -197,7 +198,7 @@ def check_addresses() -> None:
 
 def check_no_elements() -> None:
     for op in ("adamw_", "lamb_moments_"):
-        numbers = (0.9, 0.99, *DESCENT, False) if op == "adamw_" else (0.9, 0.99, 1e-3, 0.1)
+        numbers = (0.9, 0.99, *DESCENT, MOST, False) if op == "adamw_" else (0.9, 0.99, 1e-3, 0.1)
         assert KERNELS[op]([], [], [], [], *numbers) is NotImplemented
     for op, args in anywhere(torch.float32):
         compare(op, args, empty)

@@ -54,11 +54,12 @@ def assert_follows(tx, loop, schedule, world, steps=12):
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("block", [None, 8])
-@pytest.mark.parametrize("bias_correction", [False, True])
-def test_one_bit_adam_follows_the_papers_loop_through_both_phases(world, block, bias_correction):
-    tx = fn.onebit_adam(LR, **HYPER, axis="data", codec=fn.sign(block=block), bias_correction=bias_correction)
+@pytest.mark.parametrize(("bias_correction", "max_step"), [(False, None), (True, None), (False, 1.0), (True, 0.3)])
+def test_one_bit_adam_follows_the_papers_loop_through_both_phases(world, block, bias_correction, max_step):
+    hyper = {**HYPER, "bias_correction": bias_correction}
+    tx = fn.onebit_adam(LR, **hyper, axis="data", codec=fn.sign(block=block), max_step=max_step)
     flat = [p.reshape(-1).numpy() for p in params()]
-    loop = oracle.OnebitAdam(flat, world, LR, **HYPER, block=block, bias_correction=bias_correction)
+    loop = oracle.OnebitAdam(flat, world, LR, **hyper, block=block, max_step=max_step or np.inf)
     assert_follows(tx, loop, fn.freeze_after(5), world)
 
 

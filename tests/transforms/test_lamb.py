@@ -38,13 +38,14 @@ def advance(tx: fn.Transform, phase: fn.Phase, params: Any, state: Any, grads: A
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_one_bit_lamb_is_the_papers(world: int, weight_decay: float) -> None:
+@pytest.mark.parametrize(("weight_decay", "max_step"), [(0.0, None), (0.1, None), (0.0, 0.5), (0.1, 0.5)])
+def test_one_bit_lamb_is_the_papers(world: int, weight_decay: float, max_step: float | None) -> None:
     hyper = {"lr": 0.02, "b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": weight_decay}
-    tx = fn.onebit_lamb(axis="data", max_coeff=2.0, min_coeff=0.1, factor_threshold=0.3, **hyper)
+    bounds = {"max_coeff": 2.0, "min_coeff": 0.1, "factor_threshold": 0.3}
+    tx = fn.onebit_lamb(axis="data", max_step=max_step, **bounds, **hyper)
     params = start()
     oracle = OnebitLamb(
-        [p.numpy().ravel() for p in params], world, max_coeff=2.0, min_coeff=0.1, factor_threshold=0.3, **hyper
+        [p.numpy().ravel() for p in params], world, max_step=max_step or np.inf, **bounds, **hyper
     )
     state, dims = begin(tx, params, world)
     for step in range(14):
@@ -106,7 +107,7 @@ def test_a_tensor_whose_ratio_was_never_taken_moves_after_the_switch() -> None:
         (DeepSpeed divides by zero), one whose ratio was never taken has coefficient 1 (there 0, so that it would
         never move again).
     """
-    tx, params = fn.onebit_lamb(lr=0.1, axis="data"), [torch.zeros(4)]
+    tx, params = fn.onebit_lamb(lr=0.1, axis="data", max_step=None), [torch.zeros(4)]
     state = tx.init(params)
     params, state = advance(tx, fn.Phase.WARMUP, params, state, [torch.ones(4)])
     assert float(tree.fields(state, "coefficient")[0][0]) == 0.0

@@ -44,13 +44,13 @@ def runs(tx: fn.Transform, dims: Any, world: int) -> dict[fn.Phase, Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_zero_one_adam_is_the_papers(world: int, weight_decay: float) -> None:
+@pytest.mark.parametrize(("weight_decay", "max_step"), [(0.0, None), (0.1, None), (0.1, 0.5)])
+def test_zero_one_adam_is_the_papers(world: int, weight_decay: float, max_step: float | None) -> None:
     hyper = {"lr": 0.02, "b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": weight_decay}
-    tx = fn.zero_one_adam(axis="data", **hyper)
+    tx = fn.zero_one_adam(axis="data", max_step=max_step, **hyper)
     schedule = fn.zero_one_schedule(8, 2, 4, 4)
     params, state, dims = begin(tx, world)
-    oracle = ZeroOneAdam([p[0].numpy().ravel() for p in params], world, **hyper)
+    oracle = ZeroOneAdam([p[0].numpy().ravel() for p in params], world, max_step=max_step or np.inf, **hyper)
     steps, seen = runs(tx, dims, world), set()
     for step in range(30):
         phase, grads = schedule(step), gradients(world, step)

@@ -16,11 +16,15 @@ from fn.base import Phase, Transform, facts_of
 from fn.collectives.agreement import check_agreement
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
+from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
 from fn.schedules import Every
 from fn.transforms.outer import OuterState
 
 Grads = tuple[list[Tensor], ...]
+
+LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
+"""What an exchange of a round leaves that fails."""
 
 CLOSE = 1e-5
 """Relative difference of norms that clipping to one norm leaves, by its rounding; norms of two ranks differ by more."""
@@ -189,6 +193,35 @@ def still_in_doubt(doubts: frozenset[Phase], phase: Phase, grads: Grads, axes: S
             text = f"{text}, as if each rank had clipped by a norm of its own, {hint}"
             warnings.warn(text, stacklevel=7)
     return doubts - {phase} if told else doubts
+
+
+def shared_in_doubt(
+    doubts: frozenset[Phase], params: Sequence[Sequence[Tensor]], axes: Sequence[str]
+) -> frozenset[Phase]:
+    """Look at the gradients behind the first exchange of rounds; return the phases that are still to be looked at.
+
+    Between exchanges each place on an axis trains alone, so no two may have the same gradients. DDP may average within
+    an island, whose ranks have one place, and nowhere else. Gradients that are zero or not finite tell nothing. All
+    ranks must call it; three numbers per parameter travel, which no ledger counts.
+
+    Raises: ValueError, on all ranks, with what to do.
+    """
+    grads = [x if x is not None else p.new_zeros(1) for group in params for p in group for x in [p.grad]]
+    marks, told = torch.stack([_mark(g) for g in grads]) if grads else torch.zeros(0, 3, device="cpu"), bool(grads)
+    for axis in axes:
+        with watched_by(Watchers()):
+            rows = all_gather(marks, axis)
+        told = told and bool(torch.isfinite(rows).all()) and bool(rows.any())
+        alike = (rows[:, None] == rows[None]).flatten(2).all(2).triu(1).nonzero().tolist() if told else []
+        if alike:
+            a, b = alike[0]
+            raise ValueError(
+                f"gradients: are the same on ranks {a} and {b} of {axis!r}, which train alone between exchanges, so "
+                f"something averages them, such as DDP; call fn.adapters.ddp.keep_local(model), give DDP the "
+                f"process_group of one island, or pass refuse_averaged=False if these ranks see the same data on "
+                f"purpose; {LOCAL_STEP_TAKEN}"
+            )
+    return doubts - {Phase.COMPRESSED} if told else doubts
 
 
 def _mark(g: Tensor) -> Tensor:

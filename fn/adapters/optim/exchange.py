@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.optim.background import in_background
-from fn.adapters.optim.consistency import device_among
+from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among, shared_in_doubt
 from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.signals import begin_writing
 from fn.adapters.optim.step import checked
@@ -29,28 +29,28 @@ from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
 from fn.inplace.memory import among
 from fn.inplace.protocol import Staged
-from fn.phases import NewParams, Part, Round
+from fn.phases import NewParams, Part, Phase, Round
 from fn.transforms.outer import OuterState
 
 Tree = Any
 Params = tuple[list[Tensor], ...]
 """Tensors of each param group."""
 
-LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
-"""What an exchange leaves that fails."""
-
 
 def exchange(training: Training, round_: Round) -> None:
     """Take the exchange of a round. The axes must be bound.
 
-    Raises: what communication raises; `RanksDisagree` on all ranks if it is of another fragment or step on one of them,
-        where a mean travels meanwhile from `settle`. Params and states are then those after the local step, and the
-        exchange is left out, on this rank at least.
+    Raises: what communication raises; ValueError from the first one if something averaged the gradients;
+        `RanksDisagree` on all ranks if it is of another fragment or step on one of them, where a mean travels meanwhile
+        from `settle`. Params and states are then those after the local step, and the exchange is left out, on this rank
+        at least.
     """
-    if training.meet is None:
-        stage_exchange(training, round_).commit()
-    else:
+    if training.meet is not None:
         training.meet(round_)
+        return
+    if round_.begin is not None and Phase.COMPRESSED in training.doubts:
+        training.doubts = shared_in_doubt(training.doubts, training.params, training.axes)
+    stage_exchange(training, round_).commit()
 
 
 def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> Staged:

@@ -13,6 +13,7 @@ from fn.adapters.optim import param_groups
 from fn.adapters.optim.clipping import check_max_norm
 from fn.adapters.optim.compiled import warm_kernels
 from fn.adapters.optim.consistency import (
+    LOCAL_STEP_TAKEN,
     check_accepted,
     check_fragments,
     check_listed,
@@ -20,7 +21,7 @@ from fn.adapters.optim.consistency import (
     in_doubt,
     refuse_elsewhere,
 )
-from fn.adapters.optim.exchange import LOCAL_STEP_TAKEN, exchange
+from fn.adapters.optim.exchange import exchange
 from fn.adapters.optim.param_memory import check_params
 from fn.adapters.optim.signals import defer_signals, stoppable
 from fn.adapters.optim.skipped_steps import is_due, warn_of_skips, watch_exchange, watch_local_steps
@@ -76,6 +77,7 @@ class Optimizer(torch.optim.Optimizer):
             the ranks agree on where codes travel (see `fn.adapters.optim.clipping`). None: do not clip.
         refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
             something averaged before, such as DDP without `fn.adapters.ddp.keep_local`; the first warm-up step warns.
+            In the first exchange of a round no two ranks may have the same: DDP may average within an island only.
         **defaults: further hyper-parameters for `make`; b1 and b2 are shown as torch's `betas`, and may be given so.
     Raises: TypeError if params is a tensor; what `make` and the transform's init raise: the axis is not bound, the
         ranks disagree, also in the numbers that parameters start from.

@@ -16,7 +16,7 @@ from fn import roles, tree
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.state_kinds import worker_errors
 from fn.adapters.optim.training import Training
-from fn.base import Part, Phase, Round
+from fn.base import Part, Phase, Round, facts_of
 from fn.collectives.primitives import psum
 from fn.inplace.explain import slow_tensors
 from fn.kernels.reference import over_root
@@ -144,14 +144,14 @@ def warn_of_jumps(training: Training, phase: Phase | Round) -> None:
     A code gives every element of a tensor a momentum of plus or minus its scale, and the frozen second moment divides
     it. Where that comes from rounding alone, the quotient is thousands of steps of Adam. The biases of keys are such
     elements, because a softmax does not see them: a third of `MultiheadAttention.in_proj_bias`, and of GPT-2's
-    `c_attn.bias`.
+    `c_attn.bias`. Where steps are clamped to a `max_step` no element jumps.
 
     Rank 0 says so; of shards each rank that holds such elements. 0/1 Adam has such steps after each of its variance
     steps, which are ever rarer. Call it when the step is written and counted; other steps cost nothing.
     """
     if phase is not Phase.COMPRESSED or phase_of(training.schedule, max(training.steps - 2, 0)) is not Phase.WARMUP:
         return
-    if training in _warned:
+    if training in _warned or not any(facts_of(transform).unclamped for transform in training.transforms):
         return
     is_first = not any(int(bound.rank) for bound in training.binding.axes.values())
     far = [
@@ -168,7 +168,7 @@ def warn_of_jumps(training: Training, phase: Phase | Round) -> None:
         others = f", and {len(far) - 1} other parameters" if len(far) > 1 else ""
         what = f"{count} of {size} elements of {name}{others}, moved by up to {most:.0f} times lr"
         why = "codes give them the scale of the others, but next to no gradient, that of a key's bias say, froze theirs"
-        hint = f"eps={eps:.0e}, from the start or written into the param groups now, leaves some {ORDINARY:.0f}"
+        hint = f"pass max_step=1.0; or eps={eps:.0e}, from the start or written into the param groups now"
         warnings.warn(f"eps: too small for the second moment of {what}: {why}; {hint}", stacklevel=6)
 
 

@@ -21,8 +21,10 @@ from fn.kernels.cpu.steps import addresses, extents, larger_magnitude, moved, po
 from fn.kernels.memory_pool import empty
 from fn.kernels.reference.layout import plain
 from fn.kernels.rules import (
+    clamped,
     decayed,
     denominator,
+    descended,
     direction,
     drift,
     implied_gradient,
@@ -60,7 +62,9 @@ def moments_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, eps, decay,
 
 
 @compiled()  # the implied gradient is a small difference: rounded once, it would be nobody else's
-def fresh_piece(p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, keep_zeros, q, u, ratio, count):
+def fresh_piece(
+    p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, limit, keep_zeros, q, u, ratio, count
+):
     """Take the momentum, move the second moment that goes on; write q, u and the ratios of denominators."""
     param, new, m, v, f = floats(p), floats(x), floats(mu), floats(nu), floats(fresh)
     to_q, to_u, to_ratio = floats(q), floats(u), floats(ratio)
@@ -71,15 +75,16 @@ def fresh_piece(p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, k
         square = second_moment(f[j], implied_gradient(average, m[j], b1, rest1), b2, rest2)
         m[j], f[j] = average, square
         below = denominator(v[j], eps)
-        plain_direction = average / below
+        plain_direction = clamped(average / below, limit)
         to_q[j], to_u[j] = plain_direction, decayed(plain_direction, param[j], decay)
         to_ratio[j] = below / denominator(square, eps)
 
 
 @compiled()
 def fresh_blocks(
-    low, high, grid, ps, xs, mus, nus, freshes, shrink, b1, rest1, b2, rest2, eps, decay, keep_zeros, sums, scratch
-):
+    low, high, grid, ps, xs, mus, nus, freshes, shrink, b1, rest1, b2, rest2, eps, decay, limit, keep_zeros, sums,
+    scratch,
+):  # fmt: skip
     """Take the momentum and move the second moment that goes on, block by block; sums (blocks, 3) float64."""
     q, u, ratio = scratch, scratch + 4 * STEP, scratch + 8 * STEP
     for k in range(low, high):
@@ -90,7 +95,7 @@ def fresh_blocks(
             p, x, mu, nu = ints(ps)[s] + at, ints(xs)[s] + at, ints(mus)[s] + at, ints(nus)[s] + at
             fresh = ints(freshes)[s] + at
             fresh_piece(
-                p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, keep_zeros, q, u, ratio, count
+                p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, decay, limit, keep_zeros, q, u, ratio, count
             )
             peak = larger_magnitude(peak, ratio, count)
             of_q += sum_of_squares(floats(q), count)
@@ -100,22 +105,22 @@ def fresh_blocks(
 
 
 @compiled("contract")
-def step_piece(p, mu, nu, rate, eps, decay, count):
+def step_piece(p, mu, nu, rate, eps, decay, limit, count):
     """Take LAMB's step."""
     param, m, v = floats(p), floats(mu), floats(nu)
     for j in range(count):
-        param[j] = param[j] - rate * decayed(direction(m[j], v[j], eps), param[j], decay)
+        param[j] = descended(param[j], clamped(direction(m[j], v[j], eps), limit), decay, rate)
 
 
 @compiled()
-def step_blocks(low, high, grid, ps, mus, nus, rates, eps, decay):
+def step_blocks(low, high, grid, ps, mus, nus, rates, eps, decay, limit):
     """Take the step of every tensor at its own rate, block by block."""
     for k in range(low, high):
         _, _, length, s, offset = block_of(grid, k)
         for i in range(0, length, STEP):
             at = 4 * (offset + i)
             p, mu, nu = ints(ps)[s] + at, ints(mus)[s] + at, ints(nus)[s] + at
-            step_piece(p, mu, nu, floats(rates)[s], eps, decay, min(STEP, length - i))
+            step_piece(p, mu, nu, floats(rates)[s], eps, decay, limit, min(STEP, length - i))
 
 
 @compiled("contract")
@@ -145,12 +150,12 @@ def drift_blocks(low, high, grid, ps, anchors, mus, gs, nus, widths, sizes, deca
 
 
 @compiled("contract")
-def write_direction(n, x, nu, eps, kept, out):
+def write_direction(n, x, nu, eps, limit, kept, out):
     """Write x where nu > 0 and x - x elsewhere, and the direction of that."""
     value, v, to, u = floats(x), floats(nu), floats(kept), floats(out)
     for j in range(n):
         m = kept_at_zero(value[j], v[j], value[j] - value[j], ZERO)
-        to[j], u[j] = m, direction(m, v[j], eps)
+        to[j], u[j] = m, clamped(direction(m, v[j], eps), limit)
 
 
 def _blocks_of(tensors: Sequence[Tensor]) -> BlockTable:
@@ -183,14 +188,14 @@ def lamb_moments_(
 def onebit_lamb_moments_(
     params: Sequence[Tensor], averages: Sequence[Tensor], scaling: Tensor, mu: Sequence[Tensor],
     nu: Sequence[Tensor], fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float,
-    keep_zeros: bool,
+    max_step: float, keep_zeros: bool,
 ) -> Any:  # fmt: skip
     """See `reference.onebit_lamb_moments_`."""
     lists = params, averages, mu, nu, fresh
     if not plain(*lists, (scaling,)):
         return NotImplemented
     at, tables = _blocks_of(params), addresses(*lists)
-    numbers = map(np.float32, (b1, 1 - b1, b2, 1 - b2, eps, weight_decay))
+    numbers = map(np.float32, (b1, 1 - b1, b2, 1 - b2, eps, weight_decay, max_step))
     sums = torch.zeros((len(at.table), 3), dtype=torch.float64, device="cpu")
     ends = scaling.data_ptr(), *numbers, keep_zeros, sums.data_ptr()
     run(fresh_blocks, at, whole(1, at), *pointers(tables), *ends, scratch=12 * STEP)
@@ -199,13 +204,14 @@ def onebit_lamb_moments_(
 
 def lamb_step_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float,
-    weight_decay: float,
+    weight_decay: float, max_step: float,
 ) -> Any:  # fmt: skip
     """See `reference.lamb_step_`."""
     if not plain(params, mu, nu, (rates,)):
         return NotImplemented
     at, tables = _blocks_of(params), addresses(params, mu, nu)
-    run(step_blocks, at, whole(1, at), *pointers(tables), rates.data_ptr(), np.float32(eps), np.float32(weight_decay))
+    numbers = map(np.float32, (eps, weight_decay, max_step))
+    run(step_blocks, at, whole(1, at), *pointers(tables), rates.data_ptr(), *numbers)
     return None
 
 
@@ -224,13 +230,14 @@ def drift_(
     return out
 
 
-def direction_(x: Tensor, nu: Tensor, eps: float) -> Any:
+def direction_(x: Tensor, nu: Tensor, eps: float, max_step: float) -> Any:
     """See `reference.direction`."""
     if x.dtype != torch.float32 or nu.dtype != torch.float32:
         return NotImplemented
     x, nu = x.contiguous(), nu.contiguous()
     kept, out = (empty(x.shape, torch.float32, x.device) for _ in range(2))
-    write_direction(x.numel(), x.data_ptr(), nu.data_ptr(), np.float32(eps), kept.data_ptr(), out.data_ptr())
+    numbers = map(np.float32, (eps, max_step))
+    write_direction(x.numel(), x.data_ptr(), nu.data_ptr(), *numbers, kept.data_ptr(), out.data_ptr())
     return kept, out
 
 

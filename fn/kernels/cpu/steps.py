@@ -32,7 +32,7 @@ from fn.kernels.cpu.loops import (
 from fn.kernels.cpu.signs import SCRATCH, compensate, divided, messages, outputs, pack, sums_of, unpack_mean
 from fn.kernels.memory_pool import empty
 from fn.kernels.reference.layout import plain
-from fn.kernels.rules import adamw, kept_at_zero, lerp, second_moment
+from fn.kernels.rules import adamw, held, kept_at_zero, lerp, second_moment
 
 LARGE_BLOCK = 1 << 16
 """Elements of a block where no squares are added."""
@@ -81,19 +81,20 @@ def encode_averages(
 
 
 @compiled("contract")
-def onebit_piece(mean, p, nu, descent, keep_zeros, count):
+def onebit_piece(mean, p, nu, descent, limit, keep_zeros, count):
     """Take AdamW's step with a momentum, which is masked in place."""
     m, param, v = floats(mean), floats(p), floats(nu)
     for j in range(count):
         if keep_zeros:
             m[j] = kept_at_zero(m[j], v[j], ZERO, ZERO)
+        m[j] = held(m[j], v[j], descent[0], limit)
         param[j] = adamw(param[j], m[j], v[j], *descent)
 
 
 @compiled()
 def onebit_blocks(
     low, high, grid, ps, mus, nus, widths, sizes, copies, received, row_stride, stride, ranks, scales, descent,
-    keep_zeros, scratch,
+    limit, keep_zeros, scratch,
 ):  # fmt: skip
     """Decode the mean momentum of W messages and take 1-bit Adam's step with it. copies can be 0."""
     for k in range(low, high):
@@ -107,19 +108,19 @@ def onebit_blocks(
             at, count = 4 * i, min(STEP, have - i)
             unpack_mean(theirs + (first + i) // 8, stride, ranks, factors, grid.segments, scratch, count, count,
                         p + at, nu + at)  # fmt: skip
-            onebit_piece(scratch, p + at, nu + at, descent, keep_zeros, count)
+            onebit_piece(scratch, p + at, nu + at, descent, limit, keep_zeros, count)
             write(mu + at, scratch, count, streams(grid, mu))
             if too:
                 write(too + at, p + at, count, streams(grid, too))
 
 
 @compiled("contract")
-def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, frozen, count):
+def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, limit, frozen, count):
     """Take AdamW's step."""
     param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
     if frozen:
         for j in range(count):
-            new = kept_at_zero(moved(m[j], x[j], b1), v[j], ZERO, ZERO)
+            new = held(kept_at_zero(moved(m[j], x[j], b1), v[j], ZERO, ZERO), v[j], descent[0], limit)
             m[j] = new
             param[j] = adamw(param[j], new, v[j], *descent)
     else:
@@ -130,17 +131,17 @@ def adamw_piece(p, g, mu, nu, b1, b2, rest2, descent, frozen, count):
 
 
 @compiled("contract")
-def momentum_piece(p, mu, nu, descent, count):
+def momentum_piece(p, mu, nu, descent, limit, count):
     """Take a frozen step from a momentum that is there already."""
     param, m, v = floats(p), floats(mu), floats(nu)
     for j in range(count):
-        new = kept_at_zero(m[j], v[j], ZERO, ZERO)
+        new = held(kept_at_zero(m[j], v[j], ZERO, ZERO), v[j], descent[0], limit)
         m[j] = new
         param[j] = adamw(param[j], new, v[j], *descent)
 
 
 @compiled()
-def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, frozen):
+def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, limit, frozen):
     """Take AdamW's step, block by block."""
     for k in range(low, high):
         _, _, length, s, offset = block_of(grid, k)
@@ -148,9 +149,9 @@ def adamw_blocks(low, high, grid, ps, gs, mus, nus, b1, b2, rest2, descent, froz
         for i in range(0, length, STEP):
             at, count = 4 * (offset + i), min(STEP, length - i)
             if frozen and g == mu:  # one address given twice keeps a loop from lanes
-                momentum_piece(p + at, mu + at, nu + at, descent, count)
+                momentum_piece(p + at, mu + at, nu + at, descent, limit, count)
             else:
-                adamw_piece(p + at, g + at, mu + at, nu + at, b1, b2, rest2, descent, frozen, count)
+                adamw_piece(p + at, g + at, mu + at, nu + at, b1, b2, rest2, descent, limit, frozen, count)
 
 
 @compiled()
@@ -247,10 +248,10 @@ def whole(rows: int, at: BlockTable) -> Tensor:
 
 
 def descent_of(
-    eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
+    eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float
 ) -> tuple[np.float32, ...]:
     """Return the numbers that `rules.adamw` takes behind the moments."""
-    return tuple(map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5)))
+    return tuple(map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5, max_step)))
 
 
 def momentum_encode(
@@ -272,7 +273,7 @@ def momentum_encode(
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
-    keep_zeros: bool, copies: Sequence[Tensor],
+    max_step: float, max_momentum: float, keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.onebit_adam_`."""
     at = block_table(runs)
@@ -280,30 +281,31 @@ def onebit_adam_(
         return NotImplemented
     (*tables, too), lengths = addresses(params, mu, nu, copies), extents(params, at)
     kept, message = messages(bits, divided(scales))
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     run(onebit_blocks, at, valid.contiguous(), *pointers((*tables, *lengths)), too.ctypes.data if copies else 0,
-        *message, descent, keep_zeros, scratch=4 * STEP)  # fmt: skip
+        *message, descent, np.float32(max_momentum), keep_zeros, scratch=4 * STEP)  # fmt: skip
     del kept
     return None
 
 
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, frozen: bool,
+    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
+    max_momentum: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.adamw_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
     at = block_table(runs_of_tensors(params), LARGE_BLOCK)
     tables = addresses(params, grads, mu, nu)
-    numbers = *map(np.float32, (b1, b2, 1 - b2)), descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
-    run(adamw_blocks, at, whole(1, at), *pointers(tables), *numbers, frozen)
+    numbers = *map(np.float32, (b1, b2, 1 - b2)), descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
+    run(adamw_blocks, at, whole(1, at), *pointers(tables), *numbers, np.float32(max_momentum), frozen)
     return None
 
 
 def adamw_into_(
     new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
-    weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
+    weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
 ) -> Any:  # fmt: skip
     """See `reference.adamw_into_`."""
     if not plain(new, rows, old):
@@ -312,7 +314,7 @@ def adamw_into_(
     peaks = torch.zeros((max(1, len(at.table)), 2), dtype=torch.float32, device="cpu")
     tables = addresses(new, rows, old)
     news, gradients, olds = pointers(tables)
-    numbers = *map(np.float32, (b1, b2, 1 - b2)), descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    numbers = *map(np.float32, (b1, b2, 1 - b2)), descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     ends = news, gradients, len(rows), np.float32(1.0 / len(rows)), olds, peaks.data_ptr()
     run(adamw_into_blocks, at, whole(1, at), *ends, *numbers, scratch=16 * STEP)
     return peaks.amax(0)

@@ -9,6 +9,7 @@ With operators for lists, in place wherever that can be, `rules.adamw` took 1.2 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -96,7 +97,7 @@ def momentum_encode(
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
-    keep_zeros: bool, copies: Sequence[Tensor],
+    max_step: float, max_momentum: float, keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
     if not plain(params, mu, nu, (scales,), copies):
@@ -105,7 +106,8 @@ def onebit_adam_(
     for p, m, v in chunks(params, mu, nu):
         if keep_zeros:
             _clear(m, v)
-        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+        _hold(m, v, eps, max_momentum)
+        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     if copies:
         torch._foreach_copy_([*copies], [*params])
     return None
@@ -113,21 +115,23 @@ def onebit_adam_(
 
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, frozen: bool,
+    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
+    max_momentum: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.adamw_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
-    if not frozen and params and params[0].device.type in FUSED:
+    if not frozen and max_step == math.inf and params and params[0].device.type in FUSED:
         return _fused_adamw_(params, grads, mu, nu, b1, b2, eps, weight_decay, lr, mu_weight, nu_weight)
     for p, g, m, v in chunks(params, grads, mu, nu):
         torch._foreach_lerp_(m, g, 1 - b1)
         if frozen:
             _clear(m, v)
+            _hold(m, v, eps, max_momentum)
         else:
             torch._foreach_mul_(v, b2)
             torch._foreach_addcmul_(v, g, g, 1 - b2)
-        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     return None
 
 
@@ -178,16 +182,28 @@ def _clear(m: list[Tensor], v: list[Tensor]) -> None:
         moved.masked_fill_(~(rests > 0), 0.0)
 
 
+def _hold(m: list[Tensor], v: list[Tensor], eps: float, max_step: float) -> None:
+    """Clamp a momentum, in place, so that its direction is within +-max_step; NaN where it is not finite."""
+    if max_step == math.inf:
+        return
+    lost, most = torch._foreach_sub(m, m), torch._foreach_sqrt(v)
+    torch._foreach_add_(most, eps)
+    torch._foreach_mul_(most, max_step)
+    torch._foreach_clamp_max_(m, most)
+    torch._foreach_clamp_min_(m, torch._foreach_neg(most))
+    torch._foreach_add_(m, lost)
+
+
 def _descend(
     p: list[Tensor], m: list[Tensor], v: list[Tensor], eps: float, weight_decay: float, lr: float, mu_weight: float,
-    nu_weight: float,
+    nu_weight: float, max_step: float,
 ) -> None:  # fmt: skip
     below = torch._foreach_sqrt(v)
     if nu_weight != 1:
         torch._foreach_div_(below, nu_weight**0.5)
     torch._foreach_add_(below, eps)
     torch._foreach_mul_(below, mu_weight)
-    u = torch._foreach_div(m, below)
+    u = foreach_lamb.clamped(torch._foreach_div(m, below), max_step)
     if weight_decay:
         torch._foreach_add_(u, p, alpha=weight_decay)
     torch._foreach_add_(p, u, alpha=-lr)

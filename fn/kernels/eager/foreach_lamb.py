@@ -7,6 +7,7 @@ too, says `foreach`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
@@ -43,7 +44,8 @@ def lamb_moments_(
 
 def onebit_lamb_moments_(
     params: Sequence[Tensor], averages: Sequence[Tensor], scaling: Tensor, mu: Sequence[Tensor], nu: Sequence[Tensor],
-    fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float, keep_zeros: bool,
+    fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float, max_step: float,
+    keep_zeros: bool,
 ) -> Any:  # fmt: skip
     """See `reference.onebit_lamb_moments_`."""
     if not _fit(params, averages, mu, nu, fresh):
@@ -61,7 +63,7 @@ def onebit_lamb_moments_(
         torch._foreach_addcmul_(f, g, g, 1 - b2)
         roots = _roots(v, eps)
         largest = torch._foreach_norm(torch._foreach_div(roots, _roots(f, eps)), float("inf"))
-        u = torch._foreach_div(m, roots)
+        u = clamped(torch._foreach_div(m, roots), max_step)
         undecayed = _squares(u)
         _add_decay(u, p, weight_decay)
         sums.append(torch.stack([torch.stack(largest).double(), undecayed, _squares(u)], 1))
@@ -69,14 +71,15 @@ def onebit_lamb_moments_(
 
 
 def lamb_step_(
-    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float, weight_decay: float
-) -> Any:
+    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float,
+    weight_decay: float, max_step: float,
+) -> Any:  # fmt: skip
     """See `reference.lamb_step_`."""
     if not _fit(params, mu, nu):
         return NotImplemented
     done = 0
     for p, m, v in _chunks(params, mu, nu):
-        u = torch._foreach_div(m, _roots(v, eps))
+        u = clamped(torch._foreach_div(m, _roots(v, eps)), max_step)
         _add_decay(u, p, weight_decay)
         torch._foreach_mul_(u, _each(rates[done : done + len(p)], p))
         torch._foreach_sub_(p, u)
@@ -101,6 +104,17 @@ def drift(
     flats, places = paired_views(found, out, widths)
     torch._foreach_copy_(places, flats)
     return out
+
+
+def clamped(u: Tensors, max_step: float) -> Tensors:
+    """Return `rules.clamped` of each tensor, in place; NaN where a direction is not finite."""
+    if max_step == math.inf:
+        return u
+    lost = torch._foreach_sub(u, u)
+    torch._foreach_clamp_min_(u, -max_step)
+    torch._foreach_clamp_max_(u, max_step)
+    torch._foreach_add_(u, lost)
+    return u
 
 
 def clear_by_signs(m: list[Tensor], v: list[Tensor]) -> None:

@@ -37,14 +37,16 @@ def lamb_moments_(
 
 def onebit_lamb_moments_(
     params: Sequence[Tensor], averages: Sequence[Tensor], scaling: Tensor, mu: Sequence[Tensor], nu: Sequence[Tensor],
-    fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float, keep_zeros: bool,
+    fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float, max_step: float,
+    keep_zeros: bool,
 ) -> Any:  # fmt: skip
     """See `reference.onebit_lamb_moments_`."""
     dtypes, lists = {"P": dtype_of(params), "G": dtype_of(averages)}, (params, averages, mu, nu, fresh)
     if None in dtypes.values() or not params or not single(mu, nu, fresh) or not alike_in_memory(*lists):
         return NotImplemented
     at, where = of_tensors(params), addresses(*lists)
-    sums, numbers = _sums(at), (*floats(b1, 1 - b1, b2, 1 - b2, eps, weight_decay), at.at.n, len(at.at.table))
+    hyper = floats(b1, 1 - b1, b2, 1 - b2, eps, weight_decay, max_step)
+    sums, numbers = _sums(at), (*hyper, at.at.n, len(at.at.table))
     ends = where.table, at.table, scaling.contiguous(), sums
     constants = {**dtypes, "KEEP_ZEROS": keep_zeros, "ALIGNED": where.aligned, "BLOCK": at.block}
     launching.launch(kernels.fresh_moments, sums, sums.shape[1], *ends, *numbers, **constants)
@@ -52,14 +54,15 @@ def onebit_lamb_moments_(
 
 
 def lamb_step_(
-    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float, weight_decay: float
-) -> Any:
+    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float,
+    weight_decay: float, max_step: float,
+) -> Any:  # fmt: skip
     """See `reference.lamb_step_`."""
     dtype, lists = dtype_of(params), (params, mu, nu)
     if dtype is None or not params or not single(mu, nu) or not alike_in_memory(*lists):
         return NotImplemented
     at, where = of_tensors(params), addresses(*lists)
-    ends = where.table, at.table, rates.contiguous(), *floats(eps, weight_decay), at.at.n, len(at.at.table)
+    ends = where.table, at.table, rates.contiguous(), *floats(eps, weight_decay, max_step), at.at.n, len(at.at.table)
     constants = {"P": dtype, "ALIGNED": where.aligned, "BLOCK": at.block}
     launching.launch(kernels.step, rates, len(at.at.table), *ends, **constants)
     return None

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from fn.kernels.gpu.triton_rules import (
+    clamped,
     decayed,
     denominator,
     descended,
@@ -66,8 +67,8 @@ def moments(addresses, table, sums, b1, b2, rest2, eps, weight_decay, n, blocks,
 
 
 @jit
-def fresh_block(p, x, mu, nu, fresh, scaling, b1, rest1, b2, rest2, eps, weight_decay, sums, blocks, length,
-                KEEP_ZEROS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def fresh_block(p, x, mu, nu, fresh, scaling, b1, rest1, b2, rest2, eps, weight_decay, limit, sums, blocks,
+                length, KEEP_ZEROS: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Take the momentum, move the second moment that goes on; note the largest ratio, and squares."""
     i = tl.arange(0, BLOCK)
     m, v = quotient(load(x, i, length, FULL), scaling), load(nu, i, length, FULL)
@@ -78,7 +79,7 @@ def fresh_block(p, x, mu, nu, fresh, scaling, b1, rest1, b2, rest2, eps, weight_
     store(mu, i, m, length, FULL)
     store(fresh, i, f, length, FULL)
     below = denominator(v, eps)
-    q = quotient(m, below)
+    q = clamped(quotient(m, below), limit)
     u = decayed(q, load(p, i, length, FULL), weight_decay)
     ratio = tl.where(i < length, quotient(below, denominator(f, eps)), 0.0)
     q, u = tl.where(i < length, q, 0.0), tl.where(i < length, u, 0.0)
@@ -86,7 +87,7 @@ def fresh_block(p, x, mu, nu, fresh, scaling, b1, rest1, b2, rest2, eps, weight_
 
 
 @kernel
-def fresh_moments(addresses, table, scaling, sums, b1, rest1, b2, rest2, eps, weight_decay, n, blocks,
+def fresh_moments(addresses, table, scaling, sums, b1, rest1, b2, rest2, eps, weight_decay, limit, n, blocks,
                   P: tl.constexpr, G: tl.constexpr, KEEP_ZEROS: tl.constexpr, ALIGNED: tl.constexpr,
                   BLOCK: tl.constexpr):  # fmt: skip
     """Take 1-bit LAMB's momentum; sums: the largest ratio, squares of q and u.
@@ -99,23 +100,23 @@ def fresh_moments(addresses, table, scaling, sums, b1, rest1, b2, rest2, eps, we
     mu, nu = pointer(tensor + 2, offset, tl.float32, ALIGNED), pointer(tensor + 3, offset, tl.float32, ALIGNED)
     fresh = pointer(tensor + 4, offset, tl.float32, ALIGNED)
     if length == BLOCK:
-        fresh_block(p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, weight_decay, sums, blocks, length,
-                    KEEP_ZEROS, True, BLOCK)  # fmt: skip
+        fresh_block(p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, weight_decay, limit, sums, blocks,
+                    length, KEEP_ZEROS, True, BLOCK)  # fmt: skip
     else:
-        fresh_block(p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, weight_decay, sums, blocks, length,
-                    KEEP_ZEROS, False, BLOCK)  # fmt: skip
+        fresh_block(p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, weight_decay, limit, sums, blocks,
+                    length, KEEP_ZEROS, False, BLOCK)  # fmt: skip
 
 
 @jit
-def step_block(p, mu, nu, rate, eps, weight_decay, length, FULL: tl.constexpr, BLOCK: tl.constexpr):
+def step_block(p, mu, nu, rate, eps, weight_decay, limit, length, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """Take the step."""
     i = tl.arange(0, BLOCK)
-    u = direction(load(mu, i, length, FULL), load(nu, i, length, FULL), eps)
+    u = clamped(direction(load(mu, i, length, FULL), load(nu, i, length, FULL), eps), limit)
     store(p, i, descended(load(p, i, length, FULL), u, weight_decay, rate), length, FULL)
 
 
 @kernel
-def step(addresses, table, rates, eps, weight_decay, n, blocks, P: tl.constexpr, ALIGNED: tl.constexpr,
+def step(addresses, table, rates, eps, weight_decay, limit, n, blocks, P: tl.constexpr, ALIGNED: tl.constexpr,
          BLOCK: tl.constexpr):  # fmt: skip
     """Take the step of every tensor at its own rate. addresses: of params, mu, nu."""
     _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
@@ -123,9 +124,9 @@ def step(addresses, table, rates, eps, weight_decay, n, blocks, P: tl.constexpr,
     p, mu = pointer(tensor, offset, P, ALIGNED), pointer(tensor + 1, offset, tl.float32, ALIGNED)
     nu = pointer(tensor + 2, offset, tl.float32, ALIGNED)
     if length == BLOCK:
-        step_block(p, mu, nu, rate, eps, weight_decay, length, True, BLOCK)
+        step_block(p, mu, nu, rate, eps, weight_decay, limit, length, True, BLOCK)
     else:
-        step_block(p, mu, nu, rate, eps, weight_decay, length, False, BLOCK)
+        step_block(p, mu, nu, rate, eps, weight_decay, limit, length, False, BLOCK)
 
 
 @jit

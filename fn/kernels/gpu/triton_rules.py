@@ -52,11 +52,12 @@ for _name, _rule in vars(rules).items():
     if getattr(_rule, "__module__", "") == rules.__name__ and _name not in _scope:
         _scope[_name] = jit(FunctionType(_rule.__code__, _scope, _name))
 
-adamw, corrected_direction, direction, decayed, denominator, descended = (
-    _scope[name] for name in ("adamw", "corrected_direction", "direction", "decayed", "denominator", "descended")
+adamw, clamped, corrected_direction, direction, decayed, denominator, descended = (
+    _scope[name]
+    for name in ("adamw", "clamped", "corrected_direction", "direction", "decayed", "denominator", "descended")
 )
-second_moment, kept_at_zero, implied_gradient, drift = (
-    _scope[name] for name in ("second_moment", "kept_at_zero", "implied_gradient", "drift")
+second_moment, kept_at_zero, held, implied_gradient, drift = (
+    _scope[name] for name in ("second_moment", "kept_at_zero", "held", "implied_gradient", "drift")
 )
 signed, residual, compensated, code_scale, damped = (
     _scope[name] for name in ("signed", "residual", "compensated", "code_scale", "damped")

@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from fn.kernels.gpu.triton_rules import adamw, compensated, kept_at_zero, lerp, second_moment
+from fn.kernels.gpu.triton_rules import adamw, compensated, held, kept_at_zero, lerp, second_moment
 from fn.kernels.gpu.triton_tiles import (
     block_of,
     kernel,
@@ -59,13 +59,14 @@ def encode_averages(addresses, table, valid, buffer, sent, out, bits, squares, d
 
 
 @jit
-def onebit_block(p, mu, nu, copy, have, bits, scales, width, ranks, segments, share, descent, length, real,
+def onebit_block(p, mu, nu, copy, have, bits, scales, width, ranks, segments, share, descent, most, length, real,
                  KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Take the step with the mean momentum."""
     i = octets(BLOCK)
     m, v = mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK), load(nu, i, have, FULL)
     if KEEP_ZEROS:
         m = kept_at_zero(m, v, 0.0, 0.0)
+    m = held(m, v, descent[0], most)
     store(mu, i, m, have, FULL)
     new = adamw(load(p, i, have, FULL), m, v, *descent).to(p.dtype.element_ty)
     store(p, i, new, have, FULL)
@@ -74,15 +75,15 @@ def onebit_block(p, mu, nu, copy, have, bits, scales, width, ranks, segments, sh
 
 
 @kernel
-def onebit(addresses, table, valid, bits, scales, eps, weight_decay, lr, c1, c2, n, blocks, segments, width, ranks,
-           share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr,
+def onebit(addresses, table, valid, bits, scales, eps, weight_decay, lr, c1, c2, limit, most, n, blocks, segments,
+           width, ranks, share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr,
            ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Take 1-bit Adam's step from the mean momentum of W messages; write copies of params, too, if so wanted.
 
     addresses: of params, mu, nu, copies.
     """
     r, first, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, c1, c2)
+    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, c1, c2, limit)
     start, have = piece_of(tensor + 4, r, offset, length, ALIGNED)
     p, mu = pointer(tensor, start, P, ALIGNED), pointer(tensor + 1, start, tl.float32, ALIGNED)
     nu, copy = pointer(tensor + 2, start, tl.float32, ALIGNED), pointer(tensor + 3, start, C, ALIGNED)
@@ -90,22 +91,22 @@ def onebit(addresses, table, valid, bits, scales, eps, weight_decay, lr, c1, c2,
     bits += r * ranks * width + first // 8
     scales += r * ranks * segments + s
     if have == BLOCK:
-        onebit_block(p, mu, nu, copy, have, bits, scales, width, ranks, segments, share, descent, length, real,
+        onebit_block(p, mu, nu, copy, have, bits, scales, width, ranks, segments, share, descent, most, length, real,
                      KEEP_ZEROS, COPIES, True, BLOCK)  # fmt: skip
     else:
-        onebit_block(p, mu, nu, copy, have, bits, scales, width, ranks, segments, share, descent, length, real,
+        onebit_block(p, mu, nu, copy, have, bits, scales, width, ranks, segments, share, descent, most, length, real,
                      KEEP_ZEROS, COPIES, False, BLOCK)  # fmt: skip
 
 
 @jit
-def adamw_block(p, g, mu, nu, b1, b2, rest2, descent, length, FROZEN: tl.constexpr, FULL: tl.constexpr,
+def adamw_block(p, g, mu, nu, b1, b2, rest2, descent, most, length, FROZEN: tl.constexpr, FULL: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
     """Take AdamW's step."""
     i = tl.arange(0, BLOCK)
     x, v = load(g, i, length, FULL), load(nu, i, length, FULL)
     m = lerp(x, load(mu, i, length, FULL), b1)
     if FROZEN:
-        m = kept_at_zero(m, v, 0.0, 0.0)
+        m = held(kept_at_zero(m, v, 0.0, 0.0), v, descent[0], most)
     else:
         v = second_moment(v, x, b2, rest2)
         store(nu, i, v, length, FULL)
@@ -114,17 +115,18 @@ def adamw_block(p, g, mu, nu, b1, b2, rest2, descent, length, FROZEN: tl.constex
 
 
 @kernel
-def adamw_step(addresses, table, b1, b2, rest2, eps, weight_decay, lr, c1, c2, n, blocks, P: tl.constexpr,
-               G: tl.constexpr, FROZEN: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+def adamw_step(addresses, table, b1, b2, rest2, eps, weight_decay, lr, c1, c2, limit, most, n, blocks,
+               P: tl.constexpr, G: tl.constexpr, FROZEN: tl.constexpr, ALIGNED: tl.constexpr,
+               BLOCK: tl.constexpr):  # fmt: skip
     """Take AdamW's step. addresses: of params, gradients, mu, nu."""
     _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, c1, c2)
+    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, c1, c2, limit)
     p, g = pointer(tensor, offset, P, ALIGNED), pointer(tensor + 1, offset, G, ALIGNED)
     mu, nu = pointer(tensor + 2, offset, tl.float32, ALIGNED), pointer(tensor + 3, offset, tl.float32, ALIGNED)
     if length == BLOCK:
-        adamw_block(p, g, mu, nu, b1, b2, rest2, descent, length, FROZEN, True, BLOCK)
+        adamw_block(p, g, mu, nu, b1, b2, rest2, descent, most, length, FROZEN, True, BLOCK)
     else:
-        adamw_block(p, g, mu, nu, b1, b2, rest2, descent, length, FROZEN, False, BLOCK)
+        adamw_block(p, g, mu, nu, b1, b2, rest2, descent, most, length, FROZEN, False, BLOCK)
 
 
 @jit
@@ -149,14 +151,14 @@ def into_block(addresses, rows, start, share, b1, b2, rest2, descent, length, pe
 
 
 @kernel
-def adamw_into(addresses, table, peaks, rows, share, b1, b2, rest2, eps, weight_decay, lr, c1, c2, n, blocks,
+def adamw_into(addresses, table, peaks, rows, share, b1, b2, rest2, eps, weight_decay, lr, c1, c2, limit, n, blocks,
                ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Take AdamW's step with the mean of gradients, elsewhere; peaks (blocks, 2), of mean and new params.
 
     addresses: of the new param, mu and nu, of the old ones, of all gradients.
     """
     _, _, _, length, _, offset = block_of(table, n, blocks, ALIGNED)
-    descent, peaks = (eps, weight_decay, lr, c1, c2), peaks + 2 * tl.program_id(0).to(tl.int64)
+    descent, peaks = (eps, weight_decay, lr, c1, c2, limit), peaks + 2 * tl.program_id(0).to(tl.int64)
     if length == BLOCK:
         into_block(addresses, rows, offset, share, b1, b2, rest2, descent, length, peaks, ALIGNED, True, BLOCK)
     else:

@@ -26,9 +26,11 @@ def floats(*numbers: float) -> tuple[float, ...]:
     return tuple(map(float, numbers))
 
 
-def descent_of(eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float) -> tuple[float, ...]:
+def descent_of(
+    eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float
+) -> tuple[float, ...]:
     """Return the numbers that `rules.adamw` takes behind the moments."""
-    return floats(eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5)
+    return floats(eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5, max_step)
 
 
 def of_tensors(tensors: Sequence[Tensor]) -> Cut:
@@ -38,15 +40,16 @@ def of_tensors(tensors: Sequence[Tensor]) -> Cut:
 
 def adamw_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
-    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, frozen: bool,
+    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
+    max_momentum: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.adamw_`."""
     dtypes, lists = {"P": dtype_of(params), "G": dtype_of(grads)}, (params, grads, mu, nu)
     if None in dtypes.values() or not params or not single(mu, nu) or not alike_in_memory(*lists):
         return NotImplemented
     at, where = of_tensors(params), addresses(*lists)
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
-    numbers = *floats(b1, b2, 1 - b2), *descent, at.at.n, len(at.at.table)
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
+    numbers = *floats(b1, b2, 1 - b2), *descent, float(max_momentum), at.at.n, len(at.at.table)
     constants = {**dtypes, "FROZEN": frozen, "ALIGNED": where.aligned, "BLOCK": at.block}
     launching.launch(kernels.adamw_step, params[0], len(at.at.table), where.table, at.table, *numbers, **constants)
     return None
@@ -54,13 +57,13 @@ def adamw_(
 
 def adamw_into_(
     new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
-    weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
+    weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
 ) -> Any:  # fmt: skip
     """See `reference.adamw_into_`."""
     if not plain(new, rows, old):
         return NotImplemented
     at, where = of_tensors(new[:1]), addresses(*([x] for x in (*new, *old, *rows)))
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     numbers = *floats(b1, b2, 1 - b2), *descent, at.at.n, len(at.at.table)
     peaks = torch.empty((len(at.at.table), 2), dtype=torch.float32, device=new[0].device)
     ends = where.table, at.table, peaks, len(rows), 1.0 / len(rows)
@@ -103,7 +106,7 @@ def momentum_encode(
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
-    keep_zeros: bool, copies: Sequence[Tensor],
+    max_step: float, max_momentum: float, keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
     """See `reference.onebit_adam_`."""
     at, dtypes = cut(runs, bits.device), {"P": dtype_of(params), "C": dtype_of(copies)}
@@ -114,8 +117,8 @@ def onebit_adam_(
     where = addresses(params, mu, nu, copies or params, widths=at.at.widths.tolist())
     bits = evenly(bits)
     ends = where.table, at.table, valid.contiguous(), bits, scales.contiguous()
-    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight)
-    numbers = *descent, at.at.n, len(at.at.table), at.at.segments, *messages(bits)
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
+    numbers = *descent, float(max_momentum), at.at.n, len(at.at.table), at.at.segments, *messages(bits)
     constants = {"KEEP_ZEROS": keep_zeros, "COPIES": bool(copies), "ALIGNED": where.aligned and at.at.whole,
                  "BLOCK": at.block}  # fmt: skip
     programs = bits.shape[0] * len(at.at.table)

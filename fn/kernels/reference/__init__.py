@@ -3,6 +3,7 @@
 from fn.kernels.reference.adam import (
     adamw_,
     adamw_into_,
+    clamped,
     direction,
     drift,
     is_normal,
@@ -46,6 +47,7 @@ __all__ = [
     "adamw_into_",
     "alike_in_memory",
     "bytes_for",
+    "clamped",
     "clear_padding",
     "dequantize",
     "dequantize_mean",

@@ -9,6 +9,7 @@ zeros behind the end of the tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -19,14 +20,15 @@ from fn.kernels.reference.layout import rows_of, tensors_of
 from fn.kernels.reference.signs import sign_decode_mean, sign_encode_feedback
 
 
-def direction(x: Tensor, nu: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def direction(x: Tensor, nu: Tensor, eps: float, max_step: float) -> tuple[Tensor, Tensor]:
     """Return a momentum, zero where its second moment is zero, and the direction that Adam takes from it.
 
-    Args: x (R, n) the momentum; nu (R, n) the second moment, of the same dtype; eps.
+    Args: x (R, n) the momentum; nu (R, n) the second moment, of the same dtype; eps; max_step: what the direction is
+        `clamped` to.
     Returns: kept (R, n) and kept / (sqrt(nu) + eps) (R, n). Where nu is zero and x is not finite, kept is NaN.
     """
     kept = rules.kept_at_zero(x, nu, x - x, 0.0)
-    return kept, over_root(kept, nu, eps)
+    return kept, clamped(over_root(kept, nu, eps), max_step)
 
 
 def over_root(x: Tensor, nu: Tensor, eps: float) -> Tensor:
@@ -38,6 +40,22 @@ def over_root(x: Tensor, nu: Tensor, eps: float) -> Tensor:
     if is_normal(eps, below.dtype):
         return x / below
     return torch.where(below == 0, x - x, x / below.masked_fill(below == 0, 1.0))
+
+
+def clamped(u: Tensor, max_step: float) -> Tensor:
+    """Return a direction within +-max_step, NaN where it is not finite; as it is if max_step is infinite."""
+    if max_step == math.inf:
+        return u
+    within: Tensor = rules.clamped(u, max_step)
+    return within
+
+
+def held(m: Tensor, v: Tensor, eps: float, max_step: float) -> Tensor:
+    """Return a momentum whose direction is within +-max_step; as it is if that is infinite."""
+    if max_step == math.inf:
+        return m
+    within: Tensor = rules.held(m, v, eps, max_step)
+    return within
 
 
 def is_normal(eps: float, dtype: torch.dtype) -> bool:
@@ -118,23 +136,26 @@ def onebit_adam_(
     lr: float,
     mu_weight: float,
     nu_weight: float,
+    max_step: float,
+    max_momentum: float,
     keep_zeros: bool,
     copies: Sequence[Tensor],
 ) -> None:
     """Take the step of 1-bit Adam's compressed phase from the momentum of W messages, their mean.
 
-        mu <- mean_r D(codes_r), 0 where nu = 0
-        p <- p - lr ((mu / w_mu) / (sqrt(nu / w_nu) + eps) + weight_decay p)
+        mu <- held(mean_r D(codes_r)), 0 where nu = 0
+        p <- p - lr (clamp((mu / w_mu) / (sqrt(nu / w_nu) + eps)) + weight_decay p)
 
     Args: params, mu, nu: S tensors each; params and mu are written. bits (R, W, ceil(n / 8)), scales (R, W, S), valid,
         runs: as for `reference.sign_decode_mean`; W is 1 for codes of the mean. mu_weight, nu_weight: w_mu, w_nu, 1
-        for no bias correction. keep_zeros: without it, mu is not masked. copies: S tensors into which the new params
-        are copied, or none.
+        for no bias correction. max_step: the direction is `clamped` to it. max_momentum: the momentum is `held` where
+        its direction, without bias correction, is within it. Infinity for none of each. keep_zeros: without it, mu is
+        not masked. copies: S tensors into which the new params are copied, or none.
     """
     found = tensors_of(sign_decode_mean(bits, scales, valid, runs), params, runs)
     for p, m, v, x in zip(params, mu, nu, found, strict=True):
-        m.copy_(rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x)
-        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+        m.copy_(held(rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x, v, eps, max_momentum))
+        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     for copy, p in zip(copies, params, strict=bool(copies)):
         copy.copy_(p)
 
@@ -151,6 +172,8 @@ def adamw_(
     lr: float,
     mu_weight: float,
     nu_weight: float,
+    max_step: float,
+    max_momentum: float,
     frozen: bool,
 ) -> None:
     """Take AdamW's step.
@@ -158,7 +181,8 @@ def adamw_(
         mu <- b1 mu + (1 - b1) g          nu <- b2 nu + (1 - b2) g^2          p as for `onebit_adam_`
 
     Args: params, grads, mu, nu: as many tensors each; all but grads are written. mu_weight, nu_weight: those after
-        this step, 1 for no bias correction. frozen: nu rests, and mu stays 0 where nu is.
+        this step, 1 for no bias correction. max_step: as for `onebit_adam_`. frozen: nu rests, mu stays 0 where nu
+        is, and max_momentum is as for `onebit_adam_`; nothing is held otherwise.
 
     A kernel may write zero for a momentum below the smallest normal number, 2**-126 in float32. With a gradient of zero
     rounding would keep it at a few of the smallest numbers there are, with which some processors are slow.
@@ -167,10 +191,10 @@ def adamw_(
         g = g.to(m.dtype)
         m.copy_(rules.lerp(g, m, b1))
         if frozen:
-            m.copy_(rules.kept_at_zero(m, v, 0.0, 0.0))
+            m.copy_(held(rules.kept_at_zero(m, v, 0.0, 0.0), v, eps, max_momentum))
         else:
             v.copy_(rules.second_moment(v, g, b2, 1 - b2))
-        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight)
+        _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight, max_step)
 
 
 def largest_magnitude(grads: Sequence[Tensor]) -> Tensor:
@@ -194,6 +218,7 @@ def adamw_into_(
     lr: float,
     mu_weight: float,
     nu_weight: float,
+    max_step: float,
 ) -> Tensor:
     """Take AdamW's step with the mean of several gradients, and write it elsewhere.
 
@@ -205,12 +230,20 @@ def adamw_into_(
     for to, x in zip(new, old, strict=True):
         to.copy_(x)
     p, mu, nu = ([to] for to in new)
-    adamw_(p, [mean], mu, nu, b1, b2, eps, weight_decay, lr, mu_weight, nu_weight, False)
+    adamw_(p, [mean], mu, nu, b1, b2, eps, weight_decay, lr, mu_weight, nu_weight, max_step, math.inf, False)
     return torch.stack([x.to(mean.dtype).abs().amax() if x.numel() else mean.new_zeros(()) for x in (mean, new[0])])
 
 
 def _descend(
-    p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float
+    p: Tensor,
+    m: Tensor,
+    v: Tensor,
+    eps: float,
+    weight_decay: float,
+    lr: float,
+    mu_weight: float,
+    nu_weight: float,
+    max_step: float,
 ) -> None:
-    u = over_root(m / mu_weight, v / nu_weight, eps)
+    u = clamped(over_root(m / mu_weight, v / nu_weight, eps), max_step)
     p.copy_(rules.descended(p.to(u.dtype), u, weight_decay, lr))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels import rules
-from fn.kernels.reference.adam import over_root
+from fn.kernels.reference.adam import clamped, over_root
 
 
 def lamb_moments_(
@@ -39,7 +39,8 @@ def lamb_moments_(
         g = g.to(m.dtype)
         m.copy_(rules.lerp(g, m, b1))
         v.copy_(rules.second_moment(v, g, b2, 1 - b2))
-        sums.append(torch.stack([_squares(p), _squares(_update(p, m, v, eps, weight_decay)), _squares(m)]))
+        u = rules.decayed(over_root(m, v, eps), p.to(m.dtype), weight_decay)
+        sums.append(torch.stack([_squares(p), _squares(u), _squares(m)]))
     return _table(sums)
 
 
@@ -54,15 +55,16 @@ def onebit_lamb_moments_(
     b2: float,
     eps: float,
     weight_decay: float,
+    max_step: float,
     keep_zeros: bool,
 ) -> Tensor:
     """Take the averaged momentum, move the second moment that goes on, and return what 1-bit LAMB's factor needs.
 
         m = average / scaling, 0 where nu = 0             g = (m - b1 mu) / (1 - b1),   mu <- m
-        fresh <- b2 fresh + (1 - b2) g^2                  q = mu / (sqrt(nu) + eps),    u = q + weight_decay p
+        fresh <- b2 fresh + (1 - b2) g^2        q = clamp(mu / (sqrt(nu) + eps)),    u = q + weight_decay p
 
-    Args: params, averages, mu, nu, fresh: S tensors each; mu and fresh are written. scaling (S,). keep_zeros: without
-        it, m is not masked.
+    Args: params, averages, mu, nu, fresh: S tensors each; mu and fresh are written. scaling (S,). max_step: q is
+        `clamped` to it; infinity for none. keep_zeros: without it, m is not masked.
     Returns: (S, 3) float64: the largest (sqrt(nu) + eps) / (sqrt(fresh) + eps), 0 of a tensor without elements, and
         the sums of squares of q and u.
     """
@@ -74,25 +76,28 @@ def onebit_lamb_moments_(
         m.copy_(x)
         ratios = over_root(rules.denominator(v, eps), f, eps).reshape(-1)
         largest = torch.cat([ratios.new_zeros(1), ratios]).max().double()
-        q, u = _update(p, m, v, eps, 0.0), _update(p, m, v, eps, weight_decay)
+        q = clamped(over_root(m, v, eps), max_step)
+        u = rules.decayed(q, p.to(m.dtype), weight_decay)
         sums.append(torch.stack([largest, _squares(q), _squares(u)]))
     return _table(sums)
 
 
 def lamb_step_(
-    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float, weight_decay: float
+    params: Sequence[Tensor],
+    mu: Sequence[Tensor],
+    nu: Sequence[Tensor],
+    rates: Tensor,
+    eps: float,
+    weight_decay: float,
+    max_step: float,
 ) -> None:
-    """Take the step p <- p - rate (mu / (sqrt(nu) + eps) + weight_decay p), each tensor at a rate of its own.
+    """Take the step p <- p - rate (clamp(mu / (sqrt(nu) + eps)) + weight_decay p), each tensor at a rate of its own.
 
-    Args: params, mu, nu: S tensors each; params are written. rates (S,).
+    Args: params, mu, nu: S tensors each; params are written. rates (S,). max_step: as for `onebit_lamb_moments_`.
     """
     for p, m, v, rate in zip(params, mu, nu, rates.unbind(), strict=True):
-        p.copy_(rules.descended(p.to(m.dtype), over_root(m, v, eps), weight_decay, rate.to(m.dtype)))
-
-
-def _update(p: Tensor, m: Tensor, v: Tensor, eps: float, weight_decay: float) -> Tensor:
-    found: Tensor = rules.decayed(over_root(m, v, eps), p.to(m.dtype), weight_decay)
-    return found
+        u = clamped(over_root(m, v, eps), max_step)
+        p.copy_(rules.descended(p.to(m.dtype), u, weight_decay, rate.to(m.dtype)))
 
 
 def _table(rows: list[Tensor]) -> Tensor:

@@ -37,13 +37,13 @@ def trained(take, **options) -> tuple[list[str], float, float]:
 
 def serial(model: torch.nn.Module, **options) -> fn.Optimizer:
     with fn.bind({"data": dist.group.WORLD}):
-        make = partial(fn.onebit_adam, axis="data", bias_correction=True)
+        make = partial(fn.onebit_adam, axis="data", bias_correction=True, max_step=None)
         return fn.Optimizer(model.named_parameters(), make, schedule=fn.freeze_after(WARM_UP), **options)
 
 
 def of_another_kind(make, schedule, model: torch.nn.Module) -> fn.Optimizer:
     with fn.bind({"data": dist.group.WORLD}):
-        return fn.Optimizer(model.named_parameters(), partial(make, axis="data"), schedule=schedule)
+        return fn.Optimizer(model.named_parameters(), partial(make, axis="data", max_step=None), schedule=schedule)
 
 
 def overlapped(model: torch.nn.Module, **options) -> fn.Optimizer:
@@ -79,6 +79,11 @@ def of_zero_one_adam():
 @case
 def of_shards():
     return trained(partial(of_another_kind, fn.sharded_onebit_adam, fn.freeze_after(WARM_UP)))
+
+
+@case
+def clamped():
+    return trained(lambda model: serial_with(model, fn.freeze_after(WARM_UP)))
 
 
 @case
@@ -121,6 +126,12 @@ def test_the_eps_that_is_named_keeps_its_word():
     (said, far, _), _ = case.answer("with_the_eps_that_is_named")
     assert said == []
     assert far < 300.0
+
+
+def test_what_is_clamped_does_not_jump_and_says_nothing():
+    (said, far, _), _ = case.answer("clamped")
+    assert said == []
+    assert far < 100.0
 
 
 def test_a_warm_up_says_nothing():

@@ -42,7 +42,7 @@ def test_a_group_that_comes_after_the_freeze_does_not_stop_the_others(corrected)
     for answers in ranks.run(2, goes_on_with_a_late_group, corrected):
         for skipped, first, late, finite in answers:
             assert skipped == 0
-            assert first > 0.01
+            assert first > 0.001
             assert late == 0
             assert finite
 

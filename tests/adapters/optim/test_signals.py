@@ -375,7 +375,7 @@ def broken_off(number: int, delay: int, make_codec: Any) -> tuple[str, int, bool
     opt: list[fn.Optimizer] = []
     param = torch.nn.Parameter(torch.ones(40))
     with fn.bind({"data": dist.group.WORLD}):
-        opt.append(fn.Optimizer([param], make, schedule=fn.every(4, delay=delay), lr=0.5))
+        opt.append(fn.Optimizer([param], make, schedule=fn.every(4, delay=delay), lr=0.5, refuse_averaged=False))
     raised = ""
     with handled(number, RAISING[number]):
         try:
@@ -421,7 +421,8 @@ def broken_off_before_the_first() -> tuple[str, int]:
 
     param = torch.nn.Parameter(torch.ones(40))
     with fn.bind({"data": dist.group.WORLD}):
-        opt = fn.Optimizer([param], partial(fn.diloco, axis="data"), schedule=fn.every(4, delay=2), lr=0.5)
+        make, schedule = partial(fn.diloco, axis="data"), fn.every(4, delay=2)
+        opt = fn.Optimizer([param], make, schedule=schedule, lr=0.5, refuse_averaged=False)
     param.grad, raised = torch.ones(40), ""
     opt.step()
     with handled(signal.SIGTERM, handler):

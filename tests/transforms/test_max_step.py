@@ -1,0 +1,112 @@
+"""`max_step`: compressed steps are clamped, what travels and what is kept is not, and the same steps are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import fn
+from fn import Phase, tree
+
+WORLD, LR = 2, 0.1
+MAKES: dict[str, Callable[..., fn.Transform]] = {
+    "onebit_adam": fn.onebit_adam,
+    "corrected": partial(fn.onebit_adam, bias_correction=True),
+    "sharded_onebit_adam": fn.sharded_onebit_adam,
+    "onebit_lamb": fn.onebit_lamb,
+    "zero_one_adam": fn.zero_one_adam,
+    "zero_one_adam of gradients": partial(fn.zero_one_adam, compress="gradients"),
+}
+
+
+def frozen(make: Callable[..., fn.Transform], sizes: torch.Tensor) -> tuple[Any, Any, Callable[..., Any]]:
+    """Freeze the second moments of gradients of some sizes; return params, state and the compressed step."""
+    tx, params = make(LR, axis="data"), torch.zeros(len(sizes))
+    dims, noise = fn.rank_dims(tx.init(params)), torch.Generator().manual_seed(0)
+    state = fn.simulate(tx.init, "data", WORLD, in_dims=None, out_dims=dims)(params)
+    place = 0 if fn.roles.find(state, "copies") else None  # an anchor is kept by each rank
+    params = params.expand(WORLD, -1).clone() if place == 0 else params
+
+    def step(phase: Phase, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        def one(p: Any, s: Any, g: Any) -> tuple[Any, Any]:
+            u, s = tx.update(phase)(g, s, p)
+            return fn.apply_updates(p, u), s
+
+        return fn.simulate(one, "data", WORLD, in_dims=(place, dims, 0), out_dims=(place, dims))(params, state, grads)
+
+    for _ in range(5):
+        grads = sizes * torch.randn(WORLD, len(sizes), generator=noise)
+        params, state = step(Phase.WARMUP, params, state, grads)
+    return params, state, partial(step, Phase.COMPRESSED)
+
+
+SLEEPS = torch.tensor([1.0, 1.0, 1e-6, 1.0, 1e-6, 1.0, 1.0, 1.0])
+"""Sizes of gradients: two elements are all but asleep when the second moment is frozen."""
+
+
+@pytest.mark.parametrize("name", MAKES)
+def test_no_element_moves_further_than_max_step(name: str) -> None:
+    """
+    Differs: fn.transforms.adam.scale_by_onebit_adam: The step of the compressed phase is clamped to `max_step`.
+    Differs: fn.optimizers.onebit_adam: The step of the compressed phase is clamped to `max_step`.
+    Differs: fn.optimizers.sharded_onebit_adam: The step of the compressed phase is clamped to `max_step`.
+    Differs: fn.optimizers.onebit_lamb: the direction of the compressed phase is clamped to `max_step`, before decay and
+        norms.
+    """
+    moves = {}
+    for limit in (None, 1.0, 0.25):
+        before, state, step = frozen(partial(MAKES[name], max_step=limit), SLEEPS)
+        after, state = step(before, state, SLEEPS * torch.ones(WORLD, 1))
+        ratio = float(tree.leaves(tree.fields(state, "ratio"))[0]) if name == "onebit_lamb" else 1.0
+        moves[limit] = (after - before).abs().amax() / (LR * ratio)
+    assert moves[None] > 100
+    torch.testing.assert_close(torch.stack([moves[1.0], moves[0.25]]), torch.tensor([1.0, 0.25]))
+
+
+@pytest.mark.parametrize("name", [name for name in MAKES if name != "zero_one_adam"])
+def test_the_momentum_and_the_residuals_are_untouched(name: str) -> None:
+    states = []
+    for limit in (None, 0.5):
+        params, state, step = frozen(partial(MAKES[name], max_step=limit), SLEEPS)
+        states.append(step(params, state, torch.ones(WORLD, len(SLEEPS)))[1])
+    for field in ("mu", "momentum", "worker", "server"):
+        assert all(map(torch.equal, *(tree.leaves(tree.fields(state, field)) for state in states))), field
+
+
+def test_the_momentum_of_a_synchronising_step_is_that_of_the_clamped_one() -> None:
+    """
+    Differs: fn.transforms.zero_one_adam.scale_by_zero_one_adam: A synchronising step is clamped to `max_step`, and the
+        momentum is rebuilt from the clamped step.
+    Differs: fn.optimizers.zero_one_adam: a synchronising step is clamped to `max_step`, and the momentum is rebuilt
+        from the clamped step.
+    """
+    before, state, step = frozen(partial(fn.zero_one_adam, max_step=0.5), SLEEPS)
+    after, state = step(before, state, torch.ones(WORLD, len(SLEEPS)))
+    (mu,), (nu,) = tree.fields(state, "mu"), tree.fields(state, "nu")
+    torch.testing.assert_close(after[0] - before[0], -LR * mu[0] / (nu.sqrt() + 1e-8), rtol=1e-5, atol=1e-7)
+    assert float((after - before).abs().max()) <= 0.5 * LR * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("name", MAKES)
+@pytest.mark.parametrize("size", [float("nan"), float("inf"), 3e38])
+def test_a_clamp_hides_no_step_that_is_skipped_without_one(name: str, size: float) -> None:
+    """Of 3e38 the gradient is finite, the direction is not."""
+    skips = []
+    for limit in (None, 1.0):
+        params, state, step = frozen(partial(MAKES[name], max_step=limit), torch.full((8,), 1e-6))
+        after, state = step(params, state, torch.full((WORLD, 8), size))
+        assert torch.equal(after, params)
+        skips.append([int(x) for x in fn.roles.find(state, "skips")])
+    assert skips[0] == skips[1]
+    assert sum(skips[0]) == 1
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), "1"])
+@pytest.mark.parametrize("make", [fn.onebit_adam, fn.onebit_lamb, fn.zero_one_adam, fn.sharded_onebit_adam])
+def test_a_max_step_that_is_no_number_above_zero_is_refused(make: Any, limit: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="max_step: expected a number"):
+        make(axis="data", max_step=limit)
