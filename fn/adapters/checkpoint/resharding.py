@@ -98,7 +98,8 @@ class Snapshot(NamedTuple):
 
 
 def to_save(training: Training, extra: Tree = None) -> Snapshot:
-    """Return a snapshot of `everything`. All ranks must call it."""
+    """Return a snapshot of `everything`. All ranks must call it. Raises: RuntimeError if a step is half written."""
+    training.check_whole("checkpoint")
     own, as_row = own_rows(training), partial(_as_row, mesh=_mesh())
     each = everything(training, extra).items()
     copies = {k: torch.empty(v.shape, dtype=v.dtype, device="cpu").copy_(v.detach()) for k, v in each}

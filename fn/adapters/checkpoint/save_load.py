@@ -312,8 +312,9 @@ def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     with defer_signals(), torch.no_grad():
         begin_writing()  # an interrupted load would leave the state of one checkpoint with the params of another
         restore_flat(optimizer.training, {**kept, SAVED_BY: flat_state(optimizer.training)[SAVED_BY]})
-        for key, p in live.items():
-            p.copy_(params[key])
+        with optimizer.training.writing():
+            for key, p in live.items():
+                p.copy_(params[key])
 
 
 def _extra(extra: Tree, state: dict[str, Tensor]) -> Tree:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.signals import begin_writing, defer_signals
+from fn.adapters.optim.signals import defer_signals
 from fn.adapters.optim.training import Training
 from fn.collectives.axis import ALONE, Axis, Binding
 from fn.errors import expected
@@ -65,6 +65,7 @@ def agreed_params(optimizer: Optimizer) -> Iterator[None]:
         cure = "the optimizer inside of a trainer's wrapper is its .optimizer"
         raise TypeError(expected("optimizer", "an fn.Optimizer", type(optimizer).__name__, cure))
     training = optimizer.training
+    training.check_whole("agreed_params")
     training.settle()
     training.groups = optimizer.param_groups
     kept: list[tuple[Tensor, Tensor]] = []
@@ -73,16 +74,16 @@ def agreed_params(optimizer: Optimizer) -> Iterator[None]:
         with defer_signals(), torch.no_grad():
             found = _agreed(training)
             kept = [(p, p.clone()) for p, _ in found]
-            begin_writing()
-            for p, x in found:
-                p.copy_(x)
+            with training.writing():
+                for p, x in found:
+                    p.copy_(x)
             training.lent = True
         yield
     finally:
         with defer_signals(), torch.no_grad():
-            begin_writing()
-            for p, x in kept:
-                p.copy_(x)
+            with training.writing():
+                for p, x in kept:
+                    p.copy_(x)
             training.lent = was_lent
 
 

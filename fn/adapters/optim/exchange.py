@@ -20,7 +20,6 @@ from fn import tree
 from fn.adapters.optim.background import in_background
 from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among, shared_in_doubt
 from fn.adapters.optim.donate import write_back
-from fn.adapters.optim.signals import begin_writing
 from fn.adapters.optim.step import checked
 from fn.adapters.optim.training import Training
 from fn.collectives.axis import axis_size
@@ -106,11 +105,11 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
         changed = [(p, x) for p, before, x in pairs if x is not before]
         lies_in_old = among([*tree.leaves(training.states), *tree.leaves(params)])
         changed = [(p, x.clone() if lies_in_old(x) else x) for p, x in changed]
-        begin_writing()
-        if states is not training.states:
-            write_back(training.states, states)
-        for p, x in changed:
-            p.copy_(x)
+        with training.writing():
+            if states is not training.states:
+                write_back(training.states, states)
+            for p, x in changed:
+                p.copy_(x)
         training.sending, training.sender = take_over, os.getpid()
 
     return Staged(True, commit)

@@ -225,9 +225,11 @@ class Optimizer(torch.optim.Optimizer):
             an exchange of another fragment;
             `PeerLost` if a rank ends or stops answering; RuntimeError while another thread is inside of a step over the
             same process group. Parameters and state are then as before the step; if the exchange of a round fails, as
-            after its local step, which counts.
+            after its local step, which counts. RuntimeError if a kernel raises while the step is written: parameters
+            and state may then be half of it, and steps and saves are refused until a checkpoint is loaded.
         """
         self.training.check_own_params("step")
+        self.training.check_whole("step")
         loss = None if closure is None else torch.enable_grad()(closure)()
         training = self.training
         training.groups = self.param_groups

@@ -13,7 +13,7 @@ from torch import Tensor
 from fn import roles, tree
 from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
-from fn.adapters.optim.signals import begin_writing, defer_signals
+from fn.adapters.optim.signals import defer_signals
 from fn.adapters.optim.state_kinds import ERROR, SAME, SHARD, by_path, kinds, paths_of
 from fn.adapters.optim.training import Training
 from fn.collectives.compressed import ErrorFeedbackState
@@ -58,6 +58,7 @@ OF_RANK = re.compile(r"rank (\d{1,9}) of (\d{1,9})\.(state\..*)", re.ASCII)
 
 def of_rank(training: Training) -> dict[str, Tensor]:
     """Return `flat_state` with a rank in the paths of what is its own, in place of `SAVED_BY`."""
+    training.check_whole("state_dict")
     (rank, size), flat = place_of(training), flat_state(training)
     del flat[SAVED_BY]
     own = {path for path, mark in by_path(kinds(training.states)).items() if mark != SAME}
@@ -272,11 +273,11 @@ def _between_nodes(servers: Tree) -> bool:
 def _write(training: Training, saved: Mapping[str, Any], numbers: list[dict[str, Any]]) -> None:
     """Write what was found to fit: numbers into the param groups."""
     state = by_path(training.states)
-    begin_writing()
-    with torch.no_grad():
+    with training.writing(), torch.no_grad():
         write_back([*state.values()], [saved[path] for path in state])
         for group, entries in zip(training.groups, numbers, strict=True):
             write_numbers(group, entries)
+    training.torn = False
     training.steps = int(saved["steps"])
     training.unseen_local_steps, training.seen_dropped = 0, training.dropped
     if isinstance(training.schedule, FreezeWhenStable):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +32,6 @@ from fn.adapters.optim.consistency import still_in_doubt
 from fn.adapters.optim.donate import check_apart, donate
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.param_groups import names_of
-from fn.adapters.optim.signals import begin_writing
 from fn.adapters.optim.training import Training, sends_gradients
 from fn.adapters.optim.warnings import say_slow, warn_of_thawed
 from fn.base import NewParams, Part, Phase, Round, SideBySide, UpdateFn
@@ -128,7 +128,7 @@ def _take(training: Training, phase: Phase | Part, grads: Grads) -> None:
     with training.frozen_params.during(
         phase.phase, training.gradients.absent, training.params, training.states, training.transforms
     ):
-        commit(_stage(training, phase, grads), training.states, training.frozen_params.among(training.params))
+        _commit(training, _stage(training, phase, grads))
 
 
 def _stage(training: Training, phase: Phase | Part, given: Grads) -> list[Staged]:
@@ -170,7 +170,7 @@ def write(training: Training, phase: Phase, steps: Sequence[Staged]) -> None:
     with training.frozen_params.during(
         phase, training.gradients.absent, training.params, training.states, training.transforms
     ):
-        commit(steps, training.states, training.frozen_params.among(training.params))
+        _commit(training, steps)
 
 
 def count(training: Training, phase: Phase | Round, skipped: int) -> None:
@@ -255,22 +255,28 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
     return Staged(taken, commit)
 
 
-def commit(steps: Sequence[Staged], state: Tree, still: Collection[Tensor] = ()) -> None:
+def _commit(training: Training, steps: Sequence[Staged]) -> None:
+    commit(steps, training.states, training.frozen_params.among(training.params), training.writing())
+
+
+def commit(
+    steps: Sequence[Staged], state: Tree, still: Collection[Tensor], writing: AbstractContextManager[None]
+) -> None:
     """Write staged steps, which make up a step of all param groups; or count it as skipped if one is not finite.
 
-    Args: state: of all groups. still: parameters that are not to be moved. Without grad mode.
+    Args: state: of all groups. still: parameters that are not to be moved. writing: entered while something is
+        written, see `Training.writing`. Without grad mode.
     """
     if not all(step.ok for step in steps):
         for guard in [state] if isinstance(state, SkipState) else state:
             guard.skipped.add_(1)
         return
     before = [(p, p.clone()) for p in still]
-    begin_writing()
-    with step_range("apply"):
+    with writing, step_range("apply"):
         for step in steps:
             step.commit()
-    for p, old in before:
-        p.copy_(old)
+        for p, old in before:
+            p.copy_(old)
 
 
 def move(params: Tree, moves: Tree) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from fn.adapters.optim.frozen_params import FrozenParams
 from fn.adapters.optim.gradients import Gradients
 from fn.adapters.optim.local_shards import LocalShards
 from fn.adapters.optim.param_memory import check_writable
+from fn.adapters.optim.signals import begin_writing
 from fn.adapters.optim.state_kinds import check_paths
 from fn.base import Part, Phase, Round, Transform
 from fn.collectives.axis import Binding, rank_dims
@@ -85,6 +87,8 @@ class Training:
     """The stream of an accelerator that means are sent on meanwhile, see `background`."""
     lent: bool = False
     """Whether the params are those that all ranks agree on, in the place of this rank's own: see `agreed_params`."""
+    torn: bool = False
+    """Whether an exception has left parameters and state half written: see `writing`."""
     said: set[Any] = field(default_factory=set)
     """What was said in the log already."""
     counts: tuple[Tree, dict[str, list[Tensor]]] = field(default_factory=lambda: ((), {}))
@@ -135,6 +139,27 @@ class Training:
         if self.lent:
             wanted = "to be called outside of fn.adapters.agreed_params, which puts this rank's own params back"
             raise RuntimeError(expected(what, wanted, "a call inside of it", "end the context first"))
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Hold signals back while parameters and state are written; if that raises, they are refused from then on.
+
+        Raises: RuntimeError for any exception inside, which it has as its cause.
+        """
+        begin_writing()
+        try:
+            yield
+        except BaseException as error:
+            self.torn = True
+            raise RuntimeError(f"fn.Optimizer: {type(error).__name__} while a step was written, {_TORN}") from error
+
+    def check_whole(self, what: str) -> None:
+        """Refuse what would go on from parameters and state that are half written. Args: what: of whom it is asked.
+
+        Raises: RuntimeError until a checkpoint is loaded.
+        """
+        if self.torn:
+            raise RuntimeError(f"{what}: refused, for an exception came while a step was written, {_TORN}")
 
     @property
     def transports(self) -> dict[str, str]:
@@ -273,6 +298,12 @@ class Training:
         leaves = [leaf for nu in moments for leaf in tree.leaves(nu)]
         norms = torch._foreach_norm(leaves, 1, dtype=torch.float64) if leaves else []
         return float(torch.stack([norm.to(norms[0].device) for norm in norms]).sum()) if norms else 0.0
+
+
+_TORN = (
+    "so parameters and state may be half of one step and half of the next; load both from a checkpoint, with "
+    "fn.adapters.checkpoint.load or load_state_dict of the model and of the optimizer"
+)
 
 
 def sends_gradients(phase: Phase | Round) -> bool:

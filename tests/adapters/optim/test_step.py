@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -32,7 +34,7 @@ def test_a_staged_step_changes_nothing_until_it_is_written_and_is_then_the_pure_
                 for g, s, ps in zip(grads, states, params, strict=True)]  # fmt: skip
     steps = [stage(in_place(update), *arguments) for arguments in zip(grads, states, params, strict=True)]
     assert all(bool((p == 1).all()) for ps in params for p in ps)
-    commit(settled(steps), states, still=[params[0][1]])
+    commit(settled(steps), states, [params[0][1]], nullcontext())
     torch.testing.assert_close(params[0][0], expected[0][0])
     torch.testing.assert_close(params[1][0], expected[1][0])
     assert bool((params[0][1] == 1).all())  # it is not to be moved
@@ -45,7 +47,7 @@ def test_a_group_that_is_not_finite_stops_all_of_them(dtype):
     steps = [stage(in_place(update), *arguments) for arguments in zip(grads, states, params, strict=True)]
     steps = settled(steps)
     assert [step.ok for step in steps] == [True, False]
-    commit(steps, states, still=[])
+    commit(steps, states, [], nullcontext())
     assert all(bool((p == 1).all()) for ps in params for p in ps)
     assert [int(state.skipped) for state in states] == [1, 1]
 
