@@ -14,6 +14,7 @@ from torch.utils import backend_registration
 pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parent
+QUICK = ("adamw", *(f"{name}, compressed" for name in ("1-bit Adam", "1-bit LAMB", "0/1 Adam")), "0/1 Adam, local")
 
 
 @pytest.mark.skipif(
@@ -33,10 +34,10 @@ def test_steps_of_every_optimizer_stay_on_the_device_of_their_tensors():
     reason="this torch cannot pretend to have a device",
 )
 @pytest.mark.parametrize(
-    "cases", [("adamw", "compressed", "local"), pytest.param((), marks=pytest.mark.reliability, id="all")], ids=" ".join
+    "cases", [QUICK, pytest.param((), marks=pytest.mark.reliability, id="all")], ids=["quick", "all"]
 )
 def test_a_step_on_a_gpu_launches_and_waits_as_rarely_as_the_limits_say(cases):
-    """Most warm-ups take a subset of what AdamW and steps in codes take: they are reliability tests."""
+    """Most warm-ups take a subset of what AdamW and steps in codes take, and sharded steps take long: reliability."""
     pytest.importorskip("triton", reason="triton is not installed")
     code = [sys.executable, "-W", "ignore", str(TESTS / "scripts" / "gpu_counts.py"), *cases]
     env = {**os.environ, "PYTHONPATH": str(TESTS.parent)}

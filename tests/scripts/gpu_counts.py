@@ -32,11 +32,12 @@ from fn.adapters.optim import training
 from fn.adapters.optim.step import write
 from fn.collectives import primitives
 from fn.inplace import match
+from fn.inplace import sharded as sharded_in_place
 from fn.inplace.protocol import settled
 from fn.kernels import ops, tracing
 from fn.kernels.eager import foreach
 from fn.kernels.gpu import launching, triton
-from fn.transforms import agreed, average
+from fn.transforms import agreed, average, sharded
 
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
@@ -100,6 +101,10 @@ CASES = [  # two param groups; so two of each collective
     Case("0/1 Adam", fn.zero_one_adam, W, Limits(150, 1, 2, 4)),
     Case("0/1 Adam", fn.zero_one_adam, C, Limits(250, 1, 4, 5)),
     Case("0/1 Adam", fn.zero_one_adam, L, Limits(100, GROUPS, 0, 1)),
+    Case("LoCo", fn.loco_adamw, W, Limits(3500, 1, 4, 11)),
+    Case("LoCo", fn.loco_adamw, C, Limits(12000, 1, 4, 34)),
+    Case("1-bit shards", fn.sharded_onebit_adam, W, Limits(3500, 1, 6, 18)),
+    Case("1-bit shards", fn.sharded_onebit_adam, C, Limits(14100, 23, 6, 27)),
 ]
 
 
@@ -244,7 +249,8 @@ def pretend() -> None:
     vars(primitives)["carry_sum"] = carry_sum
     vars(tracing)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
     for module, check in ((training, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
-                          (agreed, "check_agreement"), (average, "check_agreement")):  # fmt: skip
+                          (agreed, "check_agreement"), (average, "check_agreement"),
+                          (sharded, "check_shards"), (sharded_in_place, "check_shards")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None
     match.refusing = lambda update, stage: stage  # what it looks at are numbers of the state, which read as 0.5 here
     made = torch.tensor
