@@ -1,0 +1,36 @@
+"""`benchmarks/max_step.py`: the table in benchmarks/README.md is that of its file, and says what it is cited for."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import max_step  # noqa: E402
+
+ROWS = json.loads((ROOT / "benchmarks" / "max_step.json").read_text())
+
+
+def test_the_page_has_the_table_of_the_file() -> None:
+    page = (ROOT / "benchmarks" / "README.md").read_text()
+    lines = max_step.table(ROWS).splitlines()
+    assert len(lines) > 20
+    assert [line for line in lines if line not in page] == []
+
+
+@pytest.mark.parametrize("method", [f"{name}, max_step={limits[0]}" for name, limits in max_step.LIMITS.items()])
+def test_with_the_default_no_run_ends_above_twice_adamws_loss_with_its_seed(method: str) -> None:
+    exact = {(r["task"], r["lr"], r["seed"]): r["loss"] for r in ROWS if r["method"] == "adamw"}
+    own = [(r["loss"], exact[r["task"], r["lr"], r["seed"]]) for r in ROWS if r["method"] == method]
+    assert len(own) == 13
+    assert all(loss is not None and loss < 2 * adamw for loss, adamw in own)
+
+
+def test_all_runs_are_there() -> None:
+    done = {tuple(row[key] for key in max_step.Run._fields) for row in ROWS}
+    assert {tuple(run) for run in max_step.runs()} == done
