@@ -160,7 +160,7 @@ def onebit_lamb(
     factor_min: float = 0.5,
     factor_threshold: float = 0.1,
     keep_zeros: bool = True,
-    max_step: float | None = 1.0,
+    max_step: float | None = None,
 ) -> Transform:
     """1-bit LAMB: LAMB in the warm-up, then frozen trust ratios that a bounded factor corrects, and signs.
 
@@ -169,11 +169,11 @@ def onebit_lamb(
         codec, feedback, warmup: as for `onebit_adam`. layout: "fused" is one scale for the whole model, as in
             the paper; "flat" keeps one per tensor, which the momentum scaling then does not change. servers: as for
             `onebit_adam`.
-        others: as for `scale_by_onebit_lamb`; max_step=None is the paper's step.
+        others: as for `scale_by_onebit_lamb`. No max_step is the default: clamped to 1.0 it trained more slowly.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 
     Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
-    Differs: the direction of the compressed phase is clamped to `max_step`, before decay and norms.
+    Differs: with a `max_step` the direction of the compressed phase is clamped, before decay and norms.
     """
     hyper = LambHyper(
         b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold

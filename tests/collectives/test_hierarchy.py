@@ -282,7 +282,7 @@ def grid_step(tx, dims, out_dims):
 
 def warmed_up() -> tuple[Any, ...]:
     """Return 1-bit Adam with codes on both hops, the dims of its state, gradients, the state and params."""
-    tx = fn.onebit_adam(0.1, axis=AXES, codec=(fn.int8(), fn.sign()))
+    tx = fn.onebit_adam(0.1, axis=AXES, codec=(fn.int8(), fn.sign()), max_step=None)
     p, g = {"w": torch.randn(600)}, {"w": torch.randn(2, 2, 600)}
     dims = fn.rank_dims(tx.init(p))
     state = on_grid(tx.init, 2, 2, in_dims=None, out_dims=dims)(p)

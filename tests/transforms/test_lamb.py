@@ -107,7 +107,7 @@ def test_a_tensor_whose_ratio_was_never_taken_moves_after_the_switch() -> None:
         (DeepSpeed divides by zero), one whose ratio was never taken has coefficient 1 (there 0, so that it would
         never move again).
     """
-    tx, params = fn.onebit_lamb(lr=0.1, axis="data", max_step=None), [torch.zeros(4)]
+    tx, params = fn.onebit_lamb(lr=0.1, axis="data"), [torch.zeros(4)]
     state = tx.init(params)
     params, state = advance(tx, fn.Phase.WARMUP, params, state, [torch.ones(4)])
     assert float(tree.fields(state, "coefficient")[0][0]) == 0.0

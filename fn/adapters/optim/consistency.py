@@ -207,7 +207,8 @@ def shared_in_doubt(
     Raises: ValueError, on all ranks, with what to do.
     """
     grads = [x if x is not None else p.new_zeros(1) for group in params for p in group for x in [p.grad]]
-    marks, told = torch.stack([_mark(g) for g in grads]) if grads else torch.zeros(0, 3, device="cpu"), bool(grads)
+    none = torch.zeros(0, 3, dtype=torch.float64, device="cpu")
+    marks, told = torch.stack([_mark(g) for g in grads]) if grads else none, bool(grads)
     for axis in axes:
         with watched_by(Watchers()):
             rows = all_gather(marks, axis)

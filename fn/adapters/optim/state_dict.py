@@ -114,10 +114,21 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
     if carried:
         norm = float(torch.stack([x.norm().cpu() for x in carried]).norm())
         texts.append(f"state_dict: gradients of norm {norm:.3g} that 8-bit errors had rounded off are not carried on")
+    if unsaved := _unsaved_numbers(training, own, saved):
+        texts.append(f"state_dict: was saved without {unsaved}, which this optimizer has; pass None to go on as before")
     for text in texts:
         warnings.warn(text, stacklevel=4)
     with defer_signals():
         _write(training, saved, numbers)
+
+
+def _unsaved_numbers(training: Training, own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> str:
+    """Return the hyper-parameters that a saved group had not, or as None: `max_step` has a default since 0.3."""
+    groups = [(f"groups.{i}.", hypers) for i, hypers in enumerate(training.hypers)]
+    whole = [(here, hypers) for here, hypers in groups if sum(path.startswith(here) for path in saved) > 1]
+    new = {f"{name}={hypers[name]:g}": None for here, hypers in whole for name in hypers
+           if here + name in own and here + name not in saved}  # fmt: skip
+    return ", ".join(new)
 
 
 def check_keys(saved: object, saver: str) -> None:
