@@ -117,9 +117,10 @@ def loading_dicts() -> list[str]:
 
 def test_one_ranks_dict_continues_with_errors_of_zero_and_says_so():
     for texts in ranks.run(2, loading_dicts):
-        (text,) = texts
+        text, clamp = texts
         assert "with elements in the order of memory" in text
         assert "start from zero" in text
+        assert "was saved without max_step=1" in clamp
 
 
 def test_an_order_that_is_none_is_refused_by_name():
