@@ -245,8 +245,9 @@ def scale_by_zero_one_adam(
         mean, sync_state = sync.compressed_update(scaled, state.sync, params)
         peak = largest(mean)
         mean = zeros_kept(mean, state.nu)
-        far = tree.map(lambda s, v: over_root(s, v, eps), mean, state.nu)
+        far = ()  # what is clamped is finite: a step that is not is to be skipped all the same
         if limit < math.inf:
+            far = tree.map(lambda s, v: over_root(s, v, eps), mean, state.nu)
             mean = tree.map(lambda s, v: rules.held(s, v, eps, limit * elapsed).to(s.dtype), mean, state.nu)
         mu = tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0).to(s.dtype), mean)
         decay = 0.0 if decay_in_momentum else weight_decay

@@ -213,9 +213,12 @@ def shared_in_doubt(
         with watched_by(Watchers()):
             rows = all_gather(marks, axis)
         told = told and bool(torch.isfinite(rows).all()) and bool(rows.any())
-        alike = (rows[:, None] == rows[None]).flatten(2).all(2).triu(1).nonzero().tolist() if told else []
-        if alike:
-            a, b = alike[0]
+        if not told:
+            continue
+        which = torch.unique(rows.flatten(1), dim=0, return_inverse=True)[1].tolist()
+        b = next((rank for rank, one in enumerate(which) if one in which[:rank]), None)
+        if b is not None:
+            a = which.index(which[b])
             raise ValueError(
                 f"gradients: are the same on ranks {a} and {b} of {axis!r}, which train alone between exchanges, so "
                 f"something averages them, such as DDP; call fn.adapters.ddp.keep_local(model), give DDP the "

@@ -19,14 +19,13 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.optim.background import in_background
 from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among, shared_in_doubt
-from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.step import checked
 from fn.adapters.optim.training import Training
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
-from fn.inplace.memory import among
+from fn.inplace.memory import among, written_into
 from fn.inplace.protocol import Staged
 from fn.phases import NewParams, Part, Phase, Round
 from fn.transforms.outer import OuterState
@@ -105,9 +104,9 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
         changed = [(p, x) for p, before, x in pairs if x is not before]
         lies_in_old = among([*tree.leaves(training.states), *tree.leaves(params)])
         changed = [(p, x.clone() if lies_in_old(x) else x) for p, x in changed]
+        write_states = written_into(training.states, states)
         with training.writing():
-            if states is not training.states:
-                write_back(training.states, states)
+            write_states()
             for p, x in changed:
                 p.copy_(x)
         training.sending, training.sender = take_over, os.getpid()

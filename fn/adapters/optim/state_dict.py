@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.donate import write_back
 from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
 from fn.adapters.optim.signals import defer_signals
 from fn.adapters.optim.state_kinds import ERROR, SAME, SHARD, by_path, kinds, paths_of
 from fn.adapters.optim.training import Training
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
+from fn.inplace.memory import written_into
 from fn.schedules import FreezeWhenStable
 
 Tree = Any
@@ -115,7 +115,8 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
         norm = float(torch.stack([x.norm().cpu() for x in carried]).norm())
         texts.append(f"state_dict: gradients of norm {norm:.3g} that 8-bit errors had rounded off are not carried on")
     if unsaved := _unsaved_numbers(training, own, saved):
-        texts.append(f"state_dict: was saved without {unsaved}, which this optimizer has; pass None to go on as before")
+        cure = "give what it was saved with, such as None, to go on as before"
+        texts.append(f"state_dict: was saved without {unsaved}, with which it goes on; {cure}")
     for text in texts:
         warnings.warn(text, stacklevel=4)
     with defer_signals():
@@ -284,8 +285,9 @@ def _between_nodes(servers: Tree) -> bool:
 def _write(training: Training, saved: Mapping[str, Any], numbers: list[dict[str, Any]]) -> None:
     """Write what was found to fit: numbers into the param groups."""
     state = by_path(training.states)
+    write_state = written_into([*state.values()], [saved[path] for path in state])
     with training.writing(), torch.no_grad():
-        write_back([*state.values()], [saved[path] for path in state])
+        write_state()
         for group, entries in zip(training.groups, numbers, strict=True):
             write_numbers(group, entries)
     training.torn = False

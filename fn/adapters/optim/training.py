@@ -16,7 +16,7 @@ from fn import roles, tree
 from fn.adapters.optim import param_groups
 from fn.adapters.optim.compiled import check_changes
 from fn.adapters.optim.consistency import check_start
-from fn.adapters.optim.donate import owned, write_back
+from fn.adapters.optim.donate import owned
 from fn.adapters.optim.frozen_params import FrozenParams
 from fn.adapters.optim.gradients import Gradients
 from fn.adapters.optim.local_shards import LocalShards
@@ -27,6 +27,7 @@ from fn.base import Part, Phase, Round, Transform
 from fn.collectives.axis import Binding, rank_dims
 from fn.errors import expected
 from fn.inplace.host_scalars import on_host
+from fn.inplace.memory import written_into
 from fn.inplace.protocol import Staged
 from fn.schedules import Schedule, phase_of
 from fn.transforms.skip_nonfinite import SkipState, skip_nonfinite, together
@@ -128,7 +129,9 @@ class Training:
             except Exception:
                 self.sending = None
                 raise  # what is no Exception, such as Ctrl-C, leaves the mean on its way: it can be waited for again
-            write_back(self.states, states)
+            write = written_into(self.states, states)
+            with self.writing():
+                write()
             self.sending = None
 
     def check_own_params(self, what: str) -> None:
@@ -144,14 +147,15 @@ class Training:
     def writing(self) -> Iterator[None]:
         """Hold signals back while parameters and state are written; if that raises, they are refused from then on.
 
-        Raises: RuntimeError for any exception inside, which it has as its cause.
+        What can be refused is to be refused before. Raises: RuntimeError for any exception inside, which it has as its
+            cause.
         """
         begin_writing()
         try:
             yield
         except BaseException as error:
             self.torn = True
-            raise RuntimeError(f"fn.Optimizer: {type(error).__name__} while a step was written, {_TORN}") from error
+            raise RuntimeError(f"fn.Optimizer: {type(error).__name__} {_TORN}") from error
 
     def check_whole(self, what: str) -> None:
         """Refuse what would go on from parameters and state that are half written. Args: what: of whom it is asked.
@@ -159,7 +163,7 @@ class Training:
         Raises: RuntimeError until a checkpoint is loaded.
         """
         if self.torn:
-            raise RuntimeError(f"{what}: refused, for an exception came while a step was written, {_TORN}")
+            raise RuntimeError(f"{what}: refused, for an exception came {_TORN}")
 
     @property
     def transports(self) -> dict[str, str]:
@@ -301,8 +305,8 @@ class Training:
 
 
 _TORN = (
-    "so parameters and state may be half of one step and half of the next; load both from a checkpoint, with "
-    "fn.adapters.checkpoint.load or load_state_dict of the model and of the optimizer"
+    "while parameters and state were written, so that they may be half of one step and half of the next; load both "
+    "from a checkpoint, with fn.adapters.checkpoint.load or load_state_dict of the model and of the optimizer"
 )
 
 

@@ -242,13 +242,13 @@ def test_ctrl_c_while_a_state_is_written_comes_behind_the_last_write(monkeypatch
     from fn.adapters.optim import state_dict as module
 
     opt, saved = trained(fn.adamw, 2), trained(fn.adamw, 5).state_dict()
-    real = module.write_back
+    real = module.written_into
 
-    def interrupted(old: Any, new: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-        real(old, new)
+    def interrupted(old: Any, new: Any) -> Callable[[], None]:
+        write = real(old, new)
+        return lambda: (signal.raise_signal(signal.SIGINT), write())[1]
 
-    monkeypatch.setattr(module, "write_back", interrupted)
+    monkeypatch.setattr(module, "written_into", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let jobs in the background ignore it
     try:
         with pytest.raises(KeyboardInterrupt):

@@ -15,6 +15,7 @@ import fn
 from fn import kernels
 from fn.adapters import checkpoint
 from fn.kernels.ops import REFERENCES
+from fn.phases import Part
 
 OPS = "adamw_", "onebit_adam_", "lamb_step_"
 
@@ -63,7 +64,7 @@ def test_a_kernel_that_raises_between_two_groups_tears_the_training_until_it_is_
     checkpoint.save(tmp_path, opt)
     saved, kept = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in params]
     break_after(1)
-    with pytest.raises(RuntimeError, match=r"Broken while a step was written.*half of one step.*load both") as raised:
+    with pytest.raises(RuntimeError, match=r"Broken while parameters and state were written.*load both") as raised:
         step(params, opt)
     assert isinstance(raised.value.__cause__, Broken)
     assert [torch.equal(p, old) for p, old in zip(params, kept, strict=True)] == [False, True, True]
@@ -95,7 +96,7 @@ def test_what_is_loaded_by_hand_mends_it_too(break_after, first: bool):
     params, opt = trained()
     saved, kept = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in params]
     break_after(0 if first else 2)
-    with pytest.raises(RuntimeError, match="Broken while a step was written"):
+    with pytest.raises(RuntimeError, match="Broken while parameters and state were written"):
         step(params, opt)
     break_after(100)
     with torch.no_grad():
@@ -107,6 +108,33 @@ def test_what_is_loaded_by_hand_mends_it_too(break_after, first: bool):
     step(others, other)
     for p, q in zip(params, others, strict=True):
         assert torch.equal(p, q)
+
+
+def test_an_exchange_whose_state_cannot_be_written_is_refused_before_anything_is(break_after):
+    """A transform of one's own that changes a dtype: the training goes on from the local step."""
+
+    def make(lr: Any) -> fn.Transform:
+        tx = fn.diloco(lr, axis="data")
+
+        def wrong(part: Any) -> Any:
+            update = tx.rounds(part)
+
+            def run(updates: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
+                moves, after = update(updates, state, params)
+                return moves, fn.tree.map(torch.Tensor.double, after) if part == Part("outer") else after
+
+            return run
+
+        return tx._replace(rounds=wrong)
+
+    p = torch.nn.Parameter(torch.ones(9))
+    opt = fn.Optimizer([p], make, schedule=fn.every(2), lr=0.1)
+    step([p], opt)
+    with pytest.raises(ValueError, match="update: changed a leaf"):
+        step([p], opt)
+    opt.state_dict()
+    step([p], opt)
+    assert opt.steps == 3
 
 
 def test_what_raises_before_anything_is_written_leaves_all_as_it_was(break_after):
