@@ -17,13 +17,12 @@ from torch import Tensor
 from fn.kernels import half_feedback
 from fn.kernels.cpu.blocks import WHOLE_SEGMENTS, BlockTable, block_table, run
 from fn.kernels.cpu.intrinsics import floats, ints, magnitude, octets, of_magnitude
-from fn.kernels.cpu.loops import ONE, STEP, ZERO, block_of, compiled, pad, streams, within, write
+from fn.kernels.cpu.loops import INFINITY, ONE, STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.cpu.signs import messages
 from fn.kernels.cpu.steps import larger_magnitude
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import code_scale, damped
 
-INFINITY = np.float32(np.inf)
 ROUNDER = np.float32(1.5 * 2**23)
 """The floats around it are the integers, so that adding it rounds half to even."""
 

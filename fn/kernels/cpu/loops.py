@@ -35,6 +35,7 @@ LINE = 16
 """Elements of a cache line."""
 
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
+INFINITY = np.float32(np.inf)
 SMALLEST = np.finfo(np.float32).smallest_normal
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude, prefetch
 from fn.kernels.cpu.loops import (
+    INFINITY,
     LINE,
     PREFETCH_FAR,
     SMALLEST,
@@ -83,11 +84,12 @@ def encode_averages(
 @compiled("contract")
 def onebit_piece(mean, p, nu, descent, limit, keep_zeros, count):
     """Take AdamW's step with a momentum, which is masked in place."""
-    m, param, v = floats(mean), floats(p), floats(nu)
+    m, param, v, holds = floats(mean), floats(p), floats(nu), limit < INFINITY
     for j in range(count):
         if keep_zeros:
             m[j] = kept_at_zero(m[j], v[j], ZERO, ZERO)
-        m[j] = held(m[j], v[j], descent[0], limit)
+        if holds:  # 8 % of the loop's time, and only 0/1 Adam has a limit
+            m[j] = held(m[j], v[j], descent[0], limit)
         param[j] = adamw(param[j], m[j], v[j], *descent)
 
 
