@@ -4,7 +4,7 @@ from fn import kernels
 from fn.adapters.flatten.flatten import flatten_parameters
 from fn.adapters.optim.donate import donate
 from fn.adapters.optim.optimizer import Optimizer
-from fn.base import Facts, Phase, Round, Transform, UpdateFn, chain, lift, stateless
+from fn.base import Facts, Phase, Round, Transform, UpdateFn, apply_updates, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
@@ -45,7 +45,6 @@ from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.testing import check_transform
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
-from fn.updates import apply_updates
 from fn.version import __version__ as __version__
 from fn.vote_optimizers import demo, ef21_sgdm, lion_vote, signum_vote
 

@@ -1,8 +1,8 @@
-"""The types that everything is made of: `Phase`, `Transform`, and how transforms compose.
+"""The types that everything is made of: `Phase`, `Transform`, how transforms compose, and `apply_updates`.
 
 A `Transform` is a NamedTuple of pure functions. `init` makes a state from parameters; each of the three
 updates maps (updates, state, params) to (updates, state). They differ in what the ranks send to each
-other: full precision in the warm-up, codes in the compressed phase, nothing in the local one.
+other: full precision in the warm-up, codes (quantized values) in the compressed phase, nothing in the local one.
 
     >>> import torch, fn
     >>> tx = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(0.1))
@@ -15,12 +15,13 @@ other: full precision in the warm-up, codes in the compressed phase, nothing in 
 
 from __future__ import annotations
 
+import enum
 import numbers
 from collections.abc import Callable, Sequence
 from functools import reduce
 from inspect import unwrap
 from operator import getitem
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,13 +29,98 @@ from torch import Tensor
 from fn import roles, tree
 from fn.compiling import compilable, memoized, own_code
 from fn.errors import expected
-from fn.phases import NewParams as NewParams
-from fn.phases import Part as Part
-from fn.phases import Phase as Phase
-from fn.phases import Round as Round
-from fn.phases import check_round
 
 Tree = Any
+
+
+class Phase(enum.Enum):
+    """What the ranks send to each other in a step. A host value, which a schedule returns; never a tensor condition."""
+
+    WARMUP = "warmup"
+    COMPRESSED = "compressed"
+    LOCAL = "local"
+
+    def __init__(self, value: Any) -> None:
+        self.phase = self
+        """The phase itself, as a `Round` has one."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Phase:
+        raise ValueError(expected("phase", f"one of {', '.join(map(str, cls))}", f"{value!r}"))
+
+
+class Round(NamedTuple):
+    """What happens after the local step of `fn.outer`: a host value, as `Phase` is. A fragment is a part of the params.
+
+    begin: the number of the fragment whose exchange begins after this step; None for none.
+    end: the number of the fragment whose exchange ends, so that its outer step is taken; None for none. The same
+        number as `begin`: the exchange begins and ends after this step. A plain `Phase.COMPRESSED` is `Round(0, 0)`.
+    """
+
+    begin: int | None = None
+    end: int | None = None
+
+    @property
+    def phase(self) -> Phase:
+        """Return LOCAL where nothing begins or ends, else COMPRESSED."""
+        return Phase.LOCAL if self.begin is None and self.end is None else Phase.COMPRESSED
+
+    @property
+    def local(self) -> Part:
+        """Return the local step of the round."""
+        return Part("local", self.phase)
+
+    @property
+    def exchange(self) -> list[Part]:
+        """Return the parts that follow the local step."""
+        parts = []
+        if self.begin is not None:
+            parts += [Part("difference", fragment=self.begin), Part("mean", fragment=self.begin)]
+        if self.end is not None:
+            parts += [Part("outer", fragment=self.end)]
+        return parts
+
+
+class Part(NamedTuple):
+    """A part of a round, for adapters that write the local step before the exchange, or exchange on another thread.
+
+    "local" is the local step. Where an exchange begins, "difference" notes how far the params are from the anchor (the
+    pseudo-gradient), and "mean" averages that over the ranks. Where one ends, "outer" is the outer step. A transform
+    without rounds takes its step in "local" and does nothing in the other parts, which ignore the updates they get.
+
+    kind: which part. of: the phase of the round, which says what links without rounds do. fragment: the fragment of
+    params that the part is about.
+    """
+
+    kind: Literal["local", "difference", "mean", "outer"]
+    of: Phase = Phase.COMPRESSED
+    fragment: int = 0
+
+    @property
+    def phase(self) -> Phase:
+        """Return COMPRESSED for the part after which all ranks have something in common again, else LOCAL."""
+        return Phase.COMPRESSED if self.kind == "outer" else Phase.LOCAL
+
+
+class NewParams(NamedTuple):
+    """Whole new params, which an update may return in place of updates. params: a tree like the params.
+
+    `apply_updates` rounds them to the params' dtype. Params that all ranks must hold bitwise alike are returned like
+    this, because params + (new - params) is off by rounding, and by another amount on each rank.
+    """
+
+    params: Tree
+
+
+def check_round(value: Round) -> None:
+    """Raise a TypeError unless the fields of a round are whole numbers or None, a ValueError if one is below 0."""
+    for name, fragment in value._asdict().items():
+        if fragment is None:
+            continue
+        if not isinstance(fragment, numbers.Integral) or isinstance(fragment, bool):
+            raise TypeError(expected(f"phase.{name}", "the number of a fragment, or None", f"{fragment!r}"))
+        if fragment < 0:
+            raise ValueError(expected(f"phase.{name}", "the number of a fragment, from 0", f"{fragment!r}"))
 
 
 class UpdateFn(Protocol):
@@ -43,97 +129,6 @@ class UpdateFn(Protocol):
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return the next updates and the next state."""
         ...
-
-
-class Step(NamedTuple):
-    """An update that says what it computes, so that an adapter can find kernels for a chain that holds it.
-
-    rule: a NamedTuple of hyper-parameters; its type is the kind, such as `fn.transforms.adam.Adam`. run: the update.
-    check: what `run` refuses of its state, for whoever takes the step by kernels: (state, read) -> None, where `read`
-        returns a 0-d tensor where its number can be read. A step by kernels that forgot it would be taken in silence.
-    """
-
-    rule: Any
-    run: UpdateFn
-    check: Callable[[Tree, Callable[[Tensor], Tensor]], None] | None = None
-
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what the update returns."""
-        return self.run(updates, state, params)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
-        """Return the step itself: a copied lr in `rule` would no longer be the one that `run` closes over."""
-        return self
-
-
-class Chained(NamedTuple):
-    """The update of a chain: those of its links, one after the other."""
-
-    links: tuple[UpdateFn, ...]
-
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return the updates of the last link, and the states of all."""
-        check_state(state, tuple)
-        if len(state) != len(self.links):
-            wanted = f"an entry for each of the {len(self.links)} links, as init of the same chain returned"
-            raise ValueError(expected("state", wanted, f"{len(state)}"))
-        after = []
-        for link, link_state in zip(self.links, state, strict=True):
-            if isinstance(updates, NewParams) and not _hands_on(link):
-                wanted = "what returns new params, such as fn.outer, to be the last link"
-                raise ValueError(expected("links", wanted, f"{name_of(link)} behind it"))
-            updates, link_state = link(updates, link_state, params)
-            after.append(link_state)
-        return updates, tuple(after)
-
-
-class Guarded(NamedTuple):
-    """The update of `skip_nonfinite`, whose state has that of `inner` in its first field.
-
-    inner: the update that is guarded. looks: whether what it returns is looked at; in local steps nothing is. run: the
-    guarded update.
-    """
-
-    inner: UpdateFn
-    looks: bool
-    run: UpdateFn
-
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return what the guarded update returns."""
-        return self.run(updates, state, params)
-
-
-class SideBySide(NamedTuple):
-    """The update of several trees, each by an update of its own. run: all of them, as one step."""
-
-    updates: tuple[UpdateFn, ...]
-    run: UpdateFn
-
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return the updates and the states of all trees."""
-        return self.run(updates, state, params)
-
-
-class Facts(NamedTuple):
-    """What a transform says of itself, for combinators and adapters that cut what it works on into pieces.
-
-    axes: the names of the axes that it communicates over.
-    whole: the names of its links that need whole tensors: their norms, shapes, rows or tiles. (): it works element by
-        element, so that it can be given pieces. An average in codes counts as such: each piece has its own scales.
-    local_params: whether the ranks go to params of their own between exchanges.
-    silent: whether one of its links says nothing, so that it may communicate over any axis.
-    unclamped: whether a frozen second moment divides codes without a `max_step`, so that a step may be of any size.
-
-    >>> import fn
-    >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
-    Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False, unclamped=False)
-    """
-
-    axes: tuple[str, ...] = ()
-    whole: tuple[str, ...] = ()
-    local_params: bool = False
-    silent: bool = False
-    unclamped: bool = False
 
 
 class Transform(NamedTuple):
@@ -159,32 +154,182 @@ class Transform(NamedTuple):
     facts: Facts | None = None
 
     def update(self, phase: Phase | Round) -> UpdateFn:
-        """Return the update of a phase or a round, as a function of which `torch.compile` counts compilations apart.
+        """Return the update of a phase or a round, as a function that `torch.compile` counts as one of its own.
 
         Raises: ValueError if the transform does not have that phase, so that a schedule that does not fit
-            is refused before anything moves; TypeError or ValueError for a round of what are no fragments.
+            is refused before anything moves; TypeError or ValueError for a round whose fields are no fragment numbers.
         """
         return compilable(self.composed(phase))
 
     def composed(self, phase: Phase | Round | Part) -> UpdateFn:
         """Return the update of a phase, a round or a part of one as it is composed. Raises: as `update`."""
-        found = _found(self, phase)
-        if isinstance(found, _Missing):
+        update = _update_of(self, phase)
+        if isinstance(update, _Missing):
             has = [p.name for p in Phase if has_phase(self, p)]
-            raise ValueError(f"phase: {phase} was asked for, but {found.owner} has only {', '.join(has)}")
-        return found
+            raise ValueError(f"phase: {phase} was asked for, but {update.owner} has only {', '.join(has)}")
+        return update
 
 
-def _found(transform: Transform, phase: Phase | Round | Part) -> UpdateFn:
-    """Return the update of a phase, a round or a part of one, also one that is missing."""
+def _update_of(transform: Transform, phase: Phase | Round | Part) -> UpdateFn:
+    """Return the update of a phase, a round or a part of one; where it lacks that, the `_Missing` in its place."""
     if isinstance(phase, Round):
         check_round(phase)
     if not isinstance(phase, Phase) and transform.rounds is not None:
         return transform.rounds(phase)
     if isinstance(phase, Part):
-        return _found(transform, phase.of) if phase.kind == "local" else unchanged
-    found: UpdateFn = getattr(transform, f"{Phase(getattr(phase, 'phase', phase)).value}_update")
-    return found
+        return _update_of(transform, phase.of) if phase.kind == "local" else unchanged
+    update: UpdateFn = getattr(transform, f"{Phase(getattr(phase, 'phase', phase)).value}_update")
+    return update
+
+
+class Facts(NamedTuple):
+    """What a transform says of itself, for combinators and adapters that cut tensors into pieces, or shard them.
+
+    axes: the names of the axes that it communicates over.
+    whole: the names of its links that need whole tensors, because they use norms, shapes, rows or tiles. (): it works
+        element by element, so that it can be given pieces. An average in codes counts as element by element, too,
+        although each piece then has scales of its own.
+    local_params: whether the params differ between ranks between two exchanges.
+    silent: whether one of its links has no facts (`Transform.facts` is None), so that it may communicate over any axis.
+    unclamped: whether a frozen second moment divides codes without a `max_step`, so that a step may be of any size.
+
+    >>> import fn
+    >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
+    Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False, unclamped=False)
+    """
+
+    axes: tuple[str, ...] = ()
+    whole: tuple[str, ...] = ()
+    local_params: bool = False
+    silent: bool = False
+    unclamped: bool = False
+
+
+ELEMENTWISE = Facts()
+"""The facts of a link that communicates with nobody and treats each element by itself."""
+
+
+def facts_of(transform: Transform) -> Facts:
+    """Return the facts of a transform. One without any is taken to need whole tensors, and may communicate."""
+    if transform.facts is None:
+        return Facts(whole=(name_of(transform.warmup_update),), silent=True)
+    return transform.facts
+
+
+def merged(*facts: Facts) -> Facts:
+    """Return the facts of a transform that consists of several: their names together, and a flag where one has it.
+
+    Raises: TypeError if axes, or links, are a plain string and no tuple.
+    """
+
+    def names(field: str) -> tuple[str, ...]:
+        values = [getattr(said, field) for said in facts]
+        for value in values:
+            if isinstance(value, str):
+                raise TypeError(expected(f"facts.{field}", "a tuple of names", f"{value!r}", f"write ({value!r},)"))
+        return (*dict.fromkeys(name for value in values for name in value),)
+
+    flags = (any(getattr(said, field) for said in facts) for field in ("local_params", "silent", "unclamped"))
+    return Facts(names("axes"), names("whole"), *flags)
+
+
+def chain(*links: Transform) -> Transform:
+    """Apply links one after the other; the state is the tuple of their states.
+
+    A phase that one link lacks, the chain lacks.
+
+    Raises: TypeError if a link is not a transform.
+    """
+    for place, link in enumerate(links):
+        check_is_transform(f"links[{place}]", link)
+
+    def init(params: Tree) -> Tree:
+        return tuple(link.init(params) for link in links)
+
+    return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)))
+
+
+class Chained(NamedTuple):
+    """The update of a chain: those of its links, one after the other."""
+
+    links: tuple[UpdateFn, ...]
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates of the last link, and the states of all."""
+        check_state(state, tuple)
+        if len(state) != len(self.links):
+            wanted = f"an entry for each of the {len(self.links)} links, as init of the same chain returned"
+            raise ValueError(expected("state", wanted, f"{len(state)}"))
+        after = []
+        for link, link_state in zip(self.links, state, strict=True):
+            if isinstance(updates, NewParams) and not _hands_on(link):
+                wanted = "what returns new params, such as fn.outer, to be the last link"
+                raise ValueError(expected("links", wanted, f"{name_of(link)} behind it"))
+            updates, link_state = link(updates, link_state, params)
+            after.append(link_state)
+        return updates, tuple(after)
+
+
+def _hands_on(update: UpdateFn) -> bool:
+    """Tell whether a link can follow one that returns `NewParams`: it does nothing, guards, or is a chain of such."""
+    update = unwrap(update)
+    update = update.inner if isinstance(update, Guarded) else update
+    return update is unchanged or isinstance(update, Chained)
+
+
+def combine(
+    inner: Sequence[Transform],
+    init: Callable[[Tree], Tree],
+    compose: Callable[[Phase, list[UpdateFn]], UpdateFn],
+    facts: Facts = ELEMENTWISE,
+) -> Transform:
+    """Make a transform of others: in each phase, and in each round that one of them knows, `compose(phase, updates)`.
+
+    It lacks a phase that one of them lacks. It needs a warm-up step in front of a phase where one of them needs it.
+    Its facts are theirs, merged with `facts`, which is what the composition adds.
+    Its init raises as `roles.check` does, because the class of a link's state is not known before there is a state.
+    """
+
+    def update(phase: Phase | Round | Part) -> UpdateFn:
+        updates_of = [_update_of(transform, phase) for transform in inner]
+        lacking = next((f for f in updates_of if isinstance(f, _Missing)), None)
+        return lacking or own_code(compose(phase.phase, updates_of))
+
+    def start(params: Tree) -> Tree:
+        state = init(params)
+        roles.check(state)
+        return state
+
+    needs_warmup: frozenset[Phase] = frozenset().union(*(transform.needs_warmup for transform in inner))
+    rounds = memoized(update) if any(transform.rounds is not None for transform in inner) else None
+    warmup, compressed, local = map(update, Phase)
+    all_facts = merged(facts, *map(facts_of, inner))
+    return Transform(start, warmup, compressed, local, needs_warmup, rounds, all_facts)
+
+
+def lift(init: Callable[[Tree], Tree], update: UpdateFn, *, elementwise: bool = False) -> Transform:
+    """Make a link that does not communicate: the same update in every phase.
+
+    Args: elementwise: whether each element of its updates depends on the same element of what it is given, and on
+        numbers such as a learning rate, only. If not, it is refused where tensors are cut into pieces, as in
+        `fn.sharded` and with FSDP2.
+    """
+    return Transform(init, update, update, update, facts=ELEMENTWISE if elementwise else None)
+
+
+def stateless(f: Callable[[Tree, Tree], Tree], *, elementwise: bool = False) -> Transform:
+    """Make a link without state from `f(updates, params) -> updates`. Args: elementwise: as for `lift`."""
+
+    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        return f(updates, params), state
+
+    update.__qualname__ = getattr(f, "__qualname__", type(f).__name__)  # by which messages name the link
+    return lift(lambda params: (), own_code(update), elementwise=elementwise)
+
+
+def unchanged(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+    """Return updates and state as they are: the update of a phase in which a link does nothing (the identity)."""
+    return updates, state
 
 
 class _Missing(NamedTuple):
@@ -211,106 +356,53 @@ def has_phase(transform: Transform, phase: Phase) -> bool:
     return not isinstance(getattr(transform, f"{phase.value}_update"), _Missing)
 
 
-def check_is_transform(argument: str, value: Any) -> None:
-    """Raise a TypeError that names the argument unless a value is a transform; a function that makes one is not."""
-    if not hasattr(value, "warmup_update"):
-        found = getattr(value, "__name__", type(value).__name__)
-        raise TypeError(expected(argument, "a transform, such as fn.scale_by_adam()", found))
+class Step(NamedTuple):
+    """An update that says what it computes, so that an adapter can find kernels for a chain that holds it.
 
-
-def check_number(argument: str, value: Any) -> None:
-    """Raise a TypeError that names the argument unless a value is a number; text from a configuration file is not.
-
-    Nor is one that `torch.func.vmap` batches, for it is several.
+    rule: a NamedTuple of hyper-parameters; its type is the kind, such as `fn.transforms.adam.Adam`. run: the update.
+    check: (state, read) -> None, raises where `run` would refuse the state. Kernels that take the step in place of
+        `run` have to call it, or would take in silence what `run` refuses. `read` moves a 0-d tensor to where the host
+        can read its number.
     """
-    if not isinstance(value, numbers.Real | Tensor):
-        raise TypeError(expected(argument, "a number", f"{value!r}"))
-    if isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value):
-        raise TypeError(expected(argument, "a number", "a tensor that vmap batches", "only lr may be batched"))
+
+    rule: Any
+    run: UpdateFn
+    check: Callable[[Tree, Callable[[Tensor], Tensor]], None] | None = None
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what the update returns."""
+        return self.run(updates, state, params)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Step:
+        """Return the step itself: a copied lr in `rule` would no longer be the one that `run` closes over."""
+        return self
 
 
-def check_whole(argument: str, value: Any) -> None:
-    """Raise a TypeError that names the argument unless a value is a whole number, and none like 8.0."""
-    check_number(argument, value)
-    if not isinstance(value, numbers.Integral):
-        raise TypeError(expected(argument, "a whole number", f"{value!r}"))
+class Guarded(NamedTuple):
+    """The update of `skip_nonfinite`, whose state has that of `inner` in its first field.
 
-
-def check_state(state: Tree, kind: type) -> None:
-    """Raise a TypeError that gives the order of the arguments if a state is not one; often it is the params.
-
-    Also if one of its fields holds a number of Python's in place of a tensor, as one that was put together by hand may;
-    but not for the states of other links in it, which are theirs to look at.
+    inner: the update that is guarded. looks: whether its results are checked, as they are in all but local steps.
+    run: the guarded update.
     """
-    if not isinstance(state, kind):
-        raise TypeError(expected("state", "what init returned", type(state).__name__, _ORDER))
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        others = roles.roles_of(state).others
-        for name, value in zip(state._fields, state, strict=True):
-            if name not in others:
-                tree.check_tensors(value, f"state.{name}")
+
+    inner: UpdateFn
+    looks: bool
+    run: UpdateFn
+
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return what the guarded update returns."""
+        return self.run(updates, state, params)
 
 
-_ORDER = "the arguments of an update are (updates, state, params)"
+class SideBySide(NamedTuple):
+    """The update of several trees, each by an update of its own. run: all of them, as one step."""
 
+    updates: tuple[UpdateFn, ...]
+    run: UpdateFn
 
-def check_params(params: Tree) -> None:
-    """Raise a TypeError that gives the order of the arguments where a link needs the params and gets None."""
-    if params is None:
-        raise TypeError(expected("params", "those that init was given, which this link needs", "None", _ORDER))
-
-
-ELEMENTWISE = Facts()
-"""Those of a link that communicates with nobody and takes every element by itself."""
-
-
-def facts_of(transform: Transform) -> Facts:
-    """Return what a transform says of itself; one that says nothing needs whole tensors."""
-    if transform.facts is None:
-        return Facts(whole=(name_of(transform.warmup_update),), silent=True)
-    return transform.facts
-
-
-def merged(*facts: Facts) -> Facts:
-    """Return what is true of a transform that is made of several.
-
-    Raises: TypeError if axes, or links, are a plain string and no tuple.
-    """
-    for name in ("axes", "whole"):
-        for value in [getattr(each, name) for each in facts]:
-            if isinstance(value, str):
-                raise TypeError(expected(f"facts.{name}", "a tuple of names", f"{value!r}", f"write ({value!r},)"))
-    axes = dict.fromkeys(axis for each in facts for axis in each.axes)
-    whole = dict.fromkeys(link for each in facts for link in each.whole)
-    local, silent, unclamped = (
-        any(getattr(each, name) for each in facts) for name in ("local_params", "silent", "unclamped")
-    )
-    return Facts((*axes,), (*whole,), local, silent, unclamped)
-
-
-def lift(init: Callable[[Tree], Tree], update: UpdateFn, *, elementwise: bool = False) -> Transform:
-    """Make a link that does not communicate: the same update in every phase.
-
-    Args: elementwise: whether each element of its updates depends on the same element of what it is given, and on
-        numbers such as a learning rate, only. If not, it is refused where tensors are cut into pieces, as in
-        `fn.sharded` and with FSDP2.
-    """
-    return Transform(init, update, update, update, facts=ELEMENTWISE if elementwise else None)
-
-
-def stateless(f: Callable[[Tree, Tree], Tree], *, elementwise: bool = False) -> Transform:
-    """Make a link without state from `f(updates, params) -> updates`. Args: elementwise: as for `lift`."""
-
-    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return f(updates, params), state
-
-    update.__qualname__ = getattr(f, "__qualname__", type(f).__name__)  # by which messages name the link
-    return lift(lambda params: (), own_code(update), elementwise=elementwise)
-
-
-def unchanged(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-    """Return updates and state as they are: the update of a phase in which a link does nothing."""
-    return updates, state
+    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        """Return the updates and the states of all trees."""
+        return self.run(updates, state, params)
 
 
 class Link(NamedTuple):
@@ -325,7 +417,7 @@ class Link(NamedTuple):
 
 
 def links_of(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
-    """Return the links of an update, chains inside of chains flattened, those that do nothing left out."""
+    """Return the links of an update: chains inside of chains are flattened, links that do nothing are left out."""
     update = unwrap(update)
     if isinstance(update, Chained):
         return [link for i, inner in enumerate(update.links) for link in links_of(inner, (*path, i))]
@@ -333,59 +425,89 @@ def links_of(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
 
 
 def name_of(update: UpdateFn) -> str:
-    """Return what made an update, as `describe` names it: `scale_by_adam`."""
+    """Return the name of the function that made an update, as `describe` gives it, such as `scale_by_adam`."""
     run = update.run if isinstance(update, Step | Guarded) else update
     name: str = getattr(run, "__qualname__", type(run).__name__)
     return name.split(".")[0]
 
 
-def _hands_on(update: UpdateFn) -> bool:
-    """Tell whether a link hands on new params: it does nothing, or only guards; a chain asks each of its links."""
-    update = unwrap(update)
-    update = update.inner if isinstance(update, Guarded) else update
-    return update is unchanged or isinstance(update, Chained)
+def apply_updates(params: Tree, updates: Tree) -> Tree:
+    """Return params + updates, leaf by leaf, in the dtype of the params.
 
+    The sum is taken in the wider of the two dtypes and rounded once. It is differentiable: hand in params that do not
+    require grad, `{k: p.detach() for ...}`, unless you differentiate through the step; a loop would otherwise keep the
+    graph of all its steps. Of `NewParams` it is a copy in the dtype of the params.
 
-def combine(
-    inner: Sequence[Transform],
-    init: Callable[[Tree], Tree],
-    compose: Callable[[Phase, list[UpdateFn]], UpdateFn],
-    facts: Facts = ELEMENTWISE,
-) -> Transform:
-    """Make a transform of others: in each phase, and in each round that one of them knows, `compose(phase, updates)`.
-
-    A phase that one of them lacks, it lacks; a phase in which one of them needs a warm-up step before, needs it. What
-    they say of themselves is merged with facts, what the composition adds to that.
-    Its init raises as `roles.check` does: what a link's state class says is not known before there is a state.
+    Raises: ValueError if an update has another shape than its parameter, or the trees another structure; TypeError for
+        a leaf that is no tensor, or one of 8 bits.
     """
 
-    def update(phase: Phase | Round | Part) -> UpdateFn:
-        found = [_found(transform, phase) for transform in inner]
-        return next((f for f in found if isinstance(f, _Missing)), None) or own_code(compose(phase.phase, found))
+    new = isinstance(updates, NewParams)
+    updates = updates.params if isinstance(updates, NewParams) else updates
+    try:
+        updates = tree.in_order(updates, params, "updates")
+    except ValueError as error:
+        raise ValueError(f"{error}; give what an update returned first, of (updates, state)") from None
 
-    def start(params: Tree) -> Tree:
-        state = init(params)
-        roles.check(state)
-        return state
+    def add(p: Tensor, u: Tensor) -> Tensor:
+        if not (isinstance(p, Tensor) and isinstance(u, Tensor)) or 1 in (p.dtype.itemsize, u.dtype.itemsize):
+            tree.check_real(params, "params")
+            tree.check_real(updates, "updates")
+        if u.shape != p.shape:
+            raise ValueError(_misfit(params, updates))
+        return u.to(p.dtype, copy=True) if new else (p + u).to(p.dtype)
 
-    needs_warmup: frozenset[Phase] = frozenset().union(*(transform.needs_warmup for transform in inner))
-    warmup, compressed, local = map(update, Phase)
-    rounds = memoized(update) if any(transform.rounds is not None for transform in inner) else None
-    said = merged(facts, *map(facts_of, inner))
-    return Transform(start, warmup, compressed, local, needs_warmup, rounds, said)
+    return tree.map(add, params, updates)
 
 
-def chain(*links: Transform) -> Transform:
-    """Apply links one after the other; the state is the tuple of their states.
+def _misfit(params: Tree, updates: Tree) -> str:
+    pairs = zip(tree.paths(params), tree.leaves(params), tree.leaves(updates), strict=True)
+    path, p, u = next((path, p, u) for path, p, u in pairs if p.shape != u.shape)
+    wanted = f"leaf {path or 'the root'!r} to have the shape of its parameter, {tuple(p.shape)}"
+    return expected("updates", wanted, f"{tuple(u.shape)}")
 
-    A phase that one link lacks, the chain lacks.
 
-    Raises: TypeError if a link is not a transform.
+def check_is_transform(argument: str, value: Any) -> None:
+    """Raise a TypeError that names the argument unless a value is a transform; a function that makes one is not."""
+    if not hasattr(value, "warmup_update"):
+        got = getattr(value, "__name__", type(value).__name__)
+        raise TypeError(expected(argument, "a transform, such as fn.scale_by_adam()", got))
+
+
+def check_number(argument: str, value: Any) -> None:
+    """Raise a TypeError that names the argument unless a value is a number, and not its text or a batch under vmap."""
+    if not isinstance(value, numbers.Real | Tensor):
+        raise TypeError(expected(argument, "a number", f"{value!r}"))
+    if isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value):
+        raise TypeError(expected(argument, "a number", "a tensor that vmap batches", "only lr may be batched"))
+
+
+def check_whole(argument: str, value: Any) -> None:
+    """Raise a TypeError that names the argument unless a value is a whole number; 8.0 is none."""
+    check_number(argument, value)
+    if not isinstance(value, numbers.Integral):
+        raise TypeError(expected(argument, "a whole number", f"{value!r}"))
+
+
+_ORDER = "the arguments of an update are (updates, state, params)"
+
+
+def check_state(state: Tree, kind: type) -> None:
+    """Raise a TypeError that gives the order of the arguments if a state is of another class, such as the params.
+
+    Also if a field holds a Python number where a tensor belongs. Fields with the role "others" are states of other
+    links, which check them themselves.
     """
-    for place, link in enumerate(links):
-        check_is_transform(f"links[{place}]", link)
+    if not isinstance(state, kind):
+        raise TypeError(expected("state", "what init returned", type(state).__name__, _ORDER))
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        others = roles.roles_of(state).others
+        for name, value in zip(state._fields, state, strict=True):
+            if name not in others:
+                tree.check_tensors(value, f"state.{name}")
 
-    def init(params: Tree) -> Tree:
-        return tuple(link.init(params) for link in links)
 
-    return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)))
+def check_params(params: Tree) -> None:
+    """Raise a TypeError that gives the order of the arguments if a link needs the params and gets None."""
+    if params is None:
+        raise TypeError(expected("params", "those that init was given, which this link needs", "None", _ORDER))

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from fn.base import Phase, Round, check_round
 from fn.errors import expected
-from fn.phases import Phase, Round, check_round
 
 Schedule = Callable[[int], Phase | Round]
 

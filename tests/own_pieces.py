@@ -15,10 +15,10 @@ from torch.nn.functional import pad
 
 import fn
 from fn import Round, tree
+from fn.base import NewParams
 from fn.collectives.codecs.codec import segmented
 from fn.collectives.codecs.packing import pack, unpack
 from fn.collectives.codecs.segments import Segments
-from fn.phases import NewParams
 from fn.transforms.bases import Basis
 
 Tree = Any

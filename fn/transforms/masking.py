@@ -14,6 +14,7 @@ from fn.base import (
     Phase,
     Transform,
     UpdateFn,
+    apply_updates,
     check_is_transform,
     check_params,
     check_state,
@@ -21,7 +22,6 @@ from fn.base import (
     unchanged,
 )
 from fn.errors import expected
-from fn.updates import apply_updates
 
 Tree = Any
 

@@ -25,6 +25,7 @@ from fn.base import (
     Step,
     Transform,
     UpdateFn,
+    apply_updates,
     check_params,
     check_state,
     facts_of,
@@ -49,7 +50,6 @@ from fn.transforms.outer_checks import (
     check_sync,
 )
 from fn.transforms.skip_nonfinite import all_addable, all_finite
-from fn.updates import apply_updates
 
 Tree = Any
 

@@ -10,12 +10,22 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.base import Guarded, NewParams, Phase, SideBySide, Transform, UpdateFn, check_is_transform, check_state, combine
+from fn.base import (
+    Guarded,
+    NewParams,
+    Phase,
+    SideBySide,
+    Transform,
+    UpdateFn,
+    apply_updates,
+    check_is_transform,
+    check_state,
+    combine,
+)
 from fn.collectives.axis import rank_dims
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 from fn.roles import Roles
-from fn.updates import apply_updates
 
 Tree = Any
 

@@ -16,17 +16,15 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, check_is_transform, facts_of
+from fn.base import NewParams, Part, Phase, Round, Transform, apply_updates, check_is_transform, facts_of
 from fn.collectives.axis import ALONE, axis_index, current_binding, names, rank_dims
 from fn.collectives.primitives import all_gather
 from fn.collectives.simulation import simulate
 from fn.collectives.testing import Report
 from fn.kernels.conformance import Check, run_checks
-from fn.phases import NewParams, Part, Phase, Round
 from fn.roles import rank_local
 from fn.schedules import FreezeWhenStable, Schedule, phase_of
 from fn.transforms.skip_nonfinite import SkipState
-from fn.updates import apply_updates
 
 Tree = Any
 SCANNED, IN_A_ROW, OF_A_KIND = 100_000, 3, 6

@@ -17,7 +17,7 @@ from registry import OPTIMIZERS
 
 import fn
 from fn import Phase, Round, tree
-from fn.phases import NewParams, Part
+from fn.base import NewParams, Part
 
 PARAMS = {"w": torch.linspace(-1, 1, 20).view(5, 4), "b": torch.linspace(0.5, 1, 4), "s": torch.tensor(0.3)}
 METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {

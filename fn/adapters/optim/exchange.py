@@ -21,13 +21,13 @@ from fn.adapters.optim.background import in_background
 from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among, shared_in_doubt
 from fn.adapters.optim.step import checked
 from fn.adapters.optim.training import Training
+from fn.base import NewParams, Part, Phase, Round
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
 from fn.inplace.memory import among, written_into
 from fn.inplace.protocol import Staged
-from fn.phases import NewParams, Part, Phase, Round
 from fn.transforms.outer import OuterState
 
 Tree = Any

@@ -14,8 +14,8 @@ import torch
 import fn
 from fn import kernels
 from fn.adapters import checkpoint
+from fn.base import Part
 from fn.kernels.ops import REFERENCES
-from fn.phases import Part
 
 OPS = "adamw_", "onebit_adam_", "lamb_step_"
 
