@@ -14,7 +14,7 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,8 +43,82 @@ Tree = Any
 
 _PLAIN = (int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 
-_said: set[str] = set()
+KERNELS = "kernels"
+"""The name of `kernels_here` among what is compared."""
 
+SHORT = 56
+"""Bytes of a text that travel with its length: a digest fits in."""
+
+_warned: set[str] = set()
+
+
+class Difference(NamedTuple):
+    """What ranks do not have alike: a name, and its value on every rank."""
+
+    name: str
+    values: list[Any]
+
+    @property
+    def rank(self) -> int:
+        """The first rank whose value differs from rank 0's."""
+        return next(rank for rank, value in enumerate(self.values) if value != self.values[0])
+
+    def error(self, text: str) -> RanksDisagree:
+        """Return an error with what is to be said of it."""
+        return RanksDisagree(f"ranks disagree: {text}", rank=self.rank, field=self.name)
+
+    @property
+    def where(self) -> str:
+        """Its values, such as "is 16 on rank 1 and 8 on rank 0"."""
+        return f"is {self.values[self.rank]} on rank {self.rank} and {self.values[0]} on rank 0"
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.where}"
+
+
+def differences(named: Mapping[str, Any], gather: Callable[[Any], list[Any]]) -> list[Difference]:
+    """Return what differs between ranks: first what differs on the lowest rank, in the order of the names there.
+
+    Every rank must call it. A digest of all values travels, and the values themselves only where the digests differ.
+
+        >>> each = [{"b1": "0.9", "eps": "1e-8"}, {"b1": "0.9", "eps": "1e-6"}]
+        >>> [str(d) for d in differences(each[0], lambda x: each if x is each[0] else ["one digest", "another"])]
+        ['eps is 1e-6 on rank 1 and 1e-8 on rank 0']
+
+    Args:
+        named: name -> value. A name that a rank does not have has the value "missing" there.
+        gather: a value -> the values of all ranks, such as `gather_values` of an axis, or `all_gather_object`.
+    """
+    digest = hashlib.blake2b(repr(sorted(named.items())).encode(), digest_size=24).hexdigest()
+    if len(set(gather(digest))) == 1:
+        return []
+    of_ranks: list[Mapping[str, Any]] = gather(named)
+    names = dict.fromkeys(name for values in of_ranks for name in values)
+    rows = [Difference(name, [values.get(name, "missing") for values in of_ranks]) for name in names]
+    differing = [row for row in rows if any(value != row.values[0] for value in row.values)]
+    return sorted(differing, key=lambda row: row.rank)
+
+
+def gather_values(value: Any, axis: AxisNames, device: torch.device | str = "cpu") -> list[Any]:
+    """Return the values of all ranks of an axis, as JSON gives them back; every rank must call it.
+
+    Args: value: what JSON can say. device: where the exchange takes place (NCCL needs the accelerator).
+    """
+    text = json.dumps(value).encode()
+    if axis_size(axis) == 1:
+        return [json.loads(text)]
+    # Ranks must know how long the longest text is before they exchange it. A short one travels with its length.
+    heads = _gather_bytes(len(text).to_bytes(8, "little") + text[:SHORT].ljust(SHORT), axis, device)
+    longest = max(int.from_bytes(head[:8], "little") for head in heads)
+    tails = [b""] * len(heads)
+    if longest > SHORT:
+        tails = _gather_bytes(text[SHORT:].ljust(longest - SHORT), axis, device)
+    return [json.loads(head[8:] + tail) for head, tail in zip(heads, tails, strict=True)]
+
+
+def _gather_bytes(data: bytes, axis: AxisNames, device: torch.device | str) -> list[bytes]:
+    rows = all_gather(torch.tensor(list(data), dtype=torch.uint8, device=device), axis)
+    return [bytes(row) for row in rows.cpu().tolist()]
 
 
 def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch.device | str = "cpu") -> None:
@@ -63,17 +137,13 @@ def check_agreement(axis: AxisNames, fields: Mapping[str, object], device: torch
         return
     if not isinstance(axis, str):
         _check_grid(names(axis), device)
-    mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}}
-    text = json.dumps(mine).encode()  # in the order of the fields, so that the first that differs is the first named
-    kernels = rows_here(device).encode()
-    digest = _digest(json.dumps(mine, sort_keys=True).encode()) + len(text).to_bytes(8, "little")
-    digests = _gather_bytes(digest + _digest(kernels) + len(kernels).to_bytes(8, "little"), axis, device)
-    if any(d[:32] != digests[0][:32] for d in digests):
-        _refuse([json.loads(t) for t in _gather_texts(text, [d[24:32] for d in digests], axis, device)])
-    if any(d[32:] != digests[0][32:] for d in digests):
-        found = _gather_texts(kernels, [d[56:] for d in digests], axis, device)
-        if not axis_index(axis):
-            warn_of_other_kernels([t.decode() for t in found], axis)
+    mine = {**_surroundings(), **{name: str(value) for name, value in fields.items()}, KERNELS: kernels_here(device)}
+    differing = differences(mine, partial(gather_values, axis=axis, device=device))
+    for difference in differing:
+        if difference.name != KERNELS:
+            raise difference.error(f"{difference}; make it the same on all ranks; nothing has moved")
+    if differing and not axis_index(axis):
+        _warn_of_other_kernels(differing[0].values, axis)
 
 
 def _surroundings() -> dict[str, str]:
@@ -96,43 +166,6 @@ def _check_grid(axis: tuple[str, ...], device: torch.device | str) -> None:
             f"axis: the sizes of {axis}, {sizes}, do not multiply to the world of {around} ranks; if the others are "
             f"meant to train apart, bind the axis that tells them apart too"
         )
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=24).digest()
-
-
-def gather_texts(text: str, axis: AxisNames, device: torch.device | str = "cpu") -> list[str]:
-    """Return the texts of all ranks of an axis; every rank must call it. device: where the exchange takes place."""
-    data = text.encode()
-    lengths = _gather_bytes(len(data).to_bytes(8, "little"), axis, device)
-    return [found.decode() for found in _gather_texts(data, lengths, axis, device)]
-
-
-def _gather_texts(
-    text: bytes, lengths: list[bytes], axis: AxisNames, device: torch.device | str
-) -> list[bytes]:
-    """Return the text of every rank, of which the lengths are known."""
-    longest = max(int.from_bytes(n, "little") for n in lengths)
-    return [t.rstrip(b" ") for t in _gather_bytes(text.ljust(longest), axis, device)]
-
-
-def _gather_bytes(data: bytes, axis: AxisNames, device: torch.device | str) -> list[bytes]:
-    rows = all_gather(torch.tensor(list(data), dtype=torch.uint8, device=device), axis)
-    return [bytes(row) for row in rows.cpu().tolist()]
-
-
-def _refuse(texts: list[dict[str, str]]) -> None:
-    first = texts[0]
-    for rank, found in enumerate(texts):
-        for name in [*first, *sorted(set(found) - set(first))]:
-            theirs, ours = found.get(name, "nothing"), first.get(name, "nothing")
-            if theirs != ours:
-                message = (
-                    f"ranks disagree: {name} is {theirs} on rank {rank} and {ours} on rank 0; make it the same on "
-                    f"all ranks; nothing has moved"
-                )
-                raise RanksDisagree(message, rank=rank, field=name)
 
 
 def device_of(params: Tree) -> torch.device:
@@ -226,23 +259,42 @@ def _note(name: str, value: str, found: dict[str, str]) -> None:
     found[unique] = value
 
 
-def rows_here(device: torch.device | str) -> str:
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def checksum(x: Tensor) -> Tensor:
+    """Return the sum of a tensor's words as integers, modulo 2^64, 0-d int64: any single flipped bit changes it."""
+    words = x.detach().contiguous().view(-1).view(_WORDS.get(x.element_size(), torch.int64))
+    return words.sum(dtype=torch.int64)
+
+
+def describe_numbers(named: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return shape, dtype and checksum of tensors as text, for `differences`; a device is waited for once."""
+    if not named:
+        return {}
+    device = next(iter(named.values())).device
+    sums = torch.stack([checksum(x).to(device) for x in named.values()]).tolist()
+    pairs = zip(named.items(), sums, strict=True)
+    return {name: f"{x.dtype} {tuple(x.shape)} with checksum {s & (1 << 64) - 1:016x}" for (name, x), s in pairs}
+
+
+def kernels_here(device: torch.device | str) -> str:
     """Return the names of the rows that serve a device here, in the order in which they are asked."""
     device_type = torch.device(device).type
     return f"{', '.join(row.name for row in rows(device_type)) or 'the reference'} ({device_type})"
 
 
-def warn_of_other_kernels(found: Sequence[str], axis: AxisNames) -> None:
-    """Warn, once, of ranks whose kernels are not those of rank 0. found: `rows_here` of every rank."""
-    others = {rank: rows for rank, rows in enumerate(found) if rows != found[0]}
+def _warn_of_other_kernels(kernels: Sequence[str], axis: AxisNames) -> None:
+    """Warn, once, of ranks whose kernels are not those of rank 0. kernels: `kernels_here` of every rank."""
+    others = {rank: theirs for rank, theirs in enumerate(kernels) if theirs != kernels[0]}
     first = min(others)
     more = f" and {len(others) - 1} more ranks" if len(others) > 1 else ""
     text = (
-        f"kernels: those of rank {first}{more} of axis {axis!r} are {others[first]}, those of rank 0 {found[0]}; they "
-        f"round differently, so weights that all ranks should hold alike drift apart, a last bit at a time; install "
-        f"the same packages on all ranks (`python -m fn` lists what is there), or, where the devices differ, average "
-        f"the params every few hundred steps with fn.pmean"
+        f"kernels: those of rank {first}{more} of axis {axis!r} are {others[first]}, those of rank 0 {kernels[0]}; "
+        f"they round differently, so weights that all ranks should hold alike drift apart, a last bit at a time; "
+        f"install the same packages on all ranks (`python -m fn` lists what is there), or, where the devices differ, "
+        f"average the params every few hundred steps with fn.pmean"
     )
-    if text not in _said:
-        _said.add(text)
+    if text not in _warned:
+        _warned.add(text)
         warnings.warn(text, stacklevel=2)

@@ -12,7 +12,8 @@ from test_transactions import bits, build, same, set_gradients
 
 import fn
 from fn import Phase, tree
-from fn.adapters.drift import check_drift, checksum
+from fn.adapters.drift import check_drift
+from fn.collectives.agreement import checksum
 
 EVERY, FLIPPED_AFTER = 3, 4
 PLACES = {

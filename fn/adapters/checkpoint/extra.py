@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fn.errors import RanksDisagree
+from fn.collectives.agreement import Difference, differences
 from fn.transforms.moving import Rows, mean_of_rows
 
 SAME, EACH = "extra.", "extra of each rank."
@@ -32,17 +32,16 @@ def apart(
     Args: as_row: a tensor -> its row. gather: a function -> what it returns on each rank.
     Raises: `RanksDisagree`, on every rank, if a leaf's shape or dtype differs, or not all ranks have it.
     """
-    mine: dict[str, tuple[str, str]] = {}
-
-    def digest() -> bytes:
-        mine.update({key: (_form(x), _digest(x)) for key, x in state.items() if key.startswith(SAME)})
-        return hashlib.blake2b(repr(sorted(mine.items())).encode()).digest()
-
-    if len(set(gather(digest))) == 1:
-        return dict(state)
-    each: list[dict[str, tuple[str, str]]] = gather(lambda: mine)
-    _check_forms(each)
-    own = {key for key in mine if len({theirs[key] for theirs in each}) > 1}
+    mine: dict[str, list[str]] = {}
+    gather(lambda: mine.update({key: [_form(x), _digest(x)] for key, x in state.items() if key.startswith(SAME)}))
+    differing = differences(mine, lambda value: gather(lambda: value))
+    for key, values in differing:
+        leaf = key.removeprefix(SAME)
+        difference = Difference(leaf, [x if x == "missing" else x[0] for x in values])
+        if len(set(difference.values)) > 1:
+            cure = "numbers may differ, but give all ranks the same leaves"
+            raise difference.error(f"leaf {leaf!r} of extra {difference.where}; {cure}; nothing was saved")
+    own = {key for key, _ in differing}
     return {EACH + k.removeprefix(SAME) if k in own else k: as_row(x) if k in own else x for k, x in state.items()}
 
 
@@ -71,20 +70,6 @@ def of_another_world(read: Mapping[str, Any], old: int, size: int) -> dict[str, 
         return mean_of_rows(Rows(x, 0, old), lambda total: total) if x.is_floating_point() else x[0]
 
     return {**read, **{key: given(x) for key, x in rows.items()}}
-
-
-def _check_forms(each: list[dict[str, tuple[str, str]]]) -> None:
-    for rank, theirs in enumerate(each):
-        for key in [*each[0], *theirs]:
-            first, other = (found[key][0] if key in found else "missing" for found in (each[0], theirs))
-            if first != other:
-                leaf = key.removeprefix(SAME)
-                raise RanksDisagree(
-                    f"ranks disagree: leaf {leaf!r} of extra is {other} on rank {rank} and {first} on rank 0; numbers "
-                    f"may differ, but give all ranks the same leaves; nothing was saved",
-                    rank=rank,
-                    field=leaf,
-                )
 
 
 def _form(x: Tensor) -> str:

@@ -49,9 +49,10 @@ from fn.adapters.optim.state_dict import (
     restore_flat,
 )
 from fn.adapters.optim.state_kinds import by_path, check_paths
+from fn.collectives.agreement import differences
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp_setup import timeout_of
-from fn.errors import RanksDisagree, expected
+from fn.errors import expected
 from fn.transforms.moving import Rows
 
 __all__ = ["gather", "load", "save", "save_async"]
@@ -190,8 +191,17 @@ def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
 def _write(folder: Path, snapshot: portable.Snapshot, keep: int, group: Group, wires: Mapping[str, str]) -> Path:
     rank, size = portable.world()
     with raising_peer_lost(wires, where="checkpoint.save"):
-        _check_steps(_all(lambda: snapshot.steps, size, group))
-        check_replicated(snapshot.tensors, snapshot.device, lambda mine: _all(lambda: mine, size, group))
+
+        def gather_values(mine: Any) -> list[Any]:
+            return _all(lambda: mine, size, group)
+
+        for difference in differences({"steps": snapshot.steps}, gather_values):
+            here, first = difference.values[difference.rank], difference.values[0]
+            raise difference.error(
+                f"the optimizer has taken {here} steps on rank {difference.rank} and {first} on rank 0; call "
+                f"checkpoint.save on all ranks after the same step; nothing was saved"
+            )
+        check_replicated(snapshot.tensors, snapshot.device, gather_values)
         state = extras.apart(snapshot.tensors, snapshot.as_row, lambda act: _all(act, size, group))
     with warnings.catch_warnings(), raising_peer_lost(wires, where="checkpoint.save"), Claim(folder) as claim:
         warnings.simplefilter("ignore")
@@ -213,17 +223,6 @@ def _write(folder: Path, snapshot: portable.Snapshot, keep: int, group: Group, w
         _all(finish if rank == 0 else _nothing, size, group)
     logger.info("checkpoint of step %d is in %s", snapshot.steps, folder / names.done)
     return folder / names.done
-
-
-def _check_steps(each: list[int]) -> None:
-    for rank, steps in enumerate(each):
-        if steps != each[0]:
-            raise RanksDisagree(
-                f"ranks disagree: the optimizer has taken {steps} steps on rank {rank} and {each[0]} on rank 0; call "
-                f"checkpoint.save on all ranks after the same step; nothing was saved",
-                rank=rank,
-                field="steps",
-            )
 
 
 def _nothing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +14,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from fn import tree
-from fn.adapters.optim.consistency import checksum, first_difference
 from fn.collectives import messages
+from fn.collectives.agreement import describe_numbers, differences, gather_values
 from fn.collectives.axis import Binding, bind
 from fn.collectives.codecs.codec import Codec, mean_of_rows, segmented
 from fn.collectives.codecs.segments import Segments
 from fn.collectives.compressed import all_gather_shards, encode, initial_errors
 from fn.collectives.feedback import Feedback, off
 from fn.collectives.ledger import Ledger
-from fn.errors import RanksDisagree, expected
+from fn.errors import expected
 from fn.transforms.average import compressed_average
 from fn.transforms.skip_nonfinite import all_finite
 
@@ -202,17 +203,14 @@ class ReplicaMean:
             piece.copy_(torch.where(ok, mean, float("nan")))
 
     def _check_start(self, shards: dict[str, Tensor]) -> None:
+        device = next((x.device for x in shards.values()), torch.device("cpu"))
         with self.binding:
-            found = first_difference(torch.stack([checksum(x) for x in shards.values()]), self.axis)
-        if found is not None:
-            rank, i = found
-            name = list(shards)[i]
-            raise RanksDisagree(
-                f"ranks disagree: the numbers of {name} in {self.name} are others on rank {rank} of axis "
+            differing = differences(describe_numbers(shards), partial(gather_values, axis=self.axis, device=device))
+        for difference in differing:
+            raise difference.error(
+                f"the numbers of {difference.name} in {self.name} are others on rank {difference.rank} of axis "
                 f"{self.axis!r} than on rank 0, and replicas that start apart stay apart; start from the same ones: "
-                f"the same seed before the model is made, or a checkpoint",
-                rank=rank,
-                field=name,
+                f"the same seed before the model is made, or a checkpoint"
             )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,11 +14,11 @@ from fn import tree
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.state_kinds import SAME, by_path, kinds
 from fn.base import Phase, Transform, facts_of
-from fn.collectives.agreement import check_agreement
+from fn.collectives.agreement import check_agreement, describe_numbers, differences, gather_values
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
-from fn.errors import RanksDisagree, expected
+from fn.errors import expected
 from fn.schedules import Every
 from fn.transforms.outer import OuterState
 
@@ -87,7 +88,7 @@ def check_start(axes: Sequence[str], transform: Transform, state: Any, group: Ma
 
     Updates are the same on all ranks, so parameters that start apart stay apart, and nothing would say so; likewise
     what no class of the state names in `rank_local`. Not looked at are axes that the transform does not communicate
-    over. All ranks must call it; one pass over parameters and state, and 8 bytes for each parameter on the wire.
+    over. All ranks must call it; one pass over parameters and state, and a digest of them on the wire.
 
     Args: state: of the transform. group, place: the param group and its number.
     Raises: `RanksDisagree`, on every rank.
@@ -96,50 +97,19 @@ def check_start(axes: Sequence[str], transform: Transform, state: Any, group: Ma
     facts = facts_of(transform)
     axes = [axis for axis in axes if facts.silent or axis in facts.axes]
     marks = by_path(kinds(state), "")
-    replicated = contents({path: leaf for path, leaf in by_path(state, "").items() if marks[path] == SAME})
+    replicated = describe_numbers({path: leaf for path, leaf in by_path(state, "").items() if marks[path] == SAME})
     fields = {f"{path} of the state, which rank_local does not name,": text for path, text in replicated.items()}
     for axis in axes:
         check_agreement(axis, fields, device_among(params))
-    if not params:
-        return
-    sums = torch.stack([checksum(p).to(params[0].device) for p in params])
+    pairs = zip(names_of(group), params, strict=True)
+    numbers = describe_numbers({f"parameter {name} in group {place}": p for name, p in pairs})
     for axis in axes:
-        if found := first_difference(sums, axis):
-            rank, i = found
-            name = names_of(group)[i]
-            raise RanksDisagree(
-                f"ranks disagree: the numbers of parameter {name} in group {place} are others on rank {rank} of axis "
-                f"{axis!r} than on rank 0; start from the same ones: the same seed before the model is made, "
-                f"torch.distributed.broadcast, or DistributedDataParallel, which does that",
-                rank=rank,
-                field=f"parameter {name} in group {place}",
+        for difference in differences(numbers, partial(gather_values, axis=axis, device=device_among(params))):
+            raise difference.error(
+                f"the numbers of {difference.name} are others on rank {difference.rank} of axis {axis!r} than on rank "
+                f"0; start from the same ones: the same seed before the model is made, torch.distributed.broadcast, "
+                f"or DistributedDataParallel, which does that"
             )
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def checksum(x: Tensor) -> Tensor:
-    """Return the sum of a tensor's words as integers, modulo 2^64, 0-d int64: any single flipped bit changes it."""
-    words = x.detach().contiguous().view(-1).view(_WORDS.get(x.element_size(), torch.int64))
-    return words.sum(dtype=torch.int64)
-
-
-def contents(named: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return shape, dtype and checksum of tensors as text; a device is waited for once."""
-    if not named:
-        return {}
-    device = next(iter(named.values())).device
-    sums = torch.stack([checksum(x).to(device) for x in named.values()]).tolist()
-    pairs = zip(named.items(), sums, strict=True)
-    return {name: f"{x.dtype} {tuple(x.shape)} with checksum {s & (1 << 64) - 1:016x}" for (name, x), s in pairs}
-
-
-def first_difference(sums: Tensor, axis: str) -> tuple[int, int] | None:
-    """Return the first rank of an axis with other checksums (n,) than rank 0, and which; None if all are alike."""
-    rows = all_gather(sums, axis)
-    differs = (rows != rows[:1]).nonzero().tolist()
-    return (differs[0][0], differs[0][1]) if differs else None
 
 
 def refuse_elsewhere(params: Iterable[Tensor]) -> None:

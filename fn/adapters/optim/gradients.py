@@ -13,7 +13,6 @@ contributes NaN, and all ranks skip together. The scalers themselves need not ag
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.optim.consistency import device_among
-from fn.collectives.agreement import check_agreement, gather_texts
+from fn.collectives.agreement import check_agreement, gather_values
 from fn.collectives.axis import axis_index
 from fn.errors import RanksDisagree
 
@@ -113,7 +112,7 @@ def _told(
         here = ", ".join(f"rank {int(axis_index(axis))} of axis {axis!r}" for axis in axes)
         rank, text = int(axis_index(axes[0])), f"{here}: {type(problem).__name__}: {problem}"
     for axis in axes:
-        each = [json.loads(said) for said in gather_texts(json.dumps((all_have, rank, text)), axis, device)]
+        each = gather_values((all_have, rank, text), axis, device)
         all_have = all(found for found, _, _ in each)
         rank, text = next(((r, t) for _, r, t in each if t), (-1, ""))
     if not text:

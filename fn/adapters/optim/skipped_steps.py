@@ -6,7 +6,6 @@ warning. Steps that are taken, and the first that are skipped, send nothing for 
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 
@@ -18,7 +17,7 @@ from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.state_dict import place_of
 from fn.adapters.optim.training import Training
 from fn.base import Phase, Round
-from fn.collectives.agreement import gather_texts
+from fn.collectives.agreement import gather_values
 from fn.transforms.skip_nonfinite import all_finite
 
 FIRST = 5
@@ -80,8 +79,8 @@ def _warn(training: Training, text: str) -> None:
     leaf = next(_not_finite(training), None)
     texts = [] if leaf is None else [f"{leaf}, on rank {rank}"]
     for axis in training.axes:
-        gathered = gather_texts(json.dumps(texts), axis, device_among(training.groups))
-        texts = [text for each in gathered for text in json.loads(each)]
+        gathered = gather_values(texts, axis, device_among(training.groups))
+        texts = [text for of_rank in gathered for text in of_rank]
     if rank:
         return
     more = f"; and something on {len(texts) - NAMED} more ranks" if len(texts) > NAMED else ""
