@@ -16,9 +16,7 @@ from torch.nn.functional import pad
 import fn
 from fn import Round, tree
 from fn.base import NewParams
-from fn.collectives.codecs.codec import segmented
-from fn.collectives.codecs.packing import pack, unpack
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments, pack, segmented, unpack
 from fn.transforms.bases import Basis
 
 Tree = Any

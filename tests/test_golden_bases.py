@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.collectives.codecs.codec import segmented
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments, segmented
 from fn.collectives.compressed import encode
 
 FOLDER = Path(__file__).parent / "golden" / "compressors"

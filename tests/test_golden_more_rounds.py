@@ -31,7 +31,7 @@ from torch import Tensor
 
 import fn
 from fn import Round, tree
-from fn.collectives.codecs.packing import unpack
+from fn.collectives.codecs.codec import unpack
 
 
 class Method(NamedTuple):

@@ -22,10 +22,8 @@ from torch import Tensor
 
 from fn.collectives import messages
 from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codecs.codec import Codec, Fused, mean_of_rows, segmented
-from fn.collectives.codecs.segments import Segments
-from fn.collectives.error_storage import StoredError
-from fn.collectives.feedback import DampedError, Feedback, LazyError, Off
+from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented
+from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, settle
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.errors import expected
 
@@ -238,14 +236,6 @@ def encode(
     return payload, after
 
 
-def settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
-    """Return the plain vector (R * n,) that an error stands for: what it would add to x (R, n) in the next step."""
-    fused = fused_with(codec, feedback)
-    if fused is not None and fused.accepts(x, error):
-        return fused.settle(error, x.shape[0])
-    return feedback.compensate(torch.zeros_like(x).reshape(-1), error)
-
-
 def _encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree, consume: bool) -> tuple[Tree, Tree]:
     """Do what `encode` says. The algebra below is what a kernel of the codec for this feedback must compute."""
     fused = fused_with(codec, feedback)
@@ -267,11 +257,6 @@ def decode(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
 
 
 _SCALE_DTYPES = (torch.float32, torch.float64)  # a shard in another dtype is rounded between the halves
-
-
-def fused_with(codec: Codec, feedback: Feedback) -> Fused | None:
-    """Return the codec's kernels for a feedback; None where it has none."""
-    return codec.fused(feedback.rule) if codec.fused is not None and feedback.rule is not None else None
 
 
 def for_rows(codec: Codec, segments: Segments | None) -> Codec:

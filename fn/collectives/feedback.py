@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from fn.base import check_number, check_whole
+from fn.collectives.codecs.codec import Codec, Fused, Segments, segmented, tile
 from fn.collectives.codecs.pickling import invalidates, reduced
-from fn.collectives.error_storage import from_blocks, store_of, to_blocks
 from fn.errors import expected
 from fn.kernels.reference import scale_dtype
 
@@ -279,3 +279,139 @@ def since_reset(error: DampedError, every: int) -> Tensor:
 def off() -> Feedback:
     """Forget what was not delivered. The error is the empty tree."""
     return Feedback(lambda x: (), lambda x, error: x, lambda compensated, decoded, error: (), Off(), make=off)
+
+
+BY_NAME = {"float32": None, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "int8": torch.int8}
+
+
+class StoredError(NamedTuple):
+    """An error in blocks of 8 bits. codes: (n,) int8. scales: (ceil(n / block),) float32, float64 for float64."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+class Store(NamedTuple):
+    """save: vector (n,) -> what is kept. load: what is kept -> (n,)."""
+
+    save: Callable[[Tensor], Tree]
+    load: Callable[[Tree], Tensor]
+
+
+def store_of(kind: torch.dtype | str | None, block: int) -> Store:
+    """Return the store of a kind.
+
+    Args: kind: None, `torch.bfloat16` or `torch.int8`, or their names. block: elements that share a scale in int8.
+    Raises: ValueError for another kind, or if block is not positive.
+    """
+    kind = BY_NAME.get(kind, kind) if isinstance(kind, str) else kind
+    if kind not in (None, torch.bfloat16, torch.int8):
+        wanted = f"None, torch.bfloat16, torch.int8 or one of {sorted(BY_NAME)}"
+        raise ValueError(expected("store", wanted, f"{kind!r}"))
+    check_whole("block", block)
+    if block < 1:
+        raise ValueError(expected("block", "a whole number of at least 1", f"{block}"))
+    if kind is torch.int8:
+        return _in_blocks(block)
+    if kind is torch.bfloat16:
+        return Store(lambda e: e.to(torch.bfloat16), lambda kept: kept.float())
+    return Store(lambda e: e, lambda kept: kept)
+
+
+def _in_blocks(block: int) -> Store:
+    def load(kept: StoredError) -> Tensor:
+        if not isinstance(kept, StoredError):
+            raise TypeError("error: is not what this feedback keeps, 8-bit blocks; a state belongs to its store")
+        return from_blocks(*kept, block)
+
+    return Store(lambda e: StoredError(*to_blocks(e, block)), load)
+
+
+def to_blocks(vector: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Return a vector (n,) as codes (n,) int8 and scales (ceil(n / block),)."""
+    codes, scales = torch.ops.fn.quantize(vector[None], *_place(vector, block), 8)
+    return codes[0], scales[0]
+
+
+def from_blocks(codes: Tensor, scales: Tensor, block: int) -> Tensor:
+    """Return the vector (n,) of codes and scales, in the dtype of the scales."""
+    vector: Tensor = torch.ops.fn.dequantize(codes[None], scales[None], *_place(codes, block), 8)
+    return vector[0]
+
+
+def _place(vector: Tensor, block: int) -> tuple[Tensor, list[int]]:
+    n = vector.shape[0]
+    return tile((n,), torch.full((1, 1), n, dtype=torch.int64, device=vector.device), block)
+
+
+def fused_with(codec: Codec, feedback: Feedback) -> Fused | None:
+    """Return the codec's kernels for a feedback; None where it has none."""
+    return codec.fused(feedback.rule) if codec.fused is not None and feedback.rule is not None else None
+
+
+def settle(codec: Codec, feedback: Feedback, error: Tree, x: Tensor) -> Tensor:
+    """Return the plain vector (R * n,) that an error stands for: what it would add to x (R, n) in the next step."""
+    fused = fused_with(codec, feedback)
+    if fused is not None and fused.accepts(x, error):
+        return fused.settle(error, x.shape[0])
+    return feedback.compensate(torch.zeros_like(x).reshape(-1), error)
+
+
+def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, dtype: torch.dtype) -> Tensor | None:
+    """Return the vector that an error stands for; None for a feedback that keeps nothing.
+
+    Args: error: of R rows of `segments`. codec, feedback: with which it was made. dtype: of the vectors that travelled.
+    Raises: TypeError for an error of a feedback that does not tell its rule, unless it is such a vector itself.
+    """
+    if isinstance(feedback.rule, Off) or (feedback.rule is not None and isinstance(error, tuple) and not error):
+        return None
+    if feedback.rule is None or isinstance(feedback.rule, Decayed | Differences):  # it adds something else to a message
+        return _own(error, segments)
+    device = error.device if isinstance(error, Tensor) else error[0].device
+    like = torch.zeros(segments.valid.shape[0], segments.row_length, dtype=dtype, device=device)
+    return settle(segmented(codec, segments), feedback, error, like)
+
+
+def _own(error: Tree, segments: Segments) -> Tensor:
+    """Return an error that is added up as it is, and not as what it adds to a message, as its feedback alone knows.
+
+    That is right wherever what is sent later is linear in it, such as `x + 0.9 * error`.
+    """
+    length = segments.valid.shape[0] * segments.row_length
+    if isinstance(error, Tensor) and error.shape == (length,) and error.is_floating_point():
+        return error
+    form = f"{error.dtype} {tuple(error.shape)}" if isinstance(error, Tensor) else type(error).__name__
+    raise TypeError(
+        f"feedback: is one of your own, and its error is {form}; errors that move to another number of ranks are "
+        f"floating vectors like the {length} numbers that are encoded; save and load on the same number, or start anew"
+    )
+
+
+def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedback, age: Tensor | None) -> Tree:
+    """Return an error in the form of `like` that stands for a vector; to 8 bits where that form has 8.
+
+    Args: vector: (R * n,). like: an error of the same rows. age: of the errors that the vector comes from, for a
+        feedback that counts steps.
+    Raises: TypeError for a form that is not known here.
+    """
+    if isinstance(like, Tensor):
+        return vector.to(like.dtype)
+    if isinstance(like, LazyError):
+        return LazyError(vector.to(like.buffer.dtype), torch.zeros_like(like.scale))
+    if isinstance(like, DampedError):
+        rows, block = segments.valid.shape[0], feedback.rule.block
+        wide = vector.to(like.scales.dtype)
+        if like.scales.ndim == 1:
+            codes, scales = to_blocks(wide, block)
+        else:
+            at = tile(segments.widths, segments.valid.to(wide.device), block)
+            codes, scales = torch.ops.fn.quantize(wide.view(rows, -1), *at, 8)
+        return DampedError(codes.reshape(-1), scales.view(like.scales.shape), like.age if age is None else age)
+    if isinstance(feedback.rule, StoredClassic):
+        return feedback.residual(vector.float(), torch.zeros_like(vector, dtype=torch.float32), like)
+    raise TypeError(expected("error", "a vector, a LazyError or a DampedError", type(like).__name__))
+
+
+def age_of(error: Tree) -> Tensor | None:
+    """Return how many steps an error counts, 0-d int64; None if it does not count."""
+    return error.age if isinstance(error, DampedError) else None

@@ -32,11 +32,10 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives import compressed, messages, primitives
-from fn.collectives.autograd import is_differentiated, refuse_to_differentiate
 from fn.collectives.axis import AxisNames, axis_size, names, resolve
-from fn.collectives.codecs.codec import Codec, identity, is_exact
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Codec, Segments, identity, is_exact
 from fn.collectives.feedback import Feedback, Off, off
+from fn.collectives.primitives import is_differentiated, refuse_to_differentiate
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
 from fn.kernels.tracing import cached_plan, is_concrete

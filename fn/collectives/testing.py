@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
-from fn.collectives.codecs.codec import Codec, mean_of_rows, segmented
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented
 from fn.collectives.compressed import compressed_all_reduce, encode, initial_errors, settle_errors
 from fn.collectives.feedback import Classic, Feedback, classic, damped, off
 from fn.collectives.ledger import ledger

@@ -14,18 +14,10 @@ from torch import Tensor
 from fn import tree
 from fn.base import Step, UpdateFn, links_of
 from fn.collectives import messages
-from fn.collectives.codecs.codec import segmented
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments, segmented
 from fn.collectives.codecs.sign import SignPayload
-from fn.collectives.compressed import (
-    ErrorFeedbackState,
-    check_no_server,
-    encode,
-    for_rows,
-    fused_with,
-    settle,
-    through_servers,
-)
+from fn.collectives.compressed import ErrorFeedbackState, check_no_server, encode, for_rows, through_servers
+from fn.collectives.feedback import fused_with, settle
 from fn.collectives.hierarchy import (
     Hop,
     compressed_all_reduce,

@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 
 from fn import tree
-from fn.collectives.codecs.codec import Codec, identity, segmented
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Codec, Segments, identity, segmented
 from fn.errors import expected
 from fn.planner.network import Message
 from fn.transforms.bases import Basis

@@ -26,7 +26,7 @@ from fn.base import (
     links_of,
     missing,
 )
-from fn.collectives.autograd import is_recorded
+from fn.collectives.primitives import is_recorded
 from fn.errors import expected
 from fn.kernels import reference, rules
 from fn.kernels.tracing import is_concrete, pooled

@@ -16,7 +16,7 @@ from fn.base import Facts, Phase, Step, Transform, UpdateFn, check_state, missin
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size, names
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import Feedback, classic, damped
 from fn.collectives.hierarchy import (

@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
-from fn.collectives.autograd import is_recorded
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments
 from fn.collectives.hierarchy import pieces
+from fn.collectives.primitives import is_recorded
 from fn.errors import expected
 from fn.kernels import memory_pool, reference
 from fn.kernels.tracing import cached_plan, is_concrete

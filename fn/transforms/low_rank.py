@@ -29,12 +29,12 @@ from fn.base import (
 )
 from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
-from fn.collectives.autograd import is_recorded
 from fn.collectives.axis import AxisNames, axis_size
 from fn.collectives.codecs.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import Classic, Decayed, Feedback, classic, off
 from fn.collectives.hierarchy import Hop
+from fn.collectives.primitives import is_recorded
 from fn.errors import expected
 from fn.kernels.reference import scale_dtype
 from fn.kernels.tracing import is_concrete, pooled

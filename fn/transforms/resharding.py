@@ -22,7 +22,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives.axis import axis_index, axis_size
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.error_conversion import age_of, from_plain, to_plain
+from fn.collectives.feedback import age_of, from_plain, to_plain
 from fn.collectives.hierarchy import Hop
 from fn.transforms import flat_layout as layouts
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import roles, tree
-from fn.collectives.autograd import is_recorded
+from fn.collectives.primitives import is_recorded
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete
 from fn.transforms.flat_layout import Bucket, adjoin, end_to_end, join, split

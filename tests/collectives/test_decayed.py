@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fn
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments
 from fn.collectives.compressed import encode
-from fn.collectives.error_conversion import from_plain, to_plain
+from fn.collectives.feedback import from_plain, to_plain
 
 CODECS = [fn.top_k(3, 8), fn.sign(), fn.int8(8), fn.bins()]
 PARTS = st.floats(0.01, 1.0)

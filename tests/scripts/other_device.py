@@ -23,7 +23,7 @@ import fn
 from fn import tree
 from fn.collectives import messages, transports
 from fn.collectives.axis import Axis, Binding
-from fn.collectives.codecs import segments
+from fn.collectives.codecs.codec import Segments
 from fn.inplace import bounds, match, sharded
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
@@ -70,10 +70,10 @@ def pretend(device: torch.device) -> None:
     for op, kernel in foreach.row(NAME).kernels.items():
         table._accepted[op, NAME] = (table.Cell("torch", kernel),)
     tracing._PLAIN.add(FakeTensor)
-    segments.Segments.row = lambda self, index: segments.Segments(self.widths, self.valid[:1])
+    Segments.row = lambda self, index: Segments(self.widths, self.valid[:1])
     for module in (shards, sharded, exchange, messages):
         vars(module)["int"] = lambda index: 0  # of a rank, which is a real tensor
-    segments.Segments.mask = lambda self, device: torch.empty(
+    Segments.mask = lambda self, device: torch.empty(
         (len(self.valid), self.row_length), dtype=torch.bool, device=device
     )
     bounds.Bounds.hold, bounds.Bounds.follow = held, lambda *args: None

@@ -23,8 +23,7 @@ from fn.collectives import messages
 from fn.collectives.agreement import check_agreement, describe_leaves, device_of
 from fn.collectives.axis import axis_size
 from fn.collectives.codecs.codec import identity
-from fn.collectives.error_storage import StoredError
-from fn.collectives.feedback import off
+from fn.collectives.feedback import StoredError, off
 from fn.collectives.hierarchy import reduce_scatter_wide
 from fn.errors import expected
 

@@ -17,8 +17,7 @@ from fn import tree
 from fn.collectives import messages
 from fn.collectives.agreement import describe_numbers, differences, gather_values
 from fn.collectives.axis import Binding, bind
-from fn.collectives.codecs.codec import Codec, mean_of_rows, segmented
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented
 from fn.collectives.compressed import all_gather_shards, encode, initial_errors
 from fn.collectives.feedback import Feedback, off
 from fn.collectives.ledger import Ledger

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments
 from fn.errors import expected
 
 ROOT = "(root)"

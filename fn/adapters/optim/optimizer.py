@@ -31,9 +31,8 @@ from fn.adapters.optim.training import Training
 from fn.adapters.optim.warnings import warn_at_start, warn_of_jumps, warn_of_late_group
 from fn.base import Phase, Round, Transform, facts_of
 from fn.collectives.agreement import describe
-from fn.collectives.axis import Binding, current_binding
+from fn.collectives.axis import Binding, current_binding, in_turn
 from fn.collectives.transports.failure_detection import raising_peer_lost
-from fn.collectives.turns import in_turn
 from fn.inplace.protocol import Staged
 from fn.schedules import FreezeWhenStable, Schedule, always_warm_up
 

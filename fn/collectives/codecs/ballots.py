@@ -14,9 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.collectives.codecs.codec import Codec
-from fn.collectives.codecs.packing import pack, unpack
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Codec, Segments, pack, unpack
 from fn.errors import expected
 from fn.kernels.tracing import cached_plan
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from fn.base import check_number, check_whole
-from fn.collectives.codecs.codec import Codec, by_tensor
-from fn.collectives.codecs.packing import pack, unpack
+from fn.collectives.codecs.codec import Codec, by_tensor, pack, unpack
 from fn.errors import expected
 from fn.kernels.reference import scale_dtype
 from fn.kernels.tracing import cached_plan

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from fn.collectives.codecs.pickling import invalidates, reduced
-from fn.collectives.codecs.segments import Segments
 from fn.errors import expected
-from fn.kernels.tracing import is_concrete, pooled
+from fn.kernels.tracing import cached_plan, is_concrete, pooled
 
 Tree = Any
 
@@ -151,3 +150,92 @@ def by_tensor(of_tensor: Callable[[int, Tensor], Codec], segments: Segments) -> 
 
     with_mean = codecs[0].decode_mean is not None
     return Codec(encode, decode, codecs[0].align, codecs[0].bits, decode_mean if with_mean else None)
+
+
+class Segments(NamedTuple):
+    """How several tensors share one vector: every row holds a piece of each tensor.
+
+    widths: elements of each tensor in a row, padding included.
+    valid: (R, S) int64, how many of them are real in row r.
+    """
+
+    widths: tuple[int, ...]
+    valid: Tensor
+
+    @property
+    def row_length(self) -> int:
+        """Return the number of elements of a row."""
+        return sum(self.widths)
+
+    @property
+    def runs(self) -> list[int]:
+        """Return the segments as the kernels take them: (1, width) each."""
+        return [value for width in self.widths for value in (1, width)]
+
+    def row(self, index: Tensor | int) -> Segments:
+        """Return the segments of one row, chosen by a 0-d index or a number."""
+        if isinstance(index, int) or is_concrete(index, self.valid):
+            return _row(self, int(index))
+        return Segments(self.widths, self.valid.to(index.device).index_select(0, index.view(1)))
+
+    def mask(self, device: torch.device) -> Tensor:
+        """Return (R, n) bool, true at real elements."""
+        widths = torch.tensor(self.widths, dtype=torch.int64, device=device)
+        ends = widths.cumsum(0) - widths + self.valid.to(device)  # (R, S), of what is real in each segment
+        ends = ends.repeat_interleave(widths, dim=1, output_size=self.row_length)
+        return torch.arange(self.row_length, dtype=torch.int64, device=device) < ends
+
+
+@cached_plan
+def _row(segments: Segments, index: int) -> Segments:
+    return Segments(segments.widths, segments.valid[index : index + 1])
+
+
+def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, list[int]]:
+    """Cut every segment into blocks, the last one shorter: return valid (R, blocks) and the runs."""
+    owners, starts, lengths, runs = _grid(widths, block, valid.device)
+    return (valid.index_select(1, owners) - starts).clamp(min=0).minimum(lengths), [*runs]
+
+
+@cached_plan
+def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """Return per block its segment, its first element there and its length; and the runs."""
+    runs: list[int] = []
+    for width in widths:
+        whole, rest = divmod(width, block)
+        runs += [whole, block] * (whole > 0) + [1, rest] * (rest > 0)
+    starts = [torch.arange(0, width, block, dtype=torch.int64, device=device) for width in widths]
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    owners = [torch.full_like(first, s) for s, first in enumerate(starts)]
+    lengths = [(width - first).clamp(max=block) for width, first in zip(widths, starts, strict=True)]
+    return torch.cat([*owners, empty]), torch.cat([*starts, empty]), torch.cat([*lengths, empty]), tuple(runs)
+
+
+def pack(numbers: Tensor, width: int) -> Tensor:
+    """Return numbers (R, n) of `width` bits each as bytes (R, ceil(n width / 8)) uint8."""
+    rows, n = numbers.shape
+    if width == 8:
+        return numbers.to(torch.uint8)
+    per_byte, apart = (8 // width, width) if 8 % width == 0 else (8, 1)  # whole numbers in a byte, or single bits
+    if apart == 1 and width > 1:
+        numbers = (numbers[:, :, None] >> torch.arange(width, dtype=torch.int64, device=numbers.device)) & 1
+        numbers = numbers.reshape(rows, n * width)
+    numbers = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[1] % per_byte))
+    at = apart * torch.arange(per_byte, device=numbers.device, dtype=torch.uint8)
+    in_bytes = numbers.reshape(rows, numbers.shape[1] // per_byte, per_byte)
+    return (in_bytes << at).sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, width: int, n: int) -> Tensor:
+    """Return the n numbers (R, n) int64 of `width` bits that `pack` made bytes (R, ceil(n width / 8)) of."""
+    rows = packed.shape[0]
+    if width == 8:
+        return packed.long()
+    per_byte, apart = (8 // width, width) if 8 % width == 0 else (8, 1)
+    at = apart * torch.arange(per_byte, device=packed.device, dtype=torch.uint8)
+    found: Tensor = (packed[:, :, None] >> at) & (2**apart - 1)
+    found = found.reshape(rows, packed.shape[1] * per_byte)
+    if apart < width:
+        bits = found[:, : n * width].reshape(rows, n, width).long()
+        found = (bits << torch.arange(width, dtype=torch.int64, device=packed.device)).sum(-1)
+    return found[:, :n].to(torch.int64)

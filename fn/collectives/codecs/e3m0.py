@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fn.base import check_whole
-from fn.collectives.codecs.codec import Codec
-from fn.collectives.codecs.packing import pack, unpack
+from fn.collectives.codecs.codec import Codec, pack, unpack
 from fn.errors import expected
 from fn.kernels.reference import scale_dtype
 

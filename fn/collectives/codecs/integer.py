@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from fn.base import check_whole
-from fn.collectives.codecs.codec import Codec, Fused
-from fn.collectives.codecs.segments import Segments, tile
+from fn.collectives.codecs.codec import Codec, Fused, Segments, tile
 from fn.collectives.feedback import Damped, DampedError, since_reset
 from fn.errors import expected
 from fn.kernels.reference import scale_dtype

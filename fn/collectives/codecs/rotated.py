@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from fn.base import check_whole
-from fn.collectives.codecs.codec import Codec, mean_of_rows, segmented
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented
 from fn.errors import expected
 from fn.kernels.reference import scale_dtype
 from fn.kernels.tracing import cached_plan

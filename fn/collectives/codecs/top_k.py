@@ -18,9 +18,7 @@ from torch import Tensor
 
 from fn.base import check_number, check_whole
 from fn.collectives.codecs.ballots import is_vote
-from fn.collectives.codecs.codec import Codec, by_tensor, segmented
-from fn.collectives.codecs.packing import pack, unpack
-from fn.collectives.codecs.segments import Segments, tile
+from fn.collectives.codecs.codec import Codec, Segments, by_tensor, pack, segmented, tile, unpack
 from fn.errors import expected
 from fn.kernels.reference import scale_dtype
 from fn.kernels.tracing import cached_plan

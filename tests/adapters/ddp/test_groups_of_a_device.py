@@ -62,7 +62,7 @@ def interrupted(*_: Any, **__: Any) -> Any:
 def test_gradients_stay_in_memory_until_the_replicas_stream_is_done_with_them(alone, monkeypatch):
     """FSDP2 frees what it hands to the hook before that stream has read it, where it casts it afterwards."""
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"current on {device}")
-    own = fn.collectives.codecs.segments.Segments((8,), torch.tensor([[8]]))
+    own = fn.collectives.codecs.codec.Segments((8,), torch.tensor([[8]]))
     like, reduced = torch.zeros(1), Lent()
     mean = fsdp_comms.ReplicaMean("block", "replicas", alone, own, fn.sign(), fn.classic(), like, fn.ledger(), dict)
     mean._shards = None
@@ -74,7 +74,7 @@ def test_gradients_stay_in_memory_until_the_replicas_stream_is_done_with_them(al
 def test_errors_stay_in_memory_until_the_stream_of_the_messages_is_done_with_them(alone, monkeypatch):
     """They are made on the stream of the user's code; the first backward pass reads and replaces them on FSDP2's."""
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"current on {device}")
-    own = fn.collectives.codecs.segments.Segments((8,), torch.tensor([[8]]))
+    own = fn.collectives.codecs.codec.Segments((8,), torch.tensor([[8]]))
     like, sent, op = torch.zeros(1), fn.ledger(), dist.ReduceOp.AVG
     scatter = fsdp_comms.CompressedReduceScatter("block", "shard", alone, own, fn.sign(), fn.classic(), like, sent)
     mean = fsdp_comms.ReplicaMean("block", "replicas", alone, own, fn.sign(), fn.classic(), like, sent, dict)

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 import fn
-from fn.collectives.codecs.codec import segmented
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments, segmented
 
 
 def voted(x: Tensor, codec: fn.Codec, *, servers: bool = True) -> Tensor:

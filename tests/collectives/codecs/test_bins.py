@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fn
-from fn.collectives.codecs.codec import segmented
-from fn.collectives.codecs.packing import unpack
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments, segmented, unpack
 from fn.collectives.compressed import encode
 from fn.planner.traffic import Model, codes
 

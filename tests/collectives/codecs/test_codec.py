@@ -14,8 +14,7 @@ import torch
 
 import fn
 from fn.collectives.agreement import describe
-from fn.collectives.codecs.codec import mean_of_rows, segmented
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments, mean_of_rows, segmented
 from fn.collectives.compressed import compressed_all_reduce, encode, initial_errors, settle_errors
 from fn.collectives.feedback import LazyError
 

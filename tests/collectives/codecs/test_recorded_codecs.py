@@ -16,9 +16,7 @@ import torch
 from torch import Tensor
 
 import fn
-from fn.collectives.codecs.codec import segmented
-from fn.collectives.codecs.packing import unpack
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments, segmented, unpack
 from fn.collectives.compressed import encode
 
 FOLDER = Path(__file__).parents[2] / "golden"

@@ -15,9 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import tree
-from fn.collectives.codecs.codec import mean_of_rows, segmented
-from fn.collectives.codecs.packing import pack, unpack
-from fn.collectives.codecs.segments import Segments
+from fn.collectives.codecs.codec import Segments, mean_of_rows, pack, segmented, unpack
 from fn.collectives.compressed import encode
 from fn.planner.traffic import Model, codes
 

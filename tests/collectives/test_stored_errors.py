@@ -14,7 +14,7 @@ from registry import OPTIMIZERS
 import fn
 from fn import Phase, tree
 from fn.collectives.compressed import encode, initial_errors, settle_errors
-from fn.collectives.error_storage import store_of
+from fn.collectives.feedback import store_of
 
 CODECS = {
     "sign": fn.sign,
