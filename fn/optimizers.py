@@ -240,7 +240,8 @@ def loco_adamw(
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as for `adamw`.
         axis: the ranks that train together, among which moments and master params are divided; with several names,
-            such as ("local", "node"), a tuple of codecs says what travels in each network, see `hierarchy.hops`.
+            such as ("local", "node"), a tuple of codecs says what travels in each network, see
+            `fn.collectives.hierarchy.hops`.
         codec: what gradients travel as; None is `int4()`. feedback: None is `damped()`, the error in 8 bits.
         gather, master, layout: as for `sharded`.
     Returns: a transform with a warm-up, which is exact, and a compressed phase; `freeze_after(n)` is its schedule, and

@@ -70,7 +70,7 @@ def optimizer(
     Args:
         params: as for `fn.Optimizer`. make: a method of local steps, called with `axis` besides; with codes and
             servers=False, since errors must not depend on the number of islands.
-        manager: a `torchft.Manager` with use_async_quorum=False. Its quorum's time-out has to be longer than a round,
+        manager: torchft's Manager with use_async_quorum=False. Its quorum's time-out has to be longer than a round,
             as in torchft's own DiLoCo, and the lighthouse's join time-out longer than islands are apart.
         schedule: of local steps only, without a delay, alike on all islands: `fn.every(h)`.
         tokens: () -> how many tokens this island has trained on since the last call; called once per exchange. A

@@ -106,7 +106,8 @@ class BucketPlan(NamedTuple):
     """What the mean of a bucket needs in every step.
 
     errors: a worker's and a server's. ends: those of the last hop. segments: of the rows there. parts: what is averaged
-    exactly before, a bucket at a time. averages: of `Fused`, None where the codes are not signs by tensor.
+    exactly before, a bucket at a time. averages: of `collectives.codecs.codec.Fused`, None where the codes are not
+    signs by tensor.
     """
 
     bucket: Bucket
@@ -149,7 +150,7 @@ class CodedAverage(NamedTuple):
         return found
 
     def _averages(self, segments: Segments, worker: Tree, server: Tree) -> Callable[..., tuple[Tree, Tree]] | None:
-        """Return `Fused.averages`; None if it or, with servers, theirs is missing, or not for errors like these."""
+        """Return `averages` of the codec's kernels; None if they, or the servers', do not fit these errors."""
         fused = fused_with(for_rows(self.last.codec, segments), self.last.feedback)
         rows = _like(segments)
         if fused is None or not fused.accepts(rows, worker):

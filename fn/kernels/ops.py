@@ -140,8 +140,8 @@ def _check_lengths(named: dict[str, Any]) -> None:
 def direct(name: str, *args: Any) -> Any:
     """Run a kernel past the dispatcher, to which every tensor of a list has its price, and past the checks.
 
-    Args: name: of the op. args: its own; tensors that hold numbers now (`is_concrete`), without grad mode, checked by
-        the caller.
+    Args: name: of the op. args: its own; tensors that hold numbers now (`tracing.is_concrete`), without grad mode,
+        checked by the caller.
     """
     for cell in cells(name, device_of(args).type):
         found = cell.kernel(*args)

@@ -161,7 +161,7 @@ def compressed_average(
             is then exact within a node and in codes across nodes, unless codec says something else. With a
             single node it is encoded all the same, although nothing travels.
         codec: what travels, in both halves; or one for each axis.
-        feedback: None is `classic()`. For several axes see `hierarchy.hops`.
+        feedback: None is `classic()`. For several axes see `fn.collectives.hierarchy.hops`.
         gather_feedback: what becomes of what the servers did not deliver. None is `feedback`, and `classic()` where
             that is `differences()`.
         layout: "flat" exchanges one vector per (dtype, device), "per_tensor" one per tensor. Scales and blocks of

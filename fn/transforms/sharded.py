@@ -138,7 +138,8 @@ def sharded(
             "local", every node keeps the whole state. Without a compressed phase of its own it is in its warm-up
             throughout, so that `fn.adamw(lr)` can be an inner.
         axis: the ranks among which the shards are divided; several names, such as ("local", "node"), make it
-            hierarchical, and codec, feedback, gather and gather_feedback may then be tuples: see `hierarchy.hops`.
+            hierarchical, and codec, feedback, gather and gather_feedback may then be tuples: see
+            `fn.collectives.hierarchy.hops`.
         codec: how gradients travel in the compressed phase; None is `identity()`.
         feedback: what becomes of what was not delivered; None is `classic()`, and `off()` where codec is None.
         gather: how updates or params travel back; None is exactly, in the params' dtype. `int8()` with `master=True`

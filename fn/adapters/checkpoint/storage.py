@@ -3,7 +3,7 @@
     folder/latest                     the name of a checkpoint below, and a digest of it
     folder/step-000000001200-0/       what torch.distributed.checkpoint wrote, and a file of digests per rank
     folder/.writing-.../              a checkpoint that was never finished, or is being removed
-    folder/.owner                     which process saves, see `checkpoint_owner`
+    folder/.owner                     which process saves, see `owner.Claim`
 
 A process that is killed at any moment leaves the old checkpoint or the new one. A file that was cut short or changed
 is refused before anything is read from it. What carries no digests of ours is never touched.

@@ -4,10 +4,10 @@ An update is a pure function, or staged without side effects, so it can be compu
 kept aside, and thrown away if the step never comes. `Overlap` stages single param groups, on threads of its own, while
 gradients of others are still computed; the optimizer's step writes the results. Nothing changes before that.
 
-In the order of a pass: `arriving_gradients` calls `begin`, `arrive` with gradients, `end` and `remember`; the optimizer
+In the order of a pass: `grad_hooks` calls `begin`, `arrive` with gradients, `end` and `remember`; the optimizer
 calls `ahead` in its step. Three things may go wrong. A rank that cannot take the step as the others do sends NaN, and
 all meet in the serial step, which compares (`_problem`). Communication fails: what is left is not sent, and `ahead`
-raises that (`_error`). Somebody changes something between backward and step: see `changes`.
+raises that (`_error`). Somebody changes something between backward and step: see `Changes`.
 """
 
 from __future__ import annotations

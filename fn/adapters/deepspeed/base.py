@@ -146,7 +146,7 @@ class DeepSpeedOptimizer(Optimizer):
         return loss
 
     def _take_initial_moments(self) -> None:
-        """Take what DeepSpeed takes from the initialising call: nothing, except in `non_freeze` groups."""
+        """Take what DeepSpeed takes from its initialising call: nothing, but in groups with `ParamGroup.non_freeze`."""
 
     def attach(self, engine: Any) -> None:
         """Let a DeepSpeed engine average gradients in the warm-up, and no longer once the phase changes.

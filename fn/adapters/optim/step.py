@@ -2,7 +2,7 @@
 
 `take` is the step that begins when all gradients are there:
 
-1. `collect`: the gradients, unscaled; NaN in their place if this rank has something to ask the others (`Gradients`).
+1. `collect`: the gradients, unscaled; NaN in their place if this rank has something to ask the others (`gradients`).
 2. `still_in_doubt`: in the first step of a phase, whether the gradients are each rank's own.
 3. `_stage`: gradients are clipped, if there is a `max_norm`. Then each param group is staged: all that can fail is
    done, and nothing is written. It is in place where the device has kernels for a whole step, and pure elsewhere.
@@ -10,8 +10,8 @@
 5. `_ask`: if the step was skipped, whether for its numbers or to ask. Once the others have answered, 1, 3 and 4 follow
    once more.
 
-`write` ends a step whose groups `Overlap` has staged behind the backward pass. A round of local steps is `take` of its
-local step, then `fn.adapters.optim.exchange`.
+`write` ends a step whose groups `fn.adapters.ddp.overlap` has staged behind the backward pass. A round of local steps
+is `take` of its local step, then `fn.adapters.optim.exchange`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def take(training: Training, phase: Phase | Round, problem: Exception | None) ->
 def collect(training: Training, phase: Phase | Round, problem: Exception | None = None) -> Grads:
     """Return the gradients of all param groups, without the scale of the loss.
 
-    Args: phase: of the step. problem: why this rank cannot take it. Raises: as `Gradients.collect`.
+    Args: phase: of the step. problem: why this rank cannot take it. Raises: as `gradients.Gradients.collect`.
     """
     own = isinstance(phase, Round)
     found = training.gradients.collect(training.params, sends_gradients(phase), problem, own=own)

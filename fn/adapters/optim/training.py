@@ -50,7 +50,7 @@ class Training:
     max_norm: float | None = None
     compile: bool = False
     doubts: Any = ()
-    """The phases in which gradients may turn out to be averaged already, see `alike_gradients`."""
+    """The phases in which gradients may turn out to be averaged already, see `consistency.still_in_doubt`."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     steps: int = 0
     skipped_in_a_row: int = 0
@@ -69,11 +69,11 @@ class Training:
     scale: tuple[Tensor | None, Tensor | None] = None, None
     """What `torch.amp.GradScaler` says of this step: the scale of the loss, and whether it found an Inf."""
     updates: dict[Phase | Part, Any] = field(default_factory=dict)
-    """What `update_of` made for a phase from the numbers that the param groups hold."""
+    """What `step.update_of` made for a phase from the numbers that the param groups hold."""
     bounds: dict[Any, Any] = field(default_factory=dict)
     """Of the numbers in tensors, for steps in place."""
     ahead: Callable[[Phase], tuple[Sequence[Staged] | None, Exception | None]] | None = None
-    """Set by `fn.adapters.ddp.overlap`: see `Overlap.ahead`."""
+    """Set by `fn.adapters.ddp.overlap`: see `fn.adapters.ddp.overlapped.Overlap.ahead`."""
     meet: Callable[[Round], None] | None = None
     """Set by `fn.adapters.torchft`, which takes the exchanges of rounds among ranks that come and go."""
     compiled_at: set[int] = field(default_factory=set)

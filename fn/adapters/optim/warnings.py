@@ -143,8 +143,8 @@ def warn_of_jumps(training: Training, phase: Phase | Round) -> None:
 
     A code gives every element of a tensor a momentum of plus or minus its scale, and the frozen second moment divides
     it. Where that comes from rounding alone, the quotient is thousands of steps of Adam. The biases of keys are such
-    elements, because a softmax does not see them: a third of `MultiheadAttention.in_proj_bias`, and of GPT-2's
-    `c_attn.bias`. Where steps are clamped to a `max_step` no element jumps.
+    elements, because a softmax does not see them: a third of in_proj_bias in torch's attention, and of GPT-2's
+    c_attn.bias. Where steps are clamped to a `max_step` no element jumps.
 
     Rank 0 says so; of shards each rank that holds such elements. 0/1 Adam has such steps after each of its variance
     steps, which are ever rarer. Call it when the step is written and counted; other steps cost nothing.

@@ -1,7 +1,7 @@
 """Codecs: what a vector looks like on the wire.
 
 A codec is a pair of pure functions between rows of numbers and a payload, a tree of tensors whose first dimension
-is the row; a row is what one rank receives. `sign_codec` sends a bit per element, `int_codec` 4 or 8, `identity` the
+is the row; a row is what one rank receives. `fn.sign` sends a bit per element, `fn.int4` 4, `fn.int8` 8, `identity` the
 numbers themselves.
 
     >>> import torch, fn

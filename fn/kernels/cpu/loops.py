@@ -1,10 +1,10 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """What the loops on a CPU have in common: how they are compiled and cached, the rules in them, and blocks of rows.
 
-A loop sees addresses, not arrays: `floats(address)[i]`. It works on the blocks low .. high of all rows of a `Grid`, so
-several threads can share the work, and results do not depend on how. A block is worked through in pieces of STEP
-elements: one loop takes codes apart, one of a rule (`fn.kernels.rules`) computes, one packs; what goes from loop to
-loop lies in a scratch that stays in the first-level cache. Padding and tails are ends of loops.
+A loop sees addresses, not arrays: `floats(address)[i]`. It works on the blocks low .. high of all rows of a
+`blocks.Grid`, so several threads can share the work, and results do not depend on how. A block is worked through in
+pieces of STEP elements: one loop takes codes apart, one of a rule (`fn.kernels.rules`) computes, one packs; what goes
+from loop to loop lies in a scratch that stays in the first-level cache. Padding and tails are ends of loops.
 
 One array must not come in by two names: LLVM could not tell that nothing overlaps, and would take number by number.
 """

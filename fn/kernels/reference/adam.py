@@ -1,7 +1,7 @@
 """The kernels that take an optimizer's whole step in place, in plain torch: their specification.
 
 They work on lists of tensors, a list per role, and write into params and moments. The pure updates of
-`transforms.moments` say the same thing without writing; adapters, which own their buffers, run these.
+`transforms.adam` say the same thing without writing; adapters, which own their buffers, run these.
 
 A list of tensors and the rows (R, n) of a message: segment s of row r is piece r of tensor s, R equal pieces each,
 zeros behind the end of the tensor.
