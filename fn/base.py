@@ -425,7 +425,7 @@ def links_of(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
 
 
 def name_of(update: UpdateFn) -> str:
-    """Return the name of the function that made an update, as `describe` gives it, such as `scale_by_adam`."""
+    """Return the name of the function that made an update, as a description has it: `scale_by_adam`."""
     run = update.run if isinstance(update, Step | Guarded) else update
     name: str = getattr(run, "__qualname__", type(run).__name__)
     return name.split(".")[0]

@@ -2,7 +2,7 @@
 
 A name in a docstring has to be one of these:
 - an argument or another name of the function or class that the docstring is in, a name that its module defines or
-  imports, or a member of a class that it imports from fn;
+  imports, a member of a class that it imports from fn, or an argument in a signature, `(state, read) -> None`;
 - a module of fn, seen from the package of the docstring's module or from one above it;
 - a name of the API reference, a member or an argument of one, or an op;
 - a word of Python or torch.
@@ -42,6 +42,7 @@ FILES = {
 }
 QUOTED = r"(?<!`)`([^`\n]+)`(?!`)"
 NAME = r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)(?:\(.*\))?"
+SIGNATURE = r"\((\w+(?:, \w+)*)\) ->"
 A_PATH = r"\w[\w.-]*(?:/[\w.-]+)+/?"
 HAVE_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 OF_TORCH = (
@@ -138,7 +139,7 @@ def docstrings(module: str) -> Iterator[tuple[str, set[str]]]:
         for child in ast.iter_child_nodes(node):
             match child:
                 case ast.Expr(value=ast.Constant(value=str(text))):
-                    yield text, around
+                    yield text, around | {name for found in re.findall(SIGNATURE, text) for name in found.split(", ")}
             yield from below(child, around | names(child) if isinstance(child, HAVE_SCOPES) else around)
 
     return below(tree(module), names_of_module(module))
