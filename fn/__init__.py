@@ -1,7 +1,7 @@
 """Communication-efficient optimizers for PyTorch, as pure functions."""
 
 from fn import kernels
-from fn.adapters.flatten.flatten import flatten_parameters
+from fn.adapters.flatten import flatten_parameters
 from fn.adapters.optim.donate import donate
 from fn.adapters.optim.optimizer import Optimizer
 from fn.base import Facts, Phase, Round, Transform, UpdateFn, apply_updates, chain, lift, stateless

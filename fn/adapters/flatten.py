@@ -11,16 +11,18 @@ buffer of them moves to the device:
     device   |   | b | c |     host   | a . . |       copied, then given up: one after the other
     device   |   |   |   |     host   | a b c |
     device   | a b c |                                moved once; the parameters are views of it
+
+There is one buffer for each dtype and device. Parameters that share memory share a span of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fn.adapters.flatten.memory_spans import Layout, Span, View, layouts, own_strides
 from fn.errors import expected
 
 Key = tuple[torch.dtype, torch.device]
@@ -34,6 +36,15 @@ def flatten_parameters(
     align: int = 1,
 ) -> FlatParameters:
     """Make parameters views of one flat buffer per (dtype, device); in place.
+
+        >>> model = nn.Linear(3, 2)
+        >>> flat = flatten_parameters(model, dtype=torch.bfloat16)
+        >>> (buffer,) = flat.buffers.values()
+        >>> buffer.shape, buffer.dtype, model.weight.data_ptr() == buffer.data_ptr()
+        (torch.Size([8]), torch.bfloat16, True)
+        >>> flat.restore()
+        >>> model.weight.dtype
+        torch.float32
 
     The parameters remain the same objects; build the optimizer afterwards, or before if dtypes stay. Memory on the
     device is at most max(the parameters, the buffers) plus the largest parameter, provided that nothing else holds
@@ -67,8 +78,8 @@ def _check(params: list[Tensor], dtype: torch.dtype | None, align: int) -> None:
         raise ValueError(expected("align", "a whole number of at least 1", f"{align}"))
     for i, p in enumerate(params):
         if type(p) not in (Tensor, nn.Parameter) or type(p.data) is not Tensor or p.layout != torch.strided:
-            found = f"{type(p.data).__name__}, {p.layout}" if isinstance(p, Tensor) else type(p).__name__
-            raise TypeError(expected("params", f"parameter {i} to be a dense tensor", found))
+            got = f"{type(p.data).__name__}, {p.layout}" if isinstance(p, Tensor) else type(p).__name__
+            raise TypeError(expected("params", f"parameter {i} to be a dense tensor", got))
         if not p.is_leaf:
             raise ValueError(expected("params", f"parameter {i} to be a leaf", "one that was computed from others"))
         if p.is_meta:
@@ -87,20 +98,20 @@ class FlatParameters:
         self.gradients: dict[Key, Tensor] = {}
         self._params = params
         self._dtypes = [p.dtype for p in params]
-        self._layouts = layouts([p.detach() for p in params], dtype, align)
+        self._layouts = _layouts([p.detach() for p in params], dtype, align)
         self._gradient_views: dict[int, View] = {}
-        found = self._take_gradients()
+        grads = self._take_gradients()
         try:
             for layout in self._layouts:
                 self._flatten(layout)
         except BaseException:
             self._unflatten()
-            for p, grad in zip(params, found, strict=True):
+            for p, grad in zip(params, grads, strict=True):
                 p.grad = grad
             raise
         if gradients:
             self._make_gradients(align)
-        self._give_gradients(found)
+        self._give_gradients(grads)
 
     def zero_grad(self) -> None:
         """Set the gradients to zero and make them views of their buffer again; without such a buffer, to None."""
@@ -119,11 +130,11 @@ class FlatParameters:
             changed then.
         """
         self._check_views()
-        found = self._take_gradients()
+        grads = self._take_gradients()
         self._unflatten()
         self.gradients.clear()
         self._gradient_views.clear()
-        self._give_gradients(found)
+        self._give_gradients(grads)
 
     def _check_views(self) -> None:
         for layout in self._layouts:
@@ -144,9 +155,9 @@ class FlatParameters:
                 self._to_host(span, host)
                 moved.append(span)
             flat = _to(host, layout.device)
-        except BaseException:
+        except BaseException:  # Ctrl-C, too: until now the values of these parameters are on the host only
             for span in moved:
-                self._own(span, host, layout.device)
+                self._separate(span, host, layout.device)
             raise
         self.buffers[layout.dtype, layout.device] = flat
         for span in layout.spans:
@@ -172,17 +183,17 @@ class FlatParameters:
             for i in (i for span in layout.spans for i in span.places):
                 self._params[i].data = torch.empty(0, dtype=layout.dtype, device=layout.device)
             host = flat.cpu()
-            del flat
+            del flat  # the device has no room for the buffer and its pieces at once
             for span in layout.spans:
-                self._own(span, host, layout.device)
+                self._separate(span, host, layout.device)
 
-    def _own(self, span: Span, host: Tensor, device: torch.device) -> None:
+    def _separate(self, span: Span, host: Tensor, device: torch.device) -> None:
         """Give the parameters of a span memory of their own, with values from the host."""
         dtype = self._dtypes[span.places[0]]
         if span.source is None:
             shape, stride, _ = span.before[0]
-            own = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(span.views[0].of(host))
-            self._params[span.places[0]].data = own
+            alone = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(span.views[0].of(host))
+            self._params[span.places[0]].data = alone
             return
         shared = torch.empty(span.length, dtype=dtype, device=device)
         shared.copy_(host[span.start : span.end])
@@ -196,7 +207,7 @@ class FlatParameters:
             if p.requires_grad:
                 key = (p.dtype, p.device)
                 start = -(-sizes.get(key, 0) // align) * align
-                self._gradient_views[i] = View(p.shape, own_strides(p), start)  # as autograd wants them
+                self._gradient_views[i] = View(p.shape, _strides_alone(p), start)  # as autograd wants them
                 sizes[key] = start + p.numel()
         self.gradients = {key: torch.zeros(n, dtype=key[0], device=key[1]) for key, n in sizes.items()}
 
@@ -205,29 +216,171 @@ class FlatParameters:
         return self._gradient_views[i].of(self.gradients[p.dtype, p.device]) if i in self._gradient_views else None
 
     def _take_gradients(self) -> list[Tensor | None]:
-        found = [p.grad for p in self._params]
+        grads = [p.grad for p in self._params]
         for p in self._params:
-            p.grad = None
-        return found
+            p.grad = None  # torch refuses to change the dtype or the shape of a parameter that has a gradient
+        return grads
 
     @torch.no_grad()
-    def _give_gradients(self, found: list[Tensor | None]) -> None:
-        for i, (p, grad) in enumerate(zip(self._params, found, strict=True)):
+    def _give_gradients(self, grads: list[Tensor | None]) -> None:
+        for i, (p, grad) in enumerate(zip(self._params, grads, strict=True)):
             view = self._gradient_of(i)
             if grad is not None:
                 p.grad = torch.empty_like(p).copy_(grad) if view is None else view.copy_(grad)
             elif view is not None:
                 p.grad = view
-            found[i] = None
+            grads[i] = None  # the old one is given up before the next one is copied
 
 
 def _to(host: Tensor, device: torch.device) -> Tensor:
-    """Return the host's buffer on a device; on the CPU itself."""
+    """Return a copy of the host's buffer on a device; on the CPU the buffer itself."""
     if device.type == "cpu":
         return host
     return torch.empty(host.shape, dtype=host.dtype, device=device).copy_(host)
 
 
 def _same_memory(p: Tensor, buffer: Tensor, view: View) -> bool:
+    """Tell whether a parameter lies where its view of the buffer lies."""
     same = p.untyped_storage()._cdata == buffer.untyped_storage()._cdata and p.storage_offset() == view.start
     return p.shape == view.shape and (same or not p.numel())
+
+
+class View(NamedTuple):
+    """How a parameter looks at a buffer: as `torch.as_strided`."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    start: int
+
+    def of(self, buffer: Tensor) -> Tensor:
+        """Return the view of a flat buffer."""
+        return buffer.as_strided(self.shape, self.stride, self.start)
+
+
+class Span(NamedTuple):
+    """A piece of memory, of `length` elements from `start`, and the parameters that look at it.
+
+    places: where they are in the list of parameters. views: how they look at the flat buffer. before: how they looked
+    at memory of their own, counted from its first element. source: what to copy, in elements of that memory; None
+    for one parameter alone, whose elements are copied in order.
+    """
+
+    start: int
+    length: int
+    places: tuple[int, ...]
+    views: tuple[View, ...]
+    before: tuple[View, ...]
+    source: View | None
+
+    @property
+    def end(self) -> int:
+        """The element after the last."""
+        return self.start + self.length
+
+
+class Layout(NamedTuple):
+    """A flat buffer: `size` elements of a dtype on a device."""
+
+    dtype: torch.dtype
+    device: torch.device
+    size: int
+    spans: tuple[Span, ...]
+
+
+def _layouts(params: Sequence[Tensor], dtype: torch.dtype | None, align: int) -> list[Layout]:
+    """Return the flat buffers of parameters, in the order of the parameters.
+
+    Args:
+        dtype: of floating parameters in the buffers. None: their own.
+        align: every span starts at a multiple of it.
+    Raises: TypeError if parameters of different dtypes share memory.
+    """
+    groups: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+    for shared in _sharing(params):
+        first = params[shared[0]]
+        if len({params[i].dtype for i in shared}) > 1:
+            dtypes = [params[i].dtype for i in shared]
+            wanted = f"one dtype for the parameters {shared}, which share memory"
+            raise TypeError(expected("params", wanted, f"{dtypes}"))
+        target = dtype if dtype is not None and first.is_floating_point() else first.dtype
+        groups.setdefault((target, first.device), []).append(shared)
+    return [_layout(params, *key, pieces, align) for key, pieces in groups.items()]
+
+
+def _layout(
+    params: Sequence[Tensor], dtype: torch.dtype, device: torch.device, pieces: list[list[int]], align: int
+) -> Layout:
+    spans: list[Span] = []
+    end = 0
+    for places in pieces:
+        start = -(-end // align) * align
+        spans.append(_span(params, places, start))
+        end = spans[-1].end
+    return Layout(dtype, device, end, tuple(spans))
+
+
+def _span(params: Sequence[Tensor], places: list[int], start: int) -> Span:
+    if len(places) == 1:
+        p = params[places[0]]
+        view, restored = View(p.shape, _row_major(p.shape), start), View(p.shape, _strides_alone(p), 0)
+        return Span(start, p.numel(), tuple(places), (view,), (restored,), None)
+    tensors = [params[i] for i in places]
+    low = min(map(_offset, tensors))
+    length = max(_offset(p) + _extent(p) for p in tensors) - low
+    before = tuple(View(p.shape, p.stride(), _offset(p) - low) for p in tensors)
+    views = tuple(View(shape, stride, offset + start) for shape, stride, offset in before)
+    return Span(start, length, tuple(places), views, before, View(torch.Size([length]), (1,), low))
+
+
+def _sharing(params: Sequence[Tensor]) -> list[list[int]]:
+    """Group the places of parameters that overlap in memory; the groups are in the order of their first member."""
+    by_storage: dict[int, list[int]] = {}
+    groups: list[list[int]] = []
+    for i, p in enumerate(params):
+        if p.numel():
+            by_storage.setdefault(p.untyped_storage()._cdata, []).append(i)
+        else:
+            groups.append([i])
+    for places in by_storage.values():
+        places.sort(key=lambda i: (_bytes(params[i])[0], i))
+        until = -1
+        for i in places:
+            low, high = _bytes(params[i])
+            if low < until:
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+            until = max(until, high)
+    return sorted((sorted(group) for group in groups), key=lambda group: group[0])
+
+
+def _bytes(p: Tensor) -> tuple[int, int]:
+    """Return the first byte of p in its storage, and the one after its last."""
+    return _offset(p) * p.element_size(), (_offset(p) + _extent(p)) * p.element_size()
+
+
+def _offset(p: Tensor) -> int:
+    return int(p.storage_offset())
+
+
+def _extent(p: Tensor) -> int:
+    """Return how many elements of its storage p reaches over."""
+    return 1 + sum((n - 1) * step for n, step in zip(p.shape, p.stride(), strict=True)) if p.numel() else 0
+
+
+def _strides_alone(p: Tensor) -> tuple[int, ...]:
+    """Return the strides of a tensor like p in memory of its own: those of p, or row-major ones if they leave gaps."""
+    dense = 1  # the stride that the next dimension has, from the innermost on, where there are no gaps
+    for step, n in sorted((step, n) for step, n in zip(p.stride(), p.shape, strict=True) if n != 1):
+        if step != dense:
+            return _row_major(p.shape)
+        dense *= n
+    return p.stride()
+
+
+def _row_major(shape: torch.Size) -> tuple[int, ...]:
+    steps, step = [], 1
+    for n in reversed(shape):
+        steps.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(steps))

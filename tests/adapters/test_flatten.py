@@ -193,7 +193,7 @@ SIZES = [(64, 33), (5,), (0, 3), (1000,), (40, 40), ()]
 def test_a_device_holds_no_more_than_the_larger_form_and_the_largest_parameter(old, new):
     """And is enough: torch refuses to give its parameters memory of the host, which DeepSpeed does first.
 
-    Differs: fn.adapters.flatten.flatten.flatten_parameters: DeepSpeed gives parameters host memory on the way, which
+    Differs: fn.adapters.flatten.flatten_parameters: DeepSpeed gives parameters host memory on the way, which
         only CUDA and the CPU allow, and does not undo.
     """
     values = [torch.randn(size).to(old) for size in SIZES]
