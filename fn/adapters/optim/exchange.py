@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.optim.background import in_background
 from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among, shared_in_doubt
+from fn.adapters.optim.signals import if_broken
 from fn.adapters.optim.step import checked
 from fn.adapters.optim.training import Training
 from fn.base import NewParams, Part, Phase, Round
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
+from fn.collectives.transports.failure_detection import abort_connections
 from fn.errors import RanksDisagree, expected
 from fn.inplace.memory import among, written_into
 from fn.inplace.protocol import Staged
@@ -74,8 +77,11 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
         differences = _weighed(states, differences, weight)
         fragment, steps = parts["mean"].fragment, training.steps  # of now: a mean that travels is sent later
         if round_.end == round_.begin:
-            _announce(training, fragment, steps)()
-            states, here = run(parts["mean"], differences, here)
+            # Whoever has heard the announcement waits in the mean. A rank that is interrupted before its own mean, and
+            # lives on, would keep the others waiting until the group's time-out.
+            with if_broken(partial(_hang_up, training)):
+                _announce(training, fragment, steps)()
+                states, here = run(parts["mean"], differences, here)
         else:
             # Local steps write the params while the mean travels, so it is shown none: what it read would depend on
             # the time, and params that it returned would undo those steps.
@@ -145,6 +151,12 @@ def _announce(training: Training, fragment: int, steps: int) -> Callable[[], Non
                 )
 
     return compare
+
+
+def _hang_up(training: Training) -> None:
+    """Close this rank's connections, so that the others raise `PeerLost` at once, as if it had been killed."""
+    for transport in training.transports.values():
+        abort_connections(transport)
 
 
 def _filled(params: Params, value: float) -> Params:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -28,7 +28,8 @@ class _Step:
     """A step, with those inside of it.
 
     handlers: of signals that are held back. caught: what they are called with; None where they have been called.
-    breaking: the signals that break a wait when they come for the first time, beside Ctrl-C.
+    breaking: the signals that break a wait when they come for the first time, beside Ctrl-C. is_broken: whether a
+        handler has raised inside of the step.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class _Step:
         self.caught: dict[int, Any] = {}
         self.breaking = BREAKING
         self.is_written = False
+        self.is_broken = False
 
     def hold_back(self) -> None:
         """Catch the signals that Python has a handler for: nothing else can raise or communicate."""
@@ -48,7 +50,11 @@ class _Step:
             self.caught[number] = number, frame
         else:
             self.caught[number] = None
-            self.handlers[number](number, frame)
+            try:
+                self.handlers[number](number, frame)
+            except BaseException:
+                self.is_broken = True
+                raise
 
     def _breaks(self, number: int) -> bool:
         return number in self.breaking or self.handlers[number] is signal.default_int_handler
@@ -135,6 +141,17 @@ def stoppable() -> Iterator[None]:
         yield
     finally:
         step.breaking = before
+
+
+@contextmanager
+def if_broken(hang_up: Callable[[], None]) -> Iterator[None]:
+    """Call a function where the handler of a signal raises inside of this context, as Ctrl-C does."""
+    try:
+        yield
+    except BaseException:
+        if _here.step is not None and _here.step.is_broken:
+            hang_up()
+        raise
 
 
 def begin_writing() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import socket
@@ -405,6 +406,43 @@ def test_a_signal_breaks_the_exchange_of_a_round_at_once_and_its_local_step_coun
     first, second = run(2, broken_off, number, delay, codec)
     assert first == (RAISED[number].__name__, 4, True)
     assert second == ("ValueError", 4, True)
+
+
+def broken_off_before_its_mean(make_codec: Any) -> tuple[str, int]:
+    """Interrupt rank 0 between the announcement of an exchange and its mean, and let it live until rank 1 has heard."""
+    store, me = dist.group.WORLD.get_group_store(), dist.get_rank()
+
+    def interrupt(g: Any, s: Any, p: Any) -> Any:
+        if me == 0:
+            signal.raise_signal(signal.SIGINT)
+        return g, s
+
+    def make(lr: torch.Tensor) -> fn.Transform:
+        mean = fn.compressed_average("data", make_codec(), fn.off())
+        sync = fn.chain(fn.lift(lambda p: (), interrupt), mean)
+        return fn.outer(fn.scale_by_learning_rate(lr), fn.scale_by_learning_rate(0.7), sync)
+
+    param = torch.nn.Parameter(torch.ones(40))
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = fn.Optimizer([param], make, schedule=fn.every(2), lr=0.5, refuse_averaged=False)
+    raised = ""
+    with handled(signal.SIGINT, signal.default_int_handler):
+        try:
+            for _ in range(2):
+                param.grad = torch.ones(40)
+                opt.step()
+        except BaseException as error:
+            raised = type(error).__name__
+    if me == 0:
+        store.wait(["heard"], datetime.timedelta(seconds=20))
+    else:
+        store.set("heard", "")
+    return raised, opt.steps
+
+
+@pytest.mark.parametrize("codec", [fn.identity, fn.sign])  # an all-reduce of gloo; connections of our own
+def test_the_others_hear_at_once_of_a_rank_that_is_interrupted_between_an_announcement_and_its_mean(codec):
+    assert run(2, broken_off_before_its_mean, codec) == [("KeyboardInterrupt", 2), ("PeerLost", 2)]
 
 
 def broken_off_before_the_first() -> tuple[str, int]:
