@@ -26,6 +26,8 @@ from fn.collectives.transports.failure_detection import here
 OWNER = ".owner"
 BEAT = 5.0
 PATIENCE = 30.0
+"""Seconds."""
+
 JOBS = ("SLURM_JOB_ID", "LSB_JOBID", "PBS_JOBID", "TORCHELASTIC_RUN_ID")
 
 logger = logging.getLogger("fn")
@@ -53,10 +55,10 @@ class Claim:
 
     def check(self) -> None:
         """Raise an OSError if another process has become the owner since `take`."""
-        found = _look(self._path)
-        if found is None or found[0] != self._text:
+        seen = _look(self._path)
+        if seen is None or seen[0] != self._text:
             raise OSError(
-                f"checkpoint: {self._path.parent} was taken over by {_named(_parsed(found))}, because this process did "
+                f"checkpoint: {self._path.parent} was taken over by {_named(_parsed(seen))}, because this process did "
                 f"not touch {OWNER} there for {PATIENCE} s; this checkpoint was not finished"
             )
 
@@ -65,8 +67,8 @@ class Claim:
         if not self._text:
             return
         with suppress(OSError):  # of a disk that is gone; what is to be said about it the save has said
-            found = _look(self._path)
-            if found is not None and found[0] == self._text:
+            seen = _look(self._path)
+            if seen is not None and seen[0] == self._text:
                 self._path.unlink()
 
     def _beat(self) -> None:
@@ -77,14 +79,14 @@ class Claim:
 
 def _describe_this_process() -> str:
     job = next((f"{name}={os.environ[name]}" for name in JOBS if os.environ.get(name)), "")
-    own = {
+    process = {
         "job": job,
         "host": socket.gethostname(),
         "where": here(),
         "pid": os.getpid(),
         "started": _start(os.getpid()),
     }
-    return json.dumps({**own, "token": secrets.token_hex(8)})
+    return json.dumps({**process, "token": secrets.token_hex(8)})
 
 
 def _create(path: Path, text: str) -> bool:
@@ -104,11 +106,11 @@ def _create(path: Path, text: str) -> bool:
 
 def _remove_stale(path: Path) -> None:
     """Remove the file of a process that is gone. Raises: OSError that names it if it is not."""
-    found = _look(path)
-    if found is None:  # released meanwhile
+    seen = _look(path)
+    if seen is None:  # released meanwhile
         return
-    owner = _parsed(found)
-    if _runs(owner) or (_runs(owner) is None and _is_touched(path, found)):
+    owner = _parsed(seen)
+    if _runs(owner) or (_runs(owner) is None and _is_touched(path, seen)):
         raise OSError(
             f"checkpoint: {path.parent} is in use: {_named(owner)} is saving into it; give each job a folder of its "
             f"own, or save again when that one has ended"
@@ -117,11 +119,12 @@ def _remove_stale(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-def _is_touched(path: Path, found: tuple[str, int]) -> bool:
+def _is_touched(path: Path, seen: tuple[str, int]) -> bool:
+    """Return whether a file changes, or is touched, within `PATIENCE` seconds; wait as long as that."""
     until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         time.sleep(PATIENCE / 30)
-        if _look(path) != found:
+        if _look(path) != seen:
             return True
     return False
 
@@ -137,9 +140,9 @@ def _look(path: Path) -> tuple[str, int] | None:
         return None
 
 
-def _parsed(found: tuple[str, int] | None) -> dict[str, Any]:
+def _parsed(seen: tuple[str, int] | None) -> dict[str, Any]:
     with suppress(ValueError):
-        owner = json.loads(found[0] if found else "")
+        owner = json.loads(seen[0] if seen else "")
         if isinstance(owner, dict):
             return owner
     return {}  # its process has not written it yet, or was killed before

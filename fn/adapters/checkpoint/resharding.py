@@ -62,27 +62,27 @@ def own_rows(training: Training) -> set[str]:
     Raises: ValueError if there are some, but the optimizer's axes are not all ranks of the world.
     """
     marks = by_path(kinds(training.states))
-    found = {path for path, mark in marks.items() if mark != SAME}
+    keys = {path for path, mark in marks.items() if mark != SAME}
     if OWN in marks.values():  # these go with parameters of its own
-        found |= {key for key in everything(training) if key.startswith("params.")}
+        keys |= {key for key in everything(training) if key.startswith("params.")}
     _, reached = place_of(training)
-    if found and reached != world()[1]:
+    if keys and reached != world()[1]:
         raise ValueError(
             f"optimizer: its axes reach {reached} of {world()[1]} ranks; a checkpoint in one folder needs all of them: "
             f"save each rank's state_dict() in a file of its own"
         )
-    return found
+    return keys
 
 
 def everything(training: Training, extra: Tree = None) -> dict[str, Tensor]:
     """Return {key: tensor} of the optimizer's state, its parameters, and `extra`."""
-    found = dict(flat_state(training))
-    found.pop(SAVED_BY)
+    tensors = dict(flat_state(training))
+    tensors.pop(SAVED_BY)
     for g, group in enumerate(training.groups):
-        found.update({f"params.{g}.{i}": p.detach() for i, p in enumerate(group["params"])})
+        tensors.update({f"params.{g}.{i}": p.detach() for i, p in enumerate(group["params"])})
     if extra is not None:
-        found.update(by_path(extra, "extra."))
-    return found
+        tensors.update(by_path(extra, "extra."))
+    return tensors
 
 
 class Snapshot(NamedTuple):
@@ -101,8 +101,8 @@ def to_save(training: Training, extra: Tree = None) -> Snapshot:
     """Return a snapshot of `everything`. All ranks must call it. Raises: RuntimeError if a step is half written."""
     training.check_whole("checkpoint")
     own, as_row = own_rows(training), partial(_as_row, mesh=_mesh())
-    each = everything(training, extra).items()
-    copies = {k: torch.empty(v.shape, dtype=v.dtype, device="cpu").copy_(v.detach()) for k, v in each}
+    live = everything(training, extra).items()
+    copies = {k: torch.empty(v.shape, dtype=v.dtype, device="cpu").copy_(v.detach()) for k, v in live}
     tensors = {k: as_row(v) if k in own else v for k, v in copies.items()}
     return Snapshot(tensors, training.steps, device_among(training.groups), as_row)
 
@@ -140,9 +140,9 @@ def _as_row(x: Tensor, mesh: DeviceMesh | None) -> Tensor:
 def _span(rows: int) -> tuple[int, int]:
     """Return first and number of the rows that `Shard(0)` gives this rank."""
     rank, size = world()
-    each = -(-rows // size)
-    first = min(rank * each, rows)
-    return first, min(first + each, rows) - first
+    most = -(-rows // size)
+    first = min(rank * most, rows)
+    return first, min(first + most, rows) - first
 
 
 def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -161,24 +161,22 @@ def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
     with training.binding:
         fresh, notes, order_of_note = [], list[tuple[Tree, Reshape]](), list[Orders]()
         for transform, group, order in zip(training.transforms, training.groups, orders, strict=True):
-            with reshapes.collected() as own:
+            with reshapes.collected() as notes_of_group:
                 fresh.append(transform.init([p.detach() for p in group["params"]]))
-            notes += own
-            order_of_note += [order] * len(own)
-        some = next(
-            (x for x in saved.values() if isinstance(x, Rows)),
-            Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, 1),
-        )
-        move = Move(notes, some, add, order_of_note)
+            notes += notes_of_group
+            order_of_note += [order] * len(notes_of_group)
+        no_rows = Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, 1)
+        some_rows = next((x for x in saved.values() if isinstance(x, Rows)), no_rows)
+        move = Move(notes, some_rows, add, order_of_note)
         structure = tree.flatten(tuple(fresh))[1]
-        own_state = {path: saved[path] for path in by_path(tuple(fresh))}
-        found = by_path(move.walk(tuple(fresh), tree.unflatten(structure, [*own_state.values()])))
+        saved_state = {path: saved[path] for path in by_path(tuple(fresh))}
+        here = by_path(move.walk(tuple(fresh), tree.unflatten(structure, [*saved_state.values()])))
         for key, value in saved.items():
             if not key.startswith(("state.", ORDER)):
-                found[key] = mean_of_rows(value, add) if isinstance(value, Rows) else value
-    if rounds_off(own_state.values()):
+                here[key] = mean_of_rows(value, add) if isinstance(value, Rows) else value
+    if rounds_off(saved_state.values()):
         logger.warning("checkpoint: its errors were rounded anew; up to one step of their codes is lost")
-    return found
+    return here
 
 
 def _orders_of(g: int, params: Sequence[Tensor], saved: Mapping[str, Any]) -> Orders:
@@ -186,14 +184,14 @@ def _orders_of(g: int, params: Sequence[Tensor], saved: Mapping[str, Any]) -> Or
 
     There tensors in channels_last, for one, travelled as they lay in memory; () where all went in the order of shapes.
     """
-    found = []
+    orders = []
     for i, p in enumerate(params):
         order = tuple(saved[f"{ORDER}{g}.{i}"].tolist()) if f"{ORDER}{g}.{i}" in saved else ()
         if order and sorted(order) != [*range(p.dim())]:
             wanted = f"'{ORDER}{g}.{i}' to be an order of {p.dim()} dimensions"
             raise ValueError(expected("checkpoint", wanted, f"{order}"))
-        found.append(order)
-    return found if any(found) else ()
+        orders.append(order)
+    return orders if any(orders) else ()
 
 
 def _over_ranks(addends: Tree, axis: str | None, device: torch.device) -> Tree:

@@ -18,6 +18,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from fn import roles, tree
-from fn.adapters.checkpoint import extra as extras
+from fn.adapters.checkpoint import replicated
 from fn.adapters.checkpoint import resharding as portable
 from fn.adapters.checkpoint import storage as files
-from fn.adapters.checkpoint.gathering import gather
-from fn.adapters.checkpoint.metadata import Reader
 from fn.adapters.checkpoint.owner import Claim
-from fn.adapters.checkpoint.replicated import check_replicated
+from fn.adapters.optim.consistency import device_among
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.signals import begin_writing, defer_signals
 from fn.adapters.optim.state_dict import (
+    OF_RANK,
     ORDER,
     SAVED_BY,
     SPLIT,
@@ -69,6 +69,15 @@ def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: 
     """Save a checkpoint; every rank must call it at the same step, with a folder that all of them see.
 
     A process that is killed meanwhile leaves the checkpoint before this one, or this one, complete.
+
+        >>> import fn, tempfile
+        >>> model, folder = torch.nn.Linear(2, 1), tempfile.TemporaryDirectory()
+        >>> opt = fn.Optimizer(model.parameters(), fn.adamw, lr=0.1)
+        >>> save(folder.name, opt, {"model": model.state_dict()}).name
+        'step-000000000000-0'
+        >>> list(load(folder.name, opt, {"model": model.state_dict()})["model"])
+        ['weight', 'bias']
+        >>> folder.cleanup()
 
     Args:
         folder: where checkpoints of this training are kept.
@@ -132,20 +141,20 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
         was saved; ValueError if it is of another optimizer. Nothing is loaded then.
     """
     _check_arguments(optimizer, extra)
-    rank, size = portable.world()
-    with raising_peer_lost(optimizer.training.transports, where="checkpoint.load"):
-        found, reader, old = _verified(Path(folder), name, rank, size)
-    beside = (extras.SAME, extras.EACH)
-    forms = {k: form for k, form in reader.forms.items() if extra is not None or not k.startswith(beside)}
-    own = portable.own_rows(optimizer.training)
-    added = roles.added(optimizer.training.states, forms, "state.")
-    _check_keys(optimizer, extra, {**extras.joined(forms), **added})
-    if old == size or place_of(optimizer.training)[1] == size:  # else no axis adds up what all ranks have read
-        each = {k: dtype for k, (_, dtype) in forms.items() if k.startswith(extras.EACH)}
+    training, (rank, size) = optimizer.training, portable.world()
+    with raising_peer_lost(training.transports, where="checkpoint.load"):
+        checkpoint, reader, old = _verified(Path(folder), name, rank, size)
+    of_extra = (replicated.SAME, replicated.EACH)
+    forms = {k: form for k, form in reader.forms.items() if extra is not None or not k.startswith(of_extra)}
+    own = portable.own_rows(training)
+    added = roles.added(training.states, forms, "state.")
+    _check_keys(optimizer, extra, {**replicated.join_extra(forms), **added})
+    if old == size or place_of(training)[1] == size:  # else no axis adds up what all ranks have read
+        each = {k: dtype for k, (_, dtype) in forms.items() if k.startswith(replicated.EACH)}
         own |= {k for k, dtype in each.items() if old == size or dtype.is_floating_point}
     filled = portable.to_fill(own, forms)
-    wires = optimizer.training.transports
-    with warnings.catch_warnings(), raising_peer_lost(wires, where="checkpoint.load"), _files("read", found):
+    wires = training.transports
+    with warnings.catch_warnings(), raising_peer_lost(wires, where="checkpoint.load"), _files("read", checkpoint):
         warnings.simplefilter("ignore")  # that a process is alone is no surprise here
         state_dict_loader.load(filled, storage_reader=reader)
     read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()} | added
@@ -155,13 +164,69 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     if old != size or in_memory_order:
         kind = " with elements in the order of memory" if in_memory_order else ""
         logger.info("checkpoint of %d ranks%s is loaded on %d; errors keep their mean", old, kind, size)
-        beside_state = {k: v for k, v in state.items() if k.startswith(beside)}
-        given = {k: v for k, v in read.items() if k not in beside_state}
-        given = given if old == size else extras.of_another_world(given, old, size)
-        state = {**portable.moved(optimizer.training, given), **beside_state}
-    state = extras.joined(state)
+        kept_extra = {k: v for k, v in state.items() if k.startswith(of_extra)}
+        moving = {k: v for k, v in read.items() if k not in kept_extra}
+        moving = moving if old == size else replicated.mean_extra(moving, old, size)
+        state = {**portable.moved(training, moving), **kept_extra}
+    state = replicated.join_extra(state)
     _restore(optimizer, state)
-    return None if extra is None else _extra(extra, state)
+    if extra is None:
+        return None
+    return tree.unflatten(tree.flatten(extra)[1], [state[f"extra.{path}"] for path in tree.paths(extra)])
+
+
+def gather(optimizer: Optimizer, *, group: dist.ProcessGroup | None = None) -> dict[str, Tensor] | None:
+    """Return a state dict of all ranks on rank 0, None elsewhere; every rank must call it at the same step.
+
+        whole = checkpoint.gather(opt)
+        if rank == 0:
+            torch.save({"model": model.state_dict(), "opt": whole}, "run.pt")
+
+        saved = torch.load("run.pt", map_location="cpu", weights_only=True)     # on every rank
+        model.load_state_dict(saved["model"])
+        opt.load_state_dict(saved["opt"])
+
+    Each rank finds its own errors and shards in it, so on as many ranks the training continues bit for bit. On another
+    number of ranks it is like the state dict of rank 0: errors start from zero, with a warning, and shards are refused;
+    `save` moves both. The memory is that of all ranks' errors and shards, on rank 0's CPU.
+
+    Between the synchronisations of 0/1 Adam and DiLoCo each rank has parameters of its own, and rank 0's model has only
+    one rank's. They are refused: gather after a step that synchronises all of them, or call `save`.
+
+    Args: optimizer: between two steps. group: over all ranks; None is the default group.
+    Raises: ValueError if the optimizer's axes are not all ranks; RuntimeError inside of a step; `RanksDisagree` if
+        ranks differ in their parameters, or in what is called the same on all; `PeerLost` if a rank ends.
+    """
+    portable.check_optimizer(optimizer)
+    local_params = any(key.startswith("params.") for key in portable.own_rows(optimizer.training))
+    flat: dict[str, Tensor] = optimizer.state_dict()
+    own = {key: x for key, x in flat.items() if OF_RANK.fullmatch(key)}
+    same = {key: x for key, x in flat.items() if key not in own}
+    rank, size = portable.world()
+    whole = {key: _on_cpu(x) for key, x in (same if size > 1 else flat).items()} if rank == 0 else {}
+    if size == 1:
+        return whole
+    everyone = dist.group.WORLD if group is None else group
+    assert everyone is not None
+    with raising_peer_lost({"world": remember(everyone)}, where="checkpoint.gather"):
+        params = {k: x for k, x in portable.everything(optimizer.training).items() if k.startswith("params.")}
+        hints = {**replicated.HINTS, "params.": LOCAL} if local_params else replicated.HINTS
+        gather_values = partial(_all_values, size=size, group=everyone)
+        device = device_among(optimizer.param_groups)
+        replicated.check_replicated({**same, **params}, device, gather_values, hints=hints)
+        for key, x in own.items():  # one after the other: rank 0 holds each once more while it arrives
+            rows: list[Any] | None = [None] * size if rank == 0 else None
+            dist.gather_object((key, _on_cpu(x)), rows, dst=0, group=everyone)
+            whole.update(rows or [])
+    return whole if rank == 0 else None
+
+
+LOCAL = "gather after a step that synchronises all of them, or call checkpoint.save, which keeps each rank's"
+"""What to do about parameters that a method leaves to each rank between its synchronisations."""
+
+
+def _on_cpu(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="cpu").copy_(x.detach())
 
 
 def _check_arguments(optimizer: object, extra: Tree) -> None:
@@ -190,46 +255,45 @@ def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
 
 def _write(folder: Path, snapshot: portable.Snapshot, keep: int, group: Group, wires: Mapping[str, str]) -> Path:
     rank, size = portable.world()
+    do = partial(_all, size=size, group=group)
     with raising_peer_lost(wires, where="checkpoint.save"):
-
-        def gather_values(mine: Any) -> list[Any]:
-            return _all(lambda: mine, size, group)
-
+        gather_values = partial(_all_values, size=size, group=group)
         for difference in differences({"steps": snapshot.steps}, gather_values):
             here, first = difference.values[difference.rank], difference.values[0]
             raise difference.error(
                 f"the optimizer has taken {here} steps on rank {difference.rank} and {first} on rank 0; call "
                 f"checkpoint.save on all ranks after the same step; nothing was saved"
             )
-        check_replicated(snapshot.tensors, snapshot.device, gather_values)
-        state = extras.apart(snapshot.tensors, snapshot.as_row, lambda act: _all(act, size, group))
+        replicated.check_replicated(snapshot.tensors, snapshot.device, gather_values)
+        state = replicated.split_extra(snapshot.tensors, snapshot.as_row, do)
     with warnings.catch_warnings(), raising_peer_lost(wires, where="checkpoint.save"), Claim(folder) as claim:
         warnings.simplefilter("ignore")
 
-        def begin() -> files.Names:
+        def begin() -> files.Names | None:
+            if rank:
+                return None
             claim.take()
             return files.begin(folder, snapshot.steps, size)
 
         def finish() -> None:
-            claim.check()
-            files.finish(folder, names, keep)
+            if rank == 0:
+                claim.check()
+                files.finish(folder, names, keep)
 
-        names: files.Names = _all(begin if rank == 0 else _nothing, size, group)[0]
-        _all(lambda: files.check_seen(folder, names, rank), size, group)
+        # Each of these waits for all ranks. No file is written before all see the folder, and the checkpoint does not
+        # become the newest before the files of all ranks are there with their digests.
+        names: files.Names = do(begin)[0]
+        do(lambda: files.check_seen(folder, names, rank))
         writing = folder / names.writing
         with _files("write", writing):
             state_dict_saver.save(state, storage_writer=FileSystemWriter(writing), process_group=group)
-        _all(lambda: files.seal(folder, names, rank, size), size, group)
-        _all(finish if rank == 0 else _nothing, size, group)
+        do(lambda: files.seal(folder, names, rank, size))
+        do(finish)
     logger.info("checkpoint of step %d is in %s", snapshot.steps, folder / names.done)
     return folder / names.done
 
 
-def _nothing() -> None:
-    pass
-
-
-def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Path, Reader, int]:
+def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Path, files.Reader, int]:
     """Return a checkpoint, what reads its tensors, and its world size.
 
     Each rank looks at a part of the files, and all hear of damage.
@@ -239,15 +303,15 @@ def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Pat
         if name is not None and not files.is_name(name):
             wanted = f"the name of a checkpoint in {folder}, without a path"
             raise ValueError(expected("name", wanted, f"{name!r}"))
-        found = files.newest(folder) if name is None else folder / name
-        return found, *files.verify(found, rank, size)
+        checkpoint = files.newest(folder) if name is None else folder / name
+        return checkpoint, *files.verify(checkpoint, rank, size)
 
-    each = _all(look, size)
-    found, old, _ = each[rank]
-    names = {name for _, _, some in each for name in some}
-    read: list[Reader] = []
-    _all(lambda: read.append(Reader(found, names)), size)
-    return found, read[0], old
+    looked = _all(look, size)
+    checkpoint, old, _ = looked[rank]
+    names = {name for _, _, verified in looked for name in verified}
+    readers: list[files.Reader] = []
+    _all(lambda: readers.append(files.Reader(checkpoint, names)), size)
+    return checkpoint, readers[0], old
 
 
 @contextmanager
@@ -272,7 +336,7 @@ def _files(act: str, folder: Path) -> Iterator[None]:
 
 
 def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
-    """Do something on every rank and return what each found; raise on all ranks what one of them raised.
+    """Do something on every rank and return what it returned on each; raise on all ranks what one of them raised.
 
     A disk that is full on one rank must not leave the others waiting.
     """
@@ -281,14 +345,18 @@ def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
         mine = act(), None
     except Exception as error:
         mine = None, error
-    both = [mine]
+    of_ranks = [mine]
     if size > 1:
-        both = [(None, None)] * size
-        dist.all_gather_object(both, mine, group=group)
-    for _, problem in both:
+        of_ranks = [(None, None)] * size
+        dist.all_gather_object(of_ranks, mine, group=group)
+    for _, problem in of_ranks:
         if problem is not None:
             raise problem
-    return [found for found, _ in both]
+    return [value for value, _ in of_ranks]
+
+
+def _all_values(value: Any, size: int, group: Group) -> list[Any]:
+    return _all(lambda: value, size, group)
 
 
 def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> None:
@@ -314,7 +382,3 @@ def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
         with optimizer.training.writing():
             for key, p in live.items():
                 p.copy_(params[key])
-
-
-def _extra(extra: Tree, state: dict[str, Tensor]) -> Tree:
-    return tree.unflatten(tree.flatten(extra)[1], [state[f"extra.{path}"] for path in tree.paths(extra)])

@@ -7,6 +7,10 @@
 
 A process that is killed at any moment leaves the old checkpoint or the new one. A file that was cut short or changed
 is refused before anything is read from it. What carries no digests of ours is never touched.
+
+torch pickles the metadata of a checkpoint, and its own reader unpickles whatever is there, and what is marked as bytes
+again. `Reader` makes only the classes that metadata consist of, refuses every other name, and takes tensors only, out
+of files whose digests were compared.
 """
 
 from __future__ import annotations
@@ -15,13 +19,20 @@ import hashlib
 import itertools
 import json
 import os
+import pathlib
+import pickle
 import secrets
 import shutil
 import socket
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from fn.errors import CheckpointDamaged
+import torch
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+
+from fn.errors import CheckpointDamaged, expected
 
 LATEST = "latest"
 DIGESTS = "digests"
@@ -54,11 +65,11 @@ class Names(NamedTuple):
 
 def digest_of(path: Path) -> str:
     """Return the blake2b digest of a file."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while piece := file.read(1 << 20):
-            found.update(piece)
-    return found.hexdigest()
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 def begin(folder: Path, steps: int, world: int) -> Names:
@@ -72,10 +83,10 @@ def begin(folder: Path, steps: int, world: int) -> Names:
     if os.path.lexists(folder / LATEST) and not ours and _unsealed(folder / LATEST) is None:
         text = f"folder: {folder} has a file {LATEST!r} of another program; give checkpoints a folder of their own"
         raise FileExistsError(text)
-    for left in _ours(folder, ".writing-*"):
-        _remove(left)
-    each = (f"step-{steps:012d}-{number}" for number in itertools.count())
-    done = next(name for name in each if not os.path.lexists(folder / name))
+    for unfinished in _ours(folder, ".writing-*"):
+        _remove(unfinished)
+    candidates = (f"step-{steps:012d}-{number}" for number in itertools.count())
+    done = next(name for name in candidates if not os.path.lexists(folder / name))
     writing = folder / f".writing-{done}-{secrets.token_hex(4)}"
     writing.mkdir()
     try:
@@ -98,8 +109,8 @@ def check_seen(folder: Path, names: Names, rank: int) -> None:
 def seal(folder: Path, names: Names, rank: int, world: int) -> None:
     """Write down the digests of the files that this rank wrote; the first rank also those that belong to nobody."""
     writing = folder / names.writing
-    each = sorted(p.name for p in writing.iterdir() if DIGESTS not in p.name)
-    mine = [n for n in each if n.startswith(f"__{rank}_") or (rank == 0 and not n.startswith("__"))]
+    names_there = sorted(p.name for p in writing.iterdir() if DIGESTS not in p.name)
+    mine = [n for n in names_there if n.startswith(f"__{rank}_") or (rank == 0 and not n.startswith("__"))]
     _write(writing, rank, Digests(world, names.sequence, {name: digest_of(writing / name) for name in mine}))
 
 
@@ -110,6 +121,8 @@ def finish(folder: Path, names: Names, keep: int) -> Path:
     """
     writing, done = folder / names.writing, folder / names.done
     _check_parts(writing)
+    # The order is what a machine that loses power leaves: names of files are on disk before the folder has its last
+    # name, and that is on disk before `latest` says it. Else `latest` could name a folder that is not there.
     _sync(writing)
     writing.rename(done)
     _sync(folder)
@@ -143,23 +156,24 @@ def is_name(name: str) -> bool:
     return name not in ("", "..") and Path(name).name == name
 
 
-def verify(found: Path, rank: int, size: int) -> tuple[int, set[str]]:
+def verify(checkpoint: Path, rank: int, size: int) -> tuple[int, set[str]]:
     """Compare the files of a checkpoint with their digests, one of `size` parts of them.
 
     Returns: how many ranks saved it, and the names of the files in this part.
     Raises: CheckpointDamaged that names the first file that is missing or not what was saved.
     """
-    first, names = read_digests(found / FIRST), set[str]()
+    first, names = read_digests(checkpoint / FIRST), set[str]()
     if METADATA not in first.files:
-        raise damaged(found / FIRST, f"has no digest of {METADATA}")
+        raise damaged(checkpoint / FIRST, f"has no digest of {METADATA}")
     for writer in range(rank, first.world, size):
-        digests = read_digests(found / f"{DIGESTS}-{writer}")
+        path = checkpoint / f"{DIGESTS}-{writer}"
+        digests = read_digests(path)
         if digests[:2] != first[:2]:
-            raise damaged(found / f"{DIGESTS}-{writer}", f"is not of the checkpoint that {FIRST} is of")
+            raise damaged(path, f"is not of the checkpoint that {FIRST} is of")
         for name, digest in digests.files.items():
-            _check_is_file(found / name)
-            if digest_of(found / name) != digest:
-                raise damaged(found / name, "is not what was saved: its digest differs")
+            _check_is_file(checkpoint / name)
+            if digest_of(checkpoint / name) != digest:
+                raise damaged(checkpoint / name, "is not what was saved: its digest differs")
             names.add(name)
     return first.world, names
 
@@ -194,8 +208,8 @@ def read_digests(path: Path) -> Digests:
 def _digests(text: str) -> Digests | None:
     """Return what a list of digests says; None if it is none."""
     try:
-        found = json.loads(text)
-        digests = Digests(found["world"], found.get("sequence", 0), found["files"])
+        fields = json.loads(text)
+        digests = Digests(fields["world"], fields.get("sequence", 0), fields["files"])
         numbers = type(digests.world) is int and digests.world > 0 and type(digests.sequence) is int
         files = all(is_name(name) and isinstance(digest, str) for name, digest in digests.files.items())
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # what JSON else may hold
@@ -228,13 +242,13 @@ def _check_parts(writing: Path) -> None:
 
 def _ours(folder: Path, pattern: str) -> dict[Path, int]:
     """Return the checkpoints in a folder that carry digests of ours, and their places in the order of saving."""
-    found = {}
+    sequences = {}
     for path in folder.glob(pattern):
         if not path.is_symlink() and path.is_dir():
             digests = _digests(_unsealed(path / FIRST) or "")
             if digests is not None:
-                found[path] = digests.sequence
-    return found
+                sequences[path] = digests.sequence
+    return sequences
 
 
 def _remove(ours: Path) -> None:
@@ -266,3 +280,88 @@ def _sync(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+Form = tuple[torch.Size, torch.dtype]
+
+_CLASSES: dict[tuple[str, str], Any] = {
+    **{
+        (metadata.__name__, k): v
+        for k, v in vars(metadata).items()
+        if getattr(v, "__module__", "") == metadata.__name__
+    },
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    **{("torch", k): v for k, v in vars(torch).items() if isinstance(v, torch.dtype)},
+}
+_PATHS = {"PosixPath", "WindowsPath"}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "pathlib" and name in _PATHS:
+            return pathlib.PurePath  # where it was saved, which nobody asks for
+        if (module, name) not in _CLASSES:
+            raise pickle.UnpicklingError(f"names {module}.{name}, which metadata do not consist of")
+        return _CLASSES[module, name]
+
+
+class Reader(filesystem.FileSystemReader):
+    """A reader of a checkpoint's tensors that executes nothing of it.
+
+    Args: checkpoint: its folder. verified: the names of its files whose digests were compared.
+    Raises: CheckpointDamaged if its metadata are not those of tensors in such files.
+    """
+
+    def __init__(self, checkpoint: Path, verified: Collection[str]):
+        super().__init__(checkpoint)
+        path, sizes = checkpoint / METADATA, {name: (checkpoint / name).stat().st_size for name in verified}
+        try:
+            with path.open("rb") as file:
+                unpickled = _Unpickler(file).load()
+            self.forms: Mapping[str, Form] = _forms(unpickled, sizes)
+        except Exception as error:  # whatever somebody wrote may raise anything, in pickle or in these classes
+            raise damaged(path, f"is not the metadata of tensors: {type(error).__name__}: {error}") from error
+        self._metadata: Metadata = unpickled
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return the metadata that were read; torch calls this."""
+        self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return self._metadata
+
+
+def _forms(unpickled: Any, files: Mapping[str, int]) -> dict[str, Form]:
+    """Return the shape and dtype of every tensor.
+
+    Args: unpickled: metadata, or what somebody wrote in their place. files: the sizes in bytes of the files whose
+        digests were compared.
+    Raises: if it is anything but whole tensors in such files.
+    """
+    forms, total = {}, 0
+    for key, saved in unpickled.state_dict_metadata.items():
+        if type(saved) is not TensorStorageMetadata:
+            raise TypeError(expected(f"{key!r}", "a tensor", type(saved).__name__))
+        form = saved.size, saved.properties.dtype
+        if (type(key), *map(type, form)) != (str, torch.Size, torch.dtype):
+            raise TypeError(f"{key!r} has shape {form[0]!r} and dtype {form[1]!r}")
+        total += torch.empty(form[0], dtype=form[1], device="meta").nbytes  # raises for sizes that no tensor has
+        if not _is_covered(saved.size, saved.chunks):  # what no chunk covers would stay as it was allocated: zero
+            raise ValueError(f"{key!r} has chunks that are not the rows of a tensor of shape {tuple(saved.size)}")
+        forms[key] = form
+    for entry in unpickled.storage_data.values():
+        if entry.relative_path not in files:
+            raise ValueError(f"names {entry.relative_path!r}, a file without a digest")
+    if total > sum(files.values()):  # allocated before anything is read
+        raise ValueError(f"describes tensors of {total} bytes, but its files have {sum(files.values())}")
+    return forms
+
+
+def _is_covered(size: torch.Size, chunks: Iterable[ChunkStorageMetadata]) -> bool:
+    """Tell whether chunks are a whole tensor, or rows of it that follow each other: what `save` writes."""
+    row = 0
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        if chunk.offsets != (row, *[0] * (len(size) - 1))[: len(size)] or chunk.sizes[1:] != size[1:]:
+            return False
+        row += chunk.sizes[0] if size else 1
+    return row == (size[0] if size else 1)
