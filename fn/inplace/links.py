@@ -12,7 +12,7 @@ from fn import tree
 from fn.base import Link, Step
 from fn.inplace.host_scalars import number
 from fn.inplace.memory import written_into
-from fn.inplace.protocol import NARROW
+from fn.inplace.protocol import DTYPE, GRADIENTS
 from fn.kernels import ops
 from fn.transforms.decay_and_lr import Decay, Rate
 
@@ -45,12 +45,13 @@ class Head(NamedTuple):
     def gradients(
         self, updates: Tree, state: Tree, params: Tree, mu: Tree
     ) -> tuple[list[Tensor], Callable[[], None]]:
-        """Return the same for moments like `mu`, as their kernels take it: dense, all in one dtype, not wider."""
+        """Return the same for moments like `mu`, as their kernels take it: contiguous, all in one dtype, not wider."""
         updates, write = self.run(updates, state, params)
         tree.check_updates(updates, mu)
         leaves, moments = tree.lists(updates, mu)
-        kinds = {u.dtype for u in leaves}
-        if len(kinds) == 1 and kinds <= {*NARROW} and all(u.is_contiguous() for u in leaves):
+        dtypes = {*map(DTYPE, leaves)}
+        # nearly always so; `to` and `contiguous` cost a microsecond a tensor, where they have nothing to do, too
+        if len(dtypes) == 1 and dtypes <= {*GRADIENTS} and all(map(Tensor.is_contiguous, leaves)):
             return leaves, write
         return [u.to(m.dtype).contiguous() for u, m in zip(leaves, moments, strict=True)], write
 

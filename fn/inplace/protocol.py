@@ -109,7 +109,7 @@ class Eligibility:
             if not same_shapes(lists) or not has_kernel(self._op, self._kinds, *lists):
                 return None
             self._lists, self._seen = lists, ([*map(Tensor.data_ptr, kept)], shapes)
-        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, (torch.float32, *NARROW), grads)
+        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, GRADIENTS, grads)
         return self._lists if alike and grads[0].device == kept[0].device else None
 
     def _as_before(self, kept: list[Tensor], shapes: list[torch.Size]) -> bool:
@@ -122,10 +122,12 @@ def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(is_, a, b))
 
 
-_SHAPE, _DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "device"))
+_SHAPE, DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "device"))
 
 
-NARROW = (torch.float16, torch.bfloat16)
+GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
+"""Dtypes of gradients that all kernels take."""
+
 KINDS = (torch.float32, torch.bfloat16)
 """Dtypes of params that all kernels take; moments are float32. float16 overflows where bounds of float32 hold."""
 
@@ -141,7 +143,7 @@ def has_kernel(op: str, kinds: Sequence[torch.dtype], first: Sequence[Tensor], *
     tensors = [*first, *chain(*others)]
     if not tensors or not is_concrete(*tensors):
         return False
-    found, wide = {*map(_DTYPE, first)}, {*map(_DTYPE, chain(*others))} <= {torch.float32}
+    found, wide = {*map(DTYPE, first)}, {*map(DTYPE, chain(*others))} <= {torch.float32}
     alike = wide and len(found) <= 1 and found <= {*kinds} and len({*map(_DEVICE, tensors)}) == 1
     return alike and all(map(Tensor.is_contiguous, tensors)) and bool(cells(op, tensors[0].device.type))
 

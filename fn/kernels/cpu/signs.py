@@ -79,18 +79,13 @@ def leave_in_place(b, scale, real):
 
 
 @compiled()
-def unpack_mean(bits, stride, ranks, scales, segments, out, real, count, soon, too):
-    """Write the sum over the ranks of scale * sign, zero behind the real elements; `out` has whole bytes of room.
-
-    soon, too: as for `pack`.
-    """
-    x, one, other = floats(out), floats(soon), floats(too)
+def unpack_mean(bits, stride, ranks, scales, segments, out, real, count):
+    """Write the sum over the ranks of scale * sign, zero behind the real elements; `out` has whole bytes of room."""
+    x = floats(out)
     for w in range(ranks):
         scale, theirs = floats(scales)[w * segments], octets(bits + w * stride)
         if w == 0:
             for k in range((count + 7) // 8):
-                prefetch(one, PREFETCH_NEAR + 8 * k)
-                prefetch(other, PREFETCH_NEAR + 8 * k)
                 put_signed(x, 8 * k, theirs, k, scale)
         else:
             for k in range((count + 7) // 8):
@@ -131,8 +126,8 @@ def serve_blocks(
         scale, nontemporal = floats(sent)[here], streams(grid, out + row)
         for i in range(0, length, STEP):
             at, count = row + 4 * i, min(STEP, length - i)
-            inside, byte, soon = within(real - i, count), (first + i) // 8, buffer + at
-            unpack_mean(theirs + byte, stride, ranks, factors, grid.segments, scratch, inside, count, soon, soon)
+            inside, byte = within(real - i, count), (first + i) // 8
+            unpack_mean(theirs + byte, stride, ranks, factors, grid.segments, scratch, inside, count)
             compensate(scratch, buffer + at, scale, b, inside, count)
             write(out + at, b, count, nontemporal)
             total += pack(b, to + byte, inside, count, buffer + at, buffer + at)
@@ -150,7 +145,7 @@ def decode_blocks(low, high, grid, received, row_stride, stride, ranks, scales, 
         for i in range(0, length, STEP):
             count = min(STEP, length - i)
             inside, at = within(real - i, count), theirs + (first + i) // 8
-            unpack_mean(at, stride, ranks, factors, grid.segments, scratch, inside, count, scratch, scratch)
+            unpack_mean(at, stride, ranks, factors, grid.segments, scratch, inside, count)
             write(out + row + 4 * i, scratch, count, nontemporal)
 
 

@@ -108,8 +108,7 @@ def onebit_blocks(
         too = ints(copies)[s] + 4 * start if copies else 0
         for i in range(0, have, STEP):
             at, count = 4 * i, min(STEP, have - i)
-            unpack_mean(theirs + (first + i) // 8, stride, ranks, factors, grid.segments, scratch, count, count,
-                        p + at, nu + at)  # fmt: skip
+            unpack_mean(theirs + (first + i) // 8, stride, ranks, factors, grid.segments, scratch, count, count)
             onebit_piece(scratch, p + at, nu + at, descent, limit, keep_zeros, count)
             write(mu + at, scratch, count, streams(grid, mu))
             if too:
