@@ -25,7 +25,8 @@ from measure import interleaved, machine, with_both_mallocs, write
 from torch import Tensor
 
 import fn
-from fn.collectives.compressed import compressed_all_reduce, initial_errors
+from fn.collectives.compressed import compressed_all_reduce
+from fn.collectives.hierarchy import initial_errors
 
 
 def as_deepspeed(x: Tensor, worker: Tensor, server: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,9 +14,8 @@ from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.rotated import rotated
 from fn.collectives.codecs.sign import sign
 from fn.collectives.codecs.top_k import top_k
-from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, reduce_scatter_mean
 from fn.collectives.feedback import Feedback, classic, damped, decayed, differences, off
-from fn.collectives.hierarchy import all_gather_shards, reduce_scatter_mean
 from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
 from fn.collectives.simulation import simulate

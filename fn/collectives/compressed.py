@@ -1,37 +1,49 @@
-"""The two compressed collectives that generate everything: `reduce_scatter_wide` and `all_gather_shards`.
+"""The two compressed collectives that generate everything: `reduce_scatter_mean` and `all_gather_shards`.
 
-One after the other they are `compressed_all_reduce`, which has a way without servers, too.
+One after the other they are an all-reduce of quantized values, `compressed_all_reduce`, which can do without servers.
 
-    x (n,) on each rank
-      | compensate with the worker error, encode W rows        } reduce_scatter_wide
+    x (n,) on each rank, a gradient or a momentum
+      | compensate with the worker error, encode W rows        } reduce_scatter_mean
       | all-to-all, one uint8 message                          }
       | decode, mean over the ranks                            }   -> shard (n / W,)
       | compensate with the server error, encode one row       } all_gather_shards
       | all-gather, one uint8 message                          }
       | decode W rows                                          }   -> (n,), the same on every rank
 
+With `axis=("local", "node")`, from the fastest network to the slowest, each axis is one hop:
+
+    x (n,)  --reduce-scatter over "local"-->  (n / L,)  --reduce-scatter over "node"-->  (n / (L N),)
+
+and the all-gather goes the way back. `hierarchy` says which codec, feedback and rows each hop has.
+
 Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), figure 3 and algorithm 1; the exchange in two halves is theirs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fn.collectives import messages
-from fn.collectives.axis import axis_index, axis_size
-from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented
-from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, settle
+from fn import tree
+from fn.collectives import messages, primitives
+from fn.collectives.axis import AxisNames, axis_size, names
+from fn.collectives.codecs.codec import Codec, Segments, identity, mean_of_rows
+from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, off, settle
+from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, join_errors, levels, pieces, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
+from fn.collectives.simulation import found_alike
 from fn.errors import expected
 
 Tree = Any
 
 
 class ErrorFeedbackState(NamedTuple):
-    """What was not delivered yet, per flat buffer: worker errors (n,) and server errors (n / W,), one rank's own."""
+    """The residual errors, per flat buffer: what workers (n,) and servers (n / W,) did not deliver, one rank's own."""
 
     worker: Tree
     server: Tree
@@ -42,61 +54,89 @@ class ErrorFeedbackState(NamedTuple):
         return frozenset({"worker", "server"})
 
 
-def reduce_scatter_wide(
-    x: Tensor, error: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+def reduce_scatter_mean(
+    x: Tensor, error: Tree, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
 ) -> tuple[Tensor, Tree]:
-    """Average a vector over the ranks of an axis in codes; each rank gets its shard of the mean.
+    """Average a vector over the ranks of an axis, or of several, in codes; each rank gets its shard of the mean.
+
+    Two ranks average four numbers in 8 bits. Rank r gets the r-th half, and keeps what its codes did not say:
+
+    >>> import torch, fn
+    >>> def on_rank(x):
+    ...     return fn.reduce_scatter_mean(x, torch.zeros(4), "data", fn.int8(), fn.classic())
+    >>> shards, errors = fn.simulate(on_rank, "data", 2)(torch.tensor([[1.0, 2, 3, 4], [3.0, 2, 1, 0]]))
+    >>> shards
+    tensor([[1.9883, 1.9883],
+            [1.9961, 1.9844]])
+    >>> errors
+    tensor([[0.0000, 0.0156, 0.0000, 0.0312],
+            [0.0234, 0.0078, 0.0078, 0.0000]])
 
     Args:
         x: (n,) floating, n a multiple of W * codec.align.
         error: what `feedback.init(x)`, `initial_errors` or the last call returned.
-        axis: the axis' name, of size W.
+        axis: the axis' name, or several from the fastest network to the slowest, of W ranks together.
+        codec, feedback: how messages travel; for several axes see `hops`.
         segments: where several tensors lie side by side in the W rows of x. None: x is one tensor.
-    Returns: the shard (n / W,), unrounded, in float32 where x is in half precision; and the next error.
-    Raises: ValueError if n is misaligned, the error does not fit x, or the axis is not bound; TypeError if x is
+    Returns: the shard (n / W,) in the dtype of x, piece `axis_index(axis)` of the mean, and the next error.
+    Raises: ValueError if n is misaligned, the error does not fit x, or an axis is not bound; TypeError if x is
         not floating.
+
+    Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
-    size = axis_size(axis)
-    check_vector(x, error, size * codec.align, "x")
-    payload, error = encode(for_rows(codec, segments), feedback, x.view(size, -1), error)
-    received = messages.exchange(payload, axis)
-    with step_range("decode"):
-        shard = mean_of_rows(for_own_row(codec, segments, axis), received)
-    return (shard.float() if shard.element_size() < 4 else shard), error
+    shard, error = reduce_scatter_wide(x, error, axis, codec, feedback, segments=segments)
+    return shard.to(x.dtype), error
+
+
+def reduce_scatter_wide(
+    x: Tensor, error: Tree, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
+) -> tuple[Tensor, Tree]:
+    """Do what `reduce_scatter_mean` does, and return the shard of half precision vectors in float32, unrounded."""
+    _refuse_to_differentiate(x, "reduce_scatter_mean", axis)
+    errors = split_errors(error, axis)
+    shard = _reduce(x, errors, hops(axis, codec, feedback), levels(segments, axis))
+    return shard, join_errors(errors, axis)
 
 
 def all_gather_shards(
-    shard: Tensor, error: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+    shard: Tensor, error: Tree, axis: AxisNames, codec: Codecs, feedback: Feedbacks, *, segments: Segments | None = None
 ) -> tuple[Tensor, Tree]:
     """Give every rank the whole vector, in codes, of which each has a shard.
+
+    >>> import torch, fn
+    >>> def on_rank(shard):
+    ...     return fn.all_gather_shards(shard, (), "data", fn.int8(), fn.off())[0]
+    >>> fn.simulate(on_rank, "data", 2, out_dims=None)(torch.tensor([[1.0, 2.0], [3.0, -4.0]]))
+    tensor([ 1.0000,  1.9844,  3.0000, -4.0000])
 
     Args:
         shard: (n / W,) floating, its length a multiple of codec.align.
         error: what `feedback.init(shard)`, `initial_errors` or the last call returned.
-        axis, codec, feedback, segments: as for `reduce_scatter_wide`.
+        axis, codec, feedback, segments: as for `reduce_scatter_mean`; the last axis is gathered first.
     Returns: the vector (n,) in the dtype of the shard, the same on every rank, and the next error.
-    Raises: as `reduce_scatter_wide`.
+    Raises: as `reduce_scatter_mean`.
     """
-    payload, error = _encode_shard(shard, error, for_own_row(codec, segments, axis), codec, feedback)
-    gathered = messages.gather(payload, axis)
-    return decode(for_rows(codec, segments), gathered, shard.dtype), error
+    _refuse_to_differentiate(shard, "all_gather_shards", axis)
+    plan, errors = hops(axis, codec, feedback), split_errors(error, axis)
+    whole = _gather(shard, errors, plan, levels(segments, axis), len(plan))
+    return whole, join_errors(errors, axis)
 
 
 def compressed_all_reduce(
     x: Tensor,
     errors: tuple[Tree, Tree],
-    axis: str,
-    codec: Codec,
-    feedback: Feedback,
+    axis: AxisNames,
+    codec: Codecs,
+    feedback: Feedbacks,
     *,
     segments: Segments | None = None,
     consume: bool = False,
     servers: bool = True,
 ) -> tuple[Tensor, tuple[Tree, Tree]]:
-    """Average a vector over the ranks of an axis in codes: `reduce_scatter_wide`, then `all_gather_shards`.
+    """Average a vector in codes: `reduce_scatter_mean`, then `all_gather_shards`.
 
     Where the codec has a kernel for it, the server's part is one pass: decode, mean, feedback, encode. The numbers
-    are the same either way. Without servers every rank sends its codes to all others:
+    are the same either way. Without servers every rank of the last hop sends its codes to all others:
 
     x (n,) on each rank
       | compensate with the worker error, encode one row
@@ -113,113 +153,141 @@ def compressed_all_reduce(
     Args:
         x: (n,) floating, n a multiple of W * codec.align, without servers of codec.align.
         errors: the worker's and the server's, without servers () in place of the second.
-        axis, codec, feedback, segments: as for `reduce_scatter_wide`; without servers segments lie in one row.
+        axis, codec, feedback, segments: as for `reduce_scatter_mean`. Without servers segments give the ranks of the
+            last hop one row together.
         consume: x is not needed any more, and its memory may be used for the error.
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
-    Raises: as `reduce_scatter_wide`, and ValueError without servers for an error with a server's part.
+    Raises: as `reduce_scatter_mean`, and ValueError without servers for an error with a server's part.
     """
-    gathered, errors = mean_in_codes(x, errors, axis, codec, feedback, segments, consume=consume, servers=servers)
-    return (decode if servers else mean_of_codes)(for_rows(codec, segments), gathered, x.dtype), errors
+    _refuse_to_differentiate(x, "compressed_all_reduce", axis)
+    *inner, last = plan = hops(axis, codec, feedback)
+    worker, server = (split_errors(half, axis) for half in errors)
+    cuts, dtype, size = levels(segments, axis, servers=servers), x.dtype, axis_size(last.axis) if servers else 1
+    exactly, inner_axes = all(hop.exact for hop in inner), [hop.axis for hop in inner]
+    x = _exact_shard(x, inner_axes, segments) if exactly else _reduce(x, worker, inner, cuts)
 
+    check_vector(x, worker[-1], size * last.codec.align, "x")
+    shard = x[: x.shape[0] // size]  # stands for a server's shard in shape and dtype
+    if servers:
+        check_vector(shard, server[-1], last.codec.align, "shard")
+    else:
+        check_no_server(server[-1])
+    rows = x.view(size, -1)
+    payload, worker[-1] = encode(last.for_rows(cuts[-1]), last.feedback, rows, worker[-1], consume=consume)
+    if servers:
+        payload, server[-1] = through_servers(payload, server[-1], last, cuts[-1], shard.view(1, -1))
+    else:
+        payload = messages.gather(payload, last.axis)
 
-def mean_in_codes(
-    x: Tensor,
-    errors: tuple[Tree, Tree],
-    axis: str,
-    codec: Codec,
-    feedback: Feedback,
-    segments: Segments | None,
-    *,
-    consume: bool = False,
-    servers: bool,
-) -> tuple[Tree, tuple[Tree, Tree]]:
-    """Return what `compressed_all_reduce` decodes, W rows, and the next errors. Args: as there."""
-    worker, server = errors
-    if not servers:
-        check_no_server(server)
-        check_vector(x, worker, codec.align, "x")
-        payload, worker = encode(for_rows(codec, segments), feedback, x.view(1, -1), worker, consume=consume)
-        return messages.gather(payload, axis), (worker, server)
-    size = axis_size(axis)
-    mine = for_own_row(codec, segments, axis)
-    fused = fused_with(mine, feedback)
-    shard = x[: x.shape[0] // size].view(1, -1)  # stands for a shard in shape and dtype
-    if fused is None or fused.serve is None or x.dtype not in _SCALE_DTYPES or not fused.accepts(shard, server):
-        wide, worker = reduce_scatter_wide(x, worker, axis, codec, feedback, segments=segments)
-        payload, server = _encode_shard(wide.to(x.dtype), server, mine, codec, feedback)
-        return messages.gather(payload, axis), (worker, server)
-    check_vector(x, worker, size * codec.align, "x")
-    check_vector(shard[0], server, codec.align, "shard")
-    payload, worker = encode(for_rows(codec, segments), feedback, x.view(size, -1), worker, consume=consume)
-    gathered, server = through_servers(payload, server, axis, codec, feedback, segments=segments)
-    return gathered, (worker, server)
-
-
-def _encode_shard(shard: Tensor, error: Tree, own: Codec, codec: Codec, feedback: Feedback) -> tuple[Tree, Tree]:
-    check_vector(shard, error, codec.align, "shard")
-    return encode(own, feedback, shard.view(1, -1), error, worker=False)
+    if exactly:  # within the node travel the codes, too, which are fewer bytes than what they stand for
+        payload = gather_codes(payload, inner_axes)
+        mean = _decode_mean(payload, last, segments, x.dtype, servers=servers)
+    else:
+        mean = _decode_mean(payload, last, cuts[-1], x.dtype, servers=servers)
+        mean = _gather(mean, server, plan, cuts, len(inner))
+    return mean.to(dtype), (join_errors(worker, axis), join_errors(server, axis))
 
 
 def through_servers(
-    payload: Tree, server: Tree, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None
+    payload: Tree, server: Tree, hop: Hop, segments: Segments | None, shard: Tensor
 ) -> tuple[Tree, Tree]:
-    """Carry encoded rows through the servers: exchange, decode, mean, feedback, encode, gather.
+    """Carry W encoded rows through the servers: exchange, decode, mean, feedback, encode, gather.
 
-    Args: payload: W rows; server: the server's error; the rest as for `reduce_scatter_wide`. The codec must have a
-        kernel for the server's part.
+    Args: payload: W rows. server: the server's error. shard: what a server's mean (1, n / W) is like.
     Returns: the payload of the mean, W rows, the same on every rank, and the next error.
     """
-    fused = fused_with(for_own_row(codec, segments, axis), feedback)
-    if fused is None or fused.serve is None:
-        raise TypeError("codec: has no kernel that serves; use reduce_scatter_mean and all_gather_shards")
-    received = messages.exchange(payload, axis)
-    with step_range("serve"):
-        payload, server = fused.serve(received, server)
-    if observed():
-        observe_kept(fused.settle(server, 1))
-    return messages.gather(payload, axis), server
+    codec = hop.for_own_row(segments)
+    fused = fused_with(codec, hop.feedback)
+    received = messages.exchange(payload, hop.axis)
+    # A kernel does not round the mean to half precision before it encodes it; the two halves one after the other do.
+    if fused is not None and fused.serve is not None and shard.element_size() >= 4 and fused.accepts(shard, server):
+        with step_range("serve"):
+            payload, server = fused.serve(received, server)
+        if observed():
+            observe_kept(fused.settle(server, 1))
+    else:
+        with step_range("decode"):
+            mean = mean_of_rows(codec, received).to(shard.dtype)
+        payload, server = encode(codec, hop.feedback, mean.view(1, -1), server, worker=False)
+    return messages.gather(payload, hop.axis), server
 
 
-def initial_errors(
-    x: Tensor, axis: str, codec: Codec, feedback: Feedback, *, segments: Segments | None = None, servers: bool = True
-) -> tuple[Tree, Tree]:
-    """Return the errors with which a worker and a server start, for vectors like x (n,).
+def _reduce(x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[Segments | None]) -> Tensor:
+    """Reduce-scatter x hop by hop; return the shard, half precision wide, and replace each hop's error by the next."""
+    for i, hop in enumerate(plan):
+        size = axis_size(hop.axis)
+        check_vector(x, errors[i], size * hop.codec.align, "x")
+        payload, errors[i] = encode(hop.for_rows(cuts[i]), hop.feedback, x.view(size, -1), errors[i])
+        received = messages.exchange(payload, hop.axis)
+        with step_range("decode"):
+            x = mean_of_rows(hop.for_own_row(cuts[i]), received)
+        x = x.float() if x.element_size() < 4 else x
+    return x
 
-    They have the form in which the codec's kernels are fastest where the feedback leaves that open: `classic` with
-    lazy=True, and `damped` with the codec's own block. Without servers, theirs is ().
+
+def _gather(
+    x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[Segments | None], count: int
+) -> Tensor:
+    """All-gather x over the first `count` hops, the last of them first; replace each hop's error by the next."""
+    for i in reversed(range(count)):
+        hop = plan[i]
+        check_vector(x, errors[i], hop.codec.align, "shard")
+        codec = hop.for_own_row(cuts[i])
+        payload, errors[i] = encode(codec, hop.feedback, x.view(1, -1), errors[i], worker=False)
+        x = _decode(hop.for_rows(cuts[i]), messages.gather(payload, hop.axis), x.dtype)
+        # It is made with servers' errors, which are each rank's own, and equal only because all their history is. Where
+        # outer axes are simulated, it leaves their levels if their ranks found the same.
+        x = found_alike(x, tuple(outer.axis for outer in plan[i + 1 :])) if plan[i + 1 :] else x
+    return x
+
+
+def exact_mean(x: Tensor, axis: AxisNames, *, consume: bool = False) -> Tensor:
+    """Average a vector (n,) exactly; over several axes, only the last sees 1 / W of it, W the ranks of the others.
+
+    Args: consume: x is not needed any more, and the mean may take its memory.
     """
-    size = axis_size(axis) if servers else 1
-    shard = x[: x.shape[0] // size]
+    *inner, last = names(axis)
+    if not inner:
+        mean: Tensor = primitives.mean_in_place(x, last) if consume else primitives.pmean(x, last)
+        return mean
+    size = axis_size(tuple(inner))
+    padded = F.pad(x, (0, -x.shape[0] % size)) if x.shape[0] % size else x
+    rules = (tuple(inner), (identity(),) * len(inner), off())
+    shard, _ = reduce_scatter_mean(padded, (), *rules)
+    del padded
+    whole, _ = all_gather_shards(primitives.mean_in_place(shard, last), (), *rules)
+    return whole[: x.shape[0]]
 
-    def initial(codec: Codec, x: Tensor, rows: int) -> Tree:
-        fused = fused_with(codec, feedback)
-        free = fused is not None and getattr(feedback.rule, "lazy", True)
-        return fused.init(x.view(rows, -1)) if fused is not None and free else feedback.init(x)
 
-    worker = initial(for_rows(codec, segments), x, size)
-    return worker, initial(for_own_row(codec, segments, axis), shard, 1) if servers else ()
+def _exact_shard(x: Tensor, axes: Sequence[str], segments: Segments | None) -> Tensor:
+    """Average a vector over axes exactly, piece by piece; return this rank's rows, (n / W,), half precision wide."""
+    cuts = pieces(segments)
+    if segments is None or len(cuts) == 1:
+        return reduce_exactly([x], axes, 1)
+    rows, ends = x.view(segments.valid.shape[0], -1), [0, *accumulate(segments.widths)]
+    parts = (rows[:, ends[first] : ends[end]].reshape(-1) for first, end in cuts)
+    return reduce_exactly(parts, axes, rows.shape[0] // axis_size(tuple(axes)))
 
 
-def settle_errors(
-    x: Tensor,
-    errors: tuple[Tree, Tree],
-    axis: str,
-    codec: Codec,
-    feedback: Feedback,
-    *,
-    segments: Segments | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return a worker's and a server's error as the plain vectors (n,) and (n / W,) that they stand for; x as sent."""
-    size, (worker, server) = axis_size(axis), errors
-    shard = x[: x.shape[0] // size]
-    sent = settle(for_rows(codec, segments), feedback, worker, x.view(size, -1))
-    return sent, settle(for_own_row(codec, segments, axis), feedback, server, shard.view(1, -1))
+def reduce_exactly(parts: Iterable[Tensor], axes: Sequence[str], rows: int) -> Tensor:
+    """Average vectors over axes exactly, one after the other, and lay this rank's rows of them side by side: (n,)."""
+    plan = [Hop(axis, identity(), off()) for axis in axes]
+    shards = [_reduce(part, [()] * len(plan), plan, [None] * len(plan)).view(rows, -1) for part in parts]
+    return (shards[0] if len(shards) == 1 else torch.cat(shards, dim=1)).reshape(-1)
+
+
+def gather_codes(payload: Tree, axes: Sequence[str]) -> Tree:
+    """Gather the rows of a payload over axes, the last one first; all rows lie one after the other then."""
+    for axis in reversed(axes):
+        gathered = messages.gather(tree.map(lambda leaf: leaf[None], payload), axis)
+        payload = tree.map(lambda leaf: leaf.flatten(0, 1), gathered)
+    return payload
 
 
 def encode(
     codec: Codec, feedback: Feedback, x: Tensor, error: Tree, *, consume: bool = False, worker: bool = True
 ) -> tuple[Tree, Tree]:
-    """Compensate x (R, n) with an error and encode it; return the payload and the next error.
+    """Compensate x (R, n) with a residual error and encode it; return the payload and the next error.
 
     Args: consume: x is not needed any more. worker: x is what this rank has to say, not a mean that it passes on.
     """
@@ -250,23 +318,23 @@ def _encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree, consume: b
     return payload, feedback.residual(compensated, codec.decode(payload).reshape(-1), error)
 
 
-def decode(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
-    """Return decoded rows as one vector in a dtype."""
+def _decode(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
     with step_range("decode"):
         return codec.decode(payload).reshape(-1).to(dtype)
 
 
-_SCALE_DTYPES = (torch.float32, torch.float64)  # a shard in another dtype is rounded between the halves
-
-
-def for_rows(codec: Codec, segments: Segments | None) -> Codec:
-    """Return the codec for the rows of all ranks."""
-    return codec if segments is None else segmented(codec, segments)
-
-
-def for_own_row(codec: Codec, segments: Segments | None, axis: str) -> Codec:
-    """Return the codec for the row that this rank serves."""
-    return codec if segments is None else segmented(codec, segments.row(axis_index(axis)))
+def _decode_mean(payload: Tree, hop: Hop, segments: Segments | None, dtype: torch.dtype, *, servers: bool) -> Tensor:
+    """Return the mean that all ranks have as codes: the rows of the servers, or without those all ranks' of each."""
+    if servers:
+        return _decode(hop.for_rows(segments), payload, dtype)
+    ranks = axis_size(hop.axis)
+    means = []
+    for row in range(tree.leaves(payload)[0].shape[0] // ranks):
+        codes = tree.map(lambda leaf, row=row: leaf[row * ranks : (row + 1) * ranks], payload)
+        codec = hop.for_rows(None if segments is None else segments.row(row))
+        with step_range("decode"):
+            means.append(mean_of_rows(codec, codes).to(dtype))
+    return means[0] if len(means) == 1 else torch.cat(means)
 
 
 def check_vector(x: Tensor, error: Tree, align: int, argument: str) -> None:
@@ -289,7 +357,7 @@ def check_no_server(server: Tree) -> None:
         raise ValueError("error: has a server's part, but no rank serves; a state belongs to what it was made for")
 
 
-def mean_of_codes(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
-    """Return the mean of decoded rows (n,) in a dtype."""
-    with step_range("decode"):
-        return mean_of_rows(codec, payload).to(dtype)
+def _refuse_to_differentiate(x: Tensor, collective: str, axis: AxisNames) -> None:
+    """Refuse it here, for codes have no gradient that the exchange of them could notice."""
+    if primitives.is_differentiated(x) and axis_size(axis) > 1:
+        primitives.refuse_to_differentiate(x, collective, axis)

@@ -20,9 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn import tree
+from fn.collectives.axis import axis_size
 from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented
-from fn.collectives.compressed import compressed_all_reduce, encode, initial_errors, settle_errors
-from fn.collectives.feedback import Classic, Feedback, classic, damped, off
+from fn.collectives.compressed import compressed_all_reduce, encode
+from fn.collectives.feedback import Classic, Feedback, classic, damped, off, settle
+from fn.collectives.hierarchy import Hop, initial_errors
 from fn.collectives.ledger import ledger
 from fn.collectives.simulation import simulate
 from fn.errors import expected
@@ -240,6 +242,15 @@ def _all_reduce(codec: Codec, feedback: Feedback, n: int, rounds: int = 1) -> Ca
         return y, settle_errors(x, errors, "data", codec, feedback) if rounds > 1 else ()
 
     return simulate(on_rank, "data", 2, out_dims=(None, 0))
+
+
+def settle_errors(
+    x: Tensor, errors: tuple[Tree, Tree], axis: str, codec: Codec, feedback: Feedback, segments: Segments | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return a worker's and a server's error as the plain vectors (n,) and (n / W,) that they stand for; x as sent."""
+    hop, rows = Hop(axis, codec, feedback), x.view(axis_size(axis), -1)
+    worker = settle(hop.for_rows(segments), feedback, errors[0], rows)
+    return worker, settle(hop.for_own_row(segments), feedback, errors[1], rows[:1])
 
 
 def _kernels(codec: Codec) -> str | None:

@@ -14,19 +14,19 @@ from torch import Tensor
 from fn import tree
 from fn.base import Step, UpdateFn, links_of
 from fn.collectives import messages
-from fn.collectives.codecs.codec import Segments, segmented
+from fn.collectives.codecs.codec import Segments
 from fn.collectives.codecs.sign import SignPayload
-from fn.collectives.compressed import ErrorFeedbackState, check_no_server, encode, for_rows, through_servers
-from fn.collectives.feedback import fused_with, settle
-from fn.collectives.hierarchy import (
-    Hop,
+from fn.collectives.compressed import (
+    ErrorFeedbackState,
+    check_no_server,
     compressed_all_reduce,
+    encode,
     gather_codes,
-    hops,
-    levels,
     reduce_exactly,
-    row_count,
+    through_servers,
 )
+from fn.collectives.feedback import fused_with, settle
+from fn.collectives.hierarchy import Hop, hops, levels, row_count
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.inplace.memory import successor, written_into
 from fn.kernels import ops
@@ -151,7 +151,7 @@ class CodedAverage(NamedTuple):
 
     def _averages(self, segments: Segments, worker: Tree, server: Tree) -> Callable[..., tuple[Tree, Tree]] | None:
         """Return `averages` of the codec's kernels; None if they, or the servers', do not fit these errors."""
-        fused = fused_with(for_rows(self.last.codec, segments), self.last.feedback)
+        fused = fused_with(self.last.for_rows(segments), self.last.feedback)
         rows = _like(segments)
         if fused is None or not fused.accepts(rows, worker):
             return None
@@ -174,8 +174,8 @@ class CodedAverage(NamedTuple):
                 continue
             at, size = plan.segments, plan.segments.valid.shape[0]
             x = reduce_exactly(map(rows, plan.parts), self.inner, size) if self.inner else rows(plan.bucket)
-            codec, feedback = segmented(self.last.codec, at), self.last.feedback
-            payload, worker = encode(codec, feedback, x.view(size, -1), plan.ends[0], consume=True)
+            rule = self.last.for_rows(at), self.last.feedback
+            payload, worker = encode(*rule, x.view(size, -1), plan.ends[0], consume=True)
             found.append(self._of_codes(plan, payload, worker))
         return CodedMean(found)
 
@@ -195,7 +195,7 @@ class CodedAverage(NamedTuple):
             with step_range("encode"):
                 payload, worker = plan.averages(*lists, decay, error=plan.ends[0], rows=rows)
             if observed():  # the whole difference is the error, so what was encoded is the sum of the two
-                codec = for_rows(self.last.codec, plan.segments)
+                codec = self.last.for_rows(plan.segments)
                 kept = settle(codec, self.last.feedback, worker, _like(plan.segments))
                 observe_kept(kept)
                 observe_loss(codec.decode(payload).reshape(-1).add_(kept), kept)
@@ -212,13 +212,12 @@ class CodedAverage(NamedTuple):
 
     def _of_codes(self, plan: BucketPlan, payload: Tree, worker: Tree) -> BucketMean:
         """Average what is encoded. worker: the next error."""
-        axis, codec, feedback = self.last
         server = plan.ends[1]
         if self.rule.servers:
-            payload, server = through_servers(payload, server, axis, codec, feedback, segments=plan.segments)
+            payload, server = through_servers(payload, server, self.last, plan.segments, _like(plan.segments)[:1])
             payload = gather_codes(payload, self.inner) if self.inner else payload
         else:
-            payload = messages.gather(payload, axis)
+            payload = messages.gather(payload, self.last.axis)
         return BucketMean(plan.bucket, payload, successor(plan.ends, (worker, server)))
 
 

@@ -20,8 +20,9 @@ from fn.collectives.axis import Axis, Binding, axis_size, bind
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
+from fn.collectives.compressed import compressed_all_reduce
 from fn.collectives.feedback import Feedback, classic, damped, off
-from fn.collectives.hierarchy import compressed_all_reduce, initial_errors
+from fn.collectives.hierarchy import initial_errors
 from fn.collectives.ledger import ledger
 from fn.errors import expected
 from fn.planner.methods import label

@@ -17,19 +17,15 @@ from fn.collectives import primitives
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_size, names
 from fn.collectives.codecs.codec import Segments
-from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.feedback import Feedback, classic, damped
-from fn.collectives.hierarchy import (
-    Codecs,
-    Feedbacks,
+from fn.collectives.compressed import (
+    ErrorFeedbackState,
     all_gather_shards,
     compressed_all_reduce,
     exact_mean,
-    hops,
-    initial_errors,
     reduce_scatter_mean,
-    row_count,
 )
+from fn.collectives.feedback import Feedback, classic, damped
+from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors, row_count
 from fn.errors import expected
 from fn.transforms import flat_layout as layouts
 from fn.transforms.resharding import errors_reshape, reshapes

@@ -11,16 +11,9 @@ from torch import Tensor
 
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
+from fn.collectives.compressed import all_gather_shards, compressed_all_reduce, reduce_scatter_wide
 from fn.collectives.feedback import classic, off
-from fn.collectives.hierarchy import (
-    Codecs,
-    Feedbacks,
-    all_gather_shards,
-    compressed_all_reduce,
-    hops,
-    initial_errors,
-    reduce_scatter_wide,
-)
+from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
 from fn.collectives.messages import fill_rows, swap_rows
 from fn.errors import expected
 from fn.transforms.flat_layout import LAYOUTS, Bucket, buckets, join, rows_of

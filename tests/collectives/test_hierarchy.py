@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.collectives.hierarchy import compressed_all_reduce, hops, initial_errors
+from fn.collectives.compressed import compressed_all_reduce
+from fn.collectives.hierarchy import hops, initial_errors
 
 AXES = ("local", "node")
 WORLDS = [(1, 4), (2, 2), (2, 4), (3, 2), (4, 1)]  # nodes, ranks of each

@@ -13,8 +13,10 @@ from registry import OPTIMIZERS
 
 import fn
 from fn import Phase, tree
-from fn.collectives.compressed import encode, initial_errors, settle_errors
+from fn.collectives.compressed import encode
 from fn.collectives.feedback import store_of
+from fn.collectives.hierarchy import initial_errors
+from fn.collectives.testing import settle_errors
 
 CODECS = {
     "sign": fn.sign,

@@ -15,7 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import tree
 from fn.collectives import compressed
-from fn.collectives.hierarchy import compressed_all_reduce, initial_errors
+from fn.collectives.compressed import compressed_all_reduce
+from fn.collectives.hierarchy import initial_errors
 
 CODECS = {
     "sign": fn.sign,

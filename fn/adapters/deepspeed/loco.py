@@ -23,8 +23,8 @@ from fn.collectives import messages
 from fn.collectives.agreement import check_agreement, describe_leaves, device_of
 from fn.collectives.axis import axis_size
 from fn.collectives.codecs.codec import identity
+from fn.collectives.compressed import reduce_scatter_wide
 from fn.collectives.feedback import StoredError, off
-from fn.collectives.hierarchy import reduce_scatter_wide
 from fn.errors import expected
 
 

@@ -18,8 +18,9 @@ from fn.collectives import messages
 from fn.collectives.agreement import describe_numbers, differences, gather_values
 from fn.collectives.axis import Binding, bind
 from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented
-from fn.collectives.compressed import all_gather_shards, encode, initial_errors
+from fn.collectives.compressed import all_gather_shards, encode
 from fn.collectives.feedback import Feedback, off
+from fn.collectives.hierarchy import initial_errors
 from fn.collectives.ledger import Ledger
 from fn.errors import expected
 from fn.transforms.average import compressed_average

@@ -114,8 +114,10 @@ def mean_of_rows(codec: Codec, payload: Tree) -> Tensor:
     return torch.mul(total, 1.0 / rows.shape[0], out=pooled(total).get("out"))
 
 
-def segmented(codec: Codec, segments: Segments) -> Codec:
-    """Return the codec for rows in which several tensors lie side by side; padding decodes to zero."""
+def segmented(codec: Codec, segments: Segments | None) -> Codec:
+    """Return the codec for rows in which several tensors lie side by side, if any; padding decodes to zero."""
+    if segments is None:
+        return codec
     if codec.segmented is not None:
         return codec.segmented(segments)
     return by_tensor(lambda width, valid: codec, segments)

@@ -15,8 +15,10 @@ import torch
 import fn
 from fn.collectives.agreement import describe
 from fn.collectives.codecs.codec import Segments, mean_of_rows, segmented
-from fn.collectives.compressed import compressed_all_reduce, encode, initial_errors, settle_errors
+from fn.collectives.compressed import compressed_all_reduce, encode
 from fn.collectives.feedback import LazyError
+from fn.collectives.hierarchy import initial_errors
+from fn.collectives.testing import settle_errors
 
 CODECS = [fn.sign(), fn.sign(block=64), fn.int4(block=64), fn.int8(block=64), fn.identity(torch.bfloat16)]
 SEGMENTS = Segments((64, 8, 264, 16), torch.tensor([[64, 8, 264, 16], [64, 3, 200, 0]]))
@@ -244,7 +246,7 @@ def test_the_whole_all_reduce_is_its_two_halves(codec, segments, lazy):
         errors = initial_errors(x, "data", codec, feedback, segments=segments)
         for k in range(3):
             y, errors = compressed_all_reduce(x * (1 + k), errors, "data", codec, feedback, segments=segments)
-        return y, settle_errors(x, errors, "data", codec, feedback, segments=segments)
+        return y, settle_errors(x, errors, "data", codec, feedback, segments)
 
     def halves(x):
         worker, server = fn.classic().init(x), fn.classic().init(x[: x.shape[0] // 2])
