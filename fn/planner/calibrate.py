@@ -25,7 +25,6 @@ from fn.collectives.feedback import Feedback, classic, damped, off
 from fn.collectives.hierarchy import initial_errors
 from fn.collectives.ledger import ledger
 from fn.errors import expected
-from fn.planner.methods import label
 from fn.planner.network import Cost, Link, Network
 from fn.planner.units import show_rate, show_seconds
 
@@ -53,7 +52,7 @@ class Job(NamedTuple):
 
 
 @contextmanager
-def job() -> Iterator[Job]:
+def join_job() -> Iterator[Job]:
     """Join the job that a launcher started, with the axes "node" and "local", or "data" if there is one node.
 
     Raises: ValueError if no launcher says which rank this is.
@@ -77,14 +76,14 @@ def job() -> Iterator[Job]:
         dist.destroy_process_group()
 
 
-def measure(found: Job, sizes: Sequence[int] = SIZES, repeat: int = REPEAT) -> dict[str, Link]:
+def measure(job: Job, sizes: Sequence[int] = SIZES, repeat: int = REPEAT) -> dict[str, Link]:
     """Return the link behind each bound axis that has more than one rank; every rank calls it and gets the same."""
-    axes = ("data",) if found.per_node == found.world else ("node", "local")
+    axes = ("data",) if job.per_node == job.world else ("node", "local")
     links = {}
     for axis in axes:
         if axis_size(axis) > 1:
-            shared = found.per_node if axis == "node" else 1  # that many groups were measured side by side
-            costs = {name: _cost(name, axis, found.device, sizes, repeat, shared) for name in _RUNS}
+            shared = job.per_node if axis == "node" else 1  # that many groups were measured side by side
+            costs = {name: _cost(name, axis, job.device, sizes, repeat, shared) for name in _RUNS}
             links[axis] = Link(costs["all_to_all"], costs)
     return links
 
@@ -110,12 +109,12 @@ def _time(run: Callable[[], object], repeat: int, axis: str | None = None) -> li
     times = []
     for turn in range(repeat + 1):
         if axis is not None:
-            dist.barrier()
+            dist.barrier()  # else a rank that is late would be timed as if the link were slow
         start = time.perf_counter()
         run()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
-        if turn:
+        if turn:  # the first one compiles and connects
             times.append(time.perf_counter() - start)
     return times
 
@@ -141,13 +140,13 @@ def coding(params: int, device: torch.device, repeat: int = REPEAT) -> Callable[
     A collective runs whose messages go nowhere: each rank receives what it sent itself. Two ranks stand for any number,
     but not without servers, where a rank decodes the codes of all: there it is a line through two and four.
 
-    Returns: network -> seconds by the method's label.
+    Returns: network -> seconds by the `Method.label`.
     """
     signs = _coding(sign(), classic(), device, repeat)
     two, four = (_coding(sign(), classic(), device, repeat, ranks=w, servers=False) for w in (2, 4))
     bytes_, nibbles = _coding(int8(), off(), device, repeat), _coding(int4(), damped(), device, repeat)
     named = ("onebit_adam", "onebit_adam, overlapped", "onebit_lamb", "zero_one_adam", "sharded_onebit_adam")
-    found = {
+    seconds = {
         **dict.fromkeys(named, signs),
         **dict.fromkeys(("onebit_adam, int8", "adamw, int8 gradients"), bytes_),
         **dict.fromkeys(("loco_adamw, int4", "loco_adamw, int4, int8 back", "adamw, int4 gradients"), nibbles),
@@ -157,11 +156,11 @@ def coding(params: int, device: torch.device, repeat: int = REPEAT) -> Callable[
         direct = two + max(0.0, four - two) / 2 * max(0, ranks - 2)
         names = [f"{name}, servers=False" for name in ("onebit_adam", "zero_one_adam")]
         names.append("onebit_adam, servers=False, overlapped")
-        return {name: elements * time for name, time in (found | dict.fromkeys(names, direct)).items()}
+        return {name: elements * time for name, time in (seconds | dict.fromkeys(names, direct)).items()}
 
     def on(net: Network) -> dict[str, float]:
         shards = among(net.nodes, params / net.per_node)
-        return among(net.world, params) | {label(name, "two-level"): time for name, time in shards.items()}
+        return among(net.world, params) | {f"{name} (two-level)": time for name, time in shards.items()}
 
     return on
 

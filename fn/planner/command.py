@@ -1,18 +1,21 @@
-"""`python -m fn plan`: the flags, and what is printed."""
+"""`python -m fn plan`: the flags, and what is printed: a plan as a table, as JSON and as a picture."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from fn.planner import calibrate, page, report, scaling, traffic, units
+from fn.errors import expected
+from fn.planner import calibrate, page, traffic, units
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
-from fn.planner.network import Cost, Network, network
-from fn.planner.predict import Plan, one_topology_each, plan
+from fn.planner.network import Cost, Network, leaving, network
+from fn.planner.predict import Plan, Prediction, fastest_by_ranks, numbers_of_ranks, one_topology_each, plan, sentence
+from fn.planner.units import show_bytes, show_rate, show_seconds
 
 MEMORY = 1.6e13
 """Bit/s of a current accelerator's memory, of which coding is estimated where nothing is measured."""
@@ -84,12 +87,12 @@ def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Plan and print; with --calibrate on the links that are measured first, and from rank 0 only."""
     try:
         if os.environ.get("RANK", "0") == "0" or not arguments.calibrate:  # where the files are written
-            report.check_paths(arguments.json, arguments.png, arguments.html)
+            check_paths(arguments.json, arguments.png, arguments.html)
         if arguments.calibrate and arguments.html:
             wanted = "the page takes one cost for a link, and --calibrate measures one for each collective"
             raise ValueError(f"--html: {wanted}; give the links as flags, or leave --html out")
         if arguments.calibrate:
-            with calibrate.job() as job:
+            with calibrate.join_job() as job:
                 net = _calibrated(arguments, job)
                 if job.rank == 0:
                     memory = arguments.memory or calibrate.memory(job.device)
@@ -155,25 +158,178 @@ def _show(
     more = {key: getattr(arguments, key) for key in ("bucket", "interval", "local_steps", "rank", "density")}
 
     def plan_on(net: Network) -> Plan:
-        found = methods(model, net, **more)
-        return plan(found, net, arguments.compute, model.params, memory=memory, coding=coding(net))
+        compared = methods(model, net, **more)
+        return plan(compared, net, arguments.compute, model.params, memory=memory, coding=coding(net))
 
     made = plan_on(net)
     shown = made if arguments.all else one_topology_each(made)
-    title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {report.describe(net)}"
-    print(title, "", report.table(shown, net), "", made.verdict, sep="\n")
+    title = f"{model.params:,} parameter{'s' * (model.params > 1)}; {describe_network(net)}"
+    print(title, "", as_table(shown, net), "", made.verdict, sep="\n")
     if made.pays:
-        print(report.about_warm_up(made))
+        print(about_warm_up(made))
     if net.world > 1:
-        print(scaling.sentence(scaling.fastest(plan_on, net), scaling.worlds(net)[-1]))
+        print(sentence(fastest_by_ranks(plan_on, net), numbers_of_ranks(net)[-1]))
     if arguments.png:
-        report.draw(shown, arguments.png, title)
+        draw(shown, arguments.png, title)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps(report.as_json(made), indent=1) + "\n")
+        Path(arguments.json).write_text(json.dumps(as_json(made), indent=1) + "\n")
     if arguments.html:
         table = rows(arguments.interval, arguments.local_steps, arguments.rank, arguments.density)
-        found = page.write(
+        html = page.write(
             table, net, params=model.params, compute=arguments.compute, local_steps=arguments.local_steps,
             memory=memory, tensors=arguments.tensors, width=model.width, bucket=arguments.bucket,
         )  # fmt: skip
-        Path(arguments.html).write_text(found, encoding="utf-8")
+        Path(arguments.html).write_text(html, encoding="utf-8")
+
+
+TIMES = ("communication", "not hidden", "coding", "step", "x adamw")
+HEAD = ("method", "topology", "rank sends", "inside a node", "node sends", "messages", *TIMES)
+
+
+def describe_network(net: Network) -> str:
+    """Return a line about a network."""
+    if net.world == 1:
+        return "1 rank, which has nobody to talk to"
+    ranks = f"{net.world:,} ranks in {net.nodes:,} nodes of {net.per_node}" if net.nodes > 1 else f"{net.world} ranks"
+    links = {"inside a node" if net.nodes > 1 else "between ranks": net.intra} if net.per_node > 1 else {}
+    if net.nodes > 1:
+        links["between nodes"] = net.inter
+    costs = {where: link.cost for where, link in links.items()}
+    texts = [f"{show_rate(cost.bandwidth)}, {show_seconds(cost.latency)} {where}" for where, cost in costs.items()]
+    return f"{ranks}; {'; '.join(texts)}"
+
+
+def as_table(plan: Plan, net: Network) -> str:
+    """Return one line a prediction, the fastest first. Bytes and messages are of a step, in the mean."""
+    base = plan.of("adamw").step
+    rows = [HEAD, *(_row(prediction, base, net) for prediction in plan.predictions)]
+    left_out = (3, 4) if net.nodes == 1 else (2,) if net.per_node > 1 else (2, 3)
+    rows = [tuple(cell for place, cell in enumerate(row) if place not in left_out) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:], *([_COLUMNS] if net.nodes > 1 else [])])
+
+
+_COLUMNS = """
+Bytes and messages are of one step; of methods that exchange in few steps they are the mean. "inside a node" is what a
+rank sends to others of its node, "node sends" what all ranks of a node send to other nodes."""
+
+
+def _row(prediction: Prediction, base: float, net: Network) -> tuple[str, ...]:
+    method = prediction.method
+    out = sum(leaving(message, net) / steps for message, steps in method.sent)
+    times = (prediction.communication, prediction.exposed, prediction.coding, prediction.step)
+    return (
+        method.title,
+        method.topology,
+        show_bytes(method.size),
+        show_bytes(method.size - out / net.per_node),
+        show_bytes(out),
+        f"{sum(1 / steps for _, steps in method.sent):.3g}",
+        *map(show_seconds, times),
+        f"{base / prediction.step:.2f}",
+    )
+
+
+WARM_UP = 0.2
+"""The part of a run that is taken for 1-bit Adam's warm-up."""
+
+
+def about_warm_up(plan: Plan) -> str:
+    """Say what 1-bit Adam's warm-up leaves of its gain, exact or in 8 bits: the table is of later steps."""
+    base, in_bytes, after = (plan.of(name).step for name in ("adamw", "onebit_adam, int8", "onebit_adam"))
+
+    def over_the_run(warm_up: float) -> str:
+        return f"{base / (WARM_UP * warm_up + (1 - WARM_UP) * after):.2f}x"
+
+    return (
+        f"Steps are those after a warm-up, in which 1-bit methods send what adamw sends: onebit_adam is "
+        f"{base / after:.2f}x as fast as adamw after it, {over_the_run(base)} over a run that it is "
+        f"{100 * WARM_UP:.0f} % of, and {over_the_run(in_bytes)} with warmup=fn.int8()."
+    )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan's numbers: bytes, and seconds."""
+    rows = [
+        {
+            "method": p.method.name,
+            "alike": p.method.alike,
+            "topology": p.method.topology,
+            "bytes": p.method.size,
+            "messages": sum(1 / steps for _, steps in p.method.sent),
+            "communication": p.communication,
+            "exposed": p.exposed,
+            "coding": p.coding,
+            "step": p.step,
+            "limit": p.limit,
+        }
+        for p in plan.predictions
+    ]
+    return {"pays": plan.pays, "verdict": plan.verdict, "predictions": rows}
+
+
+def check_paths(json_: str | None, png: str | None, html: str | None = None) -> None:
+    """Refuse files that could not be written, before there is anything to write.
+
+    Raises: OSError or ValueError that names the flag; ImportError if a picture is wanted and matplotlib not installed.
+    """
+    for flag, name in (("--json", json_), ("--png", png), ("--html", html)):
+        if name is None:
+            continue
+        path = Path(name)
+        if path.is_dir():
+            raise IsADirectoryError(f"{flag}: {str(name)!r}: Is a directory")
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"{flag}: {str(name)!r}: No such file or directory")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise PermissionError(f"{flag}: {str(name)!r}: Permission denied")
+    if png is not None:
+        _matplotlib()
+        from matplotlib.backend_bases import FigureCanvasBase
+
+        known = FigureCanvasBase.get_supported_filetypes()
+        if Path(png).suffix[1:].lower() not in known:
+            raise ValueError(expected("--png", f"a name that ends in {', '.join(known)}", f"{str(png)!r}"))
+
+
+def _matplotlib() -> Any:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ImportError("--png needs matplotlib: pip install matplotlib") from error
+    return matplotlib
+
+
+BARS = ("compute", "computation", "0.75"), ("coding", "coding", "C1"), ("exposed", "communication, not hidden", "C3")
+"""What a step consists of in the picture: a field of `Prediction`, its text, its colour."""
+
+
+def draw(plan: Plan, path: str | Path, title: str = "") -> None:
+    """Write the steps as bars of computation, coding and exposed communication to a PNG.
+
+    Raises: ImportError if matplotlib is not installed.
+    """
+    _matplotlib().use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(10, 1.2 + 0.3 * len(plan.predictions)), layout="constrained")
+    slowest_first = plan.predictions[::-1]
+    names = [f"{p.method.title} ({p.method.topology})" for p in slowest_first]
+    left = [0.0] * len(names)
+    for field, text, color in BARS:
+        values = [getattr(p, field) for p in slowest_first]
+        axes.barh(names, values, left=left, label=text, color=color)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    figure.suptitle(textwrap.fill(title, 130), fontsize="medium")
+    axes.set(xlabel="seconds a step, predicted")
+    axes.margins(y=0.02)
+    axes.legend(loc="upper right")  # the fastest are at the top, and short
+    axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

@@ -89,8 +89,8 @@ class Method(NamedTuple):
     @property
     def sent(self) -> list[tuple[Message, int]]:
         """Return all messages, each with the steps from one such message to the next."""
-        each = [(message, 1) for _, part in self.each_step for message in part]
-        return each + [(message, self.interval) for message in self.messages]
+        in_each_step = [(message, 1) for _, part in self.each_step for message in part]
+        return in_each_step + [(message, self.interval) for message in self.messages]
 
     @property
     def size(self) -> float:
@@ -98,8 +98,13 @@ class Method(NamedTuple):
         return sum(message.size / steps for message, steps in self.sent)
 
     @property
+    def label(self) -> str:
+        """What the method is called in a sentence."""
+        return self.name if self.topology == "flat" else f"{self.name} ({self.topology})"
+
+    @property
     def title(self) -> str:
-        """Return the name with those of the optimizers that send just the same."""
+        """The name with those of the optimizers that send just the same."""
         return " / ".join((self.name, *self.alike))
 
 
@@ -116,11 +121,6 @@ def kept_of_sparse_loco(n: int, kept: int = 128) -> Codec:
 
 
 _top_k_once = cache(top_k)
-
-
-def label(name: str, topology: str) -> str:
-    """Return what a method on a topology is called in a sentence."""
-    return name if topology == "flat" else f"{name} ({topology})"
 
 
 def passes_without_servers(ranks: int) -> float:
@@ -252,10 +252,10 @@ def methods(
     Args: bucket: bytes of gradients in a part of an overlapped method. The rest as for `rows`.
     """
     table = [row for row in rows(interval, local_steps, rank, density) if row.fits(model)]
-    found = [method(row, model, net.world, bucket) for row in table]
-    if net.nodes > 1 and net.per_node > 1:
-        found += [method(row, model, (net.per_node, net.nodes), bucket) for row in table if row.two_level]
-    return found
+    on_all = [method(row, model, net.world, bucket) for row in table]
+    if net.nodes == 1 or net.per_node == 1:
+        return on_all
+    return on_all + [method(row, model, (net.per_node, net.nodes), bucket) for row in table if row.two_level]
 
 
 def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -> Method:
@@ -289,5 +289,5 @@ def parts_of(model: Model, send: Sends, bucket: int | None, first: int = traffic
     """Return the parts of a method that sends `send(part)` for each bucket of so many bytes; None is one part."""
     pieces = [model] if bucket is None else traffic.buckets(model, bucket, first)
     params = model.params
-    found = {piece: (piece.params / params, tuple(send(piece))) for piece in dict.fromkeys(pieces)}  # most are equal
-    return tuple(found[piece] for piece in pieces)
+    parts = {piece: (piece.params / params, tuple(send(piece))) for piece in dict.fromkeys(pieces)}  # most are equal
+    return tuple(parts[piece] for piece in pieces)

@@ -61,16 +61,16 @@ def write(
     Args: table: what `methods.rows` returned. params, compute, local_steps: where the sliders are at first, as is net.
         memory: bit/s, of which coding is estimated. tensors, width, bucket: of the model, as for `traffic.model`.
     """
-    found = coefficients(table, net, params, tensors=tensors, width=width, bucket=bucket)
-    found["memory"] = memory
-    found["start"] = {
+    filled = coefficients(table, net, params, tensors=tensors, width=width, bucket=bucket)
+    filled["memory"] = memory
+    filled["start"] = {
         "params": params, "world": net.world, "node": net.per_node,
         "intra": net.intra.cost.bandwidth, "intraLatency": net.intra.cost.latency,
         "inter": net.inter.cost.bandwidth, "interLatency": net.inter.cost.latency,
         "compute": compute, "round": local_steps,
     }  # fmt: skip
     template = files("fn.planner").joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace('"COEFFICIENTS"', json.dumps(found, separators=(",", ":")).replace("</", "<\\/"))
+    return template.replace('"COEFFICIENTS"', json.dumps(filled, separators=(",", ":")).replace("</", "<\\/"))
 
 
 def coefficients(
@@ -105,25 +105,27 @@ def coefficients(
     for row in table:
         last = max((i for i, model in enumerate(models) if row.fits(model)), default=-1)
         for topology in ("flat", "two-level") if row.two_level else ("flat",):
-            at = {}
+            on_ranks = {}
             for world, node in nets if last >= 0 else ():
                 ranks: Ranks = world if topology == "flat" else (node, world // node)
                 if topology == "two-level" and not 1 < node < world:
                     continue
-                each = known(within, False, "bucket", node, last) if row.local and topology == "two-level" else []
+                in_node = row.local and topology == "two-level"
+                each_step = known(within, False, "bucket", node, last) if in_node else []
                 cut = row.cut if isinstance(row.cut, str) else "whole"  # fragments are equal parts of all of it
-                at[_key(ranks)] = [row.passes_on(ranks), known(row.send, row.local, cut, ranks, last), each]
-            if at:
+                sent = known(row.send, row.local, cut, ranks, last)
+                on_ranks[_key(ranks)] = [row.passes_on(ranks), sent, each_step]
+            if on_ranks:
                 rows.append(
                     {
                         "name": row.name, "alike": row.alike, "topology": topology, "compressed": row.compressed,
                         "local": row.local, "every": row.interval, "delay": row.delay,
-                        "cut": row.cut, "last": last, "at": at,
+                        "cut": row.cut, "last": last, "at": on_ranks,
                     }
                 )  # fmt: skip
     return {
         "params": grid,
-        "nets": {f"{world}/{node}": _ways(each) for (world, node), each in nets.items()},
+        "nets": {f"{world}/{node}": _ways(of) for (world, node), of in nets.items()},
         "buckets": [_run_lengths(model, bucket) for model in models],
         "curves": [json.loads(text) for text in curves],
         "rows": rows,
@@ -137,13 +139,13 @@ def _key(ranks: Ranks) -> str:
 
 
 def _counts(parts: Parts) -> Counts:
-    found: dict[tuple[str, str], list[int]] = {}
+    counts: dict[tuple[str, str], list[int]] = {}
     for k, message in ((k, message) for k, (_, part) in enumerate(parts) for message in part):
-        sums = found.setdefault(message[:2], [0, 0, 0])
+        sums = counts.setdefault(message[:2], [0, 0, 0])
         sums[k > 0] += 1
         sums[2] += message.size
     others = max(1, len(parts) - 1)
-    return {key: ((first, _short(rest / others)), size) for key, (first, rest, size) in found.items()}
+    return {key: ((first, _short(rest / others)), size) for key, (first, rest, size) in counts.items()}
 
 
 def _ways(net: Network) -> dict[str, dict[str, list[list[float]]]]:
@@ -173,10 +175,10 @@ def knots(
         messages of the first part, of each other one)]); a single point if it is the same everywhere.
     """
     also = min(also, last)
-    found = []
+    curves = []
     for key in dict.fromkeys(key for i in (0, also, last) for key in counts(i)):
 
-        def at(i: int, key: tuple[str, str] = key) -> Point:
+        def point(i: int, key: tuple[str, str] = key) -> Point:
             count, size = counts(i).get(key, ((0, 0), 0))
             return grid[i], count, size / grid[i]
 
@@ -184,14 +186,14 @@ def knots(
         while gaps:
             low, high = gaps.pop()
             middle = (low + high) // 2
-            if high - low > 1 and not _follows(at(low), at(middle), at(high)):
+            if high - low > 1 and not _follows(point(low), point(middle), point(high)):
                 places.add(middle)
                 gaps += [(low, middle), (middle, high)]
-        there = next(size for i in (also, *sorted(places)) for _, _, size in [at(i)] if size)
-        curve = [(i, _short(at(i)[2] / there), *at(i)[1]) for i in sorted(places)]
+        unit = next(size for i in (also, *sorted(places)) for _, _, size in [point(i)] if size)
+        curve = [(i, _short(point(i)[2] / unit), *point(i)[1]) for i in sorted(places)]
         alike = all(abs(part - 1) <= EXACT_WITHIN and tuple(times) == curve[0][2:] for _, part, *times in curve)
-        found.append((key, _short(there), [(0, 1.0, *at(0)[1])] if alike else curve))
-    return found
+        curves.append((key, _short(unit), [(0, 1.0, *point(0)[1])] if alike else curve))
+    return curves
 
 
 Point = tuple[int, Times, float]

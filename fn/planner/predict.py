@@ -1,12 +1,15 @@
-"""Step times: messages that overlap with the backward pass as far as they can, methods ranked, and a verdict."""
+"""Step times: messages that overlap with the backward pass as far as they can, methods ranked, and a verdict.
+
+The methods are ranked on the network that is given, and on other numbers of ranks with the same links.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from fn.errors import expected
-from fn.planner.methods import Method, Parts, label
+from fn.planner.methods import Method, Parts
 from fn.planner.network import Network, duration
 from fn.planner.units import show_seconds
 
@@ -54,20 +57,21 @@ class Plan(NamedTuple):
 
         Raises: ValueError if there is none of that name.
         """
-        here = [p for p in self.predictions if topology in (None, p.method.topology)]
-        exactly = [p for p in here if name in (p.method.name, *p.method.alike)]
-        for found in exactly or [p for p in here if p.method.name.startswith(f"{name}, ")]:
-            return found
+        candidates = [p for p in self.predictions if topology in (None, p.method.topology)]
+        exactly = [p for p in candidates if name in (p.method.name, *p.method.alike)]
+        variants = [p for p in candidates if p.method.name.startswith(f"{name}, ")]
+        if exactly or variants:
+            return (exactly or variants)[0]
         known = sorted({name for p in self.predictions for name in (p.method.name, *p.method.alike)})
         raise ValueError(expected("name", f"one of {known}", f"{name!r}"))
 
 
-def one_topology_each(found: Plan) -> Plan:
+def one_topology_each(whole: Plan) -> Plan:
     """Return a plan with each method on the topology on which it is the fastest."""
     first: dict[str, Prediction] = {}
-    for prediction in found.predictions:
+    for prediction in whole.predictions:
         first.setdefault(prediction.method.name, prediction)
-    return found._replace(predictions=tuple(first.values()))
+    return whole._replace(predictions=tuple(first.values()))
 
 
 def predict(method: Method, net: Network, compute: float, coding: float) -> Prediction:
@@ -128,8 +132,9 @@ def plan(
     if not compute > 0:
         raise ValueError(expected("compute", "a number above 0", f"{compute}"))
     measured = coding or {}
-    found = [predict(m, net, compute, measured.get(_label(m), 8 * m.passes * params / memory)) for m in methods]
-    ranked = tuple(sorted(found, key=lambda prediction: prediction.step))
+    seconds = [measured.get(m.label, 8 * m.passes * params / memory) for m in methods]
+    predictions = [predict(m, net, compute, coding) for m, coding in zip(methods, seconds, strict=True)]
+    ranked = tuple(sorted(predictions, key=lambda prediction: prediction.step))
     return Plan(ranked, *_verdict(ranked))
 
 
@@ -142,8 +147,8 @@ def _verdict(ranked: Sequence[Prediction]) -> tuple[bool, str]:
     pays = _pays(best, plain)
     if pays:
         text = (
-            f"Compression pays: of the methods that synchronise in every step, {_label(best.method)} is the fastest, "
-            f"{show_seconds(best.step)} a step. {_label(plain.method)} takes {show_seconds(plain.step)} "
+            f"Compression pays: of the methods that synchronise in every step, {best.method.label} is the fastest, "
+            f"{show_seconds(best.step)} a step. {plain.method.label} takes {show_seconds(plain.step)} "
             f"({plain.step / best.step:.2f}x), of which {show_seconds(plain.exposed)} is communication that the "
             f"backward pass does not hide."
         )
@@ -161,7 +166,7 @@ def _of_all(fastest: Prediction, steady: Prediction) -> str:
     if fastest.method.in_every_step or not _pays(fastest, steady):
         return ""
     return (
-        f" Of all methods, {_label(fastest.method)} is the fastest, {show_seconds(fastest.step)} a step "
+        f" Of all methods, {fastest.method.label} is the fastest, {show_seconds(fastest.step)} a step "
         f"({steady.step / fastest.step:.2f}x as fast). Its ranks exchange in one of {fastest.method.interval} steps, "
         f"which changes what is learned: see docs/choosing.md."
     )
@@ -178,14 +183,64 @@ def _reason(best: Prediction, plain: Prediction, exact: Prediction) -> str:
         )
     if best.coding + best.exposed >= plain.exposed + plain.coding:
         return (
-            f"{_label(best.method)} still exposes {show_seconds(best.exposed)} and spends {show_seconds(best.coding)} "
-            f"on coding, {_label(plain.method)} exposes {show_seconds(plain.exposed)} and is done."
+            f"{best.method.label} still exposes {show_seconds(best.exposed)} and spends {show_seconds(best.coding)} "
+            f"on coding, {plain.method.label} exposes {show_seconds(plain.exposed)} and is done."
         )
     return (
-        f"{_label(best.method)} takes {show_seconds(best.step)} a step, {_label(plain.method)} "
+        f"{best.method.label} takes {show_seconds(best.step)} a step, {plain.method.label} "
         f"{show_seconds(plain.step)}: less than {100 * WORTH:.0f} % to win."
     )
 
 
-def _label(method: Method) -> str:
-    return label(method.name, method.topology)
+MOST = 4096
+"""Ranks up to which it is asked which method is the fastest."""
+
+
+def numbers_of_ranks(net: Network, most: int = MOST) -> list[int]:
+    """Return numbers of ranks, each twice the one before it as far as nodes allow: parts of a node, or whole ones.
+
+    Of links between nodes nothing is known where there is one node, so nothing is asked of more.
+    """
+    inside = [2**k for k in range(1, net.per_node.bit_length()) if 2**k < net.per_node]
+    last = net.per_node if net.nodes == 1 else max(most, net.per_node)
+    between = [net.per_node * 2**k for k in range((last // net.per_node).bit_length())]
+    return [world for world in inside + between if 1 < world <= last]
+
+
+def with_ranks(net: Network, world: int) -> Network:
+    """Return the network with so many ranks; fewer than a node has are part of a node."""
+    return net._replace(world=world, per_node=min(net.per_node, world))
+
+
+def fastest_by_ranks(
+    plan_on: Callable[[Network], Plan], net: Network, most: int = MOST
+) -> list[tuple[int, Prediction]]:
+    """Return, from the fewest ranks to the most, from how many of them on which method is the fastest.
+
+    Candidates are the methods that synchronise in every step: to leave steps out changes what is learned. A method
+    stays until another one needs `WORTH` less of a step, so that not every tie is an event.
+    """
+    changes: list[tuple[int, Prediction]] = []
+    for world in numbers_of_ranks(net, most):
+        ranked = [p for p in plan_on(with_ranks(net, world)).predictions if p.method.in_every_step]
+        if changes:
+            before = next((p for p in ranked if p.method.label == changes[-1][1].method.label), None)
+            if before is not None and ranked[0].step > (1 - WORTH) * before.step:
+                continue
+        changes.append((world, ranked[0]))
+    return changes
+
+
+_START = "Fastest with these links, synchronising in every step: "
+
+
+def sentence(changes: list[tuple[int, Prediction]], most: int) -> str:
+    """Say which method is the fastest from how many ranks on.
+
+    Args: changes: of `fastest_by_ranks`. most: ranks up to which it was asked.
+    """
+    (_, first), *others = changes
+    if not others:
+        return f"{_START}{first.method.label} on 2 to {most:,} ranks."
+    later = "; ".join(f"{p.method.label} from {world:,} on" for world, p in others)
+    return f"{_START}{first.method.label} below {others[0][0]:,} ranks; {later}."

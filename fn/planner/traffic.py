@@ -67,16 +67,16 @@ def model(params: int, tensors: int = 150, width: int = 4) -> Model:
 
 def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> list[Model]:
     """Return what DDP sends together: parameters from the last to the first, a bucket closed when it is full."""
-    found: list[Model] = []
-    taken: list[tuple[int, ...]] = []
+    full: list[Model] = []
+    shapes: list[tuple[int, ...]] = []
     size = 0
-    for place, shape in enumerate(reversed(whole.shapes)):
-        taken.append(shape)
+    for i, shape in enumerate(reversed(whole.shapes)):
+        shapes.append(shape)
         size += math.prod(shape) * whole.width
-        if size >= (limit if found else first) or place == len(whole.shapes) - 1:
-            found.append(Model(tuple(taken), whole.width))
-            taken, size = [], 0
-    return found
+        if size >= (limit if full else first) or i == len(whole.shapes) - 1:
+            full.append(Model(tuple(shapes), whole.width))
+            shapes, size = [], 0
+    return full
 
 
 Ranks = int | tuple[int, int]
@@ -106,14 +106,14 @@ def codes(
     local, outer, axis = _axes(ranks)
     served = outer if servers else 1
     lengths = [sum(shapes.lengths)] if layout == "fused" else shapes.lengths
-    found = []
+    messages = []
     for group in [lengths] if layout != "per_tensor" else [[n] for n in lengths]:
         whole = _padded(group, local * served, codec.align) * shapes.width
         row = row_bytes(codec, group, local * served, width=shapes.width if local == 1 else max(4, shapes.width))
-        found += _rows("local", "all_to_all", local, served * whole)
-        found += _rows(axis, "all_to_all", outer, row) if servers else []
-        found += _rows(axis, "all_gather", outer, row) + _rows("local", "all_gather", local, outer * row)
-    return found
+        messages += _rows("local", "all_to_all", local, served * whole)
+        messages += _rows(axis, "all_to_all", outer, row) if servers else []
+        messages += _rows(axis, "all_gather", outer, row) + _rows("local", "all_gather", local, outer * row)
+    return messages
 
 
 def sharded(shapes: Model, ranks: Ranks, codec: Codec, gather: Codec) -> list[Message]:
@@ -164,8 +164,9 @@ def row_bytes(codec: Codec, lengths: Sequence[int], ranks: int, align: int | Non
     """
     align = align or codec.align
     pieces = Counter(-(-n // (ranks * align)) * align for n in lengths)  # models repeat their shapes
-    each = sum(times * _piece_bytes(codec, n, _DTYPES[width]) for n, times in pieces.items())
-    return each - (len(lengths) - 1) * _bytes_of_a_row(codec, _DTYPES[width]) if lengths else 0
+    alone = sum(times * _piece_bytes(codec, n, _DTYPES[width]) for n, times in pieces.items())
+    # Each piece was counted as a row of its own; what a row has once, whatever lies in it, is counted once.
+    return alone - (len(lengths) - 1) * _bytes_of_a_row(codec, _DTYPES[width]) if lengths else 0
 
 
 @cache
@@ -260,13 +261,13 @@ def _chunks(shape: tuple[int, ...], basis: Basis) -> list[tuple[int, int]]:
 
 def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:
     """Return what DeepSpeed sends: tensor by tensor, bits and scales apart, four collectives each."""
-    found = []
+    messages = []
     for n in shapes.lengths:
         bits = (ranks - 1) * -(-n // (ranks * 8))
         scale = (ranks - 1) * 4
-        found += [Message("data", "all_to_all", bits), Message("data", "all_gather", scale)]
-        found += [Message("data", "all_gather", bits), Message("data", "all_gather", scale)]
-    return found if ranks > 1 else []
+        messages += [Message("data", "all_to_all", bits), Message("data", "all_gather", scale)]
+        messages += [Message("data", "all_gather", bits), Message("data", "all_gather", scale)]
+    return messages if ranks > 1 else []
 
 
 def _all_reduce(size: int, ranks: int) -> int:

@@ -25,6 +25,9 @@ MOST = 10**15
 def bits_per_second(text: str) -> float:
     """Return a bandwidth in bit/s: "10gbit", "100mbit/s", "1.5tbyte".
 
+        >>> bits_per_second("10gbit"), bits_per_second("1.25gbyte")
+        (10000000000.0, 10000000000.0)
+
     Raises: ValueError that says what is wrong, so for "10gb" and "10GBps", which may mean bits or bytes.
     """
     wanted = "a bandwidth such as 100mbit, 10gbit or 25gbyte"
@@ -40,12 +43,12 @@ def seconds(text: str) -> float:
 
 def count(text: str) -> int:
     """Return a number of things: "1.3e9", "64", "110m". Raises: ValueError as `bits_per_second`."""
-    found = _parse(text, _COUNTS, "a number such as 64, 1.3e9 or 340m")
-    if found > MOST:
+    number = _parse(text, _COUNTS, "a number such as 64, 1.3e9 or 340m")
+    if number > MOST:
         raise ValueError(f"{text!r} is too large; wanted is at most {MOST:g}")
-    if found != int(found):
+    if number != int(number):
         raise ValueError(f"{text!r} is not a whole number")
-    return int(found)
+    return int(number)
 
 
 def rank(text: str) -> int | float:
@@ -56,26 +59,26 @@ def rank(text: str) -> int | float:
 def part(text: str, wanted: str = "a part such as 1/100 or 0.01, above 0 and at most 1") -> float:
     """Return a part of a whole: "1/100", "0.01". Raises: ValueError if it is none."""
     try:
-        found = float(Fraction(text))
+        number = float(Fraction(text))
     except (ValueError, ZeroDivisionError):
-        found = 0.0
-    if not 0 < found <= 1:
+        number = 0.0
+    if not 0 < number <= 1:
         raise ValueError(f"{text!r} is not {wanted}")
-    return found
+    return number
 
 
 def _parse(text: str, units: Mapping[str, float], wanted: str) -> float:
     match = _NUMBER.fullmatch(text)
     if match is None:
         raise ValueError(f"{text!r} is not {wanted}")
-    number, unit = float(match[1]), match[2].lower()
+    digits, unit = float(match[1]), match[2].lower()
     if unit not in units:
         problem = f"has the unknown unit {match[2]!r}" if unit else "has no unit"
         raise ValueError(f"{text!r} {problem}; wanted is {wanted}")
-    found = number * units[unit]
-    if not 0 < found < math.inf:
+    number = digits * units[unit]
+    if not 0 < number < math.inf:
         raise ValueError(f"{text!r} is out of range; wanted is {wanted}, above 0")
-    return found
+    return number
 
 
 def show_bytes(size: float) -> str:

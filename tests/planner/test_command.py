@@ -160,7 +160,7 @@ def test_refusals(line, said, capsys, monkeypatch):
 
 def calibrated(monkeypatch, job, links, *line):
     """Run the command in a job whose links are not measured but given."""
-    monkeypatch.setattr(calibrate, "job", lambda: nullcontext(job))
+    monkeypatch.setattr(calibrate, "join_job", lambda: nullcontext(job))
     monkeypatch.setattr(calibrate, "measure", lambda found: links)
     monkeypatch.setattr(calibrate, "coding", lambda params, device: lambda net: {})
     main(["plan", "--calibrate", "--params", "1e7", "--compute", "1s", *line])
