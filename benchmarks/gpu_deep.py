@@ -13,7 +13,7 @@ import step_checks
 from gpu_device import PLACES
 from gpu_rows import Check, Checks, Options, Row, outcome, skipped
 
-from fn.kernels.ops import REFERENCES
+from fn.kernels.reference import REFERENCES
 
 SMALL = 4096 * 3 + 5
 QUICK_OPS = ("pack_bits", "sign_encode_feedback", "quantize_feedback", "adamw_")

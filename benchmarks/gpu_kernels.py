@@ -19,7 +19,7 @@ from torch import Tensor
 
 import fn
 from fn.kernels.conformance import SIZES
-from fn.kernels.ops import REFERENCES
+from fn.kernels.reference import REFERENCES
 from fn.kernels.table import Accelerator, cells, refusals, rows
 
 BLOCK = 256

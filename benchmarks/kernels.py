@@ -22,7 +22,7 @@ from measure import interleaved, machine, with_both_mallocs, write
 from torch import Tensor
 
 import fn
-from fn.kernels import show
+from fn.kernels.table import cells
 
 BLOCK = 256
 BETA = 0.8
@@ -119,9 +119,9 @@ def first_use(device: torch.device) -> dict[str, float]:
     start = time.perf_counter()
     importlib.import_module(compiler)
     found[f"import {compiler}"] = time.perf_counter() - start
-    for op in fn.kernels.ops.REFERENCES:
+    for op in fn.kernels.reference.REFERENCES:
         start = time.perf_counter()
-        show.cells(op, device.type)
+        cells(op, device.type)
         found[op] = time.perf_counter() - start
     return found
 

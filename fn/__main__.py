@@ -20,7 +20,9 @@ import torch
 import fn
 from fn.base import Transform, check_is_transform
 from fn.inplace.explain import explain
-from fn.kernels import devices, show
+from fn.kernels import devices
+from fn.kernels.table import devices as device_types
+from fn.kernels.table import table
 from fn.planner import command as plan
 
 OPTIONAL = {
@@ -68,7 +70,7 @@ def _run(arguments: list[str] | None) -> None:
         print(explain(_made(explaining, found.make, {} if found.axis is None else {"axis": found.axis})))
         return
     print("\n".join([*_versions(), "", *_backends(), ""]), flush=True)
-    print("\n".join([repr(show.table(_progress)), "", *_missing()]))
+    print("\n".join([repr(table(_progress)), "", *_missing()]))
 
 
 def _progress(op: str, done: int, of: int) -> None:
@@ -136,7 +138,7 @@ def _missing() -> list[str]:
 
 def _backends() -> list[str]:
     lines = [f"accelerator                  {devices.device_name()}"]
-    for device in show.devices():
+    for device in device_types():
         lines.append(f"{device + ' backend':28} {devices.communication_backend(device)}")
         lines.append(f"{device + ' transport of codes':28} {devices.compressed_transport(device)}")
     return lines

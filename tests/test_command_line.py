@@ -95,6 +95,6 @@ def test_progress_is_shown_on_a_terminal_alone(capsys, monkeypatch):
 
 def test_the_table_says_which_kernel_is_tried():
     told = []
-    table = fn.kernels.show.table(lambda *said: told.append(said))
+    table = fn.kernels.table(lambda *said: told.append(said))
     assert {op for op, *_ in told} == {*table.providers["cpu"]}
     assert [done for _, done, _ in told] == list(range(len(told)))

@@ -18,8 +18,8 @@ import torch.distributed.fsdp
 import torch.func
 
 import fn
-import fn.kernels.eager.foreach
-import fn.kernels.numpy_bits  # noqa: F401
+import fn.kernels.bits
+import fn.kernels.foreach  # noqa: F401
 from fn.kernels.known_answers import examples, outcome
 
 torch.set_num_threads(1)

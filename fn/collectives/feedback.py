@@ -17,7 +17,7 @@ from fn.base import check_number, check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segmented, tile
 from fn.collectives.codecs.pickling import invalidates, reduced
 from fn.errors import expected
-from fn.kernels.reference import scale_dtype
+from fn.kernels.layout import scale_dtype
 
 Tree = Any
 

@@ -4,7 +4,7 @@
 >>> fn.kernels.table()  # doctest: +SKIP
 """
 
-from fn.kernels import ops
+from fn.kernels import ops, reference
 from fn.kernels.conformance import conformance
 from fn.kernels.devices import (
     communication_backend,
@@ -16,8 +16,7 @@ from fn.kernels.devices import (
     set_accelerator,
     set_communication_backend,
 )
-from fn.kernels.show import table
-from fn.kernels.table import Accelerator, register, unregister
+from fn.kernels.table import Accelerator, register, table, unregister
 
 __all__ = [
     "Accelerator",
@@ -29,6 +28,7 @@ __all__ = [
     "on_accelerator",
     "ops",
     "pin_memory",
+    "reference",
     "register",
     "set_accelerator",
     "set_communication_backend",

@@ -1,9 +1,5 @@
 """The conformance kit: whether a row computes what the reference computes.
 
-    >>> import fn
-    >>> fn.kernels.conformance(row)  # doctest: +SKIP
-    conforming: npu, 114 checks of 2 kernels
-
 In a test suite the plugin `fn.kernels.pytest_plugin` makes a test of every kernel of a row:
 
     pytest -p fn.kernels.pytest_plugin --fn-row my_package.kernels:row
@@ -21,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fn.kernels import known_answers
-from fn.kernels.ops import REFERENCES
-from fn.kernels.reference import bytes_for
+from fn.kernels.layout import bytes_for
+from fn.kernels.reference import REFERENCES
 from fn.kernels.schemas import ON_LISTS
 from fn.kernels.table import Accelerator, check_row, register, unregister
 
@@ -55,6 +51,14 @@ class Report(NamedTuple):
 def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Sequence[int] = SIZES) -> Report:
     """Compare every kernel of a row with the reference, and the ops around it with torch's rules for ops.
 
+    >>> import fn
+    >>> right, wrong = fn.kernels.reference.pack_bits, lambda x: fn.kernels.reference.pack_bits(-x)
+    >>> fn.kernels.conformance(fn.kernels.Accelerator("cpu", {"pack_bits": right}), sizes=(0, 9))
+    conforming: cpu, 20 checks of 1 kernels
+    >>> report = fn.kernels.conformance(fn.kernels.Accelerator("cpu", {"pack_bits": wrong}), sizes=(9,))
+    >>> bool(report), report.faults[0]
+    (False, '  pack_bits, known answer: result 0 differs from the reference in 4 of 4 places')
+
     Args:
         row: the row; it need not be registered, and its device must be here.
         ops: kernels to look at. None: all that the row brings.
@@ -63,15 +67,16 @@ def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Se
     Raises: TypeError or ValueError if row is not a row of this table.
     """
     check_row(row)
-    device, faults, checks = torch.device(row.device_type), [], 0
+    device = torch.device(row.device_type)
     names = [op for op in REFERENCES if op in row.kernels and (ops is None or op in ops)]
-    alone = [(op, _kernel_checks(op, row.kernels[op], device, sizes)) for op in names]
-    registered = [(op, _op_checks(op, device)) for op in names]
-    for op, each in itertools.chain(alone, _in_table(row, registered)):
-        done, found = run_checks(each)
-        checks += done
-        faults += [f"  {op}, {fault}" for fault in found]
-    return Report(row.device_type, checks, len(names), tuple(faults))
+    outcomes = [(op, run_checks(_kernel_checks(op, row.kernels[op], device, sizes))) for op in names]
+    register(row)  # once for all ops, for a table that changes asks for all known answers
+    try:
+        outcomes += [(op, run_checks(_op_checks(op, device))) for op in names]
+    finally:
+        unregister(row)
+    faults = tuple(f"  {op}, {fault}" for op, (_, faults) in outcomes for fault in faults)
+    return Report(row.device_type, sum(count for _, (count, _) in outcomes), len(names), faults)
 
 
 Check = tuple[str, Callable[[], str | None]]
@@ -118,22 +123,13 @@ def _op_checks(op: str, device: torch.device) -> Iterator[Check]:
 
 def _compare(op: str, kernel: Callable[..., Any], case: Callable[[], Any], device: torch.device) -> str | None:
     args = case()
-    found = known_answers.outcome(op, kernel, args, device)
-    if found is NotImplemented:  # the table asks the next row
+    actual = known_answers.outcome(op, kernel, args, device)
+    if actual is NotImplemented:  # the table asks the next row
         return None
     given = [t for a in args for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor)]
     wide = any(t.dtype == torch.float64 for t in given)
     expected = known_answers.outcome(op, REFERENCES[op], args, torch.device("cpu"))
-    return known_answers.difference(found, expected, 1e-12 if wide else 1e-5, sums=known_answers.of_sums(op))
-
-
-def _in_table(row: Accelerator, each: Iterable[Any]) -> Iterator[Any]:
-    """Yield each while the table has the row; once for all, for a table that changes asks for all known answers."""
-    register(row)
-    try:
-        yield from each
-    finally:
-        unregister(row)
+    return known_answers.difference(actual, expected, 1e-12 if wide else 1e-5, sums=known_answers.of_sums(op))
 
 
 def widths_of(op: str) -> tuple[int, ...]:
@@ -150,38 +146,38 @@ def small_arguments(op: str) -> list[tuple[Any, ...]]:
 
     What kernels make of longer ones is looked at without the op.
     """
-    found = [
+    examples = [
         arguments(op, 16, torch.float32, width=width, strided=strided, runs=(2, 8))
         for width in widths_of(op)
         for strided in (False, True)
     ]
-    return [tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args) for args in found]
+    return [tuple(a.contiguous() if isinstance(a, Tensor) else a for a in args) for args in examples]
 
 
 def _opcheck(op: str, device: torch.device) -> str | None:
     """Check what depends on the row; that an op can be traced with dynamic shapes is the same for all of them."""
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")
     for args in small_arguments(op):
-        torch.library.opcheck(_op(op).default, tuple(known_answers.on(device, args)), test_utils=parts)
+        torch.library.opcheck(_op(op).default, tuple(known_answers.on_device(device, args)), test_utils=parts)
     return None
 
 
 def _vmap(op: str, device: torch.device) -> str | None:
-    args = known_answers.on(device, small_arguments(op)[0])
+    args = known_answers.on_device(device, small_arguments(op)[0])
     dims = tuple(0 if isinstance(a, Tensor) else None for a in args)
     pair = [torch.stack([a, a.flip(0)]) if isinstance(a, Tensor) else a for a in args]
-    found = torch.func.vmap(_op(op), in_dims=dims)(*pair)
+    batched = known_answers.as_tuple(torch.func.vmap(_op(op), in_dims=dims)(*pair))
     flipped = [a.flip(0) if isinstance(a, Tensor) else a for a in args]
     for i, expected in enumerate((_op(op)(*args), _op(op)(*flipped))):
         expected = [e.cpu() for e in known_answers.as_tuple(expected)]
-        reason = known_answers.difference([f[i] for f in known_answers.as_tuple(found)], expected)
+        reason = known_answers.difference([result[i] for result in batched], expected)
         if reason is not None:
             return reason
     return None
 
 
 def _fullgraph(op: str, device: torch.device) -> str | None:
-    args = known_answers.on(device, small_arguments(op)[0])
+    args = known_answers.on_device(device, small_arguments(op)[0])
     torch._dynamo.reset()
     # "aot_eager" traces as Inductor does, and compiles nothing
     compiled = torch.compile(lambda *a: _op(op)(*a), fullgraph=True, backend="aot_eager")
@@ -202,7 +198,7 @@ def arguments(
     """Return arguments for a kernel on the CPU: two rows of n elements, n made even for codes of 4 bits.
 
     Args: strided: with other options, and with gaps in vectors. special: with zeros, infinities and NaN. runs: of the
-        rows; (): as n is long.
+        rows; (): runs that n elements fill.
     """
     n -= n % 2 if width == 4 else 0
     g = torch.Generator().manual_seed(n + 1)
@@ -234,44 +230,44 @@ def arguments(
         """Return what has the dtype of a model."""
         return [x.to(dtype) for x in tensors()]
 
-    place = (valid, runs)
-    each = (valid, [x for width in widths.tolist() for x in (1, width)])
+    segmented = valid, runs
+    of_tensors = valid, [x for width in widths.tolist() for x in (1, width)]  # every segment is one tensor's
     limit = 0.5 if strided else math.inf
     descent = (1e-6, 0.01, 1e-2, 0.5, 0.25, limit)
-    frozen = strided  # the lists are copied, so that strides say nothing here
+    frozen = strided  # kernels get copies of the lists, without gaps: so their other options stand for strides
     coded = integers(torch.uint8, 2, 3, n // 2) if width == 4 else integers(torch.int8, 2, 3, n)
-    found: dict[str, Callable[[], tuple[Any, ...]]] = {
+    cases: dict[str, Callable[[], tuple[Any, ...]]] = {
         "pack_bits": lambda: (numbers(dtype, 2, n),),
         "unpack_bits": lambda: (integers(torch.uint8, 2, bytes_for(n)), n, dtype),
-        "sign_encode": lambda: (numbers(dtype, 2, n), *place),
-        "sign_encode_feedback": lambda: (numbers(dtype, 2, n), numbers(wide, 2, n), scales(2, segments), *place),
-        "sign_encode_feedback_": lambda: (numbers(wide, 2, n), numbers(wide, 2, n), scales(2, segments), *place),
-        "sign_residual": lambda: (numbers(wide, 2, n), scales(2, segments), *place),
-        "sign_residual_": lambda: (numbers(wide, 2, n), scales(2, segments), *place),
+        "sign_encode": lambda: (numbers(dtype, 2, n), *segmented),
+        "sign_encode_feedback": lambda: (numbers(dtype, 2, n), numbers(wide, 2, n), scales(2, segments), *segmented),
+        "sign_encode_feedback_": lambda: (numbers(wide, 2, n), numbers(wide, 2, n), scales(2, segments), *segmented),
+        "sign_residual": lambda: (numbers(wide, 2, n), scales(2, segments), *segmented),
+        "sign_residual_": lambda: (numbers(wide, 2, n), scales(2, segments), *segmented),
         "sign_serve": lambda: (
             integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), numbers(wide, 2, n),
-            scales(2, segments), *place,
+            scales(2, segments), *segmented,
         ),
-        "sign_decode": lambda: (integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *place),
-        "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), *place),
+        "sign_decode": lambda: (integers(torch.uint8, 2, bytes_for(n)), scales(2, segments), *segmented),
+        "sign_decode_mean": lambda: (integers(torch.uint8, 2, 3, bytes_for(n)), scales(2, 3, segments), *segmented),
         "direction": lambda: (numbers(wide, 2, n), numbers(wide, 2, n).clamp(min=0), 1e-8, limit),
-        "quantize": lambda: (numbers(dtype, 2, n), *place, width),
+        "quantize": lambda: (numbers(dtype, 2, n), *segmented, width),
         "quantize_feedback": lambda: (
-            numbers(dtype, 2, n), integers(torch.int8, 2, n), scales(2, segments) / 99, 0.75, *place, width,
+            numbers(dtype, 2, n), integers(torch.int8, 2, n), scales(2, segments) / 99, 0.75, *segmented, width,
         ),
-        "dequantize": lambda: (coded[:, 0], scales(2, segments), *place, width),
+        "dequantize": lambda: (coded[:, 0], scales(2, segments), *segmented, width),
         "momentum_encode": lambda: (
-            tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *each,
+            tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *of_tensors,
         ),
         "momentum_rows": lambda: (
-            tensors(), leaves(), 0.9, scales(segments) if strided else None, 2, each[1],
+            tensors(), leaves(), 0.9, scales(segments) if strided else None, 2, of_tensors[1],
         ),
         "drift": lambda: (
-            leaves(), tensors(), tensors(), leaves(), tensors(min=0.0), 0.9, 1e-6, 1e-2, 2, each[1],
+            leaves(), tensors(), tensors(), leaves(), tensors(min=0.0), 0.9, 1e-6, 1e-2, 2, of_tensors[1],
         ),
         "onebit_adam_": lambda: (
             leaves(), tensors(), tensors(min=0.0), integers(torch.uint8, 2, 1 + 2 * frozen, bytes_for(n)),
-            scales(2, 1 + 2 * frozen, segments), *each, *descent, limit, True, leaves() if strided else [],
+            scales(2, 1 + 2 * frozen, segments), *of_tensors, *descent, limit, True, leaves() if strided else [],
         ),
         "adamw_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, *descent, limit, frozen),
         "lamb_moments_": lambda: (leaves(), leaves(), tensors(), tensors(min=0.0), 0.9, 0.99, 1e-6, 0.01),
@@ -285,6 +281,6 @@ def arguments(
             [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent,
         ),
         "largest_magnitude": lambda: ([-x.abs().sort().values for x in leaves()],),
-        "dequantize_mean": lambda: (coded, scales(2, 3, segments), *place, width),
+        "dequantize_mean": lambda: (coded, scales(2, 3, segments), *segmented, width),
     }  # fmt: skip
-    return found[op]()
+    return cases[op]()

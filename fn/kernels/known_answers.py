@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fn.kernels.reference import REFERENCES
 from fn.kernels.schemas import WRITTEN
 
 RUNS = (2, 64, 1, 4104, 1, 22)
@@ -66,7 +67,7 @@ _S = len(_WIDTHS)
 _BITS = (_N + 7) // 8  # and those of `_WHOLE`
 
 
-def _each(n: int) -> list[int]:
+def _runs_of_tensors(n: int) -> list[int]:
     """Return runs of rows of n elements, `_N` or `_WHOLE`, in which every segment is one."""
     return [x for width in (*_WIDTHS[:-1], _WIDTHS[-1] + n - _N) for x in (1, width)]
 
@@ -81,7 +82,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*RUNS])],
     "sign_decode_mean": lambda: [
-        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), _each(n)) for n in (_N, _WHOLE)
+        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), _runs_of_tensors(n)) for n in (_N, _WHOLE)
     ],
     "direction": lambda: [
         (_wave(2, _N), (_wave(2, _N, seed=2) - 1).clamp(min=0), 3e-2, limit) for limit in (math.inf, 0.7)
@@ -93,16 +94,19 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     ],
     "dequantize": lambda: [(_codes(w, 2), _wave(2, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
     "momentum_encode": lambda: [
-        (*_momentum()[:2], 0.9, _wave(2, n, seed=2), _wave(2, _S).abs(), _valid(), _each(n)) for n in (_N, _WHOLE)
+        (*_momentum()[:2], 0.9, _wave(2, n, seed=2), _wave(2, _S).abs(), _valid(), _runs_of_tensors(n))
+        for n in (_N, _WHOLE)
     ],
     "momentum_rows": lambda: [
-        (*_momentum()[:2], decay, factors, 2, _each(n))
+        (*_momentum()[:2], decay, factors, 2, _runs_of_tensors(n))
         for decay, factors, n in ((0.9, None, _N), (0.2, _wave(_S), _WHOLE))
     ],
-    "drift": lambda: [(*_drift(), decay, 3e-2, 1e-2, 2, _each(n)) for decay, n in ((0.9, _N), (0.2, _WHOLE))],
+    "drift": lambda: [
+        (*_drift(), decay, 3e-2, 1e-2, 2, _runs_of_tensors(n)) for decay, n in ((0.9, _N), (0.2, _WHOLE))
+    ],
     "onebit_adam_": lambda: [
         (
-            *_momentum(keep), _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), _each(n),
+            *_momentum(keep), _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), _runs_of_tensors(n),
             3e-2, 0.1, 1e-2, 0.5, 0.25, 0.7 if keep else math.inf, 0.5 if ranks > 1 else math.inf, keep,
             _momentum()[0] if ranks > 1 or not keep else [],
         )
@@ -158,16 +162,14 @@ def _codes(width: int, *rows: int) -> Tensor:
 
 def complaint(op: str, kernel: Callable[..., Any], device: torch.device) -> str | None:
     """Return why a kernel's answers are not the known ones, or None if they are."""
-    from fn.kernels.ops import REFERENCES  # it imports the table, which asks for known answers
-
     try:
         with torch.no_grad():
             for args in examples(op):
-                found = outcome(op, kernel, args, device)
-                if found is NotImplemented:
+                actual = outcome(op, kernel, args, device)
+                if actual is NotImplemented:
                     return "it answers NotImplemented to the example"
                 expected = outcome(op, REFERENCES[op], args, torch.device("cpu"))
-                reason = difference(found, expected, sums=of_sums(op))
+                reason = difference(actual, expected, sums=of_sums(op))
                 if reason is not None:
                     return reason
     except Exception as error:
@@ -179,17 +181,17 @@ def complaint(op: str, kernel: Callable[..., Any], device: torch.device) -> str 
     return None
 
 
-def _there(x: Tensor, device: torch.device) -> Tensor:
+def _moved(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on a device, with its strides: `to` makes it contiguous."""
     if x.device == device or x.is_contiguous() or 0 in x.stride():
         return x.to(device)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device).copy_(x)
 
 
-def on(device: torch.device, args: Sequence[Any]) -> list[Any]:
+def on_device(device: torch.device, args: Sequence[Any]) -> list[Any]:
     """Return arguments on a device; tensors in lists, which may be written, are copied."""
     return [
-        _there(a, device)
+        _moved(a, device)
         if isinstance(a, Tensor)
         else [_guarded(x, device) for x in a]
         if isinstance(a, list) and a and isinstance(a[0], Tensor)
@@ -210,16 +212,16 @@ def _guard_of(x: Tensor) -> Tensor:
 
 def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: torch.device) -> Any:
     """Run a kernel on copies of the arguments; return what it works on in place, what lies behind, and its results."""
-    args = on(device, args)
+    args = on_device(device, args)
     written: list[Any] = []
     if op.endswith("_"):
         args = [_guarded(a, device) if i in WRITTEN[op] and isinstance(a, Tensor) else a for i, a in enumerate(args)]
         written = [x for a in args if isinstance(a, list) for x in a if isinstance(x, Tensor)]
         written += [args[i] for i in WRITTEN[op] if isinstance(args[i], Tensor)]
-    found = kernel(*args)
-    if found is NotImplemented or not written:
-        return found
-    return [*written, *map(_guard_of, written), *(() if found is None else as_tuple(found))]
+    results = kernel(*args)
+    if results is NotImplemented or not written:
+        return results
+    return [*written, *map(_guard_of, written), *(() if results is None else as_tuple(results))]
 
 
 def of_sums(op: str) -> bool:
@@ -227,15 +229,15 @@ def of_sums(op: str) -> bool:
     return op.endswith("_") or op in ("drift", "momentum_encode", "momentum_rows")
 
 
-def difference(found: Any, expected: Any, rtol: float = 1e-6, *, sums: bool = False) -> str | None:
+def difference(actual: Any, expected: Any, rtol: float = 1e-6, *, sums: bool = False) -> str | None:
     """Return how a result differs from the expected one, or None: integers exactly, floats up to rounding.
 
     Args: sums: the results are sums, in which the operands' rounding can outweigh what is left of them.
     """
-    found, expected = as_tuple(found), as_tuple(expected)
-    if len(found) != len(expected):
-        return f"{len(found)} results instead of {len(expected)}"
-    for i, (a, b) in enumerate(zip(found, expected, strict=True)):
+    actual, expected = as_tuple(actual), as_tuple(expected)
+    if len(actual) != len(expected):
+        return f"{len(actual)} results instead of {len(expected)}"
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(a, Tensor) or a.shape != b.shape or a.dtype != b.dtype:
             return f"result {i} is {_kind(a)} instead of {_kind(b)}"
         a = a.detach().cpu()

@@ -15,19 +15,14 @@ import torch
 from torch import Tensor
 
 from fn.errors import expected
-from fn.kernels import reference
-from fn.kernels.schemas import ON_LISTS, SCHEMAS, WRITTEN
+from fn.kernels.layout import bytes_for, row_length
+from fn.kernels.reference import REFERENCES
+from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS, WRITTEN
 from fn.kernels.table import cells
 from fn.kernels.tracing import PLANS
 
 Kernel = Callable[..., Any]
 
-REFERENCES: dict[str, Kernel] = {name: getattr(reference, name) for name in SCHEMAS}
-"""What every kernel means, by name."""
-
-_ARGUMENTS = {
-    name: [a.split()[-1] for a in schema[1 : schema.rindex(") ->")].split(", ")] for name, schema in SCHEMAS.items()
-}
 _ALIKE = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh")  # lists of as many elements
 _FLOATING = (
     *_ALIKE, "copies", "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling", "rates",
@@ -46,7 +41,7 @@ def check(name: str, args: Sequence[Any]) -> None:
     Raises: TypeError or ValueError that names the argument: a dtype that is not allowed, another device than that of
         the first argument, a length that is not the one which `runs` describes.
     """
-    named = dict(zip(_ARGUMENTS[name], args, strict=True))
+    named = dict(zip(ARGUMENTS[name], args, strict=True))
     device = device_of(args)
     for key, value in named.items():
         for tensor in _unlike(value, device) if isinstance(value, list | tuple) else (value,):
@@ -54,7 +49,7 @@ def check(name: str, args: Sequence[Any]) -> None:
                 continue
             _check_dtype(key, tensor)
             if tensor.device != device:
-                raise ValueError(f"{key}: is on {tensor.device}, but {_ARGUMENTS[name][0]} is on {device}")
+                raise ValueError(f"{key}: is on {tensor.device}, but {ARGUMENTS[name][0]} is on {device}")
     if named.get("width", 8) not in (4, 8):
         raise ValueError(expected("width", "4 or 8", f"{named['width']}"))
     if "runs" in named:
@@ -120,7 +115,7 @@ def _check_dtype(key: str, value: Tensor) -> None:
 @lru_cache(maxsize=PLANS)
 def _row_of(runs: tuple[int, ...]) -> tuple[int, int]:
     """Return the elements and the segments of a row."""
-    return reference.row_length(runs), sum(runs[::2])
+    return row_length(runs), sum(runs[::2])
 
 
 def _check_lengths(named: dict[str, Any]) -> None:
@@ -128,7 +123,7 @@ def _check_lengths(named: dict[str, Any]) -> None:
     n, segments = _row_of(tuple(runs))
     if width == 4 and n % 2:
         raise ValueError(f"runs: describe {n} elements; codes of 4 bits need an even number")
-    lengths = {"x": n, "b": n, "buffer": n, "error": n, "bits": reference.bytes_for(n), "codes": n * width // 8}
+    lengths = {"x": n, "b": n, "buffer": n, "error": n, "bits": bytes_for(n), "codes": n * width // 8}
     lengths |= dict.fromkeys(("scales", "sent", "error_scales", "valid"), segments)
     for key, value in named.items():
         if key in lengths and (value.ndim < 2 or value.shape[-1] != lengths[key]):

@@ -1,37 +1,38 @@
-"""The names and schemas of all kernels; the `reference` modules say what they mean."""
+"""The names and schemas of all kernels; `reference` says what they mean."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-_PLACE = "Tensor valid, int[] runs"
+_SEGMENTS = "Tensor valid, int[] runs"
 _DESCENT = "float eps, float weight_decay, float lr, float mu_weight, float nu_weight, float max_step"
 
 SCHEMAS: Mapping[str, str] = MappingProxyType(
     {
         "pack_bits": "(Tensor x) -> Tensor",
         "unpack_bits": "(Tensor bits, int n, ScalarType dtype) -> Tensor",
-        "sign_encode": f"(Tensor x, {_PLACE}) -> (Tensor, Tensor)",
-        "sign_encode_feedback": f"(Tensor x, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
-        "sign_encode_feedback_": f"(Tensor(a!) x, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor)",
-        "sign_residual": f"(Tensor b, Tensor scales, {_PLACE}) -> Tensor",
-        "sign_residual_": f"(Tensor(a!) b, Tensor scales, {_PLACE}) -> ()",
-        "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_PLACE}) -> (Tensor, Tensor, Tensor)",
-        "sign_decode": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
-        "sign_decode_mean": f"(Tensor bits, Tensor scales, {_PLACE}) -> Tensor",
+        "sign_encode": f"(Tensor x, {_SEGMENTS}) -> (Tensor, Tensor)",
+        "sign_encode_feedback": f"(Tensor x, Tensor buffer, Tensor sent, {_SEGMENTS}) -> (Tensor, Tensor, Tensor)",
+        "sign_encode_feedback_": f"(Tensor(a!) x, Tensor buffer, Tensor sent, {_SEGMENTS}) -> (Tensor, Tensor)",
+        "sign_residual": f"(Tensor b, Tensor scales, {_SEGMENTS}) -> Tensor",
+        "sign_residual_": f"(Tensor(a!) b, Tensor scales, {_SEGMENTS}) -> ()",
+        "sign_serve": f"(Tensor bits, Tensor scales, Tensor buffer, Tensor sent, {_SEGMENTS}) -> "
+        "(Tensor, Tensor, Tensor)",
+        "sign_decode": f"(Tensor bits, Tensor scales, {_SEGMENTS}) -> Tensor",
+        "sign_decode_mean": f"(Tensor bits, Tensor scales, {_SEGMENTS}) -> Tensor",
         "direction": "(Tensor x, Tensor nu, float eps, float max_step) -> (Tensor, Tensor)",
-        "quantize": f"(Tensor x, {_PLACE}, int width) -> (Tensor, Tensor)",
-        "quantize_feedback": f"(Tensor x, Tensor error, Tensor error_scales, float beta, {_PLACE}, int width) -> "
+        "quantize": f"(Tensor x, {_SEGMENTS}, int width) -> (Tensor, Tensor)",
+        "quantize_feedback": f"(Tensor x, Tensor error, Tensor error_scales, float beta, {_SEGMENTS}, int width) -> "
         "(Tensor, Tensor, Tensor, Tensor)",
-        "dequantize": f"(Tensor codes, Tensor scales, {_PLACE}, int width) -> Tensor",
-        "dequantize_mean": f"(Tensor codes, Tensor scales, {_PLACE}, int width) -> Tensor",
-        "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_PLACE}) -> "
+        "dequantize": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int width) -> Tensor",
+        "dequantize_mean": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int width) -> Tensor",
+        "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_SEGMENTS}) -> "
         "(Tensor, Tensor, Tensor)",
         "momentum_rows": "(Tensor[] mu, Tensor[] grads, float decay, Tensor? factors, int rows, int[] runs) -> Tensor",
         "drift": "(Tensor[] params, Tensor[] anchors, Tensor[] mu, Tensor[] grads, Tensor[] nu, float decay, "
         "float eps, float lr, int rows, int[] runs) -> Tensor",
-        "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_PLACE}, "
+        "onebit_adam_": f"(Tensor(a!)[] params, Tensor(b!)[] mu, Tensor[] nu, Tensor bits, Tensor scales, {_SEGMENTS}, "
         f"{_DESCENT}, float max_momentum, bool keep_zeros, Tensor(c!)[] copies) -> ()",
         "adamw_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] mu, Tensor(c!)[] nu, float b1, float b2, "
         f"{_DESCENT}, float max_momentum, bool frozen) -> ()",
@@ -48,16 +49,21 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
 )
 """Every kernel by name, with its schema."""
 
-WRITTEN: Mapping[str, tuple[int, ...]] = MappingProxyType(
-    {
-        name: tuple(i for i, a in enumerate(schema[: schema.rindex(") ->")].split(", ")) if "!" in a)
-        for name, schema in SCHEMAS.items()
-    }
+_ARGUMENTS = {name: schema[1 : schema.rindex(") ->")].split(", ") for name, schema in SCHEMAS.items()}
+
+ARGUMENTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {name: tuple(argument.split()[-1] for argument in arguments) for name, arguments in _ARGUMENTS.items()}
 )
-"""The places of the arguments that a kernel writes, by name."""
+"""The names of a kernel's arguments."""
 
-ON_LISTS = tuple(name for name, schema in SCHEMAS.items() if "[] " in schema.replace("int[] ", ""))
-"""Those that work on lists of tensors, a step of an optimizer at a time.
+WRITTEN: Mapping[str, tuple[int, ...]] = MappingProxyType(
+    {name: tuple(i for i, a in enumerate(arguments) if "!" in a) for name, arguments in _ARGUMENTS.items()}
+)
+"""The positions of the arguments that a kernel writes."""
 
-A trailing underscore means in place. Such kernels serve owners of buffers, never a simulation, so they have no batches.
+ON_LISTS = tuple(name for name, arguments in _ARGUMENTS.items() if any("Tensor" in a and "[] " in a for a in arguments))
+"""Kernels on lists of tensors, a step of an optimizer at a time.
+
+They, and those with a trailing underscore, which write in place, serve owners of buffers and never a simulation: under
+`vmap` they raise.
 """

@@ -1,18 +1,18 @@
-"""The accelerator table: which function runs which kernel on which device.
+"""The accelerator table: which function runs which kernel on which device, and who brought it.
 
     device x op -> the first of: a registered row, an entry point's row, a row of this package, the reference
 
 A row with only `pack_bits` and `unpack_bits` is complete, because the references of all other ops are written in
-terms of these two. Every further cell only makes a device faster. A cell is believed when it gives the known answer
-(`known_answers`), on its first use, never because something could be imported. A cell may return NotImplemented for
-arguments that it does not handle; then the next one is asked.
-
-    >>> import fn
-    >>> fn.kernels.register(fn.kernels.Accelerator("npu", {"pack_bits": pack, "unpack_bits": unpack}))  # doctest: +SKIP
+terms of these two. Every further kernel only makes a device faster. A kernel is believed when it gives the known
+answers (`known_answers`), on its first use, never because something could be imported. A kernel may return
+NotImplemented for arguments that it does not handle; then the next one is asked.
 """
 
 from __future__ import annotations
 
+import html
+import logging
+import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,24 +23,39 @@ from typing import Any, NamedTuple
 import torch
 
 from fn.errors import expected
-from fn.kernels.schemas import SCHEMAS
+from fn.kernels import known_answers
+from fn.kernels.schemas import ARGUMENTS, SCHEMAS
+
+logger = logging.getLogger("fn")
 
 Kernel = Callable[..., Any]
 
 GROUP = "fn.accelerators"
 """The entry-point group; an entry point is named after its device type and is a row, or a function returning one."""
 
-BUILT_IN: Mapping[str, tuple[str, ...]] = {
-    "cpu": ("fn.kernels.cpu.numba", "fn.kernels.numpy_bits", "fn.kernels.eager.foreach"),
-    "cuda": ("fn.kernels.gpu.triton", "fn.kernels.gpu.cupy", "fn.kernels.eager.foreach"),
-    "xpu": ("fn.kernels.gpu.triton", "fn.kernels.xpu", "fn.kernels.eager.foreach"),
-    "npu": ("fn.kernels.npu", "fn.kernels.eager.foreach"),
-}
-"""The rows of this package by device type, the fastest first. Each module has a function `row(device_type)`."""
+BUILT_IN: Mapping[str, Mapping[str, str]] = {
+    "cpu": {"numba": "fn.kernels.cpu.numba:row", "numpy": "fn.kernels.bits:numpy", "torch": "fn.kernels.foreach:row"},
+    "cuda": {
+        "triton": "fn.kernels.gpu.triton:row", "cupy": "fn.kernels.gpu.cupy:row", "torch": "fn.kernels.foreach:row",
+    },
+    "xpu": {"triton": "fn.kernels.gpu.triton:row", "torch": "fn.kernels.foreach:row"},
+    "npu": {"torch_npu": "fn.kernels.bits:npu", "torch": "fn.kernels.foreach:row"},
+}  # fmt: skip
+"""The rows of this package by device type and provider, the fastest first: functions of the device type."""
+
+REFERENCE = "reference"
+COLUMNS = 100
+LEFT = 'style="text-align: left"'  # notebooks set cells to the right, as numbers
+HALVES = (torch.float16, torch.bfloat16)
 
 
 class Accelerator(NamedTuple):
     """A row of the table: what one kind of device brings.
+
+    >>> import fn
+    >>> row = fn.kernels.Accelerator("cpu", {"pack_bits": lambda x: fn.kernels.reference.pack_bits(x)}, provider="mine")
+    >>> row.name, row.device_type, sorted(row.kernels)
+    ('mine', 'cpu', ['pack_bits'])
 
     device_type: torch's name of the device type ("cpu", "cuda", "npu", ...).
     kernels: kernel name -> function with the signature and the meaning of the reference of that name.
@@ -77,8 +92,20 @@ _accepted: dict[tuple[str, str], tuple[Cell, ...]] = {}
 _asked: set[tuple[str, str]] = set()  # (op, device type) whose kernels are asked for known answers now
 
 
+# rows
+
+
 def register(row: Accelerator) -> None:
     """Put a row in front of the table; ops that it does not bring stay with the rows behind it.
+
+    >>> import fn
+    >>> row = fn.kernels.Accelerator("cpu", {"pack_bits": fn.kernels.reference.pack_bits}, provider="mine")
+    >>> fn.kernels.register(row)
+    >>> fn.kernels.table().providers["cpu"]["pack_bits"]
+    'mine'
+    >>> fn.kernels.unregister(row)
+    >>> fn.kernels.table().providers["cpu"]["pack_bits"] == "mine"
+    False
 
     Raises: TypeError if row is not an Accelerator or its kernels no mapping; ValueError if a kernel's name is not in
         the table, or the device type no name of one, as "cuda:0" is none.
@@ -93,8 +120,8 @@ def unregister(row: Accelerator) -> None:
     """Take a registered row out again. Raises: ValueError if it is not there."""
     with _lock:
         if row not in _registered.get(row.device_type, []):
-            found = f"{row.name!r} for {row.device_type!r}, which is not registered"
-            raise ValueError(expected("row", "one that register was given", found))
+            got = f"{row.name!r} for {row.device_type!r}, which is not registered"
+            raise ValueError(expected("row", "one that register was given", got))
         _registered[row.device_type].remove(row)
         _forget(row.device_type)
 
@@ -112,11 +139,6 @@ def check_row(row: Accelerator) -> None:
         raise ValueError(expected("kernels", f"names in the table, {sorted(SCHEMAS)}", f"{unknown}"))
 
 
-def _forget(device_type: str) -> None:
-    for key in [key for key in _accepted if key[1] == device_type]:
-        del _accepted[key]
-
-
 def rows(device_type: str) -> list[Accelerator]:
     """Return all rows of a device, in the order in which they are asked."""
     with _lock:
@@ -127,35 +149,37 @@ def rows(device_type: str) -> list[Accelerator]:
         return [*_registered.get(device_type, []), *_loaded[device_type]]
 
 
-def _plugged_in(device_type: str) -> list[Accelerator]:
-    found = []
+def _forget(device_type: str) -> None:
+    for key in [key for key in _accepted if key[1] == device_type]:
+        del _accepted[key]
+
+
+def _plugged_in(device_type: str) -> Iterator[Accelerator]:
     for point in entry_points(group=GROUP, name=device_type):
         try:
-            found.append(_row_of(point))
+            yield _row_of(point)
         except Exception as error:
             _refuse(device_type, point.value, "", error)
-    return found
 
 
 def _row_of(point: EntryPoint) -> Accelerator:
-    found: Any = point.load()
-    row: Accelerator = found if isinstance(found, Accelerator) else found()
+    target: Any = point.load()
+    row: Accelerator = target if isinstance(target, Accelerator) else target()
     check_row(row)
     if row.device_type != point.name:
         raise ValueError(f"device_type: is {row.device_type!r}, but the entry point is named {point.name!r}")
     return row if row.provider else row._replace(provider=point.value.partition(":")[0])
 
 
-def _built_in(device_type: str) -> list[Accelerator]:
-    found = []
-    for module in BUILT_IN.get(device_type, ()):
+def _built_in(device_type: str) -> Iterator[Accelerator]:
+    for provider, function in BUILT_IN.get(device_type, {}).items():
+        module, _, name = function.partition(":")
         try:
-            found.append(import_module(module).row(device_type))
+            yield getattr(import_module(module), name)(device_type)
         except ImportError as error:  # an extra that is not installed is no fault
-            _refused[device_type, module.rpartition(".")[2], ""] = str(error)
+            _refused[device_type, provider, ""] = str(error)
         except Exception as error:
-            _refuse(device_type, module.rpartition(".")[2], "", error)
-    return found
+            _refuse(device_type, provider, "", error)
 
 
 def _refuse(device_type: str, provider: str, op: str, error: object) -> None:
@@ -165,16 +189,23 @@ def _refuse(device_type: str, provider: str, op: str, error: object) -> None:
     warnings.warn(f"{what} for {device_type!r} is not used ({reason}); what comes next in the table runs", stacklevel=2)
 
 
+def registered_devices() -> list[str]:
+    """Return the device types that somebody registered a row for, or has an entry point for."""
+    return sorted({*(d for d, rows in _registered.items() if rows), *(p.name for p in entry_points(group=GROUP))})
+
+
+def refusals() -> dict[tuple[str, str, str], str]:
+    """Return why rows and kernels are not used: (device type, provider, op or "") -> reason."""
+    return dict(_refused)
+
+
+# cells
+
+
 def cells(op: str, device_type: str) -> tuple[Cell, ...]:
     """Return the accepted kernels of an op on a device, in the order in which they are asked."""
-    found = _accepted.get((op, device_type))
-    return found if found is not None else _accept(op, device_type)
-
-
-def warm(ops: Iterable[str], device_type: str) -> None:
-    """Have the kernels of ops compiled and asked for known answers now, and not in the first step that needs them."""
-    for op in ops:
-        cells(op, device_type)
+    accepted = _accepted.get((op, device_type))
+    return accepted if accepted is not None else _accept(op, device_type)
 
 
 def _accept(op: str, device_type: str) -> tuple[Cell, ...]:
@@ -193,8 +224,6 @@ def _accept(op: str, device_type: str) -> tuple[Cell, ...]:
 
 
 def _believed(op: str, device_type: str) -> Iterator[Cell]:
-    from fn.kernels import known_answers  # it uses the ops, which use the table
-
     for row in rows(device_type):
         if op not in row.kernels:
             continue
@@ -205,11 +234,117 @@ def _believed(op: str, device_type: str) -> Iterator[Cell]:
             _refuse(device_type, row.name, op, reason)
 
 
-def registered_devices() -> list[str]:
-    """Return the device types that somebody registered a row for, or has an entry point for."""
-    return sorted({*(d for d, found in _registered.items() if found), *(p.name for p in entry_points(group=GROUP))})
+def warm(ops: Iterable[str], device_type: str) -> None:
+    """Have the kernels of ops compiled and asked for known answers now, and not in the first step that needs them."""
+    for op in ops:
+        cells(op, device_type)
 
 
-def refusals() -> dict[tuple[str, str, str], str]:
-    """Return why rows and cells are not used: (device type, provider, op or "") -> reason."""
-    return dict(_refused)
+def warm_halves(ops: Iterable[str], device: torch.device, dtypes: Iterable[torch.dtype]) -> None:
+    """Run the kernels of ops on examples whose params are of each of `dtypes`, as far as these are half precision.
+
+    Known answers are asked in float32. A kernel on lists of tensors is compiled once more where params or gradients are
+    in half precision, which would take seconds in the middle of a run. What it returns here is not looked at: the
+    arithmetic is that of float32, which was.
+    """
+    kinds = [dtype for dtype in HALVES if dtype in {*dtypes}]
+    for op in ops:
+        for args in [args for dtype in kinds for args in _in_halves(op, dtype)]:
+            for cell in cells(op, device.type):
+                try:
+                    if known_answers.outcome(op, cell.kernel, args, device) is not NotImplemented:
+                        break
+                except Exception as error:  # a step that needs it raises it again
+                    logger.warning("kernel %r of %r fails in half precision: %s", op, cell.provider, error)
+
+
+def _in_halves(op: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
+    """Yield the examples of an op with params or gradients in half precision; none for an op that takes neither.
+
+    Gradients are of the dtype of params, and of float32, as they come out of a mean.
+    """
+    for args in known_answers.examples(op):
+        named = dict(zip(ARGUMENTS[op], args, strict=True))
+        written = {"copies"} if named.get("copies") else {"params"}  # what is copied is an anchor, in float32
+        for cast in (written, {*written, "grads"}) if "grads" in named else (written,):
+            if cast & {*named}:
+                yield tuple([t.to(dtype) for t in x] if name in cast else x for name, x in named.items())
+
+
+# the table as text and as HTML
+
+
+class Table(NamedTuple):
+    """Who provides which kernel where. It prints in a terminal and as HTML in a notebook.
+
+    providers: device type -> op -> provider. notes: what is not used, and why.
+    """
+
+    providers: dict[str, dict[str, str]]
+    notes: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        devices = list(self.providers)
+        lines = [["kernel", *devices], *([op, *(self.providers[d][op] for d in devices)] for op in SCHEMAS)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+        notes = [textwrap.fill(note, COLUMNS, subsequent_indent="  ") for note in self.notes]
+        return "\n".join([text[0], "-" * len(text[0]), *text[1:], *notes])
+
+    def _repr_html_(self) -> str:
+        def line(tag: str, entries: list[str]) -> str:
+            return "<tr>" + "".join(f"<{tag} {LEFT}>{html.escape(e)}</{tag}>" for e in entries) + "</tr>"
+
+        body = [line("td", [op, *(ops[op] for ops in self.providers.values())]) for op in SCHEMAS]
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self.notes)
+        return f"<table>{line('th', ['kernel', *self.providers])}{''.join(body)}</table>{notes}"
+
+
+def table(progress: Callable[[str, int, int], None] | None = None) -> Table:
+    """Return the accelerator table of this machine: the devices that are here, and those somebody registered.
+
+    The kernels are tried on their known answers, as on their first use.
+
+    >>> import fn
+    >>> who = fn.kernels.table().providers["cpu"]
+    >>> len(who), who["direction"] in ("numba", "reference")
+    (25, True)
+
+    Args: progress: is called with the name of an op before it is tried, how many were tried, and how many there are;
+        with the last op once more at the end.
+    """
+    here = [device for device in devices() if is_here(device)]
+    pairs = [(device, op) for device in here for op in SCHEMAS]
+    accepted: dict[tuple[str, str], tuple[Cell, ...]] = {}
+    for done, (device, op) in enumerate(pairs):
+        if progress is not None:
+            progress(op, done, len(pairs))
+        accepted[device, op] = cells(op, device)
+    if progress is not None:
+        progress(op, len(pairs), len(pairs))
+    providers: dict[str, dict[str, str]] = {}
+    for device in devices():  # of a device that is not here the table shows what its rows claim
+        claimed = {} if device in here else {op: row.name for row in reversed(rows(device)) for op in row.kernels}
+        tried = {op: kernels[0].provider for op in SCHEMAS if (kernels := accepted.get((device, op)))}
+        providers[device] = {op: tried.get(op, claimed.get(op, REFERENCE)) for op in SCHEMAS}
+    return Table(providers, tuple(_note(*key, reason) for key, reason in refusals().items()))
+
+
+def devices() -> list[str]:
+    """Return the device types of this machine, the CPU first, and those with a registered row."""
+    here = torch.accelerator.current_accelerator()
+    names = ["cpu", *([here.type] if here is not None else []), *registered_devices()]
+    return list(dict.fromkeys(names))
+
+
+def is_here(device_type: str) -> bool:
+    """Return whether tensors can be put on a device of this type."""
+    try:
+        torch.empty(1, dtype=torch.float32, device=device_type)
+    except Exception:
+        return False
+    return device_type != "meta"
+
+
+def _note(device_type: str, provider: str, op: str, reason: str) -> str:
+    return f"{device_type}: {provider}{' ' + op if op else ''} is not used: {reason}"

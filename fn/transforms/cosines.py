@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fn.base import check_whole
 from fn.errors import expected
-from fn.kernels.reference import scale_dtype
+from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan
 from fn.transforms.bases import Basis
 

@@ -22,7 +22,7 @@ from fn.collectives.codecs.codec import Segments
 from fn.collectives.hierarchy import pieces
 from fn.collectives.primitives import is_recorded
 from fn.errors import expected
-from fn.kernels import memory_pool, reference
+from fn.kernels import layout, memory_pool
 from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any
@@ -126,12 +126,12 @@ def paired_views(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tu
 
     Together they are all elements of the vectors. Not for buckets that are fused.
     """
-    return reference.paired_views(tensors, table, bucket.segments.widths)
+    return layout.paired_views(tensors, table, bucket.segments.widths)
 
 
 def clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> None:
     """Write zeros behind the vectors in rows (W, n / W) of a bucket that is not fused."""
-    reference.clear_padding(table, [flat.shape[0] for flat in tensors], bucket.segments.widths)
+    layout.clear_padding(table, [flat.shape[0] for flat in tensors], bucket.segments.widths)
 
 
 def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:

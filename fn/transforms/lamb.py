@@ -25,7 +25,7 @@ from fn.base import (
     stateless,
 )
 from fn.errors import expected
-from fn.kernels import reference, rules
+from fn.kernels import layout, reference, rules
 from fn.roles import Roles
 from fn.transforms.adam import (
     adam_direction,
@@ -350,7 +350,7 @@ def common_scale(mu: Tree) -> Tree:
         return mu
     rms = torch.stack([(_norm(m).double() / max(m.numel(), 1) ** 0.5).to(leaves[0].device) for m in leaves])
     scaling = common_scale_of(rms)
-    parts = [s.to(m.device, reference.scale_dtype(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]
+    parts = [s.to(m.device, layout.scale_dtype(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]
     return tree.unflatten(structure, parts)
 
 
@@ -366,12 +366,12 @@ def common_scale_of(rms: Tensor) -> Tensor:
 
 
 def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x.to(reference.scale_dtype(x)))
+    norm: Tensor = torch.linalg.vector_norm(x.to(layout.scale_dtype(x)))
     return norm
 
 
 def _number(like: Tensor, value: float) -> Tensor:
-    return torch.full((), value, dtype=reference.scale_dtype(like), device=like.device)
+    return torch.full((), value, dtype=layout.scale_dtype(like), device=like.device)
 
 
 def _check_bounds(low: float, high: float) -> None:

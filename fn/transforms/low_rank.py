@@ -36,7 +36,7 @@ from fn.collectives.feedback import Classic, Decayed, Feedback, classic, off
 from fn.collectives.hierarchy import Hop
 from fn.collectives.primitives import is_recorded
 from fn.errors import expected
-from fn.kernels.reference import scale_dtype
+from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import is_concrete, pooled
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import average

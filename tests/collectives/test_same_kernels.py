@@ -32,7 +32,9 @@ def with_other_kernels(alike: bool) -> list[tuple[str, object, bool]]:
     most, or the error, and whether averaging them brings the ranks together.
     """
     if alike or dist.get_rank():
-        sys.modules["fn.kernels.table"].BUILT_IN = {"cpu": ("fn.kernels.numpy_bits", "fn.kernels.eager.foreach")}
+        sys.modules["fn.kernels.table"].BUILT_IN = {
+            "cpu": {"numpy": "fn.kernels.bits:numpy", "torch": "fn.kernels.foreach:row"}
+        }
     found = []
     for optimizer in OPTIMIZERS:
         with fn.bind({"data": dist.group.WORLD}), warnings.catch_warnings(record=True) as caught:

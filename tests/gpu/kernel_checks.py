@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fn.kernels.conformance import arguments
 from fn.kernels.known_answers import difference
-from fn.kernels.ops import REFERENCES
+from fn.kernels.reference import REFERENCES
 from fn.kernels.schemas import WRITTEN
 from fn.kernels.table import cells
 

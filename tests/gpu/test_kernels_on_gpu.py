@@ -15,7 +15,7 @@ from kernel_checks import (
 )
 
 import fn
-from fn.kernels.ops import REFERENCES
+from fn.kernels.reference import REFERENCES
 from fn.kernels.table import cells, rows
 
 HERE = device()

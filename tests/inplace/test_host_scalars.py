@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fn.inplace import host_scalars
-from fn.kernels.eager import foreach
+from fn.kernels import foreach
 
 
 class There(torch.Tensor):

@@ -66,7 +66,9 @@ BY_NAME = {"onebit_adam": CASES, "onebit_lamb": LAMB_CASES}
 
 def use(rows: str) -> None:
     if rows == "torch":
-        sys.modules["fn.kernels.table"].BUILT_IN = {"cpu": ("fn.kernels.numpy_bits", "fn.kernels.eager.foreach")}
+        sys.modules["fn.kernels.table"].BUILT_IN = {
+            "cpu": {"numpy": "fn.kernels.bits:numpy", "torch": "fn.kernels.foreach:row"}
+        }
         assert [cell.provider for cell in cells("adamw_", "cpu")] == ["torch"]
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fn.kernels import known_answers, reference
-from fn.kernels.ops import REFERENCES
+from fn.kernels import known_answers, layout
+from fn.kernels.reference import REFERENCES
 
 OF_MODEL = {
     "momentum_encode": (1,),
@@ -26,7 +26,7 @@ OF_MODEL = {
 
 def arguments(op: str, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
     """Return arguments with lists in half precision, and the same numbers in float32."""
-    args = known_answers.on(torch.device("cpu"), known_answers.examples(op)[-1])
+    args = known_answers.on_device(torch.device("cpu"), known_answers.examples(op)[-1])
     places = [place % len(args) for place in OF_MODEL[op]]
     half = [[x.to(dtype) for x in a] if i in places else a for i, a in enumerate(args)]
     wide = [[x.float() for x in a] if i in places else _copied(a) for i, a in enumerate(half)]
@@ -55,7 +55,7 @@ def test_the_reference_computes_in_the_dtype_of_the_moments(op, dtype):
 
 @pytest.mark.parametrize("op", OF_MODEL)
 def test_rows_that_know_only_float32_leave_it_to_the_reference(op):
-    from fn.kernels.eager import foreach
+    from fn.kernels import foreach
 
     rows = [foreach.row("cpu"), foreach.row("meta")]
     try:
@@ -77,7 +77,7 @@ def dense(*shape: int) -> Tensor:
 
 def test_tensors_are_alike_in_memory():
     last = dense(2, 3, 4, 4).to(memory_format=torch.channels_last)
-    alike = reference.alike_in_memory
+    alike = layout.alike_in_memory
     assert alike([dense(3), dense(2, 0)], [dense(3), dense(2, 0)])
     assert alike([dense(3, 2)], [dense(6)]), "contiguous ones may differ in shape"
     assert alike([last], [last.clone()])
@@ -92,6 +92,6 @@ def test_tensors_are_alike_in_memory():
 def test_a_dimension_of_one_has_no_stride_that_counts():
     last = dense(2, 3, 4, 4).to(memory_format=torch.channels_last)
     one, other = dense(2, 3, 1, 1), dense(2, 3, 1, 1).to(memory_format=torch.channels_last)
-    assert reference.alike_in_memory([last, one], [last, other])
+    assert layout.alike_in_memory([last, one], [last, other])
     odd = torch.empty_strided((0, 5), (7, 3))
-    assert reference.alike_in_memory([last, odd], [last, odd])
+    assert layout.alike_in_memory([last, odd], [last, odd])

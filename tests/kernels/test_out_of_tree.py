@@ -101,8 +101,8 @@ def test_the_plugin_makes_a_test_of_every_kernel(toy):
 @pytest.mark.slow
 def test_the_plugin_shows_what_differs(tmp_path):
     (tmp_path / "fn_wrong.py").write_text(
-        "from fn.kernels import Accelerator, ops\n"
-        "row = Accelerator('cpu', {'pack_bits': lambda x: ops.REFERENCES['pack_bits'](-x)})"
+        "from fn.kernels import Accelerator, reference\n"
+        "row = Accelerator('cpu', {'pack_bits': lambda x: reference.REFERENCES['pack_bits'](-x)})"
     )
     found = python(tmp_path, "-m", "pytest", "-p", "fn.kernels.pytest_plugin", "--fn-row", "fn_wrong:row", "--fn-size",
                    "9")  # fmt: skip

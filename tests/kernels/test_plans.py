@@ -22,9 +22,9 @@ def counts_of(number: int) -> object:
 
 def table_of(number: int) -> object:
     pytest.importorskip("triton", reason="triton is not installed")
-    from fn.kernels.gpu import launching
+    from fn.kernels.gpu.triton import blocks
 
-    return launching.cut((1, 8 * (number + 1)), 4096, torch.device("cpu")).table
+    return blocks.cut((1, 8 * (number + 1)), torch.device("cpu")).table
 
 
 TENSORS = torch.zeros(MANY, 8).unbind()
@@ -32,9 +32,9 @@ TENSORS = torch.zeros(MANY, 8).unbind()
 
 def addresses_of(number: int) -> object:
     pytest.importorskip("triton", reason="triton is not installed")
-    from fn.kernels.gpu import launching
+    from fn.kernels.gpu.triton import blocks
 
-    return launching.addresses([TENSORS[number]])
+    return blocks.addresses([TENSORS[number]])
 
 
 @pytest.mark.parametrize("make", [cached_plan(lambda n: [n]), table_on_the_host, counts_of, table_of, addresses_of])

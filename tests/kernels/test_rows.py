@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fn import kernels
-from fn.kernels import known_answers, npu, numpy_bits, reference, xpu
+from fn.kernels import bits, known_answers, reference
 from fn.kernels.conformance import small_arguments
 
 LONG = (1 << 17) + 3
@@ -19,12 +19,12 @@ SIZES = (0, 1, 7, 8, 9, 1023, LONG)
 
 
 def test_the_numpy_row_conforms():
-    assert kernels.conformance(numpy_bits.row("cpu"))
+    assert kernels.conformance(bits.numpy("cpu"))
 
 
 @pytest.mark.slow
 def test_the_row_of_torchs_functions_of_lists_conforms():
-    from fn.kernels.eager import foreach
+    from fn.kernels import foreach
 
     assert foreach.CHUNK_OF_CPU < LONG
     assert kernels.conformance(foreach.row("cpu"), sizes=SIZES)
@@ -32,7 +32,7 @@ def test_the_row_of_torchs_functions_of_lists_conforms():
 
 def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
     """Whether a tensor is cut, or several make a chunk, the numbers are the same."""
-    from fn.kernels.eager import foreach
+    from fn.kernels import foreach
 
     def step(chunk: int) -> list[torch.Tensor]:
         monkeypatch.setattr(foreach, "CHUNK_OF_CPU", chunk)
@@ -52,22 +52,23 @@ def test_steps_of_lists_are_taken_in_chunks(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 22])
 def test_the_functions_of_lists_of_accelerators_conform(monkeypatch, chunk):
-    from fn.kernels.eager import foreach_lamb
+    from fn.kernels import foreach
 
-    monkeypatch.setattr(foreach_lamb, "CHUNK", chunk)
-    row = kernels.Accelerator("cpu", foreach_lamb.KERNELS, provider="torch")
+    monkeypatch.setattr(foreach, "CHUNK", chunk)
+    kinds = {f.__name__: f for f in foreach.ON_ACCELERATORS}
+    row = kernels.Accelerator("cpu", kinds, provider="torch")
     assert kernels.conformance(row, sizes=SIZES if chunk == 100 else (0, 9, 1023))
-    for name, kernel in foreach_lamb.KERNELS.items():
+    for name, kernel in kinds.items():
         assert known_answers.complaint(name, kernel, torch.device("cpu")) is None
         empty = [[torch.zeros(0)] if isinstance(a, list) else a for a in known_answers.examples(name)[0]]
         assert kernel(*empty) is NotImplemented
 
 
 def test_drift_of_lists_selects_zeros_where_gradients_are_not_finite():
-    from fn.kernels.eager import foreach_lamb
+    from fn.kernels import foreach
 
     one, zero, inf = torch.ones(8), torch.zeros(8), torch.full((8,), torch.inf)
-    found = foreach_lamb.drift([one], [zero], [zero], [inf], [zero], 0.9, 0.5, 0.1, 1, [1, 8])
+    found = foreach.drift([one], [zero], [zero], [inf], [zero], 0.9, 0.5, 0.1, 1, [1, 8])
     assert torch.equal(found, torch.full((1, 8), 0.5))
 
 
@@ -83,12 +84,12 @@ def test_the_numba_row_conforms(monkeypatch):
 
 @pytest.mark.slow
 def test_the_reference_conforms_to_itself():
-    row = kernels.Accelerator("cpu", kernels.ops.REFERENCES)
+    row = kernels.Accelerator("cpu", kernels.reference.REFERENCES)
     assert kernels.conformance(row, sizes=(0, 9))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("op", kernels.ops.REFERENCES)
+@pytest.mark.parametrize("op", kernels.reference.REFERENCES)
 def test_an_op_is_traced_with_dynamic_shapes(op):
     """The part of torch's checks of ops that does not depend on the row, and that the kit therefore leaves to us."""
     (args, *_) = small_arguments(op)
@@ -120,7 +121,7 @@ def test_the_sign_kernels_of_torch_npu_are_called_as_documented(monkeypatch):
     monkeypatch.setattr(library, "npu_sign_bits_pack", pack, raising=False)
     monkeypatch.setattr(library, "npu_sign_bits_unpack", unpack, raising=False)
     monkeypatch.setitem(sys.modules, "torch_npu", library)
-    row = npu.row("npu")
+    row = bits.npu("npu")
     for op in row.kernels:
         assert known_answers.complaint(op, row.kernels[op], torch.device("cpu")) is None
     assert kernels.conformance(row._replace(device_type="cpu"), sizes=(0, 1, 9, 1023))
@@ -128,7 +129,7 @@ def test_the_sign_kernels_of_torch_npu_are_called_as_documented(monkeypatch):
 
 
 def test_intel_gpus_communicate_over_native_torch_xpu():
-    assert xpu.row("xpu").communication_backend == "xccl"
+    assert kernels.communication_backend("xpu") == "xccl"
 
 
 @pytest.mark.gpu

@@ -11,10 +11,10 @@ import torch
 
 import fn
 from fn import kernels
-from fn.kernels import numpy_bits, reference, show
+from fn.kernels import bits, layout, reference
 
 table = sys.modules["fn.kernels.table"]
-ROW = kernels.Accelerator("cpu", {"pack_bits": numpy_bits.pack_bits}, provider="mine")
+ROW = kernels.Accelerator("cpu", {"pack_bits": bits.pack_bits}, provider="mine")
 
 
 @pytest.fixture
@@ -59,12 +59,12 @@ def test_two_functions_make_a_whole_device(registered):
     decoded = reference.sign_decode(bits, sums.float(), valid, runs)
     assert set(calls) == {"pack", "unpack"}
     torch.testing.assert_close(
-        decoded, torch.where(x >= 0, sums.float(), -sums.float()) * reference.padding_mask(x, valid, runs)
+        decoded, torch.where(x >= 0, sums.float(), -sums.float()) * layout.padding_mask(x, valid, runs)
     )
 
 
 @pytest.mark.parametrize("wrong", [
-    lambda x: numpy_bits.pack_bits(x) ^ 1, lambda x: numpy_bits.pack_bits(x)[:, :-1], lambda x: 1 / 0, lambda x: None,
+    lambda x: bits.pack_bits(x) ^ 1, lambda x: bits.pack_bits(x)[:, :-1], lambda x: 1 / 0, lambda x: None,
     lambda x: torch.from_numpy(__import__("numpy").packbits((x >= 0).numpy(), axis=-1)),
 ], ids=["bit", "shape", "raises", "nothing", "big-endian"])  # fmt: skip
 def test_a_kernel_is_believed_only_with_the_known_answer(registered, wrong):
@@ -77,7 +77,7 @@ def test_a_kernel_is_believed_only_with_the_known_answer(registered, wrong):
 
 def test_a_kernel_may_decline(registered):
     def picky(x):
-        return numpy_bits.pack_bits(x) if x.dtype == torch.float32 else NotImplemented
+        return bits.pack_bits(x) if x.dtype == torch.float32 else NotImplemented
 
     registered(kernels.Accelerator("cpu", {"pack_bits": picky}, provider="picky"))
     assert provider("pack_bits")[0] == "picky"
@@ -99,7 +99,7 @@ def test_a_thread_that_asks_while_a_kernel_is_tried_waits_for_the_answer(registe
             found["itself"] = provider("pack_bits")
             second.start()
             second.join(0.3)  # as long as it takes to answer without having waited
-        return numpy_bits.pack_bits(x)
+        return bits.pack_bits(x)
 
     registered(kernels.Accelerator("cpu", {"pack_bits": pack}, provider="slow"))
     ask("first")
@@ -111,9 +111,9 @@ def test_a_thread_that_asks_while_a_kernel_is_tried_waits_for_the_answer(registe
 
 def test_a_row_that_is_none_is_refused():
     with pytest.raises(ValueError, match=r"^kernels: expected names in the table, .*, but got .*fly"):
-        kernels.register(kernels.Accelerator("cpu", {"fly": numpy_bits.pack_bits}))
+        kernels.register(kernels.Accelerator("cpu", {"fly": bits.pack_bits}))
     with pytest.raises(TypeError, match=r"^row: .*got dict"):
-        kernels.register({"pack_bits": numpy_bits.pack_bits})
+        kernels.register({"pack_bits": bits.pack_bits})
 
 
 @pytest.mark.parametrize(("op", "args", "error", "argument"), [
@@ -144,14 +144,14 @@ def test_the_table_is_text_and_html():
 def test_the_table_with_all_devices_and_long_notes_fits_in_100_columns():
     providers = {d: dict.fromkeys(table.SCHEMAS, "my_vendor_kernels") for d in ("cpu", "cuda", "npu")}
     note = "npu: my_vendor_kernels pack_bits is not used: it differs from the reference in " + "7 of 9 places, " * 9
-    lines = repr(show.Table(providers, (note,))).splitlines()
+    lines = repr(table.Table(providers, (note,))).splitlines()
     assert max(map(len, lines)) <= 100
     assert [line[:2] for line in lines[-3:]] == ["np", "  ", "  "]
     assert " ".join(" ".join(lines[-3:]).split()) == note.strip()
 
 
 def test_a_device_without_a_row_runs_the_reference(monkeypatch):
-    monkeypatch.setattr(show, "devices", lambda: ["mps"])
+    monkeypatch.setattr(table, "devices", lambda: ["mps"])
     assert set(kernels.table().providers["mps"].values()) == {"reference"}
 
 

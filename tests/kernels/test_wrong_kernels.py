@@ -9,7 +9,7 @@ import torch
 
 from fn import kernels
 from fn.kernels import known_answers, reference
-from fn.kernels.ops import REFERENCES
+from fn.kernels.reference import REFERENCES
 from fn.kernels.table import cells
 
 

@@ -34,9 +34,9 @@ from fn.collectives import primitives
 from fn.inplace import match
 from fn.inplace import sharded as sharded_in_place
 from fn.inplace.protocol import settled
-from fn.kernels import ops, tracing
-from fn.kernels.eager import foreach
-from fn.kernels.gpu import launching, triton
+from fn.kernels import foreach, ops, reference, tracing
+from fn.kernels.gpu import triton
+from fn.kernels.gpu.triton import blocks, ints, lamb, signs, steps
 from fn.transforms import agreed, average, sharded
 
 _setup_privateuseone_for_python_backend(NAME)
@@ -167,7 +167,7 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = func._schema.name, kwargs or {}
-        if name.startswith("fn::") and name[4:] in ops.REFERENCES:
+        if name.startswith("fn::") and name[4:] in reference.REFERENCES:
             with self:
                 return ops.direct(name[4:], *args)
         tensors = tensors_of(args, kwargs)
@@ -241,9 +241,10 @@ def pretend() -> None:
         for watch in watches:
             watch.launches[getattr(kernel, "__name__", "kernel")] += 1
 
-    launching.launch = launch
+    for module in (blocks, signs, ints, steps, lamb):
+        vars(module)["launch"] = launch
     rows = [triton.row(NAME), foreach.row(NAME)]
-    for op in ops.REFERENCES:
+    for op in reference.REFERENCES:
         table._accepted[op, NAME] = tuple(table.Cell(row.name, row.kernels[op]) for row in rows if op in row.kernels)
     tracing._PLAIN.add(FakeTensor)
     vars(primitives)["carry_sum"] = carry_sum

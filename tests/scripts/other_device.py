@@ -27,8 +27,7 @@ from fn.collectives.codecs.codec import Segments
 from fn.inplace import bounds, match, sharded
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
-from fn.kernels import tracing
-from fn.kernels.eager import foreach
+from fn.kernels import foreach, tracing
 from fn.transforms import exchange, outer, shards, skip_nonfinite
 
 NAME = "elsewhere"

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import fn  # noqa: F401  it defines the ops that references use
 from fn.kernels import known_answers, reference
-from fn.kernels.gpu import launching, triton
+from fn.kernels.gpu import triton
+from fn.kernels.gpu.triton import blocks
 
 KERNELS = triton.row("cpu").kernels
 SHAPES = [(1023,), (), (0,), (7, 1), (5, 3, 2, 2)]
@@ -129,8 +130,8 @@ def check_lists() -> None:
     for op, args in cases(torch.float32):
         refused(op, args, mixed)
         (refused if op in in_order else compare)(op, args, channels_last)
-    assert launching.addresses(tensors()).aligned
-    assert not launching.addresses([*map(misaligned, tensors())]).aligned
+    assert blocks.addresses(tensors()).aligned
+    assert not blocks.addresses([*map(misaligned, tensors())]).aligned
 
 
 def check_one_layout_is_not_the_other() -> None:
@@ -159,7 +160,7 @@ def check_special_numbers() -> None:
 
 def check_whole_blocks() -> None:
     """Blocks without an end, in two dtypes, and several of them in a segment."""
-    shapes = [(2 * launching.BLOCK + 24,)]
+    shapes = [(2 * blocks.BLOCK + 24,)]
     for dtype in (torch.float32, torch.bfloat16):
         lists = tensors(dtype, shapes), tensors(dtype, shapes), tensors(shapes=shapes), tensors(shapes=shapes, min=0.0)
         compare("adamw_", (*lists, 0.9, 0.99, *DESCENT, MOST, False))
@@ -187,10 +188,10 @@ def check_integers() -> None:
 def check_addresses() -> None:
     """A table is sent once, and again when an address or a width is another."""
     lists = tensors(), tensors()
-    first, again = launching.addresses(*lists), launching.addresses(*lists)
+    first, again = blocks.addresses(*lists), blocks.addresses(*lists)
     assert first is again
-    assert launching.addresses(*lists, widths=[8] * len(SHAPES)) is not first
-    assert launching.addresses(lists[0], [x.clone() for x in lists[1]]) is not first
+    assert blocks.addresses(*lists, widths=[8] * len(SHAPES)) is not first
+    assert blocks.addresses(lists[0], [x.clone() for x in lists[1]]) is not first
     columns = [[x.data_ptr() for x in each] for each in lists]
     sizes = [x.numel() for x in lists[0]]
     assert first.table.t().tolist() == [*columns, sizes, sizes]

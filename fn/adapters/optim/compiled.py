@@ -13,8 +13,7 @@ from fn import tree
 from fn.adapters.optim.state_kinds import worker_errors
 from fn.base import Tree, UpdateFn
 from fn.kernels.schemas import ON_LISTS, SCHEMAS
-from fn.kernels.table import warm
-from fn.kernels.warming import warm_halves
+from fn.kernels.table import warm, warm_halves
 from fn.transforms.lamb import OnebitLambState
 from fn.transforms.zero_one_adam import ZeroOneAdamState
 

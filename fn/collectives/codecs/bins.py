@@ -12,7 +12,7 @@ from torch import Tensor
 from fn.base import check_number, check_whole
 from fn.collectives.codecs.codec import Codec, by_tensor, pack, unpack
 from fn.errors import expected
-from fn.kernels.reference import scale_dtype
+from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan
 
 Tree = Any

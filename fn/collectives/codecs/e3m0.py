@@ -11,7 +11,7 @@ from torch import Tensor
 from fn.base import check_whole
 from fn.collectives.codecs.codec import Codec, pack, unpack
 from fn.errors import expected
-from fn.kernels.reference import scale_dtype
+from fn.kernels.layout import scale_dtype
 
 BOUNDARIES = (2.0**-7, *(0.75 * 2.0**-j for j in range(5, -1, -1)))
 """Magnitudes, of the largest in a block, at which the level rises from 0 to 2^-6 and on to 1."""

@@ -12,7 +12,7 @@ from fn.base import check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, tile
 from fn.collectives.feedback import Damped, DampedError, since_reset
 from fn.errors import expected
-from fn.kernels.reference import scale_dtype
+from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan
 
 Tree = Any

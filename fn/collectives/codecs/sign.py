@@ -14,7 +14,7 @@ from fn.collectives.codecs.codec import Codec, Fused, Segments, tile
 from fn.collectives.feedback import Classic, LazyError
 from fn.errors import expected
 from fn.kernels import ops
-from fn.kernels.reference import scale_dtype
+from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any

@@ -20,7 +20,7 @@ from fn.base import check_number, check_whole
 from fn.collectives.codecs.ballots import is_vote
 from fn.collectives.codecs.codec import Codec, Segments, by_tensor, pack, segmented, tile, unpack
 from fn.errors import expected
-from fn.kernels.reference import scale_dtype
+from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan
 
 Tree = Any

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fn.kernels.reference import runs_of
+from fn.kernels.layout import runs_of
 from fn.kernels.tracing import PLANS
 
 THREADED = 1 << 22

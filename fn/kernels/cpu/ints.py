@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fn.kernels import half_feedback
 from fn.kernels.cpu.blocks import WHOLE_SEGMENTS, BlockTable, block_table, run
 from fn.kernels.cpu.intrinsics import floats, ints, magnitude, octets, of_magnitude
 from fn.kernels.cpu.loops import INFINITY, ONE, STEP, ZERO, block_of, compiled, pad, streams, within, write
@@ -193,11 +192,8 @@ def quantize_feedback(
 ) -> Any:
     """See `reference.quantize_feedback`."""
     at = _table(runs, width)
-    if at is None or x.dtype == torch.float64 or error_scales.dtype != torch.float32:
+    if at is None or x.dtype != torch.float32 or error_scales.dtype != torch.float32:
         return NotImplemented
-    if x.dtype != torch.float32:
-        parts = quantize, dequantize
-        return half_feedback.quantize_feedback(*parts, x, error, error_scales, beta, valid, runs, width)
     given = [t.contiguous() for t in (x, error, error_scales)]
     found = [t for bits in (width, 8) for t in _codes(x.shape[0], valid, at.n, bits)]
     numbers = np.float32(beta), np.float32(1.0 - beta)

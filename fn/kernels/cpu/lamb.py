@@ -18,8 +18,8 @@ from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magni
 from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.cpu.signs import sum_of_squares
 from fn.kernels.cpu.steps import addresses, extents, larger_magnitude, moved, pointers, whole
+from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
-from fn.kernels.reference.layout import plain
 from fn.kernels.rules import (
     clamped,
     decayed,

@@ -10,12 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fn.kernels import reference
+from fn.kernels import layout
 from fn.kernels.cpu.blocks import BLOCK, BlockTable, block_table, blocks_of_segments, run
 from fn.kernels.cpu.intrinsics import add_signed, doubles, floats, ints, octets, prefetch, put_sign_byte, put_signed
 from fn.kernels.cpu.loops import PREFETCH_NEAR, STEP, ZERO, block_of, compiled, pad, streams, within, write
+from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
-from fn.kernels.reference.layout import plain
 from fn.kernels.rules import compensated, residual
 
 SCRATCH = 8 * STEP
@@ -186,7 +186,7 @@ def _single(*tensors: Tensor) -> list[Tensor] | None:
 
 def outputs(rows: int, at: BlockTable) -> tuple[Tensor, Tensor]:
     """Return memory for the bits of rows, and for the squares of their blocks."""
-    bits = empty((rows, reference.bytes_for(at.n)), torch.uint8, torch.device("cpu"))
+    bits = empty((rows, layout.bytes_for(at.n)), torch.uint8, torch.device("cpu"))
     return bits, torch.empty((rows, len(at.table)), dtype=torch.float64, device="cpu")
 
 

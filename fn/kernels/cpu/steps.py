@@ -31,8 +31,8 @@ from fn.kernels.cpu.loops import (
     write,
 )
 from fn.kernels.cpu.signs import SCRATCH, compensate, divided, messages, outputs, pack, sums_of, unpack_mean
+from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
-from fn.kernels.reference.layout import plain
 from fn.kernels.rules import adamw, held, kept_at_zero, lerp, second_moment
 
 LARGE_BLOCK = 1 << 16

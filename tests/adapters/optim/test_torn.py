@@ -15,7 +15,7 @@ import fn
 from fn import kernels
 from fn.adapters import checkpoint
 from fn.base import Part
-from fn.kernels.ops import REFERENCES
+from fn.kernels.reference import REFERENCES
 
 OPS = "adamw_", "onebit_adam_", "lamb_step_"
 

@@ -13,13 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fn.kernels.gpu import (
-    triton_int_kernels,
-    triton_kernels,
-    triton_lamb_kernels,
-    triton_step_kernels,
-    triton_sums,
-)
+from fn.kernels.gpu.triton import blocks, ints, lamb, signs, steps
 
 POINTERS = {
     "table": "*i64", "valid": "*i64", "addresses": "*i64", "ends": "*i64", "bits": "*u8", "received": "*u8",
@@ -34,9 +28,9 @@ CONSTANTS = {
     "FROZEN": False, "COPIES": True, "FACTORS": True,
     "P": tl.float32, "G": tl.float32, "C": tl.bfloat16, "A": tl.float32,
 }  # fmt: skip
-MODULES = (triton_kernels, triton_int_kernels, triton_step_kernels, triton_lamb_kernels, triton_sums)
+MODULES = (signs, ints, steps, lamb, blocks)
 KERNELS = {
-    name: f
+    name.removesuffix("_kernel"): f
     for module in MODULES
     for name, f in vars(module).items()
     if getattr(f, "do_not_specialize", None) and f.__module__ == module.__name__
@@ -48,9 +42,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "pairs of codes": ("quantize_feedback", {"BLOCK": 256, "COUNT": 8, "WIDTH": 4}),
     "means of pairs": ("dequantize", {"WIDTH": 4}),
     "signs of averages": ("encode_averages", {"G": tl.bfloat16}),
-    "half precision": ("adamw_step", {"P": tl.bfloat16, "G": tl.float16, "FROZEN": True}),
+    "half precision": ("adamw", {"P": tl.bfloat16, "G": tl.float16, "FROZEN": True}),
     "little tensors": ("onebit", {"BLOCK": 16}),
-    "anywhere": ("adamw_step", {"ALIGNED": False}),
+    "anywhere": ("adamw", {"ALIGNED": False}),
 }
 """What is compiled: a kernel, and constants that are not the usual ones."""
 

@@ -18,9 +18,9 @@ SCRIPT = ROOT / "tests" / "scripts" / "triton_lists.py"
 
 KNOWN = """
 import torch
-from fn.kernels import known_answers, ops
-from fn.kernels.conformance import small_arguments
+from fn.kernels import known_answers, reference
 from fn.kernels.gpu import triton
+from fn.kernels.conformance import small_arguments
 from fn.kernels.schemas import ON_LISTS
 kernels = triton.row("cpu").kernels
 assert {*ON_LISTS, "sign_serve"} <= set(kernels)
@@ -28,7 +28,7 @@ for op in (*ON_LISTS, "sign_serve"):
     reason = known_answers.complaint(op, kernels[op], torch.device("cpu"))
     assert reason is None, f"{op}: {reason}"
     args, again = (small_arguments(op)[0] for _ in range(2))
-    pairs = zip(*(known_answers.as_tuple(f(*a)) for f, a in ((kernels[op], args), (ops.REFERENCES[op], again))))
+    pairs = zip(*(known_answers.as_tuple(f(*a)) for f, a in ((kernels[op], args), (reference.REFERENCES[op], again))))
     assert all(x is y is None or x.stride() == y.stride() for x, y in pairs), f"{op}: strides"
 """
 

@@ -1,10 +1,11 @@
-"""The row of Ascend NPUs: torch_npu's sign packing, whose bit order is the one of the wire."""
+"""Rows that only pack and unpack bits: NumPy's on a CPU, torch_npu's on Ascend NPUs."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,8 +13,25 @@ from torch import Tensor
 from fn.kernels.table import Accelerator, Kernel
 
 
-def row(device_type: str) -> Accelerator:
-    """Return the row. Raises: ImportError where torch_npu is not installed."""
+def pack_bits(x: Tensor) -> Tensor:
+    """Pack the signs of x (R, n), see `reference.pack_bits`."""
+    packed = np.packbits((x >= 0).numpy(), axis=-1, bitorder="little")
+    return torch.from_numpy(packed)
+
+
+def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
+    """Unpack n signs of each row, see `reference.unpack_bits`."""
+    ones = np.unpackbits(bits.numpy(), axis=-1, count=n, bitorder="little")
+    return torch.from_numpy(ones).to(dtype).mul_(2).sub_(1)
+
+
+def numpy(device_type: str) -> Accelerator:
+    """Return NumPy's row."""
+    return Accelerator(device_type, {"pack_bits": pack_bits, "unpack_bits": unpack_bits}, provider="numpy")
+
+
+def npu(device_type: str) -> Accelerator:
+    """Return the row of Ascend NPUs. Raises: ImportError where torch_npu is not installed."""
     library: Any = import_module("torch_npu")
 
     def pack_bits(x: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ def lerp(start, end, weight):
     return tl.fma(end - start, tl.where(near, weight, weight - 1.0), tl.where(near, start, end))
 
 
+# Triton resolves the names in a function's source by its globals. So one dict is the globals of all copies: in it a
+# rule finds the other rules as they are compiled here, and the words of torch nowhere.
 _scope: dict[str, Any] = {
     "__name__": __name__,
     "tl": tl,  # the interpreter looks for it
@@ -52,13 +54,12 @@ for _name, _rule in vars(rules).items():
     if getattr(_rule, "__module__", "") == rules.__name__ and _name not in _scope:
         _scope[_name] = jit(FunctionType(_rule.__code__, _scope, _name))
 
-adamw, clamped, corrected_direction, direction, decayed, denominator, descended = (
-    _scope[name]
-    for name in ("adamw", "clamped", "corrected_direction", "direction", "decayed", "denominator", "descended")
+adamw, clamped, decayed, denominator, descended, direction, drift = (
+    _scope[name] for name in ("adamw", "clamped", "decayed", "denominator", "descended", "direction", "drift")
 )
-second_moment, kept_at_zero, held, implied_gradient, drift = (
-    _scope[name] for name in ("second_moment", "kept_at_zero", "held", "implied_gradient", "drift")
+held, implied_gradient, kept_at_zero, second_moment = (
+    _scope[name] for name in ("held", "implied_gradient", "kept_at_zero", "second_moment")
 )
-signed, residual, compensated, code_scale, damped = (
-    _scope[name] for name in ("signed", "residual", "compensated", "code_scale", "damped")
+code_scale, compensated, damped, residual, signed = (
+    _scope[name] for name in ("code_scale", "compensated", "damped", "residual", "signed")
 )

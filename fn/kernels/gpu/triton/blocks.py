@@ -1,0 +1,373 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""What all kernels of the Triton row share: the cut of rows into blocks, addresses of tensors, launches, vectors.
+
+A program works on one block of one row, at most BLOCK elements that do not cross segments: an entry (first element,
+length, segment, offset in the segment) of an int64 table, see `cpu.blocks`. In a row of a message segment s belongs to
+tensor s, and the block is also one of that tensor.
+
+All launches go through `launch`; whatever else is done on the device is an ordinary call of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fn.kernels.cpu.blocks import BlockTable, block_table, runs_of_tensors
+from fn.kernels.devices import pin_memory
+from fn.kernels.gpu.triton.rules import signed
+from fn.kernels.layout import alike_in_memory, bytes_for, contiguous, dtypes_of
+from fn.kernels.tracing import PLANS
+
+BLOCK = 1 << 12
+"""Elements of a block, but for the integer codecs: eight a thread, in two vectors."""
+
+PER_WARP = 256
+"""Elements that a warp works on."""
+
+WARPS = 16
+"""The most warps of a program: 1024 threads, where a warp has 64."""
+
+SUMMED = 1 << 10
+"""Blocks of a segment that are added at a time."""
+
+FEW, TABLES = 64, 256
+"""Tensors of which as many tables of addresses are kept as other plans, and how many are kept of more tensors: where
+gradients come and go, each step leaves one behind."""
+
+WITH_STREAMS = ("cuda", "xpu")
+"""Devices that copy from pinned memory while the host goes on."""
+
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What kernels on lists read, as Triton calls it."""
+
+SIZES = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down", "right")
+"""Arguments that Triton does not compile anew for: by default it does where a number is 1, or a multiple of 16."""
+
+jit: Any = triton.jit
+
+
+def kernel(f: Any) -> Any:
+    """Compile a kernel once for all sizes."""
+    return jit(f, do_not_specialize=[name for name in SIZES if name in f.__code__.co_varnames])
+
+
+# on the host
+
+
+class Cut(NamedTuple):
+    """A row cut into blocks.
+
+    host: the blocks, on the host. table: theirs, on the device. ends: (segments + 1,) int64, where the blocks of each
+    segment begin and end, on the device. block: the size of a program's block, a power of two.
+    """
+
+    host: BlockTable
+    table: Tensor
+    ends: Tensor
+    block: int
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the elements and the blocks of a row, which kernels call n and blocks."""
+        return self.host.n, self.blocks
+
+    @property
+    def blocks(self) -> int:
+        """Return the blocks of a row."""
+        return len(self.host.table)
+
+    def segments(self, valid: Tensor) -> tuple[Any, ...]:
+        """Return what kernels take of rows whose segments have padding: table, valid, n, blocks, segments."""
+        return self.table, valid.contiguous(), *self.sizes, self.host.segments
+
+
+def cut(runs: Sequence[int], device: torch.device, block: int = BLOCK) -> Cut:
+    """Return the blocks of a row, each at most `block` elements long."""
+    return _cut(tuple(runs), device, block)
+
+
+@lru_cache(maxsize=PLANS)
+def _cut(runs: tuple[int, ...], device: torch.device, block: int) -> Cut:
+    host = block_table(runs, block)
+    longest = int(host.table[:, 1].max(initial=1))
+    counts = np.bincount(host.table[:, 2], minlength=host.segments)
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(counts)])
+    table, bounds = (torch.from_numpy(x).to(device) for x in (host.table, ends))
+    return Cut(host, table, bounds, max(16, triton.next_power_of_2(longest)))
+
+
+class Addresses(NamedTuple):
+    """Where the tensors of lists are.
+
+    table: (S, lists + 2) int64 on the device: the addresses of tensor s of every list, its elements and its width.
+    aligned: all addresses are multiples of 16, which the widest vector needs.
+    """
+
+    table: Tensor
+    aligned: bool
+
+
+def addresses(*lists: Sequence[Tensor], widths: Sequence[int] = ()) -> Addresses:
+    """Return where lists of as many tensors each, at least one, are; it is sent to the device once.
+
+    Args: widths: of the pieces in which the tensors lie in rows, none where they lie in no rows.
+    """
+    device = lists[0][0].device
+    where = tuple(tuple(map(Tensor.data_ptr, tensors)) for tensors in lists)
+    sizes = tuple(map(Tensor.numel, lists[0]))
+    send = _send_few if len(sizes) <= FEW else _send_many
+    return send(where, sizes, tuple(widths), device, _stream(device))
+
+
+def _stream(device: torch.device) -> int:
+    """Return the current stream: what is sent on one is not there yet on another."""
+    return torch.accelerator.current_stream(device).stream_id if device.type in WITH_STREAMS else 0
+
+
+def _send(
+    where: tuple[tuple[int, ...], ...], sizes: tuple[int, ...], widths: tuple[int, ...], device: torch.device,
+    stream: int,
+) -> Addresses:  # fmt: skip
+    """Send a table of addresses, from pinned memory, which torch does not use again before the copy is done.
+
+    A copy from other memory would make the host wait, once for each table.
+    """
+    columns = np.array([*where, sizes, widths or sizes], dtype=np.int64)
+    table = torch.from_numpy(np.ascontiguousarray(columns.T))
+    table = pin_memory(table) if device.type in WITH_STREAMS else table
+    return Addresses(table.to(device, non_blocking=True), not any(a % 16 for a in chain(*where)))
+
+
+_send_few, _send_many = lru_cache(maxsize=PLANS)(_send), lru_cache(maxsize=TABLES)(_send)
+
+
+def dtype_of(tensors: Sequence[Tensor]) -> Any:
+    """Return the one dtype of the tensors of a list, as Triton calls it, or None; float32 for no tensors."""
+    dtypes = dtypes_of(tensors) or {torch.float32}
+    return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
+
+
+class Lists(NamedTuple):
+    """What kernels take of lists of tensors: the blocks of a row, the table of addresses, and constants."""
+
+    row: Cut
+    addresses: Tensor
+    constants: dict[str, Any]
+
+
+def lists_of(
+    *lists: Sequence[Tensor], runs: Sequence[int] | None = None, **dtyped: Sequence[Tensor]
+) -> Lists | None:
+    """Return what kernels take of lists of as many tensors each; None for tensors that they do not take.
+
+    Args: runs: of the rows of a message in which the tensors lie in pieces. None: every tensor is a segment of one row.
+        dtyped: the lists whose dtype is a constant of the kernel, by its name; all others must be float32.
+    """
+    dtypes = {name: dtype_of(tensors) for name, tensors in dtyped.items()}
+    others = [tensors for tensors in lists if not any(tensors is t for t in dtyped.values())]
+    if None in dtypes.values() or not lists[0] or not dtypes_of(*others) <= {torch.float32}:
+        return None
+    # in messages the order of elements is that of all ranks; otherwise it may be any, if all lists have the same
+    if not (alike_in_memory(*lists) if runs is None else contiguous(*lists)):
+        return None
+    row = cut(runs_of_tensors(lists[0]) if runs is None else runs, lists[0][0].device)
+    table = addresses(*lists, widths=() if runs is None else row.host.widths.tolist())
+    aligned = table.aligned and (runs is None or row.host.whole)
+    return Lists(row, table.table, {**dtypes, "ALIGNED": aligned, "BLOCK": row.block})
+
+
+def floats(*numbers: float) -> tuple[float, ...]:
+    """Return numbers as floats: Triton would compile a kernel of its own for an int."""
+    return tuple(map(float, numbers))
+
+
+def launch(kernel: Any, like: Tensor, programs: int, *args: Any, **constants: Any) -> None:
+    """Launch a kernel on the device of a tensor, with as many warps as its blocks have work for.
+
+    Args: constants: what the kernel is compiled for; BLOCK elements in each of COUNT blocks are a program's.
+    """
+    if not programs:
+        return
+    on_device = nullcontext() if like.device.type == "cpu" else torch.accelerator.device_index(like.device.index or 0)
+    warps = constants.get("COUNT", 1) * constants["BLOCK"] // PER_WARP
+    with on_device:
+        # a product and a sum are rounded one by one, as in the reference
+        kernel[(programs,)](*args, **constants, num_warps=max(1, min(warps, WARPS)), enable_fp_fusion=False)
+
+
+def outputs(rows: int, row: Cut) -> tuple[Tensor, Tensor]:
+    """Return memory for the sign bits of rows, and for the squares of their blocks."""
+    device, n = row.table.device, row.host.n
+    bits = torch.empty((rows, bytes_for(n)), dtype=torch.uint8, device=device)
+    return bits, torch.empty((rows, row.blocks), dtype=torch.float64, device=device)
+
+
+def evenly(bits: Tensor) -> Tensor:
+    """Return codes (R, W, bytes) whose W R rows lie as far from each other; those of a message do, without a copy."""
+    rows, ranks, _ = bits.shape
+    even = 1 in (rows, ranks) or bits.stride(0) == ranks * bits.stride(1)
+    return bits if even and bits.stride(2) == 1 else bits.contiguous()
+
+
+def messages(bits: Tensor) -> tuple[Any, ...]:
+    """Return what kernels take of W messages behind the sizes: how far they lie apart, W, 1 / W."""
+    ranks = bits.shape[1]
+    return bits.stride(1 if ranks > 1 else 0), ranks, 1.0 / ranks
+
+
+def add_up(parts: Tensor, row: Cut) -> Tensor:
+    """Add what the blocks of rows have summed, (R, blocks) float64, up for every segment: (R, S).
+
+    A program adds the blocks of one segment, in an order that only their number decides.
+    """
+    sums = torch.empty((parts.shape[0], row.host.segments), dtype=torch.float64, device=parts.device)
+    _add_up(parts, row, sums, peaks=False)
+    return sums
+
+
+def add_up_columns(parts: Tensor, row: Cut, *, peaks: bool) -> Tensor:
+    """Return what `add_up` does as (S, R).
+
+    Args: peaks: the first row has magnitudes, of which the largest is taken.
+    """
+    sums = torch.empty((row.host.segments, parts.shape[0]), dtype=torch.float64, device=parts.device)
+    _add_up(parts, row, sums.t(), peaks=peaks)
+    return sums
+
+
+def _add_up(parts: Tensor, row: Cut, sums: Tensor, *, peaks: bool) -> None:
+    args = parts, row.ends, sums, row.blocks, row.host.segments, *sums.stride()
+    launch(add_up_kernel, parts, sums.numel(), *args, PEAKS=peaks, BLOCK=SUMMED)
+
+
+# on the device
+#
+# Loads are vectors only where Triton knows that addresses are multiples of 16, which ALIGNED says of all of them, and
+# that no element is left out. So a kernel has two versions of its work: FULL, for whole blocks, and one for ends.
+#
+# Offsets are int64: all messages of a step can be more than 2**31 bytes. A program reads its block before it writes it,
+# and no program touches another's, so that kernels may write over what they read without a barrier.
+
+
+@kernel
+def add_up_kernel(parts, ends, sums, blocks, segments, down, right, PEAKS: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sums (R, S) of parts (R, blocks) in float64; of the first row, if it has peaks, the largest parts.
+
+    down, right: the strides of the sums.
+    """
+    k = tl.program_id(0).to(tl.int64)
+    r = k // segments
+    s = k - r * segments
+    end = tl.load(ends + s + 1)
+    total, peak = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.int64)
+    for first in range(tl.load(ends + s), end, BLOCK):
+        i = first + tl.arange(0, BLOCK)
+        part = tl.load(parts + r * blocks + i, mask=i < end, other=0.0)
+        total += part
+        if PEAKS:  # as integers, of which a NaN is the largest
+            peak = tl.maximum(peak, part.to(tl.int64, bitcast=True))
+    result = tl.sum(total)
+    if PEAKS:
+        result = tl.where(r == 0, tl.max(peak).to(tl.float64, bitcast=True), result)
+    tl.store(sums + r * down + s * right, result)
+
+
+@jit
+def block_of(table, n, blocks, ALIGNED: tl.constexpr):
+    """Return a program's row, first element, position in all rows, length, segment, and offset in that."""
+    k = tl.program_id(0).to(tl.int64)
+    r = k // blocks
+    entry = table + 4 * (k - r * blocks)
+    first = tl.load(entry)
+    position, offset = r * n + first, tl.load(entry + 3)
+    if ALIGNED:
+        position, offset = tl.multiple_of(position, 8), tl.multiple_of(offset, 8)
+    return r, first, position, tl.load(entry + 1), tl.load(entry + 2), offset
+
+
+@jit
+def pointer(addresses, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """Return a pointer to an element of a tensor, whose address is in memory."""
+    x = tl.load(addresses).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        x = tl.multiple_of(x, 16)
+    return x + start
+
+
+@jit
+def piece_of(sizes, r, offset, length, ALIGNED: tl.constexpr):
+    """Return where a block of row r begins in its tensor, and how many of its elements are inside of that.
+
+    sizes: where the table of addresses has the tensor's elements, and behind them the width of its pieces.
+    """
+    start = r * tl.load(sizes + 1) + offset
+    if ALIGNED:  # said where the number is made: nobody hears it of an argument
+        start = tl.multiple_of(start, 8)
+    return start, tl.minimum(tl.load(sizes) - start, length)
+
+
+@jit
+def octets(BLOCK: tl.constexpr):
+    """Return the elements of a block as (BLOCK / 8, 8): a row is a byte of signs."""
+    return tl.arange(0, BLOCK // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
+
+
+@jit
+def load(x, i, length, FULL: tl.constexpr):
+    """Return elements as float32, zero behind the end."""
+    value = tl.load(x + i) if FULL else tl.load(x + i, mask=i < length, other=0.0)
+    return value.to(tl.float32)
+
+
+@jit
+def store(x, i, value, length, FULL: tl.constexpr):
+    """Write elements, rounded to the dtype of x."""
+    value = value.to(x.dtype.element_ty)
+    if FULL:
+        tl.store(x + i, value)
+    else:
+        tl.store(x + i, value, mask=i < length)
+
+
+@jit
+def write_codes(b, i, length, real, bits, squares, BLOCK: tl.constexpr):
+    """Write the sign bits of a block and the square of its norm, in which only real elements count."""
+    counts = (i < real) & (i < length)
+    ones = ((b >= 0) & counts).to(tl.int32) << tl.arange(0, 8)[None, :]
+    j = tl.arange(0, BLOCK // 8)
+    tl.store(bits + j, tl.sum(ones, axis=1).to(tl.uint8), mask=8 * j < length)
+    b = tl.where(counts, b, 0.0)
+    tl.store(squares + tl.program_id(0), tl.sum(b * b).to(tl.float64))
+
+
+@jit
+def mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK: tl.constexpr):
+    """Return share times the sum over the ranks of scale * sign, zero behind the real elements.
+
+    bits, scales: of the first rank; those of the next are `width` bytes and `segments` numbers on.
+    """
+    j, k = tl.arange(0, BLOCK // 8), tl.arange(0, 8)
+    total = tl.zeros((BLOCK // 8, 8), tl.float32)
+    for w in range(ranks):
+        byte = tl.load(bits + j, mask=8 * j < length, other=0).to(tl.int32)
+        decoded = signed(((byte[:, None] >> k[None, :]) & 1) - 1, tl.load(scales) * share, 0)
+        total = tl.where(w == 0, decoded, total + decoded)  # 0 + -0 would be 0, where the reference begins with -0
+        bits += width
+        scales += segments
+    return tl.where(i < real, total, 0.0)
+
+
+@jit
+def peak_of(x):
+    """Return the largest magnitude, as an integer, of which that of a NaN is the largest."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)

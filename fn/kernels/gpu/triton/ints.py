@@ -1,0 +1,259 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""The integer kernels of the Triton row: in Triton's language first, then the functions of the table that launch them.
+
+Blocks of a codec are small, so that a program works on COUNT of them at a time, as rows of (COUNT, BLOCK).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fn.kernels.cpu.blocks import WHOLE_SEGMENTS
+from fn.kernels.gpu.triton.blocks import Cut, cut, jit, kernel, launch
+from fn.kernels.gpu.triton.rules import code_scale, damped, quotient
+
+LARGEST = 1 << 15
+"""Elements that one program may hold: a larger segment is left to the next row."""
+
+TOGETHER = 1 << 11
+"""Elements of small blocks that a program takes together."""
+
+
+@jit
+def blocks_of(table, valid, n, blocks, segments, total, ALIGNED: tl.constexpr, COUNT: tl.constexpr):
+    """Return, of each block of a program: whether it exists, row, position, length, scale, and how much is real."""
+    k = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    exists = k < total
+    r = k // blocks
+    entry = table + 4 * (k - r * blocks)
+    rs = r * segments + tl.load(entry + 2, mask=exists, other=0)
+    length = tl.load(entry + 1, mask=exists, other=0)
+    real = tl.load(valid + rs, mask=exists, other=0) - tl.load(entry + 3, mask=exists, other=0)
+    position = r * n + tl.load(entry, mask=exists, other=0)
+    if ALIGNED:
+        position = tl.multiple_of(position, 8)
+    return exists, r, position, length, rs, tl.minimum(real, length)
+
+
+@jit
+def load(x, i, inside, FULL: tl.constexpr):
+    """Return elements as float32, zero where they are not inside."""
+    value = tl.load(x + i) if FULL else tl.load(x + i, mask=inside, other=0)
+    return value.to(tl.float32)
+
+
+@jit
+def scale_of(x, top):
+    """Return, of every block, what x is multiplied by before it is rounded."""
+    peak = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # as integers, of which a NaN is the largest
+    return code_scale(peak.to(tl.float32, bitcast=True), top, 1.0, float("inf"))
+
+
+@jit
+def code_of(x, top):
+    """Return x clamped and rounded half to even, 0 for NaN."""
+    x = tl.where(x == x, x, 0.0)
+    x = tl.minimum(tl.maximum(x, -top), top - 1.0)
+    return ((x + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2**23: its neighbours are the integers
+
+
+@jit
+def store_codes(codes, position, length, q, WIDTH: tl.constexpr, FULL: tl.constexpr, COUNT: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """Write codes; of 4 bits two to a byte, the even one high."""
+    if WIDTH == 8:
+        i = tl.arange(0, BLOCK)[None, :]
+        if FULL:
+            tl.store(codes + position[:, None] + i, q.to(tl.int8))
+        else:
+            tl.store(codes + position[:, None] + i, q.to(tl.int8), mask=i < length[:, None])
+    else:
+        even, odd = tl.split(tl.reshape(q, (COUNT, BLOCK // 2, 2)))
+        byte = (((even & 15) << 4) | (odd & 15)).to(tl.uint8)
+        i = tl.arange(0, BLOCK // 2)[None, :]
+        if FULL:
+            tl.store(codes + (position // 2)[:, None] + i, byte)
+        else:
+            tl.store(codes + (position // 2)[:, None] + i, byte, mask=2 * i < length[:, None])
+
+
+@jit
+def quantize_blocks(x, codes, scales, exists, position, length, rs, real, WIDTH: tl.constexpr, FULL: tl.constexpr,
+                    COUNT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the codes and factors of blocks."""
+    i, one = tl.arange(0, BLOCK)[None, :], 1.0 + tl.zeros((), tl.float32)
+    top = one * 2.0 ** (WIDTH - 1)
+    value = load(x, position[:, None] + i, i < real[:, None], FULL)
+    scale = scale_of(value, top)
+    store_codes(codes, position, length, code_of(value * scale[:, None], top), WIDTH, FULL, COUNT, BLOCK)
+    tl.store(scales + rs, quotient(one, scale), mask=exists)
+
+
+@kernel
+def quantize_kernel(x, codes, scales, table, valid, n, blocks, segments, total, WIDTH: tl.constexpr,
+                    ALIGNED: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Write the codes of x (R, n), and the factors (R, S) that decode them."""
+    exists, _, position, length, rs, real = blocks_of(table, valid, n, blocks, segments, total, ALIGNED, COUNT)
+    if tl.min(real) == BLOCK:
+        quantize_blocks(x, codes, scales, exists, position, length, rs, real, WIDTH, True, COUNT, BLOCK)
+    else:
+        quantize_blocks(x, codes, scales, exists, position, length, rs, real, WIDTH, False, COUNT, BLOCK)
+
+
+@jit
+def feedback_blocks(x, error, error_scales, beta, rest, codes, scales, kept, kept_scales, exists, position, length, rs,
+                    real, WIDTH: tl.constexpr, FULL: tl.constexpr, COUNT: tl.constexpr,
+                    BLOCK: tl.constexpr):  # fmt: skip
+    """Write the codes of blocks plus their residual errors, and those of the next errors."""
+    i, one = tl.arange(0, BLOCK)[None, :], 1.0 + tl.zeros((), tl.float32)
+    top, inside, j = one * 2.0 ** (WIDTH - 1), i < real[:, None], position[:, None] + i
+    e = load(error, j, inside, FULL) * tl.load(error_scales + rs, mask=exists, other=0.0)[:, None]
+    e = tl.where(inside, e, 0.0)
+    h = load(x, j, inside, FULL) + e
+    scale = scale_of(h, top)
+    q = code_of(h * scale[:, None], top)
+    back = quotient(one, scale)
+    store_codes(codes, position, length, q, WIDTH, FULL, COUNT, BLOCK)
+    tl.store(scales + rs, back, mask=exists)
+    e = tl.where(inside, damped(e, h - q.to(tl.float32) * back[:, None], beta, rest), 0.0)
+    scale = scale_of(e, 128.0 * one)
+    store_codes(kept, position, length, code_of(e * scale[:, None], 128.0 * one), 8, FULL, COUNT, BLOCK)
+    tl.store(kept_scales + rs, quotient(one, scale), mask=exists)
+
+
+@kernel
+def quantize_feedback_kernel(x, error, error_scales, beta, rest, codes, scales, kept, kept_scales, table, valid, n,
+                             blocks, segments, total, WIDTH: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+                             BLOCK: tl.constexpr):  # fmt: skip
+    """Quantise x + error, and keep beta error + rest (what was lost) in 8 bits."""
+    exists, _, position, length, rs, real = blocks_of(table, valid, n, blocks, segments, total, ALIGNED, COUNT)
+    inputs, results = (x, error, error_scales, beta, rest), (codes, scales, kept, kept_scales)
+    if tl.min(real) == BLOCK:
+        feedback_blocks(*inputs, *results, exists, position, length, rs, real, WIDTH, True, COUNT, BLOCK)
+    else:
+        feedback_blocks(*inputs, *results, exists, position, length, rs, real, WIDTH, False, COUNT, BLOCK)
+
+
+@jit
+def load_codes(codes, byte, length, WIDTH: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the codes of blocks, which begin at a byte, as float32."""
+    if WIDTH == 8:
+        i = tl.arange(0, BLOCK)[None, :]
+        code = load(codes, byte[:, None] + i, i < length[:, None], FULL)
+    else:
+        i = tl.arange(0, BLOCK // 2)[None, :]
+        pair = load(codes, byte[:, None] + i, 2 * i < length[:, None], FULL).to(tl.int32)
+        code = (tl.interleave((pair >> 4) ^ 8, (pair & 15) ^ 8) - 8).to(tl.float32)
+    return code
+
+
+@jit
+def mean_blocks(codes, scales, out, byte, factor, position, length, real, segments, width, ranks, share,
+                WIDTH: tl.constexpr, FULL: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """Write the means of blocks; byte, factor: where the first rank's are."""
+    i = tl.arange(0, BLOCK)[None, :]
+    total = tl.zeros((COUNT, BLOCK), tl.float32)
+    for w in range(ranks):
+        start = byte + w * width.to(tl.int64)
+        if ALIGNED:
+            start = tl.multiple_of(start, WIDTH)
+        q = load_codes(codes, start, length, WIDTH, FULL, BLOCK)
+        decoded = q * tl.load(scales + factor, mask=length > 0, other=0.0)[:, None]
+        total = tl.where(w == 0, decoded, total + decoded)
+        factor += segments
+    total = tl.where(i < real[:, None], total * share, 0.0)
+    if FULL:
+        tl.store(out + position[:, None] + i, total)
+    else:
+        tl.store(out + position[:, None] + i, total, mask=i < length[:, None])
+
+
+@kernel
+def dequantize_kernel(codes, scales, out, table, valid, n, blocks, segments, width, ranks, share, total,
+                      WIDTH: tl.constexpr, ALIGNED: tl.constexpr, COUNT: tl.constexpr,
+                      BLOCK: tl.constexpr):  # fmt: skip
+    """Write the mean over the ranks of code * scale; codes (R, W, .), scales (R, W, S)."""
+    _, r, position, length, rs, real = blocks_of(table, valid, n, blocks, segments, total, ALIGNED, COUNT)
+    byte = r * ranks * width + (position - r * n) // (8 // WIDTH)
+    factor = r * ranks * segments + rs - r * segments
+    means = codes, scales, out, byte, factor, position, length, real, segments, width, ranks, share
+    if tl.min(real) == BLOCK:
+        mean_blocks(*means, WIDTH, True, ALIGNED, COUNT, BLOCK)
+    else:
+        mean_blocks(*means, WIDTH, False, ALIGNED, COUNT, BLOCK)
+
+
+# the functions of the table
+
+
+def _codes(x: Tensor, n: int, width: int) -> Tensor:
+    dtype = torch.uint8 if width == 4 else torch.int8
+    return torch.empty((x.shape[0], n * width // 8), dtype=dtype, device=x.device)
+
+
+def _factors(row: Cut, valid: Tensor) -> Tensor:
+    """Return memory for the factors of segments, 1 where no block writes any."""
+    make = torch.empty if row.host.widths.all() else torch.ones
+    return make(valid.shape, dtype=torch.float32, device=valid.device)
+
+
+def _launch(kernel: Any, row: Cut, valid: Tensor, width: int, args: Sequence[Any], message: Sequence[Any] = ()) -> None:
+    """Launch a kernel on all blocks of the rows of `valid`, several a program where they are small."""
+    total = valid.shape[0] * row.blocks
+    count = max(1, TOGETHER // row.block)
+    constants = {"WIDTH": width, "ALIGNED": row.host.whole, "COUNT": count, "BLOCK": row.block}
+    launch(kernel, valid, -(-total // count), *args, *row.segments(valid), *message, total, **constants)
+
+
+def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
+    """See `reference.quantize`."""
+    row = cut(runs, x.device, WHOLE_SEGMENTS)
+    if x.dtype == torch.float64 or row.block > LARGEST or (width == 4 and not row.host.even):
+        return NotImplemented
+    codes, scales = _codes(x, row.host.n, width), _factors(row, valid)
+    _launch(quantize_kernel, row, valid, width, (x.contiguous(), codes, scales))
+    return codes, scales
+
+
+def quantize_feedback(
+    x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
+) -> Any:
+    """See `reference.quantize_feedback`."""
+    row = cut(runs, x.device, WHOLE_SEGMENTS)
+    if x.dtype != torch.float32 or error_scales.dtype != torch.float32 or row.block > LARGEST:
+        return NotImplemented
+    if width == 4 and not row.host.even:
+        return NotImplemented
+    results: list[Tensor] = []
+    for bits in (width, 8):
+        results += [_codes(x, row.host.n, bits), _factors(row, valid)]
+    factors = float(np.float32(beta)), float(np.float32(1.0 - beta))
+    args = x.contiguous(), error.contiguous(), error_scales.contiguous(), *factors, *results
+    _launch(quantize_feedback_kernel, row, valid, width, args)
+    return tuple(results)
+
+
+def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
+    """See `reference.dequantize_mean`."""
+    row, (rows, ranks, stride) = cut(runs, codes.device), codes.shape
+    if scales.dtype != torch.float32 or (width == 4 and not row.host.even):
+        return NotImplemented
+    out = torch.empty((rows, row.host.n), dtype=torch.float32, device=codes.device)
+    args = codes.contiguous(), scales.contiguous(), out
+    _launch(dequantize_kernel, row, valid, width, args, (stride, ranks, float(np.float32(1.0 / ranks))))
+    return out
+
+
+def dequantize(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
+    """See `reference.dequantize`."""
+    return dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
+
+
+KERNELS = (quantize, quantize_feedback, dequantize, dequantize_mean)

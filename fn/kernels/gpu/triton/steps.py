@@ -1,0 +1,279 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
+"""The steps of Adam and 1-bit Adam, codes of averages, and largest magnitudes in the Triton row: a launch for a list.
+
+Kernels find their tensors in a table of addresses, a row of which is (a tensor's address in every list, its elements,
+the width of its pieces in rows). So tensor s of a kernel on 4 lists begins at `addresses + 6 * s`. P, G and C are the
+dtypes of params, gradients and copies; all else is float32. The kernels come first, then the functions of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from fn.kernels.gpu.triton.blocks import (
+    add_up,
+    block_of,
+    cut,
+    evenly,
+    floats,
+    jit,
+    kernel,
+    launch,
+    lists_of,
+    load,
+    mean_of,
+    messages,
+    octets,
+    outputs,
+    peak_of,
+    piece_of,
+    pointer,
+    store,
+    write_codes,
+)
+from fn.kernels.gpu.triton.rules import adamw, compensated, held, kept_at_zero, lerp, second_moment
+from fn.kernels.layout import plain
+
+
+@jit
+def averages_block(mu, g, inside, decay, buffer, sent, out, bits, squares, length, real, FULL: tl.constexpr,
+                   BLOCK: tl.constexpr):  # fmt: skip
+    """Encode a moving average plus the residual error."""
+    i = octets(BLOCK)
+    x, old = lerp(load(g, i, inside, FULL), load(mu, i, inside, FULL), decay), load(buffer, i, length, FULL)
+    b = tl.where(i < real, compensated(x, old, tl.load(sent), 0.0), x + old)
+    store(out, i, b, length, FULL)
+    write_codes(b, i, length, real, bits, squares, BLOCK)
+
+
+@kernel
+def encode_averages_kernel(addresses, table, valid, buffer, sent, out, bits, squares, decay, n, blocks, segments,
+                           G: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Encode decay * mu + (1 - decay) * grad plus a residual error: what is left of a buffer that was sent."""
+    r, first, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    rs, tensor = r * segments + s, addresses + s * 4
+    start, inside = piece_of(tensor + 2, r, offset, length, ALIGNED)
+    mu, g = pointer(tensor, start, tl.float32, ALIGNED), pointer(tensor + 1, start, G, ALIGNED)
+    real = tl.load(valid + rs) - offset
+    to = bits + r * ((n + 7) // 8) + first // 8
+    block = mu, g, inside, decay, buffer + position, sent + rs, out + position, to, squares, length, real
+    if inside == BLOCK:
+        averages_block(*block, True, BLOCK)
+    else:
+        averages_block(*block, False, BLOCK)
+
+
+@jit
+def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, share, descent, max_momentum, length,
+                 real, KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr, FULL: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """Take the step with the mean momentum."""
+    i = octets(BLOCK)
+    m, v = mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK), load(nu, i, inside, FULL)
+    if KEEP_ZEROS:
+        m = kept_at_zero(m, v, 0.0, 0.0)
+    m = held(m, v, descent[0], max_momentum)
+    store(mu, i, m, inside, FULL)
+    new = adamw(load(p, i, inside, FULL), m, v, *descent).to(p.dtype.element_ty)
+    store(p, i, new, inside, FULL)
+    if COPIES:
+        store(copy, i, new, inside, FULL)
+
+
+@kernel
+def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, c1, c2, max_step, max_momentum, n,
+                  blocks, segments, width, ranks, share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr,
+                  COPIES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Take 1-bit Adam's step from the mean momentum of W messages; write copies of params, too, if so wanted.
+
+    addresses: of params, mu, nu, copies.
+    """
+    r, first, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, c1, c2, max_step)
+    start, inside = piece_of(tensor + 4, r, offset, length, ALIGNED)
+    p, mu = pointer(tensor, start, P, ALIGNED), pointer(tensor + 1, start, tl.float32, ALIGNED)
+    nu, copy = pointer(tensor + 2, start, tl.float32, ALIGNED), pointer(tensor + 3, start, C, ALIGNED)
+    real = tl.load(valid + r * segments + s) - offset
+    bits += r * ranks * width + first // 8
+    scales += r * ranks * segments + s
+    tensors, mean = (p, mu, nu, copy, inside), (bits, scales, width, ranks, segments, share)
+    if inside == BLOCK:
+        onebit_block(*tensors, *mean, descent, max_momentum, length, real, KEEP_ZEROS, COPIES, True, BLOCK)
+    else:
+        onebit_block(*tensors, *mean, descent, max_momentum, length, real, KEEP_ZEROS, COPIES, False, BLOCK)
+
+
+@jit
+def adamw_block(p, g, mu, nu, b1, b2, rest2, descent, max_momentum, length, FROZEN: tl.constexpr, FULL: tl.constexpr,
+                BLOCK: tl.constexpr):  # fmt: skip
+    """Take AdamW's step."""
+    i = tl.arange(0, BLOCK)
+    x, v = load(g, i, length, FULL), load(nu, i, length, FULL)
+    m = lerp(x, load(mu, i, length, FULL), b1)
+    if FROZEN:
+        m = held(kept_at_zero(m, v, 0.0, 0.0), v, descent[0], max_momentum)
+    else:
+        v = second_moment(v, x, b2, rest2)
+        store(nu, i, v, length, FULL)
+    store(mu, i, m, length, FULL)
+    store(p, i, adamw(load(p, i, length, FULL), m, v, *descent), length, FULL)
+
+
+@kernel
+def adamw_kernel(addresses, table, b1, b2, rest2, eps, weight_decay, lr, c1, c2, max_step, max_momentum, n, blocks,
+                 P: tl.constexpr, G: tl.constexpr, FROZEN: tl.constexpr, ALIGNED: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
+    """Take AdamW's step. addresses: of params, gradients, mu, nu."""
+    _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    tensor, descent = addresses + s * 6, (eps, weight_decay, lr, c1, c2, max_step)
+    p, g = pointer(tensor, offset, P, ALIGNED), pointer(tensor + 1, offset, G, ALIGNED)
+    mu, nu = pointer(tensor + 2, offset, tl.float32, ALIGNED), pointer(tensor + 3, offset, tl.float32, ALIGNED)
+    if length == BLOCK:
+        adamw_block(p, g, mu, nu, b1, b2, rest2, descent, max_momentum, length, FROZEN, True, BLOCK)
+    else:
+        adamw_block(p, g, mu, nu, b1, b2, rest2, descent, max_momentum, length, FROZEN, False, BLOCK)
+
+
+@jit
+def into_block(addresses, rows, start, share, b1, b2, rest2, descent, length, peaks, ALIGNED: tl.constexpr,
+               FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Take AdamW's step elsewhere; note the largest magnitudes."""
+    i = tl.arange(0, BLOCK)
+    x = load(pointer(addresses + 6, start, tl.float32, ALIGNED), i, length, FULL)
+    for r in range(1, rows):
+        x += load(pointer(addresses + 6 + r, start, tl.float32, ALIGNED), i, length, FULL)
+    x = x * share
+    mu, nu = pointer(addresses + 4, start, tl.float32, ALIGNED), pointer(addresses + 5, start, tl.float32, ALIGNED)
+    m = lerp(x, load(mu, i, length, FULL), b1)
+    v = second_moment(load(nu, i, length, FULL), x, b2, rest2)
+    p = adamw(load(pointer(addresses + 3, start, tl.float32, ALIGNED), i, length, FULL), m, v, *descent)
+    store(pointer(addresses, start, tl.float32, ALIGNED), i, p, length, FULL)
+    store(pointer(addresses + 1, start, tl.float32, ALIGNED), i, m, length, FULL)
+    store(pointer(addresses + 2, start, tl.float32, ALIGNED), i, v, length, FULL)
+    p = tl.where(i < length, p, 0.0)
+    tl.store(peaks, peak_of(x).to(tl.float32, bitcast=True))
+    tl.store(peaks + 1, peak_of(p).to(tl.float32, bitcast=True))
+
+
+@kernel
+def adamw_into_kernel(addresses, table, peaks, rows, share, b1, b2, rest2, eps, weight_decay, lr, c1, c2, max_step, n,
+                      blocks, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Take AdamW's step with the mean of gradients, elsewhere; peaks (blocks, 2), of mean and new params.
+
+    addresses: of the new param, mu and nu, of the old ones, of all gradients.
+    """
+    _, _, _, length, _, offset = block_of(table, n, blocks, ALIGNED)
+    descent, peaks = (eps, weight_decay, lr, c1, c2, max_step), peaks + 2 * tl.program_id(0).to(tl.int64)
+    if length == BLOCK:
+        into_block(addresses, rows, offset, share, b1, b2, rest2, descent, length, peaks, ALIGNED, True, BLOCK)
+    else:
+        into_block(addresses, rows, offset, share, b1, b2, rest2, descent, length, peaks, ALIGNED, False, BLOCK)
+
+
+@kernel
+def magnitude_kernel(addresses, table, peaks, n, blocks, G: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the largest magnitude of every block."""
+    _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    x, i, to = pointer(addresses + s * 3, offset, G, ALIGNED), tl.arange(0, BLOCK), peaks + tl.program_id(0)
+    if length == BLOCK:
+        tl.store(to, peak_of(load(x, i, length, True)).to(tl.float32, bitcast=True))
+    else:
+        tl.store(to, peak_of(load(x, i, length, False)).to(tl.float32, bitcast=True))
+
+
+# the functions of the table
+
+
+def descent_of(
+    eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float
+) -> tuple[float, ...]:
+    """Return the numbers that `rules.adamw` takes behind the moments."""
+    return floats(eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5, max_step)
+
+
+def adamw_(
+    params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
+    b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
+    max_momentum: float, frozen: bool,
+) -> Any:  # fmt: skip
+    """See `reference.adamw_`."""
+    lists = lists_of(params, grads, mu, nu, P=params, G=grads)
+    if lists is None:
+        return NotImplemented
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
+    args = lists.addresses, lists.row.table, *floats(b1, b2, 1 - b2), *descent, float(max_momentum), *lists.row.sizes
+    launch(adamw_kernel, params[0], lists.row.blocks, *args, **lists.constants, FROZEN=frozen)
+    return None
+
+
+def adamw_into_(
+    new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
+    weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
+) -> Any:  # fmt: skip
+    """See `reference.adamw_into_`."""
+    lists = lists_of(*([x] for x in (*new, *old, *rows)))
+    if lists is None:
+        return NotImplemented
+    peaks = torch.empty((lists.row.blocks, 2), dtype=torch.float32, device=new[0].device)
+    mean = len(rows), 1.0 / len(rows)
+    numbers = *floats(b1, b2, 1 - b2), *descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
+    args = lists.addresses, lists.row.table, peaks, *mean, *numbers, *lists.row.sizes
+    launch(adamw_into_kernel, new[0], len(peaks), *args, **lists.constants)
+    return peaks.amax(0) if len(peaks) else peaks.new_zeros(2)
+
+
+def largest_magnitude(grads: Sequence[Tensor]) -> Any:
+    """See `reference.largest_magnitude`."""
+    lists = lists_of(grads, G=grads)
+    if lists is None:
+        return NotImplemented
+    peaks = torch.empty(lists.row.blocks, dtype=torch.float32, device=grads[0].device)
+    args = lists.addresses, lists.row.table, peaks, *lists.row.sizes
+    launch(magnitude_kernel, grads[0], len(peaks), *args, **lists.constants)
+    largest = peaks.amax() if len(peaks) else peaks.new_zeros(())
+    return largest.to(grads[0].dtype)
+
+
+def momentum_encode(
+    mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
+    runs: Sequence[int],
+) -> Any:  # fmt: skip
+    """See `reference.momentum_encode`."""
+    if not cut(runs, buffer.device).host.aligned or not plain((buffer, sent)):
+        return NotImplemented
+    lists = lists_of(mu, grads, runs=runs, G=grads)
+    if lists is None:
+        return NotImplemented
+    b, (bits, squares) = torch.empty_like(buffer), outputs(buffer.shape[0], lists.row)
+    table, valid, *sizes = lists.row.segments(valid)
+    args = lists.addresses, table, valid, buffer, sent, b, bits, squares, float(decay), *sizes
+    launch(encode_averages_kernel, buffer, squares.numel(), *args, **lists.constants)
+    return b, bits, add_up(squares, lists.row)
+
+
+def onebit_adam_(
+    params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
+    runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
+    max_step: float, max_momentum: float, keep_zeros: bool, copies: Sequence[Tensor],
+) -> Any:  # fmt: skip
+    """See `reference.onebit_adam_`."""
+    if not cut(runs, bits.device).host.aligned or scales.dtype != torch.float32:
+        return NotImplemented
+    lists = lists_of(params, mu, nu, copies or params, runs=runs, P=params, C=copies)
+    if lists is None:
+        return NotImplemented
+    bits = evenly(bits)
+    table, valid, *sizes = lists.row.segments(valid)
+    numbers = *descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step), float(max_momentum)
+    args = lists.addresses, table, valid, bits, scales.contiguous(), *numbers, *sizes, *messages(bits)
+    constants = {"KEEP_ZEROS": keep_zeros, "COPIES": bool(copies)}
+    launch(onebit_kernel, bits, bits.shape[0] * lists.row.blocks, *args, **lists.constants, **constants)
+    return None
+
+
+KERNELS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
