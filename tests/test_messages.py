@@ -15,7 +15,7 @@ from torch import Tensor
 import fn
 from fn import Phase
 from fn.adapters import ddp
-from fn.adapters.ddp.staleness import Changes
+from fn.adapters.ddp.overlapped import Changes
 from fn.adapters.optim.clipping import check_max_grad_norm
 
 PARAMS = {"w": torch.ones(3), "b": torch.ones(2)}

@@ -1,9 +1,4 @@
-"""Which gradients of a backward pass have arrived, and what is complete.
-
-DDP reports gradients in buckets that it rearranges after the first pass. What travels together here is fixed instead,
-so that errors belong to parameters and outlive any rearrangement: a bucket of parameters leaves when its last gradient
-has arrived and all buckets before it have left.
-"""
+"""How parameters are cut into buckets, whose gradients travel together."""
 
 from __future__ import annotations
 
@@ -21,62 +16,6 @@ BUCKET = 3 << 20
 
 BUCKET_OF_ACCELERATOR = 64 << 20
 """And on an accelerator, where a message costs launches and a fast network carries it before more would be ready."""
-
-Bucket = Sequence[Tensor]
-
-
-class Arrivals:
-    """The gradients of one backward pass.
-
-    Args: buckets: parameters that travel together. order: in which the buckets leave, the same on all ranks.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket], order: Sequence[int]):
-        self._buckets = buckets
-        self._waiting = list(order)
-        self._places = {id(p): (i, j) for i, bucket in enumerate(buckets) for j, p in enumerate(bucket)}
-        self._found: list[dict[int, Tensor]] = [{} for _ in buckets]
-        self._missing = [sum(p.requires_grad for p in bucket) for bucket in buckets]
-
-    def add(self, params: Iterable[Tensor], grads: Iterable[Tensor]) -> list[int]:
-        """Note gradients; return the buckets that can leave now. Parameters of no bucket are passed over."""
-        for p, g in zip(params, grads, strict=True):
-            place = self._places.get(id(p))
-            if place is not None:
-                i, j = place
-                self._missing[i] -= j not in self._found[i]
-                self._found[i][j] = g
-        ready: list[int] = []
-        while self._waiting and self._missing[self._waiting[0]] == 0:
-            ready.append(self._waiting.pop(0))
-        return ready
-
-    def missing(self) -> list[Tensor]:
-        """Return the parameters whose gradients have not come."""
-        pairs = zip(self._buckets, self._found, strict=True)
-        return [p for bucket, found in pairs for j, p in enumerate(bucket) if j not in found]
-
-    def rest(self) -> list[int]:
-        """Return the buckets that have not left; at the end of a pass, those with parameters outside of it."""
-        rest, self._waiting = self._waiting, []
-        return rest
-
-    def grads(self, bucket: int) -> list[Tensor]:
-        """Return a gradient per parameter of a bucket, zeros where none came."""
-        found = self._found[bucket]
-        return [found[j] if j in found else p.new_zeros(p.shape) for j, p in enumerate(self._buckets[bucket])]
-
-
-def leaving_order(buckets: Sequence[Bucket], params: Iterable[Tensor]) -> list[int]:
-    """Return the buckets in the order in which a backward pass completes them.
-
-    A backward pass goes through a model from its end, so a bucket is complete when its first parameter, in the order
-    of the model's parameters, has its gradient.
-    """
-    position = {id(p): i for i, p in enumerate(params)}
-    first = [min((position.get(id(p), -1) for p in bucket), default=-1) for bucket in buckets]
-    return sorted(range(len(buckets)), key=lambda i: (-first[i], i))
-
 
 SHARE = 0.25
 """Of what is left, that a bucket takes: while its codes are on the wire the next bucket is computed."""

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from fn.adapters.ddp.backward_pass import DdpHook, GradientHooks
 from fn.adapters.ddp.buckets import bucketed, enough, split
-from fn.adapters.ddp.grad_hooks import DdpBuckets, GradientHooks
 from fn.adapters.ddp.gradient_averaging import GradientAverage, coded_average
 from fn.adapters.ddp.overlapped import Overlap
 from fn.adapters.optim.optimizer import Optimizer
@@ -115,8 +115,8 @@ def overlap(
         rate = seconds_per_byte(axis, params[0].device)
     found = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds, in_ddp)
     if isinstance(model, DistributedDataParallel):
-        buckets = DdpBuckets(found)
-        _hook(model, _unless_joining(model, lambda state, bucket: buckets(_dense(bucket))))
+        hook = DdpHook(found)
+        _hook(model, _unless_joining(model, lambda state, bucket: hook(_dense(bucket))))
     else:
         GradientHooks(params, found)
     optimizer.training.ahead = found.ahead
@@ -232,7 +232,8 @@ def average_gradients(
         states = tuple(transform.init([p.detach() for p in bucket]) for bucket in buckets)
     frozen = [p for p in model.module.parameters() if not p.requires_grad]
     found = GradientAverage(buckets, params, transform, states, bind_twin(AXIS, group), schedule, scaler, frozen)
-    _hook(model, lambda state, bucket: found.on_bucket(_dense(bucket)))
+    hook = DdpHook(found)
+    _hook(model, lambda state, bucket: hook(_dense(bucket)))  # DDP reads annotations of anything else
     return found
 
 
@@ -251,8 +252,8 @@ def _check(model: Any) -> DistributedDataParallel:
 def _dense(bucket: Any) -> Any:
     if bucket.buffer().layout != torch.strided:
         shapes = ", ".join(str(tuple(p.shape)) for p in bucket.parameters())
-        found, cure = f"a sparse one for the parameter of shape {shapes}", "use torch.nn.Embedding(..., sparse=False)"
-        raise TypeError(expected("gradients", "dense ones", found, cure))
+        got, cure = f"a sparse one for the parameter of shape {shapes}", "use torch.nn.Embedding(..., sparse=False)"
+        raise TypeError(expected("gradients", "dense ones", got, cure))
     return bucket
 
 

@@ -12,26 +12,22 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from fn import tree
-from fn.adapters.ddp.buckets import Arrivals, leaving_order
+from fn.adapters.ddp.backward_pass import BackwardPass, Threads, leaving_order
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.state_dict import check_fits, check_keys, check_tensor
 from fn.adapters.optim.state_kinds import SAME, by_path, kinds
-from fn.base import Phase, Transform, check_is_transform
+from fn.base import Phase, Transform, UpdateFn, check_is_transform
 from fn.collectives.axis import Binding
 from fn.collectives.codecs.codec import Codec
-from fn.collectives.comm_thread import CommunicationThread
 from fn.collectives.feedback import Feedback
-from fn.collectives.ledger import ledger
-from fn.collectives.transports.failure_detection import raising_peer_lost
-from fn.errors import PeerLost, expected
+from fn.errors import expected
 from fn.schedules import Schedule, phase_of
 from fn.transforms.average import compressed_average
 from fn.transforms.moving import Move, Rows, rounds_off
@@ -64,57 +60,38 @@ class GradientAverage:
     ):
         self.steps, self.skipped, self.states, self.schedule = 0, 0, states, schedule
         self.bytes: dict[Phase, int] = {}
+        self.is_paused = False  # DDP has a `no_sync` of its own
         self._buckets, self._transform, self._scaler = buckets, transform, scaler
         ((size, rank, _),) = binding.axes.values()
         self._binding = binding
         self._frozen, self._who, self._size = frozen, f"rank {int(rank)} of {size}", size
-        self._transports = {axis: bound.transport for axis, bound in binding.axes.items()}
         self._order = leaving_order(buckets, params)
-        self._thread: CommunicationThread | None = CommunicationThread(binding, params[0].device)
-        self._start(Phase.WARMUP)
+        self._threads = Threads([binding], params[0].device)
+        self._phase, self._pass = Phase.WARMUP, None
+
+    _pass: BackwardPass | None
 
     @property
     def phase(self) -> Phase:
         """Return the phase of the next step."""
         return phase_of(self.schedule, self.steps).phase
 
-    def _start(self, phase: Phase) -> None:
-        self._phase, self._arrivals = phase, Arrivals(self._buckets, self._order)
-        self._jobs: dict[int, Future[tuple[bool, Tree]]] = {}
-        self._waiting: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
-        self._scale = None if self._scaler is None else float(self._scaler.get_scale())
-        self._sent = 0
-
-    def on_bucket(self, bucket: Any) -> Any:
-        """DDP's communication hook: return a future of the bucket, averaged; what fails is raised by `backward`.
+    def begin(self) -> BackwardPass:
+        """Begin a backward pass.
 
         Raises: ValueError in the local phase and after `close`: nobody would average.
         """
-        if self._thread is None:
+        if not self._threads:
             text = "nobody averages them any more, for average_gradients was closed"
             raise ValueError(f"gradients: {text}; wrap the module anew: DistributedDataParallel(model.module)")
-        if bucket.index() == 0:
-            if self.phase is Phase.LOCAL:
-                raise ValueError(
-                    "schedule: asks for the local phase; gradients have only a warm-up and a compressed one"
-                )
-            self._warn_of_thawed()
-            self._start(self.phase)
-        device = bucket.buffer().device
-        done: Any = torch.futures.Future(devices=[] if device.type == "cpu" else [device])
-        self._waiting.append((done, bucket.buffer()))
-        ready = self._arrivals.add(bucket.parameters(), bucket.gradients())
-        for i in [*ready, *(self._arrivals.rest() if bucket.is_last() else [])]:
-            self._jobs[i] = self._thread.submit(self._job(i, self._arrivals.grads(i)))
-        if bucket.is_last():
-            raise_at_end(self._thread.submit(self._finish), [future for future, _ in self._waiting])
-        return done
-
-    def close(self) -> None:
-        """End the thread, and give back its process group. See `fn.adapters.ddp.close`."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.close()
+        self._phase = self.phase
+        if self._phase is Phase.LOCAL:
+            raise ValueError("schedule: asks for the local phase; gradients have only a warm-up and a compressed one")
+        self._warn_of_thawed()
+        scale = None if self._scaler is None else float(self._scaler.get_scale())
+        job_of = partial(self._job_of, self._transform.update(self._phase), scale)
+        self._pass = BackwardPass(self._threads, self._buckets, self._order, job_of)
+        return self._pass
 
     def _warn_of_thawed(self) -> None:
         """Warn, once, of parameters that DDP does not know: their gradients stay each rank's own."""
@@ -126,35 +103,37 @@ class GradientAverage:
             )
             warnings.warn(text, stacklevel=2)
 
-    def _job(self, bucket: int, grads: list[Tensor]) -> Any:
-        def run() -> tuple[bool, Tree]:
-            for job in list(self._jobs.values()):  # more are submitted meanwhile; after an error the peers may be gone
-                if job.done():
-                    job.result()
+    def _job_of(self, update: UpdateFn, scale: float | None, bucket: int, grads: list[Tensor]) -> Any:
+        """Return what averages a bucket, writes the means into its gradients, and returns (finite, new state)."""
+
+        def average() -> tuple[bool, Tree]:
             params = [p.detach() for p in self._buckets[bucket]]
-            with ledger() as sent, raising_peer_lost(self._transports):
-                wide = unscaled((grads,), self._scale, None)[0]
-                means, after = self._transform.update(self._phase)(wide, self.states[bucket], params)
-            self._sent += sent.total
+            (wide,) = unscaled((grads,), scale, None)
+            means, after = update(wide, self.states[bucket], params)
             for g, mean in zip(grads, means, strict=True):
-                g.copy_(mean if self._scale is None else mean * self._scale)
+                g.copy_(mean if scale is None else mean * scale)
             return bool(all_finite(means)), after
 
-        return run
+        return average
 
-    def _finish(self) -> None:
-        """Take the new errors over if all buckets are finite; let DDP go on, also where a job failed; raise that."""
-        try:
-            results = [self._jobs[bucket].result() for bucket in range(len(self._buckets))]
-            if all(finite for finite, _ in results):
-                self.states = tuple(after for _, after in results)
-            else:
-                self.skipped += 1
-            self.steps += 1
-            self.bytes[self._phase] = self._sent
-        finally:
-            for future, buffer in self._waiting:
-                future.set_result(buffer)
+    def on_sent(self) -> None:
+        """Take the new errors over if all buckets are finite. Raises what a job raised; nothing is taken over then."""
+        assert self._pass is not None
+        ended, self._pass = self._pass, None
+        results = ended.results()
+        if all(finite for finite, _ in results):
+            self.states = tuple(after for _, after in results)
+        else:
+            self.skipped += 1
+        self.steps += 1
+        self.bytes[self._phase] = ended.bytes
+
+    def on_end(self) -> None:
+        """Leave the averaged gradients to the user."""
+
+    def close(self) -> None:
+        """End the thread, and give back its process group. See `fn.adapters.ddp.close`."""
+        self._threads.close()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return steps, skipped steps and errors as a flat {path: tensor}.
@@ -277,31 +256,3 @@ def coded_average(
     made = average(axis=axis)
     check_is_transform("average", made)
     return made
-
-
-def raise_at_end(finished: Future[None], buckets: Sequence[torch.futures.Future[torch.Tensor]]) -> None:
-    """Raise what a future holds at the end of the running backward pass. For a communication hook, at the last bucket.
-
-    Of an exception in a bucket's future DDP makes a RuntimeError. A callback of autograd may raise any type. DDP has to
-    end its pass first, or it takes no other one. It queues its end after the last bucket: behind what is
-    queued here, before what that queues in turn. Not so after the loss of a rank: DDP's own messages, those about
-    unused parameters, fail as well, in its end, which would hide what was lost; and there is no other pass. Nor where
-    a bucket was left open, for which DDP would wait for ever.
-
-    Args: finished: done when the buckets are, or when something failed. buckets: what DDP was given.
-    """
-    is_in_pass = torch._C._current_graph_task_id() != -1
-    queue = Variable._execution_engine.queue_callback
-
-    def before_ddp_ends() -> None:
-        lost = isinstance(finished.exception(), PeerLost)  # waits
-        if not is_in_pass or lost or not all(bucket.done() for bucket in buckets):
-            finished.result()
-        else:
-            queue(finished.result)
-
-    # No node runs while a static graph sends the buckets of its first pass, or a rank that has joined sends zeros.
-    if torch._C._current_autograd_node() is None:
-        before_ddp_ends()
-    else:
-        queue(before_ddp_ends)

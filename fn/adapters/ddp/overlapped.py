@@ -4,17 +4,19 @@ An update is a pure function, or staged without side effects, so it can be compu
 kept aside, and thrown away if the step never comes. `Overlap` stages single param groups, on threads of its own, while
 gradients of others are still computed; the optimizer's step writes the results. Nothing changes before that.
 
-In the order of a pass: `grad_hooks` calls `begin`, `arrive` with gradients, `end` and `remember`; the optimizer
-calls `ahead` in its step. Three things may go wrong. A rank that cannot take the step as the others do sends NaN, and
-all meet in the serial step, which compares (`_problem`). Communication fails: what is left is not sent, and `ahead`
-raises that (`_error`). Somebody changes something between backward and step: see `Changes`.
+`fn.adapters.ddp.backward_pass` tells `Overlap` of a pass, and the optimizer calls `Overlap.ahead` in its step. Three
+things may go wrong:
+
+- A rank cannot take the step as the others do. It sends NaN, and all meet in the serial step, which compares.
+- Communication fails. What is left is not sent, and `ahead` raises the error.
+- Somebody clips gradients, writes a learning rate or loads a state between backward and step, and means the step to
+  follow that. But the step is computed already: `Changes` notices.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,16 +24,12 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.adapters.ddp.buckets import Arrivals, leaving_order
-from fn.adapters.ddp.staleness import Changes
+from fn.adapters.ddp.backward_pass import BackwardPass, Threads, leaving_order
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.state_kinds import worker_errors
 from fn.base import Phase
 from fn.collectives.axis import Binding
-from fn.collectives.comm_thread import CommunicationThread
-from fn.collectives.ledger import ledger
-from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.inplace.protocol import Staged, settled
 
 logger = logging.getLogger("fn")
@@ -42,8 +40,7 @@ class Overlap:
 
     Args:
         params: of the model, in its order. optimizer: whose steps are taken ahead; a param group travels at a time.
-        bindings: its axis, on process groups that nothing else uses, one for each thread. While the codes of one param
-            group are on the wire, another thread encodes the next one.
+        bindings: its axis, on process groups that nothing else uses, one for each thread.
         scaler: what the loss is scaled by, if it is. rate: seconds per byte on the wire. least: seconds on the wire
             below which a phase is not overlapped. alike: all ranks know which parameters had no part in a backward
             pass, as they do under DDP.
@@ -64,20 +61,18 @@ class Overlap:
         self._changes = Changes(optimizer, scaler)
         self.maker = "overlap"
         """The function that the user called: what errors advise to change."""
-        self._threads = [CommunicationThread(binding, params[0].device) for binding in bindings]
+        self._threads = Threads(bindings, params[0].device)
         self._rate, self._least, self._alike = rate, least, alike
-        self._transports = {name: axis.transport for name, axis in bindings[0].axes.items()}
-        self._all_transports = {axis.transport for binding in bindings for axis in binding.axes.values()}
         self._is_first = all(int(axis.rank) == 0 for axis in bindings[0].axes.values())
         self.bytes: dict[Phase, int] = {}
         """What a rank sends in a step of each phase, once one has been taken ahead."""
         self.is_paused = False
-        self._arrivals: Arrivals | None = None
-        self._jobs: dict[int, Future[Staged]] = {}  # by param group
-        self._sent: dict[int, int] = {}
+        self._phase, self._pass = Phase.LOCAL, None
         self._problem: Exception | None = None
-        self._error: BaseException | None = None
-        self._forget(Phase.LOCAL)
+        """Why this rank cannot take the step as the others do."""
+
+    _pass: BackwardPass | None
+    """The backward pass whose gradients are sent as they arrive; None where they are left to the step."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -91,11 +86,6 @@ class Overlap:
         finally:
             self.is_paused = before
 
-    @property
-    def is_taking(self) -> bool:
-        """Tell whether the gradients of this backward pass are sent as they arrive."""
-        return self._arrivals is not None
-
     def is_on(self, phase: Phase) -> bool:
         """Tell whether steps of a phase are overlapped."""
         if phase is Phase.LOCAL:  # nothing is sent
@@ -106,100 +96,56 @@ class Overlap:
         """Return how long the messages of a step of a phase are on the wire, by the rate that was measured."""
         return self.bytes[phase] * self._rate
 
-    def begin(self) -> None:
-        """Start a backward pass; forget what was taken ahead for a step that never came."""
+    def begin(self) -> BackwardPass | None:
+        """Begin a backward pass; forget what was taken ahead for a step that never came."""
         optimizer = self._optimizer
         problem = optimizer.training.follow_groups()
         phase = optimizer.training.phase
         self._forget(phase if isinstance(phase, Phase) and self._threads else Phase.LOCAL)  # in rounds nothing is sent
         self._problem = problem
-        if not self.is_on(self._phase) or self._has_thawed():
-            return
-        buckets = [group["params"] for group in optimizer.param_groups]
-        self._arrivals = Arrivals(buckets, leaving_order(buckets, self._params))
-        self._changes.note_settings()
+        if self.is_on(self._phase) and not self._has_thawed():
+            buckets = [group["params"] for group in optimizer.param_groups]
+            self._pass = BackwardPass(self._threads, buckets, leaving_order(buckets, self._params), self._job_of)
+            self._changes.note_settings()
+        return self._pass
+
+    def on_sent(self) -> None:
+        """Leave results and errors to the optimizer's step."""
+
+    def on_end(self) -> None:
+        """Note what gradients a backward pass has left."""
+        if self._phase is not Phase.LOCAL:  # nobody asks
+            self._changes.note_gradients()
 
     def _forget(self, phase: Phase) -> None:
         """Wait for what was submitted, and be as before a backward pass for a step of a phase."""
-        for job in self._jobs.values():
-            job.exception()  # waits
-        self._phase, self._arrivals, self._jobs, self._sent = phase, None, {}, {}
-        self._problem = self._error = None
+        if self._pass is not None:
+            self._pass.wait()
+        self._phase, self._pass, self._problem = phase, None, None
         self._changes.forget()
 
     def _has_thawed(self) -> bool:
         """Tell whether a parameter needs gradients that did not need them when this was made: nobody reports these."""
         params = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-        found = not self._known.issuperset(map(id, params))
-        if found and not self._said_thawed and self._is_first:
+        has_thawed = not self._known.issuperset(map(id, params))
+        if has_thawed and not self._said_thawed and self._is_first:
             logger.warning("overlap is off: parameters were thawed; wrap the model and make its optimizer anew for it")
-        self._said_thawed = self._said_thawed or found
-        return found
+        self._said_thawed = self._said_thawed or has_thawed
+        return has_thawed
 
-    def arrive(self, params: Iterable[Tensor], grads: Iterable[Tensor]) -> None:
-        """Take gradients; send the param groups that they complete."""
-        if self._arrivals is not None:
-            self._send(self._arrivals.add(params, grads))
-
-    def missing(self) -> list[Tensor]:
-        """Return the parameters whose gradients have not come in this backward pass."""
-        return [] if self._arrivals is None else self._arrivals.missing()
-
-    def end(self) -> None:
-        """End the backward pass: send the param groups that were not complete, zeros for what is missing."""
-        if self._arrivals is not None:
-            self._send(self._arrivals.rest())
-
-    def remember(self) -> None:
-        """Note what gradients a backward pass has left, once nobody but the user changes them any more."""
-        if self._phase is not Phase.LOCAL:  # nobody asks
-            self._changes.note_gradients()
-
-    def when_sent(self, then: Callable[[], None]) -> None:
-        """Call a function, on one of the threads, when all that was submitted has been sent, or has failed."""
-        jobs = list(self._jobs.values())
-
-        def wait() -> None:
-            for job in jobs:
-                job.exception()
-            then()
-
-        self._threads[len(jobs) % len(self._threads)].submit(wait)
-
-    def _send(self, groups: Iterable[int]) -> None:
-        assert self._arrivals is not None
-        for group in groups:
-            grads = self._arrivals.grads(group)
-            if self._is_unlike(group):  # the others hear of it, and all meet in the step
-                grads = [torch.full_like(g, float("nan")) for g in grads]
-            thread = self._threads[len(self._jobs) % len(self._threads)]  # in the same order on all ranks
-            self._jobs[group] = thread.submit(self._job(group, grads))
-
-    def _is_unlike(self, group: int) -> bool:
-        """Tell whether this rank cannot take the step of a param group as the others do."""
-        if self._problem is not None:
-            return True
+    def _job_of(self, group: int, grads: list[Tensor]) -> Callable[[], Staged]:
+        """Return what stages the step of a param group, from NaN if this rank cannot take it as the others do."""
+        phase, scale, training = self._phase, self._changes.scale, self._optimizer.training
         params = self._optimizer.param_groups[group]["params"]
-        return not self._alike and self._optimizer.training.gradients.are_others_absent(group, params)
+        is_unlike = not self._alike and training.gradients.are_others_absent(group, params)
+        if self._problem is not None or is_unlike:  # the others hear of it, and all meet in the step
+            grads = [torch.full_like(g, float("nan")) for g in grads]
 
-    def _job(self, group: int, grads: list[Tensor]) -> Callable[[], Staged]:
-        phase, scale = self._phase, self._changes.scale
+        def stage() -> Staged:
+            (wide,) = unscaled((grads,), scale, None)
+            return self._optimizer.stage_group(group, phase, wide)
 
-        def run() -> Staged:
-            if self._error is not None:  # the peers may be gone
-                raise self._error
-            try:
-                # Others may wait for this rank on the groups of the other threads.
-                with ledger() as sent, raising_peer_lost(self._transports, self._all_transports):
-                    (wide,) = unscaled((grads,), scale, None)
-                    found = self._optimizer.stage_group(group, phase, wide)
-                self._sent[group] = sent.total
-            except BaseException as error:
-                self._error = error
-                raise
-            return found
-
-        return run
+        return stage
 
     def ahead(self, phase: Phase) -> tuple[list[Staged] | None, ValueError | None]:
         """Return the step whose backward pass is over, a part per param group, and an error if gradients changed since.
@@ -215,15 +161,14 @@ class Overlap:
         changed = self._changes.of_gradients(self.maker)
         changed = changed if phase is self._phase else None
         self._send_the_rest(phase)
-        if not self.is_taking or phase is not self._phase:
+        if self._pass is None or phase is not self._phase:
             return None, changed
         gradients, groups = self._optimizer.training.gradients, self._optimizer.param_groups
         others_absent = any(gradients.are_others_absent(g, group["params"]) for g, group in enumerate(groups))
         problem = self._changes.of_settings(self.maker)  # while the last codes are on the wire
-        jobs, self._jobs, self._arrivals = self._jobs, {}, None
-        steps = [jobs[group].result() for group in sorted(jobs)]
-        for thread in self._threads:
-            thread.catch_up()
+        ended, self._pass = self._pass, None
+        steps = ended.results()
+        self._threads.catch_up()
         steps = settled(steps)
         if len(steps) < len(groups) or not all(step.ok and step.safe for step in steps):
             return None, changed
@@ -232,7 +177,7 @@ class Overlap:
         if problem is not None:
             raise problem
         if phase not in self.bytes:
-            self.bytes[phase] = sum(self._sent.values())
+            self.bytes[phase] = ended.bytes
             self._say(phase)
         return steps if changed is None else [*steps, Staged(True, self._mend_errors)], changed
 
@@ -242,12 +187,12 @@ class Overlap:
         Of a parameter that was frozen after DDP was made, on this rank only perhaps, DDP says nothing; of none at all
         if its bucket is the first.
         """
-        silent = not self.is_taking and self._alike and self.is_on(phase)
-        if silent and not all(p.requires_grad for p in self._params):
+        is_silent = self._pass is None and self._alike and self.is_on(phase)
+        if is_silent and not all(p.requires_grad for p in self._params):
             self.begin()
-        if self._arrivals is not None and (rest := self._arrivals.rest()):
+        if self._pass is not None and not self._pass.has_left():
             self._problem = self._problem or RuntimeError("a part of the backward pass did not come")
-            self._send(rest)
+            self._pass.end()
 
     def _mend_errors(self) -> None:
         """Drop errors that are not finite: they may be formed with the step, from gradients as they are then."""
@@ -270,5 +215,95 @@ class Overlap:
         self._forget(Phase.LOCAL)
         if self._optimizer.training.ahead == self.ahead:
             self._optimizer.training.ahead = None
-        while self._threads:
-            self._threads.pop().close()
+        self._threads.close()
+
+
+SAMPLES = 64
+"""Elements of each gradient by which changes are noticed: one that every element shares, or every other one."""
+
+
+class Changes:
+    """Tells a step what is different from what its backward pass was run with, and from what that has left.
+
+    Args: optimizer: whose step it is. scaler: what the loss is scaled by, if it is.
+    """
+
+    def __init__(self, optimizer: Optimizer, scaler: Any):
+        self._optimizer, self._scaler = optimizer, scaler
+        self.forget()
+
+    def forget(self) -> None:
+        """Start anew, with another backward pass."""
+        self.scale: float | None = None
+        """What the loss of the pass is scaled by, once its settings are noted."""
+        self._settings: list[Any] = []
+        self._left: list[Tensor] = []  # some elements of each param group's gradients
+
+    def note_settings(self) -> None:
+        """Note hyper-parameters and state at the beginning of a pass."""
+        self.scale = None if self._scaler is None else self._scaler.get_scale()
+        self._settings = self._read_settings()
+
+    def note_gradients(self) -> None:
+        """Note what gradients a pass has left, once nobody but the user changes them any more."""
+        self._left = self._sampled()
+
+    def of_settings(self, maker: str) -> ValueError | None:
+        """Return what is wrong if hyper-parameters or state are others than those that were noted.
+
+        Args: maker: the function that the user called.
+        """
+        if self._read_settings() != self._settings:
+            text = "param_groups or state: changed between backward and step, but the step was taken behind backward"
+            return ValueError(text)
+        if self._scaler is None and hasattr(self._optimizer, "found_inf"):
+            text = f"scales the loss, but {maker} does not know it; pass {maker}(..., scaler=scaler)"
+            return ValueError(f"scaler: {text}")
+        return None
+
+    def of_gradients(self, maker: str) -> ValueError | None:
+        """Return what is wrong if gradients are others than those that were noted; asked once for a pass.
+
+        Args: maker: the function that the user called.
+        """
+        left, self._left = self._left, []
+        if len(left) != len(self._optimizer.param_groups):  # none, or a group came since, and all is sent in the step
+            return None
+        by_scaler = self._scaler is not None or hasattr(self._optimizer, "found_inf")
+        unscaled = by_scaler and getattr(self._optimizer, "grad_scale", None) is None
+        if unscaled and self.scale is None:  # by a number that is not known here
+            return None
+        factor = 1.0 / self.scale if unscaled and self.scale else 1.0
+        now = self._sampled()
+        if _near(now, left, factor):
+            return None
+        changed = next(g for g, pair in enumerate(zip(now, left, strict=True)) if not _near(pair[:1], pair[1:], factor))
+        clips = "fn.Optimizer(..., max_norm=...) and keep_local(model) in the place of overlap"
+        clips = clips if maker == "overlap" else f"{maker}(..., max_norm=...)"
+        return ValueError(
+            f"gradients of param group {changed}: expected those that backward left, from which the step is taken, but "
+            f"they were changed between backward and step; leave out what changes them, clip_grad_norm_ or a trainer's "
+            f"max_grad_norm perhaps, and clip with {clips}; torch.nn.utils.get_total_norm only reads"
+        )
+
+    def _read_settings(self) -> list[Any]:
+        training = self._optimizer.training
+        tensors = [*training.lrs, *tree.leaves(training.states)]
+        return [*((id(x), x._version) for x in tensors), *map(id, training.hypers)]
+
+    def _sampled(self) -> list[Tensor]:
+        return [_sample(group["params"]) for group in self._optimizer.param_groups]
+
+
+@torch.no_grad()
+def _sample(params: Sequence[Tensor]) -> Tensor:
+    """Return evenly spaced elements of each gradient; zeros where there is none, of which no vector is made."""
+    grads = [p.new_zeros(1).expand(p.numel()) if p.grad is None else p.grad for p in params if p.numel()]
+    flat = [g.reshape(-1)[:: -(-g.numel() // SAMPLES)] for g in grads]
+    return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float32, device="cpu")
+
+
+def _near(now: Sequence[Tensor], before: Sequence[Tensor], factor: float) -> bool:
+    """Tell whether samples are `factor` times what they were, but for rounding."""
+    ours, theirs = (torch.cat([x.cpu().double() for x in samples]) for samples in (now, before))
+    return torch.allclose(ours, theirs * factor, rtol=0.0 if factor == 1.0 else 1e-3, atol=0.0, equal_nan=True)

@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fn.adapters.ddp.buckets import SHARE, Arrivals, leaving_order, split
+from fn.adapters.ddp.backward_pass import Arrivals, leaving_order
+from fn.adapters.ddp.buckets import SHARE, split
 
 
 def parameters(sizes: list[int]) -> list[torch.Tensor]:
