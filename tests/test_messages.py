@@ -16,7 +16,7 @@ import fn
 from fn import Phase
 from fn.adapters import ddp
 from fn.adapters.ddp.overlapped import Changes
-from fn.adapters.optim.clipping import check_max_grad_norm
+from fn.adapters.optim.gradients import check_max_grad_norm
 
 PARAMS = {"w": torch.ones(3), "b": torch.ones(2)}
 FLOAT8 = torch.float8_e4m3fn

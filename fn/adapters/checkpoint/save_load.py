@@ -36,7 +36,7 @@ from fn.adapters.checkpoint import storage as files
 from fn.adapters.checkpoint.owner import Claim
 from fn.adapters.optim.consistency import device_among
 from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.signals import begin_writing, defer_signals
+from fn.adapters.optim.signals import begin_writing, defer_signals, writing
 from fn.adapters.optim.state_dict import (
     OF_RANK,
     ORDER,
@@ -379,6 +379,6 @@ def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     with defer_signals(), torch.no_grad():
         begin_writing()  # an interrupted load would leave the state of one checkpoint with the params of another
         restore_flat(optimizer.training, {**kept, SAVED_BY: flat_state(optimizer.training)[SAVED_BY]})
-        with optimizer.training.writing():
+        with writing(optimizer.training):
             for key, p in live.items():
                 p.copy_(params[key])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.signals import defer_signals
+from fn.adapters.optim.signals import defer_signals, writing
 from fn.adapters.optim.training import Training
 from fn.collectives.axis import ALONE, Axis, Binding
 from fn.errors import expected
@@ -74,14 +74,14 @@ def agreed_params(optimizer: Optimizer) -> Iterator[None]:
         with defer_signals(), torch.no_grad():
             found = _agreed(training)
             kept = [(p, p.clone()) for p, _ in found]
-            with training.writing():
+            with writing(training):
                 for p, x in found:
                     p.copy_(x)
             training.lent = True
         yield
     finally:
         with defer_signals(), torch.no_grad():
-            with training.writing():
+            with writing(training):
                 for p, x in kept:
                     p.copy_(x)
             training.lent = was_lent

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -13,11 +12,8 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.state_kinds import SAME, by_path, kinds
-from fn.base import Phase, Transform, facts_of
+from fn.base import Transform, facts_of
 from fn.collectives.agreement import check_agreement, describe_numbers, differences, gather_values
-from fn.collectives.axis import axis_size
-from fn.collectives.primitives import all_gather
-from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import expected
 from fn.schedules import Every
 from fn.transforms.outer import OuterState
@@ -26,9 +22,6 @@ Grads = tuple[list[Tensor], ...]
 
 LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
 """What an exchange of a round leaves that fails."""
-
-CLOSE = 1e-5
-"""Relative difference of norms that clipping to one norm leaves, by its rounding; norms of two ranks differ by more."""
 
 
 def device_among(params: Any) -> torch.device:
@@ -120,84 +113,3 @@ def refuse_elsewhere(params: Iterable[Tensor]) -> None:
                 f"params: parameter {i} is on the meta device, which holds no numbers, and module.to_empty(device=...) "
                 "makes other parameters of it; make the optimizer after that"
             )
-
-
-def in_doubt(refuse_averaged: bool, compresses: bool) -> frozenset[Phase]:
-    """Return the phases whose first step looks at its gradients."""
-    phases = (Phase.WARMUP, Phase.COMPRESSED) if compresses else (Phase.COMPRESSED,)
-    return frozenset(phases if refuse_averaged else ())
-
-
-def still_in_doubt(doubts: frozenset[Phase], phase: Phase, grads: Grads, axes: Sequence[str]) -> frozenset[Phase]:
-    """Look at the gradients of a step; return the phases that are still to be looked at.
-
-    If they are the same on all ranks of an axis, something has averaged them, DDP perhaps, and has sent what the
-    optimizer was to save: in a warm-up that is warned of, in the compressed phase refused. If they differ but have one
-    norm, each rank has clipped by a norm of its own: that is warned of. Gradients that are zero or not finite tell
-    nothing. All ranks must call it; three numbers per parameter travel.
-
-    Raises: ValueError, on all ranks, with what to do.
-    """
-    marks = [_mark(g) for group in grads for g in group if g.numel()]
-    if not marks:
-        return doubts
-    told = True
-    for axis in axes:
-        rows = all_gather(torch.stack(marks), axis)
-        told = told and bool(torch.isfinite(rows).all()) and bool(rows.any())
-        if not told or axis_size(axis) == 1:
-            continue
-        norms = rows[..., 2].sum(1).sqrt()
-        if bool((rows == rows[:1]).all()):
-            text = (
-                f"gradients: are the same on all ranks of {axis!r}, so they were averaged already and the compressed "
-                f"phase would save nothing; call fn.adapters.ddp.keep_local(model) if the model is wrapped in DDP, or "
-                f"pass refuse_averaged=False if the ranks see the same data on purpose"
-            )
-            if phase is Phase.COMPRESSED:
-                raise ValueError(text)
-            warnings.warn(f"{text}; the first compressed step refuses them", stacklevel=7)
-        elif bool(((norms - norms[0]).abs() <= CLOSE * norms[0]).all()):
-            text = f"gradients: have the norm {float(norms[0]):.4g} on all ranks of {axis!r}, although they differ"
-            hint = "which is not that of their mean; leave that out, and give the optimizer max_norm in its place"
-            text = f"{text}, as if each rank had clipped by a norm of its own, {hint}"
-            warnings.warn(text, stacklevel=7)
-    return doubts - {phase} if told else doubts
-
-
-def shared_in_doubt(
-    doubts: frozenset[Phase], params: Sequence[Sequence[Tensor]], axes: Sequence[str]
-) -> frozenset[Phase]:
-    """Look at the gradients behind the first exchange of rounds; return the phases that are still to be looked at.
-
-    Between exchanges each place on an axis trains alone, so no two may have the same gradients. DDP may average within
-    an island, whose ranks have one place, and nowhere else. Gradients that are zero or not finite tell nothing. All
-    ranks must call it; three numbers per parameter travel, which no ledger counts.
-
-    Raises: ValueError, on all ranks, with what to do.
-    """
-    grads = [x if x is not None else p.new_zeros(1) for group in params for p in group for x in [p.grad]]
-    none = torch.zeros(0, 3, dtype=torch.float64, device="cpu")
-    marks, told = torch.stack([_mark(g) for g in grads]) if grads else none, bool(grads)
-    for axis in axes:
-        with watched_by(Watchers()):
-            rows = all_gather(marks, axis)
-        told = told and bool(torch.isfinite(rows).all()) and bool(rows.any())
-        if not told:
-            continue
-        which = torch.unique(rows.flatten(1), dim=0, return_inverse=True)[1].tolist()
-        b = next((rank for rank, one in enumerate(which) if one in which[:rank]), None)
-        if b is not None:
-            a = which.index(which[b])
-            raise ValueError(
-                f"gradients: are the same on ranks {a} and {b} of {axis!r}, which train alone between exchanges, so "
-                f"something averages them, such as DDP; call fn.adapters.ddp.keep_local(model), give DDP the "
-                f"process_group of one island, or pass refuse_averaged=False if these ranks see the same data on "
-                f"purpose; {LOCAL_STEP_TAKEN}"
-            )
-    return doubts - {Phase.COMPRESSED} if told else doubts
-
-
-def _mark(g: Tensor) -> Tensor:
-    wide = g.detach().double()
-    return torch.stack([wide.sum(), wide.abs().sum(), wide.square().sum()])

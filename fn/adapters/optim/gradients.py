@@ -1,68 +1,96 @@
-"""Agree across ranks on missing or invalid gradients, or raise on every rank.
+"""The gradients of a step: which there are, what the others say of missing ones, how they are clipped and compared.
 
 A parameter may have no gradient, or one of a kind that is refused; a hyper-parameter that was written into a group may
 be out of range. None of this is compared while nothing changes. A rank on which something changed puts a NaN among its
 gradients: the step is then skipped on all ranks, as any step with a NaN is, and all of them meet in
-`agree_on_missing`. That keeps the comparison off the steady path, and no rank waits for a message that another never
-sends.
+`Gradients.agree_on_missing`. That keeps the comparison off the steady path, and no rank waits for a message that
+another never sends.
 
 Scaled losses: `torch.amp.GradScaler` tells an optimizer with `_step_supports_amp_scaling` the scale and whether it saw
 an Inf on this rank, and calls its step in any case. So every rank takes part in the step, a rank that saw an Inf
 contributes NaN, and all ranks skip together. The scalers themselves need not agree: what is sent has no scale.
+
+Parameters without a gradient stay as they are, and so do the copies of them that a state keeps. The master shards of
+`fn.sharded` and the anchor of 0/1 Adam take every step, as by a gradient of zero: the momentum goes on for a while, and
+weight decay for good. Unless they are held, too, a parameter jumps to them when its gradients return.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fn import tree
-from fn.adapters.optim.consistency import device_among
+from fn import roles, tree
+from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among
+from fn.base import Phase, Round, Transform, chain, check_number
 from fn.collectives.agreement import check_agreement, gather_values
-from fn.collectives.axis import axis_index
-from fn.errors import RanksDisagree
+from fn.collectives.axis import ALONE, Axis, Binding, axis_index, axis_size
+from fn.collectives.primitives import all_gather
+from fn.collectives.profiling import Watchers, watched_by
+from fn.errors import RanksDisagree, expected
+from fn.transforms.average import CodedAverageState, average
+from fn.transforms.clip import clip_by_global_norm
+from fn.transforms.sharded import ShardedState
+from fn.transforms.zero_one_adam import ZeroOneAdamState
 
+Tree = Any
 Place = tuple[int, int]
+"""A parameter: its param group and its number there."""
+
 Grads = tuple[list[Tensor], ...]
 
 
+class Kept(NamedTuple):
+    """Numbers that a step is to leave as they are. where: which of the tensor's; None: all of them."""
+
+    tensor: Tensor
+    numbers: Tensor
+    where: Tensor | None
+
+    def put_back(self) -> None:
+        """Write them again, behind the step."""
+        x, old, where = self
+        x.copy_(old if where is None else torch.where(where, old, x))
+
+
 class Gradients:
-    """The gradients of all param groups, and which of them the ranks agreed to be absent."""
+    """Which gradients the ranks agreed to be absent, and what stays as it is for want of one."""
 
     def __init__(self) -> None:
         self.absent: frozenset[Place] = frozenset()
-        self._now: frozenset[Place] = frozenset()
+        self._absent_here: frozenset[Place] = frozenset()
         self._problem: Exception | None = None
+        self._held_alone: frozenset[Place] = frozenset()  # in all local steps since the ranks agreed last
+        self._masks: tuple[frozenset[Place], list[Tensor]] = frozenset(), []
 
     def collect(
-        self,
-        groups: Sequence[Sequence[Tensor]],
-        ask: bool = True,
-        problem: Exception | None = None,
-        *,
-        own: bool = False,
-    ) -> tuple[list[Tensor], ...]:
-        """Return a gradient per parameter, zeros where there is none; NaN to ask, if something changed.
+        self, groups: Sequence[Sequence[Tensor]], phase: Phase | Round, problem: Exception | None = None
+    ) -> Grads:
+        """Return a gradient per parameter, zeros where there is none; NaN to ask the others, if something changed.
 
-        Args: groups: the parameters of each param group. ask: False in a step in which nothing is sent.
-            problem: why this rank cannot take the step at all. own: what is absent is this rank's own affair.
+        In the local phase and in rounds nobody is asked. In rounds, what is absent is this rank's own affair.
+
+        Args: groups: the parameters of each param group. problem: why this rank cannot take the step at all.
         Raises: the problem, or a TypeError for a sparse or complex gradient, where nobody needs to be asked.
         """
-        found = [[p.grad for p in params] for params in groups]
-        self._now = _absent(found)
-        self.absent = self._now if own else self.absent
-        self._problem = problem or _refused(groups, found)
-        if self._problem is not None and not (ask and any(p.numel() for params in groups for p in params)):
+        grads = [[p.grad for p in params] for params in groups]
+        here = [(g, i) for g, group in enumerate(grads) for i, grad in enumerate(group) if grad is None]
+        self._absent_here = frozenset(here)
+        if isinstance(phase, Round):
+            self.absent = self._absent_here
+        self._problem = problem or _refused(groups, grads)
+        asks = isinstance(phase, Phase) and phase is not Phase.LOCAL
+        if self._problem is not None and not (asks and any(p.numel() for params in groups for p in params)):
             raise self._problem
-        if self._problem is not None or (ask and self.absent != self._now):
+        if self._problem is not None or (asks and self.absent != self._absent_here):
             return tuple([torch.full_like(p, float("nan")) for p in params] for params in groups)
-        pairs = zip(groups, found, strict=True)
-        return tuple(
-            [torch.zeros_like(p) if g is None else g for p, g in zip(params, grads, strict=True)]
-            for params, grads in pairs
-        )
+        pairs = [zip(*lists, strict=True) for lists in zip(groups, grads, strict=True)]
+        return tuple([torch.zeros_like(p) if g is None else g for p, g in pair] for pair in pairs)
 
     def are_others_absent(self, g: int, params: Sequence[Tensor]) -> bool:
         """Tell whether other gradients of a param group are absent here than those that the ranks agreed on."""
@@ -77,62 +105,104 @@ class Gradients:
             of this rank if all of them have it.
         """
         device = device_among(groups)
-        all_have, found_elsewhere = _told(self._problem, axes, device)
+        all_have, error = _told(self._problem, axes, device)
         if self._problem is not None and all_have:
             raise self._problem
-        if found_elsewhere is not None:
-            raise found_elsewhere
-        found = {
-            f"the gradient of param group {g}, parameter {name}": "absent" if (g, i) in self._now else "present"
+        if error is not None:
+            raise error
+        here = {
+            f"the gradient of param group {g}, parameter {name}": "absent" if (g, i) in self._absent_here else "present"
             for g, group in enumerate(names)
             for i, name in enumerate(group)
         }
         differs: RanksDisagree | None = None
         for axis in axes:
             try:
-                check_agreement(axis, found, device)
-            except RanksDisagree as error:  # not raised here, where others may wait on the next axis
-                differs = differs or error
-        _, found_elsewhere = _told(differs, axes if len(axes) > 1 else (), device)
-        if differs is not None:
-            raise differs
-        if found_elsewhere is not None:
-            raise found_elsewhere
-        changed = self.absent != self._now
-        self.absent = self._now
+                check_agreement(axis, here, device)
+            except RanksDisagree as error_of_axis:  # not raised here, where others may wait on the next axis
+                differs = differs or error_of_axis
+        _, error = _told(differs, axes if len(axes) > 1 else (), device)
+        if differs is not None or error is not None:
+            raise differs or error  # type: ignore[misc]
+        changed = self.absent != self._absent_here
+        self.absent = self._absent_here
         return changed
 
+    def hold(
+        self, phase: Phase, groups: Sequence[Sequence[Tensor]], states: Tree, transforms: Sequence[Transform]
+    ) -> list[Kept]:
+        """Return what a step is to leave as it is for want of gradients; empty where all are there. The axes are bound.
 
-def _told(
-    problem: Exception | None, axes: Sequence[str], device: torch.device
-) -> tuple[bool, RanksDisagree | None]:
+        0/1 Adam leads the ranks together in its synchronising steps. A parameter that moved in local steps, elsewhere
+        on each rank, takes part in the next of them even if its gradients ended in between; from then on it is held.
+
+        Args: groups: the parameters of each param group. states, transforms: of each.
+        """
+        held = self.absent
+        if held and _are_apart(states):
+            held = held & self._held_alone
+        if phase is Phase.LOCAL:
+            self._held_alone, copies, held = held, [], self.absent
+        elif held:
+            copies = [leaf for g in sorted({g for g, _ in held}) for leaf in _copies(states[g])]
+        else:
+            return []
+        masks = self._masks_of(held, groups, states, transforms) if copies else []
+        kept = [Kept(leaf, leaf.clone(), mask) for leaf, mask in zip(copies, masks, strict=True)]
+        return [*kept, *(Kept(p, p.detach().clone(), None) for g, i in held for p in [groups[g][i]])]
+
+    def _masks_of(
+        self,
+        held: frozenset[Place],
+        groups: Sequence[Sequence[Tensor]],
+        states: Tree,
+        transforms: Sequence[Transform],
+    ) -> list[Tensor]:
+        """Return where the copies are of parameters that stay, which an init of ones for those tells."""
+        if self._masks[0] != held:
+            masks = []
+            for g in sorted({g for g, _ in held}):
+                ones = [torch.full_like(p.detach(), float((g, i) in held)) for i, p in enumerate(groups[g])]
+                if _copies(states[g]):
+                    masks += [leaf != 0 for leaf in _copies(transforms[g].init(ones))]
+            self._masks = held, masks
+        return self._masks[1]
+
+
+def _copies(state: Tree) -> list[Tensor]:
+    return tree.leaves(roles.find(state, "copies"))
+
+
+def _are_apart(states: Tree) -> bool:
+    """Tell whether ranks took local steps since they agreed; it is replicated."""
+    return any(float(state.elapsed) > 0 for state in tree.instances(states, ZeroOneAdamState))
+
+
+def _refused(groups: Sequence[Sequence[Tensor]], grads: Sequence[Sequence[Tensor | None]]) -> TypeError | None:
+    for g, lists in enumerate(zip(groups, grads, strict=True)):
+        try:
+            tree.check_real(
+                [p if x is None else x for p, x in zip(*lists, strict=True)], f"gradients of param group {g}"
+            )
+        except TypeError as error:
+            return error
+    return None
+
+
+def _told(problem: Exception | None, axes: Sequence[str], device: torch.device) -> tuple[bool, RanksDisagree | None]:
     """Tell the ranks of all axes of a problem; return whether all have one, and an error with the first one's text."""
     all_have, rank, text = problem is not None, -1, ""
     if problem is not None and axes:
         here = ", ".join(f"rank {int(axis_index(axis))} of axis {axis!r}" for axis in axes)
         rank, text = int(axis_index(axes[0])), f"{here}: {type(problem).__name__}: {problem}"
     for axis in axes:
-        each = gather_values((all_have, rank, text), axis, device)
-        all_have = all(found for found, _, _ in each)
-        rank, text = next(((r, t) for _, r, t in each if t), (-1, ""))
+        answers = gather_values((all_have, rank, text), axis, device)
+        all_have = all(has_one for has_one, _, _ in answers)
+        rank, text = next(((r, t) for _, r, t in answers if t), (-1, ""))
     if not text:
         return all_have, None
     message = f"this step cannot be taken on {text}; nothing has moved"
     return all_have, RanksDisagree(message, rank=rank, field="this step")
-
-
-def _absent(found: Sequence[Sequence[Tensor | None]]) -> frozenset[Place]:
-    return frozenset([(g, i) for g, grads in enumerate(found) for i, grad in enumerate(grads) if grad is None])
-
-
-def _refused(groups: Sequence[Sequence[Tensor]], found: Sequence[Sequence[Tensor | None]]) -> TypeError | None:
-    for g, (params, grads) in enumerate(zip(groups, found, strict=True)):
-        there = [p if grad is None else grad for p, grad in zip(params, grads, strict=True)]
-        try:
-            tree.check_real(there, f"gradients of param group {g}")
-        except TypeError as error:
-            return error
-    return None
 
 
 def unscaled(grads: Grads, scale: Tensor | float | None, found_inf: Tensor | None) -> Grads:
@@ -152,3 +222,148 @@ def unscaled(grads: Grads, scale: Tensor | float | None, found_inf: Tensor | Non
         factor = torch.where(found_inf.to(device).reshape(()) > 0, float("nan"), factor.reshape(()))
     factor = factor.float()
     return tuple([(g.float() if g.element_size() < 4 else g) * factor.to(g.device) for g in group] for group in grads)
+
+
+CLOSE = 1e-5
+"""Relative difference of norms that clipping to one norm leaves, by its rounding; norms of two ranks differ by more."""
+
+
+def in_doubt(refuse_averaged: bool, compresses: bool) -> frozenset[Phase]:
+    """Return the phases whose first step looks at its gradients."""
+    phases = (Phase.WARMUP, Phase.COMPRESSED) if compresses else (Phase.COMPRESSED,)
+    return frozenset(phases if refuse_averaged else ())
+
+
+def still_in_doubt(doubts: frozenset[Phase], phase: Phase, grads: Grads, axes: Sequence[str]) -> frozenset[Phase]:
+    """Look at the gradients of a step; return the phases that are still to be looked at.
+
+    If they are the same on all ranks of an axis, something has averaged them, DDP perhaps, and has sent what the
+    optimizer was to save: in a warm-up that is warned of, in the compressed phase refused. If they differ but have one
+    norm, each rank has clipped by a norm of its own: that is warned of. Gradients that are zero or not finite tell
+    nothing. All ranks must call it; three numbers per parameter travel.
+
+    Raises: ValueError, on all ranks, with what to do.
+    """
+    marks = [_mark(g) for group in grads for g in group if g.numel()]
+    if not marks:
+        return doubts
+    told = True
+    for axis in axes:
+        rows = all_gather(torch.stack(marks), axis)
+        told = told and bool(torch.isfinite(rows).all()) and bool(rows.any())
+        if not told or axis_size(axis) == 1:
+            continue
+        norms = rows[..., 2].sum(1).sqrt()
+        if bool((rows == rows[:1]).all()):
+            text = (
+                f"gradients: are the same on all ranks of {axis!r}, so they were averaged already and the compressed "
+                f"phase would save nothing; call fn.adapters.ddp.keep_local(model) if the model is wrapped in DDP, or "
+                f"pass refuse_averaged=False if the ranks see the same data on purpose"
+            )
+            if phase is Phase.COMPRESSED:
+                raise ValueError(text)
+            warnings.warn(f"{text}; the first compressed step refuses them", stacklevel=7)
+        elif bool(((norms - norms[0]).abs() <= CLOSE * norms[0]).all()):
+            text = f"gradients: have the norm {float(norms[0]):.4g} on all ranks of {axis!r}, although they differ"
+            hint = "which is not that of their mean; leave that out, and give the optimizer max_norm in its place"
+            text = f"{text}, as if each rank had clipped by a norm of its own, {hint}"
+            warnings.warn(text, stacklevel=7)
+    return doubts - {phase} if told else doubts
+
+
+def shared_in_doubt(
+    doubts: frozenset[Phase], params: Sequence[Sequence[Tensor]], axes: Sequence[str]
+) -> frozenset[Phase]:
+    """Look at the gradients behind the first exchange of rounds; return the phases that are still to be looked at.
+
+    Between exchanges each place on an axis trains alone, so no two may have the same gradients. DDP may average within
+    an island, whose ranks have one place, and nowhere else. Gradients that are zero or not finite tell nothing. All
+    ranks must call it; three numbers per parameter travel, which no ledger counts.
+
+    Raises: ValueError, on all ranks, with what to do.
+    """
+    grads = [x if x is not None else p.new_zeros(1) for group in params for p in group for x in [p.grad]]
+    none = torch.zeros(0, 3, dtype=torch.float64, device="cpu")
+    marks, told = torch.stack([_mark(g) for g in grads]) if grads else none, bool(grads)
+    for axis in axes:
+        with watched_by(Watchers()):
+            rows = all_gather(marks, axis)
+        told = told and bool(torch.isfinite(rows).all()) and bool(rows.any())
+        if not told:
+            continue
+        which = torch.unique(rows.flatten(1), dim=0, return_inverse=True)[1].tolist()
+        b = next((rank for rank, one in enumerate(which) if one in which[:rank]), None)
+        if b is not None:
+            a = which.index(which[b])
+            raise ValueError(
+                f"gradients: are the same on ranks {a} and {b} of {axis!r}, which train alone between exchanges, so "
+                f"something averages them, such as DDP; call fn.adapters.ddp.keep_local(model), give DDP the "
+                f"process_group of one island, or pass refuse_averaged=False if these ranks see the same data on "
+                f"purpose; {LOCAL_STEP_TAKEN}"
+            )
+    return doubts - {Phase.COMPRESSED} if told else doubts
+
+
+def _mark(g: Tensor) -> Tensor:
+    wide = g.detach().double()
+    return torch.stack([wide.sum(), wide.abs().sum(), wide.square().sum()])
+
+
+def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
+    """Refuse a norm that gradients cannot be clipped by. Raises: TypeError if it is no number; ValueError."""
+    if max_norm is None:
+        return
+    check_number("max_norm", max_norm)
+    if not max_norm > 0:
+        raise ValueError(expected("max_norm", "a number above 0", f"{max_norm}"))
+    if len(axes) > 1:
+        raise ValueError(expected("max_norm", "None where the axes are two or more", f"{max_norm} on {list(axes)}"))
+
+
+def check_max_grad_norm(max_grad_norm: float | None) -> None:
+    """Refuse the norm that a trainer clips each rank's own gradients by, before anything is trained.
+
+    Args: max_grad_norm: the trainer's setting; None and 0 are not to clip.
+    Raises: ValueError that says how to clip.
+    """
+    if max_grad_norm:
+        cure = f"set it to 0, and clip by the norm of all ranks: fn.Optimizer(..., max_norm={max_grad_norm}) with "
+        cure += "keep_local(model) in the place of overlap"
+        wanted = "0, for a trainer clips the gradients of each rank by a norm of their own"
+        raise ValueError(expected("max_grad_norm", wanted, f"{max_grad_norm}", cure))
+
+
+class Clipping(NamedTuple):
+    """How gradients are clipped.
+
+    gradients: (gradients, params) of all groups -> the gradients clipped; None: they stay. binding: of the update that
+    follows.
+    """
+
+    gradients: Callable[[Tree, Tree], Tree] | None
+    binding: AbstractContextManager[Any]
+
+
+def clipping(phase: Phase, max_norm: float | None, axis: str | None, state: Tree) -> Clipping:
+    """Return how gradients are clipped by their global norm before an update.
+
+    In the warm-up the gradients are averaged first, those of all groups in one message, and their norm is that of the
+    averaged gradient. The update is then that of one rank on the mean gradient; a sharded one, in which every rank has
+    a piece of its own, averages the mean once more, which costs its bytes again. In the compressed phase the averaged
+    gradient is not known before it has been sent; all ranks scale by one factor, from the root of the mean squared
+    norm, which is an upper bound of the norm of the mean. It is a 4-byte message ahead of the others. So it is in a
+    warm-up in codes.
+
+    Args: phase: of the update. max_norm: positive; None: gradients stay as they are. axis: the ranks. state: of the
+        transform; it tells whether the warm-up is in codes, and whether it is sharded.
+    """
+    if max_norm is None:
+        return Clipping(None, nullcontext())
+    if phase is Phase.WARMUP and tree.instances(state, CodedAverageState):
+        phase = Phase.COMPRESSED
+    clip = chain(average(axis), clip_by_global_norm(max_norm, axis)).update(phase)
+    alone = Binding({})
+    sharded = bool(tree.instances(state, ShardedState))  # the norm of a shard is of all ranks
+    if axis is not None and phase is Phase.WARMUP and not sharded:
+        alone = Binding({axis: Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)})
+    return Clipping(lambda grads, params: clip(grads, ((), ()), params)[0], alone)

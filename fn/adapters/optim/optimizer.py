@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,25 +11,31 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.optim import param_groups
-from fn.adapters.optim.clipping import check_max_norm
-from fn.adapters.optim.compiled import warm_kernels
 from fn.adapters.optim.consistency import (
     LOCAL_STEP_TAKEN,
     check_accepted,
     check_fragments,
     check_listed,
     device_among,
-    in_doubt,
     refuse_elsewhere,
 )
+from fn.adapters.optim.donate import warm_kernels
 from fn.adapters.optim.exchange import exchange
-from fn.adapters.optim.param_memory import check_params
+from fn.adapters.optim.gradients import check_max_norm, in_doubt
+from fn.adapters.optim.param_groups import check_params
 from fn.adapters.optim.signals import defer_signals, stoppable
-from fn.adapters.optim.skipped_steps import is_due, warn_of_skips, watch_exchange, watch_local_steps
 from fn.adapters.optim.state_dict import of_rank, restore_of_rank
-from fn.adapters.optim.step import count, stage_group, take, write
+from fn.adapters.optim.step import stage_group, take, write
 from fn.adapters.optim.training import Training
-from fn.adapters.optim.warnings import warn_at_start, warn_of_jumps, warn_of_late_group
+from fn.adapters.optim.warnings import (
+    is_due,
+    warn_at_start,
+    warn_of_jumps,
+    warn_of_late_group,
+    warn_of_skips,
+    watch_exchange,
+    watch_local_steps,
+)
 from fn.base import Phase, Round, Transform, facts_of
 from fn.collectives.agreement import describe
 from fn.collectives.axis import Binding, current_binding, in_turn
@@ -73,7 +80,7 @@ class Optimizer(torch.optim.Optimizer):
             of a group, for which the transform is made again.
         compile: run the update of each phase through `torch.compile`, anew if a number but lr changes.
         max_norm: clip by the global norm over all groups: of the averaged gradient in an exact warm-up, by a norm that
-            the ranks agree on where codes travel (see `fn.adapters.optim.clipping`). None: do not clip.
+            the ranks agree on where codes travel (see `fn.adapters.optim.gradients`). None: do not clip.
         refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
             something averaged before, such as DDP without `fn.adapters.ddp.keep_local`; the first warm-up step warns.
             In the first exchange of a round no two ranks may have the same: DDP may average within an island only.
@@ -227,40 +234,42 @@ class Optimizer(torch.optim.Optimizer):
             after its local step, which counts. RuntimeError if a kernel raises while the step is written: parameters
             and state may then be half of it, and steps and saves are refused until a checkpoint is loaded.
         """
-        self.training.check_own_params("step")
-        self.training.check_whole("step")
-        loss = None if closure is None else torch.enable_grad()(closure)()
         training = self.training
+        training.check_own_params("step")
+        training.check_whole("step")
+        loss = None if closure is None else torch.enable_grad()(closure)()
         training.groups = self.param_groups
-        if training.shards.pairs:
-            training.shards.take_gradients()
+        training.shards.take_gradients()
         training.scale = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        phase, problem, skipped = training.phase, training.follow_groups(), training.skipped
-        shared = {axis: wire for axis, wire in training.transports.items() if training.binding.axes[axis].size > 1}
-        early, changed = None, None
-        with defer_signals():  # what it writes is whole and counted before the exchange of a round waits for others
-            with in_turn(shared), training.binding, raising_peer_lost(training.transports, left=UNMOVED):
+        problem, phase = training.follow_groups(), training.phase
+        is_first, round_ = phase is not training.last_phase, phase if isinstance(phase, Round) else Round()
+        transports, early, changed = training.transports, None, None
+        shared = {axis: wire for axis, wire in transports.items() if training.binding.axes[axis].size > 1}
+        with (
+            defer_signals() if round_ != Round() else nullcontext()
+        ):  # what it writes is whole before the exchange may wait
+            with in_turn(shared), training.binding, raising_peer_lost(transports, left=UNMOVED):
                 if isinstance(phase, Phase) and training.ahead is not None:
                     early, changed = training.ahead(phase)
                 if early is None:
-                    take(training, phase, problem or changed)
-                elif problem is not None:
-                    raise problem
+                    moved = take(training, phase, problem or changed)
+                elif problem is None:
+                    moved = write(training, phase.phase, early)
                 else:
-                    write(training, phase.phase, early)
-            count(training, phase, skipped)
+                    raise problem
+            training.count(phase, moved)
             if phase.phase is Phase.LOCAL or isinstance(phase, Round):
                 watch_local_steps(training, phase)
-        if isinstance(phase, Round) and phase != Round():
-            left_out = training.left_out
-            left = raising_peer_lost(training.transports, left=LOCAL_STEP_TAKEN)
+        if round_ != Round():
+            left_out, left = training.left_out, raising_peer_lost(transports, left=LOCAL_STEP_TAKEN)
             with stoppable(), in_turn(shared), training.binding, left:
-                exchange(training, phase)
-            with training.binding, raising_peer_lost(training.transports):
-                watch_exchange(training, phase, left_out)
-        warn_of_jumps(training, phase)
+                exchange(training, round_)
+            with training.binding, raising_peer_lost(transports):
+                watch_exchange(training, round_, left_out)
+        if is_first:
+            warn_of_jumps(training, phase)
         if phase.phase is not Phase.LOCAL and is_due(training.skipped_in_a_row):
-            with training.binding, raising_peer_lost(training.transports):
+            with training.binding, raising_peer_lost(transports):
                 warn_of_skips(training)
         if early is not None and changed is not None:
             raise changed

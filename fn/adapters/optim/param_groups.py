@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fn.base import Transform, check_is_transform
 from fn.errors import expected
+from fn.inplace.memory import is_folded, overlaps
 from fn.schedules import Schedule, phase_of, phases_of
 
 
@@ -264,6 +266,21 @@ def follow(group: dict[str, Any], lr: Tensor) -> None:
     show_rate(group, lr)
 
 
+def remembered(group: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what a group holds, for `is_as_before`; None if it holds what can be written into in place."""
+    entries = {name: x for name, x in group.items() if name != "params"}
+    lr = entries["lr"]
+    writable = isinstance(lr, Tensor) and lr.device.type == "cpu"  # a device is not waited for
+    return None if writable or any(isinstance(x, list) for x in entries.values()) else {**group}
+
+
+def is_as_before(group: Mapping[str, Any], before: Mapping[str, Any] | None) -> bool:
+    """Tell whether a group holds the very objects that it held before; asked in every step."""
+    if before is None or len(before) != len(group):
+        return False
+    return all(map(is_, group, before)) and all(map(is_, group.values(), before.values()))
+
+
 def checked_rate(given: Any) -> float:
     """Return a learning rate that was written into a group as a number. Raises: as `follow`."""
     number = float(given) if _is_number(given) else math.nan
@@ -333,3 +350,35 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
         return x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and bool(x == y))
 
     return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+
+
+def check_params(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse parameters that a step cannot write, or would write twice, with a ValueError that names them."""
+    for g in range(len(groups)):
+        check_writable(groups, g)
+    owners = [f"{name} of group {g}" for g, group in enumerate(groups) for name in names_of(group)]
+    found = next(overlaps([p for group in groups for p in group["params"]]), None)
+    if found is not None:
+        first, second = (f"parameter {owners[i]}" for i in found)
+        raise ValueError(
+            f"params: expected each parameter to have memory of its own, but {second} shares memory with {first}; "
+            f"clone one of them, or make them one torch.nn.Parameter, which modules may share"
+        )
+
+
+def check_writable(groups: Sequence[Mapping[str, Any]], g: int) -> None:
+    """Refuse parameters of a group that no step can write with a ValueError that names the first."""
+    params = groups[g]["params"]
+    if all(map(Tensor.is_contiguous, params)) and not any(map(Tensor.is_inference, params)):
+        return  # a step looks at many
+    for name, p in zip(names_of(groups[g]), params, strict=True):
+        if is_folded(p):
+            raise ValueError(
+                f"params: expected elements of their own, but those of parameter {name} of group {g}, of the shape "
+                f"{tuple(p.shape)} and the strides {p.stride()}, share memory, as expand makes them; clone it"
+            )
+        if p.is_inference():
+            raise ValueError(
+                f"params: expected tensors that can be written, but parameter {name} of group {g} was made under "
+                f"torch.inference_mode(); make it outside, or clone it there"
+            )

@@ -158,3 +158,27 @@ def begin_writing() -> None:
     """Hold back every signal until the step, if this is inside of one, has ended: from here on it is written."""
     if _here.step is not None:
         _here.step.is_written = True
+
+
+TORN = (
+    "while parameters and state were written, so that they may be half of one step and half of the next; load both "
+    "from a checkpoint, with fn.adapters.checkpoint.load or load_state_dict of the model and of the optimizer"
+)
+"""What is said behind an exception that nobody can undo."""
+
+
+@contextmanager
+def writing(training: Any) -> Iterator[None]:
+    """Hold signals back while parameters and state are written; if that raises, they are refused from then on.
+
+    What can be refused is to be refused before.
+
+    Args: training: becomes `torn` then. Raises: RuntimeError for any exception inside, which it has as its cause.
+    """
+    if _here.step is not None:
+        _here.step.is_written = True
+    try:
+        yield
+    except BaseException as error:
+        training.torn = True
+        raise RuntimeError(f"fn.Optimizer: {type(error).__name__} {TORN}") from error

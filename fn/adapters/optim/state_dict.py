@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
-from fn.adapters.optim.signals import defer_signals
+from fn.adapters.optim.signals import defer_signals, writing
 from fn.adapters.optim.state_kinds import ERROR, SAME, SHARD, by_path, kinds, paths_of
 from fn.adapters.optim.training import Training
 from fn.collectives.compressed import ErrorFeedbackState
@@ -286,7 +286,7 @@ def _write(training: Training, saved: Mapping[str, Any], numbers: list[dict[str,
     """Write what was found to fit: numbers into the param groups."""
     state = by_path(training.states)
     write_state = written_into([*state.values()], [saved[path] for path in state])
-    with training.writing(), torch.no_grad():
+    with writing(training), torch.no_grad():
         write_state()
         for group, entries in zip(training.groups, numbers, strict=True):
             write_numbers(group, entries)

@@ -2,23 +2,23 @@
 
 `take` is the step that begins when all gradients are there:
 
-1. `collect`: the gradients, unscaled; NaN in their place if this rank has something to ask the others (`gradients`).
-2. `still_in_doubt`: in the first step of a phase, whether the gradients are each rank's own.
-3. `_stage`: gradients are clipped, if there is a `max_norm`. Then each param group is staged: all that can fail is
+1. The gradients are collected, unscaled: NaN in their place if this rank has something to ask (`Gradients.collect`).
+   In the first step of a phase, the ranks find out whether these are each rank's own.
+2. `stage_all`: gradients are clipped, if there is a `max_norm`. Then each param group is staged: all that can fail is
    done, and nothing is written. It is in place where the device has kernels for a whole step, and pure elsewhere.
-4. `commit`: if all groups are finite, all are written, params and state; else the step is counted as skipped.
-5. `_ask`: if the step was skipped, whether for its numbers or to ask. Once the others have answered, 1, 3 and 4 follow
-   once more.
+3. `commit`: if all groups are finite, all are written, params and state; else the step is counted as skipped.
+4. `ask`: if the step was skipped, whether for its numbers or to ask. Once the others have answered, 1 to 3 follow once
+   more.
+5. `Training.count`: the step is over.
 
-`write` ends a step whose groups `fn.adapters.ddp.overlap` has staged behind the backward pass. A round of local steps
-is `take` of its local step, then `fn.adapters.optim.exchange`.
+`write` ends a step whose groups `Overlap` has staged behind the backward pass. A round of local steps is `take` of its
+local step, then `fn.adapters.optim.exchange`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,13 +26,11 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.adapters.optim.clipping import Clipping, clipping
-from fn.adapters.optim.compiled import compile_update
-from fn.adapters.optim.consistency import still_in_doubt
-from fn.adapters.optim.donate import check_apart, donate
-from fn.adapters.optim.gradients import unscaled
+from fn.adapters.optim.donate import check_apart, compile_update, donate
+from fn.adapters.optim.gradients import Clipping, Grads, Kept, clipping, still_in_doubt, unscaled
 from fn.adapters.optim.param_groups import names_of
-from fn.adapters.optim.training import Training, sends_gradients
+from fn.adapters.optim.signals import writing
+from fn.adapters.optim.training import Training
 from fn.adapters.optim.warnings import say_slow, warn_of_thawed
 from fn.base import NewParams, Part, Phase, Round, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
@@ -40,13 +38,171 @@ from fn.errors import expected
 from fn.inplace.match import in_place, refusing, same_links
 from fn.inplace.memory import among, written_into
 from fn.inplace.protocol import InPlace, Staged, settled
-from fn.schedules import FreezeWhenStable
 from fn.transforms.skip_nonfinite import SkipState
 
 Tree = Any
 
 logger = logging.getLogger("fn")
-Grads = tuple[list[Tensor], ...]
+
+
+def take(training: Training, phase: Phase | Round, problem: Exception | None = None) -> bool:
+    """Take a step, or the local step of a round, from the gradients in `p.grad`. The axes must be bound.
+
+    Args: problem: why this rank cannot take the step. Returns: whether something moved; else the step was skipped.
+    """
+    part = phase.local if isinstance(phase, Round) else phase
+    update = update_of(training, part)  # raises for a phase that there is not before anything is sent
+    grads = collect(training, phase, problem)
+    if isinstance(phase, Phase) and phase in training.doubts:
+        training.doubts = still_in_doubt(training.doubts, phase, grads, training.axes)
+    counts = training.skip_counts()
+    moved = _attempt(training, update, part, grads, counts)
+    if not moved and ask(training, counts):
+        moved = _attempt(training, update, part, collect(training, phase), counts)
+    return moved
+
+
+def collect(training: Training, phase: Phase | Round, problem: Exception | None = None) -> Grads:
+    """Return the gradients of all param groups, without the scale of the loss. Args, Raises: `Gradients.collect`."""
+    return unscaled(training.gradients.collect(training.params, phase, problem), *training.scale)
+
+
+def _attempt(training: Training, update: Update, phase: Phase | Part, grads: Grads, counts: Sequence[int]) -> bool:
+    """Stage all param groups, and write them or skip the step. Args: counts: of skipped steps, before this one."""
+    kept = hold(training, phase)  # before a compiled update writes
+    commit(training, stage_all(training, update, phase, grads), kept)
+    return _has_moved(training, counts)
+
+
+def hold(training: Training, phase: Phase | Part) -> list[Kept]:
+    """Return what a step is to leave as it is, since it has no gradient."""
+    return training.gradients.hold(phase.phase, training.params, training.states, training.transforms)
+
+
+def write(training: Training, phase: Phase, steps: Sequence[Staged]) -> bool:
+    """Write a step that was staged group by group; return whether something moved. The axes must be bound."""
+    counts = training.skip_counts()
+    commit(training, steps, hold(training, phase))
+    return _has_moved(training, counts)
+
+
+def _has_moved(training: Training, counts: Sequence[int]) -> bool:
+    """Tell whether no step more is counted as skipped. Args: counts: of skipped steps, before this one."""
+    return max(training.skip_counts(), default=0) == max(counts, default=0)
+
+
+def ask(training: Training, counts: Sequence[int]) -> bool:
+    """Compare with the other ranks after a skipped step; tell whether it is to be taken again.
+
+    A step that was skipped to ask is none that is counted. Args: counts: of skipped steps, before this one.
+    """
+    names = [names_of(group) for group in training.groups]
+    absent, again = training.gradients.absent, True
+    try:
+        again = training.gradients.agree_on_missing(training.axes, training.params, names)
+        warn_of_thawed(training, absent - training.gradients.absent)
+    finally:
+        if again:
+            for counter, before in zip(training.counters("skips"), counts, strict=True):
+                counter.fill_(before)
+    return again
+
+
+def stage_all(training: Training, update: Update, phase: Phase | Part, given: Grads) -> list[Staged]:
+    """Take a step up to where it is written, each param group for itself. Nothing is changed.
+
+    But for a compiled update, which is one graph: it writes the state, whose new numbers depend on all that is sent.
+    """
+    states, params = training.states, tuple(training.params)
+    grads = given if update.clip.gradients is None else update.clip.gradients(given, params)
+    with update.clip.binding:
+        if update.compiled is not None:
+            moves, _ = update.compiled(grads, states, tuple([p.detach() for p in group] for group in params))
+            return [Staged(True, lambda: move(params, moves))]
+        groups = [(grads, states, params)] if update.spans else [*zip(grads, states, params, strict=True)]
+        slow = partial(say_slow, training, phase, given)
+        steps = settled([stage(of, *args, slow) for of, args in zip(update.groups, groups, strict=True)])
+        if all(step.ok for step in steps) and not all(step.safe for step in steps):
+            triples = zip(steps, update.groups, groups, strict=True)
+            steps = settled([step if step.safe else stage_purely(of, *args) for step, of, args in triples])
+        return steps
+
+
+@torch.no_grad()
+def stage_group(training: Training, index: int, phase: Phase, grads: list[Tensor]) -> Staged:
+    """Take a step of a param group up to where it would be written. Nothing is changed.
+
+    Args: index: of the group. phase: of the step. grads: one per parameter. The axes must be bound.
+    """
+    update = update_of(training, phase).groups[index]
+    slow = partial(say_slow, training, phase, [grads], index)
+    return stage(update, grads, training.states[index], training.params[index], slow)
+
+
+def stage(update: UpdateFn, grads: Tree, state: Tree, params: Tree, slow: Callable[[], None] = lambda: None) -> Staged:
+    """Take a step up to where it would be written, in place or purely. Nothing is changed.
+
+    Args: update: guarded, so that its state counts skipped steps; `InPlace` if it has kernels. slow: is called where
+        these do not fit. The others: its arguments.
+    """
+    if isinstance(update, InPlace):
+        if update.fits(grads, state, params):
+            return update.stage(grads, state, params)
+        slow()
+    return stage_purely(update, grads, state, params)
+
+
+def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> Staged:
+    """Compute a step that waits to be written. Nothing is changed. Args: as `stage`.
+
+    Raises: ValueError if what is computed cannot be written.
+    """
+    params = tree.map(Tensor.detach, params)
+    check_apart(state, params)
+    moves, after = checked(update)(grads, state, params)
+    is_old = among(tree.leaves(state))
+    moves = tree.map(lambda u: u.clone() if is_old(u) else u, moves)
+    taken = after.skipped is state.skipped or after.skipped == state.skipped
+    # The count of a step that is taken is not written, so that nobody waits for a device to read it.
+    write_state = written_into(state, after._replace(skipped=state.skipped))
+
+    def commit() -> None:
+        write_state()
+        move(params, moves)
+
+    return Staged(taken, commit)
+
+
+def commit(training: Training, steps: Sequence[Staged], kept: Sequence[Kept] = ()) -> None:
+    """Write staged steps, which make up a step of all param groups; or count it as skipped if one is not finite.
+
+    Args: kept: what is not to be moved. Without grad mode.
+    """
+    if not all(step.ok for step in steps):
+        states = training.states
+        for guard in [states] if isinstance(states, SkipState) else states:
+            guard.skipped.add_(1)
+        return
+    with writing(training), step_range("apply"):
+        for step in steps:
+            step.commit()
+        for numbers in kept:
+            numbers.put_back()
+
+
+def move(params: Tree, moves: Tree) -> None:
+    """Add updates to parameters, in the wider of the two dtypes, rounded once; or copy `NewParams`, rounded."""
+    pairs = [*zip(tree.leaves(params), tree.leaves(moves), strict=True)]
+    if isinstance(moves, NewParams):
+        for p, x in pairs:
+            p.copy_(x)
+        return
+    alike = [(p, u) for p, u in pairs if p.dtype == u.dtype]
+    if alike:
+        torch._foreach_add_(*map(list, zip(*alike, strict=True)))
+    for p, u in pairs:
+        if p.dtype != u.dtype:
+            p.copy_(p + u)
 
 
 class Update(NamedTuple):
@@ -99,104 +255,6 @@ def _compiled(whole: UpdateFn, updates: Sequence[UpdateFn], spans: bool) -> Upda
     return run
 
 
-def take(training: Training, phase: Phase | Round, problem: Exception | None) -> None:
-    """Take a step, or the local step of a round, from the gradients in `p.grad`. The axes must be bound.
-
-    Args: problem: why this rank cannot take the step.
-    """
-    part, before = phase.local if isinstance(phase, Round) else phase, training.skip_counts()
-    update_of(training, part)  # raises for a phase that there is not before anything is sent
-    grads = collect(training, phase, problem)
-    if isinstance(phase, Phase) and phase in training.doubts:
-        training.doubts = still_in_doubt(training.doubts, phase, grads, training.axes)
-    _take(training, part, grads)
-    if training.skipped > max(before, default=0) and _ask(training, before):
-        _take(training, part, collect(training, phase))
-
-
-def collect(training: Training, phase: Phase | Round, problem: Exception | None = None) -> Grads:
-    """Return the gradients of all param groups, without the scale of the loss.
-
-    Args: phase: of the step. problem: why this rank cannot take it. Raises: as `gradients.Gradients.collect`.
-    """
-    own = isinstance(phase, Round)
-    found = training.gradients.collect(training.params, sends_gradients(phase), problem, own=own)
-    return unscaled(found, *training.scale)
-
-
-def _take(training: Training, phase: Phase | Part, grads: Grads) -> None:
-    with training.frozen_params.during(
-        phase.phase, training.gradients.absent, training.params, training.states, training.transforms
-    ):
-        _commit(training, _stage(training, phase, grads))
-
-
-def _stage(training: Training, phase: Phase | Part, given: Grads) -> list[Staged]:
-    """Take a step up to where it is written, each param group for itself. Nothing is changed.
-
-    But for a compiled update, which is one graph: it writes the state, whose new numbers depend on all that is sent.
-    """
-    update, states, params = update_of(training, phase), training.states, tuple(training.params)
-    grads = given if update.clip.gradients is None else update.clip.gradients(given, params)
-    with update.clip.binding:
-        if update.compiled is not None:
-            moves, _ = update.compiled(grads, states, tuple([p.detach() for p in group] for group in params))
-            return [Staged(True, lambda: move(params, moves))]
-        trees = [(grads, states, params)] if update.spans else [*zip(grads, states, params, strict=True)]
-        slow = partial(say_slow, training, phase, given)
-        steps = settled([stage(of, *args, slow) for of, args in zip(update.groups, trees, strict=True)])
-        if all(step.ok for step in steps):
-            found = zip(steps, update.groups, trees, strict=True)
-            steps = settled([step if step.safe else stage_purely(of, *args) for step, of, args in found])
-        return steps
-
-
-def _ask(training: Training, before: list[int]) -> bool:
-    """Compare with the other ranks after a skipped step; tell whether it is to be taken again, and count it if not."""
-    names = [names_of(group) for group in training.groups]
-    absent, again = training.gradients.absent, True
-    try:
-        again = training.gradients.agree_on_missing(training.axes, training.params, names)
-        warn_of_thawed(training, absent - training.gradients.absent)
-    finally:
-        if again:  # the step was not skipped for its numbers, but to ask the other ranks
-            for count, own in zip(training.skip_counters(), before, strict=True):
-                count.fill_(own)
-    return again
-
-
-def write(training: Training, phase: Phase, steps: Sequence[Staged]) -> None:
-    """Write a step that was staged group by group, but for what is held. The axes must be bound."""
-    with training.frozen_params.during(
-        phase, training.gradients.absent, training.params, training.states, training.transforms
-    ):
-        _commit(training, steps)
-
-
-def count(training: Training, phase: Phase | Round, skipped: int) -> None:
-    """Count a step that was taken, and let a schedule that watches the training see it.
-
-    Args: phase: of the step. skipped: how many steps had been skipped before it.
-    """
-    moved = training.skipped == skipped
-    training.steps += 1
-    if phase.phase is not Phase.LOCAL:
-        training.skipped_in_a_row = 0 if moved else training.skipped_in_a_row + 1
-    if isinstance(training.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
-        training.schedule.observe(training.steps - 1, training.second_moment_norm() if moved else None)
-
-
-@torch.no_grad()
-def stage_group(training: Training, index: int, phase: Phase, grads: list[Tensor]) -> Staged:
-    """Take a step of a param group up to where it would be written. Nothing is changed.
-
-    Args: index: of the group. phase: of the step. grads: one per parameter. The axes must be bound.
-    """
-    update = update_of(training, phase).groups[index]
-    slow = partial(say_slow, training, phase, [grads], index)
-    return stage(update, grads, training.states[index], training.params[index], slow)
-
-
 def checked(update: UpdateFn) -> UpdateFn:
     """Return an update of lists of params that refuses what adding would broadcast, before anything is written.
 
@@ -217,78 +275,3 @@ def checked(update: UpdateFn) -> UpdateFn:
         return moves, after
 
     return step
-
-
-def stage(
-    update: UpdateFn, grads: Tree, state: Tree, params: Tree, slow: Callable[[], None] = lambda: None
-) -> Staged:
-    """Take a step up to where it would be written, in place or purely. Nothing is changed.
-
-    Args: update: guarded, so that its state counts skipped steps; `InPlace` if it has kernels. slow: is called where
-        these do not fit. The others: its arguments.
-    """
-    if isinstance(update, InPlace):
-        if update.fits(grads, state, params):
-            return update.stage(grads, state, params)
-        slow()
-    return stage_purely(update, grads, state, params)
-
-
-def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> Staged:
-    """Compute a step that waits to be written. Nothing is changed. Args: as `stage`.
-
-    Raises: ValueError if what is computed cannot be written.
-    """
-    params = tree.map(Tensor.detach, params)
-    check_apart(state, params)
-    moves, after = checked(update)(grads, state, params)
-    is_old = among(tree.leaves(state))
-    moves = tree.map(lambda u: u.clone() if is_old(u) else u, moves)
-    taken = after.skipped is state.skipped or after.skipped == state.skipped
-    # The count of a step that is taken is not written, so that nobody waits for a device to read it.
-    write_state = written_into(state, after._replace(skipped=state.skipped))
-
-    def commit() -> None:
-        write_state()
-        move(params, moves)
-
-    return Staged(taken, commit)
-
-
-def _commit(training: Training, steps: Sequence[Staged]) -> None:
-    commit(steps, training.states, training.frozen_params.among(training.params), training.writing())
-
-
-def commit(
-    steps: Sequence[Staged], state: Tree, still: Collection[Tensor], writing: AbstractContextManager[None]
-) -> None:
-    """Write staged steps, which make up a step of all param groups; or count it as skipped if one is not finite.
-
-    Args: state: of all groups. still: parameters that are not to be moved. writing: entered while something is
-        written, see `Training.writing`. Without grad mode.
-    """
-    if not all(step.ok for step in steps):
-        for guard in [state] if isinstance(state, SkipState) else state:
-            guard.skipped.add_(1)
-        return
-    before = [(p, p.clone()) for p in still]
-    with writing, step_range("apply"):
-        for step in steps:
-            step.commit()
-        for p, old in before:
-            p.copy_(old)
-
-
-def move(params: Tree, moves: Tree) -> None:
-    """Add updates to parameters, in the wider of the two dtypes, rounded once; or copy `NewParams`, rounded."""
-    pairs = [*zip(tree.leaves(params), tree.leaves(moves), strict=True)]
-    if isinstance(moves, NewParams):
-        for p, x in pairs:
-            p.copy_(x)
-        return
-    alike = [(p, u) for p, u in pairs if p.dtype == u.dtype]
-    if alike:
-        torch._foreach_add_(*map(list, zip(*alike, strict=True)))
-    for p, u in pairs:
-        if p.dtype != u.dtype:
-            p.copy_(p + u)

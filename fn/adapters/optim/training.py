@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,14 +13,12 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim import param_groups
-from fn.adapters.optim.compiled import check_changes
 from fn.adapters.optim.consistency import check_start
-from fn.adapters.optim.donate import owned
-from fn.adapters.optim.frozen_params import FrozenParams
+from fn.adapters.optim.donate import check_changes, owned
 from fn.adapters.optim.gradients import Gradients
 from fn.adapters.optim.local_shards import LocalShards
-from fn.adapters.optim.param_memory import check_writable
-from fn.adapters.optim.signals import begin_writing
+from fn.adapters.optim.param_groups import check_writable
+from fn.adapters.optim.signals import TORN, writing
 from fn.adapters.optim.state_kinds import check_paths
 from fn.base import Part, Phase, Round, Transform
 from fn.collectives.axis import Binding, rank_dims
@@ -29,7 +26,7 @@ from fn.errors import expected
 from fn.inplace.host_scalars import on_host
 from fn.inplace.memory import written_into
 from fn.inplace.protocol import Staged
-from fn.schedules import Schedule, phase_of
+from fn.schedules import FreezeWhenStable, Schedule, phase_of
 from fn.transforms.skip_nonfinite import SkipState, skip_nonfinite, together
 
 Tree = Any
@@ -53,6 +50,8 @@ class Training:
     """The phases in which gradients may turn out to be averaged already, see `consistency.still_in_doubt`."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     steps: int = 0
+    last_phase: Phase | Round | None = None
+    """The phase of the last step that was taken in this process."""
     skipped_in_a_row: int = 0
     """How many of the last steps were skipped, one after the other, without local ones."""
     states: Tree = ()
@@ -63,8 +62,9 @@ class Training:
     hypers: list[dict[str, Any]] = field(default_factory=list)
     guarded: list[bool] = field(default_factory=list)
     """Whether `make` made a transform that skips steps by itself."""
+    seen: dict[int, dict[str, Any] | None] = field(default_factory=dict)
+    """What each param group held when it was followed last, by its number."""
     gradients: Gradients = field(default_factory=Gradients)
-    frozen_params: FrozenParams = field(default_factory=FrozenParams)
     shards: LocalShards = field(default_factory=LocalShards)
     scale: tuple[Tensor | None, Tensor | None] = None, None
     """What `torch.amp.GradScaler` says of this step: the scale of the loss, and whether it found an Inf."""
@@ -104,7 +104,14 @@ class Training:
         """Return what a copy needs: not the transforms, which would go on with this one."""
         self.settle()
         own = {**dict.fromkeys(("ahead", "meet", "background", "settling")), "lent": False}
-        return {**vars(self), **own, "updates": {}, "bounds": {}, "transforms": [None] * len(self.transforms)}
+        return {
+            **vars(self),
+            **own,
+            "updates": {},
+            "bounds": {},
+            "seen": {},
+            "transforms": [None] * len(self.transforms),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, which nobody else waits for."""
@@ -130,7 +137,7 @@ class Training:
                 self.sending = None
                 raise  # what is no Exception, such as Ctrl-C, leaves the mean on its way: it can be waited for again
             write = written_into(self.states, states)
-            with self.writing():
+            with writing(self):
                 write()
             self.sending = None
 
@@ -143,27 +150,13 @@ class Training:
             wanted = "to be called outside of fn.adapters.agreed_params, which puts this rank's own params back"
             raise RuntimeError(expected(what, wanted, "a call inside of it", "end the context first"))
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Hold signals back while parameters and state are written; if that raises, they are refused from then on.
-
-        What can be refused is to be refused before. Raises: RuntimeError for any exception inside, which it has as its
-            cause.
-        """
-        begin_writing()
-        try:
-            yield
-        except BaseException as error:
-            self.torn = True
-            raise RuntimeError(f"fn.Optimizer: {type(error).__name__} {_TORN}") from error
-
     def check_whole(self, what: str) -> None:
         """Refuse what would go on from parameters and state that are half written. Args: what: of whom it is asked.
 
         Raises: RuntimeError until a checkpoint is loaded.
         """
         if self.torn:
-            raise RuntimeError(f"{what}: refused, for an exception came {_TORN}")
+            raise RuntimeError(f"{what}: refused, for an exception came {TORN}")
 
     @property
     def transports(self) -> dict[str, str]:
@@ -178,8 +171,9 @@ class Training:
     @property
     def phase(self) -> Phase | Round:
         """Return the phase of the next step; behind the warm-up a round, for transforms that have rounds."""
+        has_moved = self.steps > self.skipped
         found = phase_of(self.schedule, self.steps)
-        if self.steps == self.skipped and self.needs_warmup(found.phase):
+        if not has_moved and self.needs_warmup(found.phase):
             return Phase.WARMUP
         if any(transform.rounds is not None for transform in self.transforms):
             as_rounds = {Phase.COMPRESSED: Round(0, 0), Phase.LOCAL: Round()}
@@ -196,11 +190,14 @@ class Training:
         """Return how many steps were skipped because a gradient was not finite."""
         return max(self.skip_counts(), default=0)
 
-    def skip_counters(self) -> list[Tensor]:
-        """Return the tensors that count skipped steps, one per guard."""
-        return self._counters("skips")
+    def skip_counts(self) -> list[int]:
+        """Return the number of each guard, without waiting for a device where nobody has written into it."""
+        if self.counts[0] is not self.states or "skips" not in self.counts[1]:  # asked several times in a step
+            self.counters("skips")
+        return [int(count if count.device.type == "cpu" else on_host(count)) for count in self.counts[1]["skips"]]
 
-    def _counters(self, role: str) -> list[Tensor]:
+    def counters(self, role: str) -> list[Tensor]:
+        """Return the tensors of all states that count something. Args: role: of the field, see `fn.Roles`."""
         if self.counts[0] is not self.states:
             self.counts = self.states, {}
         if role not in self.counts[1]:  # a walk through all states takes longer than a small step
@@ -210,17 +207,23 @@ class Training:
     @property
     def left_out(self) -> int:
         """Return how many exchanges of rounds were left out because a mean or an outer step was not finite."""
-        return max((int(on_host(count)) for count in self._counters("left_out")), default=0)
+        return max((int(on_host(count)) for count in self.counters("left_out")), default=0)
 
     @property
     def dropped(self) -> int:
         """Return how many local steps this rank left out because they were not finite."""
-        return max((int(on_host(count)) for count in self._counters("dropped")), default=0)
+        return max((int(on_host(count)) for count in self.counters("dropped")), default=0)
 
-    def skip_counts(self) -> list[int]:
-        """Return their numbers, without waiting for a device where nobody has written into them."""
-        counters = self.skip_counters()
-        return [int(count if count.device.type == "cpu" else on_host(count)) for count in counters]
+    def count(self, phase: Phase | Round, moved: bool) -> None:
+        """Count a step that was taken, and let a schedule that watches the training see it.
+
+        Args: phase: of the step. moved: whether it was not skipped.
+        """
+        self.steps, self.last_phase = self.steps + 1, phase
+        if phase.phase is not Phase.LOCAL:
+            self.skipped_in_a_row = 0 if moved else self.skipped_in_a_row + 1
+        if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:
+            self.schedule.observe(self.steps - 1, self.second_moment_norm() if moved else None)
 
     def joined(self) -> Transform:
         """Return the transform of all param groups, whose state is `states`."""
@@ -274,6 +277,8 @@ class Training:
             before = self.hypers[i]
             try:
                 check_writable(self.groups, i)
+                if param_groups.is_as_before(group, self.seen.get(i)):
+                    continue
                 param_groups.follow(group, lr)
                 param_groups.fold_betas(group, before)
                 hyper = param_groups.current(group, before, self.make)
@@ -283,6 +288,7 @@ class Training:
                     self.hypers[i] = hyper
                     self.remake(i)
                     self.updates.clear()
+                self.seen[i] = param_groups.remembered(group)
             except Exception as error:  # not raised here, where the other ranks would wait
                 self.hypers[i] = before
                 return error
@@ -302,14 +308,3 @@ class Training:
         leaves = [leaf for nu in moments for leaf in tree.leaves(nu)]
         norms = torch._foreach_norm(leaves, 1, dtype=torch.float64) if leaves else []
         return float(torch.stack([norm.to(norms[0].device) for norm in norms]).sum()) if norms else 0.0
-
-
-_TORN = (
-    "while parameters and state were written, so that they may be half of one step and half of the next; load both "
-    "from a checkpoint, with fn.adapters.checkpoint.load or load_state_dict of the model and of the optimizer"
-)
-
-
-def sends_gradients(phase: Phase | Round) -> bool:
-    """Tell whether the ranks meet over their gradients in a step; in rounds these are each rank's own."""
-    return isinstance(phase, Phase) and phase is not Phase.LOCAL

@@ -238,15 +238,21 @@ def rearranged() -> list[list[int]]:
     model = wrapped()
     running = average_gradients(model, fn.sign(), elements=300)
     passes: list[list[int]] = []
-    inner = running.on_bucket
+    begin = running.begin
 
-    def watch(bucket):
-        if bucket.index() == 0:
-            passes.append([])
-        passes[-1].append(bucket.buffer().numel())
-        return inner(bucket)
+    def watched():
+        started = begin()
+        arrive, sizes = started.arrive, list[int]()
+        passes.append(sizes)
 
-    running.on_bucket = watch
+        def watch(params, grads):
+            sizes.append(sum(g.numel() for g in grads))
+            arrive(params, grads)
+
+        started.arrive = watch
+        return started
+
+    running.begin = watched
     train(model, torch.optim.SGD(model.parameters(), 0.1), range(3))
     return passes
 

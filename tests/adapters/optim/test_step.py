@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 
 import fn
+from fn.adapters.optim.gradients import Kept
 from fn.adapters.optim.step import commit, stage
+from fn.adapters.optim.training import Training
+from fn.collectives.axis import Binding
 from fn.inplace.match import in_place
 from fn.inplace.protocol import settled
 
@@ -27,6 +28,10 @@ def groups(dtype: torch.dtype, bad: bool = False):
     return update, grads, states, params
 
 
+def training_of(states) -> Training:
+    return Training(fn.adamw, fn.freeze_after(9), Binding({}), [], states=states)
+
+
 @pytest.mark.parametrize("dtype", KINDS.values(), ids=KINDS)
 def test_a_staged_step_changes_nothing_until_it_is_written_and_is_then_the_pure_one(dtype):
     update, grads, states, params = groups(dtype)
@@ -34,7 +39,7 @@ def test_a_staged_step_changes_nothing_until_it_is_written_and_is_then_the_pure_
                 for g, s, ps in zip(grads, states, params, strict=True)]  # fmt: skip
     steps = [stage(in_place(update), *arguments) for arguments in zip(grads, states, params, strict=True)]
     assert all(bool((p == 1).all()) for ps in params for p in ps)
-    commit(settled(steps), states, [params[0][1]], nullcontext())
+    commit(training_of(states), settled(steps), [Kept(params[0][1], params[0][1].clone(), None)])
     torch.testing.assert_close(params[0][0], expected[0][0])
     torch.testing.assert_close(params[1][0], expected[1][0])
     assert bool((params[0][1] == 1).all())  # it is not to be moved
@@ -47,7 +52,7 @@ def test_a_group_that_is_not_finite_stops_all_of_them(dtype):
     steps = [stage(in_place(update), *arguments) for arguments in zip(grads, states, params, strict=True)]
     steps = settled(steps)
     assert [step.ok for step in steps] == [True, False]
-    commit(steps, states, [], nullcontext())
+    commit(training_of(states), steps)
     assert all(bool((p == 1).all()) for ps in params for p in ps)
     assert [int(state.skipped) for state in states] == [1, 1]
 
