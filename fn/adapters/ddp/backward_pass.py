@@ -1,4 +1,4 @@
-"""What is sent behind a backward pass, bucket by bucket, for `Overlap` and for `GradientAverage`.
+"""What is sent behind a backward pass, bucket by bucket, for overlapped steps and averaged gradients.
 
 DDP reports gradients in buckets that it rearranges after the first pass. What travels together here is fixed instead,
 so that errors belong to parameters and outlive any rearrangement. In the order of a pass:
@@ -196,7 +196,7 @@ class BackwardPass:
 
 
 class Sender(Protocol):
-    """What runs behind the backward passes of a model: `Overlap` or `GradientAverage`."""
+    """What runs behind a model: `overlapped.Overlap` or `gradient_averaging.GradientAverage`."""
 
     is_paused: bool
     """Whether backward passes only add to the gradients for now."""

@@ -2,17 +2,16 @@
 
 `take` is the step that begins when all gradients are there:
 
-1. The gradients are collected, unscaled: NaN in their place if this rank has something to ask (`Gradients.collect`).
-   In the first step of a phase, the ranks find out whether these are each rank's own.
+1. `collect`: the gradients, unscaled; NaN in their place if this rank has something to ask the others. In the first
+   step of a phase the ranks find out whether these are each rank's own (`gradients.still_in_doubt`).
 2. `stage_all`: gradients are clipped, if there is a `max_norm`. Then each param group is staged: all that can fail is
    done, and nothing is written. It is in place where the device has kernels for a whole step, and pure elsewhere.
 3. `commit`: if all groups are finite, all are written, params and state; else the step is counted as skipped.
 4. `ask`: if the step was skipped, whether for its numbers or to ask. Once the others have answered, 1 to 3 follow once
    more.
-5. `Training.count`: the step is over.
 
-`write` ends a step whose groups `Overlap` has staged behind the backward pass. A round of local steps is `take` of its
-local step, then `fn.adapters.optim.exchange`.
+`write` ends a step whose groups `fn.adapters.ddp.overlap` has staged behind the backward pass. A round of local steps
+is `take` of its local step, then `fn.adapters.optim.exchange`.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def take(training: Training, phase: Phase | Round, problem: Exception | None = N
 
 
 def collect(training: Training, phase: Phase | Round, problem: Exception | None = None) -> Grads:
-    """Return the gradients of all param groups, without the scale of the loss. Args, Raises: `Gradients.collect`."""
+    """Return the gradients of all param groups, without the scale of the loss. As `gradients.Gradients.collect`."""
     return unscaled(training.gradients.collect(training.params, phase, problem), *training.scale)
 
 

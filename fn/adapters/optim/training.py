@@ -47,7 +47,7 @@ class Training:
     max_norm: float | None = None
     compile: bool = False
     doubts: Any = ()
-    """The phases in which gradients may turn out to be averaged already, see `consistency.still_in_doubt`."""
+    """The phases in which gradients may turn out to be averaged already, see `gradients.still_in_doubt`."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     steps: int = 0
     last_phase: Phase | Round | None = None
