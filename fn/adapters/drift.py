@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fn.adapters.optim.consistency import device_among
+from fn.adapters.optim.consistency import OWN, SAME, by_path, device_among, kinds
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.param_groups import names_of
-from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
 from fn.base import facts_of
 from fn.collectives.agreement import check_agreement, describe, describe_numbers, differences, gather_values
 from fn.errors import RanksDrifted, expected

@@ -22,10 +22,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions  # type: ignore[attr-defined]
 
 from fn import tree
-from fn.adapters.optim.consistency import device_among
+from fn.adapters.optim.consistency import ERROR, by_path, device_among, kinds
 from fn.adapters.optim.exchange import stage_exchange, weight_of
 from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.state_kinds import ERROR, by_path, kinds
 from fn.base import Phase, Round, Transform
 from fn.collectives.agreement import describe
 from fn.collectives.axis import ALONE, Axis, Binding

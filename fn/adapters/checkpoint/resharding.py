@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fn import tree
-from fn.adapters.optim.consistency import device_among
+from fn.adapters.optim.consistency import OWN, SAME, by_path, device_among, kinds
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.signals import inside_step
 from fn.adapters.optim.state_dict import ORDER, SAVED_BY, flat_state, place_of
-from fn.adapters.optim.state_kinds import OWN, SAME, by_path, kinds
 from fn.adapters.optim.training import Training
 from fn.collectives.primitives import psum
 from fn.errors import expected

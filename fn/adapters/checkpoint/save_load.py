@@ -34,7 +34,7 @@ from fn.adapters.checkpoint import replicated
 from fn.adapters.checkpoint import resharding as portable
 from fn.adapters.checkpoint import storage as files
 from fn.adapters.checkpoint.owner import Claim
-from fn.adapters.optim.consistency import device_among
+from fn.adapters.optim.consistency import by_path, check_paths, device_among
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.signals import begin_writing, defer_signals, writing
 from fn.adapters.optim.state_dict import (
@@ -48,7 +48,6 @@ from fn.adapters.optim.state_dict import (
     place_of,
     restore_flat,
 )
-from fn.adapters.optim.state_kinds import by_path, check_paths
 from fn.collectives.agreement import differences
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp_setup import timeout_of

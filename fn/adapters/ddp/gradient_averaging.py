@@ -20,9 +20,9 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.ddp.backward_pass import BackwardPass, Threads, leaving_order
+from fn.adapters.optim.consistency import SAME, by_path, kinds
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.state_dict import check_fits, check_keys, check_tensor
-from fn.adapters.optim.state_kinds import SAME, by_path, kinds
 from fn.base import Phase, Transform, UpdateFn, check_is_transform
 from fn.collectives.axis import Binding
 from fn.collectives.codecs.codec import Codec

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.ddp.backward_pass import BackwardPass, Threads, leaving_order
+from fn.adapters.optim.consistency import worker_errors
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.state_kinds import worker_errors
 from fn.base import Phase
 from fn.collectives.axis import Binding
 from fn.inplace.protocol import Staged, settled

@@ -23,8 +23,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from fn.adapters.fsdp.comms import CompressedAllGather, CompressedReduceScatter, ReplicaMean
 from fn.adapters.fsdp.groups import Group, groups_of
+from fn.adapters.optim.consistency import by_path
 from fn.adapters.optim.state_dict import check_keys, check_tensor
-from fn.adapters.optim.state_kinds import by_path
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import bind
 from fn.collectives.codecs.codec import Codec

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters.optim.consistency import worker_errors
 from fn.adapters.optim.signals import begin_writing
-from fn.adapters.optim.state_kinds import worker_errors
 from fn.base import UpdateFn
 from fn.compiling import own_code
 from fn.errors import expected

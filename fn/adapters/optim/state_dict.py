@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
+from fn.adapters.optim.consistency import ERROR, SAME, SHARD, by_path, kinds, paths_of
 from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
 from fn.adapters.optim.signals import defer_signals, writing
-from fn.adapters.optim.state_kinds import ERROR, SAME, SHARD, by_path, kinds, paths_of
 from fn.adapters.optim.training import Training
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim import param_groups
-from fn.adapters.optim.consistency import check_start
+from fn.adapters.optim.consistency import check_paths, check_start
 from fn.adapters.optim.donate import check_changes, owned
 from fn.adapters.optim.gradients import Gradients
 from fn.adapters.optim.local_shards import LocalShards
 from fn.adapters.optim.param_groups import check_writable
 from fn.adapters.optim.signals import TORN, writing
-from fn.adapters.optim.state_kinds import check_paths
 from fn.base import Part, Phase, Round, Transform
 from fn.collectives.axis import Binding, rank_dims
 from fn.errors import expected

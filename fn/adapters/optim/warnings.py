@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.consistency import device_among
+from fn.adapters.optim.consistency import device_among, worker_errors
 from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.state_dict import place_of
-from fn.adapters.optim.state_kinds import worker_errors
 from fn.adapters.optim.training import Training
 from fn.base import Part, Phase, Round, facts_of
 from fn.collectives.agreement import gather_values
