@@ -187,6 +187,7 @@ def muloco(
     Differs: `outer_lr` counts once; in the authors' code for several ranks it multiplies the differences, too, where
         errors are fed back.
     """
+    check_weight("momentum", momentum)
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
     kinds = {
         "muon": chain(scale_by_muon(momentum, inner_nesterov, eps=eps, dtype=dtype), decay, rate),

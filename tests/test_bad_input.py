@@ -123,6 +123,15 @@ def test_a_block_that_does_not_fill_bytes_is_refused_by_name(block):
         fn.sign(block=block)
 
 
+@pytest.mark.parametrize("make", [fn.diloco, fn.muloco])
+@pytest.mark.parametrize("name", ["outer_momentum", "momentum", "outer_lr"])
+def test_a_bad_number_of_local_steps_is_refused_under_the_name_of_its_argument(make, name):
+    if name == "momentum" and make is fn.diloco:
+        make = fn.local_sgd
+    with pytest.raises(ValueError, match=f"^{name}: expected .*, but got -1"):
+        make(axis="data", **{name: -1.0})
+
+
 def test_a_codec_of_integers_is_refused_by_name():
     with pytest.raises(TypeError, match=r"dtype: expected .*, but got torch\.int8"):
         fn.identity(torch.int8)

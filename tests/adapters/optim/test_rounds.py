@@ -135,18 +135,23 @@ def test_params_of_a_mean_that_travels_are_refused_by_name():
         assert far == 0.0  # the local steps have been taken
 
 
-def compiled() -> tuple[float, int]:
+def compiled() -> tuple[float, int, list[str]]:
     make, schedule = METHODS["streaming"]
     opt = optimizer(make, schedule, compile=True)
-    found = farthest([take(opt, step) for step in range(STEPS)], purely(make, schedule))
-    return found, len({id(update) for update in opt.training.updates.values()})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        taken = [take(opt, step) for step in range(STEPS)]
+    found = farthest(taken, purely(make, schedule))
+    of_caches = [str(warning.message) for warning in said if "lru_cache" in str(warning.message)]
+    return found, len({id(update) for update in opt.training.updates.values()}), of_caches
 
 
 @pytest.mark.reliability
 def test_the_local_step_is_compiled_once_for_all_rounds():
-    for far, updates in ranks.run(2, compiled):
+    for far, updates, of_caches in ranks.run(2, compiled):
         assert far <= 2e-6
         assert updates == 2  # that of the warm-up, and that of local steps
+        assert of_caches == []
 
 
 @two
