@@ -10,7 +10,7 @@ from golden_cases import Case, assert_close, record
 from torch import Tensor
 
 from fn.adapters.deepspeed import OnebitAdam, OnebitLamb, ZeroOneAdam
-from fn.adapters.deepspeed.base import DeepSpeedOptimizer
+from fn.adapters.deepspeed.optimizers import DeepSpeedOptimizer
 
 KINDS = {"onebit_adam": OnebitAdam, "onebit_lamb": OnebitLamb, "zero_one_adam": ZeroOneAdam}
 

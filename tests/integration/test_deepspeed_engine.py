@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fn import ledger
 from fn.adapters.deepspeed import OnebitAdam, OnebitLamb, ZeroOneAdam
-from fn.adapters.deepspeed.base import DeepSpeedOptimizer
+from fn.adapters.deepspeed.optimizers import DeepSpeedOptimizer
 from fn.base import Phase
 
 

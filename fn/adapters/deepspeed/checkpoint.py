@@ -39,7 +39,7 @@ def load_checkpoint(optimizer: Optimizer, checkpoint: Mapping[str, Any]) -> None
 
     Raises: ValueError that names what is missing or of another shape; nothing is loaded then.
     """
-    for wrapper in ("optimizer", "optimizer_state_dict"):
+    for wrapper in ("optimizer", "optimizer_state_dict"):  # of the engine, and of its fp16 wrapper
         checkpoint = checkpoint.get(wrapper, checkpoint)
     by_group = _rows(optimizer, checkpoint)
     rows = [row for group in by_group for row in group]
@@ -64,18 +64,18 @@ def _rows(optimizer: Optimizer, checkpoint: Mapping[str, Any]) -> list[list[Mapp
     groups, saved = optimizer.param_groups, checkpoint["param_groups"]
     if len(groups) != len(saved):
         raise ValueError(f"checkpoint: has {len(saved)} param groups; this optimizer has {len(groups)}")
-    found: list[list[Mapping[str, Any]]] = []
+    by_group: list[list[Mapping[str, Any]]] = []
     for g, (group, theirs) in enumerate(zip(groups, saved, strict=True)):
         rows: list[Mapping[str, Any]] = [checkpoint["state"].get(i, {}) for i in theirs["params"]]
         if len(rows) == 1 < len(group["params"]):
             rows = _split(rows[0], group["params"])
         shapes = [tuple(row["exp_avg"].shape) if "exp_avg" in row else None for row in rows]
-        own = [tuple(p.shape) for p in group["params"]]
-        if shapes != own:
-            wanted = f"the momentum of param group {g} to have the shapes {own}"
+        ours = [tuple(p.shape) for p in group["params"]]
+        if shapes != ours:
+            wanted = f"the momentum of param group {g} to have the shapes {ours}"
             raise ValueError(expected("checkpoint", wanted, f"{shapes}"))
-        found.append(rows)
-    return found
+        by_group.append(rows)
+    return by_group
 
 
 def _split(row: Mapping[str, Any], params: list[Tensor]) -> list[Mapping[str, Any]]:

@@ -1,6 +1,10 @@
 """DeepSpeed's LoCo and qgZ reductions as pure functions, number for number, on any device.
 
-    outputs, errors = loco_quant_reduce(gradients, errors, local_axis="local", node_axis="node")
+    >>> gradient = torch.linspace(-1, 1, 64).view(8, 8)
+    >>> (mean,), errors = loco_quant_reduce([gradient], local_axis="local", node_axis="node")
+    >>> round(float((mean.view(8, 8) - gradient).abs().max()), 3)           # what two times 4 bits lose, on one rank
+    0.234
+    >>> (mean,), errors = loco_quant_reduce([gradient], errors, local_axis="local", node_axis="node")
 
 Each gradient is quantised twice to 4 bits: before the exchange within the node, and again before the exchange across
 nodes. This is for those who compare; `fn.reduce_scatter_mean` over ("local", "node") and `fn.loco_adamw` are this

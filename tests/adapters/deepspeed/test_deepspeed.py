@@ -14,8 +14,7 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.adapters.deepspeed.base import DeepSpeedOptimizer
-from fn.adapters.deepspeed.optimizers import NAMES, OnebitAdam, OnebitLamb, ZeroOneAdam, from_config
+from fn.adapters.deepspeed.optimizers import NAMES, DeepSpeedOptimizer, OnebitAdam, OnebitLamb, ZeroOneAdam, from_config
 
 WORLDS = sorted({case.world for case in load_cases(*KINDS)})
 EXTRA = {

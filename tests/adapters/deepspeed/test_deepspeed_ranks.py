@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fn import ledger, tree
 from fn.adapters.deepspeed import OnebitAdam, OnebitLamb, ZeroOneAdam
-from fn.adapters.deepspeed.base import DeepSpeedOptimizer
+from fn.adapters.deepspeed.optimizers import DeepSpeedOptimizer
 from fn.base import Phase
 
 STEPS = 16
