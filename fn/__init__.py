@@ -28,9 +28,8 @@ from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
-from fn.transforms.bases import in_basis, tiles
+from fn.transforms.bases import dct, in_basis, tiles
 from fn.transforms.clip import clip_by_global_norm
-from fn.transforms.cosines import dct
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.lion import scale_by_lion

@@ -238,6 +238,12 @@ def chain(*links: Transform) -> Transform:
 
     A phase that one link lacks, the chain lacks.
 
+        >>> import torch, fn
+        >>> tx = fn.chain(fn.scale(2.0), fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(0.5))
+        >>> params = torch.tensor([1.0, -1.0])
+        >>> tx.update(fn.Phase.WARMUP)(torch.tensor([1.0, 1.0]), tx.init(params), params)[0]     # -0.5 (2 g + 0.1 p)
+        tensor([-1.0500, -0.9500])
+
     Raises: TypeError if a link is not a transform.
     """
     for place, link in enumerate(links):
@@ -309,6 +315,16 @@ def combine(
 
 def lift(init: Callable[[Tree], Tree], update: UpdateFn, *, elementwise: bool = False) -> Transform:
     """Make a link that does not communicate: the same update in every phase.
+
+        >>> import torch, fn
+        >>> def update(updates, count, params):
+        ...     return updates / (count + 1), count + 1
+        >>> tx = fn.lift(lambda params: torch.tensor(0), update, elementwise=True)
+        >>> state = tx.init(torch.zeros(1))
+        >>> for _ in range(3):
+        ...     u, state = tx.update(fn.Phase.LOCAL)(torch.tensor([6.0]), state, None)
+        >>> u, state
+        (tensor([2.]), tensor(3))
 
     Args: elementwise: whether each element of its updates depends on the same element of what it is given, and on
         numbers such as a learning rate, only. If not, it is refused where tensors are cut into pieces, as in
@@ -437,6 +453,10 @@ def apply_updates(params: Tree, updates: Tree) -> Tree:
     The sum is taken in the wider of the two dtypes and rounded once. It is differentiable: hand in params that do not
     require grad, `{k: p.detach() for ...}`, unless you differentiate through the step; a loop would otherwise keep the
     graph of all its steps. Of `NewParams` it is a copy in the dtype of the params.
+
+        >>> import torch, fn
+        >>> fn.apply_updates({"w": torch.tensor([1.0], dtype=torch.bfloat16)}, {"w": torch.tensor([-0.25])})
+        {'w': tensor([0.7500], dtype=torch.bfloat16)}
 
     Raises: ValueError if an update has another shape than its parameter, or the trees another structure; TypeError for
         a leaf that is no tensor, or one of 8 bits.

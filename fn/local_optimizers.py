@@ -16,15 +16,13 @@ from fn.collectives.codecs.top_k import top_k
 from fn.collectives.feedback import classic, decayed, off
 from fn.collectives.hierarchy import Codecs, Feedbacks
 from fn.transforms.adam import scale_by_adam
-from fn.transforms.agreed import agreed
-from fn.transforms.average import average, compressed_average
+from fn.transforms.average import agreed, average, compressed_average
 from fn.transforms.bases import in_basis, tiles
 from fn.transforms.decay_and_lr import add_decayed_weights, check_rate, scale_by_learning_rate
-from fn.transforms.fragments import Fragments
 from fn.transforms.masking import partition
 from fn.transforms.momentum import check_weight, trace
 from fn.transforms.muon import scale_by_muon
-from fn.transforms.outer import Store, outer
+from fn.transforms.outer import Fragments, Store, outer
 from fn.transforms.skip_nonfinite import skip_nonfinite
 
 
@@ -48,6 +46,18 @@ def diloco(
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
     """DiLoCo: hundreds of local AdamW steps, then one Nesterov step along the mean of the ranks' ways.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.diloco(0.1, axis="data", outer_momentum=0.6), fn.every(5)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 1.8741, -0.6640,  0.6640])
 
     Args:
         lr: of the local steps, a float or a 0-d tensor. b1, b2, eps, weight_decay: of AdamW.
@@ -83,6 +93,18 @@ def local_sgd(
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
     """Local SGD: local steps, then the mean of the params; post-local SGD with a warm-up.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.local_sgd(0.1, axis="data"), fn.every(5)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 1.9704, -0.9852,  0.9852])
 
     Args:
         lr: of the local steps, a float or a 0-d tensor. momentum: of them, each rank's own. weight_decay: decoupled.
@@ -121,6 +143,18 @@ def sparse_loco(
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
     """SparseLoCo: DiLoCo without an outer momentum, whose errors are one, and a few numbers of each tile in 2 bits.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.sparse_loco(0.1, axis="data", k=1, tile=2), fn.every(5)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(60):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 1.6395, -1.5137,  0.7989])
 
     Args:
         lr, b1, b2, eps, weight_decay, axis: as for `diloco`. outer_lr: of the outer step.
@@ -174,6 +208,20 @@ def muloco(
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
     """MuLoCo: DiLoCo whose local steps are Muon's for matrices, and AdamW's for all other tensors.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.muloco(0.05, axis="data"), fn.every(5)
+        >>> def train(target):                # of each rank; the best p is their mean
+        ...     p = torch.zeros(4, 3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> targets = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+        >>> best, p = targets.mean(0), fn.simulate(train, "data", 2)(targets)[0]
+        >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
+        0.450 -> 0.056
 
     Args:
         lr: of the local steps, of both kinds. momentum, inner_nesterov, dtype: Muon's, as for `scale_by_muon`.

@@ -1,6 +1,13 @@
-"""Named optimizers: each is a chain under its docstring, in the same wrappers.
+"""Named optimizers: each is a chain under its docstring, in the same two wrappers.
 
-`skip_nonfinite` skips steps that are not finite, and `agreed` compares the ranks' settings at init.
+`skip_nonfinite` skips steps that are not finite, and `agreed` compares the ranks' settings at init. To follow 1-bit
+Adam from the gradient to the wire to the weight, read on in
+
+    fn.transforms.adam              the momentum and the step: `scale_by_onebit_adam`
+    fn.transforms.average           the momentum's average in codes, as a link: `compressed_average`
+    fn.collectives.compressed       its two halves, with error feedback: a reduce-scatter and an all-gather of codes
+    fn.collectives.codecs.sign      what the codes are: a bit per element and a scale per tensor
+    fn.kernels.rules                the arithmetic of a step, for one element or many
 """
 
 from __future__ import annotations
@@ -16,8 +23,7 @@ from fn.collectives.codecs.sign import sign
 from fn.collectives.feedback import classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
-from fn.transforms.agreed import agreed
-from fn.transforms.average import always_average, average, compressed_average
+from fn.transforms.average import agreed, always_average, average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lamb import LambHyper, scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.sharded import sharded
@@ -26,7 +32,7 @@ from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 
 
 def _warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
-    """Return the average of a warm-up, exact or in codes."""
+    """Return the average of gradients in the warm-up, in full precision or in codes."""
     if warmup is not None:
         hops(axis, warmup, damped(), ("warmup", "feedback"))
     return average(axis, warmup)
@@ -35,7 +41,7 @@ def _warm_up(axis: AxisNames, warmup: Codecs | None) -> Transform:
 def _average_in_codes(
     axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, layout: str, servers: bool
 ) -> Transform:
-    """Return the compressed average, signs with `classic` if nothing else is said."""
+    """Return the compressed average, of signs with `classic` feedback if nothing else is given."""
     return compressed_average(axis, codec or sign(), feedback or classic(), layout=layout, servers=servers)
 
 
@@ -49,6 +55,18 @@ def adamw(
     axis: AxisNames | None = None,
 ) -> Transform:
     """AdamW over exactly averaged gradients; on one rank the same as `torch.optim.AdamW`.
+
+        >>> import torch, fn
+        >>> tx = fn.adamw(0.1, axis="data")
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(30):
+        ...         updates, state = tx.update(fn.Phase.WARMUP)(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 2.1809, -1.0285,  1.0285])
 
     Args: lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as in torch. axis: over which the gradients are
         averaged; None for none.
@@ -82,15 +100,28 @@ def onebit_adam(
     keep_zeros: bool = True,
     max_step: float | None = 1.0,
 ) -> Transform:
-    """1-bit Adam: Adam in the warm-up, then a frozen second moment and a momentum that travels as signs.
+    """1-bit Adam: Adam in the warm-up; then the second moment is frozen, and the momentum is averaged as signs.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.onebit_adam(0.1, axis="data"), fn.freeze_after(10)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 2.2957, -1.1156,  0.9715])
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
         axis: the ranks that train together; `("local", "node")` averages exactly within a node, in codes across them.
-        codec: what the momentum travels as; None is `sign()`, one bit per element and one scale per tensor.
-        feedback: what becomes of what was not delivered; None is `classic()`, and `classic(lazy=True)` the same in
-            fewer passes over memory.
-        warmup: what gradients travel as in the warm-up, with `damped()`; None is exactly. See `average`.
+        codec: how the momentum is quantized; None is `sign()`, one bit per element and one scale per tensor.
+        feedback: what becomes of the residual errors; None is `classic()`: they are sent with the next momentum.
+            `classic(lazy=True)` is the same in fewer passes over memory.
+        warmup: how gradients are quantized in the warm-up, with `damped()` feedback; None is full precision. See
+            `average`.
         layout, servers: as for `compressed_average`; servers=False is faster for two ranks.
         bias_correction, keep_zeros, max_step: as for `scale_by_onebit_adam`; max_step=None is the paper's step.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
@@ -123,6 +154,18 @@ def lamb(
     min_coeff: float = 0.0,
 ) -> Transform:
     """LAMB over exactly averaged gradients: Adam's direction, each tensor scaled by its trust ratio.
+
+        >>> import torch, fn
+        >>> tx = fn.lamb(0.1, axis="data")
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(30):
+        ...         updates, state = tx.update(fn.Phase.WARMUP)(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 1.8326, -1.4248,  1.4248])
 
     Args: lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as for Adam. axis: over which the gradients are
         averaged; None for none. max_coeff, min_coeff: bounds of the trust ratio.
@@ -162,14 +205,26 @@ def onebit_lamb(
     keep_zeros: bool = True,
     max_step: float | None = None,
 ) -> Transform:
-    """1-bit LAMB: LAMB in the warm-up, then frozen trust ratios that a bounded factor corrects, and signs.
+    """1-bit LAMB: LAMB in the warm-up; then trust ratios are frozen up to a bounded factor, and momentum is signs.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.onebit_lamb(0.1, axis="data"), fn.freeze_after(10)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 1.3636, -0.8136,  1.1490])
 
     Args:
         lr: a float or a 0-d tensor. axis: the ranks that train together.
         codec, feedback, warmup: as for `onebit_adam`. layout: "fused" is one scale for the whole model, as in
             the paper; "flat" keeps one per tensor, which the momentum scaling then does not change. servers: as for
             `onebit_adam`.
-        others: as for `scale_by_onebit_lamb`. No max_step is the default: clamped to 1.0 it trained more slowly.
+        others: as for `scale_by_onebit_lamb`. There is no max_step by default: with 1.0 it trained more slowly.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 
     Paper: Li et al., 1-bit LAMB (arXiv 2104.06069), algorithm 1.
@@ -200,14 +255,27 @@ def zero_one_adam(
     keep_zeros: bool = True,
     max_step: float | None = 10.0,
 ) -> Transform:
-    """0/1 Adam: variance steps, synchronising steps in codes, and local steps without any message.
+    """0/1 Adam: steps that update the variance, steps that synchronise in codes, and local steps that send nothing.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.zero_one_adam(0.05, axis="data"), fn.zero_one_schedule(20, 2, 10, 4)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(60):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 2.4710, -1.1555,  1.0592])
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
         axis: the ranks that train together. codec, feedback: as for `onebit_adam`. warmup: as there, for the variance
             steps. layout, servers: as for `compressed_average`.
-        compress, keep_zeros, max_step: as for `scale_by_zero_one_adam`; max_step=None is the paper's step. Its agreed
-            steps consist of codes alone and are larger than 1-bit Adam's: clamped to 1.0 they trained more slowly.
+        compress, keep_zeros, max_step: as for `scale_by_zero_one_adam`; max_step=None is the paper's step. The default
+            is larger than 1-bit Adam's, because a synchronising step consists of codes alone: with 1.0 it trained more
+            slowly.
     Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule. With compress="gradients" it
         has no local phase, which that schedule asks for once the variance is frozen.
 
@@ -235,17 +303,29 @@ def loco_adamw(
     master: bool | None = None,
     layout: str = "flat",
 ) -> Transform:
-    """LoCo: AdamW on shards, whose gradients travel in 4 bits with a damped error feedback.
+    """LoCo: AdamW on shards (ZeRO), whose gradients are reduced in 4 bits with a damped error feedback.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.loco_adamw(0.1, axis="data"), fn.freeze_after(2)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 2.2234, -0.9045,  0.8857])
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as for `adamw`.
         axis: the ranks that train together, among which moments and master params are divided; with several names,
-            such as ("local", "node"), a tuple of codecs says what travels in each network, see
+            such as ("local", "node"), a tuple of codecs has one for each network, see
             `fn.collectives.hierarchy.hops`.
-        codec: what gradients travel as; None is `int4()`. feedback: None is `damped()`, the error in 8 bits.
+        codec: how gradients are quantized; None is `int4()`. feedback: None is `damped()`, the error in 8 bits.
         gather, master, layout: as for `sharded`.
-    Returns: a transform with a warm-up, which is exact, and a compressed phase; `freeze_after(n)` is its schedule, and
-        n may be small: nothing is frozen, only the gradients change over to codes.
+    Returns: a transform with a warm-up, in full precision, and a compressed phase; `freeze_after(n)` is its schedule.
+        n may be small: nothing is frozen, only the gradients go over to codes.
 
     Paper: Xie et al., LoCo (arXiv 2407.04480), algorithm 1 with Adam as the optimizer.
     Differs: see `damped` and `int4`; the scale is each block's maximum, not given.
@@ -274,9 +354,21 @@ def sharded_onebit_adam(
 ) -> Transform:
     """1-bit Adam over ZeRO-1: the frozen second moment and the master params divided among the ranks.
 
-    The momentum travels as in `onebit_adam`, there and back, and stays whole on every rank, because every rank adds
-    its gradient to it. What comes on top is the way back of the updates, exact in the params' dtype unless `gather`
-    says something else: take this where memory is short, `onebit_adam` where only the network is slow.
+    The momentum is all-reduced in codes, as in `onebit_adam`, and stays whole on every rank, because every rank adds
+    its gradient to it. On top of that the updates are gathered, in the params' dtype if `gather` is None. Take this
+    where memory is short, and `onebit_adam` where only the network is slow.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.sharded_onebit_adam(0.1, axis="data"), fn.freeze_after(10)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 2.2957, -1.1156,  0.9715])
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
@@ -288,7 +380,7 @@ def sharded_onebit_adam(
         params do not move. The step of the compressed phase is clamped to `max_step`.
     """
     inner = chain(
-        # nothing is left to be averaged: the shards are of the mean
+        # sync does nothing: the shard that it sees is of the mean already
         scale_by_onebit_adam(b1, b2, eps, sync=chain(), max_step=max_step),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),

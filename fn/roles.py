@@ -1,8 +1,8 @@
 """What the fields of a state are: a state's class declares it, and `find` finds fields by it, whatever their names.
 
-`rank_local` names the fields that are one rank's own, `local_params` says that the params are, too, `added` says what
-fields are in states that were saved before the class had them, and `roles` says which fields hold what an optimizer or
-a combinator looks for:
+A class declares up to four things, each a property: `rank_local` names the fields that differ between ranks;
+`local_params` is True where the params differ, too; `added` gives the values of fields that states saved by an earlier
+version lack; `roles` says which fields hold what an optimizer or a combinator looks for:
 
     >>> from typing import NamedTuple
     >>> import torch, fn
@@ -20,8 +20,8 @@ a combinator looks for:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from fn import tree
 from fn.errors import expected
 
 Tree = Any
+C = TypeVar("C", bound=type)
 _TENSORS = {Tensor, torch.nn.Parameter}
 
 
@@ -37,14 +38,15 @@ class Roles(NamedTuple):
     """Which fields of a state hold what, by their names; its class returns this from a property `roles`.
 
     skips: counts of skipped steps, 0-d int64; where one grows, the whole step is skipped.
-    dropped: counts of local steps that this rank left out, 0-d int64. left_out: of exchanges that all ranks left out.
+    dropped: counts of local steps that this rank left out, 0-d int64.
+    left_out: counts of exchanges that all ranks left out, 0-d int64.
     copies: copies of the params, which init makes; they stay as they are where a param has no gradient.
-    first_moment, second_moment: averages of what came in, and of its square; `fn.freeze_when_stable` and
+    first_moment, second_moment: averages of the gradients, and of their squares; `fn.freeze_when_stable` and
         `from_adamw` look for them.
     watched: what all ranks hold alike after an exchange, although params or updates differ between them; where a state
-        has such fields, `fn.skip_nonfinite` looks at them only.
-    shard: which shard this rank has, and of how many, (2,) int64.
-    others: states of other links, in which tensors are theirs to look at.
+        has such fields, `fn.skip_nonfinite` checks only them.
+    shard: the number of this rank's shard and the number of shards, (2,) int64.
+    others: states of other links, which check their tensors themselves.
     """
 
     skips: tuple[str, ...] = ()
@@ -64,24 +66,24 @@ def find(state: Tree, role: str) -> list[Tree]:
     Raises: AttributeError if there is no such role.
     """
     if isinstance(state, tuple) and hasattr(state, "_fields"):
-        own = [getattr(state, name) for name in getattr(roles_of(state), role)]
-        return own + [found for value in state for found in find(value, role)]
+        values = [getattr(state, name) for name in getattr(roles_of(state), role)]
+        return values + [deeper for value in state for deeper in find(value, role)]
     if not isinstance(state, tuple | list | dict):
         return []
     inside = state.values() if isinstance(state, dict) else state
     if {*map(type, inside)} <= _TENSORS:
         return []  # without a look at each: states hold long lists
-    return [found for value in inside if not isinstance(value, Tensor) for found in find(value, role)]
+    return [deeper for value in inside if not isinstance(value, Tensor) for deeper in find(value, role)]
 
 
 def roles_of(state: Tree) -> Roles:
-    """Return what the class of a state, a NamedTuple, says of its fields."""
-    found: Roles = _declared(state, "roles", Roles())
-    return found
+    """Return the roles that the class of a state, a NamedTuple, declares."""
+    declared: Roles = _declared(state, "roles", Roles())
+    return declared
 
 
 def rank_local(state: Tree) -> frozenset[str]:
-    """Return the fields of a state, a NamedTuple, that are one rank's own: those that `rank_local` of its class names.
+    """Return the fields of a state, a NamedTuple, that its class declares to differ between ranks.
 
     Raises: TypeError if that is a plain string; ValueError if it names no field.
     """
@@ -91,17 +93,17 @@ def rank_local(state: Tree) -> frozenset[str]:
 
 
 def has_local_params(state: Tree) -> bool:
-    """Tell whether the class of a state, a NamedTuple, says that each rank goes to params of its own."""
+    """Tell whether the class of a state, a NamedTuple, declares that the params differ between ranks."""
     return bool(_declared(state, "local_params", False))
 
 
 def added(state: Tree, saved: Container[str], prefix: str = "") -> dict[str, Tensor]:
-    """Return {path: tensor} of what a state has that one saved by an earlier version lacks, as the classes say.
+    """Return {path: tensor} of what a state has that one saved by an earlier version lacks, as the classes declare.
 
-    A class that gets a new field says in a property `added` which number all elements of it are in states that were
-    saved before: `{"left_out": 0, "begun": True}`. A field of which something was saved is left alone.
+    A class that gets a new field declares in `added` the number that all its elements have in states that were saved
+    before: `{"left_out": 0, "begun": True}`. A field of which something was saved is left alone.
 
-    Args: state: of this version, such as a fresh one. saved: the paths of the other one, as `fn.tree.paths` spells
+    Args: state: of this version, such as a fresh one. saved: the paths of the saved one, as `fn.tree.paths` spells
         them. prefix: of all paths in `saved`.
 
     >>> from typing import NamedTuple
@@ -127,23 +129,23 @@ def added(state: Tree, saved: Container[str], prefix: str = "") -> dict[str, Ten
         values, new = state.values() if isinstance(state, dict) else state, {}
     else:
         return {}
-    found: dict[str, Tensor] = {}
+    missing: dict[str, Tensor] = {}
     for name, value in zip(names, values, strict=True):
         path = f"{prefix}{name}"
         if name not in new:
-            found.update(added(value, saved, f"{path}."))
+            missing.update(added(value, saved, f"{path}."))
             continue
         places = [f"{path}.{inside}".removesuffix(".") for inside in tree.paths(value)]
         if not any(place in saved for place in places):
             fills = [torch.full_like(x, new[name]) for x in tree.leaves(value)]
-            found.update(zip(places, fills, strict=True))
-    return found
+            missing.update(zip(places, fills, strict=True))
+    return missing
 
 
 def check(state: Tree) -> None:
-    """Refuse states in a tree whose classes declare what is no field of theirs.
+    """Refuse a tree with a state whose class declares roles of fields that it does not have.
 
-    Raises: TypeError, or ValueError for a name that is no field.
+    Raises: TypeError for what is no declaration; ValueError for a name that is no field.
     """
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         rank_local(state)
@@ -158,6 +160,38 @@ def check(state: Tree) -> None:
         for value in state.values() if isinstance(state, dict) else state:
             if not isinstance(value, Tensor):
                 check(value)
+
+
+def declare(
+    *,
+    rank_local: Iterable[str] = (),
+    local_params: bool = False,
+    added: Mapping[str, float] | None = None,
+    **fields_by_role: tuple[str, ...],
+) -> Callable[[C], C]:
+    """Return a decorator that declares what the fields of a state's class are, as properties of it.
+
+    >>> from typing import NamedTuple
+    >>> import torch, fn
+    >>> @fn.roles.declare(rank_local=("mu",), first_moment=("mu",))
+    ... class LocalState(NamedTuple):
+    ...     mu: torch.Tensor
+    >>> LocalState(torch.zeros(2)).roles.first_moment, fn.roles.rank_local(LocalState(torch.zeros(2)))
+    (('mu',), frozenset({'mu'}))
+    """
+    declared = {
+        "rank_local": frozenset(rank_local),
+        "local_params": local_params,
+        "added": added or {},
+        "roles": Roles(**fields_by_role),
+    }
+
+    def decorate(kind: C) -> C:
+        for name, value in declared.items():
+            setattr(kind, name, property(lambda state, value=value: value))  # type: ignore[misc]
+        return kind
+
+    return decorate
 
 
 def _declared(state: Tree, name: str, default: Any) -> Any:

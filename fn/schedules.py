@@ -18,6 +18,10 @@ Schedule = Callable[[int], Phase | Round]
 def freeze_after(steps: int) -> Schedule:
     """Warm up for `steps` steps, then compress.
 
+        >>> import fn
+        >>> [fn.freeze_after(2)(step).name for step in range(4)]
+        ['WARMUP', 'WARMUP', 'COMPRESSED', 'COMPRESSED']
+
     Raises: ValueError if steps is negative or no whole number.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1: T_w.
@@ -85,6 +89,11 @@ def zero_one_schedule(
     Until var_freeze_step: a variance step (WARMUP) every k-th step, where k doubles after var_update_scaler of them;
     the steps in between synchronise (COMPRESSED). From then on: a synchronising step every k-th step, where k doubles
     after local_step_scaler steps up to local_step_clipper; the steps in between are LOCAL.
+
+        >>> import fn
+        >>> schedule = fn.zero_one_schedule(8, var_update_scaler=2, local_step_scaler=6, local_step_clipper=4)
+        >>> "".join(schedule(step).name[0] for step in range(24))          # Warm-up, Compressed, Local
+        'WWCWCWCWCCCCCCLCLCLCLLLC'
 
     Args:
         var_freeze_step: steps before the variance is frozen.
@@ -276,6 +285,16 @@ def freeze_when_stable(b2: float = 0.999, threshold: float = 0.96, min_steps: in
 
         norm = sum(nu.abs().sum() for leaf in fn.roles.find(state, "second_moment") for nu in fn.tree.leaves(leaf))
         schedule.observe(step, float(norm))
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.onebit_adam(b2=0.9, axis="data"), fn.freeze_when_stable(b2=0.9)
+        >>> params = torch.zeros(3)
+        >>> state = tx.init(params)
+        >>> for step in range(60):
+        ...     updates, state = tx.update(schedule(step))(torch.ones(3), state, params)
+        ...     schedule.observe(step, float(fn.roles.find(state, "second_moment")[0].sum()))
+        >>> schedule.frozen_at
+        37
 
     Args and Raises: as `FreezeWhenStable`. Warns once if ten steps in a row are asked for and no norm is observed.
     """

@@ -50,9 +50,9 @@ def unflatten(structure: Any, leaves: Sequence[Any]) -> Tree:
 
 
 def broadcast(prefix: Tree, structure: Any) -> list[Any] | None:
-    """Return a leaf of `prefix` for every leaf of the structure, of which it is a prefix; None if it is not."""
-    found: list[Any] | None = pytree._broadcast_to_and_flatten(prefix, structure)
-    return found
+    """Return a leaf of `prefix` for every leaf of the structure; None if `prefix` is no prefix of that structure."""
+    spread: list[Any] | None = pytree._broadcast_to_and_flatten(prefix, structure)
+    return spread
 
 
 def paths(tree: Tree) -> list[str]:
@@ -71,18 +71,18 @@ def in_order(tree: Tree, like: Tree, argument: str) -> Tree:
     Raises: ValueError that names `argument` if it has other leaves than `like`.
     """
     if type(tree) is list and type(like) is list and len(tree) == len(like) and {*_map(type, tree)} <= _TENSORS:
-        return tree  # a step looks at many
+        return tree  # the common case, without a walk: a step has many leaves
     wanted = flatten(like)[1]
     if flatten(tree)[1] == wanted:
         return tree
     try:
-        found = map(lambda _, leaf: leaf, like, tree)
+        ordered = map(lambda _, leaf: leaf, like, tree)
     except ValueError:
-        found = None
-    if found is None or flatten(found)[1] != wanted:
+        ordered = None
+    if ordered is None or flatten(ordered)[1] != wanted:
         theirs, ours = (f"a {type(t).__name__} with the leaves {paths(t)}" for t in (tree, like))
         raise ValueError(f"{argument}: has another structure, expected {ours}, but got {theirs}")
-    return found
+    return ordered
 
 
 def check_real(tree: Tree, argument: str) -> None:
@@ -90,17 +90,17 @@ def check_real(tree: Tree, argument: str) -> None:
 
     Raises: TypeError that names `argument` and the leaf's path.
     """
-    each = leaves(tree)
-    plain = {*_map(type, each)} <= _TENSORS and {leaf.layout for leaf in each} <= {torch.strided}
-    if plain and {leaf.dtype for leaf in each} <= _REAL:
-        return  # a step looks at many
-    for place, leaf in enumerate(each):
+    flat = leaves(tree)
+    plain = {*_map(type, flat)} <= _TENSORS and {leaf.layout for leaf in flat} <= {torch.strided}
+    if plain and {leaf.dtype for leaf in flat} <= _REAL:
+        return  # the common case, by sets of types and dtypes: a step has many leaves
+    for place, leaf in enumerate(flat):
         if not isinstance(leaf, Tensor):
-            found = type(leaf).__name__
+            got = type(leaf).__name__
         elif leaf.layout != torch.strided:
-            found = f"a tensor of layout {leaf.layout}"
+            got = f"a tensor of layout {leaf.layout}"
         elif not leaf.is_floating_point():
-            found = f"a tensor of dtype {leaf.dtype}"
+            got = f"a tensor of dtype {leaf.dtype}"
         elif leaf.dtype not in _REAL:
             path, cure = paths(tree)[place] or "the root", "convert it, with x.to(torch.bfloat16) for one"
             wanted = "numbers of 16 bits or more, with which torch can calculate"
@@ -108,8 +108,7 @@ def check_real(tree: Tree, argument: str) -> None:
         else:
             continue
         path = paths(tree)[place] or "the root"
-        wanted = f"leaf {path!r} to be a dense tensor of real floating-point numbers"
-        raise TypeError(expected(argument, wanted, found))
+        raise TypeError(expected(argument, f"leaf {path!r} to be a dense tensor of real floating-point numbers", got))
 
 
 _REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
@@ -118,7 +117,7 @@ _REAL = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 def check_tensors(tree: Tree, argument: str) -> None:
     """Refuse leaves that are no tensors, such as Python's numbers, with a TypeError that names argument and path."""
     if _only_tensors(tree):
-        return  # a step looks at many
+        return
     for path, leaf in zip(paths(tree), leaves(tree), strict=True):
         if not isinstance(leaf, Tensor):
             wanted = f"leaf {path or 'the root'!r} to be a tensor, as init made it"
@@ -128,10 +127,10 @@ def check_tensors(tree: Tree, argument: str) -> None:
 def _only_tensors(tree: Tree) -> bool:
     if isinstance(tree, Tensor):
         return True
-    each = tree.values() if isinstance(tree, dict) else tree
     if not isinstance(tree, tuple | list | dict):
         return False
-    return {*_map(type, each)} <= _TENSORS or all(_map(_only_tensors, each))
+    inside = tree.values() if isinstance(tree, dict) else tree
+    return {*_map(type, inside)} <= _TENSORS or all(_map(_only_tensors, inside))
 
 
 def lists(*trees: Tree) -> list[list[Any]]:
@@ -147,7 +146,7 @@ def check_updates(updates: Tree, like: Tree) -> None:
     check_real(updates, "updates")
     flat = _flat_shapes(updates)
     if flat is not None and type(updates) is type(like) and flat == _flat_shapes(like):
-        return  # a step looks at many
+        return
     try:
         misfits = leaves(map(_misfit, like, updates))
     except ValueError as error:
@@ -163,8 +162,8 @@ def _flat_shapes(tree: Tree) -> tuple[list[Any], list[torch.Size]] | None:
     """Return the keys and the shapes of a list or dict of tensors, in their order; None for other trees."""
     if type(tree) is not list and type(tree) is not dict:
         return None
-    keys, each = ([*tree], [*tree.values()]) if type(tree) is dict else ([], tree)
-    return (keys, [x.shape for x in each]) if {*_map(type, each)} <= _TENSORS else None
+    keys, flat = ([*tree], [*tree.values()]) if type(tree) is dict else ([], tree)
+    return (keys, [x.shape for x in flat]) if {*_map(type, flat)} <= _TENSORS else None
 
 
 def _misfit(like: Tensor, leaf: Any) -> str:
@@ -189,13 +188,13 @@ def fields(tree: Tree, name: str) -> list[Tree]:
 
 def instances(tree: Tree, kind: type | tuple[type, ...]) -> list[Any]:
     """Return the NamedTuples of a type, or of one of several, in a tree, outermost first."""
-    own = [tree] if isinstance(tree, kind) else []
+    matches = [tree] if isinstance(tree, kind) else []
     if not isinstance(tree, tuple | list | dict):
-        return own
+        return matches
     inside = tree.values() if isinstance(tree, dict) else tree
     if {*_map(type, inside)} <= _TENSORS:
-        return own  # without a look at each: states hold long lists
-    return own + [found for value in inside for found in instances(value, kind)]
+        return matches  # without a look at each: states hold long lists
+    return matches + [deeper for value in inside for deeper in instances(value, kind)]
 
 
 def replace(tree: Tree, kind: type | tuple[type, ...], f: Callable[[Any], Any]) -> Tree:

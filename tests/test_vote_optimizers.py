@@ -166,7 +166,7 @@ def test_distributed_lions_ties_and_bits_are_others() -> None:
 
 def test_a_side_is_cut_by_the_tile_and_not_by_its_divisors() -> None:
     """
-    Differs: fn.transforms.cosines.dct: a tile is as long as it is said to be, and the last one shorter; theirs are as
+    Differs: fn.transforms.bases.dct: a tile is as long as it is said to be, and the last one shorter; theirs are as
         long as the largest divisor of a side, which of a prime is 1.
     """
     assert [part.shape for part in fn.dct(64).into(torch.zeros(67))] == [(1, 64), (1, 3)]

@@ -10,8 +10,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Link
 from fn.inplace.protocol import InPlace, Staged
-from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup
-from fn.transforms.outer_checks import narrows
+from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, narrows
 
 Tree = Any
 

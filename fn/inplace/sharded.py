@@ -18,11 +18,19 @@ from fn.inplace.memory import successor
 from fn.inplace.protocol import InPlace, Staged, has_kernel
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete
-from fn.transforms import exchange
 from fn.transforms import flat_layout as layouts
 from fn.transforms.adam import Adam, AdamState
-from fn.transforms.sharded import Sharded, ShardedState, check_shards, kept_of
-from fn.transforms.shards import followed, take
+from fn.transforms.sharded import (
+    Kept,
+    Sharded,
+    ShardedState,
+    check_shards,
+    followed,
+    gather_in_place,
+    kept_of,
+    reduce_to_rows,
+    shard_of,
+)
 from fn.transforms.skip_nonfinite import all_addable, all_finite
 
 Tree = Any
@@ -75,9 +83,9 @@ def stage_shards(
         )
         each = zip(plan, kept_of(inside), inside.master, tree.leaves(moments.mu), tree.leaves(moments.nu), strict=True)
         for bucket, kept, master, mu, nu in each:
-            rows, kept = exchange.reduce_to_rows(grads, kept, bucket, rules, codes)
+            rows, kept = reduce_to_rows(grads, kept, bucket, rules, codes)
             keeps = isinstance(master, Tensor)
-            old = master if keeps else take(leaves, bucket, index)
+            old = master if keeps else shard_of(leaves, bucket, index)
             if keeps and rules.gather is None:
                 old = followed(master, leaves, bucket, index)
             dtype = leaves[bucket.leaf_indices[0]].dtype if keeps else rows[0].dtype
@@ -89,7 +97,7 @@ def stage_shards(
             peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *args, math.inf)
             if not (_are_finite(peaks, dtype) and _is_addable(peaks, new[0], old)):
                 new[0].fill_(float("nan"))  # for all ranks to see
-            full, kept = exchange.back_from_rows(new[0], whole, kept, bucket, rules, codes)
+            full, kept = gather_in_place(new[0], whole, kept, bucket, rules, codes)
             steps.append(_Step(bucket, kept, new, full))
         exact = not codes or rules.gather is None
         masters = tuple(s.new[0] if isinstance(m, Tensor) else () for s, m in zip(steps, inside.master, strict=True))
@@ -113,7 +121,7 @@ class _Step(NamedTuple):
     """A vector's step. kept: by its exchanges. new: param, mu and nu of the shard. whole: the params (n,)."""
 
     bucket: layouts.Bucket
-    kept: exchange.Kept
+    kept: Kept
     new: list[Tensor]
     whole: Tensor
 

@@ -17,8 +17,7 @@ from fn.collectives.codecs.top_k import top_k
 from fn.planner import traffic
 from fn.planner.network import Message, Network
 from fn.planner.traffic import Model, Ranks
-from fn.transforms.bases import tiles
-from fn.transforms.cosines import dct
+from fn.transforms.bases import dct, tiles
 
 Send = Callable[..., list[Message]]
 """(model, ranks=...) -> messages."""

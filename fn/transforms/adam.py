@@ -1,7 +1,7 @@
-"""Adam's moments, and 1-bit Adam's: the second moment frozen, the first averaged in codes.
+"""Adam's moments, and 1-bit Adam's: the second moment frozen, the first averaged in codes (quantized values).
 
-Moments are float32 for half-precision updates, and in the updates' dtype otherwise. Bias correction divides by the
-weight that an average has gathered, itself a moving average of ones: 1 - b**t, exact in float32 also for small t.
+Moments are float32 for half-precision updates, and in the updates' dtype otherwise. Bias correction divides a moment by
+its weight, 1 - b**t, which is kept as a moving average of ones, and so is exact in float32 also for small t.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from fn.collectives.primitives import is_recorded
 from fn.errors import expected
 from fn.kernels import reference, rules
 from fn.kernels.tracing import is_concrete, pooled
-from fn.roles import Roles
+from fn.roles import declare
 
 Tree = Any
 
 
 class Adam(NamedTuple):
-    """The rule of `scale_by_adam`. corrected: whether moments are divided by their weights."""
+    """The rule of `scale_by_adam`. corrected: whether moments are divided by their weights (bias correction)."""
 
     b1: float
     b2: float
@@ -45,7 +45,11 @@ class Adam(NamedTuple):
 
 
 class OnebitAdam(NamedTuple):
-    """The rule of a compressed step of `scale_by_onebit_adam`. average: the momentum's. max_step: infinity for none."""
+    """The rule of a compressed step of `scale_by_onebit_adam`.
+
+    average: the update that averages the momentum. max_step: infinity for no clamp. Others: as for `Adam`, and the
+    arguments of `scale_by_onebit_adam`.
+    """
 
     b1: float
     eps: float
@@ -55,6 +59,7 @@ class OnebitAdam(NamedTuple):
     max_step: float
 
 
+@declare(first_moment=("mu",), second_moment=("nu",))
 class AdamState(NamedTuple):
     """step: updates made, 0-d int64. mu, nu: moments, like the params. mu_weight, nu_weight: 1 - b**t, 0-d."""
 
@@ -64,14 +69,10 @@ class AdamState(NamedTuple):
     mu_weight: Tensor
     nu_weight: Tensor
 
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return Roles(first_moment=("mu",), second_moment=("nu",))
 
-
+@declare(first_moment=("mu",), second_moment=("nu",), others=("sync",))
 class OnebitAdamState(NamedTuple):
-    """As `AdamState`; nu and nu_weight rest after the warm-up. sync: the state of the compressed mean."""
+    """As `AdamState`; nu and nu_weight stay as they are after the warm-up. sync: the state of `sync`."""
 
     step: Tensor
     mu: Tree
@@ -80,11 +81,6 @@ class OnebitAdamState(NamedTuple):
     nu_weight: Tensor
     sync: Tree
 
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return Roles(first_moment=("mu",), second_moment=("nu",), others=("sync",))
-
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Transform:
     """Divide the averaged gradient by the root of the averaged square.
@@ -92,14 +88,19 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         mu <- b1 mu + (1 - b1) g        nu <- b2 nu + (1 - b2) g^2
         u = (mu / (1 - b1^t)) / (sqrt(nu / (1 - b2^t)) + eps)
 
+        >>> import torch, fn
+        >>> tx = fn.scale_by_adam(b1=0.5, b2=0.5)
+        >>> params, state = torch.tensor([1.0, 2.0]), tx.init(torch.tensor([1.0, 2.0]))
+        >>> for g in ([1.0, -1.0], [2.0, 4.0]):
+        ...     u, state = tx.update(fn.Phase.WARMUP)(torch.tensor(g), state, params)
+        >>> u
+        tensor([0.9623, 0.7035])
+
     Raises: ValueError if b1 or b2 is outside [0, 1), or eps is negative or not finite.
 
     Paper: Kingma and Ba, Adam (arXiv 1412.6980), algorithm 1.
     """
     check_betas(b1, b2, eps)
-
-    def init(params: Tree) -> AdamState:
-        return AdamState(*start_moments(params))
 
     def update(updates: Tree, state: AdamState, params: Tree, /) -> tuple[Tree, AdamState]:
         check_state(state, AdamState)
@@ -109,7 +110,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
         after = AdamState(state.step + 1, mu, nu, mu_weight, nu_weight)
         return adam_direction(mu, nu, eps, mu_weight, nu_weight), after
 
-    return lift(init, Step(Adam(b1, b2, eps), update), elementwise=True)
+    return lift(lambda params: AdamState(*start_moments(params)), Step(Adam(b1, b2, eps), update), elementwise=True)
 
 
 def scale_by_onebit_adam(
@@ -128,19 +129,31 @@ def scale_by_onebit_adam(
         compressed:  mu <- C(b1 mu + (1 - b1) g_r)     nu stays
         u = mu / (sqrt(nu) + eps)
 
-    In the warm-up g is the averaged gradient, in the compressed phase each rank's own: the compressed mean is
-    written back into the momentum.
+    In the warm-up g is the averaged gradient. In the compressed phase g_r is each rank's own, and C is the average in
+    codes, `sync`: what all ranks receive is the new momentum.
+
+        >>> import torch, fn
+        >>> link = fn.scale_by_onebit_adam(b1=0.5, b2=0.5, sync=fn.compressed_average("data", fn.sign()))
+        >>> tx = fn.chain(fn.average("data"), link)
+        >>> def three_steps(g):                          # a rank's gradient, the same in each step
+        ...     state = tx.init(g)
+        ...     for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.COMPRESSED):
+        ...         u, state = tx.update(phase)(g, state, g)
+        ...     return u
+        >>> fn.simulate(three_steps, "data", 2)(torch.tensor([[1.0, 4.0], [2.0, -2.0]]))
+        tensor([[ 1.4115, -2.1172],
+                [ 1.4115, -2.1172]])
 
     Args:
         b1, b2, eps: as for Adam.
         sync: the transform that averages the momentum, such as `compressed_average(axis, sign())`.
         bias_correction: divide mu by 1 - b1^t and nu by 1 - b2^T, T the last warm-up step; nu by 1 if there was none.
-        keep_zeros: keep the momentum at zero where nu is zero, that is, where no gradient ever came: one bit cannot
-            say zero, and such an element would drift by +-scale / eps.
+        keep_zeros: keep the momentum at zero where nu is zero, where no gradient ever came. One bit cannot say zero,
+            so such an element would drift by +-scale / eps in each step.
         max_step: clamp each element of u to +-max_step in the compressed phase; None for no clamp. Adam's own u stays
-            near 1, but a sign code moves an element whose second moment froze near zero by the scale of its whole
-            tensor, hundreds of times as far. A step whose u is not finite is skipped, not clamped. The momentum and
-            the residuals are untouched.
+            near 1. A sign code moves an element by the scale of its whole tensor: if its second moment froze near zero,
+            hundreds of times as far. A step whose u is not finite is skipped, not clamped. The momentum and the
+            residual errors are not changed.
     Raises: ValueError if b1 or b2 is outside [0, 1), eps is negative or not finite, or max_step is not above zero.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
@@ -158,11 +171,11 @@ def scale_by_onebit_adam(
     def direction(state: OnebitAdamState, max_step: float = math.inf) -> Tree:
         if not bias_correction:
             return adam_direction(state.mu, state.nu, eps, max_step=max_step)
-        seen = torch.where(state.nu_weight > 0, state.nu_weight, 1.0)  # of params that came after the warm-up: 0
-        return adam_direction(state.mu, state.nu, eps, state.mu_weight, seen, max_step)
+        nu_weight = torch.where(state.nu_weight > 0, state.nu_weight, 1.0)  # 0 for params that joined after the warm-up
+        return adam_direction(state.mu, state.nu, eps, state.mu_weight, nu_weight, max_step)
 
-    def moved(updates: Tree, state: OnebitAdamState, params: Tree, average: UpdateFn) -> OnebitAdamState:
-        """Return the state with the next momentum, on which the ranks agree by `average`."""
+    def next_momentum(updates: Tree, state: OnebitAdamState, params: Tree, average: UpdateFn) -> OnebitAdamState:
+        """Return the state with the next momentum, averaged over the ranks by `average`."""
         check_state(state, OnebitAdamState)
         tree.check_updates(updates, state.mu)
         params = params if params is None else tree.in_order(params, state.mu, "params")
@@ -171,26 +184,26 @@ def scale_by_onebit_adam(
         return state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=sync_state)
 
     def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
-        state = moved(updates, state, params, sync.warmup_update)
+        state = next_momentum(updates, state, params, sync.warmup_update)
         nu, weight = moving_average_of_squares(state.nu, updates, b2), b2 * state.nu_weight + (1 - b2)
         state = state._replace(nu=nu, nu_weight=weight)
         return direction(state), state
 
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
-        state = moved(updates, state, params, sync.compressed_update)
-        if keep_zeros and not bias_correction:
+        state = next_momentum(updates, state, params, sync.compressed_update)
+        if keep_zeros and not bias_correction:  # what is below, in one pass over memory
             mu, out = kept_direction(state.mu, state.nu, eps, limit)
             return out, state._replace(mu=mu)
         if keep_zeros:
             state = state._replace(mu=keep_unseen_at_zero(state.mu, state.nu))
         return direction(state, limit), state
 
-    adam = Adam(b1, b2, eps, bias_correction)
-    frozen = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update, limit)
-    exact = warmup if links_of(sync.warmup_update) else Step(adam, warmup)
+    rule = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update, limit)
+    # a sync that also communicates in the warm-up has no kernels: the rule Adam knows of no average
+    exact = warmup if links_of(sync.warmup_update) else Step(Adam(b1, b2, eps, bias_correction), warmup)
     facts = facts_of(sync)._replace(unclamped=limit == math.inf)
-    local, rests = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # rests: the second moment
-    return Transform(init, exact, Step(frozen, compressed), local, needs_warmup=rests, facts=facts)
+    local, frozen = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # where nu is frozen
+    return Transform(init, exact, Step(rule, compressed), local, needs_warmup=frozen, facts=facts)
 
 
 def check_betas(b1: float, b2: float, eps: float) -> None:
@@ -205,7 +218,7 @@ def check_betas(b1: float, b2: float, eps: float) -> None:
 
 
 def limit_of(max_step: float | None) -> float:
-    """Return what directions are clamped to, infinity for None; refuse what is not above zero with a ValueError."""
+    """Return `max_step` as a float, infinity for None; refuse what is not above zero with a ValueError."""
     if max_step is None:
         return math.inf
     check_number("max_step", max_step)
@@ -216,13 +229,18 @@ def limit_of(max_step: float | None) -> float:
 
 def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:
     """Return step, mu, nu, mu_weight, nu_weight before the first update."""
-    tree.check_real(params, "params")
+    mu, nu = zero_moments(params), zero_moments(params)
     leaves = tree.leaves(params)
     device = leaves[0].device if leaves else torch.device("cpu")
     wide = torch.float64 if any(p.dtype == torch.float64 for p in leaves) else torch.float32
-    zero = [torch.zeros((), dtype=wide, device=device) for _ in range(2)]
-    step = torch.zeros((), dtype=torch.int64, device=device)
-    return step, tree.map(zeros_like_moment, params), tree.map(zeros_like_moment, params), *zero
+    weights = [torch.zeros((), dtype=wide, device=device) for _ in range(2)]
+    return torch.zeros((), dtype=torch.int64, device=device), mu, nu, *weights
+
+
+def zero_moments(params: Tree) -> Tree:
+    """Return zeros like the params, in the dtype that moments of them have. Raises: TypeError as `tree.check_real`."""
+    tree.check_real(params, "params")
+    return tree.map(zeros_like_moment, params)
 
 
 def zeros_like_moment(p: Tensor) -> Tensor:
@@ -232,12 +250,12 @@ def zeros_like_moment(p: Tensor) -> Tensor:
 
 
 def keep_unseen_at_zero(x: Tree, nu: Tree) -> Tree:
-    """Return x, zero where nu is zero; but NaN where it is not finite there, so that the step is still skipped."""
+    """Return x, but zero where nu is zero. Where it is not finite there, it is NaN, so that the step is skipped."""
     return tree.map(lambda a, v: rules.kept_at_zero(a, v, a - a, 0.0), x, nu)
 
 
 def kept_direction(mu: Tree, nu: Tree, eps: float, max_step: float) -> tuple[Tree, Tree]:
-    """Return `keep_unseen_at_zero(mu, nu)` and the `adam_direction` of it, in one pass where the device has one."""
+    """Return `keep_unseen_at_zero(mu, nu)` and its `adam_direction`: one pass over memory where a kernel does both."""
     leaves, structure = tree.flatten(mu)
     pairs = [_kept_direction(m, v, eps, max_step) for m, v in zip(leaves, tree.leaves(nu), strict=True)]
     return tree.unflatten(structure, [m for m, _ in pairs]), tree.unflatten(structure, [u for _, u in pairs])
@@ -273,9 +291,9 @@ def adam_direction(
     nu_weight: Tensor | None = None,
     max_step: float = math.inf,
 ) -> Tree:
-    """Return mu / (sqrt(nu) + eps), 0 for 0 / 0; each moment divided by its weight first if that is given.
+    """Return mu / (sqrt(nu) + eps), clamped to +-max_step; 0 for 0 / 0, and NaN where it is not finite.
 
-    It is clamped to +-max_step, and NaN where it is not finite then.
+    Args: mu_weight, nu_weight: what the moments are divided by first; None for no bias correction.
     """
 
     def divide(m: Tensor, v: Tensor) -> Tensor:

@@ -1,6 +1,12 @@
-"""The two ways to agree on a mean: `average`, in the warm-up, and `compressed_average`, in codes afterwards.
+"""What ranks agree on: `average` and `compressed_average` on a mean, `agreed` on their settings.
 
-The first is exact unless it is given a codec, too.
+`average` is an all-reduce of gradients in the warm-up. `compressed_average` is an all-reduce in codes (quantized
+values) in the compressed phase, of a momentum, say:
+
+    leaves -> vectors (`flat_layout`) -> `hierarchy.compressed_all_reduce` per vector -> leaves
+
+Everything that crosses ranks is in `fn.collectives`; this file takes trees apart for it, and keeps its residual errors
+as the state of a link.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from fn.collectives.compressed import (
 from fn.collectives.feedback import Feedback, classic, damped
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors, row_count
 from fn.errors import expected
+from fn.kernels.table import cells
 from fn.transforms import flat_layout as layouts
 from fn.transforms.resharding import errors_reshape, reshapes
 
@@ -35,7 +42,7 @@ Errors = tuple[Tree, Tree]
 
 
 class CodedAverageState(NamedTuple):
-    """The state of `average` in codes. gradient_errors: what was not delivered of the gradients yet."""
+    """The state of `average` in codes. gradient_errors: the residual errors of the gradients."""
 
     gradient_errors: ErrorFeedbackState
 
@@ -63,17 +70,24 @@ def average(
     *,
     layout: str = "flat",
 ) -> Transform:
-    """Average the updates over the ranks of an axis in the warm-up, in one message per (dtype, device).
+    """Average the updates over the ranks of an axis in the warm-up: an all-reduce of a message per (dtype, device).
 
-    Afterwards it is the identity: the ranks' updates stay their own, and a compressed mean further down the chain
-    brings the ranks together.
+    In the other phases it is the identity: each rank keeps its own updates, which a compressed average further down the
+    chain brings together.
+
+        >>> import torch, fn
+        >>> tx = fn.average("data")
+        >>> step = lambda g: tx.update(fn.Phase.WARMUP)(g, tx.init(g), g)[0]
+        >>> fn.simulate(step, "data", 2)(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))      # a row for each rank
+        tensor([[2., 3.],
+                [2., 3.]])
 
     Args:
         axis: the axis' name, or several names from the fastest network to the slowest. None: nothing is averaged.
-        codec: what the updates travel as. None: exactly. An exact warm-up of a fifth of a run whose other steps send
-            one bit per element is most of what the run sends; in `int8()` it takes a quarter of the bytes of float32,
-            in `int4()` an eighth.
-        feedback: what becomes of what was not delivered, where there is a codec; None is `damped()`, which keeps a byte
+        codec: what the updates travel as; None is full precision. A warm-up in full precision of a fifth of a run whose
+            other steps send one bit per element is most of what the run sends; in `int8()` it takes a quarter of the
+            bytes of float32, in `int4()` an eighth.
+        feedback: what becomes of the residual errors, where there is a codec; None is `damped()`, which keeps a byte
             per element.
         layout: as for `compressed_average`.
     Returns: a transform without state if there is no codec, else with a `CodedAverageState`.
@@ -114,12 +128,12 @@ def _exact_average(axis: AxisNames | None) -> Transform:
         if axis_size(axis) == 1:
             return primitives.pmean(updates, axis), state
         leaves, structure = tree.flatten(_in_order(updates, params))
-        found: dict[int, Tensor] = {}
+        means: dict[int, Tensor] = {}
         for bucket in layouts.buckets(leaves, 1, 1, "flat"):
             x = layouts.join(leaves, bucket)
             mean = exact_mean(x, axis, consume=layouts.is_fresh(x, leaves))
-            found.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
-        return layouts.restore(structure, found), state
+            means.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
+        return layouts.restore(structure, means), state
 
     return Transform(init, Step(Average(axis), warmup), unchanged, unchanged, facts=_facts(axis))
 
@@ -144,68 +158,80 @@ def compressed_average(
     layout: str = "flat",
     servers: bool = True,
 ) -> Transform:
-    """Average the updates over the ranks of an axis in codes; the errors are its state.
+    """Average the updates over the ranks of an axis in codes: an all-reduce of quantized values, with error feedback.
 
         shard = mean_r C(x_r + worker error_r),   y = C(shard + server error)
 
-    The warm-up and the local phase leave the updates and the errors alone, and so does every phase on one rank. With a
-    feedback that follows, `differences`, the warm-up is the exact mean, so that no `average` belongs in front, there is
-    no local phase, and on one rank everything is delivered.
+    Rank i is the server of shard i: it averages what all ranks send of it, and sends the mean, in codes again, to all.
+    What a code leaves out is an error, which is added to what is sent in the next step; errors are the state.
+
+        >>> import torch, fn
+        >>> tx = fn.compressed_average("data", fn.sign())
+        >>> x = torch.tensor([[1.0, 2.0, -3.0, 4.0], [3.0, -2.0, -1.0, 0.0]])         # a row for each rank
+        >>> def steps(x):
+        ...     state, means = tx.init(x), []
+        ...     for _ in range(50):
+        ...         y, state = tx.update(fn.Phase.COMPRESSED)(x, state, x)
+        ...         means.append(y)
+        ...     return torch.stack(means)
+        >>> means = fn.simulate(steps, "data", 2)(x)[0]
+        >>> [[round(y, 2) for y in row.tolist()] for row in (means[0], means.mean(0))]   # the mean is [2, 0, -2, 2]
+        [[2.01, 2.01, -2.01, 2.01], [1.93, -0.0, -2.0, 1.99]]
+
+    The warm-up and the local phase leave the updates and the errors alone, and so does every phase on one rank. Where
+    the feedback is `differences()`, the warm-up is the mean in full precision, so that no `average` belongs in front;
+    there is no local phase; and on one rank everything is delivered.
 
     Args:
         axis: the axis' name; or several from the fastest network to the slowest, such as ("local", "node"): the mean
-            is then exact within a node and in codes across nodes, unless codec says something else. With a
+            is then in full precision within a node and in codes across nodes, unless codec says something else. With a
             single node it is encoded all the same, although nothing travels.
         codec: what travels, in both halves; or one for each axis.
         feedback: None is `classic()`. For several axes see `fn.collectives.hierarchy.hops`.
-        gather_feedback: what becomes of what the servers did not deliver. None is `feedback`, and `classic()` where
-            that is `differences()`.
+        gather_feedback: the feedback of the servers' codes. None is `feedback`, and `classic()` where that is
+            `differences()`.
         layout: "flat" exchanges one vector per (dtype, device), "per_tensor" one per tensor. Scales and blocks of
             the codec belong to single tensors in both, so these differ in messages, not in meaning. "fused" lays
             the tensors end to end and treats them as one, with one scale for all where a scale is per tensor.
-        servers: each rank averages a share of the elements and encodes the mean once more. False: every rank sends its
-            codes to all others and averages what it gets, in one message instead of two that wait for each other, and
-            nothing is lost a second time:
+        servers: whether each rank averages a shard, as above. False: every rank sends its codes to all others and
+            averages what it gets. That is one message instead of two that wait for each other, and the mean is not
+            encoded again:
 
                 y = mean_r C(x_r + worker error_r)
 
-            That is W - 1 times the codes on the wire per rank, instead of 2 (W - 1) / W times: as much for two
-            ranks, or two nodes, where it is faster; twice as much for four. Over several axes it is about the last.
+            Each rank sends its codes W - 1 times, instead of 2 (W - 1) / W times: as many bytes for two ranks, or two
+            nodes, where it is faster; twice as many for four. With several axes it is about the last.
     Returns: a transform with an `ErrorFeedbackState`: for each vector a worker error (n,) and a server error (n / W,),
         or () where there are no servers.
-    Raises: ValueError if the layout is unknown, if there is a gather_feedback but no server, or one that follows, or
-        if a feedback that follows is for several axes; TypeError if servers is no bool; from the update, if the axis is
+    Raises: ValueError if the layout is unknown, if there is a gather_feedback but no server, or it is `differences()`,
+        or if that is the feedback for several axes; TypeError if servers is no bool; from the update, if the axis is
         not bound or has another size than at init, and a TypeError as from `average`.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1, lines 5-10.
     Differs: DeepSpeed exchanges tensor by tensor, four collectives each.
     """
     feedback = classic() if feedback is None else feedback
-    back = _way_back(axis, feedback, gather_feedback, servers)
-    return _in_codes(axis, codec, feedback, layout, back, servers=servers)
+    gather_feedback = _gather_feedback(axis, feedback, gather_feedback, servers)
+    return _in_codes(axis, codec, feedback, layout, gather_feedback, servers=servers)
 
 
-def _way_back(axis: AxisNames, feedback: Feedbacks, given: Feedbacks | None, servers: bool) -> Feedbacks | None:
-    """Return the feedback of the second half where it is another one. Raises: as `compressed_average`."""
+def _gather_feedback(axis: AxisNames, feedback: Feedbacks, given: Feedbacks | None, servers: bool) -> Feedbacks | None:
+    """Return the feedback of the second half, None where it is that of the first. Raises: as `compressed_average`."""
     if given is not None and servers is False:
         raise ValueError("gather_feedback: is given with servers=False, where there is no second half; leave it out")
-    if any(each.follow is not None for each in _each(given)):
+    if any(one.follow is not None for one in _feedbacks_in(given)):
         raise ValueError(expected("gather_feedback", "one for what is sent once, such as fn.classic()", f"{given!r}"))
-    if all(each.follow is None for each in _each(feedback)):
+    if all(one.follow is None for one in _feedbacks_in(feedback)):
         return None if given == feedback else given
     if not isinstance(axis, str):
         raise ValueError(expected("feedback", "fn.differences() to have a single axis", f"{axis!r}"))
     return classic() if given is None and servers else given
 
 
-def _each(feedback: Feedbacks | None) -> list[Feedback]:
+def _feedbacks_in(feedback: Feedbacks | None) -> list[Feedback]:
     """Return the feedbacks in an argument; what is none is refused elsewhere."""
-    several: tuple[object, ...] = feedback if type(feedback) in (tuple, list) else (feedback,)  # type: ignore[assignment]
-    return [each for each in several if isinstance(each, Feedback)]
-
-
-def _first(feedback: Feedbacks) -> Feedback:
-    return feedback if isinstance(feedback, Feedback) else feedback[0]
+    several: Any = feedback if type(feedback) in (tuple, list) else (feedback,)
+    return [one for one in several if isinstance(one, Feedback)]
 
 
 def _in_codes(
@@ -217,22 +243,21 @@ def _in_codes(
     *,
     servers: bool = True,
 ) -> Transform:
-    """Do what `compressed_average` says.
-
-    Args: gather_feedback: that of the second half, where it is another one.
-    """
-    if layout not in layouts.LAYOUTS:
-        raise ValueError(expected("layout", f"one of {layouts.LAYOUTS}", f"{layout!r}"))
+    """Return the transform that `compressed_average` describes. gather_feedback: None is `feedback`."""
+    layouts.check_layout(layout)
     if not isinstance(servers, bool):
         raise TypeError(expected("servers", "True or False", f"{servers!r}"))
-
     align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))
-    way_back = feedback if gather_feedback is None else gather_feedback
-    hops(axis, codec, way_back, ("codec", "gather_feedback"))
-    follow = _first(feedback).follow if isinstance(axis, str) else None
+    back = feedback if gather_feedback is None else gather_feedback
+    hops(axis, codec, back, ("codec", "gather_feedback"))
+    first = _feedbacks_in(feedback)[0]
+    follow = first.follow if isinstance(axis, str) else None
 
     def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
         return layouts.buckets(leaves, row_count(axis, servers=servers), align, layout)
+
+    def errors_of(x: Tensor, segments: Segments, feedback: Feedbacks) -> Errors:
+        return initial_errors(x, axis, codec, feedback, segments=segments, servers=servers)
 
     def init(params: Tree) -> ErrorFeedbackState:
         tree.check_real(params, "params")
@@ -243,12 +268,12 @@ def _in_codes(
         worker, server = [], []
         for bucket in arrange(leaves):
             segments = bucket.segments
-            like = leaves[bucket.leaf_indices[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
-            worker.append(initial_errors(like, axis, codec, feedback, segments=segments, servers=servers)[0])
-            server.append(initial_errors(like, axis, codec, way_back, segments=segments, servers=servers)[1])
+            zeros = leaves[bucket.leaf_indices[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
+            worker.append(errors_of(zeros, segments, feedback)[0])
+            server.append(errors_of(zeros, segments, back)[1])
         state = ErrorFeedbackState(tuple(worker), tuple(server))
         if isinstance(axis, str):
-            (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, way_back)
+            (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, back)
 
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
@@ -256,9 +281,10 @@ def _in_codes(
             reshapes.say((state, errors_reshape(leaves, axis, plan, hop, return_hop)))
         return state
 
-    def exchanged(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:
-        if axis_size(axis) == 1:  # with a feedback that follows
-            whole: Tensor = primitives.pmean(_first(feedback).compensate(x, errors[0]).to(x.dtype), axis)
+    def in_codes(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:
+        """Average a vector (n,) in codes: through servers, or straight to all ranks."""
+        if follow is not None and axis_size(axis) == 1:
+            whole: Tensor = primitives.pmean(first.compensate(x, errors[0]).to(x.dtype), axis)
             return whole, delivered(x, errors, segments)
         if gather_feedback is None:
             rule = axis, codec, feedback
@@ -267,14 +293,13 @@ def _in_codes(
         whole, server = all_gather_shards(shard, errors[1], axis, codec, gather_feedback, segments=segments)
         return whole, (worker, server)
 
-    def exact(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:
+    def exactly(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:
         return exact_mean(x, axis), delivered(x, errors, segments)
 
     def delivered(x: Tensor, errors: Errors, segments: Segments) -> Errors:
         """Return the errors after x has arrived exactly."""
         assert follow is not None
-        server = initial_errors(x, axis, codec, way_back, segments=segments, servers=servers)[1]
-        return follow(x, errors[0]), server
+        return follow(x, errors[0]), errors_of(x, segments, back)[1]
 
     def averaging(mean_of: Callable[[Tensor, Errors, Segments, bool], tuple[Tensor, Errors]]) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -283,23 +308,23 @@ def _in_codes(
             if axis_size(axis) == 1 and follow is None:
                 return primitives.pmean(updates, axis), state
             leaves, structure = tree.flatten(_in_order(updates, params))
-            found: dict[int, Tensor] = {}
+            means: dict[int, Tensor] = {}
             worker, server = [], []
-            for bucket, *errors in zip(arrange(leaves), state.worker, state.server, strict=True):
+            for bucket, worker_error, server_error in zip(arrange(leaves), *state, strict=True):
                 x = layouts.join(leaves, bucket)
-                joined = len(bucket.leaf_indices) > 1 and not bucket.fused  # else x may be the caller's memory
-                y, (e, d) = mean_of(x, (errors[0], errors[1]), bucket.segments, joined)
-                found.update(zip(bucket.leaf_indices, layouts.split(y, bucket), strict=True))
-                worker.append(e)
-                server.append(d)
-            return layouts.restore(structure, found), ErrorFeedbackState(tuple(worker), tuple(server))
+                consume = len(bucket.leaf_indices) > 1 and not bucket.fused  # else x may be the caller's memory
+                mean, errors = mean_of(x, (worker_error, server_error), bucket.segments, consume)
+                means.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
+                worker.append(errors[0])
+                server.append(errors[1])
+            return layouts.restore(structure, means), ErrorFeedbackState(tuple(worker), tuple(server))
 
         return update
 
-    compressed, facts = averaging(exchanged), _facts(axis)
+    compressed, facts = averaging(in_codes), _facts(axis)
     if follow is not None:
         local = missing(Phase.LOCAL, "an average of differences")
-        return Transform(init, averaging(exact), compressed, local, facts=facts)
+        return Transform(init, averaging(exactly), compressed, local, facts=facts)
     if gather_feedback is not None:
         return Transform(init, unchanged, compressed, unchanged, facts=facts)
     rule = CompressedAverage(axis, codec, feedback, layout, servers)
@@ -307,8 +332,34 @@ def _in_codes(
 
 
 def _in_order(updates: Tree, params: Tree) -> Tree:
-    """Return updates with the keys of dicts in the order of the params: errors know whose they are by place only."""
+    """Return updates with the keys of dicts in the order of the params: errors are vectors, and have no keys."""
     try:
         return tree.in_order(updates, params, "updates")
-    except ValueError:  # of something else than the params, such as the scales of a link of the caller's own
+    except ValueError:  # they are not of the params' structure, such as the scales that a user's link averages
         return updates
+
+
+def agreed(inner: Transform, axis: AxisNames | None, *, kernel: str | None = None) -> Transform:
+    """Compare shapes, dtypes, hyper-parameters and codec over the ranks of an axis when a state is made.
+
+    Every named optimizer is wrapped in it. It leaves the updates as they are.
+
+    Args: inner: the transform. axis: the axis' name, or None for no comparison. kernel: a kernel that all ranks must
+        have, or none, because what a step sends depends on it.
+    Raises: ValueError from `init`, on every rank, that names the first rank and field that differ.
+    """
+    if axis is None:
+        return inner
+
+    def init(params: Tree) -> Tree:
+        if not all(isinstance(leaf, Tensor) for leaf in tree.leaves(params)):
+            tree.check_real(params, "params")  # raises: params are a model or a generator, say
+        device = device_of(params)
+        fields = {**describe_leaves(params), **describe(inner)}
+        if kernel is not None:
+            presence = "there" if cells(kernel, device.type) else f"missing for {device.type!r}"
+            fields[f"kernel {kernel!r}, on which depends what a step sends,"] = presence
+        check_agreement(axis, fields, device)
+        return inner.init(params)
+
+    return inner._replace(init=init)

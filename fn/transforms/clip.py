@@ -32,6 +32,11 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
     which is an upper bound of the norm of the mean; that costs one 4-byte all-reduce. A norm whose square overflows
     makes updates NaN, so that a guarded step is skipped.
 
+        >>> import torch, fn
+        >>> grads = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}                         # of norm 5
+        >>> fn.clip_by_global_norm(1.0).update(fn.Phase.WARMUP)(grads, (), None)[0]
+        {'a': tensor([0.6000]), 'b': tensor([0.8000])}
+
     Args: max_norm: positive. axis: the axis' name, or None.
     Raises: ValueError if max_norm is not positive.
 

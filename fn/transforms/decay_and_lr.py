@@ -31,6 +31,10 @@ class Rate(NamedTuple):
 def add_decayed_weights(weight_decay: float) -> Transform:
     """Add weight_decay * p to the updates, before the learning rate: decoupled weight decay.
 
+        >>> import torch, fn
+        >>> fn.add_decayed_weights(0.1).update(fn.Phase.LOCAL)(torch.tensor([1.0]), (), torch.tensor([-5.0]))[0]
+        tensor([0.5000])
+
     Raises: ValueError if weight_decay is negative or not finite.
 
     Paper: Loshchilov and Hutter, Decoupled weight decay (arXiv 1711.05101), algorithm 2, line 12.
@@ -68,6 +72,14 @@ def check_rate(lr: float | Tensor, argument: str = "lr") -> None:
 def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     """Multiply the updates by -lr, so that `apply_updates` descends.
 
+        >>> import torch, fn
+        >>> lr = torch.tensor(0.1)
+        >>> tx = fn.scale_by_learning_rate(lr)
+        >>> lr.fill_(0.5)                                             # as a scheduler does
+        tensor(0.5000)
+        >>> tx.update(fn.Phase.WARMUP)(torch.tensor([1.0, -2.0]), (), None)[0]
+        tensor([-0.5000,  1.0000])
+
     Args: lr: a float, or a 0-d tensor, which a scheduler may fill in place between steps without a recompile.
     Raises: ValueError if lr is negative or not finite, or a tensor with a dimension.
     """
@@ -79,4 +91,3 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
         return tree.map(lambda u: torch.mul(u, -lr, **pooled(u, *tensors)).to(u.dtype), updates), state
 
     return lift(lambda params: (), Step(Rate(lr), update), elementwise=True)
-

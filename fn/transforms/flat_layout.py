@@ -31,16 +31,22 @@ LAYOUTS = ("flat", "per_tensor", "fused")
 
 
 class Bucket(NamedTuple):
-    """Tensors that travel together.
+    """Tensors that travel together, as one vector (n,) of W rows.
 
-    leaf_indices: where they are in the list of leaves. shapes: theirs. segments: their pieces in a row.
-    fused: they are laid end to end as one tensor, which is the only segment.
+    leaf_indices: their places in the list of leaves. shapes: their shapes. segments: their pieces in a row.
+    fused: whether they are laid end to end as one tensor, which is the only segment.
     """
 
     leaf_indices: tuple[int, ...]
     shapes: tuple[torch.Size, ...]
     segments: Segments
     fused: bool = False
+
+
+def check_layout(layout: str) -> None:
+    """Refuse what is not one of `LAYOUTS` with a ValueError."""
+    if layout not in LAYOUTS:
+        raise ValueError(expected("layout", f"one of {LAYOUTS}", f"{layout!r}"))
 
 
 def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) -> list[Bucket]:
@@ -50,11 +56,10 @@ def buckets(leaves: Sequence[Tensor], world_size: int, align: int, layout: str) 
 
     Raises: ValueError if the layout is not one of `LAYOUTS`.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(expected("layout", f"one of {LAYOUTS}", f"{layout!r}"))
+    check_layout(layout)
     groups: dict[Any, list[int]] = {}
     if layout != "per_tensor" and len({leaf.dtype for leaf in leaves}) == 1 == len({leaf.device for leaf in leaves}):
-        groups[None] = [*range(len(leaves))]  # without a look at each key: a step asks every time
+        groups[None] = [*range(len(leaves))]  # the common case, without hashing each leaf's key in every step
     else:
         for i, leaf in enumerate(leaves):
             key = i if layout == "per_tensor" else (leaf.dtype, leaf.device)
@@ -73,7 +78,7 @@ def _bucket(
     lengths = [sum(lengths)] if fused else lengths
     widths = [-(-n // (world_size * align)) * align for n in lengths]
     valid = [[min(max(n - r * w, 0), w) for n, w in zip(lengths, widths, strict=True)] for r in range(world_size)]
-    counts = torch.tensor(valid, dtype=torch.int64, device="cpu")  # in a meta context, too
+    counts = torch.tensor(valid, dtype=torch.int64, device="cpu")  # also where the default device is "meta"
     return Bucket(places, shapes, Segments(tuple(widths), counts), fused)
 
 
@@ -102,19 +107,19 @@ def join(leaves: Sequence[Tensor], bucket: Bucket) -> Tensor:
 
 
 def parts(bucket: Bucket) -> list[Bucket]:
-    """Return the buckets of a bucket's `pieces`, in which tensors travel exactly; a fused one is a single piece."""
+    """Cut a bucket into those of its `pieces`, in which tensors travel exactly; a fused one is a single piece."""
     cuts = pieces(bucket.segments)
     if bucket.fused or len(cuts) == 1:
         return [bucket]
-    found = []
+    cut_buckets = []
     for first, end in cuts:
         segments = Segments(bucket.segments.widths[first:end], bucket.segments.valid[:, first:end].contiguous())
-        found.append(Bucket(bucket.leaf_indices[first:end], bucket.shapes[first:end], segments))
-    return found
+        cut_buckets.append(Bucket(bucket.leaf_indices[first:end], bucket.shapes[first:end], segments))
+    return cut_buckets
 
 
 def is_fresh(x: Tensor, leaves: Sequence[Tensor]) -> bool:
-    """Return whether a vector that `join` made of leaves lies in none of them."""
+    """Return whether a vector that `join` made of leaves has memory of its own, so that it may be overwritten."""
     if not is_concrete(x, *leaves):
         return False
     memory = x.untyped_storage()._cdata
@@ -122,29 +127,29 @@ def is_fresh(x: Tensor, leaves: Sequence[Tensor]) -> bool:
 
 
 def paired_views(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
-    """Return views of vectors and views of the rows (W, n / W) that `join` makes of them, pair by pair alike.
+    """Return two lists of views with equal shapes: of vectors, and of their places in the table that `join` makes.
 
-    Together they are all elements of the vectors. Not for buckets that are fused.
+    Copying one list into the other copies all elements of the vectors. table: (W, n / W). Not for fused buckets.
     """
     return layout.paired_views(tensors, table, bucket.segments.widths)
 
 
 def clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> None:
-    """Write zeros behind the vectors in rows (W, n / W) of a bucket that is not fused."""
+    """Write zeros into the padding behind the vectors in a table (W, n / W). Not for fused buckets."""
     layout.clear_padding(table, [flat.shape[0] for flat in tensors], bucket.segments.widths)
 
 
 def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
-    """Return the W rows of what `join` returns, without a copy of those that lie in one piece in memory already.
+    """Return the W rows of what `join` returns, without copying those that are contiguous in memory already.
 
-    For tensors on the host that hold numbers.
+    Only for tensors on the CPU, outside of vmap and compilation.
     """
     rows, width = bucket.segments.valid.shape[0], bucket.segments.row_length
     if not bucket.fused and len(bucket.leaf_indices) > 1:
         return list(join(leaves, bucket).view(rows, width).unbind(0))
     flat = end_to_end([leaves[i].reshape(-1) for i in bucket.leaf_indices])
-    found = [flat[r * width : (r + 1) * width] for r in range(rows)]
-    return [row if row.shape[0] == width else _padded(row, width) for row in found]
+    cuts = [flat[r * width : (r + 1) * width] for r in range(rows)]
+    return [row if row.shape[0] == width else _padded(row, width) for row in cuts]
 
 
 def _padded(row: Tensor, width: int) -> Tensor:
@@ -155,10 +160,7 @@ def _padded(row: Tensor, width: int) -> Tensor:
 
 
 def end_to_end(tensors: Sequence[Tensor]) -> Tensor:
-    """Return vectors as one; if they lie end to end in memory, as `flatten_parameters` lays gradients, without a copy.
-
-    The result may share memory with the tensors.
-    """
+    """Return vectors as one. If they lie end to end in memory, as with `flatten_parameters`, it is a view of them."""
     eager = is_concrete(*tensors) and not is_recorded(tensors)
     if eager and adjoin(tensors):
         return tensors[0].as_strided((sum(t.shape[0] for t in tensors),), (1,))
@@ -203,6 +205,6 @@ def split_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> Non
         torch._foreach_copy_(flats, pieces)
 
 
-def restore(structure: Any, found: dict[int, Tensor]) -> Tree:
-    """Put leaves that were found bucket by bucket back into their tree."""
-    return tree.unflatten(structure, [found[i] for i in range(len(found))])
+def restore(structure: Any, leaf_at: dict[int, Tensor]) -> Tree:
+    """Return the tree of leaves that were made bucket by bucket. leaf_at: place -> leaf."""
+    return tree.unflatten(structure, [leaf_at[i] for i in range(len(leaf_at))])

@@ -26,7 +26,7 @@ from fn.base import (
 )
 from fn.errors import expected
 from fn.kernels import layout, reference, rules
-from fn.roles import Roles
+from fn.roles import declare
 from fn.transforms.adam import (
     adam_direction,
     check_betas,
@@ -41,6 +41,7 @@ from fn.transforms.decay_and_lr import check_decay
 Tree = Any
 
 
+@declare(first_moment=("mu",), second_moment=("nu",), others=("sync",))
 class OnebitLambState(NamedTuple):
     """State of `scale_by_onebit_lamb`; per-tensor numbers are 0-d float32.
 
@@ -64,14 +65,14 @@ class OnebitLambState(NamedTuple):
     tail: Tensor
     sync: Tree
 
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return Roles(first_moment=("mu",), second_moment=("nu",), others=("sync",))
-
 
 def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Transform:
     """Scale each tensor's update by clamp(||p|| / ||u||, min_coeff, max_coeff); by 1 where a norm is 0.
+
+        >>> import torch, fn
+        >>> tx = fn.scale_by_trust_ratio()
+        >>> tx.update(fn.Phase.WARMUP)(torch.tensor([0.6, 0.8]), (), torch.tensor([3.0, 4.0]))[0]      # 5 / 1 times u
+        tensor([3., 4.])
 
     Raises: ValueError unless 0 <= min_coeff <= max_coeff.
 
@@ -142,6 +143,15 @@ def scale_by_onebit_lamb(
                      f <- clamp(f, factor_min, factor_max)
                      factor <- clamp(f, (1 - factor_threshold) factor, (1 + factor_threshold) factor)
                      step coefficient factor u
+
+        >>> import torch, fn
+        >>> tx = fn.scale_by_onebit_lamb(sync=fn.compressed_average("data", fn.sign()))
+        >>> params = torch.tensor([3.0, 4.0])
+        >>> state = tx.init(params)
+        >>> for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED):
+        ...     u, state = tx.update(phase)(torch.tensor([1.0, -1.0]), state, params)
+        >>> state.coefficient, u
+        (tensor(0.1118), tensor([ 0.6046, -0.6046]))
 
     A c of exactly 1 counts as a ratio that was not taken, and does not enter the coefficient. With weight decay only
     q's share of the step follows the second moment, so f is blended with 1 by that share before it is bounded.
@@ -250,9 +260,7 @@ def onebit_lamb_by_tensor(
     return Transform(init, warmup, compressed, local, needs_warmup=frozen, facts=facts)
 
 
-def _warm_tensor(
-    h: LambHyper, g: Tensor, p: Tensor, mu: Tensor, nu: Tensor, coefficient: Tensor
-) -> tuple[Tensor, ...]:
+def _warm_tensor(h: LambHyper, g: Tensor, p: Tensor, mu: Tensor, nu: Tensor, coefficient: Tensor) -> tuple[Tensor, ...]:
     """Return the update, mu, nu, the moving ratio and the ratio of one tensor after a warm-up step."""
     mu, nu = moving_average(mu, g, h.b1), moving_average_of_squares(nu, g, h.b2)
     u = _decayed(adam_direction(mu, nu, h.eps), p, h)

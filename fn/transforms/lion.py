@@ -1,4 +1,4 @@
-"""Lion: the sign of a momentum. `scale_by_lion`, and `lion_direction`, of which ranks may vote."""
+"""Lion, which steps along the sign of a momentum: `scale_by_lion`, and `lion_direction`, on whose signs ranks vote."""
 
 from __future__ import annotations
 
@@ -6,59 +6,24 @@ from typing import Any, NamedTuple
 
 from fn import tree
 from fn.base import Phase, Transform, UpdateFn, check_is_transform, check_state, combine, lift
-from fn.roles import Roles
-from fn.transforms.adam import check_betas, moving_average, zeros_like_moment
+from fn.roles import declare
+from fn.transforms.adam import check_betas, moving_average, zero_moments
+from fn.transforms.momentum import LocalMomentumState, MomentumState
 from fn.transforms.scaling import sign_of
 
 Tree = Any
 
 
-class LionState(NamedTuple):
-    """State of `scale_by_lion`. mu: the momentum, like the params; float32 for half precision."""
-
-    mu: Tree
-
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return Roles(first_moment=("mu",))
-
-
+@declare(rank_local=("mu",), first_moment=("mu",), others=("sync",))
 class SyncedLionState(NamedTuple):
-    """State of `scale_by_lion` with a sync. mu: the momentum, each rank's own. sync: the state of the mean."""
+    """State of `scale_by_lion` with a sync. mu: the momentum, each rank's own. sync: the state of that transform."""
 
     mu: Tree
     sync: Tree
 
-    @property
-    def rank_local(self) -> frozenset[str]:
-        """Return the fields that are one rank's own."""
-        return frozenset({"mu"})
-
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return Roles(first_moment=("mu",), others=("sync",))
-
-
-class LocalLionState(NamedTuple):
-    """State of `lion_direction`. mu: the momentum, each rank's own; float32 for half precision."""
-
-    mu: Tree
-
-    @property
-    def rank_local(self) -> frozenset[str]:
-        """Return the fields that are one rank's own."""
-        return frozenset({"mu"})
-
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return Roles(first_moment=("mu",))
-
 
 def lion_direction(b1: float = 0.9, b2: float = 0.99) -> Transform:
-    """Return what Lion takes the sign of, from the rank's own updates; it stands in front of an average.
+    """Return what Lion takes the sign of, made of the rank's own gradient; it stands in front of an average.
 
         u_r = b1 mu_r + (1 - b1) g_r,    mu_r <- b2 mu_r + (1 - b2) g_r
 
@@ -69,31 +34,35 @@ def lion_direction(b1: float = 0.9, b2: float = 0.99) -> Transform:
     """
     check_betas(b1, b2, 0.0)
 
-    def init(params: Tree) -> LocalLionState:
-        tree.check_real(params, "params")
-        return LocalLionState(tree.map(zeros_like_moment, params))
-
-    def update(updates: Tree, state: LocalLionState, params: Tree, /) -> tuple[Tree, LocalLionState]:
-        check_state(state, LocalLionState)
+    def update(updates: Tree, state: LocalMomentumState, params: Tree, /) -> tuple[Tree, LocalMomentumState]:
+        check_state(state, LocalMomentumState)
         tree.check_updates(updates, state.mu)
         updates = tree.in_order(updates, state.mu, "updates")
         mu = moving_average(state.mu, updates, b2)
-        return moving_average(state.mu, updates, b1), LocalLionState(mu)
+        return moving_average(state.mu, updates, b1), LocalMomentumState(mu)
 
-    return lift(init, update, elementwise=True)
+    return lift(lambda params: LocalMomentumState(zero_moments(params)), update, elementwise=True)
 
 
 def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, sync: Transform | None = None) -> Transform:
-    """Return the sign of a momentum, which weighs the gradient more than the momentum that is kept does.
+    """Return the sign of b1 mu + (1 - b1) g, in which the gradient weighs more than in the momentum mu that is kept.
 
         u = sign(C(b1 mu + (1 - b1) g)),    mu <- b2 mu + (1 - b2) g
 
-    The sign of 0 is 0, and where the momentum is not finite, u is NaN.
+    The sign of 0 is 0. Where the momentum is not finite, u is NaN.
+
+        >>> import torch, fn
+        >>> tx = fn.scale_by_lion()
+        >>> params, state = torch.tensor([1.0, 2.0]), tx.init(torch.tensor([1.0, 2.0]))
+        >>> for g in ([1.0, -1.0], [-0.05, 4.0]):                   # the momentum outweighs -0.05, not 4
+        ...     u, state = tx.update(fn.Phase.WARMUP)(torch.tensor(g), state, params)
+        >>> u
+        tensor([1., 1.])
 
     Args:
-        b1: weight of the old momentum in the step, b2: in the momentum that is kept; both in [0, 1).
-        sync: what averages the ranks' directions before their sign is taken, C, in the phases in which it does. Their
-            momenta stay their own and are never averaged. None: the gradients are averaged in front of the link.
+        b1: weight of the old momentum in the step. b2: its weight in the momentum that is kept. Both are in [0, 1).
+        sync: C, the transform that averages the ranks' directions before their sign is taken. The momenta are each
+            rank's own and are never averaged. None: a link in front averages the gradients.
     Raises: ValueError if b1 or b2 is outside [0, 1); TypeError if sync is no transform.
 
     Paper: Chen et al., Symbolic discovery of optimization algorithms (arXiv 2302.06675), algorithm 2; with a sync, Liu
@@ -111,33 +80,28 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, sync: Transform | None =
 
     if sync is None:
 
-        def init(params: Tree) -> LionState:
-            tree.check_real(params, "params")
-            return LionState(tree.map(zeros_like_moment, params))
-
-        def update(updates: Tree, state: LionState, params: Tree, /) -> tuple[Tree, LionState]:
-            check_state(state, LionState)
+        def update(updates: Tree, state: MomentumState, params: Tree, /) -> tuple[Tree, MomentumState]:
+            check_state(state, MomentumState)
             direction, mu = mixed(updates, state.mu)
-            return tree.map(sign_of, direction), LionState(mu)
+            return tree.map(sign_of, direction), MomentumState(mu)
 
-        return lift(init, update, elementwise=True)
+        return lift(lambda params: MomentumState(zero_moments(params)), update, elementwise=True)
 
     check_is_transform("sync", sync)
 
     def synced_init(params: Tree) -> SyncedLionState:
-        tree.check_real(params, "params")
-        mu = tree.map(zeros_like_moment, params)
+        mu = zero_moments(params)
         return SyncedLionState(mu, sync.init(mu))
 
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        (found,) = updates_of
+        (average,) = updates_of
 
         def update(updates: Tree, state: SyncedLionState, params: Tree, /) -> tuple[Tree, SyncedLionState]:
             check_state(state, SyncedLionState)
             params = params if params is None else tree.in_order(params, state.mu, "params")
             direction, mu = mixed(updates, state.mu)
-            mean, after = found(direction, state.sync, params)
-            return tree.map(sign_of, mean), SyncedLionState(mu, after)
+            mean, sync_state = average(direction, state.sync, params)
+            return tree.map(sign_of, mean), SyncedLionState(mu, sync_state)
 
         return update
 

@@ -29,6 +29,13 @@ Tree = Any
 def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
     """Apply a transform to the leaves where the mask is true; the others pass as they are.
 
+        >>> import torch, fn
+        >>> tx = fn.mask(fn.add_decayed_weights(0.1), lambda params: fn.tree.map(lambda p: p.ndim > 1, params))
+        >>> params = {"weight": torch.ones(1, 2), "bias": torch.ones(2)}
+        >>> zeros = fn.tree.map(torch.zeros_like, params)
+        >>> tx.update(fn.Phase.WARMUP)(zeros, tx.init(params), params)[0]
+        {'weight': tensor([[0.1000, 0.1000]]), 'bias': tensor([0., 0.])}
+
     Args:
         inner: the transform; it sees the list of the chosen leaves.
         mask: a tree of bools like the params, or a function from params to such a tree.
@@ -80,6 +87,13 @@ def _put(t: Tree, new: Mapping[int, Any]) -> Tree:
 
 def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree], Tree]) -> Transform:
     """Apply a different transform to the leaves of each label.
+
+        >>> import torch, fn
+        >>> sgd = {"fast": fn.scale_by_learning_rate(1.0), "slow": fn.scale_by_learning_rate(0.1)}
+        >>> tx = fn.partition(sgd, {"head": "fast", "body": "slow"})
+        >>> grads = {"head": torch.tensor([1.0]), "body": torch.tensor([1.0])}
+        >>> tx.update(fn.Phase.WARMUP)(grads, tx.init(grads), grads)[0]
+        {'head': tensor([-1.]), 'body': tensor([-0.1000])}
 
     Args:
         transforms: label -> transform; each sees the list of its leaves.
@@ -144,7 +158,16 @@ def _check_labels(state: Tree, labels: Iterable[str]) -> None:
 
 
 def unfrozen(inner: Transform) -> Transform:
-    """Stay in the warm-up in every phase: full precision for what compression would harm, norms and biases."""
+    """Stay in the warm-up in every phase: full precision for what compression would harm, norms and biases.
+
+    >>> import torch, fn
+    >>> full = fn.unfrozen(fn.onebit_adam(0.1, axis="data"))
+    >>> params, state = torch.zeros(2), full.init(torch.zeros(2))
+    >>> for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED):
+    ...     u, state = full.update(phase)(torch.tensor([1.0, -2.0]), state, params)
+    >>> fn.roles.find(state, "second_moment")     # twice (1 - b2) g^2: it still moves in the compressed phase
+    [tensor([0.0020, 0.0080])]
+    """
     update = inner.warmup_update
     return inner._replace(compressed_update=update, local_update=update, needs_warmup=frozenset(), rounds=None)
 
@@ -153,6 +176,11 @@ def apply_mask(mask: Tree) -> Transform:
     """Multiply the updates of compressed steps by a mask of numbers, leaf by leaf; other phases pass.
 
     Behind a compressed mean it keeps elements at zero that never receive a gradient, which one bit cannot do.
+
+        >>> import torch, fn
+        >>> seen = torch.tensor([1.0, 0.0])
+        >>> fn.apply_mask(seen).update(fn.Phase.COMPRESSED)(torch.tensor([0.5, -0.5]), (), None)[0]
+        tensor([0.5000, -0.0000])
 
     Args: mask: one tensor for all leaves, or a tree like the updates, of tensors that broadcast to them; None at a
         leaf leaves it as it is.

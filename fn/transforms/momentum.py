@@ -1,4 +1,4 @@
-"""Sums of updates: `trace`, as outer optimizers use it; `local_momentum` and `running_sum` around an average."""
+"""Momentum: `trace`, as SGD and outer optimizers use it; `local_momentum` and `running_sum`, around an average."""
 
 from __future__ import annotations
 
@@ -7,38 +7,43 @@ from typing import Any, NamedTuple
 import torch
 
 from fn import tree
-from fn.base import Facts, Phase, Transform, check_number, check_state, lift, missing
+from fn.base import ELEMENTWISE, Phase, Transform, UpdateFn, check_number, check_state, lift, missing
 from fn.errors import expected
-from fn.roles import Roles
-from fn.transforms.adam import moving_average, zeros_like_moment
+from fn.roles import declare
+from fn.transforms.adam import moving_average, zero_moments
 
 Tree = Any
 
 
-class TraceState(NamedTuple):
-    """State of `trace`. mu: the sum of the updates, those of the past decayed; float32 for half precision."""
+@declare(first_moment=("mu",))
+class MomentumState(NamedTuple):
+    """State of `trace` and `scale_by_lion`. mu: the momentum, the same on all ranks; float32 for half precision."""
 
     mu: Tree
 
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return Roles(first_moment=("mu",))
-
 
 def check_weight(argument: str, value: Any) -> None:
-    """Refuse a weight of the past outside of [0, 1), by the name that its caller gave it."""
+    """Refuse a weight of the old momentum outside of [0, 1), by the name of the caller's argument."""
     check_number(argument, value)
     if not 0 <= value < 1:
         raise ValueError(expected(argument, "a number in [0, 1)", f"{value}"))
 
 
 def trace(decay: float, nesterov: bool = False) -> Transform:
-    """Add up the updates, those of the past decayed.
+    """Add the updates to a decayed sum of the old ones: momentum, as in SGD.
 
         b <- decay b + d;    u = d + decay b with nesterov, else b
 
-    The learning rate comes behind it, so a rate that changes acts at once, on the past, too.
+    The learning rate stands behind it, so that a changed rate scales the whole sum at once.
+
+        >>> import torch, fn
+        >>> tx = fn.chain(fn.trace(0.9), fn.scale_by_learning_rate(0.1))
+        >>> params, state = torch.tensor([1.0]), tx.init(torch.tensor([1.0]))
+        >>> for _ in range(3):
+        ...     updates, state = tx.update(fn.Phase.WARMUP)(torch.tensor([1.0]), state, params)
+        ...     params = fn.apply_updates(params, updates)
+        >>> params                                  # 1 - 0.1 (1 + 1.9 + 2.71)
+        tensor([0.4390])
 
     Raises: ValueError if decay is outside [0, 1); TypeError if nesterov is no bool.
 
@@ -49,34 +54,21 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
     if not isinstance(nesterov, bool):
         raise TypeError(expected("nesterov", "True or False", f"{nesterov!r}"))
 
-    def init(params: Tree) -> TraceState:
-        tree.check_real(params, "params")
-        return TraceState(tree.map(zeros_like_moment, params))
-
-    def update(updates: Tree, state: TraceState, params: Tree, /) -> tuple[Tree, TraceState]:
-        check_state(state, TraceState)
+    def update(updates: Tree, state: MomentumState, params: Tree, /) -> tuple[Tree, MomentumState]:
+        check_state(state, MomentumState)
         tree.check_updates(updates, state.mu)
         mu = tree.map(lambda b, d: torch.add(d.to(b.dtype), b, alpha=decay), state.mu, updates)
         out = tree.map(lambda b, d: torch.add(d.to(b.dtype), b, alpha=decay), mu, updates) if nesterov else mu
-        return out, TraceState(mu)
+        return out, MomentumState(mu)
 
-    return lift(init, update, elementwise=True)
+    return lift(lambda params: MomentumState(zero_moments(params)), update, elementwise=True)
 
 
+@declare(rank_local=("mu",), first_moment=("mu",))
 class LocalMomentumState(NamedTuple):
-    """State of `local_momentum`. mu: the moving average, each rank's own; float32 for half precision."""
+    """State of `local_momentum` and `lion_direction`. mu: the momentum, each rank's own; float32 for half precision."""
 
     mu: Tree
-
-    @property
-    def rank_local(self) -> frozenset[str]:
-        """Return the fields that are one rank's own."""
-        return frozenset({"mu"})
-
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return Roles(first_moment=("mu",))
 
 
 def local_momentum(eta: float) -> Transform:
@@ -84,7 +76,16 @@ def local_momentum(eta: float) -> Transform:
 
         v_r <- (1 - eta) v_r + eta g_r
 
-    It is never averaged, and so differs from rank to rank. On another number of ranks each goes on with the mean.
+    It is never averaged, and so differs from rank to rank. A checkpoint that is loaded on another number of ranks
+    gives each of them the mean.
+
+        >>> import torch, fn
+        >>> tx = fn.local_momentum(0.5)
+        >>> state = tx.init(torch.zeros(1))
+        >>> for _ in range(3):
+        ...     v, state = tx.update(fn.Phase.COMPRESSED)(torch.tensor([1.0]), state, torch.zeros(1))
+        >>> v                                       # 1 - 0.5^3
+        tensor([0.8750])
 
     Args: eta: weight of the new update, 0 < eta <= 1; 1 keeps nothing, 0.1 averages over about ten steps.
     Raises: TypeError if eta is no number; ValueError if it is out of range.
@@ -96,49 +97,53 @@ def local_momentum(eta: float) -> Transform:
     if not 0 < eta <= 1:
         raise ValueError(expected("eta", "a number in (0, 1]", f"{eta}"))
 
-    def init(params: Tree) -> LocalMomentumState:
-        tree.check_real(params, "params")
-        return LocalMomentumState(tree.map(zeros_like_moment, params))
-
     def update(updates: Tree, state: LocalMomentumState, params: Tree, /) -> tuple[Tree, LocalMomentumState]:
         check_state(state, LocalMomentumState)
         tree.check_updates(updates, state.mu)
         mu = moving_average(state.mu, tree.in_order(updates, state.mu, "updates"), 1.0 - eta)
         return mu, LocalMomentumState(mu)
 
-    return lift(init, update, elementwise=True)
+    return lift(lambda params: LocalMomentumState(zero_moments(params)), update, elementwise=True)
 
 
 class RunningSumState(NamedTuple):
-    """State of `running_sum`. total: what arrived so far; float32 for half precision."""
+    """State of `running_sum`. total: the sum of all updates so far; float32 for half precision."""
 
     total: Tree
 
 
 def running_sum() -> Transform:
-    """Add up the updates in the compressed phase; behind an average of `differences`, which it turns into the mean.
+    """Add up the updates of compressed steps: behind an average of `differences`, the sum is the mean itself.
 
         s <- s + u;    u = s
 
-    In the warm-up, where the mean itself arrives, s becomes that. There is no local phase.
+    In the warm-up the mean itself arrives, and s becomes that. There is no local phase.
+
+        >>> import torch, fn
+        >>> tx = fn.running_sum()
+        >>> state = tx.init(torch.zeros(1))
+        >>> for phase, u in [(fn.Phase.WARMUP, 5.0), (fn.Phase.COMPRESSED, 1.0), (fn.Phase.COMPRESSED, -2.0)]:
+        ...     s, state = tx.update(phase)(torch.tensor([u]), state, torch.zeros(1))
+        >>> s
+        tensor([4.])
 
     Paper: Richtarik, Sokolov and Fatkhullin, EF21 (arXiv 2106.05203), algorithm 2, line 8.
     """
 
-    def init(params: Tree) -> RunningSumState:
-        tree.check_real(params, "params")
-        return RunningSumState(tree.map(zeros_like_moment, params))
+    def update_of(adds: bool) -> UpdateFn:
+        def update(updates: Tree, state: RunningSumState, params: Tree, /) -> tuple[Tree, RunningSumState]:
+            check_state(state, RunningSumState)
+            tree.check_updates(updates, state.total)
+            total = tree.map(lambda s, u: s + u.to(s.dtype) if adds else u.to(s.dtype), state.total, updates)
+            return total, RunningSumState(total)
 
-    def whole(updates: Tree, state: RunningSumState, params: Tree, /) -> tuple[Tree, RunningSumState]:
-        check_state(state, RunningSumState)
-        tree.check_updates(updates, state.total)
-        total = tree.map(lambda s, u: u.to(s.dtype), state.total, updates)
-        return total, RunningSumState(total)
+        return update
 
-    def summed(updates: Tree, state: RunningSumState, params: Tree, /) -> tuple[Tree, RunningSumState]:
-        check_state(state, RunningSumState)
-        tree.check_updates(updates, state.total)
-        total = tree.map(lambda s, u: s + u.to(s.dtype), state.total, updates)
-        return total, RunningSumState(total)
-
-    return Transform(init, whole, summed, missing(Phase.LOCAL, "a running sum of what ranks send"), facts=Facts())
+    local = missing(Phase.LOCAL, "a running sum of what ranks send")
+    return Transform(
+        lambda params: RunningSumState(zero_moments(params)),
+        update_of(False),
+        update_of(True),
+        local,
+        facts=ELEMENTWISE,
+    )

@@ -40,6 +40,13 @@ def scale_by_muon(
         m <- decay m + g;    z = g + decay m with nesterov, else m
         X = z / (|z|_F + eps);    X <- a X + (b A + c A^2) X,  A = X X^T,  for each (a, b, c);    u = s X
 
+        >>> import torch, fn
+        >>> tx = fn.scale_by_muon()
+        >>> g = torch.tensor([[3.0, 0.0], [0.0, 0.1]])
+        >>> tx.update(fn.Phase.WARMUP)(g, tx.init(g), g)[0]          # singular values 3 and 0.1 become about 1
+        tensor([[0.9792, 0.0000],
+                [0.0000, 1.0106]])
+
     Args:
         decay, nesterov: as for `trace`, whose state this has. eps: keeps a matrix of zeros at zero.
         scale: s for n rows and k columns. "spectral_norm": sqrt(n / k). "rms_norm": 0.2 sqrt(max(n, k)), so that a

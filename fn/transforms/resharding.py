@@ -1,26 +1,28 @@
-"""What a state says whatever the number of ranks, and how it is put into the layout of another number.
+"""How states move to another number of ranks.
 
-Errors are cut by rank, so a checkpoint of 4 ranks does not fit 2. What must not be lost is the undelivered mean,
+Residual errors are cut by rank, so those of 4 ranks do not fit 2. What must not be lost is the undelivered mean,
 
     (1 / W) sum_r worker error_r  +  the server errors, end to end,
 
 tensor by tensor. A `Reshape` says for a state how to add that up over the old ranks (`addends`) and how to start from
-it on the new ones (`adopt`): every rank's worker error is then the mean of the old ones, its server error its own
-piece.
+it on the new ones (`adopt`): every rank's worker error is then the mean of the old ones, and its server error is its
+own piece. A `Move` takes saved states of the old ranks, as `Rows`, and returns the states of the ranks that are bound
+now.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.collectives.axis import axis_index, axis_size
+from fn.collectives.codecs.codec import Segments
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import age_of, from_plain, to_plain
 from fn.collectives.hierarchy import Hop
@@ -47,72 +49,74 @@ class Reshape(NamedTuple):
 
 
 class Notes(threading.local, Generic[Note]):
-    """What an init has to say beside the state that it returns, collected by thread; dropped if nobody listens."""
+    """What an init says beside the state that it returns, by thread; dropped where nobody collects it."""
 
-    _found: list[Note] | None = None
+    _notes: list[Note] | None = None
 
     @contextmanager
     def collected(self) -> Iterator[list[Note]]:
-        """Collect what is said inside."""
-        before, self._found = self._found, []
+        """Collect the notes of the inits that run inside of this context."""
+        before, self._notes = self._notes, []
         try:
-            yield self._found
+            yield self._notes
         finally:
-            self._found = before
+            self._notes = before
 
     def say(self, note: Note) -> None:
-        """Tell whoever listens."""
-        if self._found is not None:
-            self._found.append(note)
-
+        """Add a note to the list of whoever collects."""
+        if self._notes is not None:
+            self._notes.append(note)
 
 
 reshapes: Notes[tuple[Tree, Reshape]] = Notes()
 """(a state that was just made, how it moves), from each init whose state does not fit another world as it is."""
 
-
 Plan = Callable[[int], list[layouts.Bucket]]
 """W -> how leaves travel among W ranks."""
 
 
-def errors_reshape(
-    leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop, server: Hop
-) -> Reshape:
+def errors_reshape(leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop, server: Hop) -> Reshape:
     """Return how an `ErrorFeedbackState` over leaves moves. worker, server: how the halves of an exchange travel."""
 
     def addends(state: ErrorFeedbackState, world: int, rank: int, orders: Orders) -> Tree:
-        found: Addends = []
+        sums: Addends = []
         for bucket, e, d in zip(plan(world), state.worker, state.server, strict=True):
-            dtype, at = leaves[bucket.leaf_indices[0]].dtype, bucket.segments
-            sent = to_plain(e, worker.codec, worker.feedback, at, dtype)
-            found += parts_of(None if sent is None else sent.double() / world, bucket, orders)
-            own = to_plain(
-                d, server.codec, server.feedback, at.row(torch.tensor(rank, dtype=torch.int64, device="cpu")), dtype
-            )
-            found += parts_of(None if own is None else in_row(own, bucket, rank), bucket, orders)
-            found += [_age(e, rank), _age(d, rank)]
-        return found
+            dtype, segments = leaves[bucket.leaf_indices[0]].dtype, bucket.segments
+            worker_error = to_plain(e, worker.codec, worker.feedback, segments, dtype)
+            sums += parts_of(None if worker_error is None else worker_error.double() / world, bucket, orders)
+            server_error = to_plain(d, server.codec, server.feedback, _row_of(segments, rank), dtype)
+            sums += parts_of(None if server_error is None else in_row(server_error, bucket, rank), bucket, orders)
+            sums += [_age(e, rank), _age(d, rank)]
+        return sums
 
     def adopt(total: Tree, fresh: ErrorFeedbackState) -> ErrorFeedbackState:
         world, rank, rest = axis_size(axis), int(axis_index(axis)), iter(total)
         workers, servers = [], []
         for bucket, e, d in zip(plan(world), fresh.worker, fresh.server, strict=True):
-            at = bucket.segments
-            sent, own = take_parts(rest, bucket), take_parts(rest, bucket)
+            segments = bucket.segments
+            mean, whole = take_parts(rest, bucket), take_parts(rest, bucket)
             ages = [next(rest).long() for _ in range(2)]
-            workers.append(e if isinstance(e, tuple) and not e else from_plain(sent, e, at, worker.feedback, ages[0]))
-            if isinstance(d, tuple) and not d:
+            workers.append(e if _is_nothing(e) else from_plain(mean, e, segments, worker.feedback, ages[0]))
+            if _is_nothing(d):
                 servers.append(d)
             else:
-                row, mine = at.row(torch.tensor(rank, dtype=torch.int64, device="cpu")), own.view(world, -1)[rank]
-                servers.append(from_plain(mine, d, row, server.feedback, ages[1]))
+                piece, row = whole.view(world, -1)[rank], _row_of(segments, rank)
+                servers.append(from_plain(piece, d, row, server.feedback, ages[1]))
         return ErrorFeedbackState(tuple(workers), tuple(servers))
 
     return Reshape(addends, adopt)
 
 
+def _row_of(segments: Segments, rank: int) -> Segments:
+    return segments.row(torch.tensor(rank, dtype=torch.int64, device="cpu"))
+
+
+def _is_nothing(error: Tree) -> bool:
+    return isinstance(error, tuple) and not error
+
+
 def _age(error: Tree, rank: int) -> Tensor:
-    """Return an error's age as rank 0 adds it, and nothing as the others do."""
+    """Return what a rank adds to the sum of an error's age, which all ranks share: rank 0 the age, the others 0."""
     age = age_of(error) if rank == 0 else None
     return torch.zeros((), dtype=torch.float64, device="cpu") if age is None else age.double().cpu()
 
@@ -136,10 +140,10 @@ def parts_of(vector: Tensor | None, bucket: layouts.Bucket, orders: Orders) -> A
 def read_in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
     """Return a tensor of the shape of x, contiguous, whose elements lie in x in another order of dimensions.
 
-        >>> x = torch.tensor([[1, 2, 3], [4, 5, 6]])    # columns, one after the other
-        >>> read_in_order(x, (1, 0))
-        tensor([[1, 3, 5],
-                [2, 4, 6]])
+    >>> x = torch.tensor([[1, 2, 3], [4, 5, 6]])    # columns, one after the other
+    >>> read_in_order(x, (1, 0))
+    tensor([[1, 3, 5],
+            [2, 4, 6]])
     """
     if not order:
         return x
@@ -148,14 +152,14 @@ def read_in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
 
 
 def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
-    """Return the next tensors of an iterator, as many as a bucket has, as its vector (n,)."""
+    """Take the bucket's tensors from an iterator, and return its vector (n,)."""
     leaves = {i: next(rest) for i in bucket.leaf_indices}
     none = torch.empty(0, dtype=torch.float32, device="cpu")
     return layouts.join([leaves.get(i, none) for i in range(max(bucket.leaf_indices) + 1)], bucket)
 
 
 def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
-    """Return how a state of shards moves: vectors that belong to a bucket are pieces, all else is the same everywhere.
+    """Return how a state of shards moves: pieces of the buckets' vectors, and leaves that all ranks hold alike.
 
     Args: suffixes: how the paths of the pieces of each bucket end.
     """
@@ -168,31 +172,31 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
         return None
 
     def addends(state: Tree, world: int, rank: int, orders: Orders) -> Tree:
-        buckets, found = plan(world), list[Tensor]()
+        buckets, sums = plan(world), list[Tensor]()
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
             bucket = bucket_of(path, leaf, buckets)
             if bucket is None:
                 zeros = torch.zeros(leaf.shape, dtype=torch.float64, device="cpu")
-                found.append(leaf.double().cpu() if rank == 0 else zeros)
+                sums.append(leaf.double().cpu() if rank == 0 else zeros)
             else:
-                found += parts_of(in_row(leaf, bucket, rank), bucket, orders)
-        return found
+                sums += parts_of(in_row(leaf, bucket, rank), bucket, orders)
+        return sums
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
         world, rank, rest = axis_size(axis), int(axis_index(axis)), iter(total)
-        buckets, found = plan(world), []
+        buckets, moved = plan(world), []
         leaves, structure = tree.flatten(fresh)
         for path, leaf in zip(tree.paths(fresh), leaves, strict=True):
             bucket = bucket_of(path, leaf, buckets)
             value = next(rest) if bucket is None else take_parts(rest, bucket).view(world, -1)[rank]
-            found.append(value.to(leaf))
-        return tree.unflatten(structure, found)
+            moved.append(value.to(leaf))
+        return tree.unflatten(structure, moved)
 
     return Reshape(addends, adopt)
 
 
 def vectors_reshape(axis: str, plan: Plan) -> Reshape:
-    """Return how a tuple moves that has for each bucket a vector (n,) which all ranks hold alike, or ()."""
+    """Return how a tuple moves that has an entry for each bucket: a vector (n,) that all ranks hold alike, or ()."""
 
     def addends(state: Tree, world: int, rank: int, orders: Orders) -> Tree:
         pairs = zip(state, plan(world), strict=True)
@@ -208,16 +212,83 @@ def vectors_reshape(axis: str, plan: Plan) -> Reshape:
 def in_parts(
     parts: Sequence[tuple[Callable[[Tree], Tree], Reshape]], join: Callable[[Tree, list[Tree]], Tree]
 ) -> Reshape:
-    """Return how a state moves whose parts move each in its way.
+    """Return how a state moves whose parts move in different ways.
 
-    Args: parts: (what takes a part out of a state, how it moves). join: (a fresh state, the parts) -> the state.
+    Args: parts: (a function that takes a part out of a state, how that moves). join: (a fresh state, the moved parts)
+        -> the state.
     """
 
     def addends(state: Tree, world: int, rank: int, orders: Orders) -> Tree:
         return [reshape.addends(pick(state), world, rank, orders) for pick, reshape in parts]
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
-        moved = [reshape.adopt(each, pick(fresh)) for each, (pick, reshape) in zip(total, parts, strict=True)]
+        moved = [reshape.adopt(sums, pick(fresh)) for sums, (pick, reshape) in zip(total, parts, strict=True)]
         return join(fresh, moved)
 
     return Reshape(addends, adopt)
+
+
+class Rows(NamedTuple):
+    """What some of the `world` old ranks saved of a tensor: rows (k, ...), those of the ranks from `first` on."""
+
+    rows: Tensor
+    first: int
+    world: int
+
+
+class Move(NamedTuple):
+    """How saved states of another number of ranks move to this one.
+
+    notes: (a fresh state, how it moves), as `reshapes` collected them. rows: those that this rank has read. add: sums
+    over the ranks that are bound now. orders: for each note, see `Reshape`; () where all are in the order of the
+    shapes.
+    """
+
+    notes: Sequence[tuple[Tree, Reshape]]
+    rows: Rows
+    add: Callable[[Tree], Tree]
+    orders: Sequence[Orders] = ()
+
+    def walk(self, fresh: Tree, saved: Tree) -> Tree:
+        """Return a fresh state with what was saved. saved: a tree like it, with `Rows` for what is rank-local."""
+        for i, (state, reshape) in enumerate(self.notes):
+            if state is fresh:
+                return reshape.adopt(self._total(reshape, fresh, saved, self.orders[i] if self.orders else ()), fresh)
+        if isinstance(fresh, ErrorFeedbackState) or (hasattr(fresh, "_fields") and roles.roles_of(fresh).shard):
+            raise ValueError("state: is of another world, and nothing says how errors of several axes move")
+        if isinstance(saved, Rows):
+            return mean_of_rows(saved, self.add).to(fresh)
+        if isinstance(fresh, Tensor):
+            return saved
+        keys = fresh if isinstance(fresh, dict) else range(len(fresh))
+        below = [self.walk(fresh[k], saved[k]) for k in keys]
+        if isinstance(fresh, dict):
+            return dict(zip(keys, below, strict=True))
+        return type(fresh)(*below) if hasattr(fresh, "_fields") else type(fresh)(below)
+
+    def _total(self, reshape: Reshape, fresh: Tree, saved: Tree, orders: Orders) -> Tree:
+        def of_rank(take: Callable[[Tensor], Tensor]) -> Tree:
+            return tree.map(lambda _, x: take(x.rows) if isinstance(x, Rows) else x, fresh, saved)
+
+        rows, first, world = self.rows
+        try:
+            nothing = of_rank(lambda rows: rows.new_zeros(rows.shape[1:]))
+            total = tree.map(torch.zeros_like, reshape.addends(nothing, world, 0, orders))
+            for j in range(rows.shape[0]):
+                of_old_rank = of_rank(lambda rows, j=j: rows[j])  # type: ignore[misc]
+                share = reshape.addends(of_old_rank, world, first + j, orders)
+                total = tree.map(torch.add, total, share)
+        except (RuntimeError, ValueError, AttributeError) as error:
+            raise ValueError(f"state: its errors do not fit these parameters on {world} ranks: {error}") from error
+        return self.add(total)
+
+
+def rounds_off(saved: Iterable[Any]) -> bool:
+    """Return whether some of the saved errors are stored in few bits, so that the move rounds them once more."""
+    return any(isinstance(x, Rows) and x.rows.dtype in (torch.int8, torch.bfloat16) for x in saved)
+
+
+def mean_of_rows(x: Rows, add: Callable[[Tree], Tree]) -> Tensor:
+    """Return the mean of all old ranks' rows, in their dtype. add: sums over the ranks, which have some rows each."""
+    mean: Tensor = add(x.rows.double().sum(0)) / x.world
+    return mean.to(x.rows.dtype) if x.rows.is_floating_point() else mean.round().to(x.rows.dtype)

@@ -20,6 +20,10 @@ def scale(x: float | Tensor) -> Transform:
 
         u = x g
 
+        >>> import torch, fn
+        >>> fn.scale(0.5).update(fn.Phase.WARMUP)(torch.tensor([1.0, -2.0]), (), None)[0]
+        tensor([ 0.5000, -1.0000])
+
     Args: x: a float, or a 0-d tensor, which a scheduler may fill in place between steps without a recompile.
     Raises: TypeError if x is no number; ValueError if it is not finite, or a tensor with a dimension.
     """
@@ -42,6 +46,10 @@ def scale_by_sign(noise: float = 0.0) -> Transform:
     """Return the sign of the updates: 0 for 0, and NaN where they are not finite.
 
         u = sgn(g) where |g| > noise max |g|, else 0
+
+        >>> import torch, fn
+        >>> fn.scale_by_sign(noise=0.1).update(fn.Phase.WARMUP)(torch.tensor([3.0, -2.0, 0.1, 0.0]), (), None)[0]
+        tensor([ 1., -1.,  0.,  0.])
 
     Args: noise: what counts as 0, as a fraction of the largest magnitude of the tensor, in [0, 1). Behind a change of
         basis a zero is a rounding error, whose sign means nothing; 1e-6 leaves those of float32 out.
@@ -72,6 +80,13 @@ def scale_by_shape() -> Transform:
     """Multiply the updates of a matrix of n rows and m columns by sqrt(n / m), so that one rate fits all shapes.
 
     A tensor of more dimensions is the matrix of its first dimension and the rest. Others pass as they are.
+
+        >>> import torch, fn
+        >>> fn.scale_by_shape().update(fn.Phase.WARMUP)([torch.ones(4, 1), torch.ones(2)], (), None)[0]
+        [tensor([[2.],
+                [2.],
+                [2.],
+                [2.]]), tensor([1., 1.])]
 
     Paper: Ahn et al., Dion (arXiv 2504.05295), section 3.2; n / m is fan-out / fan-in of a linear layer's weight.
     """

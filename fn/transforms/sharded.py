@@ -1,11 +1,11 @@
-"""ZeRO as a combinator: each rank updates a shard, and the shards are gathered.
+"""ZeRO as a combinator: each rank updates its shard of the params, and the updated shards are gathered.
 
     gradients (n,) on each rank
       | reduce-scatter by a codec with feedback       -> shard of the mean (n / W,), float32
       | inner's update of this shard and its state    -> shard of the updates
       | all-gather of the updates, or of the params   -> (n,), the same on every rank
 
-Inner links do not know: they see this rank's shard of gradients and params, as vectors.
+The inner links need not know of it: they see this rank's shard of gradients and params, as vectors.
 
     >>> import torch, fn
     >>> inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(1e-3))
@@ -17,13 +17,17 @@ Inner links do not know: they see this rank's shard of gradients and params, as 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.base import (
     Facts,
     Phase,
@@ -41,27 +45,37 @@ from fn.base import (
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
 from fn.collectives.axis import AxisNames, axis_index, axis_size, names
 from fn.collectives.codecs.codec import identity
-from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.hierarchy import Codecs, Feedbacks, hops
+from fn.collectives.compressed import (
+    ErrorFeedbackState,
+    all_gather_shards,
+    compressed_all_reduce,
+    reduce_scatter_wide,
+)
+from fn.collectives.feedback import classic, off
+from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
+from fn.collectives.messages import fill_rows, swap_rows
+from fn.collectives.primitives import is_recorded
 from fn.errors import expected
+from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete
-from fn.roles import Roles
-from fn.transforms import exchange
+from fn.roles import declare
 from fn.transforms import flat_layout as layouts
-from fn.transforms.exchange import Kept, Rules, rules_of
-from fn.transforms.resharding import Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
-from fn.transforms.shards import Division, divisions, followed, shown, take, wide
+from fn.transforms.flat_layout import Bucket, adjoin, end_to_end, join, split
+from fn.transforms.resharding import Notes, Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
+from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
 
 
+@declare(rank_local=("inner", "master", "place"), copies=("master",), shard=("place",), others=("inner",))
 class ShardedState(NamedTuple):
-    """What one rank keeps of a sharded optimizer.
+    """What one rank keeps of a sharded optimizer. Tuples have an entry for each vector that travels, see `flat_layout`.
 
-    inner: the inner state, of this rank's shard. master: for each vector the params' shard in float32, or () where
-    the params themselves are that precise. errors: worker errors of the reduce-scatter and server errors of the
-    all-gather, for each vector. place: which shard this is and of how many, (2,) int64. momentum: for each vector the
-    momentum that all ranks agreed on, or () where gradients are exchanged.
+    inner: the inner state, of this rank's shard.
+    master: the params' shard in float32, or () where the params themselves are that precise.
+    errors: residual errors, of the reduce-scatter (worker) and of the all-gather (server).
+    place: the number of this rank's shard and the number of shards, (2,) int64.
+    momentum: the momentum that all ranks agreed on, or () where gradients are exchanged.
     """
 
     inner: Tree
@@ -69,16 +83,6 @@ class ShardedState(NamedTuple):
     errors: ErrorFeedbackState
     place: Tensor
     momentum: tuple[Tree, ...]
-
-    @property
-    def rank_local(self) -> frozenset[str]:
-        """Return the fields that belong to one rank."""
-        return frozenset({"inner", "master", "place"})
-
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return Roles(copies=("master",), shard=("place",), others=("inner",))
 
 
 class Sharded(NamedTuple):
@@ -89,11 +93,66 @@ class Sharded(NamedTuple):
     codes: bool
 
 
-def _check_inner(inner: Any, axis: AxisNames) -> None:
-    """Refuse an inner that would be another optimizer on shards than on whole tensors.
+class Rules(NamedTuple):
+    """How messages of `sharded` travel; its arguments, with defaults filled in.
 
-    So is one that communicates over a sharded axis: it would average different shards with each other. And one with
-    rounds, or params of each rank's own, whose new params would be taken for updates.
+    codec, feedback: of the gradients, to the shards. gather, gather_feedback: of updates or params, back; None is full
+    precision. momentum: its decay, where momentum is exchanged in place of gradients. master: whether params travel
+    back, of which the shard is kept in float32; None: where they are in half precision. layout: as for
+    `compressed_average`.
+    """
+
+    axis: AxisNames
+    codec: Codecs
+    feedback: Feedbacks
+    gather: Codecs | None
+    gather_feedback: Feedbacks
+    momentum: float | None
+    master: bool | None
+    layout: str
+
+    def arrange(self, leaves: list[Tensor], world: int | None = None) -> list[Bucket]:
+        """Return how leaves make vectors on `world` ranks; None: on those of the axis."""
+        back = hops(self.axis, self.gather or identity(), self.gather_feedback)
+        halves = [*hops(self.axis, self.codec, self.feedback), *back]
+        world = axis_size(self.axis) if world is None else world
+        return layouts.buckets(leaves, world, math.lcm(*(hop.codec.align for hop in halves)), self.layout)
+
+    def keeps_master(self, dtype: torch.dtype) -> bool:
+        """Return whether the shard of params of this dtype is kept in float32."""
+        return wide(dtype) != dtype if self.master is None else self.master
+
+
+class Kept(NamedTuple):
+    """What a vector's exchanges keep from step to step: residual errors, and the momentum (n,) or ()."""
+
+    worker: Tree
+    server: Tree
+    momentum: Tree
+
+
+class Division(NamedTuple):
+    """How params are divided. plan: the vectors that they make. row: which row of each is this rank's, 0-d int64."""
+
+    plan: list[Bucket]
+    row: Tensor
+
+    def placed(self, bucket: Bucket, shard: Tensor) -> list[Tensor]:
+        """Return tensors of the bucket's shapes that hold a shard (n / W,) in its place, and zeros elsewhere."""
+        full = shard.new_zeros(bucket.segments.valid.shape[0], shard.shape[0])
+        full[int(self.row)] = shard
+        return split(full.view(-1), bucket)
+
+
+divisions: Notes[Division] = Notes()
+"""From each init of `sharded`."""
+
+
+def _check_inner(inner: Any, axis: AxisNames) -> None:
+    """Refuse an inner transform that would be another optimizer on shards than on whole tensors.
+
+    One that communicates over a sharded axis would average different shards with each other. One with rounds, or with
+    params that differ between ranks, returns new params, which would be taken for updates.
     """
     check_is_transform("inner", inner)
     facts = facts_of(inner)
@@ -133,10 +192,10 @@ def sharded(
 
     Args:
         inner: what updates the shard. It must not communicate over `axis`, on which every rank has another shard, and
-            must be element-wise: it sees pieces of tensors, so that norms of tensors are not what they seem. Over
-            another axis, whose ranks have the same shard, it may: with `fn.adamw(lr, axis="node")`, sharded over
-            "local", every node keeps the whole state. Without a compressed phase of its own it is in its warm-up
-            throughout, so that `fn.adamw(lr)` can be an inner.
+            must be element-wise, because it sees pieces of tensors, whose norms are not those of the tensors. It may
+            communicate over another axis, whose ranks have the same shard: with `fn.adamw(lr, axis="node")`, sharded
+            over "local", every node keeps the whole state. One without a compressed phase, such as `fn.adamw(lr)`,
+            takes its warm-up steps in every phase.
         axis: the ranks among which the shards are divided; several names, such as ("local", "node"), make it
             hierarchical, and codec, feedback, gather and gather_feedback may then be tuples: see
             `fn.collectives.hierarchy.hops`.
@@ -145,10 +204,11 @@ def sharded(
         gather: how updates or params travel back; None is exactly, in the params' dtype. `int8()` with `master=True`
             is ZeRO++'s qwZ.
         gather_feedback: what becomes of what the all-gather did not deliver; None is `off()`, which is right for
-            params, because the master copy does not lose anything.
+            params, because the master copy loses nothing.
         master: keep this rank's shard of the params in float32 in the state, and gather params. False gathers
-            updates. None: where the params are in half precision. What is written into params between steps, by a
-            model's `load_state_dict` for one, is followed, unless `gather` leaves them other numbers than the master's.
+            updates. None: where the params are in half precision. If something writes into params between steps,
+            such as a model's `load_state_dict`, the master follows, unless `gather` is given: params in codes
+            differ from the master anyway.
         layout: as for `compressed_average`. With "flat" and "fused" the inner sees a list of vectors, one per (dtype,
             device); with "per_tensor" a tree like the params, of pieces, so that masks and partitions by name work. All
             pieces are vectors: a mask by `ndim` is made from the params outside, as a tree of bools.
@@ -168,10 +228,15 @@ def sharded(
         inner is not finite or a guard inside of it skips, the shard's updates are NaN, for all ranks to see and skip.
     """
     _check_inner(inner, axis)
-    rules = rules_of(
-        axis, codec, feedback, gather=gather, gather_feedback=gather_feedback, master=master, layout=layout,
-        momentum=momentum,
-    )  # fmt: skip
+    layouts.check_layout(layout)
+    if momentum is not None and not 0.0 <= momentum < 1.0:
+        raise ValueError(expected("momentum", "None or a number in [0, 1)", f"{momentum}"))
+    if momentum is not None and gather_feedback is not None:
+        raise ValueError("gather_feedback: is given together with momentum; send params then, with master=True")
+    codec, feedback = (identity(), feedback or off()) if codec is None else (codec, feedback or classic())
+    rules = Rules(axis, codec, feedback, gather, gather_feedback or off(), momentum, master, layout)
+    hops(axis, codec, feedback)
+    hops(axis, gather or identity(), rules.gather_feedback, ("gather", "gather_feedback"))
 
     def as_inner(structure: Any, shards: list[Tensor]) -> Tree:
         return tree.unflatten(structure, shards) if layout == "per_tensor" else shards
@@ -185,10 +250,10 @@ def sharded(
         divisions.say(Division(plan, index))
         for bucket in plan:
             like = leaves[bucket.leaf_indices[0]]
-            owned.append(take(leaves, bucket, index).to(wide(like.dtype), copy=True))
+            owned.append(shard_of(leaves, bucket, index).to(wide(like.dtype), copy=True))
             masters.append(owned[-1].clone() if rules.keeps_master(like.dtype) else ())
             x = like.new_zeros(bucket.segments.valid.shape[0] * bucket.segments.row_length)
-            kept.append(exchange.start(x, bucket, rules))
+            kept.append(start_exchange(x, bucket, rules))
         place = torch.stack([index, torch.tensor(axis_size(axis), dtype=torch.int64, device="cpu")])
         state = _state(inner.init(as_inner(structure, owned)), masters, kept, place)
         if isinstance(axis, str):
@@ -197,8 +262,8 @@ def sharded(
         return state
 
     def step(phase: Phase) -> UpdateFn:
-        own = phase if has_phase(inner, phase) else Phase.WARMUP
-        move: UpdateFn = getattr(inner, f"{own.value}_update")
+        inner_phase = phase if has_phase(inner, phase) else Phase.WARMUP
+        move: UpdateFn = getattr(inner, f"{inner_phase.value}_update")
 
         def update(updates: Tree, state: ShardedState, params: Tree, /) -> tuple[Tree, ShardedState]:
             check_state(state, ShardedState)
@@ -208,28 +273,29 @@ def sharded(
             plan, index = rules.arrange(leaves), axis_index(axis)
             check_shards(state, plan, index)
             tree.check_updates(updates, params)
-            given = tree.leaves(tree.in_order(updates, params, "updates"))
+            grads = tree.leaves(tree.in_order(updates, params, "updates"))
             shards, kept, owned = [], [], []
-            for bucket, before, precise in zip(plan, kept_of(state), state.master, strict=True):
-                shard, after = exchange.reduce(layouts.join(given, bucket), before, bucket, rules, codes)
+            for bucket, before, saved in zip(plan, kept_of(state), state.master, strict=True):
+                shard, after = reduce_to_shard(join(grads, bucket), before, bucket, rules, codes)
                 shards.append(shard)
                 kept.append(after)
-                if isinstance(precise, Tensor) and rules.gather is None:
-                    precise = followed(precise, leaves, bucket, index)
-                owned.append(precise if isinstance(precise, Tensor) else take(leaves, bucket, index).to(shard.dtype))
+                if not isinstance(saved, Tensor):
+                    owned.append(shard_of(leaves, bucket, index).to(shard.dtype))
+                else:
+                    owned.append(saved if rules.gather is not None else followed(saved, leaves, bucket, index))
             moves, inside = move(as_inner(structure, shards), state.inner, as_inner(structure, owned))
-            moves, inside = shown(moves, state.inner, inside)
-            found: dict[int, Tensor] = {}
+            moves, inside = show_failures(moves, state.inner, inside)
+            new_leaves: dict[int, Tensor] = {}
             masters: list[Tree] = []
-            for i, (bucket, moved, precise) in enumerate(zip(plan, tree.leaves(moves), owned, strict=True)):
+            for i, (bucket, moved, old) in enumerate(zip(plan, tree.leaves(moves), owned, strict=True)):
                 sends_params = isinstance(state.master[i], Tensor)
-                value = precise + moved if sends_params else moved
+                value = old + moved if sends_params else moved
                 dtype = leaves[bucket.leaf_indices[0]].dtype if sends_params else moved.dtype
-                whole, kept[i] = exchange.back(value, dtype, kept[i], bucket, rules, codes)
-                parts = zip(bucket.leaf_indices, layouts.split(whole, bucket), strict=True)
-                found.update((k, part - leaves[k] if sends_params else part) for k, part in parts)
+                whole, kept[i] = gather_back(value, dtype, kept[i], bucket, rules, codes)
+                parts = zip(bucket.leaf_indices, split(whole, bucket), strict=True)
+                new_leaves.update((k, part - leaves[k] if sends_params else part) for k, part in parts)
                 masters.append(value if sends_params else ())
-            return layouts.restore(structure, found), _state(inside, masters, kept, state.place)
+            return layouts.restore(structure, new_leaves), _state(inside, masters, kept, state.place)
 
         return Step(Sharded(rules, move, phase is Phase.COMPRESSED), update)
 
@@ -247,39 +313,226 @@ def _moves(state: ShardedState, leaves: list[Tensor], paths: list[str] | None, r
     """Return how a state moves to another number of ranks. paths: of the leaves where the inner sees a tree of them."""
     axis, plan = str(rules.axis), partial(rules.arrange, leaves)
     numbers = [str(b) for b in range(len(state.master))]
-    (to,) = hops(axis, rules.codec, rules.feedback)
-    back = to
+    (there,) = hops(axis, rules.codec, rules.feedback)
+    back = there
     if rules.momentum is None:
         (back,) = hops(axis, rules.gather or identity(), rules.gather_feedback)
-    errors = errors_reshape(leaves, axis, plan, to, back)
+    errors = errors_reshape(leaves, axis, plan, there, back)
     parts: list[tuple[Any, Reshape]] = [
         (lambda s: s.inner, shards_reshape(axis, plan, paths or numbers)),
         (lambda s: s.master, shards_reshape(axis, plan, numbers)),
         (lambda s: s.errors, errors),
         (lambda s: s.momentum, vectors_reshape(axis, plan)),
     ]
-    return in_parts(parts, lambda fresh, found: ShardedState(found[0], found[1], found[2], fresh.place, found[3]))
+    return in_parts(parts, lambda fresh, moved: ShardedState(moved[0], moved[1], moved[2], fresh.place, moved[3]))
 
 
 def kept_of(state: ShardedState) -> list[Kept]:
     """Return what the exchanges of each vector keep."""
-    return [Kept(*each) for each in zip(state.errors.worker, state.errors.server, state.momentum, strict=True)]
+    return [Kept(*fields) for fields in zip(state.errors.worker, state.errors.server, state.momentum, strict=True)]
 
 
-def check_shards(state: ShardedState, plan: list[layouts.Bucket], index: Tensor) -> None:
+def check_shards(state: ShardedState, plan: list[Bucket], index: Tensor) -> None:
     """Refuse a state of other params, of another number of ranks or of another rank's shard with a ValueError."""
     lengths = [bucket.segments.row_length for bucket in plan]
-    found = [m.shape[0] if isinstance(m, Tensor) else n for m, n in zip(state.master, lengths, strict=False)]
-    if len(state.master) != len(plan) or found != lengths:
+    masters = [m.shape[0] if isinstance(m, Tensor) else n for m, n in zip(state.master, lengths, strict=False)]
+    if len(state.master) != len(plan) or masters != lengths:
         raise ValueError(
-            f"state: has master shards of {found} elements in {len(state.master)} vectors, but the params give "
+            f"state: has master shards of {masters} elements in {len(state.master)} vectors, but the params give "
             f"{lengths}; a state belongs to the world size and the params that it was made for"
         )
     if plan and is_concrete(state.place, index) and state.place.device.type == "cpu":
-        here = [int(index), plan[0].segments.valid.shape[0]]
-        if state.place.tolist() != here:
-            shard, ranks = state.place.tolist()
+        number, ranks = int(index), plan[0].segments.valid.shape[0]
+        if state.place.tolist() != [number, ranks]:
+            shard, of = state.place.tolist()
             raise ValueError(
-                f"state: is of shard {shard} of {ranks}, but this rank has shard {here[0]} of {here[1]}; a state "
+                f"state: is of shard {shard} of {of}, but this rank has shard {number} of {ranks}; a state "
                 f"belongs to the ranks and the order of axes that it was made for"
             )
+
+
+def start_exchange(x: Tensor, bucket: Bucket, rules: Rules) -> Kept:
+    """Return what a vector's exchanges keep at the start. x: zeros like the vector (n,)."""
+    segments, wider = bucket.segments, x.to(wide(x.dtype))
+    if rules.momentum is not None:
+        worker, server = initial_errors(wider, rules.axis, rules.codec, rules.feedback, segments=segments)
+        return Kept(worker, server, torch.zeros_like(wider))
+    worker, _ = initial_errors(x, rules.axis, rules.codec, rules.feedback, segments=segments)
+    _, server = initial_errors(wider, rules.axis, rules.gather or identity(), rules.gather_feedback, segments=segments)
+    return Kept(worker, server, ())
+
+
+def reduce_to_shard(x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool) -> tuple[Tensor, Kept]:
+    """Return this rank's shard of the mean gradient, in float32 or wider, and what is kept.
+
+    Args: x: the joined gradients (n,). codes: whether they travel in codes, or exactly.
+    """
+    if rules.momentum is not None:
+        return _reduce_momentum(x, kept, bucket, rules, codes)
+    if not codes:
+        return _exact_shard(x, bucket, rules), kept
+    shard, worker = reduce_scatter_wide(
+        x, kept.worker, rules.axis, rules.codec, rules.feedback, segments=bucket.segments
+    )
+    return shard, kept._replace(worker=worker)
+
+
+def reduce_to_rows(
+    leaves: Sequence[Tensor], kept: Kept, bucket: Bucket, rules: Rules, codes: bool
+) -> tuple[Sequence[Tensor], Kept]:
+    """Return vectors (n / W,) whose mean is the shard of `reduce_to_shard`, and what is kept.
+
+    A kernel that updates the shard can take their mean on its way, which saves a pass. On the host, never traced.
+
+    Args: leaves: gradients, not joined yet. The rest as for `reduce_to_shard`.
+    """
+    narrow = leaves[bucket.leaf_indices[0]].element_size() < 4
+    if codes or narrow or rules.momentum is not None or not isinstance(rules.axis, str):
+        shard, kept = reduce_to_shard(join(leaves, bucket), kept, bucket, rules, codes)
+        return [shard], kept
+    return swap_rows(layouts.rows_of(leaves, bucket), rules.axis), kept
+
+
+def _reduce_momentum(x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool) -> tuple[Tensor, Kept]:
+    """Average the momentum, and return the shard of the gradient that leads from the old mean mu to the new one mu'.
+
+    That is mu + (mu' - mu) / (1 - b1): the inner transform's moving average, with the same decay, then arrives at mu'.
+    """
+    b1, ranks, index = float(rules.momentum or 0.0), bucket.segments.valid.shape[0], axis_index(rules.axis)
+    before = row_of(kept.momentum, index, ranks)
+    if codes:
+        local = torch.lerp(x.to(kept.momentum.dtype), kept.momentum, b1)
+        errors = kept.worker, kept.server
+        rule = rules.axis, rules.codec, rules.feedback
+        mean, errors = compressed_all_reduce(local, errors, *rule, segments=bucket.segments)
+        return before + (row_of(mean, index, ranks) - before) / (1.0 - b1), Kept(*errors, mean)
+    shard = _exact_shard(x, bucket, rules)
+    mean = _gather_exactly(torch.lerp(shard, before, b1), shard.dtype, bucket, rules)
+    return shard, kept._replace(momentum=mean)
+
+
+def gather_back(
+    value: Tensor, dtype: torch.dtype, kept: Kept, bucket: Bucket, rules: Rules, codes: bool
+) -> tuple[Tensor, Kept]:
+    """Return the whole vector (n,) of which each rank has the shard `value`, and what is kept.
+
+    Args: dtype: that of the messages, where they are not codes.
+    """
+    if not codes or rules.gather is None:
+        return _gather_exactly(value, dtype, bucket, rules), kept
+    rule = (rules.axis, rules.gather, rules.gather_feedback)
+    if rules.momentum is not None:  # the server error is of the momentum's exchange, and stays
+        return all_gather_shards(value, (), *rule, segments=bucket.segments)[0], kept
+    whole, server = all_gather_shards(value, kept.server, *rule, segments=bucket.segments)
+    return whole, kept._replace(server=server)
+
+
+def gather_in_place(
+    value: Tensor, whole: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool
+) -> tuple[Tensor, Kept]:
+    """Do what `gather_back` does, in the memory of `whole` where nothing is encoded. On the host, never traced.
+
+    Args: value: this rank's shard, which may be its row of `whole`. whole: (W, n / W), in the dtype of the messages.
+    """
+    if (codes and rules.gather is not None) or not isinstance(rules.axis, str):
+        return gather_back(value, whole.dtype, kept, bucket, rules, codes)
+    row = whole[int(axis_index(rules.axis))]
+    if row.data_ptr() != value.data_ptr():
+        row.copy_(value)
+    fill_rows(whole, rules.axis)
+    return whole.view(-1), kept
+
+
+def _exact_shard(x: Tensor, bucket: Bucket, rules: Rules) -> Tensor:
+    return reduce_scatter_wide(x, (), rules.axis, identity(), off(), segments=bucket.segments)[0]
+
+
+def _gather_exactly(value: Tensor, dtype: torch.dtype, bucket: Bucket, rules: Rules) -> Tensor:
+    codecs = (identity(dtype),) * len(names(rules.axis))
+    return all_gather_shards(value, (), rules.axis, codecs, off(), segments=bucket.segments)[0]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a shard is updated: float32 for params in half precision, else theirs."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def row_of(vector: Tensor, index: Tensor, rows: int) -> Tensor:
+    """Return row `index` of a vector (n,) of `rows` equal rows; it may share memory with the vector."""
+    table = vector.view(rows, -1)
+    if is_concrete(index, vector):
+        return table[int(index)]
+    return table.index_select(0, index.to(vector.device).view(1)).view(-1)
+
+
+def shard_of(leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
+    """Return row `index` of the joined bucket, (n / W,): a rank's shard. Outside of vmap the other rows are not joined.
+
+    Args: leaves, bucket: as for `flat_layout.join`. index: 0-d int64.
+    Returns: a vector that may share memory with a leaf.
+    """
+    tensors = [leaves[i].reshape(-1) for i in bucket.leaf_indices]
+    if not is_concrete(index, *tensors):
+        return row_of(join(leaves, bucket), index, bucket.segments.valid.shape[0])
+    if bucket.fused and adjoin(tensors):
+        tensors = [end_to_end(tensors)]
+    number, starts = int(index), [0] * len(tensors)
+    widths = list(bucket.segments.widths)
+    if bucket.fused:  # the tensors lie end to end, so each begins where the one before it ends
+        widths = widths * len(tensors)
+        starts = [sum(t.shape[0] for t in tensors[:i]) for i in range(len(tensors))]
+    pieces = [_piece(t, number * w - s, w) for t, w, s in zip(tensors, widths, starts, strict=True)]
+    padding = bucket.segments.row_length - sum(p.shape[0] for p in pieces)
+    if bucket.fused:
+        pieces += [tensors[0].new_zeros(padding)] if padding else []
+    elif padding:
+        pieces = [F.pad(p, (0, w - p.shape[0])) for p, w in zip(pieces, widths, strict=True)]
+    if len(pieces) == 1:
+        return pieces[0]
+    if pieces[0].device.type == "cpu" and not is_recorded(pieces):
+        out = memory_pool.empty((sum(p.shape[0] for p in pieces),), pieces[0].dtype, pieces[0].device)
+        return torch.cat(pieces, out=out)
+    return torch.cat(pieces)
+
+
+def followed(master: Tensor, leaves: Sequence[Tensor], bucket: Bucket, index: Tensor) -> Tensor:
+    """Return a master shard (n / W,) with what was written into the params since they were rounded from it.
+
+    That may be a checkpoint that a model loads, or a clamp after each step.
+
+    Args: leaves, bucket, index: as for `shard_of`.
+    """
+    current = shard_of(leaves, bucket, index)
+    if is_concrete(master, current) and current.device.type == "cpu" and not is_recorded([master, current]):
+        rounded = memory_pool.empty(current.shape, current.dtype, current.device).copy_(master)
+        # compared as bits by NumPy, which takes a twentieth of the time that torch takes for half precision
+        if np.array_equal(current.view(torch.int16).numpy(), rounded.view(torch.int16).numpy()):
+            return master
+    return torch.where(master.to(current.dtype) == current, master, current.to(master.dtype))
+
+
+def _piece(tensor: Tensor, start: int, width: int) -> Tensor:
+    """Return the elements of a vector in [start, start + width), of which some may lie outside."""
+    return tensor[max(start, 0) : max(start + width, 0)]
+
+
+def show_failures(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:
+    """Make the moves of a shard NaN where the rank's state is not finite or a guard inside skipped.
+
+    Only this rank can see that. The moves are gathered, so all ranks then see a NaN and skip together. The guard around
+    `sharded` counts that step, so skip counts inside stay as they were.
+
+    Args: moves: of this rank's shard. before, after: the inner states of this step.
+    Returns: the moves, and the state after.
+    """
+    olds, (news, structure) = tree.leaves(before), tree.flatten(after)
+    skips = roles.find(before, "skips")
+    ok, kept = all_finite([x for x, old in zip(news, olds, strict=True) if x is not old and x.is_floating_point()]), []
+    for new, old in zip(news, olds, strict=True):
+        is_count = any(old is count for count in skips)
+        ok = ok & (new == old) if is_count else ok
+        kept.append(old if is_count else new)
+    after = tree.unflatten(structure, kept)
+    if is_concrete(ok) and ok.device.type == "cpu" and ok:
+        return moves, after
+    return tree.map(lambda m: torch.where(ok, m, float("nan")), moves), after

@@ -1,4 +1,4 @@
-"""Skip steps that are not finite, on all ranks together."""
+"""Skip steps that are not finite, on all ranks together: `skip_nonfinite`, the guard around every named optimizer."""
 
 from __future__ import annotations
 
@@ -25,54 +25,55 @@ from fn.base import (
 from fn.collectives.axis import rank_dims
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
-from fn.roles import Roles
+from fn.roles import declare
 
 Tree = Any
 
 
+@declare(skips=("skipped",), others=("inner",))
 class SkipState(NamedTuple):
     """inner: the state of the guarded transform. skipped: how many steps were skipped, 0-d int64."""
 
     inner: Tree
     skipped: Tensor
 
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return Roles(skips=("skipped",), others=("inner",))
 
-
+@declare(skips=("skipped",), others=("inner",))
 class _InsideState(NamedTuple):
-    """A `SkipState` as a guard hands it to another inside of it, which then makes what it skips visible."""
+    """A `SkipState` as a guard hands it to another guard inside, which then returns NaN where it skips."""
 
     inner: Tree
     skipped: Tensor
-
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        return SkipState(*self).roles
 
 
 def skip_nonfinite(inner: Transform) -> Transform:
     """Leave params and state bitwise as they are in a step whose result is not finite, and count it.
 
-    So it is with an update of 2^103, 1e31, or more in float32, and 2^970 in float64: a param could overflow with it.
-    And with one that makes a param of float16 overflow, which 16 can be enough for.
+    A step is also skipped if a param could overflow: for an update of at least 2^103, 1e31, in float32 or 2^970 in
+    float64, and for one that makes a param of float16 overflow, for which 16 can be enough.
 
     A NaN or Inf on one rank reaches every rank, in the exact mean or in the scales of the codes, and so makes the
-    replicated results of all ranks non-finite: looking at these needs no message, and all ranks skip together. In a
-    skipped step the updates are -0.0, which added to any parameter gives that parameter.
+    replicated results of all ranks non-finite. Looking at these needs no message, and all ranks skip together. In a
+    skipped step the updates are -0.0: p + -0.0 is p, bitwise, also for p = -0.0.
 
-    So it belongs around all of a chain. Around links in front of an exchange only, it would leave out one rank's
-    updates, and nobody else would know. Where a guard is around it all, too, as `fn.Optimizer` puts one, such a rank
-    sends NaN instead, and all ranks skip; alone, a mean takes zeros from that rank.
+        >>> import torch, fn
+        >>> tx = fn.skip_nonfinite(fn.scale_by_learning_rate(0.1))
+        >>> params, state = torch.tensor([1.0]), tx.init(torch.tensor([1.0]))
+        >>> for g in (1.0, torch.nan, 1.0):
+        ...     updates, state = tx.update(fn.Phase.WARMUP)(torch.tensor([g]), state, params)
+        ...     params = fn.apply_updates(params, updates)
+        >>> params, state.skipped
+        (tensor([0.8000]), tensor(1))
 
-    The local phase is not guarded: there no rank can know what another saw, so a transform that steps alone, such as
-    0/1 Adam, leaves non-finite steps out itself.
+    So it belongs around a whole chain. Around links in front of an exchange only, it would leave out one rank's
+    updates, and no other rank would know: the mean takes zeros from that rank. With a second guard around the whole, as
+    `fn.Optimizer` has one, such a rank sends NaN instead, and all ranks skip.
 
-    Some transforms lead each rank from params of its own to common ones. The classes of their states say which fields
-    all ranks hold alike after an exchange (`Roles.watched`), and only these are looked at then. So beside such a
+    The local phase is not guarded, because no rank can know there what another saw. Transforms with local steps, such
+    as 0/1 Adam, leave out non-finite ones themselves.
+
+    Some transforms lead params that differ between ranks to common ones. The classes of their states declare which
+    fields all ranks hold alike after an exchange (`Roles.watched`), and only these are checked then. So beside such a
     transform in a partition each label needs a guard of its own.
 
     Args: inner: the transform to guard.
@@ -88,37 +89,28 @@ def skip_nonfinite(inner: Transform) -> Transform:
         return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device))
 
     def guard(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        (found,) = updates_of
+        (inner_update,) = updates_of
 
         def local(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
             check_state(state, SkipState)
-            out, after = found(updates, state.inner, params)
+            out, after = inner_update(updates, state.inner, params)
             return out, state._replace(inner=after)
 
         def update(updates: Tree, state: SkipState | _InsideState, params: Tree, /) -> tuple[Tree, SkipState]:
-            inside = isinstance(state, _InsideState)
+            is_inside = isinstance(state, _InsideState)
             state = SkipState(*state) if isinstance(state, _InsideState) else state
             check_state(state, SkipState)
-            if roles.find(state.inner, "skips"):
-                given = tree.replace(state.inner, SkipState, lambda s: _InsideState(*s))
-                out, after = found(updates, given, params)
+            before = state.inner
+            if roles.find(before, "skips"):
+                before = tree.replace(before, SkipState, lambda s: _InsideState(*s))
+                out, after = inner_update(updates, before, params)
                 after = tree.replace(after, _InsideState, lambda s: SkipState(*s))
             else:
-                out, after = found(updates, state.inner, params)
-            watched = roles.find(after, "watched")
-            if watched:
-                ok = all_finite(tree.leaves(watched))
-            else:
-                if isinstance(out, NewParams):
-                    fine = all_finite(tree.leaves(out))
-                else:
-                    fine = all_addable(tree.leaves(out), tree.leaves(params))
-                ok = fine & all_finite(_changed_and_replicated(state.inner, after))
-            for new, old in zip(roles.find(after, "skips"), roles.find(state.inner, "skips"), strict=True):
-                ok = ok if watched or new is old else ok & (new == old)  # what a guard inside skips, all of it skips
-            return _keep_or_skip(ok, out, after, state, params, math.nan if inside else None)
+                out, after = inner_update(updates, before, params)
+            ok = _is_fine(out, after, state.inner, params)
+            return _keep_or_skip(ok, out, after, state, params, math.nan if is_inside else None)
 
-        return Guarded(found, False, local) if phase is Phase.LOCAL else Guarded(found, True, update)
+        return Guarded(inner_update, False, local) if phase is Phase.LOCAL else Guarded(inner_update, True, update)
 
     return combine([inner], init, guard)
 
@@ -133,9 +125,9 @@ def together(transforms: Sequence[Transform]) -> Transform:
     def init(params: tuple[Tree, ...]) -> tuple[Tree, ...]:
         return tuple(t.init(p) for t, p in zip(transforms, params, strict=True))
 
-    def compose(phase: Phase, found: list[UpdateFn]) -> UpdateFn:
+    def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-            results = [f(*args) for f, args in zip(found, zip(updates, state, params, strict=True), strict=True)]
+            results = [f(*args) for f, args in zip(updates_of, zip(updates, state, params, strict=True), strict=True)]
             pairs = [(new, old) for (_, new), old in zip(results, state, strict=True) if isinstance(old, SkipState)]
             if len(results) > 1 and pairs:
                 ok = torch.stack([new.skipped == old.skipped for new, old in pairs]).all()
@@ -150,15 +142,29 @@ def together(transforms: Sequence[Transform]) -> Transform:
                 return NewParams(tuple(new)), after
             return outs, after
 
-        return SideBySide(tuple(found), update)
+        return SideBySide(tuple(updates_of), update)
 
     return combine(transforms, init, compose)
+
+
+def _is_fine(out: Tree, after: Tree, before: Tree, params: Tree) -> Tensor:
+    """Return whether a step may be taken, 0-d bool, the same on all ranks. out: its updates. before, after: states."""
+    if watched := roles.find(after, "watched"):
+        return all_finite(tree.leaves(watched))
+    if isinstance(out, NewParams):
+        ok = all_finite(tree.leaves(out))
+    else:
+        ok = all_addable(tree.leaves(out), tree.leaves(params))
+    ok = ok & all_finite(_changed_and_replicated(before, after))
+    for new, old in zip(roles.find(after, "skips"), roles.find(before, "skips"), strict=True):
+        ok = ok if new is old else ok & (new == old)  # where a guard inside skips, the whole step is skipped
+    return ok
 
 
 def _keep_or_skip(
     ok: Tensor, updates: Tree, after: Tree, state: SkipState, params: Tree, instead: float | None = None
 ) -> tuple[Tree, SkipState]:
-    """Return updates and `after` where ok; elsewhere what moves nothing, or `instead`, and the state as it was."""
+    """Return updates and `after` where ok; elsewhere updates that move nothing, or `instead`, and the old state."""
     skipped = state.skipped + (~ok).to(state.skipped)
     if ok.device.type == "cpu" and is_concrete(ok) and ok:  # a branch costs nothing here, a selection a pass
         return updates, SkipState(after, skipped)
@@ -177,6 +183,7 @@ def _keep_or_skip(
 
 def _changed_and_replicated(before: Tree, after: Tree) -> list[Tensor]:
     leaves = zip(tree.leaves(before), tree.leaves(after), tree.leaves(rank_dims(after)), strict=True)
+    # what did not change was finite before; what is rank-local may not decide, or ranks would skip apart
     changed = [(place, new) for place, (old, new, dim) in enumerate(leaves) if dim is None and new is not old]
     for place, new in changed:
         if not isinstance(new, Tensor):
@@ -199,8 +206,8 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
 def all_addable(updates: list[Tensor], params: Sequence[Tensor] = ()) -> Tensor:
     """Return whether updates are finite and make no finite param overflow, 0-d bool.
 
-    What is less than half a unit in the last place of the largest number there is does not change that one. Those of
-    float16 come so close to it that their sums are looked at.
+    An update of less than half a unit in the last place of the dtype's largest number makes no finite param overflow.
+    In float16 that is 16, which sound updates can reach, so there the sums are looked at.
 
     Args: params: of the updates, where some may be of float16.
     """
@@ -210,12 +217,12 @@ def all_addable(updates: list[Tensor], params: Sequence[Tensor] = ()) -> Tensor:
     small = (float(torch.linalg.vector_norm(x.detach())) < _far(x, p) for x, p in pairs)
     if _is_on_host([x for x, _ in pairs]) and all(small):
         return torch.tensor(True, dtype=torch.bool, device="cpu")
-    each = [ends([x]).abs() < _far(x) if p is None else (p + x).to(p.dtype).isfinite() for x, p in pairs]
-    return torch.stack([x.all().to(each[0].device) for x in each]).all()
+    flags = [ends([x]).abs() < _far(x) if p is None else (p + x).to(p.dtype).isfinite() for x, p in pairs]
+    return torch.stack([flag.all().to(flags[0].device) for flag in flags]).all()
 
 
 def _far(x: Tensor, half: Tensor | None = None) -> float:
-    """Return which updates are too large. half: the param, if it is of float16."""
+    """Return from which size on an update counts as too large. half: the param, if it is of float16."""
     if half is not None:
         return 2.0**4
     return 2.0**970 if x.dtype == torch.float64 else 2.0**103
@@ -226,10 +233,7 @@ def _is_on_host(leaves: list[Tensor]) -> bool:
 
 
 def ends(leaves: list[Tensor]) -> Tensor:
-    """Return the smallest and the largest element of every leaf: NaN or Inf where an element is.
-
-    No temporary of the leaf's size.
-    """
+    """Return the smallest and the largest element of every leaf; NaN or Inf if one is. Without a copy of the leaf."""
     both = torch.aminmax if is_concrete(*leaves) else _amin_and_amax  # along vmap's dimension aminmax is 4 times slower
     return torch.stack([end.double().to(leaves[0].device) for x in leaves for end in both(x)])
 

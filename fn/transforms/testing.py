@@ -1,8 +1,8 @@
 """The transform kit: whether a transform keeps what loops, simulations and adapters rely on.
 
-    >>> import torch, fn
-    >>> fn.check_transform(fn.diloco(1e-3, axis="data"), {"w": torch.ones(3)}, fn.every(4, start=2)).faults
-    ()
+>>> import torch, fn
+>>> fn.check_transform(fn.diloco(1e-3, axis="data"), {"w": torch.ones(3)}, fn.every(4, start=2)).faults
+()
 """
 
 from __future__ import annotations

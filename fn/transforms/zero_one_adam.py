@@ -27,7 +27,7 @@ from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.reference import over_root
 from fn.kernels.tracing import is_concrete
-from fn.roles import Roles
+from fn.roles import declare
 from fn.transforms.adam import (
     adam_direction,
     check_betas,
@@ -42,6 +42,16 @@ from fn.transforms.skip_nonfinite import all_addable, all_finite, ends
 Tree = Any
 
 
+@declare(
+    rank_local=("mu", "anchor", "went", "dropped"),
+    local_params=True,
+    first_moment=("mu",),
+    second_moment=("nu",),
+    copies=("anchor",),
+    watched=("nu", "peak"),
+    dropped=("dropped",),
+    others=("sync",),
+)
 class ZeroOneAdamState(NamedTuple):
     """State of `scale_by_zero_one_adam`.
 
@@ -65,22 +75,6 @@ class ZeroOneAdamState(NamedTuple):
     dropped: Tensor
     peak: Tensor
     sync: Tree
-
-    @property
-    def rank_local(self) -> frozenset[str]:
-        """Return the fields that are one rank's own."""
-        return frozenset({"mu", "anchor", "went", "dropped"})
-
-    @property
-    def local_params(self) -> bool:
-        """Tell that each rank goes to params of its own."""
-        return True
-
-    @property
-    def roles(self) -> Roles:
-        """Say what the fields are."""
-        moments = Roles(first_moment=("mu",), second_moment=("nu",))
-        return moments._replace(copies=("anchor",), watched=("nu", "peak"), dropped=("dropped",), others=("sync",))
 
 
 class ZeroOneAdam(NamedTuple):
@@ -137,6 +131,20 @@ def scale_by_zero_one_adam(
     The learning rate and the weight decay are inside the link, because what is agreed on is where the ranks went; its
     updates are added to the parameters as they are, and a synchronising step returns `NewParams`, the same on all ranks
     bit by bit.
+
+        >>> import torch, fn
+        >>> link = fn.scale_by_zero_one_adam(0.1, sync=fn.compressed_average("data", fn.sign()))
+        >>> tx = fn.chain(fn.average("data"), link)
+        >>> def steps(g):                                # a rank's gradient; the last step brings params together
+        ...     p = torch.zeros(2)
+        ...     state = tx.init(p)
+        ...     for phase in (fn.Phase.WARMUP, fn.Phase.LOCAL, fn.Phase.LOCAL, fn.Phase.COMPRESSED):
+        ...         u, state = tx.update(phase)(g, state, p)
+        ...         p = fn.apply_updates(p, u)
+        ...     return p
+        >>> fn.simulate(steps, "data", 2)(torch.tensor([[1.0, 2.0], [2.0, -0.5]]))
+        tensor([[-1.9467, -3.5771],
+                [-1.9467, -3.5771]])
 
     Args:
         lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.

@@ -17,7 +17,7 @@ from fn.collectives.transports import tcp_setup as rendezvous
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
 from fn.transforms import flat_layout as layouts
-from fn.transforms.shards import take
+from fn.transforms.sharded import shard_of
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
 
@@ -102,7 +102,7 @@ def test_rows_are_those_of_the_joined_vector_and_are_written_back(world, layout,
         assert torch.equal(torch.cat(rows), joined)
         assert all(map(torch.equal, mine, layouts.split(joined, bucket)))
         for r in range(world):
-            assert torch.equal(take(leaves, bucket, torch.tensor(r)), rows[r])
+            assert torch.equal(shard_of(leaves, bucket, torch.tensor(r)), rows[r])
         into = [torch.full_like(x, float("nan")) for x in mine]
         layouts.split_into(into, joined, bucket)
         assert all(map(torch.equal, mine, into))

@@ -28,7 +28,8 @@ from fn.inplace import bounds, match, sharded
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
 from fn.kernels import foreach, tracing
-from fn.transforms import exchange, outer, shards, skip_nonfinite
+from fn.transforms import outer, skip_nonfinite
+from fn.transforms import sharded as pure_sharded
 
 NAME = "elsewhere"
 SHAPES = [(37, 5), (7,), (), (0,), (4097,)]
@@ -70,7 +71,7 @@ def pretend(device: torch.device) -> None:
         table._accepted[op, NAME] = (table.Cell("torch", kernel),)
     tracing._PLAIN.add(FakeTensor)
     Segments.row = lambda self, index: Segments(self.widths, self.valid[:1])
-    for module in (shards, sharded, exchange, messages):
+    for module in (pure_sharded, sharded, messages):
         vars(module)["int"] = lambda index: 0  # of a rank, which is a real tensor
     Segments.mask = lambda self, device: torch.empty(
         (len(self.valid), self.row_length), dtype=torch.bool, device=device

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import fn
 from fn import Phase, tree
 from fn.transforms.flat_layout import LAYOUTS, buckets, join
-from fn.transforms.shards import take
+from fn.transforms.sharded import shard_of
 
 SHAPES = {"matrix": (6, 5), "vector": (7,), "scalar": (), "empty": (0,), "odd": (3, 1, 3)}
 
@@ -198,8 +198,8 @@ def test_a_taken_shard_is_a_row_of_the_joined_vector(shapes, world, align, layou
     for bucket in buckets(leaves, world, align, layout):
         rows = join(leaves, bucket).view(world, -1)
         for r in range(world):
-            assert torch.equal(take(leaves, bucket, torch.tensor(r)), rows[r])
-        batched = torch.func.vmap(lambda r, bucket=bucket: take(leaves, bucket, r))(torch.arange(world))
+            assert torch.equal(shard_of(leaves, bucket, torch.tensor(r)), rows[r])
+        batched = torch.func.vmap(lambda r, bucket=bucket: shard_of(leaves, bucket, r))(torch.arange(world))
         assert torch.equal(batched, rows)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from fn.collectives.agreement import KERNELS, Difference, describe_numbers, differences, kernels_here
-from fn.transforms.moving import Rows, mean_of_rows
+from fn.transforms.resharding import Rows, mean_of_rows
 
 SAME, EACH = "extra.", "extra of each rank."
 """How the keys of leaves of `extra` begin: of those with one value, and of those with a row (W, ...) of all ranks'."""

@@ -26,8 +26,7 @@ from fn.adapters.optim.state_dict import ORDER, SAVED_BY, flat_state, place_of
 from fn.adapters.optim.training import Training
 from fn.collectives.primitives import psum
 from fn.errors import expected
-from fn.transforms.moving import Move, Rows, mean_of_rows, rounds_off
-from fn.transforms.resharding import Orders, Reshape, reshapes
+from fn.transforms.resharding import Move, Orders, Reshape, Rows, mean_of_rows, reshapes, rounds_off
 
 Tree = Any
 

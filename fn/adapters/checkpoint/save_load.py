@@ -52,7 +52,7 @@ from fn.collectives.agreement import differences
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp_setup import timeout_of
 from fn.errors import expected
-from fn.transforms.moving import Rows
+from fn.transforms.resharding import Rows
 
 __all__ = ["gather", "load", "save", "save_async"]
 

@@ -30,8 +30,7 @@ from fn.collectives.feedback import Feedback
 from fn.errors import expected
 from fn.schedules import Schedule, phase_of
 from fn.transforms.average import compressed_average
-from fn.transforms.moving import Move, Rows, rounds_off
-from fn.transforms.resharding import reshapes
+from fn.transforms.resharding import Move, Rows, reshapes, rounds_off
 from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any

@@ -25,8 +25,7 @@ from fn.kernels.reference import over_root
 from fn.kernels.table import cells
 from fn.schedules import FreezeAfter, FreezeWhenStable, ZeroOneSchedule, phase_of
 from fn.transforms.adam import OnebitAdamState
-from fn.transforms.sharded import ShardedState
-from fn.transforms.shards import divisions
+from fn.transforms.sharded import ShardedState, divisions
 from fn.transforms.skip_nonfinite import SkipState, all_finite
 from fn.transforms.zero_one_adam import ZeroOneAdamState
 

@@ -17,7 +17,7 @@ from fn.adapters.checkpoint import resharding as checkpoint_state
 from fn.adapters.ddp import data_parallel
 from fn.adapters.fsdp import comms as fsdp_comms
 from fn.collectives import comm_thread as communication_thread
-from fn.transforms.moving import Rows
+from fn.transforms.resharding import Rows
 
 
 @pytest.fixture
