@@ -3,7 +3,7 @@
 `average` is an all-reduce of gradients in the warm-up. `compressed_average` is an all-reduce in codes (quantized
 values) in the compressed phase, of a momentum, say:
 
-    leaves -> vectors (`flat_layout`) -> `hierarchy.compressed_all_reduce` per vector -> leaves
+    leaves -> vectors (`fn.transforms.flat_layout`) -> `fn.collectives.compressed.compressed_all_reduce` -> leaves
 
 Everything that crosses ranks is in `fn.collectives`; this file takes trees apart for it, and keeps its residual errors
 as the state of a link.

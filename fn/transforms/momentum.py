@@ -66,7 +66,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
 
 @declare(rank_local=("mu",), first_moment=("mu",))
 class LocalMomentumState(NamedTuple):
-    """State of `local_momentum` and `lion_direction`. mu: the momentum, each rank's own; float32 for half precision."""
+    """State of `local_momentum` and Lion's direction. mu: the momentum, each rank's own; float32 for half precision."""
 
     mu: Tree
 
