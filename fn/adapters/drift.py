@@ -26,6 +26,12 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     Compared are bits: of parameters, unless the optimizer leads each rank to some of its own, as 0/1 Adam does, of
     replicated state, of what param groups hold, such as learning rates, and of the schedule. All ranks must call it.
 
+        >>> import fn
+        >>> p = torch.nn.Parameter(torch.ones(3))
+        >>> opt = fn.Optimizer([p], fn.adamw, lr=0.1)
+        >>> handle = check_drift(opt, every=100)        # before steps 0, 100, 200, ...
+        >>> handle.remove()
+
     Args: every: steps, at least 1. The cost is one pass over that memory and 64 bytes on the wire.
     Returns: a handle with `remove()`.
     Raises: ValueError if every is less than 1, and from `step`, before it moves anything, `RanksDrifted` on every rank,

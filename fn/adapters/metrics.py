@@ -102,6 +102,18 @@ def watch(optimizer: Optimizer, callback: Callable[[StepMetrics], Any], every: i
     norms: some passes over the vectors, and memory for as many; the numbers of the training are bit for bit the same.
     What the callback raises, `step` raises, after the step was taken.
 
+        >>> import fn, functools, torch
+        >>> p = torch.nn.Parameter(torch.ones(3))
+        >>> make = functools.partial(fn.onebit_adam, axis="data")
+        >>> opt = fn.Optimizer([p], make, schedule=fn.freeze_after(2), lr=0.1)
+        >>> handle = watch(opt, lambda m: print(m.step, m.phase.value, m.bytes, m.skipped), every=2)
+        >>> for _ in range(4):
+        ...     p.grad = torch.ones(3)
+        ...     opt.step()
+        0 warmup 0 0
+        2 compressed 0 0
+        >>> handle.remove()
+
     Args: callback: takes a `StepMetrics`. every: steps, at least 1; 0, every, 2 every, ... are watched.
     Returns: a handle with `remove()`.
     Raises: ValueError if every is less than 1; TypeError for an optimizer of torch.

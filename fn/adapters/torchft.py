@@ -83,14 +83,14 @@ def optimizer(
     if tokens is not None and not callable(tokens):
         raise TypeError(expected("tokens", "a function that returns a number", f"{tokens!r}"))
     with Binding({axis: Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)}):
-        found = Optimizer(params, partial(make, axis=axis), schedule=schedule, **more)
-    _check_method(found)
-    _check_schedule(found)
-    islands = _Islands(found, manager, axis, tokens)
+        opt = Optimizer(params, partial(make, axis=axis), schedule=schedule, **more)
+    _check_method(opt)
+    _check_schedule(opt)
+    islands = _Islands(opt, manager, axis, tokens)
     manager.register_state_dict_fn(f"fn.{axis}", islands.load, islands.save)
-    found.training.meet = islands.meet
-    found.register_step_pre_hook(islands.before_step)
-    return found
+    opt.training.meet = islands.meet
+    opt.register_step_pre_hook(islands.before_step)
+    return opt
 
 
 class _Islands:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 import json
 import os
 import types
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ class Difference(NamedTuple):
         return next(rank for rank, value in enumerate(self.values) if value != self.values[0])
 
     def error(self, text: str) -> RanksDisagree:
-        """Return an error with what is to be said of it."""
+        """Return an error with a text, which names the rank and what differs to programs, too."""
         return RanksDisagree(f"ranks disagree: {text}", rank=self.rank, field=self.name)
 
     @property
@@ -184,48 +185,60 @@ def describe_leaves(params: Tree) -> dict[str, str]:
 def describe(value: Any) -> dict[str, str]:
     """Return the hyper-parameters that a value holds, by name, looking into closures, tuples and partials.
 
-    Transforms, codecs and feedbacks are NamedTuples of closures, so their hyper-parameters are what these close
-    over: `describe(scale_by_adam())["scale_by_adam.b1"]` is "0.9". Of a tensor of several numbers, and of one that
-    `torch.func.vmap` batches, it is shape and dtype; in a codec or a feedback, of which every rank reads what others
-    wrote, a digest of the numbers, too.
+    Transforms, codecs and feedbacks are NamedTuples of closures, so their hyper-parameters are what these close over:
+
+        >>> import fn
+        >>> describe(fn.scale_by_adam(b1=0.8))["scale_by_adam.b1"]
+        '0.8'
+
+    Of a tensor of several numbers, and of one that `torch.func.vmap` batches, it is shape and dtype; in a codec or a
+    feedback, of which every rank reads what others wrote, a digest of the numbers, too.
     """
-    found: dict[str, str] = {}
-    _describe(value, type(value).__name__, found, set())
-    return found
+    texts: dict[str, str] = {}
+    for name, text in _texts(value, type(value).__name__, set()):
+        numbered = (f"{name}#{number}" if number > 1 else name for number in itertools.count(1))
+        texts[next(unique for unique in numbered if texts.get(unique, text) == text)] = text
+    return texts
 
 
-def _describe(value: Any, name: str, found: dict[str, str], seen: set[int], shared: bool = False) -> None:
-    """Note what `describe` says. shared: of a codec or a feedback."""
+def _texts(value: Any, name: str, seen: set[int], shared: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield what `describe` says. seen: the functions that were looked into. shared: of a codec or a feedback."""
     shared = shared or isinstance(value, Codec | Feedback)
     if isinstance(value, Step):
         value = value.run  # which closes over all that its rule says
+    if isinstance(value, partial):
+        value = (value.func, value.args, value.keywords)
     if isinstance(value, Tensor):
-        _note(name, _describe_tensor(value, shared), found)
-    elif isinstance(value, tuple | list):
-        names = getattr(value, "_fields", range(len(value)))
-        for key, item in zip(names, value, strict=True):
-            _describe(item, f"{name}.{key}", found, seen, shared)
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            _describe(item, f"{name}.{key}", found, seen, shared)
-    elif isinstance(value, partial):
-        _describe((value.func, value.args, value.keywords), name, found, seen, shared)
+        yield name, _text_of_tensor(value, shared)
+    elif isinstance(value, tuple | list | Mapping):
+        keys = value if isinstance(value, Mapping) else getattr(value, "_fields", range(len(value)))
+        items = value.values() if isinstance(value, Mapping) else value
+        for key, item in zip(keys, items, strict=True):
+            yield from _texts(item, f"{name}.{key}", seen, shared)
     elif callable(value):
-        _describe_function(value, name, found, seen, shared)
+        owner = getattr(value, "__qualname__", type(value).__name__)
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield name, owner
+            for key, item in _closed_over(value):
+                yield from _texts(item, f"{owner.split('.')[0]}.{key}", seen, shared)
     elif isinstance(value, _PLAIN):
-        _note(name, repr(value), found)
+        yield name, repr(value)
     else:
-        _note(name, type(value).__name__, found)  # its repr may hold an address, which differs between processes
+        yield name, type(value).__name__  # its repr may hold an address, which differs between processes
 
 
-def _is_one_number(x: Tensor) -> bool:
-    """Tell whether a tensor is one number; one that `torch.func.vmap` batches is many, which have no text in common."""
-    while torch._C._functorch.is_gradtrackingtensor(x):
-        x = torch._C._functorch.get_unwrapped(x)
-    return x.numel() == 1 and not torch._C._functorch.is_batchedtensor(x)
+def _closed_over(f: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Yield what a function closes over, and the attributes of an object that can be called."""
+    code, cells = getattr(f, "__code__", None), getattr(f, "__closure__", None) or ()
+    for variable, cell in zip(code.co_freevars if code else (), cells, strict=True):
+        if cell != types.CellType():  # an empty cell is a name that its function has not bound yet
+            yield variable, cell.cell_contents
+    if not isinstance(f, type | types.FunctionType | types.BuiltinFunctionType):
+        yield from getattr(f, "__dict__", {}).items()
 
 
-def _describe_tensor(x: Tensor, shared: bool) -> str:
+def _text_of_tensor(x: Tensor, shared: bool) -> str:
     if _is_one_number(x):
         return f"{x.item():.9g}"
     form = f"{tuple(x.shape)} {x.dtype}"
@@ -235,28 +248,11 @@ def _describe_tensor(x: Tensor, shared: bool) -> str:
     return f"{form} {hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest()}"
 
 
-def _describe_function(f: Callable[..., Any], name: str, found: dict[str, str], seen: set[int], shared: bool) -> None:
-    if id(f) in seen:
-        return
-    seen.add(id(f))
-    owner = getattr(f, "__qualname__", type(f).__name__)
-    _note(name, owner, found)
-    code, cells = getattr(f, "__code__", None), getattr(f, "__closure__", None) or ()
-    for variable, cell in zip(code.co_freevars if code else (), cells, strict=True):
-        if cell != types.CellType():  # an empty cell is a name that its function has not bound yet
-            _describe(cell.cell_contents, f"{owner.split('.')[0]}.{variable}", found, seen, shared)
-    if not isinstance(f, type | types.FunctionType | types.BuiltinFunctionType):  # an object that can be called
-        for key, item in getattr(f, "__dict__", {}).items():
-            _describe(item, f"{owner.split('.')[0]}.{key}", found, seen, shared)
-
-
-def _note(name: str, value: str, found: dict[str, str]) -> None:
-    """Write a value down; where the name is taken by another one, number it."""
-    unique, number = name, 1
-    while found.get(unique, value) != value:
-        number += 1
-        unique = f"{name}#{number}"
-    found[unique] = value
+def _is_one_number(x: Tensor) -> bool:
+    """Tell whether a tensor is one number; one that `torch.func.vmap` batches is many, which have no text in common."""
+    while torch._C._functorch.is_gradtrackingtensor(x):
+        x = torch._C._functorch.get_unwrapped(x)
+    return x.numel() == 1 and not torch._C._functorch.is_batchedtensor(x)
 
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -74,7 +74,7 @@ def compress(
         communication object or hook, or if the ranks disagree; TypeError for dtypes that codes cannot represent.
         Nothing is changed then.
 
-    Mixed precision: the codes are of gradients in FSDP2's reduce dtype. Accumulation: with
+    Mixed precision: what is quantized are gradients in FSDP2's reduce dtype. Accumulation: with
     `set_requires_gradient_sync(False)` nothing is sent, and the errors rest; with the sum of several backward passes
     comes one message. Errors are in units of the gradient; a loss scale that changes makes them stale by its ratio.
 
@@ -86,12 +86,12 @@ def compress(
     if replicas is not None and not isinstance(replicas, Replicas):
         replicas = Replicas(replicas)
     _check_kinds(codec, feedback, gather, replicas)
-    found = groups_of(module)
-    for group in found:
+    groups = groups_of(module)
+    for group in groups:
         _check(group, gather, replicas)
     sent = ledger()
     parts: dict[str, Part] = {}
-    for group in found:
+    for group in groups:
         _check_ranks(group, codec, feedback, gather)
         parts[group.name] = _part(group, codec, feedback, gather, replicas, sent)
     return Compressed(parts, sent)
@@ -107,8 +107,8 @@ class Part(NamedTuple):
 
     def errors(self) -> dict[str, Tree]:
         """Return the errors of this rank by what they belong to."""
-        own = {} if self.replicas is None else {"replicas": self.replicas.state}
-        return {"reduce_scatter": self.reduce_scatter.error, "skipped": self.reduce_scatter.skipped, **own}
+        of_replicas = {} if self.replicas is None else {"replicas": self.replicas.state}
+        return {"reduce_scatter": self.reduce_scatter.error, "skipped": self.reduce_scatter.skipped, **of_replicas}
 
 
 class Compressed:
@@ -160,15 +160,15 @@ class Compressed:
         It is this rank's own: every rank saves and loads its own. The paths name the rank, so that
         `torch.distributed.checkpoint`, which writes once what several ranks call alike, keeps those of all of them.
         """
-        found = {}
+        state = {}
         rank = f"rank {dist.get_rank()} of {dist.get_world_size()}"
         for group, part in self._parts.items():
             name = f"{rank}.{group}"
             shards, widths = part.group.shards, part.group.gradients.widths
-            found[f"{name}.rank"] = torch.tensor([shards.rank(), shards.size()], dtype=torch.int64, device="cpu")
-            found[f"{name}.widths"] = torch.tensor(widths, dtype=torch.int64, device="cpu")
-            found.update(by_path(part.errors(), f"{name}."))
-        return found
+            state[f"{name}.rank"] = torch.tensor([shards.rank(), shards.size()], dtype=torch.int64, device="cpu")
+            state[f"{name}.widths"] = torch.tensor(widths, dtype=torch.int64, device="cpu")
+            state.update(by_path(part.errors(), f"{name}."))
+        return state
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
@@ -181,8 +181,8 @@ class Compressed:
         own = self.state_dict()
         here, theirs = ({path.partition(".")[0] for path in state} for state in (own, state_dict))
         if here != theirs:
-            found = ", ".join(sorted(theirs)) or "no rank"
-            raise ValueError(f"state_dict: is of {found}, but this is {', '.join(here)}{_ADVICE}")
+            ranks = ", ".join(sorted(theirs)) or "no rank"
+            raise ValueError(f"state_dict: is of {ranks}, but this is {', '.join(here)}{_ADVICE}")
         for path in sorted(set(own) ^ set(state_dict)):
             raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}{_ADVICE}")
         for path, mine in own.items():
@@ -218,9 +218,8 @@ def _check(group: Group, gather: Codec | None, replicas: Replicas | None) -> Non
     theirs = [group.reduce_scatter] + [group.all_gather] * (gather is not None)
     for custom in theirs:
         if not isinstance(custom, DefaultReduceScatter | DefaultAllGather):
-            found = type(custom).__name__
             wanted = f"{group.name} to have the communication object of FSDP2"
-            raise ValueError(expected("module", wanted, f"one of its own, {found}"))
+            raise ValueError(expected("module", wanted, f"one of its own, {type(custom).__name__}"))
     if gather is not None and (group.gathered is None or not group.gathered.is_floating_point):
         raise TypeError(f"gather: {group.name} gathers parameters of several or other than floating dtypes")
     if replicas is not None and group.is_hybrid:

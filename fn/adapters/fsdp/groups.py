@@ -75,19 +75,19 @@ def groups_of(module: nn.Module) -> list[Group]:
         replicated and not sharded, or its gradients are not real floating numbers.
     """
     names = {id(p): name for name, p in module.named_parameters()}
-    found: dict[int, Group] = {}
+    groups: dict[int, Group] = {}
     for name, part in module.named_modules():
         if not isinstance(part, FSDPModule):
             continue
-        own = _inside(part)
-        if len(own) > 1:
+        of_part = _inside(part)
+        if len(of_part) > 1:
             wanted = f"{name or ROOT} to have its parameters on one mesh"
-            raise ValueError(expected("module", wanted, f"{len(own)} meshes"))
-        for inside in own:
-            found.setdefault(id(inside), _group(name or ROOT, part, inside, names))
-    if not found:
+            raise ValueError(expected("module", wanted, f"{len(of_part)} meshes"))
+        for inside in of_part:
+            groups.setdefault(id(inside), _group(name or ROOT, part, inside, names))
+    if not groups:
         raise ValueError("module: holds no FSDPModule; call torch.distributed.fsdp.fully_shard on it first")
-    return list(found.values())
+    return list(groups.values())
 
 
 def _inside(module: FSDPModule) -> list[Any]:
@@ -131,8 +131,8 @@ def _reduced(param: Any) -> torch.dtype:
     """Return the dtype in which FSDP2 reduces the gradient of one of its parameters."""
     follows_forward = not hasattr(type(param), "unsharded_grad_dtype")  # until torch 2.14
     cast = param.mp_policy.param_dtype if follows_forward else param.sharded_param.grad_dtype
-    found: torch.dtype = param.mp_policy.reduce_dtype or cast or param.sharded_param.dtype
-    return found
+    dtype: torch.dtype = param.mp_policy.reduce_dtype or cast or param.sharded_param.dtype
+    return dtype
 
 
 def _segments(params: Sequence[Any], world_size: int) -> Segments:
