@@ -57,7 +57,7 @@ _bound = _Bound()
 
 
 class Binding:
-    """A context in which axis names have a meaning; entering it twice, again later, or in several threads is fine."""
+    """A context in which axis names have a meaning. It may be entered twice, again later, and in several threads."""
 
     def __init__(self, axes: Mapping[str, Axis]):
         self.axes = axes
@@ -75,6 +75,15 @@ class Binding:
 
 def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator], *, tcp: bool = True) -> Binding:
     """Give axis names to process groups, as a context.
+
+    >>> import torch, fn
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())       # under torchrun: ("gloo")
+    >>> mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+    >>> with fn.bind(mesh):
+    ...     print(fn.axis_size("data"), fn.pmean(torch.ones(2), "data"))
+    1 tensor([1., 1.])
+    >>> dist.destroy_process_group()
 
     Args:
         mesh: a `DeviceMesh` with `mesh_dim_names`, or a mapping from names to process groups of torch.distributed or
@@ -160,14 +169,19 @@ def names(axis: AxisNames) -> tuple[str, ...]:
 
     Raises: ValueError if there is none, or one of them twice.
     """
-    found = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
-    if not found or not all(isinstance(name, str) for name in found) or len(set(found)) != len(found):
+    several = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, tuple | list) else ()
+    if not several or not all(isinstance(name, str) for name in several) or len(set(several)) != len(several):
         raise ValueError(expected("axis", "a name or a tuple of different names", f"{axis!r}"))
-    return found
+    return several
 
 
 def axis_size(axis: AxisNames) -> int:
-    """Return the number of ranks of an axis, of several their product. Raises ValueError as `resolve` does."""
+    """Return the number of ranks of an axis, of several their product. Raises ValueError as `resolve` does.
+
+    >>> import fn
+    >>> fn.axis_size("data")                                # in a process that belongs to no group
+    1
+    """
     size = 1
     for name in names(axis):
         size *= resolve(name).size
@@ -176,6 +190,10 @@ def axis_size(axis: AxisNames) -> int:
 
 def axis_index(axis: AxisNames) -> Tensor:
     """Return this rank's index on an axis, 0-d int64; on several, the last of them counts fastest.
+
+    >>> import torch, fn
+    >>> fn.simulate(lambda x: 10 * fn.axis_index("data") + x, "data", 3)(torch.tensor([7, 8, 9]))
+    tensor([ 7, 18, 29])
 
     Raises: ValueError as `resolve` does.
     """
@@ -197,6 +215,10 @@ def all_ranks() -> Tensor:
 def rank_dims(state: Any) -> Any:
     """Return a tree like `state` with 0 at leaves that belong to one rank and None at replicated ones.
 
+    >>> import torch, fn
+    >>> fn.rank_dims(fn.compressed_average("data", fn.sign()).init({"w": torch.ones(8)}))
+    ErrorFeedbackState(worker=(0,), server=(0,))
+
     These are the in_dims and out_dims of a state under `simulate`. A state class names those of its fields that
     belong to one rank in `rank_local`, as `ErrorFeedbackState` does. Params are no part of a state: they are
     None, the same on all ranks, for every named optimizer but `zero_one_adam`, whose ranks differ between
@@ -215,38 +237,42 @@ def rank_dims(state: Any) -> Any:
     return None
 
 
-_inside: dict[str, tuple[threading.Thread, int]] = {}
+_stepping: dict[str, tuple[threading.Thread, int]] = {}
 """Transport -> the thread that is inside of steps over it, and how many of them."""
 
-_looking = threading.Lock()
+_changing = threading.Lock()
+"""Held while `_stepping` is looked at or changed."""
 
 
 @contextmanager
 def in_turn(wires: Mapping[str, str]) -> Iterator[None]:
-    """Refuse to begin while another thread is inside of such a context over one of the transports.
+    """Refuse to begin a step while another thread is inside of one over the same transport.
+
+    A message carries no name. Where two threads send over one process group, a rank takes the message of one step for
+    that of the other, and gloo returns wrong numbers without an error.
 
     Args: wires: axis -> transport.
     Raises: RuntimeError that names the threads and the axis. Nothing was sent then.
     """
-    here = threading.current_thread()
-    with _looking:
+    thread, transports = threading.current_thread(), {*wires.values()}
+    with _changing:
         for axis, transport in wires.items():
-            there, _ = _inside.get(transport, (here, 0))
-            if there is not here:
+            other, _ = _stepping.get(transport, (thread, 0))
+            if other is not thread:
                 wanted = f"one step at a time over the process group of axis {axis!r}, so that no messages are mixed up"
-                got = f"one in thread {here.name!r} while thread {there.name!r} is inside of another"
+                got = f"one in thread {thread.name!r} while thread {other.name!r} is inside of another"
                 cure = (
                     f"let the threads take turns, in the same order on all ranks, or give each a group of its own: "
                     f"fn.bind({{{axis!r}: torch.distributed.new_group()}})"
                 )
                 raise RuntimeError(expected("step", wanted, got, cure))
-        for transport in {*wires.values()}:
-            _inside[transport] = here, _inside.get(transport, (here, 0))[1] + 1
+        for transport in transports:
+            _stepping[transport] = thread, _stepping.get(transport, (thread, 0))[1] + 1
     try:
         yield
     finally:
-        with _looking:
-            for transport in {*wires.values()}:
-                _, count = _inside.pop(transport)
-                if count > 1:
-                    _inside[transport] = here, count - 1
+        with _changing:
+            for transport in transports:
+                _, depth = _stepping.pop(transport)
+                if depth > 1:
+                    _stepping[transport] = thread, depth - 1

@@ -1,7 +1,8 @@
 """Error feedback: what was not delivered is kept and sent later.
 
-A feedback is three pure functions over an explicit error. `classic` keeps the whole difference, `decayed` a part of it,
-`damped` a moving average of it in 8 bits, `off` none. `differences` keeps what was delivered instead.
+A feedback is three pure functions over an explicit error, the residual of the quantized values. `classic` keeps the
+whole difference, `decayed` a part of it, `damped` a moving average of it in 8 bits, `off` none. `differences` keeps
+what was delivered instead. Below them stand the forms in which errors are kept, and the vectors that errors stand for.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fn.base import check_number, check_whole
-from fn.collectives.codecs.codec import Codec, Fused, Segments, segmented, tile
+from fn.collectives.codecs.codec import Codec, Fused, Segments, segmented, segments_of, tile
 from fn.collectives.codecs.pickling import invalidates, reduced
 from fn.errors import expected
 from fn.kernels.layout import scale_dtype
@@ -95,8 +96,15 @@ class LazyError(NamedTuple):
     scale: Tensor
 
 
+class StoredError(NamedTuple):
+    """An error in blocks of 8 bits. codes: (n,) int8. scales: (ceil(n / block),) float32, float64 for float64."""
+
+    codes: Tensor
+    scales: Tensor
+
+
 class DampedError(NamedTuple):
-    """An error kept in 8 bits.
+    """An error kept in 8 bits, and its age.
 
     codes: (n,) int8. scales: (n / block,), or (R, S) where a codec's blocks are the error's. age: 0-d int64, steps.
     """
@@ -112,6 +120,20 @@ def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block
     The sum of all that was delivered plus the last error is the sum of all that was to be sent, up to rounding; with
     a store, up to the sum of what saving lost in each step, at most abs(e) / 256 in bf16 and a 128th of the block's
     largest magnitude in int8. Errors are float64 for float64 vectors and float32 for all others, unless stored.
+
+    A number that the codec rounds to 0 is sent as soon as it has added up:
+
+    >>> import torch, fn
+    >>> codec, feedback = fn.top_k(1), fn.classic()
+    >>> x, error = torch.tensor([3.0, 2.0]), feedback.init(torch.zeros(2))
+    >>> for _ in range(3):
+    ...     message = feedback.compensate(x, error)
+    ...     delivered = codec.decode(codec.encode(message[None]))[0]
+    ...     error = feedback.residual(message, delivered, error)
+    ...     print(delivered.tolist(), error.tolist())
+    [3.0, 0.0] [0.0, 2.0]
+    [0.0, 4.0] [3.0, 0.0]
+    [6.0, 0.0] [0.0, 2.0]
 
     Args:
         lazy: let `initial_errors` choose the form in which the codec's kernels are fastest (`LazyError` for signs).
@@ -131,7 +153,7 @@ def classic(*, lazy: bool = False, store: torch.dtype | str | None = None, block
     kept = store_of(store, block)
 
     def init(x: Tensor) -> Tree:
-        return kept.save(torch.zeros_like(x, dtype=scale_dtype(x)))
+        return kept.save(_zeros(x))
 
     def compensate(x: Tensor, error: Tree) -> Tensor:
         if isinstance(error, LazyError):
@@ -156,6 +178,12 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
     takes 1 + 4 / block bytes per element. Unlike `classic` it does not promise that everything arrives in the end: of
     a difference, 1 - beta enters the error, and the error is sent again and again while it fades.
 
+    >>> import torch, fn
+    >>> feedback = fn.damped(beta=0.75)
+    >>> message = torch.tensor([1.0, -2.0])
+    >>> feedback.residual(message, torch.zeros(2), feedback.init(message))   # nothing arrived: a quarter of it is kept
+    DampedError(codes=tensor([  64, -128], dtype=torch.int8), scales=tensor([0.0039]), age=tensor(1))
+
     Args:
         beta: weight of the old error, 0 <= beta < 1, rounded to float32. The error is an average over about
             1 / (1 - beta) steps. Raise it where single differences are mostly noise, as with small batches; lower it
@@ -174,16 +202,13 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
     check_number("beta", beta)
     if not 0 <= beta < 1:
         raise ValueError(expected("beta", "a number in [0, 1)", f"{beta}"))
-    for name, value in (("every", every), ("block", block)):
-        check_whole(name, value)
-        if value < 1:
-            raise ValueError(expected(name, "a whole number of at least 1", f"{value}"))
+    _check_positive("every", every)
+    _check_positive("block", block)
     beta = float(torch.tensor(beta, dtype=torch.float32, device="cpu"))  # 1 - beta is taken of what the kernels see
 
     def init(x: Tensor) -> DampedError:
+        scales = torch.ones(-(-x.shape[0] // block), dtype=scale_dtype(x), device=x.device)
         age = torch.zeros((), dtype=torch.int64, device=x.device)
-        dtype = scale_dtype(x)
-        scales = torch.ones(-(-x.shape[0] // block), dtype=dtype, device=x.device)
         return DampedError(torch.zeros_like(x, dtype=torch.int8), scales, age)
 
     def vector_of(error: DampedError) -> Tensor:
@@ -211,6 +236,12 @@ def decayed(keep: float, deliver: float = 1.0) -> Feedback:
 
     `decayed(1, 1)` is `classic`; `decayed(b)` is the feedback of DeMo and SparseLoCo, where the error is a momentum
     that loses what was sent; `decayed(1, 1 - mu)` is Dion's, where the momentum fades only as far as it was delivered.
+
+    >>> import torch, fn
+    >>> feedback = fn.decayed(keep=0.9)
+    >>> feedback.compensate(torch.tensor([1.0, 1.0]), torch.tensor([10.0, 0.0]))
+    tensor([10.,  1.])
+
     Errors are vectors, float64 for float64 and float32 for all others.
 
     Args:
@@ -229,16 +260,13 @@ def decayed(keep: float, deliver: float = 1.0) -> Feedback:
             raise ValueError(expected(name, "a number in (0, 1]", f"{value}"))
     keep, deliver = float(keep), float(deliver)
 
-    def init(x: Tensor) -> Tensor:
-        return torch.zeros_like(x, dtype=scale_dtype(x))
-
     def compensate(x: Tensor, error: Tensor) -> Tensor:
         return x + keep * error
 
     def residual(compensated: Tensor, decoded: Tensor, error: Tensor) -> Tensor:
         return (compensated - deliver * decoded).to(compensated.dtype)  # a codec may decode to float64
 
-    return Feedback(init, compensate, residual, Decayed(keep, deliver), make=partial(decayed, keep, deliver))
+    return Feedback(_zeros, compensate, residual, Decayed(keep, deliver), make=partial(decayed, keep, deliver))
 
 
 def differences() -> Feedback:
@@ -251,13 +279,16 @@ def differences() -> Feedback:
     differences become small and so does what is lost. In a warm-up step x arrives exactly, and h becomes x.
     Vectors are float64 for float64 and float32 for all others.
 
+    >>> import torch, fn
+    >>> feedback = fn.differences()
+    >>> delivered = feedback.residual(torch.zeros(2), torch.tensor([3.0, 0.0]), torch.tensor([1.0, 1.0]))
+    >>> delivered, feedback.compensate(torch.tensor([4.0, 4.0]), delivered)
+    (tensor([4., 1.]), tensor([0., 3.]))
+
     Returns: a feedback for one axis, whose server's half has another one: see `compressed_average`.
 
     Paper: Richtarik, Sokolov and Fatkhullin, EF21 (arXiv 2106.05203), algorithm 2.
     """
-
-    def init(x: Tensor) -> Tensor:
-        return torch.zeros_like(x, dtype=scale_dtype(x))
 
     def compensate(x: Tensor, error: Tensor) -> Tensor:
         return x - error
@@ -268,31 +299,41 @@ def differences() -> Feedback:
     def follow(x: Tensor, error: Tensor) -> Tensor:
         return x.to(error.dtype, copy=True)
 
-    return Feedback(init, compensate, residual, Differences(), follow, differences)
-
-
-def since_reset(error: DampedError, every: int) -> Tensor:
-    """Return the scales with which the error counts in this step: zeros in a step of reset."""
-    return torch.where(error.age % every == 0, 0.0, error.scales)
+    return Feedback(_zeros, compensate, residual, Differences(), follow, differences)
 
 
 def off() -> Feedback:
-    """Forget what was not delivered. The error is the empty tree."""
+    """Forget what was not delivered. The error is the empty tree.
+
+    >>> import torch, fn
+    >>> fn.off().init(torch.ones(4))
+    ()
+    """
     return Feedback(lambda x: (), lambda x, error: x, lambda compensated, decoded, error: (), Off(), make=off)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x, dtype=scale_dtype(x))
+
+
+def _check_positive(name: str, value: int) -> None:
+    check_whole(name, value)
+    if value < 1:
+        raise ValueError(expected(name, "a whole number of at least 1", f"{value}"))
 
 
 BY_NAME = {"float32": None, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
-class StoredError(NamedTuple):
-    """An error in blocks of 8 bits. codes: (n,) int8. scales: (ceil(n / block),) float32, float64 for float64."""
-
-    codes: Tensor
-    scales: Tensor
-
-
 class Store(NamedTuple):
-    """save: vector (n,) -> what is kept. load: what is kept -> (n,)."""
+    """How errors are kept from step to step. save: vector (n,) -> what is kept. load: what is kept -> (n,).
+
+    | store | bytes per element | what saving e loses, at most |
+    |---|---|---|
+    | None | 4 | nothing |
+    | `torch.bfloat16` | 2 | abs(e) / 256 |
+    | `torch.int8` | 1 + 4 / block | M / 128, M the largest magnitude in the block |
+    """
 
     save: Callable[[Tensor], Tree]
     load: Callable[[Tree], Tensor]
@@ -308,9 +349,7 @@ def store_of(kind: torch.dtype | str | None, block: int) -> Store:
     if kind not in (None, torch.bfloat16, torch.int8):
         wanted = f"None, torch.bfloat16, torch.int8 or one of {sorted(BY_NAME)}"
         raise ValueError(expected("store", wanted, f"{kind!r}"))
-    check_whole("block", block)
-    if block < 1:
-        raise ValueError(expected("block", "a whole number of at least 1", f"{block}"))
+    _check_positive("block", block)
     if kind is torch.int8:
         return _in_blocks(block)
     if kind is torch.bfloat16:
@@ -329,19 +368,26 @@ def _in_blocks(block: int) -> Store:
 
 def to_blocks(vector: Tensor, block: int) -> tuple[Tensor, Tensor]:
     """Return a vector (n,) as codes (n,) int8 and scales (ceil(n / block),)."""
-    codes, scales = torch.ops.fn.quantize(vector[None], *_place(vector, block), 8)
+    codes, scales = torch.ops.fn.quantize(vector[None], *_tiled(vector, block), 8)
     return codes[0], scales[0]
 
 
 def from_blocks(codes: Tensor, scales: Tensor, block: int) -> Tensor:
     """Return the vector (n,) of codes and scales, in the dtype of the scales."""
-    vector: Tensor = torch.ops.fn.dequantize(codes[None], scales[None], *_place(codes, block), 8)
+    vector: Tensor = torch.ops.fn.dequantize(codes[None], scales[None], *_tiled(codes, block), 8)
     return vector[0]
 
 
-def _place(vector: Tensor, block: int) -> tuple[Tensor, list[int]]:
-    n = vector.shape[0]
-    return tile((n,), torch.full((1, 1), n, dtype=torch.int64, device=vector.device), block)
+def _tiled(vector: Tensor, block: int) -> tuple[Tensor, list[int]]:
+    return tile(*segments_of(None, 1, vector.shape[0], vector.device), block)
+
+
+def since_reset(error: DampedError, every: int) -> Tensor:
+    """Return the scales with which the error counts in this step: zeros in a step of reset.
+
+    A tensor decides, and no branch, so that one compiled graph serves every step.
+    """
+    return torch.where(error.age % every == 0, 0.0, error.scales)
 
 
 def fused_with(codec: Codec, feedback: Feedback) -> Fused | None:
@@ -366,16 +412,16 @@ def to_plain(error: Tree, codec: Codec, feedback: Feedback, segments: Segments, 
     if isinstance(feedback.rule, Off) or (feedback.rule is not None and isinstance(error, tuple) and not error):
         return None
     if feedback.rule is None or isinstance(feedback.rule, Decayed | Differences):  # it adds something else to a message
-        return _own(error, segments)
+        return _as_kept(error, segments)
     device = error.device if isinstance(error, Tensor) else error[0].device
     like = torch.zeros(segments.valid.shape[0], segments.row_length, dtype=dtype, device=device)
     return settle(segmented(codec, segments), feedback, error, like)
 
 
-def _own(error: Tree, segments: Segments) -> Tensor:
-    """Return an error that is added up as it is, and not as what it adds to a message, as its feedback alone knows.
+def _as_kept(error: Tree, segments: Segments) -> Tensor:
+    """Return an error itself, where only its feedback knows what it adds to a message.
 
-    That is right wherever what is sent later is linear in it, such as `x + 0.9 * error`.
+    To add up such errors is right wherever what is sent later is linear in them, such as `x + 0.9 * error`.
     """
     length = segments.valid.shape[0] * segments.row_length
     if isinstance(error, Tensor) and error.shape == (length,) and error.is_floating_point():
@@ -404,8 +450,8 @@ def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedbac
         if like.scales.ndim == 1:
             codes, scales = to_blocks(wide, block)
         else:
-            at = tile(segments.widths, segments.valid.to(wide.device), block)
-            codes, scales = torch.ops.fn.quantize(wide.view(rows, -1), *at, 8)
+            tiled = tile(segments.widths, segments.valid.to(wide.device), block)
+            codes, scales = torch.ops.fn.quantize(wide.view(rows, -1), *tiled, 8)
         return DampedError(codes.reshape(-1), scales.view(like.scales.shape), like.age if age is None else age)
     if isinstance(feedback.rule, StoredClassic):
         return feedback.residual(vector.float(), torch.zeros_like(vector, dtype=torch.float32), like)

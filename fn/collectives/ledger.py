@@ -72,8 +72,3 @@ def record(axis: str, collective: str, size: int) -> None:
             for book in books:
                 book.sent[key] = book.sent.get(key, 0) + size
                 book.messages[key] = book.messages.get(key, 0) + 1
-
-
-def is_open() -> bool:
-    """Tell whether somebody counts."""
-    return bool(watchers().ledgers)

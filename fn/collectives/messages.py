@@ -1,7 +1,8 @@
 """Messages: the rows of several tensors as one message each. `exchange` and `gather`; `swap_rows` and `fill_rows`.
 
-The leaves of a row go one behind the other, the widest dtypes first. Over connections of our own each leaf is sent from
-where it lies and received where it belongs; a collective carries bytes that are joined before and taken apart after.
+The leaves of a row go one behind the other, the widest dtypes first. There is no header between them: shapes and dtypes
+are the same on all ranks, which `agreement` has checked. Over connections of our own each leaf is sent from where it
+lies and received where it belongs; a collective carries bytes that are joined before and taken apart after.
 
 `swap_rows` and `fill_rows` are `all_to_all` and `all_gather` on the host, for a step in memory that it has. They copy
 no row of this rank's own, and are neither traced nor simulated.
@@ -20,7 +21,7 @@ from fn import tree
 from fn.collectives import axis as axes
 from fn.collectives import primitives
 from fn.collectives.ledger import record
-from fn.collectives.profiling import step_range
+from fn.collectives.profiling import RangeName, step_range
 from fn.collectives.transports.registry import registered
 from fn.collectives.transports.tcp import Connections, Rows
 from fn.collectives.transports.tcp_setup import connections
@@ -31,13 +32,18 @@ Tree = Any
 
 
 class Direct(NamedTuple):
-    """How rows of an axis go over connections of our own. size: ranks. me: this one."""
+    """How rows of an axis go over connections of our own. size: number of ranks. rank: this one."""
 
     axis: str
     size: int
-    me: int
+    rank: int
     transport: str
     connections: Connections
+
+    @property
+    def peers(self) -> list[int]:
+        """Return the other ranks."""
+        return [p for p in range(self.size) if p != self.rank]
 
     def pass_rows(self, collective: str, sends: Rows, receives: Rows) -> None:
         """Send tensors to every other rank and fill tensors from it, and count them as a collective's.
@@ -61,34 +67,32 @@ def direct(tensors: Sequence[Tensor], axis: str) -> Direct | None:
         return None
     if not is_concrete(*tensors):
         return None
-    found = connections(primitives.group_of(transport))
-    return None if found is None else Direct(axis, size, int(rank), transport, found)
+    opened = connections(primitives.group_of(transport))
+    return None if opened is None else Direct(axis, size, int(rank), transport, opened)
 
 
 def exchange(payload: Tree, axis: str) -> Tree:
     """Exchange the rows of a payload, as `all_to_all`, in one uint8 message."""
-    leaves, restore = _flatten(payload)
-    way = direct(leaves, axis)
-    with step_range("exchange"):
-        if way is None:
-            message, unpack = _as_message(leaves)
-            return restore(unpack(primitives.all_to_all(message, axis)))
-        received = [memory_pool.empty(leaf.shape, leaf.dtype, leaf.device) for leaf in leaves]
-        _pass(way, "all_to_all", leaves, received)
-        return restore(received)
+    return _carry(payload, axis, "exchange", "all_to_all")
 
 
 def gather(payload: Tree, axis: str) -> Tree:
     """Gather payloads of one row from every rank, as `all_gather`, in one uint8 message: W rows."""
+    return _carry(payload, axis, "gather", "all_gather")
+
+
+def _carry(payload: Tree, axis: str, name: RangeName, collective: str) -> Tree:
     leaves, restore = _flatten(payload)
     way = direct(leaves, axis)
-    with step_range("gather"):
+    with step_range(name):
         if way is None:
             message, unpack = _as_message(leaves)
+            if collective == "all_to_all":
+                return restore(unpack(primitives.all_to_all(message, axis)))
             return restore(unpack(primitives.all_gather(message, axis).flatten(0, 1)))
-        gathered = [memory_pool.empty((way.size, *leaf.shape[1:]), leaf.dtype, leaf.device) for leaf in leaves]
-        _pass(way, "all_gather", leaves, gathered)
-        return restore(gathered)
+        received = [memory_pool.empty((way.size, *leaf.shape[1:]), leaf.dtype, leaf.device) for leaf in leaves]
+        _pass(way, collective, leaves, received)
+        return restore(received)
 
 
 def swap_rows(rows: Sequence[Tensor], axis: str) -> list[Tensor]:
@@ -101,13 +105,12 @@ def swap_rows(rows: Sequence[Tensor], axis: str) -> list[Tensor]:
     way = direct(rows, axis)
     with step_range("exchange"):
         if way is None:
-            found = primitives.all_to_all(torch.stack(list(rows)), axis) if len(rows) > 1 else rows[0][None]
-            return [*found.unbind(0)]
+            swapped = primitives.all_to_all(torch.stack(list(rows)), axis) if len(rows) > 1 else rows[0][None]
+            return [*swapped.unbind(0)]
         received = [
-            row if r == way.me else memory_pool.empty(row.shape, row.dtype, row.device) for r, row in enumerate(rows)
+            row if r == way.rank else memory_pool.empty(row.shape, row.dtype, row.device) for r, row in enumerate(rows)
         ]
-        others = [p for p in range(way.size) if p != way.me]
-        way.pass_rows("all_to_all", {p: [rows[p]] for p in others}, {p: [received[p]] for p in others})
+        way.pass_rows("all_to_all", {p: [rows[p]] for p in way.peers}, {p: [received[p]] for p in way.peers})
         return received
 
 
@@ -123,8 +126,7 @@ def fill_rows(out: Tensor, axis: str) -> None:
             if out.shape[0] > 1:
                 out.copy_(primitives.all_gather(out[int(axes.axis_index(axis))], axis))
             return
-        others = [p for p in range(way.size) if p != way.me]
-        way.pass_rows("all_gather", {p: [out[way.me]] for p in others}, {p: [out[p]] for p in others})
+        way.pass_rows("all_gather", {p: [out[way.rank]] for p in way.peers}, {p: [out[p]] for p in way.peers})
 
 
 def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree]]:
@@ -135,20 +137,22 @@ def _flatten(payload: Tree) -> tuple[list[Tensor], Callable[[list[Tensor]], Tree
     return leaves, partial(tree.unflatten, structure)
 
 
-def _pass(way: Direct, collective: str, leaves: Sequence[Tensor], into: Sequence[Tensor]) -> None:
+def _pass(way: Direct, collective: str, leaves: Sequence[Tensor], received: Sequence[Tensor]) -> None:
     """Send row p, or the only one, to rank p; fill row p of W from rank p, and copy this rank's own."""
     order = _wide_first(leaves)
-    give = [leaves[i].contiguous().expand_as(into[i]).unbind() for i in order]
-    take = [into[i].unbind() for i in order]
-    for mine, place in zip(give, take, strict=True):
-        place[way.me].copy_(mine[way.me])
-    others = [p for p in range(way.size) if p != way.me]
-    sends = {p: [parts[p] for parts in give] for p in others}
-    way.pass_rows(collective, sends, {p: [parts[p] for parts in take] for p in others})
+    sent_rows = [leaves[i].contiguous().expand_as(received[i]).unbind() for i in order]
+    received_rows = [received[i].unbind() for i in order]
+    for sent, filled in zip(sent_rows, received_rows, strict=True):
+        filled[way.rank].copy_(sent[way.rank])
+    sends = {p: [rows[p] for rows in sent_rows] for p in way.peers}
+    way.pass_rows(collective, sends, {p: [rows[p] for rows in received_rows] for p in way.peers})
 
 
 def _wide_first(leaves: Sequence[Tensor]) -> list[int]:
-    """Return the order of leaves in a message: no value lies across an alignment boundary of its own."""
+    """Return the order of leaves in a message: no value lies across an alignment boundary of its own.
+
+    Behind an odd number of bytes a float would, and the receiver could not view the bytes as floats.
+    """
     return sorted(range(len(leaves)), key=lambda i: -leaves[i].element_size())
 
 
@@ -163,13 +167,13 @@ def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], li
     widths = [part.shape[1] for part in parts]
 
     def unpack(message: Tensor) -> list[Tensor]:
-        found: list[Any] = [None] * len(leaves)
+        unpacked: list[Any] = [None] * len(leaves)
         for i, part in zip(order, message.split(widths, dim=1), strict=True):
             if dtypes[i] != torch.uint8:
                 part = part.clone(memory_format=torch.contiguous_format)
                 part = _view(part, dtypes[i]) if part.numel() else part.to(dtypes[i])  # no bytes have no stride to view
-            found[i] = part.reshape(part.shape[0], *shapes[i])
-        return found
+            unpacked[i] = part.reshape(part.shape[0], *shapes[i])
+        return unpacked
 
     return torch.cat(parts, dim=1), unpack
 
@@ -187,8 +191,8 @@ def _flat(leaf: Tensor) -> Tensor:
 
 def _view(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `x.view(dtype)`, for which vmap has a rule since torch 2.13; before that, a copy of it."""
-    found: Tensor = x.view(dtype) if _VMAP_CAN_VIEW else torch.ops.fn.reinterpret(x, dtype)
-    return found
+    viewed: Tensor = x.view(dtype) if _VMAP_CAN_VIEW else torch.ops.fn.reinterpret(x, dtype)
+    return viewed
 
 
 def _reinterpret(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,6 +4,8 @@ Each is an op `fn::name(x, rank, size, transport)`. The rank is a tensor operand
 axis itself, where the exchange is a transposition; any other vmap level is passed by. Below all levels the op
 decomposes into torch's functional collectives, so `torch.compile` sees them, or is carried by a registered transport.
 This is the only module that names the functional collectives: they are private and their names move.
+
+Collectives are not differentiable, and say so: torch's own would give gradients of zero without a word.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +26,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 
 from fn import tree
 from fn.collectives import axis as axes
-from fn.collectives.ledger import is_open, record
-from fn.collectives.profiling import step_range
+from fn.collectives.ledger import record
+from fn.collectives.profiling import step_range, watchers
 from fn.collectives.transports.failure_detection import abort_connections, is_loss, peer_lost
 from fn.collectives.transports.registry import carry, carry_sum, registered
 from fn.collectives.transports.tcp_setup import connections
@@ -47,6 +50,11 @@ _Batched = tuple[Tensor, int | None]
 def all_to_all(x: Tree, axis: str) -> Tree:
     """Exchange rows: row r of the result is the row that rank r held for this rank.
 
+    >>> import torch, fn
+    >>> fn.simulate(lambda x: fn.all_to_all(x, "data"), "data", 2)(torch.tensor([[1, 2], [3, 4]]))
+    tensor([[1, 3],
+            [2, 4]])
+
     Args: x: tree of tensors (W, ...). axis: the axis' name.
     Returns: the same shapes.
     Raises: TypeError for a leaf that is no tensor; ValueError if a leaf's first dimension is not the axis size, or the
@@ -66,14 +74,18 @@ def all_to_all(x: Tree, axis: str) -> Tree:
             return leaf
         refuse_to_differentiate(leaf, "all_to_all", axis)
         count(leaf, axis, "all_to_all", size - 1, size)
-        found: Tensor = torch.ops.fn.all_to_all(leaf.contiguous(), rank, size, transport)
-        return found
+        received: Tensor = torch.ops.fn.all_to_all(leaf.contiguous(), rank, size, transport)
+        return received
 
     return tree.map(exchange, x)
 
 
 def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
     """Give every rank the values of all: row r of the result is rank r's value.
+
+    >>> import torch, fn
+    >>> fn.simulate(lambda x: fn.all_gather(x, "data"), "data", 2, out_dims=None)(torch.tensor([1.0, 2.0]))
+    tensor([1., 2.])
 
     Args: x: tree of tensors of any shape. axis: the axis' name, or several, which are gathered from the last to the
         first; r is then their `axis_index`.
@@ -95,14 +107,20 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
             return leaf.unsqueeze(0).expand(size, *leaf.shape)
         refuse_to_differentiate(leaf, "all_gather", axis)
         count(leaf, axis, "all_gather", size - 1, 1)
-        found: Tensor = torch.ops.fn.all_gather(leaf.contiguous(), rank, size, transport)
-        return found
+        received: Tensor = torch.ops.fn.all_gather(leaf.contiguous(), rank, size, transport)
+        return received
 
     return tree.map(gather, x)
 
 
 def psum(x: Tree, axis: axes.AxisNames) -> Tree:
-    """Sum over the ranks of an axis. Args, Returns and Raises as for `pmean`, but integers are summed, too.
+    """Sum over the ranks of an axis, as an all-reduce does. Args, Returns and Raises as for `pmean`.
+
+    Integers are summed, too.
+
+    >>> import torch, fn
+    >>> fn.simulate(lambda x: fn.psum(x, "data"), "data", 2, out_dims=None)(torch.tensor([1, 2]))
+    tensor(3)
 
     Raises: TypeError for truth values among several ranks, whose sum would be another one.
 
@@ -121,8 +139,8 @@ def psum(x: Tree, axis: axes.AxisNames) -> Tree:
             raise TypeError(expected("x", "numbers", "torch.bool", "convert it, with x.int() for one"))
         refuse_to_differentiate(leaf, "psum", axis)
         count(leaf, axis, "all_reduce", 2 * (size - 1), size)
-        found: Tensor = torch.ops.fn.psum(leaf.contiguous(), rank, size, transport)
-        return found
+        total: Tensor = torch.ops.fn.psum(leaf.contiguous(), rank, size, transport)
+        return total
 
     return tree.map(add, x)
 
@@ -172,8 +190,8 @@ def mean_in_place(x: Tensor, axis: str) -> Tensor:
     """
     size, _, transport = axes.resolve(axis)
     if size == 1 or not is_concrete(x) or is_recorded([x]):
-        found: Tensor = pmean(x, axis)
-        return found
+        mean: Tensor = pmean(x, axis)
+        return mean
     count(x, axis, "all_reduce", 2 * (size - 1), size)
     with step_range("average"):
         x = x.div_(size) if x.element_size() < 4 else x
@@ -206,7 +224,7 @@ def count(x: Tensor, axis: str, collective: str, times: int, per: int) -> None:
     size = x.numel() * x.element_size() * times
     if size and runs_as_written():
         record(axis, collective, -(-size // per))
-    elif size and (torch.compiler.is_compiling() or is_open()):
+    elif size and (torch.compiler.is_compiling() or watchers().ledgers):
         torch.ops.fn.count(x, axes.all_ranks(), _tally, axis, collective, size, per)
 
 
@@ -231,30 +249,32 @@ def _vmap_count(
 
 def _run_all_to_all(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if is_concrete(x):
-        out, group = memory_pool.empty(x.shape, x.dtype, x.device), group_of(transport)
-        others = connections(group) if x.device.type == "cpu" else None
-        if others is None:
-            _finish(dist.all_to_all_single(out, x, group=group, async_op=True), x, transport)
-        else:
-            out[group.rank()].copy_(x[group.rank()])
-            others.pass_rows(x, out)
-        return out
+        out = memory_pool.empty(x.shape, x.dtype, x.device)
+        run = partial(dist.all_to_all_single, out, x, async_op=True)
+        return _fill(out, x, run, transport)
     rows = [1] * size
     return _wait(torch.ops._c10d_functional.all_to_all_single(x, rows, rows, transport))
 
 
 def _run_all_gather(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if is_concrete(x):
-        out, group = memory_pool.empty((size, *x.shape), x.dtype, x.device), group_of(transport)
-        others = connections(group) if x.device.type == "cpu" else None
-        if others is None:
-            _finish(dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=group, async_op=True), x, transport)
-        else:
-            out[group.rank()].copy_(x)
-            others.pass_rows([x] * size, out)
-        return out
+        out = memory_pool.empty((size, *x.shape), x.dtype, x.device)
+        run = partial(dist.all_gather_into_tensor, out.view(-1), x.view(-1), async_op=True)
+        return _fill(out, [x] * size, run, transport)
     flat = _wait(torch.ops._c10d_functional.all_gather_into_tensor(x.reshape(-1), size, transport))
     return flat.view(size, *x.shape)
+
+
+def _fill(out: Tensor, rows: Sequence[Tensor] | Tensor, run: Callable[..., Any], transport: str) -> Tensor:
+    """Fill row r of `out` from rank r, to which rows[r] goes: over connections of our own, else `run` does it."""
+    group = group_of(transport)
+    peers = connections(group) if out.device.type == "cpu" else None
+    if peers is None:
+        _finish(run(group=group), out, transport)
+    else:
+        out[group.rank()].copy_(rows[group.rank()])
+        peers.pass_rows(rows, out)
+    return out
 
 
 def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
@@ -271,16 +291,17 @@ def _add_up(x: Tensor, transport: str) -> Tensor:
 def _finish(work: Any, x: Tensor, transport: str) -> None:
     """Wait for a collective of torch.distributed with x.
 
-    Python calls the handlers of signals between two of its lines. A wait for a peer that stopped comes to none until
-    the group's timeout, so the main thread, in which they are called, waits for a `LOOK` at a time.
+    Python calls the handlers of signals in the main thread, between two lines of Python. While that thread waits in C++
+    for a peer that stopped, there is no such line, and Ctrl-C does nothing until the group's timeout. So it waits for
+    a `LOOK` at a time.
     """
     if x.device.type == "cpu" and threading.current_thread() is threading.main_thread():
         try:
             while not _is_over(work, LOOK):
                 pass
-        except BaseException:  # of a handler: who waits for this rank hears of it, as of a failure
-            abort_connections(transport)
-            _is_over(work, PATIENCE)  # gloo lets go of the memory; a process that ends before that is aborted
+        except BaseException:  # raised by a handler
+            abort_connections(transport)  # the peers wait for this rank, which will not come: they fail at once, too
+            _is_over(work, PATIENCE)  # gloo's thread may still write into x; a process that ends meanwhile is aborted
             raise
     work.wait()
 
@@ -295,14 +316,14 @@ def _is_over(work: Any, limit: timedelta) -> bool:
 def group_of(transport: str) -> dist.ProcessGroup:
     """Return the process group of a name. Raises: RuntimeError if it was destroyed."""
     try:
-        found: dist.ProcessGroup = _resolve_process_group(transport)  # type: ignore[arg-type]
+        group: dist.ProcessGroup = _resolve_process_group(transport)  # type: ignore[arg-type]
     except (RuntimeError, ValueError) as error:
         axis = axes.carried_by(transport)
         raise RuntimeError(
             f"the process group {transport!r} of axis {axis!r} is gone, ended by dist.destroy_process_group() perhaps; "
             f"bind the axis to a new one, and make what was bound to it anew: load_state_dict goes on from its state"
         ) from error
-    return found
+    return group
 
 
 def _wait(x: Tensor) -> Tensor:
@@ -407,7 +428,7 @@ def is_recorded(tensors: Sequence[Tensor]) -> bool:
 
 def _is_within(axis: axes.AxisNames) -> bool:
     """Return whether torch.func differentiates a function inside that of one of the simulated ranks."""
-    found = [axes.resolve(name) for name in axes.names(axis)]
-    levels = [_functorch.maybe_get_level(rank) for _, rank, transport in found if transport == axes.SIMULATED]
+    bound = [axes.resolve(name) for name in axes.names(axis)]
+    levels = [_functorch.maybe_get_level(rank) for _, rank, transport in bound if transport == axes.SIMULATED]
     stack = _functorch.get_interpreter_stack() or ()
     return bool(levels) and any(i.level() > min(levels) and i.key() in _DIFFERENTIATES for i in stack)

@@ -45,8 +45,10 @@ writing = threading.RLock()  # a handler of signals may send, too
 
 def watchers() -> Watchers:
     """Return who watches what is done here."""
-    found: Watchers = torch._C._get_obj_in_tls(_KEY) if torch._C._is_key_in_tls(_KEY) else _NOBODY
-    return found
+    if not torch._C._is_key_in_tls(_KEY):
+        return _NOBODY
+    opened: Watchers = torch._C._get_obj_in_tls(_KEY)
+    return opened
 
 
 def watch(by: Watchers) -> None:
@@ -87,12 +89,12 @@ class Observer:
     def stop(self) -> None:
         """Observe no longer."""
         here = watchers()
-        watch(here._replace(observers=tuple(each for each in here.observers if each is not self)))
+        watch(here._replace(observers=tuple(other for other in here.observers if other is not self)))
 
     def time_in(self, *names: RangeName) -> float | None:
         """Return the seconds in these ranges together; None if none was entered."""
-        found = [self.seconds[name] for name in names if name in self.seconds]
-        return sum(found) if found else None
+        entered = [self.seconds[name] for name in names if name in self.seconds]
+        return sum(entered) if entered else None
 
     def compression_error(self) -> float | None:
         """Return the norm of what was lost relative to that of what was encoded; 0 where both are 0."""
@@ -110,29 +112,34 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 def observed() -> bool:
     """Tell whether an observer is open and the code runs eagerly."""
-    return not torch.compiler.is_compiling() and bool(watchers().observers) and not _transformed()
+    if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(_KEY):  # nobody watched in this thread yet
+        return False
+    return bool(watchers().observers) and not _transformed()
 
 
 def observe_loss(compensated: Tensor, lost: Tensor) -> None:
     """Enter into the observers what a worker encoded, and what of it the codes do not say."""
     encoded, missed = _squares(compensated), _squares(lost)
     with writing:
-        for each in watchers().observers:
-            each.encoded, each.lost = (each.encoded or 0.0) + encoded, (each.lost or 0.0) + missed
+        for observer in watchers().observers:
+            observer.encoded = (observer.encoded or 0.0) + encoded
+            observer.lost = (observer.lost or 0.0) + missed
 
 
 def observe_kept(error: Tensor) -> None:
     """Enter into the observers a plain error that was kept."""
     kept = _squares(error)
     with writing:
-        for each in watchers().observers:
-            each.kept = (each.kept or 0.0) + kept
+        for observer in watchers().observers:
+            observer.kept = (observer.kept or 0.0) + kept
 
 
 def step_range(name: RangeName) -> AbstractContextManager[None]:
     """Return a context that names what it spans to the profiler and the observers."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # which does not know a context that was made outside
         return nullcontext()
+    if not (profiler._is_profiler_enabled or torch._C._is_key_in_tls(_KEY)):  # of most steps the whole way
+        return _NOTHING
     if not (profiler._is_profiler_enabled or watchers().observers) or _transformed():
         return _NOTHING
     return _Range(name)
@@ -153,8 +160,8 @@ class _Range:
         spent = time.perf_counter() - self._begin
         self._record.__exit__(kind, error, trace)
         with writing:
-            for each in watchers().observers:
-                each.seconds[self._name] = each.seconds.get(self._name, 0.0) + spent
+            for observer in watchers().observers:
+                observer.seconds[self._name] = observer.seconds.get(self._name, 0.0) + spent
 
 
 def _transformed() -> bool:

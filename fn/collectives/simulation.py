@@ -1,10 +1,4 @@
-"""Many ranks in one process: a function is mapped over an axis of ranks with `torch.func.vmap`.
-
-    >>> import torch, fn
-    >>> mean = fn.simulate(lambda x: fn.pmean(x, "data"), "data", 4, out_dims=None)
-    >>> mean(torch.arange(4.0))
-    tensor(1.5000)
-"""
+"""Many ranks in one process: a function is mapped over an axis of ranks with `torch.func.vmap`."""
 
 from __future__ import annotations
 
@@ -25,6 +19,11 @@ def simulate(
     f: Callable[..., Any], axis: str, size: int, *, in_dims: Any = 0, out_dims: Any = 0, randomness: str = "error"
 ) -> Callable[..., Any]:
     """Run f on `size` simulated ranks of an axis, in this process.
+
+    >>> import torch, fn
+    >>> mean = fn.simulate(lambda x: fn.pmean(x, "data"), "data", 4, out_dims=None)
+    >>> mean(torch.arange(4.0))
+    tensor(1.5000)
 
     Args:
         f: any function of trees of tensors; collectives over `axis` inside it exchange between the ranks.
@@ -48,7 +47,7 @@ def simulate(
         raise ValueError(expected("randomness", "'error', 'different' or 'same'", f"{randomness!r}"))
 
     def run(*args: Any) -> Any:
-        kept: list[Any] = []
+        from_inside: list[Any] = []  # what on_rank returns past vmap, which would give it the ranks' dimension
 
         def on_rank(rank: Tensor, *local: Any) -> tuple[Any, ...]:
             with Binding({axis: Axis(size, rank, SIMULATED)}):
@@ -57,10 +56,10 @@ def simulate(
             dims = tree.broadcast(out_dims, structure)
             if dims is None:
                 raise ValueError(f"out_dims: {out_dims} does not fit a result of the structure {structure}")
-            pairs = list(zip(leaves, dims, strict=True))
             named = zip(tree.paths(result), leaves, dims, strict=True)
-            kept.extend((structure, dims, [_replicated(x, rank, path) if d is None else None for path, x, d in named]))
-            return tuple(x for x, d in pairs if d is not None)
+            replicated = [_replicated(x, rank, path) if d is None else None for path, x, d in named]
+            from_inside.extend((structure, dims, replicated))
+            return tuple(x for x, d in zip(leaves, dims, strict=True) if d is not None)
 
         dims = in_dims if isinstance(in_dims, tuple) else (in_dims,) * len(args)
         if len(dims) != len(args):
@@ -68,10 +67,10 @@ def simulate(
             raise ValueError(expected("in_dims", wanted, f"{len(dims)}"))
         for number, (arg, dim) in enumerate(zip(args, dims, strict=True)):
             _check_slices(number, arg, dim, size)
-        each = torch.func.vmap(on_rank, in_dims=(0, *dims), randomness=randomness)
-        mapped = iter(each(torch.arange(size, dtype=torch.int64, device="cpu"), *args))
-        structure, dims, same = kept
-        pairs = zip(dims, same, strict=True)
+        on_all = torch.func.vmap(on_rank, in_dims=(0, *dims), randomness=randomness)
+        mapped = iter(on_all(torch.arange(size, dtype=torch.int64, device="cpu"), *args))
+        structure, dims, replicated = from_inside
+        pairs = zip(dims, replicated, strict=True)
         leaves = [x if d is None else next(mapped).movedim(0, d).contiguous() for d, x in pairs]
         return tree.unflatten(structure, leaves)
 
@@ -81,11 +80,11 @@ def simulate(
 def _check_slices(number: int, arg: Any, dims: Any, size: int) -> None:
     """Refuse an argument of a simulation that has no slice for each rank where `dims` says so."""
     leaves, structure = tree.flatten(arg)
-    for place, (leaf, dim) in enumerate(zip(leaves, tree.broadcast(dims, structure) or (), strict=False)):
+    for i, (leaf, dim) in enumerate(zip(leaves, tree.broadcast(dims, structure) or (), strict=False)):
         if not isinstance(leaf, Tensor) or dim is None:
             continue
         if not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] != size:
-            leaf_of = f"leaf {tree.paths(arg)[place] or 'the root'!r} of argument {number}"
+            leaf_of = f"leaf {tree.paths(arg)[i] or 'the root'!r} of argument {number}"
             wanted = f"{size} slices, one for each rank, in dimension {dim} of {leaf_of}"
             cure = "give None for what all ranks share, and fn.rank_dims(state) for a state"
             raise ValueError(expected("in_dims", wanted, f"shape {tuple(leaf.shape)}", cure))
@@ -109,8 +108,9 @@ def _vmap_replicated(info: Any, dims: Any, x: Tensor, rank: Tensor, path: str) -
 def found_alike(x: Tensor, axis: AxisNames) -> Tensor:
     """Take what the ranks of simulated axes computed each for itself out of their levels, where it is the same.
 
-    For numbers that are made from what is one rank's own, and yet are equal by construction, of which vmap cannot know.
-    Where they differ, or are not known, as under torch.compile, x still depends on the rank. Real ranks keep theirs.
+    It is for numbers that are made from what is one rank's own, and yet are equal by construction. vmap cannot know
+    that. Where they differ, or are not known, as under torch.compile, x still depends on the rank. Real ranks keep
+    theirs.
     """
     for name in names(axis):
         bound = resolve(name)

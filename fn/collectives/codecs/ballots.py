@@ -1,10 +1,4 @@
-"""The ballots codec: one bit per element, for or against, and no magnitude. `ballots`.
-
->>> import torch, fn
->>> codec = fn.ballots()
->>> codec.decode(codec.encode(torch.tensor([[3.0, -0.1, 0.0, 0.0, -2.0, 5.0, 0.2, -1.0]])))
-tensor([[ 1., -1.,  1., -1., -1.,  1.,  1., -1.]])
-"""
+"""The ballots codec: one bit per element, for or against, and no magnitude. `ballots`."""
 
 from __future__ import annotations
 
@@ -41,6 +35,11 @@ def ballots(ties: str = "even") -> Codec:
     gradients or momenta behind which the learning rate alone says how far to go; with `off()`, for what a vote leaves
     out is no small number.
 
+    >>> import torch, fn
+    >>> codec = fn.ballots()
+    >>> codec.decode(codec.encode(torch.tensor([[3.0, -0.1, 0.0, 0.0, -2.0, 5.0, 0.2, -1.0]])))
+    tensor([[ 1., -1.,  1., -1., -1.,  1.,  1., -1.]])
+
     Args:
         ties: how a zero votes, and a server whose ranks are divided. "even": for + where the element's index in its
             tensor is even, else for -, so that ties cancel and neither sign is preferred. "plus": always for +, as in
@@ -72,7 +71,7 @@ def _ballots(ties: str, segments: Segments | None) -> Codec:
         n = 8 * payload.bits.shape[1]
         votes = 2.0 * unpack(payload.bits, 1, n).to(torch.float32) - 1.0
         votes = torch.where(payload.valid == 1, votes, torch.nan)
-        return votes if segments is None else torch.where(segments.mask(votes.device), votes, 0.0)
+        return votes if segments is None else segments.clear(votes)
 
     made = cached_plan(lambda s: _ballots(ties, s))
     return Codec(encode, decode, align=8, bits=1.0, segmented=made)

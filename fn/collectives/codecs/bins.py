@@ -38,6 +38,14 @@ def bins(levels: int = 4, sigmas: float = 6.0) -> Codec:
     them. There is one set of bins for a tensor, and one for each piece of it that a server gets. Elements that are all
     alike come back as they are, up to rounding. A tensor with a NaN or an Inf comes back as NaN.
 
+    >>> import torch, fn
+    >>> codec = fn.bins()
+    >>> payload = codec.encode(torch.tensor([[-2.0, -1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 4.0]]))
+    >>> payload                                             # 169 is 0b10_10_10_01: the first element's code is 1
+    BinsPayload(lookup=tensor([[ 0.2500, -2.0000,  0.0000,  4.0000]]), codes=tensor([[169, 234]], dtype=torch.uint8))
+    >>> codec.decode(payload)
+    tensor([[-2.,  0.,  0.,  0.,  0.,  0.,  0.,  4.]])
+
     Args:
         levels: a power of two from 2 to 256. An element takes log2(levels) bits, and a tensor 4 levels bytes more, so
             many levels are for long tensors.
@@ -56,23 +64,12 @@ def bins(levels: int = 4, sigmas: float = 6.0) -> Codec:
     if not 0 < sigmas < math.inf:
         raise ValueError(expected("sigmas", "a positive number", f"{sigmas}"))
     levels, sigmas = int(levels), float(sigmas)
-    width = levels.bit_length() - 1
 
     def of_tensor(n: int, valid: Tensor) -> Codec:
         return _bins(levels, sigmas, valid)
 
-    def encode(x: Tensor) -> BinsPayload:
-        payload: BinsPayload = _bins(levels, sigmas, None).encode(x)
-        return payload
-
-    return Codec(
-        encode,
-        _bins(levels, sigmas, None).decode,
-        align=8 // math.gcd(width, 8),
-        bits=float(width),
-        segmented=cached_plan(lambda s: by_tensor(of_tensor, s)),
-        make=partial(bins, levels, sigmas),
-    )
+    segmented = cached_plan(lambda s: by_tensor(of_tensor, s))
+    return _bins(levels, sigmas, None)._replace(segmented=segmented, make=partial(bins, levels, sigmas))
 
 
 def _bins(levels: int, sigmas: float, valid: Tensor | None) -> Codec:
@@ -81,12 +78,10 @@ def _bins(levels: int, sigmas: float, valid: Tensor | None) -> Codec:
     align = 8 // math.gcd(width, 8)
 
     def encode(x: Tensor) -> BinsPayload:
-        x = x.to(scale_dtype(x))
-        places = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)
-        counts = (
-            torch.full((1, 1), x.shape[1], dtype=torch.int64, device=x.device) if valid is None else valid.to(x.device)
-        )
-        real = places < counts  # (R, n), or (1, n) where all rows are alike
+        x, n = x.to(scale_dtype(x)), x.shape[1]
+        counts = torch.full((1, 1), n, dtype=torch.int64, device=x.device) if valid is None else valid.to(x.device)
+        # (R, n), or (1, n) where all rows are alike
+        real = torch.arange(n, dtype=torch.int64, device=x.device) < counts
         mean = torch.where(real, x, 0.0).sum(1, keepdim=True) / counts.clamp(min=1)
         apart = torch.where(real, x - mean, 0.0)
         deviation = (apart.square().sum(1, keepdim=True) / (counts - 1).clamp(min=1)).sqrt()
@@ -107,13 +102,13 @@ def _bins(levels: int, sigmas: float, valid: Tensor | None) -> Codec:
 def _means(x: Tensor, codes: Tensor, real: Tensor, levels: int) -> Tensor:
     """Return the mean of the real elements of x (R, n) with each code: (R, levels), 0 where there are none."""
     if levels <= FEW or x.device.type != "cpu":  # elsewhere the order in which a scatter adds is another one each time
-        found = []
+        means = []
         for level in range(levels):
-            here = (codes == level) & real
-            found.append(torch.where(here, x, 0.0).sum(1) / here.sum(1).clamp(min=1))
-        return torch.stack(found, dim=1)
-    wide, at = torch.where(real, x, 0.0).double(), codes.long()  # one after the other, so in double precision
+            inside = (codes == level) & real
+            means.append(torch.where(inside, x, 0.0).sum(1) / inside.sum(1).clamp(min=1))
+        return torch.stack(means, dim=1)
+    wide, index = torch.where(real, x, 0.0).double(), codes.long()  # one after the other, so in double precision
     zeros = wide.new_zeros(x.shape[0], levels)
-    sums = zeros.scatter_add(1, at, wide)
-    counts = zeros.scatter_add(1, at, real.expand(x.shape).double())
+    sums = zeros.scatter_add(1, index, wide)
+    counts = zeros.scatter_add(1, index, real.expand(x.shape).double())
     return (sums / counts.clamp(min=1)).to(x.dtype)

@@ -1,8 +1,8 @@
-"""Codecs: what a vector looks like on the wire.
+"""Codecs: what a vector looks like on the wire, and how several tensors share a row of it.
 
 A codec is a pair of pure functions between rows of numbers and a payload, a tree of tensors whose first dimension
-is the row; a row is what one rank receives. `fn.sign` sends a bit per element, `fn.int4` 4, `fn.int8` 8, `identity` the
-numbers themselves.
+is the row; a row is what one rank receives. The payload holds quantized values and their scales, here called codes.
+`fn.sign` sends a bit per element, `fn.int4` and `fn.int8` 4 or 8, `identity` the numbers themselves.
 
     >>> import torch, fn
     >>> codec = fn.sign()
@@ -84,6 +84,10 @@ class Codec(NamedTuple):
 def identity(dtype: torch.dtype | None = None) -> Codec:
     """Send the numbers themselves, rounded to `dtype` if one is given.
 
+    >>> import torch, fn
+    >>> fn.identity(torch.bfloat16).encode(torch.tensor([[1.0, 1.001]]))
+    tensor([[1., 1.]], dtype=torch.bfloat16)
+
     Raises: TypeError if dtype is not a floating dtype.
     """
     if dtype not in (None, torch.float16, torch.bfloat16, torch.float32, torch.float64):
@@ -104,54 +108,15 @@ def is_exact(codec: Codec) -> bool:
 
 
 def mean_of_rows(codec: Codec, payload: Tree) -> Tensor:
-    """Return the mean of the decoded rows (n,), added in the order of the rows so that every rank rounds alike."""
+    """Return the mean of the decoded rows (n,)."""
     if codec.decode_mean is not None:
         return codec.decode_mean(payload)
+    # Added in the order of the rows: a sum in another order rounds otherwise, and the replicas would drift apart.
     rows = codec.decode(payload)
     total = rows[0]
     for row in rows[1:].unbind(0):
         total = torch.add(total, row, out=pooled(total, row).get("out"))
     return torch.mul(total, 1.0 / rows.shape[0], out=pooled(total).get("out"))
-
-
-def segmented(codec: Codec, segments: Segments | None) -> Codec:
-    """Return the codec for rows in which several tensors lie side by side, if any; padding decodes to zero."""
-    if segments is None:
-        return codec
-    if codec.segmented is not None:
-        return codec.segmented(segments)
-    return by_tensor(lambda width, valid: codec, segments)
-
-
-def by_tensor(of_tensor: Callable[[int, Tensor], Codec], segments: Segments) -> Codec:
-    """Return a codec for rows in which several tensors lie side by side, each in a codec of its own.
-
-    Args: of_tensor: (width, valid (R, 1)) -> the codec for rows of one tensor; `align` and `bits` are the same for all.
-        It is given numbers in which padding is zero, and may give any for the padding.
-    Returns: the codec; its payload is a tuple with an entry for each tensor that has elements.
-    """
-    places = [place for place, width in enumerate(segments.widths) if width]  # an empty tensor has nothing to say
-    widths = [segments.widths[place] for place in places] or [0]
-    counts = [segments.valid[:, place : place + 1] for place in places] or [segments.valid.new_zeros(1, 1)]
-    codecs = [of_tensor(width, valid) for width, valid in zip(widths, counts, strict=True)]
-    padded = not is_concrete(segments.valid) or any(row != [*segments.widths] for row in segments.valid.tolist())
-
-    def clear(x: Tensor, rows: slice | int = slice(None)) -> Tensor:
-        """Return x with zeros for the padding: a mask of all elements costs more memory than they do."""
-        return torch.where(segments.mask(x.device)[rows], x, 0.0) if padded else x
-
-    def encode(x: Tensor) -> Tree:
-        parts = clear(x).split(widths, dim=1)
-        return tuple(codec.encode(part) for codec, part in zip(codecs, parts, strict=True))
-
-    def decode(payload: Tree) -> Tensor:
-        return clear(torch.cat([codec.decode(part) for codec, part in zip(codecs, payload, strict=True)], dim=1))
-
-    def decode_mean(payload: Tree) -> Tensor:
-        return clear(torch.cat([mean_of_rows(codec, part) for codec, part in zip(codecs, payload, strict=True)]), 0)
-
-    with_mean = codecs[0].decode_mean is not None
-    return Codec(encode, decode, codecs[0].align, codecs[0].bits, decode_mean if with_mean else None)
 
 
 class Segments(NamedTuple):
@@ -187,14 +152,69 @@ class Segments(NamedTuple):
         ends = ends.repeat_interleave(widths, dim=1, output_size=self.row_length)
         return torch.arange(self.row_length, dtype=torch.int64, device=device) < ends
 
+    def clear(self, x: Tensor, rows: slice | int = slice(None)) -> Tensor:
+        """Return x with zeros for the padding, x being all rows, or the one given."""
+        return torch.where(self.mask(x.device)[rows], x, 0.0)
 
-@cached_plan
+
+def segments_of(segments: Segments | None, rows: int, n: int, device: torch.device) -> Segments:
+    """Return the segments of so many rows (n,) on a device; None: each row is one tensor."""
+    if segments is None:
+        return Segments((n,), torch.full((rows, 1), n, dtype=torch.int64, device=device))
+    return Segments(segments.widths, segments.valid.to(device).expand(rows, -1))
+
+
+@cached_plan  # the same object in every step, so that the plans of kernels, which are kept by object, are found again
 def _row(segments: Segments, index: int) -> Segments:
     return Segments(segments.widths, segments.valid[index : index + 1])
 
 
+def segmented(codec: Codec, segments: Segments | None) -> Codec:
+    """Return the codec for rows in which several tensors lie side by side, if any; padding decodes to zero."""
+    if segments is None:
+        return codec
+    if codec.segmented is not None:
+        return codec.segmented(segments)
+    return by_tensor(lambda width, valid: codec, segments)
+
+
+def by_tensor(of_tensor: Callable[[int, Tensor], Codec], segments: Segments) -> Codec:
+    """Return a codec for rows in which several tensors lie side by side, each in a codec of its own.
+
+    Args: of_tensor: (width, valid (R, 1)) -> the codec for rows of one tensor; `align` and `bits` are the same for all.
+        It is given numbers in which padding is zero, and may give any for the padding.
+    Returns: the codec; its payload is a tuple with an entry for each tensor that has elements.
+    """
+    with_elements = [s for s, width in enumerate(segments.widths) if width]  # an empty tensor has nothing to say
+    widths = [segments.widths[s] for s in with_elements] or [0]
+    counts = [segments.valid[:, s : s + 1] for s in with_elements] or [segments.valid.new_zeros(1, 1)]
+    codecs = [of_tensor(width, valid) for width, valid in zip(widths, counts, strict=True)]
+    padded = not is_concrete(segments.valid) or any(row != [*segments.widths] for row in segments.valid.tolist())
+
+    def clear(x: Tensor, rows: slice | int = slice(None)) -> Tensor:
+        return segments.clear(x, rows) if padded else x  # a mask of all elements costs more memory than they do
+
+    def encode(x: Tensor) -> Tree:
+        parts = clear(x).split(widths, dim=1)
+        return tuple(codec.encode(part) for codec, part in zip(codecs, parts, strict=True))
+
+    def decode(payload: Tree) -> Tensor:
+        return clear(torch.cat([codec.decode(part) for codec, part in zip(codecs, payload, strict=True)], dim=1))
+
+    def decode_mean(payload: Tree) -> Tensor:
+        return clear(torch.cat([mean_of_rows(codec, part) for codec, part in zip(codecs, payload, strict=True)]), 0)
+
+    with_mean = codecs[0].decode_mean is not None
+    return Codec(encode, decode, codecs[0].align, codecs[0].bits, decode_mean if with_mean else None)
+
+
 def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, list[int]]:
-    """Cut every segment into blocks, the last one shorter: return valid (R, blocks) and the runs."""
+    """Cut every segment into blocks, the last one shorter: return valid (R, blocks) and the runs.
+
+    >>> tile((5, 2), torch.tensor([[5, 2], [3, 0]]), 4)     # runs of (number, length): a block of 4, one of 1, one of 2
+    (tensor([[4, 1, 2],
+            [3, 0, 0]]), [1, 4, 1, 1, 1, 2])
+    """
     owners, starts, lengths, runs = _grid(widths, block, valid.device)
     return (valid.index_select(1, owners) - starts).clamp(min=0).minimum(lengths), [*runs]
 
@@ -214,18 +234,24 @@ def _grid(widths: tuple[int, ...], block: int, device: torch.device) -> tuple[Te
 
 
 def pack(numbers: Tensor, width: int) -> Tensor:
-    """Return numbers (R, n) of `width` bits each as bytes (R, ceil(n width / 8)) uint8."""
+    """Return whole numbers (R, n) of `width` bits each as bytes (R, ceil(n width / 8)) uint8.
+
+    The first number lies in the lowest bits:
+
+    >>> pack(torch.tensor([[1, 2, 3, 0]]), 2)               # 0b00_11_10_01
+    tensor([[57]], dtype=torch.uint8)
+    """
     rows, n = numbers.shape
     if width == 8:
         return numbers.to(torch.uint8)
     per_byte, apart = (8 // width, width) if 8 % width == 0 else (8, 1)  # whole numbers in a byte, or single bits
-    if apart == 1 and width > 1:
+    if apart < width:
         numbers = (numbers[:, :, None] >> torch.arange(width, dtype=torch.int64, device=numbers.device)) & 1
         numbers = numbers.reshape(rows, n * width)
     numbers = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[1] % per_byte))
-    at = apart * torch.arange(per_byte, device=numbers.device, dtype=torch.uint8)
+    shifts = apart * torch.arange(per_byte, device=numbers.device, dtype=torch.uint8)
     in_bytes = numbers.reshape(rows, numbers.shape[1] // per_byte, per_byte)
-    return (in_bytes << at).sum(-1, dtype=torch.uint8)
+    return (in_bytes << shifts).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, width: int, n: int) -> Tensor:
@@ -234,10 +260,9 @@ def unpack(packed: Tensor, width: int, n: int) -> Tensor:
     if width == 8:
         return packed.long()
     per_byte, apart = (8 // width, width) if 8 % width == 0 else (8, 1)
-    at = apart * torch.arange(per_byte, device=packed.device, dtype=torch.uint8)
-    found: Tensor = (packed[:, :, None] >> at) & (2**apart - 1)
-    found = found.reshape(rows, packed.shape[1] * per_byte)
+    shifts = apart * torch.arange(per_byte, device=packed.device, dtype=torch.uint8)
+    numbers: Tensor = ((packed[:, :, None] >> shifts) & (2**apart - 1)).reshape(rows, packed.shape[1] * per_byte)
     if apart < width:
-        bits = found[:, : n * width].reshape(rows, n, width).long()
-        found = (bits << torch.arange(width, dtype=torch.int64, device=packed.device)).sum(-1)
-    return found[:, :n].to(torch.int64)
+        bits = numbers[:, : n * width].reshape(rows, n, width).long()
+        numbers = (bits << torch.arange(width, dtype=torch.int64, device=packed.device)).sum(-1)
+    return numbers[:, :n].to(torch.int64)

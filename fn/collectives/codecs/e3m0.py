@@ -33,6 +33,11 @@ def e3m0(block: int | None = 256) -> Codec:
     and what is below M / 128 as zero. Blocks start anew at every piece that a server gets, so the last may be shorter.
     A block with a NaN or an Inf comes back with NaN or Inf.
 
+    >>> import torch, fn
+    >>> codec = fn.e3m0()
+    >>> codec.decode(codec.encode(torch.tensor([[8.0, -5.0, 1.4, 0.01]])))
+    tensor([[ 8., -4.,  1.,  0.]])
+
     Args: block: elements that share a scale; 4 + 32 / block bits per element. Smaller blocks follow magnitudes that
         differ inside of a tensor. None: one scale for the tensor, or for each piece of it that a server gets.
     Raises: TypeError if block is no whole number; ValueError if it is less than 1.
@@ -67,7 +72,7 @@ def e3m0(block: int | None = 256) -> Codec:
         codes = cut(unpack(payload.codes, 4, n))
         level = codes & 7
         factor = torch.exp2((level - 7).to(payload.scales.dtype)) * (level > 0)
-        found = torch.where(codes > 7, -factor, factor) * payload.scales[:, :, None]
-        return found.reshape(rows, codes.shape[1] * codes.shape[2])[:, :n]
+        numbers = torch.where(codes > 7, -factor, factor) * payload.scales[:, :, None]
+        return numbers.reshape(rows, codes.shape[1] * codes.shape[2])[:, :n]
 
     return Codec(encode, decode, 2, 4.0 if block is None else 4.0 + 32.0 / block, make=partial(e3m0, block))

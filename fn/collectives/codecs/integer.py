@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn.base import check_whole
-from fn.collectives.codecs.codec import Codec, Fused, Segments, tile
+from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
 from fn.collectives.feedback import Damped, DampedError, since_reset
 from fn.errors import expected
 from fn.kernels.layout import scale_dtype
@@ -19,7 +19,9 @@ Tree = Any
 
 
 class IntPayload(NamedTuple):
-    """scales: (R, S) float32 or float64; codes: (R, n / 2) uint8 or (R, n) int8."""
+    """Quantized values. scales: (R, S) float32 or float64, M / 8 or M / 128 of a block. codes: (R, n / 2) uint8 or
+    (R, n) int8; of two in a byte the first lies in the high half.
+    """
 
     scales: Tensor
     codes: Tensor
@@ -34,6 +36,13 @@ def int4(block: int = 256) -> Codec:
     largest negative one exactly; all others are off by at most M / 16. Zero stays zero. A block with a NaN or an Inf
     comes back as NaN. The collectives first cut a tensor into W pieces, one per server, each padded to a multiple of
     `align`, which is 2 here and 1 for `int8`; blocks start anew at every piece, so its last one may be shorter.
+
+    >>> import torch, fn
+    >>> payload = fn.int4().encode(torch.tensor([[1.0, -8.0, 8.0, 0.6]]))
+    >>> payload                                             # 0x18, 0x71: 1 and -8 in a byte, 7 and 1
+    IntPayload(scales=tensor([[1.]]), codes=tensor([[ 24, 113]], dtype=torch.uint8))
+    >>> fn.int4().decode(payload)
+    tensor([[ 1., -8.,  7.,  1.]])
 
     Args: block: elements that share a scale; blocks do not cross from one tensor into another. The wire carries 4 + 32
         / block bits per element: 4.125 by default. Smaller blocks follow outliers better, 64 costs 4.5 bits; larger
@@ -50,6 +59,10 @@ def int8(block: int = 256) -> Codec:
 
     Elements are off by at most M / 256, the largest positive one by M / 128. Accurate enough for params on their way
     back, without feedback; for gradients `int4` with feedback does with half the bytes.
+
+    >>> import torch, fn
+    >>> fn.int8().encode(torch.tensor([[1.0, -8.0, 8.0, 0.6]]))
+    IntPayload(scales=tensor([[0.0625]]), codes=tensor([[  16, -128,  127,   10]], dtype=torch.int8))
 
     Args and Raises: as for `int4`; 8 + 32 / block bits per element.
 
@@ -68,28 +81,26 @@ def _checked(block: int) -> int:
 
 def _int(width: int, block: int, segments: Segments | None) -> Codec:
     @cached_plan
-    def place(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int]]:
-        if segments is None:
-            return tile((n,), torch.full((rows, 1), n, dtype=torch.int64, device=device), block)
-        return tile(segments.widths, segments.valid.to(device).expand(rows, -1), block)
+    def blocks(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int]]:
+        return tile(*segments_of(segments, rows, n, device), block)
 
     def encode(x: Tensor) -> IntPayload:
-        codes, scales = torch.ops.fn.quantize(x, *place(x.shape[0], x.shape[1], x.device), width)
+        codes, scales = torch.ops.fn.quantize(x, *blocks(x.shape[0], x.shape[1], x.device), width)
         return IntPayload(scales, codes)
 
     def decode(payload: IntPayload) -> Tensor:
         rows, n = payload.codes.shape[0], payload.codes.shape[1] * 8 // width
-        at = place(rows, n, payload.codes.device)
-        decoded: Tensor = torch.ops.fn.dequantize(payload.codes, payload.scales, *at, width)
+        cut = blocks(rows, n, payload.codes.device)
+        decoded: Tensor = torch.ops.fn.dequantize(payload.codes, payload.scales, *cut, width)
         return decoded
 
     def decode_mean(payload: IntPayload) -> Tensor:
-        at = place(1, payload.codes.shape[1] * 8 // width, payload.codes.device)
-        mean: Tensor = torch.ops.fn.dequantize_mean(payload.codes[None], payload.scales[None], *at, width)
+        cut = blocks(1, payload.codes.shape[1] * 8 // width, payload.codes.device)
+        mean: Tensor = torch.ops.fn.dequantize_mean(payload.codes[None], payload.scales[None], *cut, width)
         return mean[0]
 
     def fused(rule: Any) -> Fused | None:
-        return _with_damped_feedback(place, width, rule) if isinstance(rule, Damped) and rule.block == block else None
+        return _with_damped_feedback(blocks, width, rule) if isinstance(rule, Damped) and rule.block == block else None
 
     return Codec(
         encode,
@@ -102,25 +113,23 @@ def _int(width: int, block: int, segments: Segments | None) -> Codec:
     )
 
 
-def _with_damped_feedback(place: Any, width: int, rule: Damped) -> Fused:
+def _with_damped_feedback(blocks: Any, width: int, rule: Damped) -> Fused:
     """Return an integer codec and `damped` feedback in one; the error's blocks are the codec's."""
 
     def init(x: Tensor) -> DampedError:
-        valid, _ = place(*x.shape, x.device)
-        dtype = scale_dtype(x)
-        age = torch.zeros((), dtype=torch.int64, device=x.device)
         codes = torch.zeros(x.numel(), dtype=torch.int8, device=x.device)
-        return DampedError(codes, torch.ones(valid.shape, dtype=dtype, device=x.device), age)
+        scales = torch.ones(blocks(*x.shape, x.device)[0].shape, dtype=scale_dtype(x), device=x.device)
+        return DampedError(codes, scales, torch.zeros((), dtype=torch.int64, device=x.device))
 
     def accepts(x: Tensor, error: Tree) -> bool:
         if not isinstance(error, DampedError):
             return False
-        valid, runs = place(*x.shape, x.device)
+        valid, runs = blocks(*x.shape, x.device)
         regular = all(w == rule.block for w in runs[1::2])
         return error.scales.shape == valid.shape or (regular and error.scales.shape == (valid.numel(),))
 
     def encode(x: Tensor, error: DampedError) -> tuple[IntPayload, DampedError]:
-        valid, runs = place(*x.shape, x.device)
+        valid, runs = blocks(*x.shape, x.device)
         old, scales = error.codes.view_as(x), since_reset(error, rule.every).view(valid.shape)
         codes, sent, kept, kept_scales = torch.ops.fn.quantize_feedback(x, old, scales, rule.beta, valid, runs, width)
         error = DampedError(kept.reshape(-1), kept_scales.view(error.scales.shape), error.age + 1)
@@ -128,7 +137,7 @@ def _with_damped_feedback(place: Any, width: int, rule: Damped) -> Fused:
 
     def settle(error: DampedError, rows: int) -> Tensor:
         codes = error.codes.view(rows, -1)
-        valid, runs = place(*codes.shape, codes.device)
+        valid, runs = blocks(*codes.shape, codes.device)
         scales = since_reset(error, rule.every).view(valid.shape)
         plain: Tensor = torch.ops.fn.dequantize(codes, scales, valid, runs, 8)
         return plain.reshape(-1)

@@ -1,10 +1,4 @@
-"""A Hadamard transform around any codec: large numbers are spread over their neighbours. `rotated`.
-
->>> import torch, fn
->>> outlier = torch.zeros(1, 4).index_fill(1, torch.tensor([2]), 8.0)
->>> fn.rotated(fn.identity(), block=4).encode(outlier)
-tensor([[ 4.,  4., -4., -4.]])
-"""
+"""A Hadamard transform around any codec: large numbers are spread over their neighbours. `rotated`."""
 
 from __future__ import annotations
 
@@ -31,6 +25,10 @@ def rotated(codec: Codec, block: int = 32) -> Codec:
 
     A block with one large number becomes one of numbers of the same size, on which a scale per block loses less. It is
     made of additions alone, so that every rank rounds alike. The last block of a tensor is filled up with zeros.
+
+    >>> import torch, fn
+    >>> fn.rotated(fn.identity(), block=4).encode(torch.tensor([[0.0, 0.0, 8.0, 0.0]]))
+    tensor([[ 4.,  4., -4., -4.]])
 
     Args:
         codec: what the transformed numbers travel as, such as `fn.int4()`. A mean over senders, of `top_k`, is then
@@ -61,8 +59,7 @@ def rotated(codec: Codec, block: int = 32) -> Codec:
 
 def _rotated(inner: Codec, block: int, segments: Segments | None) -> Codec:
     def clear(x: Tensor, rows: slice | int = slice(None)) -> Tensor:
-        """Return x with zeros for the padding."""
-        return x if segments is None else torch.where(segments.mask(x.device)[rows], x, 0.0)
+        return x if segments is None else segments.clear(x, rows)
 
     def encode(x: Tensor) -> Tree:
         return inner.encode(_transformed(clear(x).to(scale_dtype(x)), block))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn.base import check_whole
-from fn.collectives.codecs.codec import Codec, Fused, Segments, tile
+from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, tile
 from fn.collectives.feedback import Classic, LazyError
 from fn.errors import expected
 from fn.kernels import ops
@@ -36,6 +36,11 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
     here. Blocks start anew at every piece, and a server's scale is that of its piece; a worker's scale without blocks
     is that of the whole tensor.
 
+    >>> import torch, fn
+    >>> payload = fn.sign().encode(torch.tensor([[3.0, -1.0, 1.0, -3.0, 1.0, 1.0, -1.0, -1.0]]))
+    >>> payload                                             # 53 is 0b00110101: the first element is the lowest bit
+    SignPayload(scales=tensor([[1.7321]]), bits=tensor([[53]], dtype=torch.uint8))
+
     Args:
         block: elements of a block. None: one scale for the tensor (all rows that are encoded together).
         padding_counts: count padding elements as data, which is what DeepSpeed does: they dilute the scale and keep
@@ -53,7 +58,7 @@ def sign(block: int | None = None, *, padding_counts: bool = False) -> Codec:
     return _sign(block, padding_counts, None)._replace(make=partial(sign, block, padding_counts=padding_counts))
 
 
-class _Place(NamedTuple):
+class _Layout(NamedTuple):
     """How R rows of n elements are given to the kernels: as K rows with runs; valid (K, S).
 
     roots: square roots of what each scale counts, at least 1: (K, S), or (1, S) for scales of whole tensors; by dtype.
@@ -64,62 +69,59 @@ class _Place(NamedTuple):
     runs: list[int]
     roots: dict[torch.dtype, Tensor]
 
-    def of(self, x: Tensor) -> Tensor:
+    def rows_of(self, x: Tensor) -> Tensor:
         """Return x as the kernels' rows."""
         return x.reshape(self.rows, -1)
 
 
 def _sign(block: int | None, padding_counts: bool, segments: Segments | None) -> Codec:
-    def placed(rows: int, valid: Tensor, runs: list[int]) -> _Place:
+    def layout_of(rows: int, valid: Tensor, runs: list[int]) -> _Layout:
         counts = valid if block is not None else valid.sum(0, keepdim=True)
         roots = counts.clamp(min=1).double().sqrt()
-        return _Place(rows, valid, runs, {torch.float64: roots, torch.float32: roots.float()})
+        return _Layout(rows, valid, runs, {torch.float64: roots, torch.float32: roots.float()})
 
     @cached_plan
-    def place(rows: int, n: int, device: torch.device, merge: bool = True) -> _Place:
-        if segments is None:
-            widths: tuple[int, ...] = (n,)
-            valid = torch.full((rows, 1), n, dtype=torch.int64, device=device)
-        else:
-            widths, valid = segments.widths, segments.valid.to(device).expand(rows, -1)
-            if padding_counts:
-                valid = torch.tensor(widths, dtype=torch.int64, device=device).expand(rows, -1)
+    def lay_out(rows: int, n: int, device: torch.device, merge: bool = True) -> _Layout:
+        widths, valid = segments_of(segments, rows, n, device)
+        if padding_counts:
+            valid = torch.tensor(widths, dtype=torch.int64, device=device).expand(rows, -1)
         if block is not None:
-            return placed(rows, *tile(widths, valid, block))
+            return layout_of(rows, *tile(widths, valid, block))
         if merge and len(widths) == 1:  # one tensor: its rows are one vector, and its norm is taken as of one vector
-            return placed(1, valid.sum(0, keepdim=True), [1, rows * n])
-        return placed(rows, valid.contiguous(), [v for w in widths for v in (1, w)])
+            return layout_of(1, valid.sum(0, keepdim=True), [1, rows * n])
+        return layout_of(rows, valid.contiguous(), Segments(widths, valid).runs)
 
-    def finish(rows: int, at: _Place, bits: Tensor, sums: Tensor, dtype: torch.dtype) -> tuple[SignPayload, Tensor]:
+    def finish(
+        rows: int, layout: _Layout, bits: Tensor, sums: Tensor, dtype: torch.dtype
+    ) -> tuple[SignPayload, Tensor]:
         """Return the payload, and the scales (K, S) as the kernels take them: root mean squares, 0 where nothing is."""
         if block is None and sums.shape[0] > 1:  # a tensor's scale is the same in all rows
             sums = sums.sum(0, keepdim=True)
-        scales = sums.sqrt().to(dtype) / at.roots[dtype]
-        if scales.shape[0] != at.rows:
-            scales = scales.expand(at.rows, -1).contiguous()
-        if rows == at.rows:
+        scales = sums.sqrt().to(dtype) / layout.roots[dtype]
+        if scales.shape[0] != layout.rows:
+            scales = scales.expand(layout.rows, -1).contiguous()
+        if rows == layout.rows:
             return SignPayload(scales, bits), scales
         return SignPayload(scales.expand(rows, -1), bits.reshape(rows, -1)), scales
 
     def encode(x: Tensor) -> SignPayload:
-        at = place(x.shape[0], x.shape[1], x.device)
-        bits, sums = torch.ops.fn.sign_encode(at.of(x), at.valid, at.runs)
-        return finish(x.shape[0], at, bits, sums, scale_dtype(x))[0]
+        layout = lay_out(x.shape[0], x.shape[1], x.device)
+        bits, sums = torch.ops.fn.sign_encode(layout.rows_of(x), layout.valid, layout.runs)
+        return finish(x.shape[0], layout, bits, sums, scale_dtype(x))[0]
 
     def decode(payload: SignPayload) -> Tensor:
-        at = place(payload.bits.shape[0], payload.bits.shape[1] * 8, payload.bits.device, merge=False)
-        decoded: Tensor = torch.ops.fn.sign_decode(payload.bits, payload.scales.contiguous(), at.valid, at.runs)
+        layout = lay_out(payload.bits.shape[0], payload.bits.shape[1] * 8, payload.bits.device, merge=False)
+        scales = payload.scales.contiguous()
+        decoded: Tensor = torch.ops.fn.sign_decode(payload.bits, scales, layout.valid, layout.runs)
         return decoded
 
     def decode_mean(payload: SignPayload) -> Tensor:
-        at = place(1, payload.bits.shape[1] * 8, payload.bits.device)
+        layout = lay_out(1, payload.bits.shape[1] * 8, payload.bits.device)
         scales = payload.scales.contiguous()
-        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], at.valid, at.runs)
+        mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], layout.valid, layout.runs)
         return mean[0]
 
-    with_feedback = _sign_with_feedback(place, finish, segments)
-    if block is not None:
-        with_feedback = with_feedback._replace(averages=None)  # a segment must be a tensor
+    with_feedback = _sign_with_feedback(lay_out, finish, segments if block is None else None)
 
     def fused(rule: Any) -> Fused | None:
         return with_feedback if isinstance(rule, Classic) else None
@@ -136,71 +138,73 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
 
 
 def _sign_with_feedback(
-    place: Callable[..., _Place], finish: Callable[..., tuple[SignPayload, Tensor]], segments: Segments | None
+    lay_out: Callable[..., _Layout], finish: Callable[..., tuple[SignPayload, Tensor]], by_tensor: Segments | None
 ) -> Fused:
-    """Return sign and classic feedback in one: the error may be a vector, or lazy."""
-    length = 0 if segments is None else sum(segments.widths)
+    """Return sign and classic feedback in one: the error may be a vector, or lazy.
+
+    Args: by_tensor: the segments, where each of them is a tensor with a scale of its own.
+    """
 
     def init(x: Tensor) -> LazyError:
-        at = place(*x.shape, x.device)
         buffer = torch.zeros_like(x, dtype=scale_dtype(x))
-        return LazyError(buffer.reshape(-1), buffer.new_zeros(at.valid.shape))
+        return LazyError(buffer.reshape(-1), buffer.new_zeros(lay_out(*x.shape, x.device).valid.shape))
 
     def accepts(x: Tensor, error: Tree) -> bool:
         buffer = error.buffer if isinstance(error, LazyError) else error
         return isinstance(buffer, Tensor) and buffer.dtype in (torch.float32, torch.float64)
 
-    def sent(error: Tree, at: _Place) -> tuple[Tensor, Tensor]:
+    def sent(error: Tree, layout: _Layout) -> tuple[Tensor, Tensor]:
+        """Return what was encoded last and its scales; a plain error is a buffer that was sent with scale 0."""
         if isinstance(error, LazyError):
-            return at.of(error.buffer), error.scale
-        return at.of(error), error.new_zeros(at.valid.shape)  # an error is a buffer that was sent with scale 0
+            return layout.rows_of(error.buffer), error.scale
+        return layout.rows_of(error), error.new_zeros(layout.valid.shape)
 
-    def keep(error: Tree, b: Tensor, scales: Tensor, at: _Place) -> Tree:
+    def finish_both(
+        rows: int, layout: _Layout, error: Tree, buffer: Tensor, bits: Tensor, sums: Tensor
+    ) -> tuple[SignPayload, Tree]:
+        """Return the payload, and the next error in the form of the last one. buffer: what was encoded, made here."""
+        payload, scales = finish(rows, layout, bits, sums, buffer.dtype)
         if isinstance(error, LazyError):
-            return LazyError(b.reshape(-1), scales)
-        if is_concrete(b):  # b is a kernel's result and nobody else's
-            ops.direct("sign_residual_", b, scales, at.valid, at.runs)
-            return b.reshape(-1)
-        return torch.ops.fn.sign_residual(b, scales, at.valid, at.runs).reshape(-1)
+            return payload, LazyError(buffer.reshape(-1), scales)
+        if is_concrete(buffer):
+            ops.direct("sign_residual_", buffer, scales, layout.valid, layout.runs)
+        else:  # a trace may not write over it
+            buffer = torch.ops.fn.sign_residual(buffer, scales, layout.valid, layout.runs)
+        return payload, buffer.reshape(-1)
 
     def encode(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
-        at = place(*x.shape, x.device)
-        b, bits, sums = torch.ops.fn.sign_encode_feedback(at.of(x), *sent(error, at), at.valid, at.runs)
-        payload, scales = finish(x.shape[0], at, bits, sums, b.dtype)
-        return payload, keep(error, b, scales, at)
+        layout = lay_out(*x.shape, x.device)
+        args = layout.rows_of(x), *sent(error, layout), layout.valid, layout.runs
+        return finish_both(x.shape[0], layout, error, *torch.ops.fn.sign_encode_feedback(*args))
 
     def encode_over(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
-        at = place(*x.shape, x.device)
-        b, (buffer, scale) = at.of(x), sent(error, at)
-        if b.dtype != buffer.dtype or not is_concrete(b, buffer):
+        layout = lay_out(*x.shape, x.device)
+        buffer, (last, scale) = layout.rows_of(x), sent(error, layout)
+        if buffer.dtype != last.dtype or not is_concrete(buffer, last):
             return encode(x, error)
-        bits, sums = torch.ops.fn.sign_encode_feedback_(b, buffer, scale, at.valid, at.runs)
-        payload, scales = finish(x.shape[0], at, bits, sums, b.dtype)
-        return payload, keep(error, b, scales, at)
+        written = torch.ops.fn.sign_encode_feedback_(buffer, last, scale, layout.valid, layout.runs)
+        return finish_both(x.shape[0], layout, error, buffer, *written)
 
     def averages(
         mu: list[Tensor], grads: list[Tensor], decay: float, *, error: Tree, rows: int
     ) -> tuple[SignPayload, Tree]:
-        assert segments is not None
-        at = place(rows, length, mu[0].device)
-        b, bits, sums = ops.direct("momentum_encode", mu, grads, decay, *sent(error, at), at.valid, at.runs)
-        payload, scales = finish(rows, at, bits, sums, b.dtype)
-        return payload, keep(error, b, scales, at)
+        assert by_tensor is not None
+        layout = lay_out(rows, by_tensor.row_length, mu[0].device)
+        args = mu, grads, decay, *sent(error, layout), layout.valid, layout.runs
+        return finish_both(rows, layout, error, *ops.direct("momentum_encode", *args))
 
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
-        at = place(1, received.bits.shape[1] * 8, received.bits.device)
-        args = received.bits[None], received.scales.contiguous()[None], *sent(error, at), at.valid, at.runs
-        b, bits, sums = ops.direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
-        payload, scales = finish(1, at, bits, sums, b.dtype)
-        return payload, keep(error, b, scales, at)
+        layout = lay_out(1, received.bits.shape[1] * 8, received.bits.device)
+        args = received.bits[None], received.scales.contiguous()[None], *sent(error, layout), layout.valid, layout.runs
+        served = ops.direct("sign_serve", *args) if is_concrete(*args[:4]) else torch.ops.fn.sign_serve(*args)
+        return finish_both(1, layout, error, *served)
 
     def settle(error: Tree, rows: int) -> Tensor:
         if not isinstance(error, LazyError):
             plain: Tensor = error
             return plain
-        at = place(rows, error.buffer.shape[0] // rows, error.buffer.device)
-        residual: Tensor = torch.ops.fn.sign_residual(*sent(error, at), at.valid, at.runs)
+        layout = lay_out(rows, error.buffer.shape[0] // rows, error.buffer.device)
+        residual: Tensor = torch.ops.fn.sign_residual(*sent(error, layout), layout.valid, layout.runs)
         return residual.reshape(-1)
 
-    by_tensor = averages if segments is not None else None
-    return Fused(init, accepts, encode, settle, serve, by_tensor, encode_over)
+    return Fused(init, accepts, encode, settle, serve, averages if by_tensor is not None else None, encode_over)

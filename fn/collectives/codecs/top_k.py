@@ -1,10 +1,4 @@
-"""The top-k codec: the elements of largest magnitude, and where they were. `top_k`.
-
->>> import torch, fn
->>> codec = fn.top_k(2, block=4)
->>> codec.decode(codec.encode(torch.tensor([[1.0, -3.0, 2.0, 0.5, 0.1, 0.2]])))
-tensor([[ 0.0000, -3.0000,  2.0000,  0.0000,  0.1000,  0.2000]])
-"""
+"""The top-k codec: the elements of largest magnitude, and where they were. `top_k`."""
 
 from __future__ import annotations
 
@@ -53,6 +47,11 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
     block, and blocks of which everything is sent need none. The last block of a tensor may be shorter, and is sent
     whole if it has no more than k elements. Use it with feedback: what was not sent is sent later. Through servers, a
     block lies in the piece that a server gets, and the server sends the k largest of the mean. NaN counts as largest.
+
+    >>> import torch, fn
+    >>> codec = fn.top_k(2, block=4)
+    >>> codec.decode(codec.encode(torch.tensor([[1.0, -3.0, 2.0, 0.5, 0.1, 0.2]])))
+    tensor([[ 0.0000, -3.0000,  2.0000,  0.0000,  0.1000,  0.2000]])
 
     Args:
         k: how many elements of a block, a whole number; or which fraction of them, a float in (0, 1], rounded up.
@@ -177,29 +176,30 @@ def _blocks(width: int, block: int | None, k: int | float) -> _Blocks:
     return _Blocks(runs or ((0, length, 1),), length)
 
 
-def _top_k(blocks: _Blocks, over: str, values: Codec | None, valid: Tensor) -> Codec:
-    """Return the codec for one tensor, of which valid (R, 1) elements are real in each row."""
-    inner = None if values is None else _for_kept(values, blocks, valid)
-    pad = 0 if values is None else -blocks.kept % values.align
+def _top_k(blocks: _Blocks, over: str, codec: Codec | None, valid: Tensor) -> Codec:
+    """Return the codec for one tensor, of which valid (R, 1) elements are real in each row.
+
+    Args: codec: of the values. None: they travel as they are.
+    """
+    inner = None if codec is None else _for_kept(codec, blocks, valid)
+    pad = 0 if codec is None else -blocks.kept % codec.align
 
     def encode(x: Tensor) -> TopKPayload:
         x = x.to(scale_dtype(x))
-        found, start = [], 0
+        chosen, start = [], 0
         for count, length, kept in blocks.runs:
             part = x[:, start : start + count * length].reshape(x.shape[0], count, length)
-            found.append(_largest(part, kept).flatten(1))
+            chosen.append(_largest(part, kept).flatten(1))
             start += count * length
-        indices = torch.cat(found, dim=1)  # (R, kept)
+        indices = torch.cat(chosen, dim=1)  # (R, kept), in their blocks
         numbers = x.gather(1, indices + blocks.starts(x.device))
         if not blocks.index_bits:
             indices = indices[:, :0]
-        packed = pack(indices, blocks.index_bits or 8)
-        return TopKPayload(
-            packed, numbers if inner is None else inner.encode(torch.nn.functional.pad(numbers, (0, pad)))
-        )
+        values = numbers if inner is None else inner.encode(torch.nn.functional.pad(numbers, (0, pad)))
+        return TopKPayload(pack(indices, blocks.index_bits or 8), values)
 
-    def kept(payload: TopKPayload) -> tuple[Tensor, Tensor]:
-        """Return places and numbers (R, kept) of what was sent."""
+    def sent(payload: TopKPayload) -> tuple[Tensor, Tensor]:
+        """Return the positions in the tensor, and the numbers (R, kept), of what was sent."""
         numbers = payload.values if inner is None else inner.decode(payload.values)[:, : blocks.kept]
         if not blocks.index_bits:
             return torch.arange(blocks.kept, dtype=torch.int64, device=numbers.device).expand(numbers.shape), numbers
@@ -207,16 +207,16 @@ def _top_k(blocks: _Blocks, over: str, values: Codec | None, valid: Tensor) -> C
         return indices + blocks.starts(indices.device), numbers
 
     def decode(payload: TopKPayload) -> Tensor:
-        places, numbers = kept(payload)
-        return numbers.new_zeros(numbers.shape[0], blocks.width).scatter(1, places, numbers)
+        positions, numbers = sent(payload)
+        return numbers.new_zeros(numbers.shape[0], blocks.width).scatter(1, positions, numbers)
 
     def decode_mean(payload: TopKPayload) -> Tensor:
-        places, numbers = kept(payload)
+        positions, numbers = sent(payload)
         total = count = numbers.new_zeros(blocks.width)
-        for place, row in zip(places.unbind(0), numbers.unbind(0), strict=True):  # so that all ranks round alike
-            total = total.scatter_add(0, place, row)
+        for index, row in zip(positions.unbind(0), numbers.unbind(0), strict=True):  # so that all ranks round alike
+            total = total.scatter_add(0, index, row)
             if over == "senders":
-                count = count.scatter_add(0, place, torch.ones_like(row))
+                count = count.scatter_add(0, index, torch.ones_like(row))
         return total / count.clamp(min=1) if over == "senders" else total * (1.0 / numbers.shape[0])
 
     return Codec(encode, decode, 1, math.nan, decode_mean)
