@@ -1,8 +1,9 @@
 """One thread that communicates while others compute, over process groups of its own.
 
-Collectives must start in the same order on all ranks. Callbacks of futures do not keep an order, so everything that
-is sent behind a backward pass is sent by one thread, one job after the other. `seconds_per_byte` measures the wire
-once, to decide whether hiding it is worth the trouble.
+Collectives must start in the same order on all ranks, or one rank's gradients of one layer are added to another's of
+the next. Callbacks of futures do not keep an order, so everything that is sent behind a backward pass is sent by one
+thread, one job after the other. `seconds_per_byte` measures the wire once, to decide whether hiding it is worth the
+trouble.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class CommunicationThread:
     def submit(self, job: Job) -> Future[Any]:
         """Queue a job; the ledgers and observers that are open here see what it does."""
         done: Future[Any] = Future()
+        # The job reads tensors that this thread's stream may still write: it starts behind the event on its own stream.
         event = None if self._stream is None else torch.accelerator.current_stream(self._device).record_event()
         self._worker.jobs.put((job, event, watchers(), done))
         return done
@@ -97,7 +99,8 @@ class _Worker(threading.Thread):
         torch.set_grad_enabled(False)  # holds for this thread only
         if self._stream is not None:
             torch.accelerator.set_stream(self._stream)
-        while _do(self.jobs.get(), self._binding, self._stream):  # no name for the job: it would live until the next
+        # A name for the job here would keep it, and the gradients that it holds, until the next one comes.
+        while _do(self.jobs.get(), self._binding, self._stream):
             pass
 
 
@@ -131,7 +134,7 @@ def _end_workers() -> None:
     finally:  # Ctrl-C ends the wait
         running = [worker for worker in workers if worker.is_alive()]
         for transport in {transport for worker in running for transport in worker.transports}:
-            abort_connections(transport)
+            abort_connections(transport)  # a thread in C++ hears nothing else
         for worker in running:
             worker.join(LAST_WAIT)
 
@@ -140,11 +143,11 @@ def _do(entry: Entry | None, binding: Binding, stream: Any) -> bool:
     """Run a job; return whether there may be more."""
     if entry is None:
         return False
-    job, event, those, done = entry
+    job, event, submitter, done = entry
     try:
         if stream is not None:
             stream.wait_event(event)
-        with binding, watched_by(those):
+        with binding, watched_by(submitter):
             done.set_result(job())
     except BaseException as error:
         done.set_exception(error)
@@ -210,7 +213,7 @@ def seconds_per_byte(axis: str, device: torch.device) -> float:
     rows = torch.zeros(world, PROBE // (world - 1), dtype=torch.uint8, device=device)
     times = []
     for _ in range(4):
-        pmean(torch.zeros(1, dtype=torch.float32, device=device), axis)  # nobody starts before all are here
+        pmean(torch.zeros(1, dtype=torch.float32, device=device), axis)  # a barrier, or waiting would be measured
         _finish(device)
         start = time.perf_counter()
         all_to_all(rows, axis)

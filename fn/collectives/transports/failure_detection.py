@@ -1,10 +1,12 @@
 """What to do when an exchange fails: let the others know, and find out which ranks are gone.
 
 A loss is noticed by the ranks that were to hear from the one that is gone. Others wait for these, who will not send
-any more: so they close their connections, and everybody notices. A backend says that a connection was closed, or that
-time ran out, but not whose. The ranks that are left write themselves down in the key-value store through which the
-group met and look who else did. This is no collective: nobody waits for anybody longer than `PATIENCE`. A store that
-does not answer tells as much: torch has it hosted by rank 0.
+any more: so they close their connections, and everybody notices.
+
+A backend says that a connection was closed, or that time ran out, but not whose. So the ranks that are left call the
+roll: each writes itself down in the key-value store through which the group met, and looks who else did. This is no
+collective: nobody waits for anybody longer than `PATIENCE`. A store that does not answer tells as much: torch has it
+hosted by rank 0.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ TAG = 0x666F
 """Of a message that nobody sends."""
 
 _groups: WeakValueDictionary[str, dist.ProcessGroup] = WeakValueDictionary()
-_calls: dict[str, int] = {}  # group -> roll calls so far, so that an old answer does not count
+_calls: dict[str, int] = {}
+"""Group -> roll calls so far. The number is part of the key, so that an answer to an old call does not count."""
 
 
 def remember(group: dist.ProcessGroup) -> str:
@@ -46,18 +49,18 @@ def remember(group: dist.ProcessGroup) -> str:
 
 def is_loss(error: BaseException) -> bool:
     """Return whether an error says that a peer is gone or silent, as gloo, NCCL and the stores word it."""
-    closed = "Connection closed", "Connection reset", "Broken pipe", "pair closure"
-    of_stores = "Wait timeout", "wait timeout"
-    words = ("gloo/transport", *closed, "Timed out", "timed out", *of_stores)
     if isinstance(error, PeerLost) or not isinstance(error, RuntimeError):
         return False
+    # gloo raises a plain RuntimeError for everything; only the text tells a lost peer from a wrong argument.
+    closed = "gloo/transport", "Connection closed", "Connection reset", "Broken pipe", "pair closure"
+    words = (*closed, "Timed out", "timed out", "Wait timeout", "wait timeout")
     return isinstance(error, dist.DistError) or any(word in str(error) for word in words)
 
 
 def peer_lost(error: BaseException, collective: str, axis: str | None, transport: str) -> PeerLost:
     """Return what to raise for a failed collective: who is gone, where it was noticed, and what to do."""
     group = _groups.get(transport)
-    abort_connections(transport)
+    abort_connections(transport)  # before the roll call: ranks that still wait for this one answer only once they fail
     lost, silent, has_store = find_lost_ranks(group) if group is not None else Roll((), ())
     rank = group.rank() if group is not None else None
     where = f" of axis {axis!r}" if axis is not None else ""
@@ -106,7 +109,8 @@ def raising_peer_lost(
 def abort_connections(transport: str) -> None:
     """Close this rank's connections of a gloo group, ours and its own, so that whoever waits for this rank notices.
 
-    gloo has no call for that, but a receive whose time runs out closes all connections of its group.
+    gloo has no call for that. But a receive whose time runs out closes all connections of its group, so this asks each
+    peer for a message that nobody sends, and waits a millisecond.
     """
     group = _groups.get(transport)
     if group is None or not _is_gloo(group):
@@ -117,8 +121,8 @@ def abort_connections(transport: str) -> None:
             work = dist.irecv(torch.empty(1, dtype=torch.float32, device="cpu"), group=group, group_src=peer, tag=TAG)
             if work is not None:
                 work.wait(datetime.timedelta(milliseconds=1))
-        except RuntimeError as error:  # of a connection that is broken already, or, once, of the time
-            if "Timed out" in str(error):
+        except RuntimeError as error:
+            if "Timed out" in str(error):  # all are closed now; else this one was broken already, and the next is tried
                 return
 
 
@@ -147,35 +151,37 @@ def find_lost_ranks(group: dist.ProcessGroup) -> Roll:
     answer, the rank that hosts it is gone; of the others nothing is known.
     """
     number = _calls[group.group_name] = _calls.get(group.group_name, 0) + 1
-    store, found = _store_of(group), list[Roll]()
+    store, rolls = _store_of(group), list[Roll]()
     if store is None:
         return Roll((), ())
-    asking = threading.Thread(target=_ask, args=(group, store, number, found), daemon=True)  # a store may block, too
+    # In a thread of its own: a store whose host is stopped, not dead, blocks until its own timeout.
+    asking = threading.Thread(target=_ask, args=(group, store, number, rolls), daemon=True)
     asking.start()
     asking.join(2 * PATIENCE)
-    return found[-1] if found else Roll(tuple(_hosts_of(store, group)), (), has_store=False)
+    return rolls[-1] if rolls else Roll(tuple(_hosts_of(store, group)), (), has_store=False)
 
 
-def _ask(group: Any, store: Any, number: int, found: list[Roll]) -> None:
-    """Call the roll. A first, empty answer in `found` says that the store is there, but slow perhaps."""
-    until, here = time.monotonic() + PATIENCE, dict[int, bool | None]()
+def _ask(group: Any, store: Any, number: int, rolls: list[Roll]) -> None:
+    """Call the roll. A first, empty roll says that the store is there, but slow perhaps."""
+    until, alive = time.monotonic() + PATIENCE, dict[int, bool | None]()
     silent, answer = set(range(group.size())), f"fn/roll call {number}/{group.rank()}"
     try:
         store.set(answer, _process())
         store.check([answer])
-        found.append(Roll((), ()))
+        rolls.append(Roll((), ()))
         while True:
-            here = {rank: _is_alive_here(store, rank) for rank in silent}  # first: one may answer, and end then
+            # Before the answers are read: in the other order a rank that answers and ends between would count as lost.
+            alive = {rank: _is_alive_here(store, rank) for rank in silent}
             silent = {rank for rank in silent if not _has_answered(store, number, rank)}
-            if all(here[rank] is False for rank in silent) or time.monotonic() > until:
+            if all(alive[rank] is False for rank in silent) or time.monotonic() > until:
                 break
             time.sleep(0.02)  # they may answer, or be about to die
     except RuntimeError:  # the store is gone; its host may have answered before
-        lost = {rank for rank in silent if here.get(rank) is False} | (silent & _hosts_of(store, group))
-        found.append(Roll(tuple(sorted(lost)), (), has_store=False))
+        lost = {rank for rank in silent if alive.get(rank) is False} | (silent & _hosts_of(store, group))
+        rolls.append(Roll(tuple(sorted(lost)), (), has_store=False))
         return
-    lost = {rank for rank in silent if not here[rank]}
-    found.append(Roll(tuple(sorted(lost)), tuple(sorted(silent - lost))))
+    lost = {rank for rank in silent if not alive[rank]}
+    rolls.append(Roll(tuple(sorted(lost)), tuple(sorted(silent - lost))))
 
 
 def _store_of(group: Any) -> Any:
@@ -195,7 +201,8 @@ def _hosts_of(store: Any, group: Any) -> set[int]:
     is_hosted = isinstance(store, dist.TCPStore)  # type: ignore[attr-defined]
     if not is_hosted or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return set()
-    return {rank for rank, of_all in enumerate(dist.get_process_group_ranks(group)) if of_all == 0} - {group.rank()}
+    world_ranks = dist.get_process_group_ranks(group)
+    return {rank for rank, world_rank in enumerate(world_ranks) if world_rank == 0} - {group.rank()}
 
 
 def _has_answered(store: Any, number: int, rank: int) -> bool:
@@ -218,7 +225,10 @@ def _process() -> str:
 
 
 def here() -> str:
-    """Return what names this machine and its process numbers."""
+    """Return what names this machine and its process numbers.
+
+    A host's name would not do: containers may share one, and number their processes apart.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:  # not Linux: then no process is known to be alive here

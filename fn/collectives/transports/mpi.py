@@ -49,21 +49,21 @@ def transport(comm: Communicator) -> Transport:
     size = comm.Get_size()
 
     def all_to_all(x: Tensor) -> Tensor:
-        found = _host(x, x.shape)
-        comm.Alltoall(_bytes(_on_host(x)), _bytes(found))
-        return found.to(x.device)
+        received = _host(x, x.shape)
+        comm.Alltoall(_bytes(_on_host(x)), _bytes(received))
+        return received.to(x.device)
 
     def all_gather(x: Tensor) -> Tensor:
-        found = _host(x, (size, *x.shape))
-        comm.Allgather(_bytes(_on_host(x)), _bytes(found))
-        return found.to(x.device)
+        received = _host(x, (size, *x.shape))
+        comm.Allgather(_bytes(_on_host(x)), _bytes(received))
+        return received.to(x.device)
 
     def psum(x: Tensor) -> Tensor:
         narrow = x.is_floating_point() and x.dtype not in (torch.float32, torch.float64)
         wide = x.float() if narrow else x
-        found = _host(wide, wide.shape)
-        comm.Allreduce(_on_host(wide).numpy(), found.numpy())
-        return found.to(x.device, x.dtype)
+        total = _host(wide, wide.shape)
+        comm.Allreduce(_on_host(wide).numpy(), total.numpy())
+        return total.to(x.device, x.dtype)
 
     return Transport(all_to_all, all_gather, psum)
 

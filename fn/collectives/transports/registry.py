@@ -60,12 +60,12 @@ def _run(x: Tensor, size: int, collective: str, transport: str) -> Tensor:
     return _checked(run(sent), x, shape, collective, transport)
 
 
-def _checked(found: Any, x: Tensor, shape: torch.Size, collective: str, transport: str) -> Tensor:
+def _checked(returned: Any, x: Tensor, shape: torch.Size, collective: str, transport: str) -> Tensor:
     """Return what a transport returned, for x, if it is a tensor like that."""
-    if isinstance(found, Tensor) and (found.shape, found.dtype, found.device) == (shape, x.dtype, x.device):
-        return found.contiguous()  # as a compiler expects it
-    is_tensor = isinstance(found, Tensor)
-    got = f"{found.dtype} {tuple(found.shape)} on {found.device}" if is_tensor else type(found).__name__
+    is_tensor = isinstance(returned, Tensor)
+    if is_tensor and (returned.shape, returned.dtype, returned.device) == (shape, x.dtype, x.device):
+        return returned.contiguous()  # type: ignore[no-any-return]  # as a compiler expects it
+    got = f"{returned.dtype} {tuple(returned.shape)} on {returned.device}" if is_tensor else type(returned).__name__
     wanted = f"{collective} of {transport!r} to return a tensor, {x.dtype} {tuple(shape)} on {x.device}"
     raise TypeError(expected("transport", wanted, got, "inside of it, wait for a handle"))
 

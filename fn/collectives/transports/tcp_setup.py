@@ -2,6 +2,10 @@
 
 They open them in their first exchange, which all ranks must call, on the network interface that gloo uses. If one pair
 of ranks cannot connect, all of them go over gloo, and the log says why. Whoever else calls meanwhile is turned away.
+
+A caller proves that it is a rank by rank 0's token, 16 random bytes, and says its number. On a cluster others call too:
+port scanners, health checks, a job whose ports were given anew. Taken for a rank, one would feed numbers into the mean,
+and one that says nothing would keep the ranks waiting.
 """
 
 from __future__ import annotations
@@ -66,17 +70,17 @@ def stays_on_gloo(group: dist.ProcessGroup) -> bool:
 
 def abort_connections(group: dist.ProcessGroup) -> None:
     """Close a group's connections, if it has any: whoever waits for this rank hears of it at once."""
-    found = _opened.get(group)
-    if found is not None:
-        found.shut_down()
+    opened = _opened.get(group)
+    if opened is not None:
+        opened.shut_down()
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """Return after which time a group's collectives fail; torch's default where its backend does not tell."""
     kinds = [torch.device(kind.type) for kind in getattr(group, "_device_types", [])]
     options = getattr(group._get_backend(kinds[0]), "options", None) if kinds else None
-    found: timedelta = getattr(options, "_timeout", None) or default_pg_timeout
-    return found
+    timeout: timedelta = getattr(options, "_timeout", None) or default_pg_timeout
+    return timeout
 
 
 def _open(group: dist.ProcessGroup) -> Connections | None:
@@ -100,40 +104,44 @@ def _open(group: dist.ProcessGroup) -> Connections | None:
             problem = f"rank {group.rank()} cannot reach all others: {error}"
     if listener is not None:
         listener.close()
-    found = Connections(peers, timeout_of(group).total_seconds())
+    opened = Connections(peers, timeout_of(group).total_seconds())
+    # A second round, or ranks that reached all others would send over connections that the rest does not read.
     reasons = [text for text in [*(text for *_, text in told), *_tell_all(problem, group)] if text]
     if not reasons:
-        return found
-    found.close()
+        return opened
+    opened.close()
     if group.rank() == 0 and not stays_on_gloo(group):
         logger.warning("codes go over gloo instead of connections of their own: %s", reasons[0])
     return None
 
 
 def _tell_all(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, value, group=group)
-    return found
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
 
 
 def _meet(
     group: dist.ProcessGroup, listener: Any, addresses: Sequence[Address], token: bytes
 ) -> dict[int, socket.socket]:
-    """Call all lower ranks, and take the calls of all higher ones, which give the token."""
-    me, until = group.rank(), time.monotonic() + OPENING
-    found = dict[int, socket.socket]()
+    """Call all lower ranks, and take the calls of all higher ones, which give the token.
+
+    A call succeeds as soon as the other rank listens, so the order in which ranks come to this does not matter.
+    """
+    rank, until = group.rank(), time.monotonic() + OPENING
+    connected = dict[int, socket.socket]()
     try:
-        for peer in range(me):
+        for peer in range(rank):
             left = max(until - time.monotonic(), 0.01)
-            found[peer] = socket.create_connection(addresses[peer], timeout=left)
-            found[peer].sendall(token + struct.pack(RANK, me))
-        for peer, connection in _calls(listener, set(range(me + 1, group.size())), token, until):
-            found[peer] = connection
+            connected[peer] = socket.create_connection(addresses[peer], timeout=left)
+            connected[peer].sendall(token + struct.pack(RANK, rank))
+        for peer, connection in _calls(listener, set(range(rank + 1, group.size())), token, until):
+            connected[peer] = connection
     except BaseException:
-        for connection in found.values():
+        for connection in connected.values():
             connection.close()
         raise
-    return found
+    return connected
 
 
 def _calls(listener: Any, missing: set[int], token: bytes, until: float) -> Iterator[tuple[int, socket.socket]]:
@@ -142,17 +150,17 @@ def _calls(listener: Any, missing: set[int], token: bytes, until: float) -> Iter
     A caller who says nothing may be a rank that is about to: it stays until `CALLERS` others have called since.
     """
     listener.setblocking(False)
-    with selectors.DefaultSelector() as line:
-        line.register(listener, selectors.EVENT_READ)
+    with selectors.DefaultSelector() as open_calls:
+        open_calls.register(listener, selectors.EVENT_READ)
         try:
             while missing:
                 if time.monotonic() >= until:
                     raise TimeoutError(f"rank {', '.join(map(str, sorted(missing)))} did not call in {OPENING:g} s")
-                ready: list[Any] = [key for key, _ in line.select(until - time.monotonic())]
+                ready: list[Any] = [key for key, _ in open_calls.select(until - time.monotonic())]
                 for caller, said in ((key.fileobj, key.data) for key in ready if key.fileobj is not listener):
                     if _is_speaking(caller, said, len(token) + struct.calcsize(RANK)):
                         continue
-                    line.unregister(caller)
+                    open_calls.unregister(caller)
                     peer = _rank_in(said, token)
                     if peer in missing:
                         missing.remove(peer)
@@ -160,9 +168,9 @@ def _calls(listener: Any, missing: set[int], token: bytes, until: float) -> Iter
                     else:
                         caller.close()
                 if any(key.fileobj is listener for key in ready):
-                    _answer(listener, line)
+                    _answer(listener, open_calls)
         finally:
-            _hang_up_on(line, 0)
+            _hang_up_on(open_calls, 0)
 
 
 def _is_speaking(caller: socket.socket, said: bytearray, length: int) -> bool:
@@ -180,20 +188,20 @@ def _rank_in(said: bytearray, token: bytes) -> int | None:
     return int(struct.unpack(RANK, said[len(token) :])[0]) if knows else None
 
 
-def _answer(listener: Any, line: Any) -> None:
+def _answer(listener: Any, open_calls: Any) -> None:
     """Take the next call, at the price of the oldest one that nothing has been said in if there are too many."""
     with suppress(BlockingIOError, ConnectionError):  # the caller has hung up before
         caller, _ = listener.accept()
         caller.setblocking(False)
-        line.register(caller, selectors.EVENT_READ, bytearray())
-    _hang_up_on(line, CALLERS)
+        open_calls.register(caller, selectors.EVENT_READ, bytearray())
+    _hang_up_on(open_calls, CALLERS)
 
 
-def _hang_up_on(line: Any, but: int) -> None:
+def _hang_up_on(open_calls: Any, but: int) -> None:
     """Hang up on all callers but the last few; the listener, which comes first, stays."""
-    keys = [*line.get_map().values()][1:]
+    keys = [*open_calls.get_map().values()][1:]
     for key in keys[: max(len(keys) - but, 0)]:
-        line.unregister(key.fileobj)
+        open_calls.unregister(key.fileobj)
         key.fileobj.close()
 
 
@@ -203,9 +211,9 @@ def _listen(backlog: int) -> socket.socket:
     if name:
         return _listen_on(*_address_of(name), backlog)
     with suppress(OSError):  # the name may stand for an address of another machine, or for none
-        for family, _, _, _, place in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
+        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM):
             with suppress(OSError):
-                return _listen_on(str(place[0]), family, backlog)
+                return _listen_on(str(address[0]), family, backlog)
     return _listen_on("127.0.0.1", socket.AF_INET, backlog)
 
 
