@@ -47,7 +47,7 @@ class Feedback(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what pickle needs."""
-        return reduced(self, self.make)
+        return reduced(self)
 
 
 class Classic(NamedTuple):

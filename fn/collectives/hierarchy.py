@@ -21,7 +21,7 @@ Paper: Wang et al., ZeRO++ (arXiv 2306.10209), section 4.3, hierarchical all-to-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -185,9 +185,12 @@ PIECE = 1 << 27
 
 def pieces(segments: Segments | None) -> list[tuple[int, int]]:
     """Return which tensors of a vector travel together exactly: (first, end) of each piece."""
-    found, count = [(0, 0)], 0
-    for i, width in enumerate(segments.widths if segments is not None else ()):
-        size = width * segments.valid.shape[0] if segments is not None else 0
-        full = count and count + size > PIECE
-        found, count = ([*found, (i, i + 1)], size) if full else ([*found[:-1], (found[-1][0], i + 1)], count + size)
-    return found
+    if segments is None:
+        return [(0, 0)]
+    firsts, count = [0], 0
+    for i, width in enumerate(segments.widths):
+        size = width * segments.valid.shape[0]
+        if count and count + size > PIECE:
+            firsts, count = [*firsts, i], 0
+        count += size
+    return [*pairwise([*firsts, len(segments.widths)])]

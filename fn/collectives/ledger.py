@@ -1,12 +1,5 @@
 """The ledger: how many bytes each rank puts on the wire, counted exactly, in both worlds.
 
-    >>> import torch, fn
-    >>> mean = fn.simulate(lambda x: fn.pmean(x, "data"), "data", 4, out_dims=None)
-    >>> with fn.ledger() as sent:
-    ...     _ = mean(torch.ones(4, 1000))
-    >>> sent.total
-    6000
-
 Counted is what a rank must send to the others in the algorithm that moves least: (W - 1) / W of an all-to-all's
 buffer, W - 1 times an all-gather's shard, 2 (W - 1) / W of an all-reduce's buffer. Headers of the transport are not
 counted, nor are the two numbers by which an exchange of a round says which one it is. Of fractions of a byte, which an
@@ -43,16 +36,16 @@ class Ledger:
         return sum(count for (name, _), count in self.sent.items() if name == axis)
 
     def __enter__(self) -> Ledger:
-        here = watchers()
-        watch(here._replace(ledgers=(*here.ledgers, self)))
+        watching = watchers()
+        watch(watching._replace(ledgers=(*watching.ledgers, self)))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        here = watchers()
-        last = len(here.ledgers) - 1 - here.ledgers[::-1].index(self)  # another may have been entered since
-        watch(here._replace(ledgers=here.ledgers[:last] + here.ledgers[last + 1 :]))
+        watching, books = watchers(), [*watchers().ledgers]
+        del books[-1 - books[::-1].index(self)]  # another may have been entered since, or this one a second time
+        watch(watching._replace(ledgers=tuple(books)))
 
     def __repr__(self) -> str:
         lines = [f"  {axis} {name}: {count:,} bytes" for (axis, name), count in self.sent.items()]
@@ -60,7 +53,16 @@ class Ledger:
 
 
 def ledger() -> Ledger:
-    """Return a context that counts the bytes which this rank puts on the wire inside it."""
+    """Return a context that counts the bytes which this rank puts on the wire inside it.
+
+    >>> import torch, fn
+    >>> mean = fn.simulate(lambda x: fn.pmean(x, "data"), "data", 4, out_dims=None)
+    >>> with fn.ledger() as sent:
+    ...     _ = mean(torch.ones(4, 1000))
+    >>> sent
+    Ledger: 6,000 bytes per rank
+      data all_reduce: 6,000 bytes
+    """
     return Ledger()
 
 

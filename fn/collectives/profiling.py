@@ -57,10 +57,10 @@ def watch(by: Watchers) -> None:
 
 
 @contextmanager
-def watched_by(those: Watchers) -> Iterator[None]:
+def watched_by(by: Watchers) -> Iterator[None]:
     """Let these, such as those of the thread that a job is for, and nobody else, watch in this context."""
     before = watchers()
-    watch(those)
+    watch(by)
     try:
         yield
     finally:
@@ -82,14 +82,14 @@ class Observer:
 
     def start(self) -> Observer:
         """Observe what this thread, and others for it, do from now on."""
-        here = watchers()
-        watch(here._replace(observers=(*here.observers, self)))
+        watching = watchers()
+        watch(watching._replace(observers=(*watching.observers, self)))
         return self
 
     def stop(self) -> None:
         """Observe no longer."""
-        here = watchers()
-        watch(here._replace(observers=tuple(other for other in here.observers if other is not self)))
+        watching = watchers()
+        watch(watching._replace(observers=tuple(other for other in watching.observers if other is not self)))
 
     def time_in(self, *names: RangeName) -> float | None:
         """Return the seconds in these ranges together; None if none was entered."""

@@ -1,11 +1,4 @@
-"""The codec kit: whether a codec keeps what the collectives and the optimizers rely on.
-
-    >>> import fn
-    >>> fn.check_codec(fn.int8())
-    conforming: 26 checks
-    >>> print(fn.check_codec(fn.sign()._replace(bits=0.5)).faults[0])
-    bits on the wire: are 1 per element in the ledger, but `bits` says 0.5
-"""
+"""The codec kit: whether a codec keeps what the collectives and the optimizers rely on."""
 
 from __future__ import annotations
 
@@ -60,6 +53,12 @@ def check_codec(codec: Codec) -> Report:
     sum of what was delivered plus the error is the sum of what was sent, and the error does not grow; several tensors
     in a row do not touch one another; vmap and fullgraph compilation; the ledger's bytes are `bits`; `fused`,
     `decode_mean` and `segmented` compute the algebra.
+
+    >>> import fn
+    >>> fn.check_codec(fn.int8())
+    conforming: 26 checks
+    >>> print(fn.check_codec(fn.sign()._replace(bits=0.5)).faults[0])
+    bits on the wire: are 1 per element in the ledger, but `bits` says 0.5
 
     Args: codec: any codec; `fused`, `segmented` and `decode_mean` are looked at where it has them.
     Returns: a report, true if nothing was wrong.
@@ -223,12 +222,12 @@ def _bits(codec: Codec) -> str | None:
     if math.isnan(codec.bits):  # it depends on the length
         return None
     lengths = [2**14 * codec.align * k for k in (2, 4)]
-    found = []
+    totals = []
     for n in lengths:
         with ledger() as sent:
             _all_reduce(codec, off(), n)(_numbers(2, n))
-        found.append(sent.total)
-    bits = 8 * (found[1] - found[0]) / (lengths[1] - lengths[0])  # each half sends half a vector; constants drop out
+        totals.append(sent.total)
+    bits = 8 * (totals[1] - totals[0]) / (lengths[1] - lengths[0])  # each half sends half a vector; constants drop out
     if math.isclose(bits, codec.bits, rel_tol=1e-3):  # blocks need not divide the lengths
         return None
     return f"are {bits:g} per element in the ledger, but `bits` says {codec.bits:g}"
@@ -262,19 +261,19 @@ def _kernels(codec: Codec) -> str | None:
         if codec.fused is None or codec.fused(feedback.rule) is None:
             continue
         plain = classic() if isinstance(feedback.rule, Classic) else feedback  # lazy errors are the kernels' own
-        found = _all_reduce(codec, feedback, n, rounds=3)(_numbers(2, n))
-        expected = _all_reduce(codec._replace(fused=None), plain, n, rounds=3)(_numbers(2, n))
-        if _unequal(found[0], expected[0]):
+        in_one = _all_reduce(codec, feedback, n, rounds=3)(_numbers(2, n))
+        in_two = _all_reduce(codec._replace(fused=None), plain, n, rounds=3)(_numbers(2, n))
+        if _unequal(in_one[0], in_two[0]):
             return f"the kernel for {feedback.rule} is not the codec and the feedback one after the other"
     return _averages(codec)
 
 
-def _is_mean(found: Tensor, rows: Tensor) -> bool:
+def _is_mean(mean: Tensor, rows: Tensor) -> bool:
     """Return whether a vector (n,) is the mean of rows (R, n), or of those that are not zero, element by element."""
     held = (rows != 0).sum(0)
     close = torch.zeros(rows.shape[1], dtype=torch.bool, device="cpu")
     for count in range(1, rows.shape[0] + 1):  # a row may hold a zero
-        same = torch.isclose(found, rows.sum(0) / count, 1e-6, 1e-7, equal_nan=True)
+        same = torch.isclose(mean, rows.sum(0) / count, 1e-6, 1e-7, equal_nan=True)
         close = close | (same & (count >= held))
     return bool(close.all())
 
@@ -290,6 +289,6 @@ def _averages(codec: Codec) -> str | None:
     error = _numbers(2 * segments.row_length) * segments.mask(torch.device("cpu")).reshape(-1)
     formed = [torch.lerp(g, m, 0.9) for m, g in zip(mu, grads, strict=True)]
     padded = [F.pad(t, (0, 2 * w - len(t))).view(2, w) for t, w in zip(formed, segments.widths, strict=True)]
-    expected = encode(half._replace(fused=None), classic(), torch.cat(padded, 1), error)
-    found = fused.averages(mu, grads, 0.9, error=error, rows=2)
-    return "the kernel `averages` is not encode of the moving averages" if _unequal(found, expected) else None
+    encoded = encode(half._replace(fused=None), classic(), torch.cat(padded, 1), error)
+    in_one = fused.averages(mu, grads, 0.9, error=error, rows=2)
+    return "the kernel `averages` is not encode of the moving averages" if _unequal(in_one, encoded) else None

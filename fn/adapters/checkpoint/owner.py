@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fn.collectives.transports.failure_detection import here
+from fn.collectives.transports.failure_detection import this_machine
 
 OWNER = ".owner"
 BEAT = 5.0
@@ -82,7 +82,7 @@ def _describe_this_process() -> str:
     process = {
         "job": job,
         "host": socket.gethostname(),
-        "where": here(),
+        "where": this_machine(),
         "pid": os.getpid(),
         "started": _start(os.getpid()),
     }
@@ -155,7 +155,7 @@ def _named(owner: dict[str, Any]) -> str:
 
 def _runs(owner: dict[str, Any]) -> bool | None:
     """Return whether a process runs; None if it is not known, as that of another machine."""
-    if owner.get("where") != here():
+    if owner.get("where") != this_machine():
         return None
     return bool(_start(owner.get("pid")) == owner.get("started"))
 

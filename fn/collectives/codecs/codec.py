@@ -78,7 +78,7 @@ class Codec(NamedTuple):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return what pickle needs."""
-        return reduced(self, self.make)
+        return reduced(self)
 
 
 def identity(dtype: torch.dtype | None = None) -> Codec:

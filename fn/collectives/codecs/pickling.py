@@ -30,27 +30,28 @@ def invalidates(functions: set[str], told: set[str]) -> Callable[[_Kind], _Kind]
     return decorate
 
 
-def _spelled(found: Any) -> str:
+def _spelled(value: Any) -> str:
     """Return the call that makes a codec or a feedback; of one that nothing makes again, the names of its functions."""
-    make = found[-1]
-    if make is not None and _same(found[:-1], make()[:-1]):
+    make = value[-1]
+    if make is not None and _same(value[:-1], make()[:-1]):
         call = partial(make)  # a partial of a partial is one
         arguments = [*map(repr, call.args), *(f"{name}={value!r}" for name, value in call.keywords.items())]
         return f"fn.{call.func.__name__}({', '.join(arguments)})"
-    names = [getattr(value, "__qualname__", None) or repr(value) for value in found]
-    fields = ", ".join(f"{field}={name}" for field, name in zip(found._fields, names, strict=True))
-    return f"{type(found).__name__}({fields})"
+    names = [getattr(field, "__qualname__", None) or repr(field) for field in value]
+    fields = ", ".join(f"{field}={name}" for field, name in zip(value._fields, names, strict=True))
+    return f"{type(value).__name__}({fields})"
 
 
-def reduced(found: tuple[Any, ...], make: Callable[[], tuple[Any, ...]] | None) -> tuple[Any, ...]:
+def reduced(value: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return what pickle needs of a NamedTuple of functions, for its `__reduce__`.
 
-    Args: found: it; its last field is `make`, what makes it again, None if not known. One that was changed since is
+    Args: value: it; its last field is `make`, what makes it again, None if not known. One that was changed since is
         taken as it is: it can be copied, and pickled where its functions can.
     """
-    if make is not None and _same(found[:-1], make()[:-1]):
+    make = value[-1]
+    if make is not None and _same(value[:-1], make()[:-1]):
         return make, ()
-    return type(found), tuple(found)
+    return type(value), tuple(value)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -221,10 +221,10 @@ def _write_down(group: Any) -> None:
 
 
 def _process() -> str:
-    return f"{here()} {os.getpid()}"
+    return f"{this_machine()} {os.getpid()}"
 
 
-def here() -> str:
+def this_machine() -> str:
     """Return what names this machine and its process numbers.
 
     A host's name would not do: containers may share one, and number their processes apart.
@@ -241,7 +241,7 @@ def _is_alive_here(store: Any, rank: int) -> bool | None:
     if not store.check([key]):
         return None
     where, _, process = store.get(key).decode().rpartition(" ")
-    if where != here():
+    if where != this_machine():
         return None
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]

@@ -204,7 +204,7 @@ def refused(folder: str) -> tuple[str, str]:
     try:
         checkpoint.save(folder, opt)
     except OSError as error:
-        return str(error), peers.here()
+        return str(error), peers.this_machine()
     return "saved", ""
 
 

@@ -41,7 +41,7 @@ def group(monkeypatch):
     found = Group(3)
     monkeypatch.setattr(peers, "_calls", {})
     for rank, process in ((0, os.getpid()), (1, 2**22 + 1), (2, os.getpid())):
-        found.get_group_store().set(f"fn/process of rank/{rank}", f"{peers.here()} {process}")
+        found.get_group_store().set(f"fn/process of rank/{rank}", f"{peers.this_machine()} {process}")
     return found
 
 
@@ -57,7 +57,7 @@ def test_ranks_that_answer_or_run_on_this_machine_are_not_gone(group):
 def test_ranks_that_run_but_do_not_answer_are_told_of(group, monkeypatch):
     monkeypatch.setattr(peers, "_groups", {"a wire": group})
     monkeypatch.setattr(peers, "abort_connections", lambda transport: None)
-    group.get_group_store().set("fn/process of rank/1", f"{peers.here()} {os.getpid()}")
+    group.get_group_store().set("fn/process of rank/1", f"{peers.this_machine()} {os.getpid()}")
     error = peers.peer_lost(RuntimeError("Timed out"), "all_gather", "data", "a wire")
     assert error.lost == ()
     assert "a rank of axis 'data' is lost, perhaps rank 1, 2, which runs but does something else" in str(error)
@@ -90,7 +90,7 @@ def test_the_host_of_a_store_that_goes_during_a_roll_call_is_gone_unless_it_has_
     monkeypatch.setattr(peers, "_calls", {})
     monkeypatch.setattr(peers, "_hosts_of", lambda *_: {2})
     for rank in range(4):
-        store.set(f"fn/process of rank/{rank}", f"{peers.here()} {os.getpid() if rank < 3 else 2**22 + 1}")
+        store.set(f"fn/process of rank/{rank}", f"{peers.this_machine()} {os.getpid() if rank < 3 else 2**22 + 1}")
     if has_answered:
         answer(group, 2)
 
