@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import axis_size
-from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented
+from fn.collectives.codecs.codec import Codec, Segments, mean_of_rows, segmented, segments_of
 from fn.collectives.compressed import compressed_all_reduce, encode
 from fn.collectives.feedback import Classic, Feedback, classic, damped, off, settle
 from fn.collectives.hierarchy import Hop, initial_errors
@@ -24,6 +24,8 @@ from fn.errors import expected
 from fn.kernels.conformance import Check, run_checks
 
 Tree = Any
+
+CPU = torch.device("cpu")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -91,22 +93,21 @@ def _length(codec: Codec) -> int:
 
 def _numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(dtype)
+    return torch.randn(shape, generator=generator, dtype=torch.float64, device=CPU).to(dtype)
 
 
 def _segments(codec: Codec) -> Segments:
     """Return two rows of four tensors: a whole one, one that ends early, an empty one, one that row 1 lacks."""
     widths = (5 * codec.align, 3 * codec.align, 0, codec.align)
-    return Segments(
-        widths, torch.tensor([[*widths], [widths[0], 2 * codec.align, 0, 0]], dtype=torch.int64, device="cpu")
-    )
+    lengths = [[*widths], [widths[0], 2 * codec.align, 0, 0]]
+    return Segments(widths, torch.tensor(lengths, dtype=torch.int64, device=CPU))
 
 
 def _unequal(a: Tree, b: Tree) -> bool:
     first, second = tree.leaves(a), tree.leaves(b)
     if len(first) != len(second):
         return True
-    pairs = zip(map(_comparable, first), map(_comparable, second), strict=True)
+    pairs = [(_comparable(x), _comparable(y)) for x, y in zip(first, second, strict=True)]
     return not all(x.shape == y.shape and torch.allclose(x, y, 1e-6, 1e-7, equal_nan=True) for x, y in pairs)
 
 
@@ -143,11 +144,11 @@ def _pure(codec: Codec) -> str | None:
 
 def _zeros(codec: Codec) -> str | None:
     n = _length(codec)
-    still = codec.decode(codec.encode(torch.zeros(2, n, dtype=torch.float32, device="cpu")))
+    still = codec.decode(codec.encode(torch.zeros(2, n, dtype=torch.float32, device=CPU)))
     if still.any() and (still.sum(1).any() or still.abs().unique().numel() > 1):  # a vote says + as often as -
         return "moved"
     for place in (0, n // 2, n - 1):
-        x = torch.zeros(1, n, dtype=torch.float32, device="cpu")
+        x = torch.zeros(1, n, dtype=torch.float32, device=CPU)
         x[0, place] = -1.0
         sums = x.clone()
         for _ in range(ROUNDS):  # with what was not delivered: a threshold may hold it back for a while
@@ -170,14 +171,13 @@ def _nonfinite(codec: Codec) -> str | None:
 
 
 def _telescopes(codec: Codec, segments: Segments | None) -> str | None:
-    half = codec if segments is None else segmented(codec, segments)
-    n = _length(codec) if segments is None else segments.row_length
-    real = torch.ones(2, n, dtype=torch.bool, device="cpu") if segments is None else segments.mask(torch.device("cpu"))
-    error: Tree = classic().init(torch.zeros(2 * n, dtype=torch.float32, device="cpu"))
-    sent = delivered = torch.zeros(2, n, dtype=torch.float64, device="cpu")
+    half, row = segmented(codec, segments), segments_of(segments, 2, _length(codec), CPU)
+    n = row.row_length
+    error: Tree = classic().init(torch.zeros(2 * n, dtype=torch.float32, device=CPU))
+    sent = delivered = torch.zeros(2, n, dtype=torch.float64, device=CPU)
     sizes = []
     for step in range(ROUNDS):
-        x = torch.where(real, _numbers(2, n, seed=step), 0.0)
+        x = row.clear(_numbers(2, n, seed=step))
         payload, error = encode(half, classic(), x, error)
         sent, delivered = sent + x, delivered + half.decode(payload)
         sizes.append(float(error.norm()))
@@ -190,12 +190,12 @@ def _telescopes(codec: Codec, segments: Segments | None) -> str | None:
 
 def _apart(codec: Codec) -> str | None:
     y = _numbers(2, _length(codec))
-    only = segmented(codec, Segments((y.shape[1],), torch.full((2, 1), y.shape[1], dtype=torch.int64, device="cpu")))
+    only = segmented(codec, segments_of(None, 2, y.shape[1], CPU))
     if _unequal(only.decode(only.encode(y)), codec.decode(codec.encode(y))):
         return "`segmented` is another codec: the only tensor of a row comes back as something else"
     segments = _segments(codec)
     half, first = segmented(codec, segments), segments.widths[0]
-    x = torch.where(segments.mask(torch.device("cpu")), _numbers(2, segments.row_length), 0.0)
+    x = segments.clear(_numbers(2, segments.row_length))
     louder = torch.cat([1000 * x[:, :first], x[:, first:]], 1)
     one, two = (half.decode(half.encode(y))[:, first:] for y in (x, louder))
     return "a tensor's size changes what comes back of its neighbour" if _unequal(one, two) else None
@@ -271,7 +271,7 @@ def _kernels(codec: Codec) -> str | None:
 def _is_mean(mean: Tensor, rows: Tensor) -> bool:
     """Return whether a vector (n,) is the mean of rows (R, n), or of those that are not zero, element by element."""
     held = (rows != 0).sum(0)
-    close = torch.zeros(rows.shape[1], dtype=torch.bool, device="cpu")
+    close = torch.zeros(rows.shape[1], dtype=torch.bool, device=CPU)
     for count in range(1, rows.shape[0] + 1):  # a row may hold a zero
         same = torch.isclose(mean, rows.sum(0) / count, 1e-6, 1e-7, equal_nan=True)
         close = close | (same & (count >= held))
@@ -286,7 +286,7 @@ def _averages(codec: Codec) -> str | None:
         return None
     lengths: list[int] = segments.valid.sum(0).tolist()
     mu, grads = ([_numbers(n, seed=10 * k + s) for s, n in enumerate(lengths)] for k in range(2))
-    error = _numbers(2 * segments.row_length) * segments.mask(torch.device("cpu")).reshape(-1)
+    error = segments.clear(_numbers(2, segments.row_length)).reshape(-1)
     formed = [torch.lerp(g, m, 0.9) for m, g in zip(mu, grads, strict=True)]
     padded = [F.pad(t, (0, 2 * w - len(t))).view(2, w) for t, w in zip(formed, segments.widths, strict=True)]
     encoded = encode(half._replace(fused=None), classic(), torch.cat(padded, 1), error)

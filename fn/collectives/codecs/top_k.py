@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fn.base import check_number, check_whole
 from fn.collectives.codecs.ballots import is_vote
-from fn.collectives.codecs.codec import Codec, Segments, by_tensor, pack, segmented, tile, unpack
+from fn.collectives.codecs.codec import Codec, Segments, by_tensor, identity, pack, segmented, segments_of, tile, unpack
 from fn.errors import expected
 from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan
@@ -21,6 +21,9 @@ Tree = Any
 
 OVER = ("ranks", "senders")
 """What a mean may be taken over."""
+
+AS_THEY_ARE = identity()
+"""The codec of values where none is given; one object, so that two codecs of the same arguments are equal."""
 
 
 class TopKPayload(NamedTuple):
@@ -80,13 +83,15 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
         raise ValueError(expected("values", "a codec that keeps magnitudes, such as fn.int8()", f"{values!r}"))
 
     k = int(k) if isinstance(k, numbers.Integral) else float(k)
+    codec = AS_THEY_ARE if values is None else values
+    bits = _bits(k, block, codec)
 
     def of_tensor(width: int, valid: Tensor) -> Codec:
-        return _top_k(_blocks(width, block, k), over, values, valid)._replace(bits=bits)
+        return _top_k(_blocks(width, block, k), over, codec, valid)._replace(bits=bits)
 
     @cached_plan
     def whole(n: int) -> Codec:
-        return by_tensor(of_tensor, Segments((n,), torch.tensor([[n]], dtype=torch.int64, device="cpu")))
+        return by_tensor(of_tensor, segments_of(None, 1, n, torch.device("cpu")))
 
     def encode(x: Tensor) -> WholePayload:
         rows, n = x.shape
@@ -100,7 +105,6 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
         assert mean is not None
         return mean(payload.tensor)
 
-    bits = _bits(k, block, values)
     make = partial(top_k, k, block, over=over, values=values)
     return Codec(
         encode, decode, 1, bits, decode_mean, segmented=cached_plan(lambda s: by_tensor(of_tensor, s)), make=make
@@ -126,13 +130,13 @@ def _kept(n: int, k: int | float) -> int:
     return min(k, n) if isinstance(k, int) else max(min(n, 1), math.ceil(round(k * n, 6)))  # 0.07 * 100 > 7
 
 
-def _bits(k: int | float, block: int | None, values: Codec | None) -> float:
+def _bits(k: int | float, block: int | None, codec: Codec) -> float:
     """Return the bits per element; NaN where an index takes more of them in a longer tensor."""
     if block is None:
         return math.nan
     kept = _kept(block, k)
     index = _index_bits(block) if kept < block else 0
-    return kept / block * (index + (32.0 if values is None else values.bits))
+    return kept / block * (index + codec.bits)
 
 
 def _index_bits(n: int) -> int:
@@ -160,13 +164,15 @@ class _Blocks(NamedTuple):
         """Return the number of elements that are sent."""
         return sum(blocks * kept for blocks, _, kept in self.runs)
 
+    def kept_of_each(self, device: torch.device) -> Tensor:
+        """Return how many elements of each block are sent (blocks,)."""
+        return torch.cat([torch.full((n,), kept, dtype=torch.int64, device=device) for n, _, kept in self.runs])
+
     def starts(self, device: torch.device) -> Tensor:
         """Return for each kept element where its block begins (kept,)."""
-        blocks = torch.cat(
-            [torch.full((count,), kept, dtype=torch.int64, device=device) for count, _, kept in self.runs]
-        )
-        first = torch.arange(blocks.shape[0], dtype=torch.int64, device=device) * self.length
-        return first.repeat_interleave(blocks, output_size=self.kept)
+        counts = self.kept_of_each(device)
+        first = torch.arange(counts.shape[0], dtype=torch.int64, device=device) * self.length
+        return first.repeat_interleave(counts, output_size=self.kept)
 
 
 def _blocks(width: int, block: int | None, k: int | float) -> _Blocks:
@@ -176,13 +182,9 @@ def _blocks(width: int, block: int | None, k: int | float) -> _Blocks:
     return _Blocks(runs or ((0, length, 1),), length)
 
 
-def _top_k(blocks: _Blocks, over: str, codec: Codec | None, valid: Tensor) -> Codec:
-    """Return the codec for one tensor, of which valid (R, 1) elements are real in each row.
-
-    Args: codec: of the values. None: they travel as they are.
-    """
-    inner = None if codec is None else _for_kept(codec, blocks, valid)
-    pad = 0 if codec is None else -blocks.kept % codec.align
+def _top_k(blocks: _Blocks, over: str, codec: Codec, valid: Tensor) -> Codec:
+    """Return the codec for one tensor, of which valid (R, 1) elements are real in each row. codec: of the values."""
+    inner, pad = _for_kept(codec, blocks, valid), -blocks.kept % codec.align
 
     def encode(x: Tensor) -> TopKPayload:
         x = x.to(scale_dtype(x))
@@ -195,12 +197,12 @@ def _top_k(blocks: _Blocks, over: str, codec: Codec | None, valid: Tensor) -> Co
         numbers = x.gather(1, indices + blocks.starts(x.device))
         if not blocks.index_bits:
             indices = indices[:, :0]
-        values = numbers if inner is None else inner.encode(torch.nn.functional.pad(numbers, (0, pad)))
+        values = inner.encode(torch.nn.functional.pad(numbers, (0, pad)) if pad else numbers)
         return TopKPayload(pack(indices, blocks.index_bits or 8), values)
 
     def sent(payload: TopKPayload) -> tuple[Tensor, Tensor]:
         """Return the positions in the tensor, and the numbers (R, kept), of what was sent."""
-        numbers = payload.values if inner is None else inner.decode(payload.values)[:, : blocks.kept]
+        numbers = inner.decode(payload.values)[:, : blocks.kept]
         if not blocks.index_bits:
             return torch.arange(blocks.kept, dtype=torch.int64, device=numbers.device).expand(numbers.shape), numbers
         indices = unpack(payload.indices, blocks.index_bits, blocks.kept)
@@ -224,10 +226,10 @@ def _top_k(blocks: _Blocks, over: str, codec: Codec | None, valid: Tensor) -> Co
 
 def _for_kept(values: Codec, blocks: _Blocks, valid: Tensor) -> Codec:
     """Return the values' codec for a tensor's kept elements; among them padding comes last, and does not count."""
-    per_block = torch.cat(
-        [torch.full((count,), kept, dtype=torch.int64, device=valid.device) for count, _, kept in blocks.runs]
-    )
-    counts = tile((blocks.width,), valid, blocks.length)[0].minimum(per_block).sum(1, keepdim=True)
+    if values is AS_THEY_ARE:
+        return values
+    real = tile((blocks.width,), valid, blocks.length)[0]
+    counts = real.minimum(blocks.kept_of_each(valid.device)).sum(1, keepdim=True)
     widths = blocks.kept + -blocks.kept % values.align, 0  # with a second one no row is taken for the rest of another
     return segmented(values, Segments(widths, torch.cat([counts, torch.zeros_like(counts)], dim=1)))
 

@@ -113,7 +113,7 @@ def abort_connections(transport: str) -> None:
     peer for a message that nobody sends, and waits a millisecond.
     """
     group = _groups.get(transport)
-    if group is None or not _is_gloo(group):
+    if group is None or not rendezvous.is_gloo(group):
         return
     rendezvous.abort_connections(group)
     for peer in set(range(group.size())) - {group.rank()}:
@@ -124,13 +124,6 @@ def abort_connections(transport: str) -> None:
         except RuntimeError as error:
             if "Timed out" in str(error):  # all are closed now; else this one was broken already, and the next is tried
                 return
-
-
-def _is_gloo(group: Any) -> bool:
-    try:
-        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
-    except RuntimeError:  # it has none for the CPU
-        return False
 
 
 class Roll(NamedTuple):

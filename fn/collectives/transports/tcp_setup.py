@@ -53,9 +53,16 @@ def connections(group: dist.ProcessGroup) -> Connections | None:
     None if the group's backend for the CPU is not gloo, or not all ranks could be reached; the log then says why.
     """
     if group not in _opened:
-        is_gloo = group._get_backend(torch.device("cpu")).name() == "gloo"
-        _opened[group] = _open(group) if is_gloo else None
+        _opened[group] = _open(group) if is_gloo(group) else None
     return _opened[group]
+
+
+def is_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether gloo carries a group's tensors in host memory."""
+    try:
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except RuntimeError:  # it has no backend for the CPU
+        return False
 
 
 def stay_on_gloo(groups: Iterable[dist.ProcessGroup]) -> None:
