@@ -147,9 +147,6 @@ def compressed_all_reduce(
     servers send 2 (W - 1) / W times, in two messages that wait for each other: the same bytes for two ranks, twice as
     many for four.
 
-    Paper: without servers: Stich, Cordonnier and Jaggi, Sparsified SGD with memory (NeurIPS 2018): every worker sends
-        what it compressed and keeps the rest; what was sent is what is applied.
-
     Args:
         x: (n,) floating, n a multiple of W * codec.align, without servers of codec.align.
         errors: the worker's and the server's, without servers () in place of the second.
@@ -158,13 +155,17 @@ def compressed_all_reduce(
         consume: x is not needed any more, and its memory may be used for the error.
     Returns: the mean (n,) in the dtype of x, the same on every rank, and the next errors.
     Raises: as `reduce_scatter_mean`, and ValueError without servers for an error with a server's part.
+
+    Paper: without servers: Stich, Cordonnier and Jaggi, Sparsified SGD with memory (NeurIPS 2018): every worker sends
+        what it compressed and keeps the rest; what was sent is what is applied.
     """
     _refuse_to_differentiate(x, "compressed_all_reduce", axis)
     *inner, last = plan = hops(axis, codec, feedback)
     worker, server = (split_errors(half, axis) for half in errors)
     cuts, dtype, size = levels(segments, axis, servers=servers), x.dtype, axis_size(last.axis) if servers else 1
     exactly, inner_axes = all(hop.exact for hop in inner), [hop.axis for hop in inner]
-    x = _exact_shard(x, inner_axes, segments) if exactly else _reduce(x, worker, inner, cuts)
+    if inner:
+        x = _exact_shard(x, inner_axes, segments) if exactly else _reduce(x, worker, inner, cuts)
 
     check_vector(x, worker[-1], size * last.codec.align, "x")
     shard = x[: x.shape[0] // size]  # stands for a server's shard in shape and dtype
