@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import fn
+from fn.collectives.compressed import compressed_all_reduce
 
 GOLDEN = load_cases("compressed_allreduce")
 
@@ -237,10 +238,13 @@ def test_nan_on_one_rank_reaches_every_rank(name):
         (torch.ones(2, 16), torch.zeros(2, 32), ValueError, r"error: has shape \(32,\).*\(16,\)"),
     ],
 )
-def test_reduce_scatter_refuses_what_does_not_fit_by_name(x, error, kind, text):
-    f = fn.simulate(lambda x, e: fn.reduce_scatter_mean(x, e, "data", fn.sign(), fn.classic()), "data", 2)
-    with pytest.raises(kind, match=text):
-        f(x, error)
+def test_reduce_scatter_and_all_reduce_refuse_what_does_not_fit_by_name(x, error, kind, text):
+    rule = "data", fn.sign(), fn.classic()
+    half = fn.simulate(lambda x, e: fn.reduce_scatter_mean(x, e, *rule), "data", 2)
+    both = fn.simulate(lambda x, e: compressed_all_reduce(x, (e, e[: len(e) // 2]), *rule), "data", 2)
+    for f in (half, both):
+        with pytest.raises(kind, match=text):
+            f(x, error)
 
 
 def test_all_gather_refuses_a_misaligned_shard_by_name():
