@@ -27,7 +27,10 @@ from fn.errors import expected
 from fn.roles import rank_local
 
 SIMULATED = ""
+"""The transport of an axis under `simulate`."""
+
 ALONE = "alone"
+"""The transport of an axis that nobody bound, in a process of its own."""
 
 AxisNames = str | tuple[str, ...]
 """An axis, or several that are taken together, from the fastest network to the slowest: `("local", "node")`."""
@@ -48,6 +51,8 @@ class Axis(NamedTuple):
 
 
 class _Bound(threading.local):
+    """What is bound in a thread. Were it the process's, a thread that leaves its context would unbind others' axes."""
+
     def __init__(self) -> None:
         self.axes: Mapping[str, Axis] = {}  # replaced, never mutated
         self.before: list[Mapping[str, Axis]] = []  # what the bindings that this thread is in replaced
@@ -208,7 +213,7 @@ def all_ranks() -> Tensor:
     """Return a 0-d tensor that is batched at the levels of all simulated axes in force, and at no other."""
     total = torch.tensor(0, dtype=torch.int64, device="cpu")
     for bound in _bound.axes.values():
-        total = total + bound.rank
+        total = total + bound.rank  # the sum says nothing; a sum of batched tensors is batched at all of their levels
     return total
 
 

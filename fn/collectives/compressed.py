@@ -252,10 +252,10 @@ def exact_mean(x: Tensor, axis: AxisNames, *, consume: bool = False) -> Tensor:
         mean: Tensor = primitives.mean_in_place(x, last) if consume else primitives.pmean(x, last)
         return mean
     size = axis_size(tuple(inner))
-    padded = F.pad(x, (0, -x.shape[0] % size)) if x.shape[0] % size else x
+    padded = F.pad(x, (0, -x.shape[0] % size)) if x.shape[0] % size else x  # zeros, which no mean of others changes
     rules = (tuple(inner), (identity(),) * len(inner), off())
     shard, _ = reduce_scatter_mean(padded, (), *rules)
-    del padded
+    del padded  # it is as large as the params, and the gather makes another one
     whole, _ = all_gather_shards(primitives.mean_in_place(shard, last), (), *rules)
     return whole[: x.shape[0]]
 
@@ -344,7 +344,7 @@ def check_vector(x: Tensor, error: Tree, align: int, argument: str) -> None:
         raise TypeError(expected(argument, "float16, bfloat16, float32 or float64", f"{x.dtype}"))
     if x.ndim != 1 or x.shape[0] % align:
         raise ValueError(expected(argument, f"one dimension, a multiple of {align} long", f"shape {tuple(x.shape)}"))
-    first = error[0] if isinstance(error, LazyError | DampedError | StoredError) else error
+    first = error[0] if isinstance(error, LazyError | DampedError | StoredError) else error  # codes or buffer, (n,)
     if isinstance(first, Tensor) and first.shape != x.shape:
         raise ValueError(
             f"error: has shape {tuple(first.shape)}, but {argument} has {tuple(x.shape)}; a state belongs to the "

@@ -221,6 +221,8 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
 
     def residual(compensated: Tensor, decoded: Tensor, error: DampedError) -> DampedError:
         wide = decoded.dtype
+        # Where x is in half precision, h, what arrives of it and the average are rounded to it. The difference is not:
+        # what a code leaves out of a large number would vanish in its rounding.
         lost = compensated.to(wide) - decoded.to(compensated.dtype).to(wide)
         kept = beta * vector_of(error).to(compensated.dtype).to(wide) + (1.0 - beta) * lost
         return DampedError(*to_blocks(kept.to(compensated.dtype), block), error.age + 1)
@@ -443,7 +445,7 @@ def from_plain(vector: Tensor, like: Tree, segments: Segments, feedback: Feedbac
     if isinstance(like, Tensor):
         return vector.to(like.dtype)
     if isinstance(like, LazyError):
-        return LazyError(vector.to(like.buffer.dtype), torch.zeros_like(like.scale))
+        return LazyError(vector.to(like.buffer.dtype), torch.zeros_like(like.scale))  # nothing of it was sent
     if isinstance(like, DampedError):
         rows, block = segments.valid.shape[0], feedback.rule.block
         wide = vector.to(like.scales.dtype)

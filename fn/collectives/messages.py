@@ -65,7 +65,7 @@ def direct(tensors: Sequence[Tensor], axis: str) -> Direct | None:
         return None
     if {t.device.type for t in tensors} != {"cpu"} or not any(t.numel() for t in tensors):
         return None
-    if not is_concrete(*tensors):
+    if not is_concrete(*tensors):  # a socket sends numbers; a compiler needs an op that it knows
         return None
     opened = connections(primitives.group_of(transport))
     return None if opened is None else Direct(axis, size, int(rank), transport, opened)
@@ -169,7 +169,7 @@ def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], li
     def unpack(message: Tensor) -> list[Tensor]:
         unpacked: list[Any] = [None] * len(leaves)
         for i, part in zip(order, message.split(widths, dim=1), strict=True):
-            if dtypes[i] != torch.uint8:
+            if dtypes[i] != torch.uint8:  # a slice of a row begins where no float may: the view needs memory of its own
                 part = part.clone(memory_format=torch.contiguous_format)
                 part = _view(part, dtypes[i]) if part.numel() else part.to(dtypes[i])  # no bytes have no stride to view
             unpacked[i] = part.reshape(part.shape[0], *shapes[i])

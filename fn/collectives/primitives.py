@@ -222,13 +222,14 @@ def count(x: Tensor, axis: str, collective: str, times: int, per: int) -> None:
     ledgers when it is traced. It is said to mutate a tensor, so that no compiler removes it.
     """
     size = x.numel() * x.element_size() * times
-    if size and runs_as_written():
+    if size and runs_as_written():  # the quick way: the op below costs a dispatch for each message
         record(axis, collective, -(-size // per))
     elif size and (torch.compiler.is_compiling() or watchers().ledgers):
         torch.ops.fn.count(x, axes.all_ranks(), _tally, axis, collective, size, per)
 
 
 _tally = torch.zeros((), dtype=torch.int64, device="cpu")
+"""What `fn::count` is said to mutate. Nothing is written into it."""
 
 
 def _run_count(x: Tensor, ranks: Tensor, tally: Tensor, axis: str, collective: str, size: int, per: int) -> None:
@@ -278,7 +279,7 @@ def _fill(out: Tensor, rows: Sequence[Tensor] | Tensor, run: Callable[..., Any],
 
 
 def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
-    if is_concrete(x):
+    if is_concrete(x):  # torch's all-reduce works in place; x is the caller's
         return _add_up(memory_pool.empty(x.shape, x.dtype, x.device).copy_(x), transport)
     return _wait(torch.ops._c10d_functional.all_reduce(x, "sum", transport))
 
@@ -352,7 +353,7 @@ def _vmap_all_gather(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, t
 def _vmap_psum(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, transport: str) -> _Batched:
     x = _batched(x, dims[0], info.batch_size)
     if dims[1] is not None:
-        return x.sum(0, dtype=x.dtype), None
+        return x.sum(0, dtype=x.dtype), None  # of small integers torch's sum would be int64, which no real rank gets
     return torch.ops.fn.psum(x.contiguous(), rank, size, transport), 0
 
 
@@ -372,6 +373,7 @@ def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched]
             raise_if_lost(error, name, transport)
             raise
 
+    # Composite: a compiler looks into the op and sees torch's functional collectives, which it can overlap.
     _library.define(f"{name}(Tensor x, Tensor rank, int size, str transport) -> Tensor")
     _library.impl(name, run_or_carry, "CompositeImplicitAutograd")
     torch.library.register_vmap(f"fn::{name}", rule, lib=_library)

@@ -74,7 +74,7 @@ def simulate(
         leaves = [x if d is None else next(mapped).movedim(0, d).contiguous() for d, x in pairs]
         return tree.unflatten(structure, leaves)
 
-    return own_code(run)
+    return own_code(run)  # else torch.compile gives up at the ninth simulation: they would share one code object
 
 
 def _check_slices(number: int, arg: Any, dims: Any, size: int) -> None:

@@ -58,7 +58,7 @@ def int8(block: int = 256) -> Codec:
     """Send 8 bits per element and one scale per block, as `int4` with 128 for 8.
 
     Elements are off by at most M / 256, the largest positive one by M / 128. Accurate enough for params on their way
-    back, without feedback; for gradients `int4` with feedback does with half the bytes.
+    back, without feedback; for gradients `int4` with feedback needs half the bytes.
 
     >>> import torch, fn
     >>> fn.int8().encode(torch.tensor([[1.0, -8.0, 8.0, 0.6]]))
@@ -125,6 +125,7 @@ def _with_damped_feedback(blocks: Any, width: int, rule: Damped) -> Fused:
         if not isinstance(error, DampedError):
             return False
         valid, runs = blocks(*x.shape, x.device)
+        # Blocks that all are whole are the blocks of the flat vector, too: a state of `Feedback.init` fits then.
         regular = all(w == rule.block for w in runs[1::2])
         return error.scales.shape == valid.shape or (regular and error.scales.shape == (valid.numel(),))
 

@@ -79,6 +79,6 @@ def _transformed(x: Tensor, block: int) -> Tensor:
     while apart < block:
         pairs = x.reshape(shape[0], shape[1] // (2 * apart), 2, apart)
         a, b = pairs.unbind(2)
-        x, apart = torch.stack((a + b, a - b), dim=2).reshape(shape), 2 * apart
+        x, apart = torch.stack((a + b, a - b), dim=2).reshape(shape), 2 * apart  # butterflies, as in an FFT
     normalised: Tensor = x * block**-0.5
     return normalised

@@ -77,6 +77,7 @@ class _Layout(NamedTuple):
 def _sign(block: int | None, padding_counts: bool, segments: Segments | None) -> Codec:
     def layout_of(rows: int, valid: Tensor, runs: list[int]) -> _Layout:
         counts = valid if block is not None else valid.sum(0, keepdim=True)
+        # In float64, rounded once: float32 does not hold every count above 2^24.
         roots = counts.clamp(min=1).double().sqrt()
         return _Layout(rows, valid, runs, {torch.float64: roots, torch.float32: roots.float()})
 
@@ -110,6 +111,7 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         return finish(x.shape[0], layout, bits, sums, scale_dtype(x))[0]
 
     def decode(payload: SignPayload) -> Tensor:
+        # Not merged: each row comes from another rank, with a scale of its own.
         layout = lay_out(payload.bits.shape[0], payload.bits.shape[1] * 8, payload.bits.device, merge=False)
         scales = payload.scales.contiguous()
         decoded: Tensor = torch.ops.fn.sign_decode(payload.bits, scales, layout.valid, layout.runs)
@@ -121,6 +123,7 @@ def _sign(block: int | None, padding_counts: bool, segments: Segments | None) ->
         mean: Tensor = torch.ops.fn.sign_decode_mean(payload.bits[None], scales[None], layout.valid, layout.runs)
         return mean[0]
 
+    # The kernel that forms momentum and codes in one pass has one scale for a tensor, so blocks go without it.
     with_feedback = _sign_with_feedback(lay_out, finish, segments if block is None else None)
 
     def fused(rule: Any) -> Fused | None:
@@ -180,7 +183,7 @@ def _sign_with_feedback(
     def encode_over(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
         layout = lay_out(*x.shape, x.device)
         buffer, (last, scale) = layout.rows_of(x), sent(error, layout)
-        if buffer.dtype != last.dtype or not is_concrete(buffer, last):
+        if buffer.dtype != last.dtype or not is_concrete(buffer, last):  # x's memory cannot hold the error then
             return encode(x, error)
         written = torch.ops.fn.sign_encode_feedback_(buffer, last, scale, layout.valid, layout.runs)
         return finish_both(x.shape[0], layout, error, buffer, *written)
