@@ -181,11 +181,12 @@ def _sign_with_feedback(
         return finish_both(x.shape[0], layout, error, *torch.ops.fn.sign_encode_feedback(*args))
 
     def encode_over(x: Tensor, error: Tree) -> tuple[SignPayload, Tree]:
-        layout = lay_out(*x.shape, x.device)
-        buffer, (last, scale) = layout.rows_of(x), sent(error, layout)
-        if buffer.dtype != last.dtype or not is_concrete(buffer, last):  # x's memory cannot hold the error then
+        last = error.buffer if isinstance(error, LazyError) else error
+        if x.dtype != last.dtype or not is_concrete(x, last):  # x's memory cannot hold the error then
             return encode(x, error)
-        written = torch.ops.fn.sign_encode_feedback_(buffer, last, scale, layout.valid, layout.runs)
+        layout = lay_out(*x.shape, x.device)
+        buffer = layout.rows_of(x)
+        written = torch.ops.fn.sign_encode_feedback_(buffer, *sent(error, layout), layout.valid, layout.runs)
         return finish_both(x.shape[0], layout, error, buffer, *written)
 
     def averages(
