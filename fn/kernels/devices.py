@@ -30,6 +30,12 @@ def get_accelerator() -> torch.device:
 def set_accelerator(device: torch.device | str | None) -> None:
     """Choose the accelerator to use, in this context; None returns to torch's own choice.
 
+    >>> import fn
+    >>> fn.kernels.set_accelerator("meta")
+    >>> fn.kernels.device_name(3)
+    'meta:3'
+    >>> fn.kernels.set_accelerator(None)
+
     Raises: RuntimeError if device is not a device that this torch knows.
     """
     _chosen.set(None if device is None else torch.device(device))
@@ -61,6 +67,10 @@ def pin_memory(x: Tensor) -> Tensor:
 def communication_backend(device_type: str | None = None) -> str:
     """Return the backend for process groups of a device: an override, the table's, torch's default, else gloo.
 
+    >>> import fn
+    >>> fn.kernels.communication_backend("cpu"), fn.kernels.communication_backend("cuda")
+    ('gloo', 'nccl')
+
     Args: device_type: None is the accelerator's.
     """
     device_type = device_type or get_accelerator().type
@@ -76,7 +86,14 @@ def communication_backend(device_type: str | None = None) -> str:
 
 
 def set_communication_backend(device_type: str, backend: str | None) -> None:
-    """Override a device's communication backend; None takes the override away."""
+    """Override a device's communication backend; None takes the override away.
+
+    >>> import fn
+    >>> fn.kernels.set_communication_backend("cuda", "mpi")
+    >>> fn.kernels.communication_backend("cuda"), fn.kernels.compressed_transport("cuda")
+    ('mpi', 'mpi')
+    >>> fn.kernels.set_communication_backend("cuda", None)
+    """
     if backend is None:
         _backends.pop(device_type, None)
     else:

@@ -1,7 +1,7 @@
 """Known answers: a kernel of the table is believed when it gives them, never because it could be imported.
 
-Small fixed inputs for every op, with two rows, several segments, a segment with padding, tails that are no multiple
-of anything, and the documented vector for the bits. The answers are those of the reference, on the CPU.
+There are small fixed inputs for every op. They have two rows, several segments, a segment with padding and ends that
+are no multiple of anything; for bits there is a documented vector. The answers are those of the reference, on the CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ GUARD = 16
 """Elements behind a tensor that a kernel works on in place, which stay as they are: a vector of the widest kind."""
 
 LONG = (1 << 16) + 3
-"""Elements of the largest examples of packing: the references of all other ops pack, and these would be blamed."""
+"""Elements of the largest examples of packing. The references of all other ops pack: if packing were wrong for long
+rows only, every other kernel would be blamed."""
 
 _DESCENT = (0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25, 0.7)
 _WIDTHS = (64, 64, 4104, 22)
@@ -225,7 +226,7 @@ def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: to
 
 
 def of_sums(op: str) -> bool:
-    """Return whether the results of a kernel are sums of terms that other kernels round otherwise."""
+    """Return whether the results of a kernel are sums of terms, whose rounding is not the same in all kernels."""
     return op.endswith("_") or op in ("drift", "momentum_encode", "momentum_rows")
 
 

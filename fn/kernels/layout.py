@@ -80,7 +80,7 @@ def spread(values: Tensor, runs: Sequence[int]) -> Tensor:
 
 
 def rows_of(tensors: Sequence[Tensor], rows: int, runs: Sequence[int]) -> Tensor:
-    """Return tensors as the rows (R, n) that `runs` describe."""
+    """Return tensors as the rows (R, n) that `runs` describe, zero behind their ends."""
     pieces = []
     for tensor, width in zip(tensors, widths_of(runs), strict=True):
         flat = tensor.reshape(-1)
@@ -95,9 +95,10 @@ def tensors_of(x: Tensor, like: Sequence[Tensor], runs: Sequence[int]) -> list[T
 
 
 def paired_views(tensors: Sequence[Tensor], table: Tensor, widths: Sequence[int]) -> tuple[list[Tensor], list[Tensor]]:
-    """Return views of vectors and views of the rows (R, n) that hold R pieces of each, pair by pair alike.
+    """Return views of vectors and views of the rows (R, n) that hold R pieces of each, pair by pair of one shape.
 
-    Together they are all elements of the vectors. widths: of the pieces, padding included.
+    A vector that does not fill its R pieces has two pairs: its whole pieces, and the rest. So a function of lists
+    copies between the two without a padded copy of any vector. widths: of the pieces, padding included.
     """
     flats, rows, start = [], [], 0
     for flat, width in zip(tensors, widths, strict=True):
@@ -124,13 +125,13 @@ def clear_padding(table: Tensor, sizes: Sequence[int], widths: Sequence[int]) ->
 
 
 def plain(*lists: Sequence[Tensor]) -> bool:
-    """Return whether all tensors are what kernels on lists take: contiguous float32."""
+    """Return whether all tensors are what most kernels on lists take: contiguous float32."""
     return dtypes_of(*lists) <= {torch.float32} and contiguous(*lists)
 
 
 def dtypes_of(*lists: Sequence[Tensor]) -> set[torch.dtype]:
     """Return the dtypes of all tensors."""
-    return {*map(_DTYPE, chain(*lists))}
+    return {*map(attrgetter("dtype"), chain(*lists))}
 
 
 def contiguous(*lists: Sequence[Tensor]) -> bool:
@@ -146,21 +147,19 @@ def alike_in_memory(*lists: Sequence[Tensor]) -> bool:
     """
     if contiguous(*lists):
         return True
-    for each in zip(*lists, strict=True):
-        first, *others = ([(s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1] for t in each)
-        if any(other != first for other in others) or not (each[0].numel() == 0 or _is_dense(first)):
+    for tensors in zip(*lists, strict=True):
+        # the stride of a dimension of one element says nothing, and differs between tensors that are alike
+        first, *others = ([(s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n != 1] for t in tensors)
+        if any(other != first for other in others) or not (tensors[0].numel() == 0 or _is_dense(first)):
             return False
     return True
 
 
 def _is_dense(steps: Sequence[tuple[int, int]]) -> bool:
     """Return whether dimensions (stride, size) leave no gaps and do not overlap."""
-    reached = 1
+    elements = 1
     for stride, size in sorted(steps):
-        if stride != reached:
+        if stride != elements:
             return False
-        reached *= size
+        elements *= size
     return True
-
-
-_DTYPE = attrgetter("dtype")

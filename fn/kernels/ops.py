@@ -23,9 +23,12 @@ from fn.kernels.tracing import PLANS
 
 Kernel = Callable[..., Any]
 
-_ALIKE = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh")  # lists of as many elements
+_OF_MOMENTA = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh")
+"""Lists whose tensors have as many elements as those of mu."""
+
 _FLOATING = (
-    *_ALIKE, "copies", "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling", "rates",
+    *_OF_MOMENTA, "copies", "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling",
+    "rates",
 )  # fmt: skip
 _INTEGERS = {
     "bits": (torch.uint8,),
@@ -36,7 +39,7 @@ _INTEGERS = {
 
 
 def check(name: str, args: Sequence[Any]) -> None:
-    """Refuse arguments that no kernel can mean.
+    """Refuse arguments that no kernel can mean: it would go on behind the end of a tensor.
 
     Raises: TypeError or ValueError that names the argument: a dtype that is not allowed, another device than that of
         the first argument, a length that is not the one which `runs` describes.
@@ -44,25 +47,34 @@ def check(name: str, args: Sequence[Any]) -> None:
     named = dict(zip(ARGUMENTS[name], args, strict=True))
     device = device_of(args)
     for key, value in named.items():
-        for tensor in _unlike(value, device) if isinstance(value, list | tuple) else (value,):
-            if not isinstance(tensor, Tensor):
-                continue
-            _check_dtype(key, tensor)
-            if tensor.device != device:
-                raise ValueError(f"{key}: is on {tensor.device}, but {ARGUMENTS[name][0]} is on {device}")
+        for tensor in _suspects(value, device) if isinstance(value, list | tuple) else (value,):
+            if isinstance(tensor, Tensor):
+                _check_dtype(key, tensor)
+                if tensor.device != device:
+                    wanted = f"a tensor on {device}, as {ARGUMENTS[name][0]} is"
+                    raise ValueError(expected(key, wanted, f"one on {tensor.device}"))
     if named.get("width", 8) not in (4, 8):
         raise ValueError(expected("width", "4 or 8", f"{named['width']}"))
     if "runs" in named:
         _check_lengths(named)
     if name == "adamw_into_":
-        _check_alike({key: named[key] for key in ("new", "old", "rows")})
+        size = named["new"][0].numel() if named["new"] else 0
+        for key, count in (("new", 3), ("old", 3), ("rows", max(1, len(named["rows"])))):
+            _check_sizes(key, named[key], [size] * count, "new[0]")
     elif name in ON_LISTS and "mu" in named:
-        _check_lists({key: named[key] for key in _ALIKE if key in named})
+        sizes = [*map(Tensor.numel, named["mu"])]
+        for key in [key for key in _OF_MOMENTA if key in named]:
+            _check_sizes(key, named[key], sizes, "mu")
         _check_copies(named.get("copies", ()), named.get("params", ()))
     for key in ("scaling", "rates"):
         if key in named and named[key].shape != (len(named["mu"]),):
             shape = tuple(named[key].shape)
             raise ValueError(expected(key, f"one number per tensor of mu, {len(named['mu'])}", f"shape {shape}"))
+
+
+def _check_sizes(key: str, tensors: Sequence[Tensor], sizes: list[int], of: str) -> None:
+    if [*map(Tensor.numel, tensors)] != sizes:
+        raise ValueError(expected(key, f"tensors of {sizes} elements, as {of}", f"{[t.numel() for t in tensors]}"))
 
 
 def _check_copies(copies: Sequence[Tensor], params: Sequence[Tensor]) -> None:
@@ -71,24 +83,8 @@ def _check_copies(copies: Sequence[Tensor], params: Sequence[Tensor]) -> None:
         raise ValueError(expected("copies", f"no tensors, or the shapes of params, {wanted}", f"{shapes}"))
 
 
-def _check_lists(lists: dict[str, Sequence[Tensor]]) -> None:
-    sizes = [*map(Tensor.numel, lists["mu"])]
-    for key, tensors in lists.items():
-        if [*map(Tensor.numel, tensors)] != sizes:  # a kernel would go on behind an end
-            raise ValueError(f"{key}: has tensors of {[t.numel() for t in tensors]} elements, but mu of {sizes}")
-
-
-def _check_alike(lists: dict[str, Sequence[Tensor]]) -> None:
-    size = lists["new"][0].numel() if lists["new"] else 0
-    for key, tensors in lists.items():
-        sizes = [t.numel() for t in tensors]
-        if sizes != [size] * max(1, len(sizes)) or (key != "rows" and len(sizes) != 3):
-            wanted = f"{'one or more' if key == 'rows' else 'three'} tensors of {size} elements"
-            raise ValueError(expected(key, wanted, f"{sizes}"))
-
-
-def _unlike(values: Sequence[Any], device: torch.device) -> list[Tensor]:
-    """Return the tensors of a list that a check has something to say of."""
+def _suspects(values: Sequence[Any], device: torch.device) -> list[Tensor]:
+    """Return the tensors of a list that may be wrong: none if all are floats on the device, as in every step."""
     plain = {type(t) for t in values} <= {Tensor, torch.nn.Parameter}
     tensors = values if plain else [t for t in values if isinstance(t, Tensor)]
     if all(map(Tensor.is_floating_point, tensors)) and {t.device for t in tensors} <= {device}:
@@ -119,17 +115,16 @@ def _row_of(runs: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _check_lengths(named: dict[str, Any]) -> None:
-    runs, width = named["runs"], named.get("width", 8)
-    n, segments = _row_of(tuple(runs))
+    width = named.get("width", 8)
+    n, segments = _row_of(tuple(named["runs"]))
     if width == 4 and n % 2:
-        raise ValueError(f"runs: describe {n} elements; codes of 4 bits need an even number")
+        raise ValueError(expected("runs", "an even number of elements, for codes of 4 bits", f"{n}"))
     lengths = {"x": n, "b": n, "buffer": n, "error": n, "bits": bytes_for(n), "codes": n * width // 8}
     lengths |= dict.fromkeys(("scales", "sent", "error_scales", "valid"), segments)
     for key, value in named.items():
         if key in lengths and (value.ndim < 2 or value.shape[-1] != lengths[key]):
-            raise ValueError(
-                f"{key}: has shape {tuple(value.shape)}; its last dimension must be {lengths[key]} for the runs given"
-            )
+            wanted = f"rows of {lengths[key]} for the runs given"
+            raise ValueError(expected(key, wanted, f"shape {tuple(value.shape)}"))
 
 
 def direct(name: str, *args: Any) -> Any:
@@ -139,11 +134,11 @@ def direct(name: str, *args: Any) -> Any:
         checked by the caller.
     """
     for cell in cells(name, device_of(args).type):
-        found = cell.kernel(*args)
-        if found is not NotImplemented:
-            for place in WRITTEN[name]:  # so that autograd refuses a backward pass through what was overwritten
-                torch.autograd.graph.increment_version(args[place])
-            return found
+        results = cell.kernel(*args)
+        if results is not NotImplemented:
+            for position in WRITTEN[name]:  # so that autograd refuses a backward pass through what was overwritten
+                torch.autograd.graph.increment_version(args[position])
+            return results
     return REFERENCES[name](*args)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from fn.kernels.conformance import SIZES, conformance
-from fn.kernels.table import Accelerator, check_row
+from fn.kernels.table import Accelerator, as_row
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,11 +35,7 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 
 def _row(name: str) -> Accelerator:
     module, _, attribute = name.partition(":")
-    row: Any = getattr(import_module(module), attribute or "row")
-    row = row if isinstance(row, Accelerator) else row()
-    check_row(row)
-    found: Accelerator = row
-    return found
+    return as_row(getattr(import_module(module), attribute or "row"))
 
 
 class Fault(Exception):

@@ -83,7 +83,7 @@ def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> tuple[Tensor, 
 def sign_encode_feedback(
     x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Add what was not delivered to x (R, n), and encode: b = x + (buffer - sent * sgn(buffer)).
+    """Add the residual error to x (R, n), and encode: b = x + (buffer - sent * sgn(buffer)).
 
     Args: x (R, n) floating; buffer (R, n) the last b, sent (R, S) the scales it was sent with, both float32 or
         float64 (an error itself is a buffer that was sent with scale 0); valid (R, S) int64; runs.
@@ -107,7 +107,7 @@ def sign_encode_feedback_(
 
 
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
-    """Return b - scale * sgn(b), and b itself in the padding.
+    """Return b - scale * sgn(b), the residual error of a message, and b itself in the padding.
 
     Args: b (R, n); scales (R, S) of the same dtype, float32 or float64; valid (R, S) int64; runs.
     Returns: (R, n).
@@ -123,7 +123,7 @@ def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]
 def sign_serve(
     bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do all that a server does: the mean of W messages, feedback, encode.
+    """Do all that a server does, the rank which reduces a shard: the mean of W messages, feedback, encode.
 
     Args: bits (R, W, ceil(n / 8)), scales (R, W, S) as `sign_decode_mean`; the rest as `sign_encode_feedback`.
     Returns: as `sign_encode_feedback`.
@@ -159,7 +159,7 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 
 
 def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> tuple[Tensor, Tensor]:
-    """Return the codes of x (R, n), and the factor 1 / scale of each segment, which decodes them.
+    """Return the codes, or quantized values, of x (R, n), and the factor 1 / scale of each segment, which decodes them.
 
     Args: x (R, n) floating; valid (R, S) int64; runs; width 4 or 8 bits (for 4, n is even).
     Returns: codes; scales (R, S) float32, or float64 for float64.
@@ -213,7 +213,7 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add an error that is kept in 8 bits to x (R, n), quantise, and keep a moving average of what was lost.
+    """Add a residual error that is kept in 8 bits to x (R, n), quantize, and keep a moving average of what was lost.
 
         h = x + e,   q = Q(h),   e <- Q_8(beta e + (1 - beta) (h - D(q)))
 
@@ -230,7 +230,7 @@ def quantize_feedback(
     return (codes, scales, *quantize(kept.to(x.dtype), valid, runs, 8))
 
 
-# Adam and 1-bit Adam
+# Adam and 1-bit Adam. In the rows (R, n) of a message, segment s of row r is piece r of tensor s, see `layout`
 
 
 def direction(x: Tensor, nu: Tensor, eps: float, max_step: float) -> tuple[Tensor, Tensor]:
@@ -247,7 +247,7 @@ def direction(x: Tensor, nu: Tensor, eps: float, max_step: float) -> tuple[Tenso
 def over_root(x: Tensor, nu: Tensor, eps: float) -> Tensor:
     """Return x / (sqrt(nu) + eps); 0 where that divides by zero, so that what never had a gradient does not move.
 
-    That can be where eps is 0, or rounds to it: not with an eps for which `is_normal`, and kernels get no other.
+    It divides by zero where eps is 0, or rounds to it. Kernels have no such case: they only get an eps that is normal.
     """
     below: Tensor = rules.denominator(nu, eps)
     if is_normal(eps, below.dtype):
@@ -260,14 +260,6 @@ def clamped(u: Tensor, max_step: float) -> Tensor:
     if max_step == math.inf:
         return u
     within: Tensor = rules.clamped(u, max_step)
-    return within
-
-
-def held(m: Tensor, v: Tensor, eps: float, max_step: float) -> Tensor:
-    """Return a momentum whose direction is within +-max_step; as it is if that is infinite."""
-    if max_step == math.inf:
-        return m
-    within: Tensor = rules.held(m, v, eps, max_step)
     return within
 
 
@@ -329,11 +321,11 @@ def drift(
 
     Args: params, anchors, mu, grads, nu: S tensors each; decay, eps, lr; rows: R; runs.
     """
-    found = []
+    drifts = []
     for p, a, m, g, v in zip(params, anchors, mu, grads, nu, strict=True):
         m = rules.kept_at_zero(rules.lerp(g.to(m.dtype), m, decay), v, 0.0, 0.0)
-        found.append(rules.drift(p.to(m.dtype), a, m, v, eps, lr))
-    return rows_of(found, rows, runs)
+        drifts.append(rules.drift(p.to(m.dtype), a, m, v, eps, lr))
+    return rows_of(drifts, rows, runs)
 
 
 def onebit_adam_(
@@ -365,9 +357,9 @@ def onebit_adam_(
         its direction, without bias correction, is within it. Infinity for none of each. keep_zeros: without it, mu is
         not masked. copies: S tensors into which the new params are copied, or none.
     """
-    found = tensors_of(sign_decode_mean(bits, scales, valid, runs), params, runs)
-    for p, m, v, x in zip(params, mu, nu, found, strict=True):
-        m.copy_(held(rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x, v, eps, max_momentum))
+    means = tensors_of(sign_decode_mean(bits, scales, valid, runs), params, runs)
+    for p, m, v, x in zip(params, mu, nu, means, strict=True):
+        m.copy_(rules.held(rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x, v, eps, max_momentum))
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     for copy, p in zip(copies, params, strict=bool(copies)):
         copy.copy_(p)
@@ -397,14 +389,14 @@ def adamw_(
         this step, 1 for no bias correction. max_step: as for `onebit_adam_`. frozen: nu rests, mu stays 0 where nu
         is, and max_momentum is as for `onebit_adam_`; nothing is held otherwise.
 
-    A kernel may write zero for a momentum below the smallest normal number, 2**-126 in float32. With a gradient of zero
-    rounding would keep it at a few of the smallest numbers there are, with which some processors are slow.
+    A kernel may write zero for a momentum below the smallest normal number, 2**-126 in float32. Where gradients stay
+    zero, rounding would keep it at a few of the smallest numbers there are. Some processors are slow with those.
     """
     for p, g, m, v in zip(params, grads, mu, nu, strict=True):
         g = g.to(m.dtype)
         m.copy_(rules.lerp(g, m, b1))
         if frozen:
-            m.copy_(held(rules.kept_at_zero(m, v, 0.0, 0.0), v, eps, max_momentum))
+            m.copy_(rules.held(rules.kept_at_zero(m, v, 0.0, 0.0), v, eps, max_momentum))
         else:
             v.copy_(rules.second_moment(v, g, b2, 1 - b2))
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight, max_step)
@@ -462,7 +454,8 @@ def _descend(
     p.copy_(rules.descended(p.to(u.dtype), u, weight_decay, lr))
 
 
-# LAMB and 1-bit LAMB: a step is scaled by sums over a tensor, so that it is two kernels, moments and params
+# LAMB and 1-bit LAMB: a step is scaled by sums over a tensor, so that it is two kernels, one for the moments and sums,
+# one for the params
 
 
 def lamb_moments_(

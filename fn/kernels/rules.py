@@ -1,9 +1,9 @@
 """The arithmetic of every step, once: on tensors, batches under `vmap`, in traces, and on numbers in compiled loops.
 
 The reference calls these functions with tensors, the loops of `cpu` with single float32 numbers: Numba compiles the
-same source, and so does Triton. Four words are no operators, `where`, `root`, `quotient` and `lerp`: the first two are
-torch's and NumPy's; `/` is not rounded correctly everywhere; and `lerp` is torch's, because that rounds once. Numbers
-come in as arguments, `zero` among them: a literal would be float64 in a compiled loop.
+same source, and so does Triton. Four words are no operators, `where`, `root`, `quotient` and `lerp`. The first two are
+named otherwise in torch and in NumPy. `/` is not rounded correctly everywhere. `lerp` is torch's, because that rounds
+once. Numbers come in as arguments, `zero` among them: a literal would be float64 in a compiled loop.
 
 Symbols: p params, g gradient, m momentum, v second moment, u direction, b what is encoded; decay: of weights.
 """
@@ -47,7 +47,10 @@ def second_moment(v: Number, g: Number, b2: Number, rest2: Number) -> Number:
 
 
 def kept_at_zero(m: Number, v: Number, instead: Number, zero: Number) -> Number:
-    """Return m, but `instead` where v is zero: what never had a gradient. m - m is zero, and NaN if m is not finite."""
+    """Return m, and `instead` where v is zero, which never had a gradient.
+
+    As `instead`, m - m is zero, but NaN if m is not finite.
+    """
     return where(v > zero, m, instead)
 
 
@@ -69,15 +72,10 @@ def direction(m: Number, v: Number, eps: Number) -> Number:
     return quotient(m, denominator(v, eps))
 
 
-def corrected_direction(m: Number, v: Number, eps: Number, c1: Number, c2: Number) -> Number:
-    """Return Adam's direction; c1, c2: what m and the root of v are multiplied by to correct their biases."""
-    return quotient(m * c1, root(v) * c2 + eps)
-
-
 def clamped(u: Number, limit: Number) -> Number:
     """Return a direction within +-limit; NaN where it is not finite, so that such a step is skipped, not taken.
 
-    An infinite limit returns u as it is: u - u is zero, and NaN if u is not finite.
+    u - u is zero, and NaN if u is not finite. With an infinite limit u comes back as it is.
     """
     return where(u > limit, limit + (u - u), where(u < -limit, (u - u) - limit, u))
 
@@ -95,8 +93,11 @@ def descended(p: Number, u: Number, decay: Number, lr: Number) -> Number:
 def adamw(
     p: Number, m: Number, v: Number, eps: Number, decay: Number, lr: Number, c1: Number, c2: Number, limit: Number
 ) -> Number:
-    """Return params after AdamW's step with moments that have moved; 1-bit Adam takes the same, within its limit."""
-    return descended(p, clamped(corrected_direction(m, v, eps, c1, c2), limit), decay, lr)
+    """Return params after AdamW's step with moments that have moved; 1-bit Adam takes the same, within its limit.
+
+    c1, c2: what m and the root of v are multiplied by to correct their biases.
+    """
+    return descended(p, clamped(quotient(m * c1, root(v) * c2 + eps), limit), decay, lr)
 
 
 def drift(p: Number, anchor: Number, m: Number, v: Number, eps: Number, lr: Number) -> Number:
@@ -118,12 +119,12 @@ def signed(b: Number, scale: Number, zero: Number) -> Number:
 
 
 def residual(b: Number, scale: Number, zero: Number) -> Number:
-    """Return b - scale sgn(b), what was not delivered."""
+    """Return b - scale sgn(b), the residual error: what was not delivered."""
     return b - signed(b, scale, zero)
 
 
 def compensated(x: Number, buffer: Number, sent: Number, zero: Number) -> Number:
-    """Return x plus what was not delivered of the last buffer: the lazy form of error feedback."""
+    """Return x plus the residual error of the last buffer, which is formed only here: lazy error feedback."""
     return x + residual(buffer, sent, zero)
 
 

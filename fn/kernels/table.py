@@ -162,10 +162,15 @@ def _plugged_in(device_type: str) -> Iterator[Accelerator]:
             _refuse(device_type, point.value, "", error)
 
 
-def _row_of(point: EntryPoint) -> Accelerator:
-    target: Any = point.load()
+def as_row(target: Any) -> Accelerator:
+    """Return a row, which `target` is, or returns as a function. Raises: as `register`."""
     row: Accelerator = target if isinstance(target, Accelerator) else target()
     check_row(row)
+    return row
+
+
+def _row_of(point: EntryPoint) -> Accelerator:
+    row = as_row(point.load())
     if row.device_type != point.name:
         raise ValueError(f"device_type: is {row.device_type!r}, but the entry point is named {point.name!r}")
     return row if row.provider else row._replace(provider=point.value.partition(":")[0])

@@ -34,17 +34,18 @@ def runs_as_written() -> bool:
 
 
 PLANS = 4096
-"""Plans that are kept of a kind. A step takes one for each vector that travels and form of it, in the same order every
-time: where a model has more than are kept, none is found again, and on a device each is copied there anew."""
+"""Plans of a kind that are kept. A step takes one for each vector that travels, and takes them in the same order every
+time. So if a model has more than are kept, the oldest is always dropped just before it is asked for again: none is
+found, and on a device each is copied there anew."""
 
 
 def cached_plan(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
-    """Return a function that plans a step from hashable arguments once, so that the next step finds the plan.
+    """Return a function that makes a plan from hashable arguments once, so that the next step finds it.
 
-    What it makes must depend on nothing else, and nobody may write into it. Under a tracer it is made anew, for tensors
-    that are made there belong to the trace.
+    The plan must depend on nothing else, and nobody may write into it. Under a tracer it is made anew, for tensors that
+    are made there belong to the trace.
     """
-    if torch.compiler.is_compiling():  # a plan within a plan
+    if torch.compiler.is_compiling():  # within a plan that is traced
         return make
     kept: Callable[_Args, _Result] = lru_cache(maxsize=PLANS)(make)  # type: ignore[assignment]
 
@@ -58,7 +59,8 @@ def cached_plan(make: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 def pooled(like: Tensor, *others: Tensor) -> dict[str, Tensor]:
     """Return {"out": a tensor like the first, from the pool of large buffers} for a torch function of the tensors.
 
-    Where that is not possible, on other devices, in traces, where gradients or tangents are taken, it is empty.
+    It is empty where torch allows no `out`, or where a pool would be wrong: on other devices, in traces, and where
+    gradients or tangents are taken.
     """
     tensors = (like, *others)
     if like.device.type != "cpu" or any(t.requires_grad for t in tensors) or not is_concrete(*tensors):

@@ -43,20 +43,21 @@ __device__ float left_over(float b, float scale, bool real) {
 extern "C" __global__ void encode(const ll* table, const ll* valid, ll n, ll blocks, ll segments, const float* x,
                                   const float* buffer, const float* sent, float* out, unsigned char* bits,
                                   double* squares) {
-    Block at = block_of(table, valid, blocks, segments);
-    float scale = sent[at.row * segments + at.segment];
+    Block block = block_of(table, valid, blocks, segments);
+    float scale = sent[block.row * segments + block.segment];
     float sum = 0.0f;
-    for (ll base = 0; base < at.length; base += blockDim.x) {
-        ll i = base + threadIdx.x, k = at.row * n + at.first + i;
-        bool inside = i < at.length, real = i < at.real && inside;
+    // every thread takes every turn, also behind the end: __ballot_sync waits for all 32 of a warp
+    for (ll base = 0; base < block.length; base += blockDim.x) {
+        ll i = base + threadIdx.x, k = block.row * n + block.first + i;
+        bool inside = i < block.length, real = i < block.real && inside;
         float b = 0.0f;
         if (inside) {
             b = x[k] + left_over(buffer[k], scale, real);
             out[k] = b;
         }
         unsigned ones = __ballot_sync(0xffffffffu, real && b >= 0.0f);
-        if (inside && i % 8 == 0)
-            bits[at.row * ((n + 7) / 8) + (at.first + i) / 8] = (unsigned char)(ones >> (threadIdx.x % 32));
+        if (inside && i % 8 == 0)  // a block begins with a byte, so that no byte is shared by two warps
+            bits[block.row * ((n + 7) / 8) + (block.first + i) / 8] = (unsigned char)(ones >> (threadIdx.x % 32));
         if (real) sum += b * b;
     }
     __shared__ double parts[256];
@@ -64,34 +65,34 @@ extern "C" __global__ void encode(const ll* table, const ll* valid, ll n, ll blo
     __syncthreads();
     for (int half = blockDim.x / 2; half > 0; half /= 2) {
         if (threadIdx.x < half) parts[threadIdx.x] += parts[threadIdx.x + half];
-        __syncthreads();
+        __syncthreads();  // outside of the `if`: all threads must come here before the next round reads these sums
     }
     if (threadIdx.x == 0) squares[blockIdx.x] = parts[0];
 }
 
 extern "C" __global__ void residual(const ll* table, const ll* valid, ll n, ll blocks, ll segments, const float* b,
                                     const float* scales, float* out) {
-    Block at = block_of(table, valid, blocks, segments);
-    float scale = scales[at.row * segments + at.segment];
-    for (ll i = threadIdx.x; i < at.length; i += blockDim.x) {
-        ll k = at.row * n + at.first + i;
-        out[k] = left_over(b[k], scale, i < at.real);
+    Block block = block_of(table, valid, blocks, segments);
+    float scale = scales[block.row * segments + block.segment];
+    for (ll i = threadIdx.x; i < block.length; i += blockDim.x) {
+        ll k = block.row * n + block.first + i;
+        out[k] = left_over(b[k], scale, i < block.real);
     }
 }
 
 extern "C" __global__ void decode(const ll* table, const ll* valid, ll n, ll blocks, ll segments,
                                   const unsigned char* bits, const float* scales, ll ranks, ll bytes, float* out) {
-    Block at = block_of(table, valid, blocks, segments);
-    for (ll i = threadIdx.x; i < at.length; i += blockDim.x) {
-        ll k = at.first + i;
+    Block block = block_of(table, valid, blocks, segments);
+    for (ll i = threadIdx.x; i < block.length; i += blockDim.x) {
+        ll k = block.first + i;
         float total = 0.0f;
         for (ll w = 0; w < ranks; ++w) {
-            ll message = at.row * ranks + w;
-            float scale = scales[message * segments + at.segment];
+            ll message = block.row * ranks + w;
+            float scale = scales[message * segments + block.segment];
             float value = (bits[message * bytes + k / 8] >> (k % 8)) & 1 ? scale : -scale;
             total = w == 0 ? value : total + value;
         }
-        out[at.row * n + k] = i < at.real ? total : 0.0f;
+        out[block.row * n + k] = i < block.real ? total : 0.0f;
     }
 }
 """
@@ -99,7 +100,7 @@ extern "C" __global__ void decode(const ll* table, const ll* valid, ll n, ll blo
 
 @contextmanager
 def _stream(x: Tensor) -> Iterator[None]:
-    """Enter x's device and torch's current stream on it."""
+    """Enter x's device and torch's current stream on it: CuPy's own would not wait for what torch has begun."""
     stream = torch.cuda.current_stream(x.device).cuda_stream
     with cupy.cuda.Device(x.device.index), cupy.cuda.ExternalStream(stream, x.device.index):
         yield
@@ -123,21 +124,22 @@ def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _module() -> Any:
+    # a product and a sum are rounded one by one, as in the reference
     return cupy.RawModule(code=SOURCE, options=("--fmad=false",))
 
 
 @lru_cache(maxsize=PLANS)
 def _cut(runs: tuple[int, ...], device: torch.device) -> tuple[BlockTable, Tensor]:
-    at = block_table(runs)
-    return at, torch.from_numpy(at.table).to(device)
+    row = block_table(runs)
+    return row, torch.from_numpy(row.table).to(device)
 
 
-def _launch(name: str, at: BlockTable, table: Tensor, valid: Tensor, *args: Tensor | int) -> None:
+def _launch(name: str, row: BlockTable, table: Tensor, valid: Tensor, *args: Tensor | int) -> None:
     """Run a kernel, a block of threads for every block of the table; tensors are handed over as addresses."""
     valid = valid.contiguous()
-    blocks = valid.shape[0] * len(at.table)
+    blocks = valid.shape[0] * len(row.table)
     if blocks:
-        common = (table, valid, at.n, len(at.table), at.segments)
+        common = (table, valid, row.n, len(row.table), row.segments)
         values = [cupy.int64(a.data_ptr() if isinstance(a, Tensor) else a) for a in (*common, *args)]
         with _stream(valid):
             _module().get_function(name)((blocks,), (THREADS,), tuple(values))
@@ -152,21 +154,21 @@ def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor
     """See `reference.sign_encode_feedback_`. A thread reads its elements before it writes them."""
     if x.dtype != torch.float32 or not x.is_contiguous():
         return NotImplemented
-    found = _encode(x, buffer, sent, valid, runs, x)
-    return found if found is NotImplemented else found[1:]
+    encoded = _encode(x, buffer, sent, valid, runs, x)
+    return encoded if encoded is NotImplemented else encoded[1:]
 
 
 def _encode(
     x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int], out: Tensor | None
 ) -> Any:
-    at, table = _cut(tuple(runs), x.device)
-    if not at.aligned or any(t.dtype == torch.float64 for t in (x, buffer, sent)):
+    row, table = _cut(tuple(runs), x.device)
+    if not row.aligned or any(t.dtype == torch.float64 for t in (x, buffer, sent)):
         return NotImplemented
     inputs = [t.to(torch.float32).contiguous() for t in (x, buffer, sent)]
     out = torch.empty_like(inputs[1]) if out is None else out
-    bits = x.new_empty((x.shape[0], bytes_for(at.n)), dtype=torch.uint8)
-    squares = torch.empty((x.shape[0], len(at.table)), dtype=torch.float64, device=x.device)
-    _launch("encode", at, table, valid, *inputs, out, bits, squares)
+    bits = x.new_empty((x.shape[0], bytes_for(row.n)), dtype=torch.uint8)
+    squares = torch.empty((x.shape[0], len(row.table)), dtype=torch.float64, device=x.device)
+    _launch("encode", row, table, valid, *inputs, out, bits, squares)
     return out, bits, add_up(squares, runs)
 
 
@@ -177,15 +179,15 @@ def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int])
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual_`."""
-    found = _residual(b, scales, valid, runs, b) if b.is_contiguous() else NotImplemented
-    return found if found is NotImplemented else None
+    done = _residual(b, scales, valid, runs, b) if b.is_contiguous() else NotImplemented
+    return done if done is NotImplemented else None
 
 
 def _residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], out: Tensor) -> Any:
-    at, table = _cut(tuple(runs), b.device)
+    row, table = _cut(tuple(runs), b.device)
     if b.dtype != torch.float32 or scales.dtype != torch.float32:
         return NotImplemented
-    _launch("residual", at, table, valid, b.contiguous(), scales.contiguous(), out)
+    _launch("residual", row, table, valid, b.contiguous(), scales.contiguous(), out)
     return out
 
 
@@ -200,12 +202,12 @@ def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]
 
 
 def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    at, table = _cut(tuple(runs), bits.device)
+    row, table = _cut(tuple(runs), bits.device)
     if scales.dtype != torch.float32:
         return NotImplemented
     bits, scales = bits.contiguous(), scales.contiguous()
-    out = torch.empty((bits.shape[0], at.n), dtype=torch.float32, device=bits.device)
-    _launch("decode", at, table, valid, bits, scales, bits.shape[1], bits.shape[2], out)
+    out = torch.empty((bits.shape[0], row.n), dtype=torch.float32, device=bits.device)
+    _launch("decode", row, table, valid, bits, scales, bits.shape[1], bits.shape[2], out)
     return out
 
 

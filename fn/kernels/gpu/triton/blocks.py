@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, runs_of_tensors
 from fn.kernels.devices import pin_memory
-from fn.kernels.gpu.triton.rules import signed
+from fn.kernels.gpu.triton.rules import compensated, signed
 from fn.kernels.layout import alike_in_memory, bytes_for, contiguous, dtypes_of
 from fn.kernels.tracing import PLANS
 
@@ -32,10 +32,11 @@ BLOCK = 1 << 12
 """Elements of a block, but for the integer codecs: eight a thread, in two vectors."""
 
 PER_WARP = 256
-"""Elements that a warp works on."""
+"""Elements that a warp works on. A block is 16 warps, on NVIDIA's GPUs 512 threads, which share the 65,536 registers
+of a processor: a kernel that needs more than 128 a thread would not run at all."""
 
 WARPS = 16
-"""The most warps of a program: 1024 threads, where a warp has 64."""
+"""The most warps of a program: 1024 threads, as many as a program may have, where a warp has 64."""
 
 SUMMED = 1 << 10
 """Blocks of a segment that are added at a time."""
@@ -213,14 +214,18 @@ def outputs(rows: int, row: Cut) -> tuple[Tensor, Tensor]:
 
 
 def evenly(bits: Tensor) -> Tensor:
-    """Return codes (R, W, bytes) whose W R rows lie as far from each other; those of a message do, without a copy."""
+    """Return codes (R, W, bytes) whose W R rows lie equally far apart, so that one stride says where each begins.
+
+    Codes are views of messages in which scales follow them. The rows of a message are equally far apart as they are,
+    and are not copied.
+    """
     rows, ranks, _ = bits.shape
     even = 1 in (rows, ranks) or bits.stride(0) == ranks * bits.stride(1)
     return bits if even and bits.stride(2) == 1 else bits.contiguous()
 
 
 def messages(bits: Tensor) -> tuple[Any, ...]:
-    """Return what kernels take of W messages behind the sizes: how far they lie apart, W, 1 / W."""
+    """Return what kernels take of W messages behind the sizes: their distance in bytes, W, 1 / W."""
     ranks = bits.shape[1]
     return bits.stride(1 if ranks > 1 else 0), ranks, 1.0 / ranks
 
@@ -348,6 +353,15 @@ def write_codes(b, i, length, real, bits, squares, BLOCK: tl.constexpr):
     tl.store(bits + j, tl.sum(ones, axis=1).to(tl.uint8), mask=8 * j < length)
     b = tl.where(counts, b, 0.0)
     tl.store(squares + tl.program_id(0), tl.sum(b * b).to(tl.float64))
+
+
+@jit
+def encode_compensated(x, buffer, sent, out, bits, squares, i, length, real, FULL: tl.constexpr, BLOCK: tl.constexpr):
+    """Add the residual error to x, what is left of a buffer that was sent, and encode."""
+    old = load(buffer, i, length, FULL)
+    b = tl.where(i < real, compensated(x, old, tl.load(sent), 0.0), x + old)
+    store(out, i, b, length, FULL)
+    write_codes(b, i, length, real, bits, squares, BLOCK)
 
 
 @jit

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fn.kernels.cpu.blocks import WHOLE_SEGMENTS
-from fn.kernels.gpu.triton.blocks import Cut, cut, jit, kernel, launch
+from fn.kernels.gpu.triton.blocks import Cut, cut, jit, kernel, launch, load, store
 from fn.kernels.gpu.triton.rules import code_scale, damped, quotient
 
 LARGEST = 1 << 15
@@ -42,13 +42,6 @@ def blocks_of(table, valid, n, blocks, segments, total, ALIGNED: tl.constexpr, C
 
 
 @jit
-def load(x, i, inside, FULL: tl.constexpr):
-    """Return elements as float32, zero where they are not inside."""
-    value = tl.load(x + i) if FULL else tl.load(x + i, mask=inside, other=0)
-    return value.to(tl.float32)
-
-
-@jit
 def scale_of(x, top):
     """Return, of every block, what x is multiplied by before it is rounded."""
     peak = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=1)  # as integers, of which a NaN is the largest
@@ -66,21 +59,13 @@ def code_of(x, top):
 @jit
 def store_codes(codes, position, length, q, WIDTH: tl.constexpr, FULL: tl.constexpr, COUNT: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
-    """Write codes; of 4 bits two to a byte, the even one high."""
+    """Write codes; of 4 bits two to a byte, the even one high. Lengths are even then."""
     if WIDTH == 8:
-        i = tl.arange(0, BLOCK)[None, :]
-        if FULL:
-            tl.store(codes + position[:, None] + i, q.to(tl.int8))
-        else:
-            tl.store(codes + position[:, None] + i, q.to(tl.int8), mask=i < length[:, None])
+        store(codes + position[:, None], tl.arange(0, BLOCK)[None, :], q, length[:, None], FULL)
     else:
         even, odd = tl.split(tl.reshape(q, (COUNT, BLOCK // 2, 2)))
-        byte = (((even & 15) << 4) | (odd & 15)).to(tl.uint8)
-        i = tl.arange(0, BLOCK // 2)[None, :]
-        if FULL:
-            tl.store(codes + (position // 2)[:, None] + i, byte)
-        else:
-            tl.store(codes + (position // 2)[:, None] + i, byte, mask=2 * i < length[:, None])
+        i, byte = tl.arange(0, BLOCK // 2)[None, :], ((even & 15) << 4) | (odd & 15)
+        store(codes + (position // 2)[:, None], i, byte, (length // 2)[:, None], FULL)
 
 
 @jit
@@ -89,7 +74,7 @@ def quantize_blocks(x, codes, scales, exists, position, length, rs, real, WIDTH:
     """Write the codes and factors of blocks."""
     i, one = tl.arange(0, BLOCK)[None, :], 1.0 + tl.zeros((), tl.float32)
     top = one * 2.0 ** (WIDTH - 1)
-    value = load(x, position[:, None] + i, i < real[:, None], FULL)
+    value = load(x + position[:, None], i, real[:, None], FULL)
     scale = scale_of(value, top)
     store_codes(codes, position, length, code_of(value * scale[:, None], top), WIDTH, FULL, COUNT, BLOCK)
     tl.store(scales + rs, quotient(one, scale), mask=exists)
@@ -112,10 +97,10 @@ def feedback_blocks(x, error, error_scales, beta, rest, codes, scales, kept, kep
                     BLOCK: tl.constexpr):  # fmt: skip
     """Write the codes of blocks plus their residual errors, and those of the next errors."""
     i, one = tl.arange(0, BLOCK)[None, :], 1.0 + tl.zeros((), tl.float32)
-    top, inside, j = one * 2.0 ** (WIDTH - 1), i < real[:, None], position[:, None] + i
-    e = load(error, j, inside, FULL) * tl.load(error_scales + rs, mask=exists, other=0.0)[:, None]
-    e = tl.where(inside, e, 0.0)
-    h = load(x, j, inside, FULL) + e
+    top, inside = one * 2.0 ** (WIDTH - 1), i < real[:, None]
+    e = load(error + position[:, None], i, real[:, None], FULL)
+    e = tl.where(inside, e * tl.load(error_scales + rs, mask=exists, other=0.0)[:, None], 0.0)
+    h = load(x + position[:, None], i, real[:, None], FULL) + e
     scale = scale_of(h, top)
     q = code_of(h * scale[:, None], top)
     back = quotient(one, scale)
@@ -144,11 +129,10 @@ def quantize_feedback_kernel(x, error, error_scales, beta, rest, codes, scales, 
 def load_codes(codes, byte, length, WIDTH: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """Return the codes of blocks, which begin at a byte, as float32."""
     if WIDTH == 8:
-        i = tl.arange(0, BLOCK)[None, :]
-        code = load(codes, byte[:, None] + i, i < length[:, None], FULL)
+        code = load(codes + byte[:, None], tl.arange(0, BLOCK)[None, :], length[:, None], FULL)
     else:
         i = tl.arange(0, BLOCK // 2)[None, :]
-        pair = load(codes, byte[:, None] + i, 2 * i < length[:, None], FULL).to(tl.int32)
+        pair = load(codes + byte[:, None], i, (length // 2)[:, None], FULL).to(tl.int32)
         code = (tl.interleave((pair >> 4) ^ 8, (pair & 15) ^ 8) - 8).to(tl.float32)
     return code
 
@@ -169,10 +153,7 @@ def mean_blocks(codes, scales, out, byte, factor, position, length, real, segmen
         total = tl.where(w == 0, decoded, total + decoded)
         factor += segments
     total = tl.where(i < real[:, None], total * share, 0.0)
-    if FULL:
-        tl.store(out + position[:, None] + i, total)
-    else:
-        tl.store(out + position[:, None] + i, total, mask=i < length[:, None])
+    store(out + position[:, None], i, total, length[:, None], FULL)
 
 
 @kernel

@@ -14,6 +14,7 @@ from fn.kernels.gpu.triton.blocks import (
     add_up,
     block_of,
     cut,
+    encode_compensated,
     evenly,
     jit,
     kernel,
@@ -26,21 +27,19 @@ from fn.kernels.gpu.triton.blocks import (
     store,
     write_codes,
 )
-from fn.kernels.gpu.triton.rules import compensated, residual
+from fn.kernels.gpu.triton.rules import residual
 from fn.kernels.layout import plain
 
 
 @jit
 def encode_block(x, buffer, sent, out, bits, squares, length, real, FEEDBACK: tl.constexpr, FULL: tl.constexpr,
                  BLOCK: tl.constexpr):  # fmt: skip
-    """Add the residual error to x, and encode."""
+    """Encode x, plus the residual error if there is feedback."""
     i = octets(BLOCK)
-    b = load(x, i, length, FULL)
     if FEEDBACK:
-        old = load(buffer, i, length, FULL)
-        b = tl.where(i < real, compensated(b, old, tl.load(sent), 0.0), b + old)
-        store(out, i, b, length, FULL)
-    write_codes(b, i, length, real, bits, squares, BLOCK)
+        encode_compensated(load(x, i, length, FULL), buffer, sent, out, bits, squares, i, length, real, FULL, BLOCK)
+    else:
+        write_codes(load(x, i, length, FULL), i, length, real, bits, squares, BLOCK)
 
 
 @kernel
@@ -87,10 +86,7 @@ def serve_block(received, scales, width, ranks, segments, share, buffer, sent, o
     """Encode the mean plus the residual error."""
     i = octets(BLOCK)
     x = mean_of(received, scales, width, ranks, segments, share, i, length, real, BLOCK)
-    old = load(buffer, i, length, FULL)
-    b = tl.where(i < real, compensated(x, old, tl.load(sent), 0.0), x + old)
-    store(out, i, b, length, FULL)
-    write_codes(b, i, length, real, bits, squares, BLOCK)
+    encode_compensated(x, buffer, sent, out, bits, squares, i, length, real, FULL, BLOCK)
 
 
 @kernel

@@ -19,6 +19,7 @@ from fn.kernels.gpu.triton.blocks import (
     add_up,
     block_of,
     cut,
+    encode_compensated,
     evenly,
     floats,
     jit,
@@ -34,9 +35,8 @@ from fn.kernels.gpu.triton.blocks import (
     piece_of,
     pointer,
     store,
-    write_codes,
 )
-from fn.kernels.gpu.triton.rules import adamw, compensated, held, kept_at_zero, lerp, second_moment
+from fn.kernels.gpu.triton.rules import adamw, held, kept_at_zero, lerp, second_moment
 from fn.kernels.layout import plain
 
 
@@ -45,10 +45,8 @@ def averages_block(mu, g, inside, decay, buffer, sent, out, bits, squares, lengt
                    BLOCK: tl.constexpr):  # fmt: skip
     """Encode a moving average plus the residual error."""
     i = octets(BLOCK)
-    x, old = lerp(load(g, i, inside, FULL), load(mu, i, inside, FULL), decay), load(buffer, i, length, FULL)
-    b = tl.where(i < real, compensated(x, old, tl.load(sent), 0.0), x + old)
-    store(out, i, b, length, FULL)
-    write_codes(b, i, length, real, bits, squares, BLOCK)
+    x = lerp(load(g, i, inside, FULL), load(mu, i, inside, FULL), decay)
+    encode_compensated(x, buffer, sent, out, bits, squares, i, length, real, FULL, BLOCK)
 
 
 @kernel
