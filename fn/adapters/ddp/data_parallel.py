@@ -113,14 +113,14 @@ def overlap(
     bindings = [bind_twin(axis, group) for _ in range(_threads(group, params[0].device))]
     with bindings[0]:
         rate = seconds_per_byte(axis, params[0].device)
-    found = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds, in_ddp)
+    running = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds, in_ddp)
     if isinstance(model, DistributedDataParallel):
-        hook = DdpHook(found)
+        hook = DdpHook(running)
         _hook(model, _unless_joining(model, lambda state, bucket: hook(_dense(bucket))))
     else:
-        GradientHooks(params, found)
-    optimizer.training.ahead = found.ahead
-    return found
+        GradientHooks(params, running)
+    optimizer.training.ahead = running.ahead
+    return running
 
 
 def close(optimizer: Optimizer | GradientAverage) -> None:
@@ -171,15 +171,15 @@ def optimizer(
     alone = plain and ranks_around() == 1
     with nullcontext() if alone else bind({AXIS: _check(model).process_group}):
         groups = bucketed(model.parameters() if params is None else params, elements)
-        found = Optimizer(groups, partial(check_make(make, "fn.onebit_adam"), axis=AXIS), **options)
+        made = Optimizer(groups, partial(check_make(make, "fn.onebit_adam"), axis=AXIS), **options)
     if alone:
-        return found
-    if found.training.max_norm is None:
-        overlap(model, found, scaler=scaler, least_wire_seconds=least_wire_seconds).maker = "fn.adapters.ddp.optimizer"
+        return made
+    if made.training.max_norm is None:
+        overlap(model, made, scaler=scaler, least_wire_seconds=least_wire_seconds).maker = "fn.adapters.ddp.optimizer"
     else:
         keep_local(model)
-        _warn_of_others(_check(model), found)
-    return found
+        _warn_of_others(_check(model), made)
+    return made
 
 
 def average_gradients(
@@ -231,10 +231,10 @@ def average_gradients(
         check_agreement(AXIS, {"elements": elements, **describe(schedule)}, params[0].device)
         states = tuple(transform.init([p.detach() for p in bucket]) for bucket in buckets)
     frozen = [p for p in model.module.parameters() if not p.requires_grad]
-    found = GradientAverage(buckets, params, transform, states, bind_twin(AXIS, group), schedule, scaler, frozen)
-    hook = DdpHook(found)
+    running = GradientAverage(buckets, params, transform, states, bind_twin(AXIS, group), schedule, scaler, frozen)
+    hook = DdpHook(running)
     _hook(model, lambda state, bucket: hook(_dense(bucket)))  # DDP reads annotations of anything else
-    return found
+    return running
 
 
 def _uncompiled(model: Any) -> Any:
@@ -274,20 +274,20 @@ def _warn_of_others(model: nn.Module, optimizer: Optimizer) -> None:
     aside = getattr(model, "parameters_to_ignore", ())
     names = [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in known]
     if names := [name for name in names if name not in aside]:
-        found = f"params: {len(names)} of the model's that require gradients, {names[0]!r} for one"
+        which = f"params: {len(names)} of the model's that require gradients, {names[0]!r} for one"
         hint = "give it all of them, in param groups with other hyper-parameters perhaps, or set requires_grad to False"
         text = "are not the optimizer's, and nobody averages their gradients over the ranks"
-        warnings.warn(f"{found}, {text}; {hint}", stacklevel=3)
+        warnings.warn(f"{which}, {text}; {hint}", stacklevel=3)
 
 
 def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGroup]:
     """Return the optimizer's axis and its process group, which is the model's if that is in DDP."""
     bound = {axis: optimizer.training.binding.axes[axis] for axis in optimizer.training.axes}
-    found = {axis: size for axis, (size, _, _) in bound.items()}
+    sizes = {axis: size for axis, (size, _, _) in bound.items()}
     size = model.process_group.size() if isinstance(model, DistributedDataParallel) else None
-    if len(found) != 1 or size not in (None, *found.values()):
+    if len(sizes) != 1 or size not in (None, *sizes.values()):
         wanted = "communication over one axis" + ("" if size is None else f" of the model's {size} ranks")
-        raise ValueError(expected("optimizer", wanted, f"the axes {found}"))
+        raise ValueError(expected("optimizer", wanted, f"the axes {sizes}"))
     ((axis, (_, _, transport)),) = bound.items()
     if isinstance(model, DistributedDataParallel):
         return axis, model.process_group
@@ -316,21 +316,22 @@ def check_alone(model: nn.Module, backend: str) -> None:
 
     Raises: ValueError that names what communicates.
     """
-    found = next((f"SyncBatchNorm {n!r}" for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)), "")
+    norms = (name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm))
+    communicating = next((f"SyncBatchNorm {name!r}" for name in norms), "")
     if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:
-        found = found or "find_unused_parameters=True"
-    if found and backend != "gloo":
+        communicating = communicating or "find_unused_parameters=True"
+    if communicating and backend != "gloo":
         wanted = f"nothing but fn that communicates over {backend} in its backward pass"
         cure = "use fn.adapters.ddp.keep_local and an fn.Optimizer, which communicates in step"
-        raise ValueError(expected("model", wanted, found, cure))
+        raise ValueError(expected("model", wanted, communicating, cure))
 
 
 def _unless_joining(model: DistributedDataParallel, hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return a hook that refuses `model.join()`: ranks that have joined take no steps, in which the others wait."""
-    found = weakref.ref(model)  # DDP keeps its hook where Python sees no cycle
+    reference = weakref.ref(model)  # DDP keeps its hook where Python sees no cycle
 
     def allowed() -> Callable[[Any, Any], Any]:
-        join = getattr(found(), "_join_config", None)
+        join = getattr(reference(), "_join_config", None)
         if join is not None and join.enable and not join.throw_on_early_termination:
             text = "is in join(), where ranks without data take no steps, but the optimizer needs all of them in each"
             hint = "give all ranks as many batches, or stop with the first: join(throw_on_early_termination=True)"

@@ -166,8 +166,8 @@ class GradientAverage:
         else:
             self._check_rank(ranks)
             check_fits(self.state_dict(), mine if own else state_dict)
-            found = [mine[path].to(leaf.device, copy=True) for path, leaf in own.items()]
-            states = tree.unflatten(tree.flatten(self.states)[1], found)
+            leaves = [mine[path].to(leaf.device, copy=True) for path, leaf in own.items()]
+            states = tree.unflatten(tree.flatten(self.states)[1], leaves)
         self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
         self.states = states
 
@@ -183,20 +183,19 @@ class GradientAverage:
             form = torch.empty(first.shape, dtype=leaf.dtype, device="meta")
             own.update({f"state of rank {rank} of {world}.{path}": form for rank in range(world)})
         check_fits(own, saved)
-        found: list[Any] = []
+        gathered: list[Any] = []
         for path, mark in by_path(kinds(fresh), "").items():
-            each = [saved[f"state of rank {rank} of {world}.{path}"].to(like[path].device) for rank in range(world)]
-            found.append(each[0].clone() if mark == SAME else Rows(torch.stack(each), 0, world))
-        some = next(
-            (x for x in found if isinstance(x, Rows)), Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, world)
-        )
-        move = Move(notes, some, lambda addends: addends)
+            of_ranks = [saved[f"state of rank {rank} of {world}.{path}"].to(like[path].device) for rank in range(world)]
+            gathered.append(of_ranks[0].clone() if mark == SAME else Rows(torch.stack(of_ranks), 0, world))
+        no_rows = Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, world)
+        first_rows = next((x for x in gathered if isinstance(x, Rows)), no_rows)
+        move = Move(notes, first_rows, lambda addends: addends)
         with self._binding:
-            moved: tuple[Tree, ...] = move.walk(fresh, tree.unflatten(tree.flatten(fresh)[1], found))
+            moved: tuple[Tree, ...] = move.walk(fresh, tree.unflatten(tree.flatten(fresh)[1], gathered))
         if self._size == 1:
             text = "average_gradients: a single rank encodes nothing; what %d ranks had not delivered is lost"
             logger.warning(text, world)
-        elif rounds_off(found):
+        elif rounds_off(gathered):
             logger.warning("average_gradients: its errors were rounded anew; up to one step of their codes is lost")
         return moved
 
@@ -228,8 +227,8 @@ _RANK = re.compile(r"state of rank (\d{1,9}) of (\d{1,9})\.", re.ASCII)
 
 def _ranks(saved: Iterable[str]) -> set[tuple[int, int]]:
     """Return the ranks, and of how many, of whom a flat state has errors."""
-    found = (_RANK.match(path) for path in saved)
-    return {(int(name[1]), int(name[2])) for name in found if name}
+    matches = (_RANK.match(path) for path in saved)
+    return {(int(name[1]), int(name[2])) for name in matches if name}
 
 
 def coded_average(

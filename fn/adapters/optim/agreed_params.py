@@ -72,10 +72,10 @@ def agreed_params(optimizer: Optimizer) -> Iterator[None]:
     was_lent = training.lent
     try:
         with defer_signals(), torch.no_grad():
-            found = _agreed(training)
-            kept = [(p, p.clone()) for p, _ in found]
+            pairs = _agreed(training)
+            kept = [(p, p.clone()) for p, _ in pairs]
             with writing(training):
-                for p, x in found:
+                for p, x in pairs:
                     p.copy_(x)
             training.lent = True
         yield
@@ -89,17 +89,17 @@ def agreed_params(optimizer: Optimizer) -> Iterator[None]:
 
 def _agreed(training: Training) -> list[tuple[Tensor, Tensor]]:
     """Return the params of this rank's own, each with what all ranks agree on in its place."""
-    found = []
+    pairs = []
     for index, (state, group) in enumerate(zip(training.states, training.params, strict=True)):
         group = [p.detach() for p in group]
-        apart = [*_apart(state)]
-        if not any(map(_has_left, apart)):
+        states_apart = [*_apart(state)]
+        if not any(map(_has_left, states_apart)):
             continue
-        for one, places in zip(apart, _places(training, index, group, apart), strict=True):
-            if _has_left(one):
+        for state_apart, places in zip(states_apart, _places(training, index, group, states_apart), strict=True):
+            if _has_left(state_apart):
                 chosen = [group[i] for i in places]
-                found += [*zip(chosen, _start(one, chosen), strict=True)]
-    return found
+                pairs += [*zip(chosen, _start(state_apart, chosen), strict=True)]
+    return pairs
 
 
 def _apart(state: Tree, own: bool = False) -> Iterator[Apart]:
@@ -157,8 +157,8 @@ def _places(training: Training, index: int, group: Sequence[Tensor], apart: Sequ
     for power in range(len(group).bit_length()):  # a bit at a time, which an anchor of any dtype can hold
         marked = [torch.full_like(p, float(i >> power & 1)) for i, p in enumerate(group)]
         with alone:
-            found = [*_apart(training.transforms[index].init(marked))]
-        for of_state, state in zip(places, found, strict=True):
+            marked_states = [*_apart(training.transforms[index].init(marked))]
+        for of_state, state in zip(places, marked_states, strict=True):
             bits = [int(x.flatten()[0]) if x.numel() else 0 for x in _like_params(state)]
             of_state[:] = [place | bit << power for place, bit in zip(of_state, bits, strict=True)]
     return places

@@ -88,13 +88,13 @@ def _shared(state: Tree, params: Tree) -> list[int]:
     theirs = {memory_of(p) for p in tree.leaves(params) if isinstance(p, Tensor)}
     if len({*starts}) == len(starts) and theirs.isdisjoint(map(memory_of, tensors)):
         return []
-    seen, found = set[int](), []
+    seen, shared = set[int](), []
     for place, x in enumerate(leaves):
         if isinstance(x, Tensor) and x.numel():
             if x.data_ptr() in seen or memory_of(x) in theirs:
-                found.append(place)
+                shared.append(place)
             seen.add(x.data_ptr())
-    return found
+    return shared
 
 
 logger = logging.getLogger("fn")

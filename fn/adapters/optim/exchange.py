@@ -4,7 +4,10 @@
     Round(begin=f)           difference now; the mean is on its way while local steps go on
     Round(end=f)             the outer step of fragment f, with the mean that has come
 
-What is on its way is no part of the state. Whoever reads the states waits for it first: `Training.settle`.
+A difference is that of a rank's params to the anchor, a pseudo-gradient; the outer step moves the anchor by the mean of
+all ranks' differences. A mean that travels while the training goes on does so on a thread of a CPU, or on a stream of
+an accelerator (`in_background`). It is no part of the state: whoever reads the states waits for it first, with
+`Training.settle`.
 """
 
 from __future__ import annotations
@@ -69,15 +72,15 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
     params = tuple([p.detach() for p in group] for group in training.params)
     nothing = _filled(params, 0.0)
 
-    def run(part: Part, states: Tree, here: Params) -> tuple[Tree, Params]:
+    def run(part: Part, states: Tree, before: Params) -> tuple[Tree, Params]:
         """Return the states and the params after a part."""
-        moves, states = checked(update.composed(part))(nothing, states, here)
-        return states, _moved(here, moves, nothing)
+        moves, states = checked(update.composed(part))(nothing, states, before)
+        return states, _moved(before, moves, nothing)
 
-    states, here, parts = training.states, params, {part.kind: part for part in round_.exchange}
+    states, after, parts = training.states, params, {part.kind: part for part in round_.exchange}
     take_over: Callable[[], Tree] | None = None
     if "mean" in parts:
-        differences, here = run(parts["difference"], states, here)
+        differences, after = run(parts["difference"], states, after)
         differences = _weighed(states, differences, weight)
         fragment, steps = parts["mean"].fragment, training.steps  # of now: a mean that travels is sent later
         if round_.end == round_.begin:
@@ -85,7 +88,7 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
             # lives on, would keep the others waiting until the group's time-out.
             with if_broken(partial(_hang_up, training)):
                 _announce(training, fragment, steps)()
-                states, here = run(parts["mean"], differences, here)
+                states, after = run(parts["mean"], differences, after)
         else:
             # Local steps write the params while the mean travels, so it is shown none: what it read would depend on
             # the time, and params that it returned would undo those steps.
@@ -107,13 +110,12 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
                 return states
 
     if "outer" in parts:
-        states, here = run(parts["outer"], states, here)
+        states, after = run(parts["outer"], states, after)
 
     def commit() -> None:
-        pairs = [pair for each in zip(training.params, params, here, strict=True) for pair in zip(*each, strict=True)]
-        changed = [(p, x) for p, before, x in pairs if x is not before]
-        lies_in_old = among([*tree.leaves(training.states), *tree.leaves(params)])
-        changed = [(p, x.clone() if lies_in_old(x) else x) for p, x in changed]
+        triples = zip(*map(tree.leaves, (tuple(training.params), params, after)), strict=True)
+        lies_in_old = among([*tree.leaves(training.states), *tree.leaves(params)])  # which is written first
+        changed = [(p, x.clone() if lies_in_old(x) else x) for p, old, x in triples if x is not old]
         write_states = written_into(training.states, states)
         with writing(training):
             write_states()
@@ -170,20 +172,19 @@ def _filled(params: Params, value: float) -> Params:
 
 def _moved(params: Params, moves: Any, nothing: Params) -> Params:
     """Return the params after a part: the very tensors where it moved nothing."""
-    found = moves.params if isinstance(moves, NewParams) else moves
 
-    def after(p: Tensor, x: Tensor, zero: Tensor) -> Tensor:
+    def moved(p: Tensor, x: Tensor, zero: Tensor) -> Tensor:
         if isinstance(moves, NewParams):
             return x.to(p.dtype)
         return p if x is zero else (p + x).to(p.dtype)
 
-    groups = zip(params, found, nothing, strict=True)
-    return tuple([after(*leaves) for leaves in zip(*map(tree.leaves, each), strict=True)] for each in groups)
+    groups = zip(params, moves.params if isinstance(moves, NewParams) else moves, nothing, strict=True)
+    return tuple([moved(*leaves) for leaves in zip(*map(tree.leaves, group), strict=True)] for group in groups)
 
 
-def _check_unmoved(given: Params, found: Params) -> None:
+def _check_unmoved(given: Params, returned: Params) -> None:
     """Refuse a mean that travels while local steps go on, and returns params."""
-    pairs = zip(tree.leaves(given), tree.leaves(found), strict=True)
+    pairs = zip(tree.leaves(given), tree.leaves(returned), strict=True)
     if any(x is not p and not bool(x.isnan().all()) for p, x in pairs):
         wanted = "the part 'mean' of a round to return no params, for local steps move them while it travels"
         cure = "keep the mean in the state and return params in the part 'outer', or use a schedule without a delay"
@@ -227,8 +228,8 @@ def in_background(training: Training, job: Job) -> Callable[[], Any]:
         return _on_stream(training, device, job)
     bound = {name: axis for name, axis in training.binding.axes.items() if axis.size > 1}
     if not bound or any(axis.transport == ALONE or axis.transport in registered for axis in bound.values()):
-        found = job()
-        return lambda: found
+        result = job()
+        return lambda: result
     future = _thread_of(training.binding, bound).submit(job)
 
     def wait() -> Any:
@@ -268,11 +269,11 @@ def _on_stream(training: Training, device: torch.device, job: Job) -> Callable[[
     stream: torch.Stream = training.background
     stream.wait_stream(torch.accelerator.current_stream(device))
     with stream:
-        found = job()
+        result = job()
 
     # `kept` holds what the job reads until the main stream has waited; else its memory could be used again meanwhile.
     def wait(kept: Job = job) -> Any:
         torch.accelerator.current_stream(device).wait_stream(stream)
-        return found
+        return result
 
     return wait

@@ -51,18 +51,18 @@ def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
         no step, has parameters that the optimizer does not have, or several `betas` where that has one, or if the
         optimizer's state keeps its moments otherwise, as shards do; nothing is changed then.
     """
-    found = _moments_of(adamw)
+    moments_of = _moments_of(adamw)
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = sum(1 for key in found if key not in own)
+    missing = sum(1 for key in moments_of if key not in own)
     if missing:
         raise ValueError(
-            f"expected adamw to have the parameters of the optimizer, but {missing} of its {len(found)} with moments "
-            f"are no parameters of it; make both over the same model"
+            f"expected adamw to have the parameters of the optimizer, but {missing} of its {len(moments_of)} with "
+            f"moments are no parameters of it; make both over the same model"
         )
-    steps = max(moments.step for moments in found.values())
+    steps = max(moments.step for moments in moments_of.values())
     writes: list[tuple[Tensor, Tensor]] = []
     for g, (group, state) in enumerate(zip(optimizer.param_groups, optimizer.states, strict=True)):
-        writes += _writes(g, group["params"], state, found, steps)
+        writes += _writes(g, group["params"], state, moments_of, steps)
     with torch.no_grad():
         for into, value in writes:
             into.copy_(value)
@@ -73,7 +73,7 @@ def _moments_of(adamw: Any) -> dict[int, _Moments]:
     """Return what AdamW has gathered by the identity of parameters. Raises: as `from_adamw`."""
     if not isinstance(adamw, torch.optim.AdamW | torch.optim.Adam):
         raise TypeError(f"expected adamw to be a torch.optim.AdamW, but got {type(adamw).__name__}")
-    found = {}
+    moments = {}
     for group in adamw.param_groups:
         for flag in ("amsgrad", "maximize"):
             if group.get(flag):
@@ -81,14 +81,14 @@ def _moments_of(adamw: Any) -> dict[int, _Moments]:
         b1, b2 = (float(b) for b in group["betas"])
         for p in group["params"]:
             if (kept := adamw.state.get(p)) and float(kept["step"]):
-                found[id(p)] = _Moments(float(kept["step"]), kept["exp_avg"], kept["exp_avg_sq"], b1, b2)
-    if not found:
+                moments[id(p)] = _Moments(float(kept["step"]), kept["exp_avg"], kept["exp_avg_sq"], b1, b2)
+    if not moments:
         raise ValueError("expected adamw to have taken a step, but its state is empty; there is nothing to take over")
-    return found
+    return moments
 
 
 def _writes(
-    g: int, params: list[Tensor], state: Tree, found: Mapping[int, _Moments], steps: float
+    g: int, params: list[Tensor], state: Tree, moments_of: Mapping[int, _Moments], steps: float
 ) -> list[tuple[Tensor, Tensor]]:
     """Return what to copy into which tensor of a param group's state. Raises: as `from_adamw`."""
     adams = tree.instances(state, (AdamState, OnebitAdamState))
@@ -102,10 +102,10 @@ def _writes(
             f"{len(adams)} Adams, or parts of tensors; run a warm-up instead, in which its moments build up"
         )
     adam = adams[0]
-    some = [found[id(p)] for p in params if id(p) in found]
+    some = [moments_of[id(p)] for p in params if id(p) in moments_of]
     if not some:
         return []
-    if len({(moments.b1, moments.b2) for moments in some}) > 1:
+    if len({(of_param.b1, of_param.b2) for of_param in some}) > 1:
         raise ValueError(f"expected adamw to have the same betas for all of param group {g}, but got several")
     goals = some[0].weights(steps)
     writes = [(adam.step, torch.tensor(int(steps), dtype=torch.int64, device="cpu"))]
@@ -115,10 +115,10 @@ def _writes(
         for weight, goal in zip(weights, goals, strict=True)
     ]
     for p, mu, nu in zip(params, *pairs, strict=True):
-        moments = found.get(id(p))
-        if moments is None:
+        of_param = moments_of.get(id(p))
+        if of_param is None:
             writes += [(x, torch.zeros_like(x)) for x in (mu, nu)]
             continue
-        for into, x, goal, weight in zip((mu, nu), moments[1:3], goals, moments.weights(moments.step), strict=True):
-            writes.append((into, x if moments.step == steps else x.to(into.dtype) * (goal / weight)))
+        for into, x, goal, weight in zip((mu, nu), of_param[1:3], goals, of_param.weights(of_param.step), strict=True):
+            writes.append((into, x if of_param.step == steps else x.to(into.dtype) * (goal / weight)))
     return writes

@@ -229,7 +229,7 @@ CLOSE = 1e-5
 
 
 def in_doubt(refuse_averaged: bool, compresses: bool) -> frozenset[Phase]:
-    """Return the phases whose first step looks at its gradients."""
+    """Return the phases whose first step looks at its gradients. Args: compresses: whether there is a schedule."""
     phases = (Phase.WARMUP, Phase.COMPRESSED) if compresses else (Phase.COMPRESSED,)
     return frozenset(phases if refuse_averaged else ())
 
@@ -244,14 +244,13 @@ def still_in_doubt(doubts: frozenset[Phase], phase: Phase, grads: Grads, axes: S
 
     Raises: ValueError, on all ranks, with what to do.
     """
-    marks = [_mark(g) for group in grads for g in group if g.numel()]
-    if not marks:
+    sums, tells = _sums([g for group in grads for g in group if g.numel()]), True
+    if not len(sums):
         return doubts
-    told = True
     for axis in axes:
-        rows = all_gather(torch.stack(marks), axis)
-        told = told and bool(torch.isfinite(rows).all()) and bool(rows.any())
-        if not told or axis_size(axis) == 1:
+        rows = all_gather(sums, axis)  # (W, n, 3)
+        tells = tells and _tell(rows)
+        if not tells or axis_size(axis) == 1:
             continue
         norms = rows[..., 2].sum(1).sqrt()
         if bool((rows == rows[:1]).all()):
@@ -268,7 +267,7 @@ def still_in_doubt(doubts: frozenset[Phase], phase: Phase, grads: Grads, axes: S
             hint = "which is not that of their mean; leave that out, and give the optimizer max_norm in its place"
             text = f"{text}, as if each rank had clipped by a norm of its own, {hint}"
             warnings.warn(text, stacklevel=7)
-    return doubts - {phase} if told else doubts
+    return doubts - {phase} if tells else doubts
 
 
 def shared_in_doubt(
@@ -282,31 +281,39 @@ def shared_in_doubt(
 
     Raises: ValueError, on all ranks, with what to do.
     """
-    grads = [x if x is not None else p.new_zeros(1) for group in params for p in group for x in [p.grad]]
-    none = torch.zeros(0, 3, dtype=torch.float64, device="cpu")
-    marks, told = torch.stack([_mark(g) for g in grads]) if grads else none, bool(grads)
+    sums = _sums([p.new_zeros(1) if p.grad is None else p.grad for group in params for p in group])
+    tells = bool(len(sums))
     for axis in axes:
         with watched_by(Watchers()):
-            rows = all_gather(marks, axis)
-        told = told and bool(torch.isfinite(rows).all()) and bool(rows.any())
-        if not told:
+            rows = all_gather(sums, axis)
+        tells = tells and _tell(rows)
+        if not tells:
             continue
-        which = torch.unique(rows.flatten(1), dim=0, return_inverse=True)[1].tolist()
-        b = next((rank for rank, one in enumerate(which) if one in which[:rank]), None)
-        if b is not None:
-            a = which.index(which[b])
+        kinds = torch.unique(rows.flatten(1), dim=0, return_inverse=True)[1].tolist()  # of each rank's gradients
+        second = next((rank for rank, kind in enumerate(kinds) if kind in kinds[:rank]), None)
+        if second is not None:
+            first = kinds.index(kinds[second])
             raise ValueError(
-                f"gradients: are the same on ranks {a} and {b} of {axis!r}, which train alone between exchanges, so "
-                f"something averages them, such as DDP; call fn.adapters.ddp.keep_local(model), give DDP the "
-                f"process_group of one island, or pass refuse_averaged=False if these ranks see the same data on "
-                f"purpose; {LOCAL_STEP_TAKEN}"
+                f"gradients: are the same on ranks {first} and {second} of {axis!r}, which train alone between "
+                f"exchanges, so something averages them, such as DDP; call fn.adapters.ddp.keep_local(model), give "
+                f"DDP the process_group of one island, or pass refuse_averaged=False if these ranks see the same data "
+                f"on purpose; {LOCAL_STEP_TAKEN}"
             )
-    return doubts - {Phase.COMPRESSED} if told else doubts
+    return doubts - {Phase.COMPRESSED} if tells else doubts
 
 
-def _mark(g: Tensor) -> Tensor:
-    wide = g.detach().double()
-    return torch.stack([wide.sum(), wide.abs().sum(), wide.square().sum()])
+def _sums(grads: Sequence[Tensor]) -> Tensor:
+    """Return of each gradient the sums of its elements, of their magnitudes and of their squares, (n, 3) float64."""
+    rows = []
+    for g in grads:
+        wide = g.detach().double()  # one at a time: it takes twice the memory of the gradient
+        rows.append(torch.stack([wide.sum(), wide.abs().sum(), wide.square().sum()]))
+    return torch.stack(rows) if rows else torch.zeros(0, 3, dtype=torch.float64, device="cpu")
+
+
+def _tell(rows: Tensor) -> bool:
+    """Tell whether sums of all ranks say something of their gradients: they are finite, and not all zero."""
+    return bool(torch.isfinite(rows).all()) and bool(rows.any())
 
 
 def check_max_norm(max_norm: float | None, axes: Sequence[str]) -> None:
@@ -325,6 +332,14 @@ def check_max_grad_norm(max_grad_norm: float | None) -> None:
 
     Args: max_grad_norm: the trainer's setting; None and 0 are not to clip.
     Raises: ValueError that says how to clip.
+
+    >>> import fn
+    >>> fn.adapters.check_max_grad_norm(0.0)
+    >>> try:
+    ...     fn.adapters.check_max_grad_norm(1.0)
+    ... except ValueError as error:
+    ...     print(error.args[0].partition(", for")[0])
+    max_grad_norm: expected 0
     """
     if max_grad_norm:
         cure = f"set it to 0, and clip by the norm of all ranks: fn.Optimizer(..., max_norm={max_grad_norm}) with "

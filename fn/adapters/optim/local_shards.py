@@ -37,15 +37,15 @@ class LocalShards:
 
         Raises: ValueError if a DTensor is divided among ranks of an axis that the optimizer communicates over.
         """
-        found = []
+        stepped = []
         for i, p in enumerate(params):
             if hasattr(p, "device_mesh"):
                 _check_placed(i, p, axes, binding)
                 shard = torch.nn.Parameter(_local(p), requires_grad=p.requires_grad)
                 self.pairs.append((p, shard))
                 p = shard
-            found.append(p)
-        return found
+            stepped.append(p)
+        return stepped
 
     def take_gradients(self) -> None:
         """Give the shards the gradients of their DTensors.
@@ -82,8 +82,8 @@ class LocalShards:
 
 def _local(x: Any) -> Tensor:
     with torch.no_grad():
-        found: Tensor = x.to_local()
-    return found
+        shard: Tensor = x.to_local()
+    return shard
 
 
 def _check_placed(i: int, p: Any, axes: Sequence[str], binding: Binding) -> None:

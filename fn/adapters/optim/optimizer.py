@@ -100,6 +100,15 @@ class Optimizer(torch.optim.Optimizer):
 
     Under `torch.amp.GradScaler` and `ShardedGradScaler` the gradients are unscaled before they are averaged or
     encoded, and a rank that finds an Inf makes all ranks skip.
+
+    >>> import torch, fn
+    >>> p = torch.nn.Parameter(torch.zeros(2))
+    >>> opt = fn.Optimizer([p], fn.adamw, lr=0.1)
+    >>> for grad in ([1.0, -2.0], [1.0, float("nan")]):
+    ...     p.grad = torch.tensor(grad)
+    ...     opt.step()
+    >>> [round(x, 4) for x in p.tolist()], opt.steps, opt.skipped
+    ([-0.1, 0.1], 2, 1)
     """
 
     _training_class = Training
@@ -203,17 +212,17 @@ class Optimizer(torch.optim.Optimizer):
                 group = self.param_groups[-1]
                 refuse_elsewhere(group["params"])
                 group["params"] = training.shards.of(group["params"], training.axes, training.binding)
-                tree.check_real(self.param_groups[-1]["params"], "params")
+                tree.check_real(group["params"], "params")
                 check_params(self.param_groups)
-                prepared = training.prepare(self.param_groups[-1])
+                prepared = training.prepare(group)
                 names = param_groups.names_of(group)
                 strided = [name for name, p in zip(names, group["params"], strict=True) if not p.is_contiguous()]
-            except Exception as error:
+            except Exception as error:  # told to the other ranks, which would wait for this one where states are made
                 problem = error
             with training.binding:
                 check_accepted(training.axes, before, problem, device_among(self.param_groups), strided)
             training.groups = self.param_groups
-            training.start(self.param_groups[-1], *prepared)
+            training.start(group, *prepared)
         except BaseException:
             del self.param_groups[before:]
             raise
@@ -242,12 +251,12 @@ class Optimizer(torch.optim.Optimizer):
         training.shards.take_gradients()
         training.scale = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         problem, phase = training.follow_groups(), training.phase
-        is_first, round_ = phase is not training.last_phase, phase if isinstance(phase, Round) else Round()
-        transports, early, changed = training.transports, None, None
+        is_first, transports, early, changed = phase is not training.last_phase, training.transports, None, None
         shared = {axis: wire for axis, wire in transports.items() if training.binding.axes[axis].size > 1}
-        with (
-            defer_signals() if round_ != Round() else nullcontext()
-        ):  # what it writes is whole before the exchange may wait
+        exchanged = phase if isinstance(phase, Round) and phase != Round() else None
+        # A round is written twice. Its local step is whole and counted before its exchange waits for other ranks: there
+        # a signal may raise.
+        with nullcontext() if exchanged is None else defer_signals():
             with in_turn(shared), training.binding, raising_peer_lost(transports, left=UNMOVED):
                 if isinstance(phase, Phase) and training.ahead is not None:
                     early, changed = training.ahead(phase)
@@ -260,18 +269,18 @@ class Optimizer(torch.optim.Optimizer):
             training.count(phase, moved)
             if phase.phase is Phase.LOCAL or isinstance(phase, Round):
                 watch_local_steps(training, phase)
-        if round_ != Round():
+        if exchanged is not None:
             left_out, left = training.left_out, raising_peer_lost(transports, left=LOCAL_STEP_TAKEN)
             with stoppable(), in_turn(shared), training.binding, left:
-                exchange(training, round_)
+                exchange(training, exchanged)
             with training.binding, raising_peer_lost(transports):
-                watch_exchange(training, round_, left_out)
+                watch_exchange(training, exchanged, left_out)
         if is_first:
             warn_of_jumps(training, phase)
         if phase.phase is not Phase.LOCAL and is_due(training.skipped_in_a_row):
             with training.binding, raising_peer_lost(transports):
                 warn_of_skips(training)
-        if early is not None and changed is not None:
+        if early is not None and changed is not None:  # the step was written all the same: the other ranks wrote it
             raise changed
         return loss
 
@@ -294,11 +303,11 @@ class Optimizer(torch.optim.Optimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        found: dict[str, Any] = of_rank(self.training)
+        state_dict: dict[str, Any] = of_rank(self.training)
         for after in self._optimizer_state_dict_post_hooks.values():
-            changed = after(self, found)
-            found = found if changed is None else changed
-        return found
+            changed = after(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned, bit for bit.

@@ -1,4 +1,9 @@
-"""What a param group of torch holds for a transform."""
+"""What a param group of torch holds for a transform: parameters, a learning rate, and hyper-parameters.
+
+`make(lr=..., **hyper_parameters)` is called once per group. The numbers that it is called with stand in the group, as
+with torch's optimizers, b1 and b2 as the pair `betas`. What somebody writes there takes effect in the next step: see
+`training.Training.follow_groups`.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +83,11 @@ def check_make(make: Any, example: str = "partial(fn.onebit_adam, axis='data')")
     Raises: TypeError if it is no function, or a partial with arguments that its function does not take; ValueError if
         it holds a learning rate, which nobody would use.
     """
-    found, wanted = getattr(make, "func", make), f"a function that makes a transform, such as {example}"
-    if isinstance(found, Transform):
+    function, wanted = getattr(make, "func", make), f"a function that makes a transform, such as {example}"
+    if isinstance(function, Transform):
         cure = "give the function itself, which is called for each param group with its learning rate"
         raise TypeError(expected("make", wanted, "a transform that is made already", cure))
-    kind = found if isinstance(found, type) else type(found)
+    kind = function if isinstance(function, type) else type(function)
     if issubclass(kind, torch.optim.Optimizer):
         cure = "any optimizer of torch goes with fn.adapters.ddp.average_gradients, which averages gradients in codes"
         raise TypeError(expected("make", wanted, f"{kind.__name__}, an optimizer of torch", cure))
@@ -92,8 +97,8 @@ def check_make(make: Any, example: str = "partial(fn.onebit_adam, axis='data')")
         if "lr" in make.keywords:
             cure = "pass it to fn.Optimizer(..., lr=...) or in a param group, where schedulers change it"
             raise ValueError(expected("lr", "make to leave it open", f"{make.keywords['lr']}", cure))
-    made: Callable[..., Transform] = make
-    return made
+    checked: Callable[..., Transform] = make
+    return checked
 
 
 def shown(group: dict[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
@@ -106,11 +111,11 @@ def shown(group: dict[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
         got = f"{_name_of(make)}, which takes {', '.join(names) or 'nothing'}"
         cure = "give one that does: lambda lr: fn.chain(..., fn.scale_by_learning_rate(lr))"
         raise TypeError(expected("make", "a function that takes lr", got, cure))
-    found = hyper_parameters(group, make)
+    given = hyper_parameters(group, make)
     for name, argument in inspect.signature(make).parameters.items():
-        if isinstance(argument.default, int | float) and name not in {*_OTHERS, *found}:
-            group[name] = found[name] = argument.default
-    return found
+        if isinstance(argument.default, int | float) and name not in {*_NO_HYPER_PARAMETERS, *given}:
+            group[name] = given[name] = argument.default
+    return given
 
 
 def hyper_parameters(group: Mapping[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
@@ -118,9 +123,9 @@ def hyper_parameters(group: Mapping[str, Any], make: Callable[..., Any]) -> dict
 
     Raises: TypeError if `make` does not take one of them; ValueError for betas that are no pair.
     """
-    found = _without_betas({k: v for k, v in group.items() if k not in _OTHERS}, make)
-    _refuse_unknown(found, make)
-    return found
+    given = _without_betas({name: x for name, x in group.items() if name not in _NO_HYPER_PARAMETERS}, make)
+    _refuse_unknown(given, make)
+    return given
 
 
 def _refuse_unknown(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
@@ -138,10 +143,10 @@ def _name_of(make: Any) -> str:
 def _without_betas(given: dict[str, Any], make: Callable[..., Any]) -> dict[str, Any]:
     """Return hyper-parameters with torch's `betas` as b1 and b2, where `make` takes these."""
     names = _arguments(make)[0]
-    if "betas" not in given or "betas" in names or not _MOMENTS.issubset(names):
+    if "betas" not in given or "betas" in names or not _BETAS.issubset(names):
         return given
     betas = given.pop("betas")
-    twice = ", ".join(sorted(given.keys() & _MOMENTS))
+    twice = ", ".join(sorted(given.keys() & _BETAS))
     if twice:
         raise TypeError(expected("betas", "one of the two spellings in a param group", f"betas and {twice}"))
     b1, b2 = _pair(betas)
@@ -166,19 +171,19 @@ def spell_betas(given: dict[str, Any], make: Callable[..., Any], defaults: Mappi
     if "betas" in arguments:
         if isinstance(arguments["betas"].default, tuple):
             given["betas"] = defaults.get("betas", arguments["betas"].default)
-    elif _MOMENTS.issubset(arguments):
+    elif _BETAS.issubset(arguments):
         pair = _pair(defaults["betas"]) if "betas" in defaults else [arguments[name].default for name in ("b1", "b2")]
         betas = tuple(given.get(name, other) for name, other in zip(("b1", "b2"), pair, strict=True))
         if inspect.Parameter.empty not in betas:
             given["betas"] = betas
-            for name in _MOMENTS & given.keys():
+            for name in _BETAS & given.keys():
                 del given[name]
 
 
 def fold_betas(group: dict[str, Any], before: Mapping[str, Any]) -> None:
     """Take what was written into a group as b1 or b2 into its `betas`. Args: before: its hyper-parameters."""
-    if _MOMENTS & group.keys() and "betas" in group and "betas" not in before:
-        group["betas"] = tuple(group.pop(name, x) for name, x in _spelled(group).items())
+    if _BETAS & group.keys() and "betas" in group and "betas" not in before:
+        group["betas"] = tuple(group.pop(name, x) for name, x in _betas_by_name(group).items())
 
 
 def _arguments(make: Callable[..., Any]) -> tuple[list[str], bool]:
@@ -187,9 +192,9 @@ def _arguments(make: Callable[..., Any]) -> tuple[list[str], bool]:
     return [p.name for p in known], any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known)
 
 
-_MOMENTS = {"b1", "b2"}
+_BETAS = {"b1", "b2"}
 
-_OTHERS = frozenset({"params", "lr", "initial_lr", "param_names", "name"})
+_NO_HYPER_PARAMETERS = frozenset({"params", "lr", "initial_lr", "param_names", "name"})
 
 _SCHEDULERS = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
 """What torch's schedulers write into a group for themselves."""
@@ -203,14 +208,13 @@ def current(group: Mapping[str, Any], before: Mapping[str, Any], make: Callable[
     now = {**group}
     if "betas" in group and "betas" not in before:
         now.update(zip(("b1", "b2"), _pair(now.pop("betas")), strict=True))
-    added = now.keys() - before.keys() - _OTHERS - _SCHEDULERS
-    if not added and before.keys() <= now.keys():  # asked in every step
-        return {k: now[k] for k in before}
-    names, takes_any = _arguments(make)
-    found = {k: v for k, v in now.items() if k in before or (k in added and (takes_any or k in names))}
-    for name in before.keys() - found.keys():
+    for name in before.keys() - now.keys():
         raise ValueError(expected(name, "a value in its param group", "none", "change it, but do not take it out"))
-    return {**{k: found[k] for k in before}, **found}
+    added = now.keys() - before.keys() - _NO_HYPER_PARAMETERS - _SCHEDULERS
+    if added:
+        names, takes_any = _arguments(make)
+        added = added if takes_any else added & set(names)
+    return {name: now[name] for name in (*before, *sorted(added))}
 
 
 def learning_rate(group: Mapping[str, Any]) -> Tensor:
@@ -231,8 +235,8 @@ def _is_number(given: Any) -> bool:
 
 
 def _wrong_rate(given: Any) -> ValueError:
-    found = f"{given}" if isinstance(given, Tensor) and not given.ndim else repr(given)
-    return ValueError(expected("lr", "a finite number or a 0-d tensor, of at least 0", found))
+    got = f"{given}" if isinstance(given, Tensor) and not given.ndim else repr(given)
+    return ValueError(expected("lr", "a finite number or a 0-d tensor, of at least 0", got))
 
 
 ROUNDED = -1e-10
@@ -261,7 +265,7 @@ def follow(group: dict[str, Any], lr: Tensor) -> None:
     if given is lr:
         return
     rounded = lr.clone().fill_(number)
-    if not torch.equal(rounded, lr):  # what is written counts as a change, see `Overlap`
+    if not torch.equal(rounded, lr):  # `fn.adapters.ddp.overlap` takes whatever is written for a change
         lr.copy_(rounded)
     show_rate(group, lr)
 
@@ -299,7 +303,7 @@ def saved_numbers(group: Mapping[str, Any], hypers: Mapping[str, Any]) -> dict[s
 
     Args: hypers: the hyper-parameters that the group's transform was made of.
     """
-    made_of = {*hypers, *_spelled(group)} if "betas" in hypers else hypers.keys()
+    made_of = {*hypers, *_betas_by_name(group)} if "betas" in hypers else hypers.keys()
     kept = {name: x for name, x in _numbers(group).items() if name in made_of or name in _OF_SCHEDULERS}
     kept.update({name: group[name] for name in ("lr", "initial_lr") if name in group})
     return {name: host_tensor(value, torch.float64).detach() for name, value in kept.items()}
@@ -307,15 +311,15 @@ def saved_numbers(group: Mapping[str, Any], hypers: Mapping[str, Any]) -> dict[s
 
 def restored_numbers(group: Mapping[str, Any], saved: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the entries that bring what `saved_numbers` returned back into a group; nothing is written."""
-    now = _numbers(group)
-    found: dict[str, Any] = {name: float(x) for name, x in saved.items()}
-    always = {"lr", *_OF_SCHEDULERS}
-    found = {name: x for name, x in found.items() if name in always or now.get(name, x) != x}
-    whole = {name for name, x in found.items() if isinstance(now.get(name), int) and x.is_integer()}
-    found.update({name: int(found[name]) for name in whole - {"lr"}})
-    if spelled := _spelled(group):
-        found["betas"] = tuple(found.pop(name, x) for name, x in spelled.items())
-    return found
+    now, always = _numbers(group), {"lr", *_OF_SCHEDULERS}
+    entries: dict[str, Any] = {name: float(x) for name, x in saved.items()}
+    entries = {name: x for name, x in entries.items() if name in always or now.get(name, x) != x}
+    for name, x in entries.items():
+        if isinstance(now.get(name), int) and x.is_integer() and name != "lr":
+            entries[name] = int(x)
+    if betas := _betas_by_name(group):
+        entries["betas"] = tuple(entries.pop(name, x) for name, x in betas.items())
+    return entries
 
 
 def write_numbers(group: dict[str, Any], entries: Mapping[str, Any]) -> None:
@@ -332,12 +336,12 @@ _OF_SCHEDULERS = _SCHEDULERS | {"initial_lr"}
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers in a group, with `betas` as b1 and b2; flags say what the state holds, and are none."""
-    numbers_of = {**group, **_spelled(group)}
+    numbers_of = {**group, **_betas_by_name(group)}
     flags = {name for name, x in numbers_of.items() if isinstance(x, bool) or getattr(x, "dtype", None) == torch.bool}
     return {name: x for name, x in numbers_of.items() if _is_number(x) and name not in flags}
 
 
-def _spelled(group: Mapping[str, Any]) -> dict[str, Any]:
+def _betas_by_name(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the `betas` of a group by name, b1, b2 and so on."""
     betas = group.get("betas")
     return {f"b{i}": x for i, x in enumerate(betas, 1)} if isinstance(betas, tuple | list) else {}
@@ -349,7 +353,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     def equal(x: Any, y: Any) -> bool:
         return x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and bool(x == y))
 
-    return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
 
 
 def check_params(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -357,9 +361,9 @@ def check_params(groups: Sequence[Mapping[str, Any]]) -> None:
     for g in range(len(groups)):
         check_writable(groups, g)
     owners = [f"{name} of group {g}" for g, group in enumerate(groups) for name in names_of(group)]
-    found = next(overlaps([p for group in groups for p in group["params"]]), None)
-    if found is not None:
-        first, second = (f"parameter {owners[i]}" for i in found)
+    shared = next(overlaps([p for group in groups for p in group["params"]]), None)
+    if shared is not None:
+        first, second = (f"parameter {owners[i]}" for i in shared)
         raise ValueError(
             f"params: expected each parameter to have memory of its own, but {second} shares memory with {first}; "
             f"clone one of them, or make them one torch.nn.Parameter, which modules may share"

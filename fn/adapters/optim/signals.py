@@ -75,9 +75,9 @@ class _Step:
                 last.callback(self._put_back, number)
 
     def _put_back(self, number: int) -> None:
-        found = signal.signal(number, self.handlers[number])
-        if found != self.catch:  # somebody has set another one inside of the step
-            signal.signal(number, found)
+        set_inside = signal.signal(number, self.handlers[number])
+        if set_inside != self.catch:  # somebody has set another one inside of the step
+            signal.signal(number, set_inside)
 
     def _deliver(self, number: int) -> None:
         if args := self.caught.get(number):

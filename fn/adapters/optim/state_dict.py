@@ -38,18 +38,18 @@ def flat_state(training: Training) -> dict[str, Tensor]:
     """
     training.settle()
     counts = {"steps": training.steps, SAVED_BY: place_of(training)}
-    found = {name: torch.tensor(count, dtype=torch.int64, device="cpu") for name, count in counts.items()}
+    flat = {name: torch.tensor(count, dtype=torch.int64, device="cpu") for name, count in counts.items()}
     for i, (group, hypers) in enumerate(zip(training.groups, training.hypers, strict=True)):
-        found.update({f"groups.{i}.{name}": x for name, x in saved_numbers(group, hypers).items()})
-    found.update(by_path(training.states))
+        flat.update({f"groups.{i}.{name}": x for name, x in saved_numbers(group, hypers).items()})
+    flat.update(by_path(training.states))
     # They are compared with what is loaded, which some loaders write into the tensors that they were given.
-    found.update({path: found[path].clone() for path in paths_of(training.states, "shard")})
+    flat.update({path: flat[path].clone() for path in paths_of(training.states, "shard")})
     schedule = training.schedule
     if isinstance(schedule, FreezeWhenStable):
-        found["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64, device="cpu")
+        flat["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64, device="cpu")
         frozen_at = -1 if schedule.frozen_at is None else schedule.frozen_at
-        found["schedule.frozen_at"] = torch.tensor(frozen_at, dtype=torch.int64, device="cpu")
-    return found
+        flat["schedule.frozen_at"] = torch.tensor(frozen_at, dtype=torch.int64, device="cpu")
+    return flat
 
 
 OF_RANK = re.compile(r"rank (\d{1,9}) of (\d{1,9})\.(state\..*)", re.ASCII)
@@ -71,8 +71,8 @@ def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
     Raises: as `restore_flat`; ValueError if it holds what belongs to other numbers of ranks.
     """
     check_keys(saved, "fn.Optimizer")
-    found = {path: OF_RANK.fullmatch(path) for path in saved}
-    places = {(int(m[1]), int(m[2])) for m in found.values() if m}
+    matches = {path: OF_RANK.fullmatch(path) for path in saved}
+    places = {(int(m[1]), int(m[2])) for m in matches.values() if m}
     if len({size for _, size in places}) > 1:
         ranks = ", ".join(f"rank {rank} of {size}" for rank, size in sorted(places))
         raise ValueError(expected("state_dict", "the errors of one rank, or of one world", f"those of {ranks}"))
@@ -80,8 +80,8 @@ def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
         raise ValueError(f"state_dict: {SAVED_BY!r} is unexpected; paths say whose errors and shards they hold")
     here = place_of(training)
     place = here if here in places else min(places, default=here)
-    own = {m[3]: saved[path] for path, m in found.items() if m and (int(m[1]), int(m[2])) == place}
-    same = {path: x for path, x in saved.items() if not found[path]}
+    own = {m[3]: saved[path] for path, m in matches.items() if m and (int(m[1]), int(m[2])) == place}
+    same = {path: x for path, x in saved.items() if not matches[path]}
     restore_flat(training, {SAVED_BY: torch.tensor(place, dtype=torch.int64, device="cpu"), **same, **own})
 
 
@@ -152,13 +152,13 @@ def _numbers_of(training: Training, index: int, saved: Mapping[str, Tensor]) -> 
     Raises: ValueError that names the group if its transform cannot be made of them.
     """
     here, group = f"groups.{index}.", training.groups[index]
-    found = restored_numbers(group, {p.removeprefix(here): x for p, x in saved.items() if p.startswith(here)})
+    entries = restored_numbers(group, {p.removeprefix(here): x for p, x in saved.items() if p.startswith(here)})
     try:
-        training.check_group(index, {**group, **found})
+        training.check_group(index, {**group, **entries})
     except Exception as error:
         text = f"state_dict: expected numbers of param group {index} that its transform takes, but got {error}"
         raise ValueError(text) from error
-    return found
+    return entries
 
 
 def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
@@ -278,8 +278,8 @@ def _without_foreign_errors(
 
 def _between_nodes(servers: Tree) -> bool:
     """Tell whether servers of several axes have errors at another hop than the last: (one per hop) for each vector."""
-    each = [s for s in servers if isinstance(s, tuple) and not hasattr(s, "_fields")]
-    return any(bool(tree.leaves(s[:-1])) for s in each)
+    by_hop = [s for s in servers if isinstance(s, tuple) and not hasattr(s, "_fields")]
+    return any(bool(tree.leaves(s[:-1])) for s in by_hop)
 
 
 def _write(training: Training, saved: Mapping[str, Any], numbers: list[dict[str, Any]]) -> None:

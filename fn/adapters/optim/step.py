@@ -230,13 +230,13 @@ def update_of(training: Training, phase: Phase | Part) -> Update:
         clip = clipping(phase.phase, training.max_norm, next(iter(training.axes), None), training.states)
         spans = not isinstance(whole, SideBySide)
         compiled = _compiled(whole, updates, spans) if training.compile else None
-        found = [in_place(update, training.bounds.setdefault(i, {})) for i, update in enumerate(updates)]
-        reason = next((one for one in found if isinstance(one, str)), None)
+        ways = [in_place(update, training.bounds.setdefault(i, {})) for i, update in enumerate(updates)]
+        reason = next((one for one in ways if isinstance(one, str)), None)
         if reason and not spans and compiled is None:
             on_host = all(p.device.type == "cpu" for params in training.params for p in params)
             text = "the %s step is taken link by link: %s; see `python -m fn explain`"
             logger.log(logging.INFO if on_host else logging.WARNING, text, phase.phase.value, reason)
-        groups = [pure if isinstance(one, str) else one for pure, one in zip(updates, found, strict=True)]
+        groups = [pure if isinstance(one, str) else one for pure, one in zip(updates, ways, strict=True)]
         training.updates[phase] = Update(clip, groups, spans, compiled)
     update: Update = training.updates[phase]
     return update
@@ -262,13 +262,13 @@ def checked(update: UpdateFn) -> UpdateFn:
 
     def step(grads: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         moves, after = update(grads, state, params)
-        found = [getattr(u, "shape", None) for u in tree.leaves(moves)]
+        shapes = [getattr(u, "shape", None) for u in tree.leaves(moves)]
         wanted = [p.shape for p in tree.leaves(params)]
-        if len(found) != len(wanted):
-            raise ValueError(expected("updates", f"{len(wanted)}, one for each parameter", f"{len(found)}"))
-        if found != wanted:
-            place = next(i for i, shape in enumerate(found) if shape != wanted[i])
-            shape, path = found[place], tree.paths(moves)[place]
+        if len(shapes) != len(wanted):
+            raise ValueError(expected("updates", f"{len(wanted)}, one for each parameter", f"{len(shapes)}"))
+        if shapes != wanted:
+            place = next(i for i, shape in enumerate(shapes) if shape != wanted[i])
+            shape, path = shapes[place], tree.paths(moves)[place]
             text = f"leaf {path!r} to have the shape of its parameter, {tuple(wanted[place])}"
             raise ValueError(expected("updates", text, f"{None if shape is None else tuple(shape)}"))
         return moves, after

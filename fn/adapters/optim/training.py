@@ -1,4 +1,7 @@
-"""What an optimizer trains, and where it stands: `Training`. `fn.Optimizer` owns one, and what helps it takes one."""
+"""What an optimizer trains, and where it stands: `Training`.
+
+`fn.Optimizer` is the interface of torch around one. What takes a step, saves or warns works on it.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ class Training:
     """The data of `fn.Optimizer`.
 
     make, schedule, max_norm, compile: as it was given. binding: the axes that were bound when it was built; axes: those
-    of them that it communicates over. groups: the param groups of torch.
+    of them that it communicates over. groups: the param groups of torch; lists below have an entry for each.
     """
 
     make: Callable[..., Transform]
@@ -58,7 +61,9 @@ class Training:
     transforms: list[Any] = field(default_factory=list)
     """A `Transform` per param group; none while a copy is made."""
     lrs: list[Tensor] = field(default_factory=list)
+    """Learning rates, 0-d, which transforms were made with and which are filled in place."""
     hypers: list[dict[str, Any]] = field(default_factory=list)
+    """The other hyper-parameters that transforms were made with."""
     guarded: list[bool] = field(default_factory=list)
     """Whether `make` made a transform that skips steps by itself."""
     seen: dict[int, dict[str, Any] | None] = field(default_factory=dict)
@@ -70,7 +75,7 @@ class Training:
     updates: dict[Phase | Part, Any] = field(default_factory=dict)
     """What `step.update_of` made for a phase from the numbers that the param groups hold."""
     bounds: dict[Any, Any] = field(default_factory=dict)
-    """Of the numbers in tensors, for steps in place."""
+    """Bounds of the numbers in params and state, for steps in place, see `fn.inplace.bounds`."""
     ahead: Callable[[Phase], tuple[Sequence[Staged] | None, Exception | None]] | None = None
     """Set by `fn.adapters.ddp.overlap`: see `fn.adapters.ddp.overlapped.Overlap.ahead`."""
     meet: Callable[[Round], None] | None = None
@@ -84,14 +89,15 @@ class Training:
     sender: int = 0
     """The process in which that mean has begun. A child that was forked since has no thread that it could arrive on."""
     background: Any = None
-    """The stream of an accelerator that means are sent on meanwhile, see `background`."""
+    """The stream of an accelerator that means are sent on meanwhile, see `exchange.in_background`."""
     lent: bool = False
     """Whether the params are those that all ranks agree on, in the place of this rank's own: see `agreed_params`."""
     torn: bool = False
-    """Whether an exception has left parameters and state half written: see `writing`."""
+    """Whether an exception has left parameters and state half written: see `signals.writing`."""
     said: set[Any] = field(default_factory=set)
     """What was said in the log already."""
-    counts: tuple[Tree, dict[str, list[Tensor]]] = field(default_factory=lambda: ((), {}))
+    found_counters: tuple[Tree, dict[str, list[Tensor]]] = field(default_factory=lambda: ((), {}))
+    """States, and the counters that were found in them by role."""
     missed_in_a_row: dict[int | str, int] = field(default_factory=dict)
     """How many exchanges in a row were left out, by the number of the fragment; as "local", this rank's local steps."""
     unseen_local_steps: int = 0
@@ -102,15 +108,9 @@ class Training:
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs: not the transforms, which would go on with this one."""
         self.settle()
-        own = {**dict.fromkeys(("ahead", "meet", "background", "settling")), "lent": False}
-        return {
-            **vars(self),
-            **own,
-            "updates": {},
-            "bounds": {},
-            "seen": {},
-            "transforms": [None] * len(self.transforms),
-        }
+        left_here = dict.fromkeys(("ahead", "meet", "background", "settling"))
+        made_anew = {"updates": {}, "bounds": {}, "seen": {}, "transforms": [None] * len(self.transforms)}
+        return {**vars(self), **left_here, **made_anew, "lent": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, which nobody else waits for."""
@@ -127,32 +127,33 @@ class Training:
             wanted = "to be read in the process that sends the mean on its way"
             got = f"a child of it, process {os.getpid()} of {self.sender}"
             raise RuntimeError(expected("states", wanted, got, "call opt.state_dict() before the fork"))
-        with self.settling:  # another thread may read the states; what it waits for is to be there for the next step
+        # Another thread may read the states. What it waits for has to be written before this one takes a step.
+        with self.settling:
             if (wait := self.sending) is None:
                 return
             try:
                 states = wait()
-            except Exception:
+            except Exception:  # Ctrl-C is none, and leaves the mean on its way: it can be waited for again
                 self.sending = None
-                raise  # what is no Exception, such as Ctrl-C, leaves the mean on its way: it can be waited for again
+                raise
             write = written_into(self.states, states)
             with writing(self):
                 write()
             self.sending = None
 
     def check_own_params(self, what: str) -> None:
-        """Refuse to write params that are put back at the end of `agreed_params`. Args: what: of whom it is asked.
+        """Refuse to write params that are put back at the end of `fn.adapters.agreed_params`.
 
-        Raises: RuntimeError inside of that context.
+        Args: what: the function that is called. Raises: RuntimeError inside of that context.
         """
         if self.lent:
             wanted = "to be called outside of fn.adapters.agreed_params, which puts this rank's own params back"
             raise RuntimeError(expected(what, wanted, "a call inside of it", "end the context first"))
 
     def check_whole(self, what: str) -> None:
-        """Refuse what would go on from parameters and state that are half written. Args: what: of whom it is asked.
+        """Refuse what would go on from parameters and state that are half written.
 
-        Raises: RuntimeError until a checkpoint is loaded.
+        Args: what: the function that is called. Raises: RuntimeError until a checkpoint is loaded.
         """
         if self.torn:
             raise RuntimeError(f"{what}: refused, for an exception came {TORN}")
@@ -171,13 +172,13 @@ class Training:
     def phase(self) -> Phase | Round:
         """Return the phase of the next step; behind the warm-up a round, for transforms that have rounds."""
         has_moved = self.steps > self.skipped
-        found = phase_of(self.schedule, self.steps)
-        if not has_moved and self.needs_warmup(found.phase):
+        scheduled = phase_of(self.schedule, self.steps)
+        if not has_moved and self.needs_warmup(scheduled.phase):
             return Phase.WARMUP
         if any(transform.rounds is not None for transform in self.transforms):
             as_rounds = {Phase.COMPRESSED: Round(0, 0), Phase.LOCAL: Round()}
-            return found if isinstance(found, Round) else as_rounds.get(found, found)
-        return found.phase
+            return scheduled if isinstance(scheduled, Round) else as_rounds.get(scheduled, scheduled)
+        return scheduled.phase
 
     def needs_warmup(self, phase: Phase, group: int | None = None) -> bool:
         """Return whether a phase needs a warm-up step before it, in a param group or in any of them."""
@@ -190,18 +191,20 @@ class Training:
         return max(self.skip_counts(), default=0)
 
     def skip_counts(self) -> list[int]:
-        """Return the number of each guard, without waiting for a device where nobody has written into it."""
-        if self.counts[0] is not self.states or "skips" not in self.counts[1]:  # asked several times in a step
-            self.counters("skips")
-        return [int(count if count.device.type == "cpu" else on_host(count)) for count in self.counts[1]["skips"]]
+        """Return how many steps each guard has skipped; a device is waited for only where one was."""
+        states, counters = self.found_counters
+        if states is not self.states or "skips" not in counters:  # asked several times in a step
+            return [int(on_host(count)) for count in self.counters("skips")]
+        return [int(count if count.device.type == "cpu" else on_host(count)) for count in counters["skips"]]
 
     def counters(self, role: str) -> list[Tensor]:
         """Return the tensors of all states that count something. Args: role: of the field, see `fn.Roles`."""
-        if self.counts[0] is not self.states:
-            self.counts = self.states, {}
-        if role not in self.counts[1]:  # a walk through all states takes longer than a small step
-            self.counts[1][role] = roles.find(self.states, role)
-        return self.counts[1][role]
+        if self.found_counters[0] is not self.states:
+            self.found_counters = self.states, {}
+        counters = self.found_counters[1]
+        if role not in counters:  # a walk through all states takes longer than a small step
+            counters[role] = roles.find(self.states, role)
+        return counters[role]
 
     @property
     def left_out(self) -> int:
@@ -288,7 +291,7 @@ class Training:
                     self.remake(i)
                     self.updates.clear()
                 self.seen[i] = param_groups.remembered(group)
-            except Exception as error:  # not raised here, where the other ranks would wait
+            except Exception as error:  # raised with the gradients: here the other ranks would wait for this one
                 self.hypers[i] = before
                 return error
         return None

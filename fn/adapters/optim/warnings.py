@@ -1,4 +1,8 @@
-"""Warn about configurations that run but do not do what was meant."""
+"""Warn about what runs but does not do what was meant: configurations, jumps, and steps that are skipped in a row.
+
+The ranks skip together and know how many times, so that they can tell each other what they see when it is time for a
+warning. Steps that are taken, and the first that are skipped, send nothing for it.
+"""
 
 from __future__ import annotations
 
@@ -127,20 +131,20 @@ def _seen_in_shards(training: Training, g: int) -> dict[int, bool]:
     state, params = training.states[g], [p.detach() for p in training.groups[g]["params"]]
     if not isinstance(state, SkipState) or not isinstance(state.inner, ShardedState):
         return {}
-    with divisions.collected() as found:
+    with divisions.collected() as notes:  # how the group's tensors lie in shards
         training.transforms[g].init(params)
     seen = torch.zeros(len(params), dtype=torch.float32, device=params[0].device)
     for nu in roles.find(state, "second_moment"):
-        for bucket, shard in zip(found[0].plan, tree.leaves(nu), strict=True):
-            for i, there in zip(bucket.leaf_indices, found[0].placed(bucket, shard != 0), strict=True):
-                seen[i] += there.any()
+        for bucket, shard in zip(notes[0].plan, tree.leaves(nu), strict=True):
+            for i, is_seen in zip(bucket.leaf_indices, notes[0].placed(bucket, shard != 0), strict=True):
+                seen[i] += is_seen.any()
     for axis in training.axes:
         seen = psum(seen, axis)
     return {i: bool(x) for i, x in enumerate(seen)}
 
 
 def warn_of_jumps(training: Training, phase: Phase | Round) -> None:
-    """Warn, once, if a first step in codes after a warm-up step moved elements by more than `FAR` learning rates.
+    """Warn, once, if a first compressed step after a warm-up step moved elements by more than `FAR` learning rates.
 
     A code gives every element of a tensor a momentum of plus or minus its scale, and the frozen second moment divides
     it. Where that comes from rounding alone, the quotient is thousands of steps of Adam. The biases of keys are such
@@ -155,25 +159,25 @@ def warn_of_jumps(training: Training, phase: Phase | Round) -> None:
     if training in _warned or not any(facts_of(transform).unclamped for transform in training.transforms):
         return
     is_first = not any(int(bound.rank) for bound in training.binding.axes.values())
-    far = [
-        (*seen, name)
+    jumps = [
+        (*jump, name)
         for g, hypers in enumerate(training.hypers)
         for state in tree.instances(training.states[g], KINDS)
-        for name, seen in _each(training.groups[g], state, hypers, is_first)
-        if seen[0] > FAR
+        for name, jump in _jumps(training.groups[g], state, hypers, is_first)
+        if jump[0] > FAR
     ]
-    if far:
+    if jumps:
         _warned.add(training)
-        most, count, size, _, name = max(far)
-        eps = max(found[3] for found in far)
-        others = f", and {len(far) - 1} other parameters" if len(far) > 1 else ""
+        most, count, size, _, name = max(jumps)
+        eps = max(jump[3] for jump in jumps)
+        others = f", and {len(jumps) - 1} other parameters" if len(jumps) > 1 else ""
         what = f"{count} of {size} elements of {name}{others}, moved by up to {most:.0f} times lr"
         why = "codes give them the scale of the others, but next to no gradient, that of a key's bias say, froze theirs"
         hint = f"pass max_step=1.0; or eps={eps:.0e}, from the start or written into the param groups now"
         warnings.warn(f"eps: too small for the second moment of {what}: {why}; {hint}", stacklevel=6)
 
 
-def _each(group: dict[str, Any], state: Any, hypers: dict[str, Any], is_first: bool) -> list[tuple[str, Any]]:
+def _jumps(group: dict[str, Any], state: Any, hypers: dict[str, Any], is_first: bool) -> list[tuple[str, Any]]:
     """Return by name for each parameter: the largest step, how many are far, of how many, and the eps they would need.
 
     The moments of shards are vectors of this rank's. What all ranks hold is for the first one to look at.
