@@ -90,8 +90,8 @@ def _warn_of_no_axis(training: Training) -> None:
 def _warn_of_plain_torch(params: list[Tensor]) -> None:
     for device in sorted({p.device.type for p in params}):
         count = sum(p.numel() for p in params if p.device.type == device)
-        providers = {cell.provider for op in ("sign_encode_feedback", "quantize_feedback") for cell in cells(op, device)}
-        if count >= LARGE and providers <= {"torch"}:
+        fused = [cell for op in ("sign_encode_feedback", "quantize_feedback") for cell in cells(op, device)]
+        if count >= LARGE and all(cell.provider == "torch" for cell in fused):
             text = "are fused, so codes are made in plain torch, which takes several times as long and more memory"
             hint = "`python -m fn` says what can be installed"
             warnings.warn(f"kernels: none for {device!r} {text}; {hint}", stacklevel=4)
