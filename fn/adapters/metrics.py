@@ -72,6 +72,7 @@ class Watch:
         optimizer = self._optimizer
         moved = optimizer.skipped == skipped
         wire = seen.time_in("exchange", "gather", "average")
+        # A step that is overlapped with the backward pass was measured on another thread, by nobody: None, not zeros.
         elsewhere = optimizer.training.ahead is not None and phase is not Phase.LOCAL and wire is None
         metrics = StepMetrics(
             step=optimizer.steps - 1,

@@ -169,6 +169,7 @@ class _Islands:
                 logger.warning("an exchange between islands failed and is dropped: %s", error)
                 manager.report_error(error)
                 group.abort()  # whoever waits for this island notices
+        # Nothing is written before all islands say that theirs succeeded: one that wrote alone would move its anchor.
         if not manager.should_commit():
             return False
         if staged is not None:
@@ -196,20 +197,20 @@ class _Islands:
         with Binding(
             {**training.binding.axes, self.axis: Axis(size, torch.tensor(rank, dtype=torch.int64, device="cpu"), name)}
         ):
-            said, there = [float(present), self.unsent, training.steps], device_among(training.groups)
-            mine = torch.tensor(said, dtype=torch.float64, device=there)
+            header, device = [float(present), self.unsent, training.steps], device_among(training.groups)
+            mine = torch.tensor(header, dtype=torch.float64, device=device)
             rows = all_gather(mine, self.axis).tolist()
-            if not any(here for here, _, _ in rows):
+            if not any(speaks for speaks, _, _ in rows):
                 return None
             # An island that missed a quorum may have taken fewer steps, and goes on from where the others are.
-            latest = int(max(steps for here, _, steps in rows if here))
+            latest = int(max(steps for speaks, _, steps in rows if speaks))
             training.steps = latest - 1  # the schedule is asked for the step that they have taken
             round_, training.steps = training.phase, latest
             assert isinstance(round_, Round)
-            tokens = [here * tokens for here, tokens, _ in rows]
-            weights = tokens if any(tokens) else [here for here, _, _ in rows]
+            tokens = [speaks * tokens for speaks, tokens, _ in rows]
+            weights = tokens if any(tokens) else [speaks for speaks, _, _ in rows]
             staged = stage_exchange(training, round_, weight_of(weights, rank))
-            all_gather(mine, self.axis)
+            all_gather(mine, self.axis)  # raises, so that nobody writes, where an island was lost meanwhile
         return staged
 
 
@@ -217,14 +218,14 @@ def _transport(group: Any, size: int) -> Transport:
     """Return the exchanges of a process group of torchft, which torch.distributed does not know."""
 
     def all_to_all(x: Tensor) -> Tensor:
-        found = torch.empty_like(x)
-        group.alltoall_base(found, x, [], [], AllToAllOptions()).wait()
-        return found
+        received = torch.empty_like(x)
+        group.alltoall_base(received, x, [], [], AllToAllOptions()).wait()
+        return received
 
     def gather(x: Tensor) -> Tensor:
-        found = x.new_empty((size, *x.shape))
-        group.allgather([list(found.unbind())], [x], AllgatherOptions()).wait()
-        return found
+        rows = x.new_empty((size, *x.shape))
+        group.allgather([list(rows.unbind())], [x], AllgatherOptions()).wait()
+        return rows
 
     def psum(x: Tensor) -> Tensor:
         group.allreduce([x], AllreduceOptions()).wait()

@@ -130,6 +130,7 @@ def fit(sizes: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
     slope, _ = statistics.linear_regression(sizes, times)
     if slope <= 0:  # no size costs more than another: the link is too fast to be seen
         return statistics.median(times), 1e-15
+    # The intercept of least squares is the noise of the large messages. What a message costs at least, small ones show.
     small = sorted(zip(sizes, times, strict=True))[: -(-len(sizes) // 2)]
     return max(0.0, statistics.median(time - slope * size for size, time in small)), slope
 

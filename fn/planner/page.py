@@ -70,7 +70,8 @@ def write(
         "compute": compute, "round": local_steps,
     }  # fmt: skip
     template = files("fn.planner").joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace('"COEFFICIENTS"', json.dumps(filled, separators=(",", ":")).replace("</", "<\\/"))
+    text = json.dumps(filled, separators=(",", ":")).replace("</", "<\\/")  # "</script>" in a name would end the script
+    return template.replace('"COEFFICIENTS"', text)
 
 
 def coefficients(
@@ -93,7 +94,7 @@ def coefficients(
 
         @cache
         def counts(i: int) -> Counts:
-            model = models[i]._replace(width=4) if local else models[i]
+            model = models[i]._replace(width=4) if local else models[i]  # differences are float32 in any case
             return _counts(parts_of(model, partial(send, ranks=ranks), bucket if cut == "bucket" else None))
 
         return [

@@ -105,9 +105,10 @@ def _behind_backward(parts: Sequence[tuple[float, float]], compute: float) -> fl
     """Return what the backward pass does not hide of parts (fraction of the gradients, seconds)."""
     if not any(time for _, time in parts):  # sums of fractions are not quite 1, by which nothing shall be ranked
         return 0.0
-    free, done = FORWARD * compute, 0.0
+    free, done = FORWARD * compute, 0.0  # free: when the link has sent what came before
     for fraction, time in parts:
         done += fraction
+        # A part leaves when its gradients are there and the link is free, whichever is later.
         free = max(free, compute * (FORWARD + (1 - FORWARD) * done)) + time
     return max(0.0, free - compute)
 

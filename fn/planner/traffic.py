@@ -109,6 +109,7 @@ def codes(
     messages = []
     for group in [lengths] if layout != "per_tensor" else [[n] for n in lengths]:
         whole = _padded(group, local * served, codec.align) * shapes.width
+        # Over two axes a node's exact mean is encoded, which is float32 at least.
         row = row_bytes(codec, group, local * served, width=shapes.width if local == 1 else max(4, shapes.width))
         messages += _rows("local", "all_to_all", local, served * whole)
         messages += _rows(axis, "all_to_all", outer, row) if servers else []

@@ -48,6 +48,7 @@ class Claim:
         """Become the owner. Raises: OSError that names who is."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = _describe_this_process()
+        # Only one of several processes can create the file. One that finds it there tries again when it is gone.
         while not _create(self._path, text):
             _remove_stale(self._path)
         self._text = text
@@ -92,7 +93,7 @@ def _describe_this_process() -> str:
 def _create(path: Path, text: str) -> bool:
     """Write a file that is not there; return whether it was not."""
     try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)  # asks and makes at once, over NFS, too
     except FileExistsError:
         return False
     try:
@@ -161,9 +162,12 @@ def _runs(owner: dict[str, Any]) -> bool | None:
 
 
 def _start(process: object) -> str | None:
-    """Return when a process was started, in the system's ticks; None if it is gone."""
+    """Return when a process was started, in the system's ticks; None if it is gone.
+
+    Its number alone says little: the system gives that of a process that ended to a new one.
+    """
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()  # its name may hold ")" itself
     except OSError:
         return None
-    return None if fields[0] in "ZX" else fields[19]
+    return None if fields[0] in "ZX" else fields[19]  # a zombie or dead process saves nothing any more

@@ -113,6 +113,7 @@ def to_fill(own: set[str], shapes: Mapping[str, tuple[torch.Size, torch.dtype]])
         if key not in own or mesh is None:
             return torch.zeros(shape, dtype=dtype, device="cpu")
         _, count = _span(shape[0])
+        # Made of this rank's rows alone: a DTensor of the whole would take the memory of all ranks' rows.
         local = torch.zeros((count, *shape[1:]), dtype=dtype, device="cpu")
         stride = torch.empty(shape, dtype=torch.float32, device="meta").stride()
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
@@ -154,6 +155,7 @@ def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         raise ValueError(f"checkpoint: is of another world, and its errors of the axes {axes} belong to that one")
     if len(training.transforms) != len(training.groups):
         raise ValueError("checkpoint: is of another world; those of DeepSpeed's drop-ins fit only their own")
+    # Each rank has read some of the rows, and all of them are added up: those of all ranks that saved.
     add = partial(_over_ranks, axis=axes[0] if axes else None, device=device_among(training.groups))
     orders = [_orders_of(g, params, saved) for g, params in enumerate(training.params)]
     with training.binding:

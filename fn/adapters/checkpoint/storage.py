@@ -129,6 +129,8 @@ def finish(folder: Path, names: Names, keep: int) -> Path:
     write_sealed(folder / LATEST, done.name)
     _sync(folder)
     ours = _ours(folder, "step-*")
+    # By the order of saving, not by steps: a run that goes on from an older checkpoint has fewer steps than those that
+    # it abandons, which else would stay in place of its own.
     others = sorted((p for p in ours if p != done), key=lambda p: (ours[p], p.name))
     for old in others[: -(keep - 1) or None]:
         leaving = folder / f".writing-{old.name}-{secrets.token_hex(4)}"
@@ -180,7 +182,7 @@ def verify(checkpoint: Path, rank: int, size: int) -> tuple[int, set[str]]:
 
 def write_sealed(path: Path, text: str) -> None:
     """Replace a small file in one stroke by a text and its digest."""
-    new = path.with_name(f".{path.name}.new")
+    new = path.with_name(f".{path.name}.new")  # a process that is killed while it writes leaves the old file whole
     with new.open("w") as file:
         file.write(f"{hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}\n{text}")
         file.flush()

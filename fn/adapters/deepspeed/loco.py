@@ -6,7 +6,7 @@
     0.234
     >>> (mean,), errors = loco_quant_reduce([gradient], errors, local_axis="local", node_axis="node")
 
-Each gradient is quantised twice to 4 bits: before the exchange within the node, and again before the exchange across
+Each gradient is quantized twice to 4 bits: before the exchange within the node, and again before the exchange across
 nodes. This is for those who compare; `fn.reduce_scatter_mean` over ("local", "node") and `fn.loco_adamw` are this
 library's own, which return the mean, take any size, and keep an error's age with the error.
 
@@ -168,15 +168,14 @@ def _stage(x: Tensor, groups: int, error: StoredError | None, beta: float) -> St
     """Compensate x (n,), quantise it, and keep what was lost; the arithmetic is in float32 unless it says otherwise."""
     valid, runs = _place(x.shape[0], groups, x.device)
     if error is not None:
-        e = torch.ops.fn.dequantize(error.codes[None], error.scales[None], valid, runs, 8)[0].to(x.dtype)
-        x = x + e
+        old = torch.ops.fn.dequantize(error.codes[None], error.scales[None], valid, runs, 8)[0].to(x.dtype)
+        x = x + old
     codes, scales = torch.ops.fn.quantize(x[None], valid, runs, 4)
     if error is None:
-        return Stage(codes[0], scales[0], x[:0], _empty(x.device))
+        return Stage(codes[0], scales[0], x[:0], _zero_error(0, 0, x.device))
     sent = torch.ops.fn.dequantize(codes, scales, valid, runs, 4)[0].to(x.dtype)
-    rounded = torch.tensor(beta, dtype=torch.float32, device="cpu")
-    beta = float(rounded)  # 1 - beta is taken of it, as kernels do
-    kept = (beta * e.float() + (1.0 - beta) * (x.float() - sent.float())).to(x.dtype)
+    beta = float(torch.tensor(beta, dtype=torch.float32, device="cpu"))  # DeepSpeed's kernels take 1 - beta of that
+    kept = (beta * old.float() + (1.0 - beta) * (x.float() - sent.float())).to(x.dtype)
     stored = torch.ops.fn.quantize(kept[None], valid, runs, 8)
     return Stage(codes[0], scales[0], kept, StoredError(stored[0][0], stored[1][0]))
 
@@ -229,28 +228,18 @@ def _exact_part(tensor: Tensor, local_axis: str, node_axis: str) -> Tensor:
     return shard.to(tensor.dtype)
 
 
-def _empty(device: torch.device) -> StoredError:
-    return StoredError(
-        torch.zeros(0, dtype=torch.int8, device=device), torch.zeros(0, dtype=torch.float32, device=device)
-    )
+def _zero_error(numel: int, groups: int, device: torch.device) -> StoredError:
+    codes = torch.zeros(numel, dtype=torch.int8, device=device)
+    return StoredError(codes, torch.zeros(groups, dtype=torch.float32, device=device))
 
 
 def _start(tensors: Sequence[Tensor], plans: Sequence[int], local_axis: str) -> LocoErrors:
-    ranks = axis_size(local_axis)
-
     def zeros(share: int) -> tuple[StoredError, ...]:
-        return tuple(
-            StoredError(
-                torch.zeros(t.numel() // share, dtype=torch.int8, device=t.device),
-                torch.zeros(groups // share, dtype=torch.float32, device=t.device),
-            )
-            if groups
-            else _empty(t.device)
-            for t, groups in zip(tensors, plans, strict=True)
-        )
+        pairs = zip(tensors, plans, strict=True)
+        return tuple([_zero_error(bool(g) * t.numel() // share, g // share, t.device) for t, g in pairs])
 
-    device = tensors[0].device if tensors else torch.device("cpu")
-    return LocoErrors(zeros(1), zeros(ranks), torch.zeros((), dtype=torch.int64, device=device))
+    counter = torch.zeros((), dtype=torch.int64, device=device_of(list(tensors)))
+    return LocoErrors(zeros(1), zeros(axis_size(local_axis)), counter)
 
 
 def _check(errors: LocoErrors, tensors: Sequence[Tensor], plans: Sequence[int], local_axis: str) -> None:

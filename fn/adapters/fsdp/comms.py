@@ -1,4 +1,4 @@
-"""The objects that FSDP2 calls: a reduce-scatter and an all-gather in codes, and a mean over replicas."""
+"""The objects that FSDP2 calls: a reduce-scatter and an all-gather of quantized values, and a mean over replicas."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Allocates:
 
 
 class CompressedReduceScatter(_Allocates, ReduceScatter):
-    """`reduce_scatter_mean` as FSDP2 calls it; `error` is what was not delivered yet.
+    """`reduce_scatter_mean` as FSDP2 calls it; `error` is the residual error, what was not delivered yet.
 
     A vector with a NaN or an Inf on any rank gives NaN on all ranks and leaves every rank's error as it was;
     `skipped` (0-d int64) counts these.
@@ -103,11 +103,11 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
             another reduction than a sum or a mean. Nothing is sent then.
         """
         factor = _factor(op, group.size())
-        expected = group.size() * sum(self.rows.given)
-        if input_tensor.shape[0] != expected or input_tensor.dtype != self.dtype:
+        elements = group.size() * sum(self.rows.given)
+        if input_tensor.shape[0] != elements or input_tensor.dtype != self.dtype:
             raise RuntimeError(
                 f"fsdp: {self.name} reduces {input_tensor.shape[0]} elements of {input_tensor.dtype}, but was "
-                f"compressed with {expected} of {self.dtype}; a parameter without a gradient takes part after "
+                f"compressed with {elements} of {self.dtype}; a parameter without a gradient takes part after "
                 "module.set_reduce_scatter_unused_params(True), where torch has it, and a change of requires_grad or "
                 "of dtypes needs remove() and compress(module) again"
             )
@@ -120,12 +120,14 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
         payload, error = encode(self.codec, self.feedback, x, self.error)
         if not tree.leaves(self.error):  # nothing that a NaN could spoil
             return mean_of_rows(self.own, messages.exchange(payload, self.axis))
+        # A NaN or an Inf shows in the scales. Whether there is one travels along, for all ranks have to keep their old
+        # errors: what they send in this message nobody uses, and it would else count as delivered.
         ok = all_finite([p for p in tree.leaves(payload) if p.is_floating_point()])
         payload, oks = messages.exchange((payload, ok.to(torch.uint8).expand(x.shape[0], 1)), self.axis)
         ok = oks.bool().all()
         self.error = keep(ok, error, self.error)
         self.skipped += ~ok
-        return or_nan(ok, mean_of_rows(self.own, payload))
+        return torch.where(ok, mean_of_rows(self.own, payload), float("nan"))
 
 
 class CompressedAllGather(_Allocates, AllGather):
@@ -143,7 +145,7 @@ class CompressedAllGather(_Allocates, AllGather):
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather (n,) of every rank to (W * n,)."""
-        if group is not self.group:
+        if group is not self.group:  # after reshard_after_forward=2, say: parts of a node's ranks
             work: dist.Work | None = DefaultAllGather()(output_tensor, input_tensor, group, async_op)
             return work
         with bind({self.axis: group}), self.sent:
@@ -236,13 +238,6 @@ def keep(ok: Tensor, new: Tree, old: Tree) -> Tree:
 def _codec(codec: Codec, segments: Segments, device: torch.device) -> Codec:
     """Return the codec for segments whose counts are on the device already, where every message needs them."""
     return segmented(codec, Segments(segments.widths, segments.valid.to(device)))
-
-
-def or_nan(ok: Tensor, x: Tensor) -> Tensor:
-    """Return x where `ok`, 0-d bool, else NaN."""
-    if ok.device.type == "cpu" and bool(ok):
-        return x
-    return torch.where(ok, x, float("nan"))
 
 
 def _factor(op: Any, size: int) -> float:

@@ -1,4 +1,4 @@
-"""Gradients in codes, with error feedback, inside PyTorch's own ZeRO-3: FSDP2.
+"""Quantized gradients, with error feedback, inside PyTorch's own ZeRO-3: FSDP2.
 
     for block in model.blocks:
         fully_shard(block)
@@ -6,8 +6,8 @@
     compressed = compress(model)                     # LoCo: int4 with damped feedback
     opt = torch.optim.AdamW(model.parameters())      # DTensors, as ever with FSDP2
 
-The ranks exchange codes where FSDP2 would reduce and scatter full gradients. Everything else is FSDP2's: when it
-communicates, in which precision it reduces, what it prefetches and frees.
+The ranks exchange codes, which are quantized values, where FSDP2 would reduce and scatter full gradients. Everything
+else is FSDP2's: when it communicates, in which precision it reduces, what it prefetches and frees.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def compress(
         replicas: for hybrid sharding: the axis of the replicas. The modules are then sharded over the other axis
             alone, a mesh of one dimension. FSDP2's own hybrid sharding works too: it averages over the replicas
             exactly, and takes no `replicas`.
-    Returns: the errors, what was sent, and the way back.
+    Returns: the residual errors, what was sent, and the way back.
     Raises: ValueError if the module holds no group of FSDP2, holds one that is compressed already or has a custom
         communication object or hook, or if the ranks disagree; TypeError for dtypes that codes cannot represent.
         Nothing is changed then.
