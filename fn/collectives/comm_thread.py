@@ -103,6 +103,17 @@ class _Worker(threading.Thread):
         while _do(self.jobs.get(), self._binding, self._stream):
             pass
 
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until the thread has ended, in the operating system, too.
+
+        Python's own returns before the thread has destroyed what C++ keeps for it. Such a destructor may ask for the
+        interpreter while that goes down, which ends the process with SIGABRT.
+        """
+        super().join(timeout)
+        until = time.monotonic() + LAST_WAIT
+        while not self.is_alive() and os.path.exists(f"/proc/self/task/{self.native_id}") and time.monotonic() < until:
+            time.sleep(0.001)
+
 
 _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
 """Those that may run. A forked child has none of these threads, and may not close the connections of its parent."""
