@@ -230,6 +230,9 @@ def test_the_map_of_the_house_names_what_is_there() -> None:
     named = set(re.findall(r"^fn/\S*", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert {f"fn/{folder.parent.name}/" for folder in (ROOT / "fn").glob("*/__init__.py")} <= named
     assert all((ROOT / name).exists() for name in named)
+    to_read = re.findall(r"`((?:\w+/)*\w+\.py)`", (ROOT / "README.md").read_text())
+    assert "transforms/adam.py" in to_read
+    assert [name for name in to_read if not (ROOT / "fn" / name).exists() and not (ROOT / name).exists()] == []
 
 
 def test_every_fault_has_a_test_that_exists() -> None:
