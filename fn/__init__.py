@@ -2,6 +2,7 @@
 
 from fn import kernels
 from fn.adapters.flatten import flatten_parameters
+from fn.adapters.labels import labels_of
 from fn.adapters.optim.donate import donate
 from fn.adapters.optim.optimizer import Optimizer
 from fn.base import Facts, Phase, Round, Transform, UpdateFn, apply_updates, chain, lift, stateless
@@ -103,6 +104,7 @@ __all__ = [
     "int4",
     "int8",
     "kernels",
+    "labels_of",
     "lamb",
     "ledger",
     "lift",

@@ -7,7 +7,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fn import tree
 from fn.base import Transform, chain, check_whole
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.bins import bins
@@ -19,7 +18,7 @@ from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, average, compressed_average
 from fn.transforms.bases import in_basis, tiles
 from fn.transforms.decay_and_lr import add_decayed_weights, check_rate, scale_by_learning_rate
-from fn.transforms.masking import partition
+from fn.transforms.masking import Labels, hidden_and_other, partition
 from fn.transforms.momentum import check_weight, trace
 from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import Fragments, Store, outer
@@ -188,17 +187,19 @@ def sparse_loco(
 
 def muloco(
     lr: float | Tensor = 0.02,
-    momentum: float = 0.95,
+    momentum: float = 0.9,
     b1: float = 0.9,
-    b2: float = 0.95,
+    b2: float = 0.99,
     eps: float = 1e-8,
     weight_decay: float = 0.01,
     *,
     axis: AxisNames,
+    labels: Labels = None,
+    scale: Literal["spectral_norm", "rms_norm"] = "spectral_norm",
     inner_nesterov: bool = False,
     dtype: torch.dtype | None = None,
-    outer_lr: float | Tensor = 0.7,
-    outer_momentum: float = 0.6,
+    outer_lr: float | Tensor = 0.9,
+    outer_momentum: float = 0.8,
     codec: Codecs | None = None,
     feedback: Feedbacks | None = None,
     servers: bool = True,
@@ -207,7 +208,7 @@ def muloco(
     store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
-    """MuLoCo: DiLoCo whose local steps are Muon's for matrices, and AdamW's for all other tensors.
+    """MuLoCo: DiLoCo whose local steps are Muon's for matrices of hidden layers, and AdamW's for all other tensors.
 
         >>> import torch, fn
         >>> tx, schedule = fn.muloco(0.05, axis="data"), fn.every(5)
@@ -221,27 +222,33 @@ def muloco(
         >>> targets = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
         >>> best, p = targets.mean(0), fn.simulate(train, "data", 2)(targets)[0]
         >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
-        0.450 -> 0.056
+        0.450 -> 0.069
 
     Args:
-        lr: of the local steps, of both kinds. momentum, inner_nesterov, dtype: Muon's, as for `scale_by_muon`.
+        lr: of the local steps, of both kinds.
+        labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
+            and the head to AdamW. None: all matrices are Muon's, for their shapes do not tell.
+        momentum, inner_nesterov, scale, dtype: Muon's, as for `scale_by_muon`; with scale="rms_norm" a rate of AdamW
+            fits both kinds.
         b1, b2: AdamW's. eps, weight_decay: of both.
         outer_lr, outer_momentum: of the outer step, which is Nesterov's.
         axis, codec, feedback, servers, fragments, alpha, store, on_skip: as for `diloco`; in 2 bits it is
             `codec=bins(4, 6)`.
     Returns: a transform with a warm-up, exact, and rounds; `every(30)` is its schedule.
 
-    Paper: Therien et al., MuLoCo (arXiv 2505.23725).
-    Differs: `outer_lr` counts once; in the authors' code for several ranks it multiplies the differences, too, where
+    Paper: Therien et al., MuLoCo (arXiv 2505.23725), whose values for several workers are the defaults.
+    Differs: the authors' program for one worker has momentum 0.95, b2 0.95 and an outer step of 0.7 and 0.6.
+        `outer_lr` counts once; in the authors' code for several ranks it multiplies the differences, too, where
         errors are fed back.
     """
     check_weight("momentum", momentum)
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
     kinds = {
-        "muon": chain(scale_by_muon(momentum, inner_nesterov, eps=eps, dtype=dtype), decay, rate),
+        "muon": chain(scale_by_muon(momentum, inner_nesterov, eps=eps, scale=scale, dtype=dtype), decay, rate),
         "adamw": chain(scale_by_adam(b1, b2, eps), decay, rate),
     }
-    inner = partition(kinds, lambda params: tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params))
+    named = hidden_and_other(labels, {"hidden": "muon", "other": "adamw"}, lambda p: p.ndim == 2)
+    inner = partition(kinds, named)
     outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov=True)
     sync = _mean(axis, codec, feedback, servers)
     tx = outer(inner, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip)

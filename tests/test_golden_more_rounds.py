@@ -279,7 +279,9 @@ def by_hand(feedback: fn.Feedback) -> fn.Transform:
 
 
 def named(feedback: fn.Feedback) -> fn.Transform:
-    return fn.muloco(axis="data", outer_lr=0.8, codec=linear(4), feedback=feedback, servers=False)
+    inner = {"momentum": 0.95, "b2": 0.95}
+    outer = {"outer_lr": 0.8, "outer_momentum": 0.6}
+    return fn.muloco(axis="data", **inner, **outer, codec=linear(4), feedback=feedback, servers=False)
 
 
 def two_rounds(make: Callable[[fn.Feedback], fn.Transform], gradients: list[Tensor]) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,6 +82,7 @@ def low_rank_average(
     feedback: Feedback | None = None,
     mean: Transform | None = None,
     orthonormal: bool = False,
+    exactly: Tree | Callable[[Tree], Tree] | None = None,
     min_rate: float = 1.0,
     multiple_of: int = 1,
     iterations: int = 1,
@@ -120,6 +121,8 @@ def low_rank_average(
             transpose is taken of matrices with more columns than rows. With `decayed(1, 1 - mu)` the errors are the
             momentum of such an optimizer; so all matrices are iterated, also on one rank, and in the warm-up, with
             factors that are averaged exactly. There is no local phase.
+        exactly: which tensors are averaged exactly whatever their shape, embeddings say: a tree like the params with
+            True at these, or a function of the params. None: no others than those named above.
         min_rate: factors are sent where they are smaller than the matrix by more than this.
         multiple_of: a rank is rounded up to a multiple of it.
         iterations: of the power iteration in a step, two messages each.
@@ -144,23 +147,27 @@ def low_rank_average(
         check_is_transform("mean", mean)
     exact = average(axis)
 
-    def plan_of(shape: torch.Size) -> _Plan:
+    def plan_of(shape: torch.Size, exact: bool) -> _Plan:
         rows = shape[0] if shape else 1
         columns = math.prod(shape[1:])
         least = min(rows, columns)
         r = max(1, math.ceil(round(rank * least, 6))) if isinstance(rank, float) else int(rank)  # 0.07 * 100 > 7
         r = min(-(-r // multiple_of) * multiple_of, least)
         shrinks = r < least and (rows + columns) * r * min_rate < rows * columns
-        iterated = len(shape) > 1 and least > 0 and (shrinks or orthonormal)
+        iterated = not exact and len(shape) > 1 and least > 0 and (shrinks or orthonormal)
         return _Plan(rows, columns, r if iterated else 0, iterated and shrinks, orthonormal and rows < columns)
 
     def init(params: Tree) -> LowRankState:
         tree.check_real(params, "params")
         settings: dict[str, object] = {"rank": rank, "multiple_of": multiple_of, "min_rate": min_rate, "seed": seed}
         settings |= {"orthonormal": orthonormal, "iterations": iterations, **describe((feedback, mean))}
-        check_agreement(axis, {**settings, **describe_leaves(params)}, device_of(params))
         leaves = [leaf.detach() for leaf in tree.leaves(params)]
-        plans, generator = [plan_of(p.shape) for p in leaves], np.random.default_rng(seed)
+        chosen = exactly(params) if callable(exactly) else exactly
+        marks = [False] * len(leaves) if chosen is None else tree.leaves(tree.in_order(chosen, params, "exactly"))
+        settings["exactly"] = [i for i, mark in enumerate(marks) if mark]
+        check_agreement(axis, {**settings, **describe_leaves(params)}, device_of(params))
+        plans = [plan_of(p.shape, bool(mark)) for p, mark in zip(leaves, marks, strict=True)]
+        generator = np.random.default_rng(seed)
         pairs = list(zip(leaves, plans, strict=True))
         errors = tuple(feedback.init(p.new_zeros(p.numel())) if at.rank else () for p, at in pairs)
         q = tuple(_drawn(p, at, generator) if at.rank else () for p, at in pairs)
@@ -194,7 +201,7 @@ def low_rank_average(
                 return primitives.pmean(updates, axis), state
             check_params(params)
             leaves, structure = tree.flatten(tree.in_order(updates, params, "updates"))
-            plans = [plan_of(g.shape) for g in leaves]
+            plans = [plan_of(g.shape, isinstance(basis, tuple)) for g, basis in zip(leaves, state.q, strict=True)]
             iterated = [i for i, at in enumerate(plans) if at.rank]
             sent = [i for i in iterated if plans[i].in_factors]
             whole = [i for i, at in enumerate(plans) if not at.in_factors]

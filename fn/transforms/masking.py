@@ -157,6 +157,32 @@ def _check_labels(state: Tree, labels: Iterable[str]) -> None:
         raise ValueError(expected("state", wanted, f"{sorted(map(str, state))}"))
 
 
+Labels = Tree | Callable[[Tree], Tree] | None
+"""Which tensors are matrices of hidden layers, "hidden", and which are "other": a tree like the params, or a function
+of them. None: a function of the shapes."""
+
+
+def hidden_and_other(
+    labels: Labels, names: Mapping[str, str], is_hidden: Callable[[Tensor], bool]
+) -> Callable[[Tree], Tree]:
+    """Return labels for `partition` from those of `fn.labels_of`, whose tensors `is_hidden` must take, too.
+
+    Args: labels: "hidden" and "other"; None: by `is_hidden` alone. names: the label of `partition` for each of both.
+        is_hidden: of a tensor, whether the optimizer of hidden matrices can take it.
+    Raises: from the function that is returned, ValueError for other labels.
+    """
+
+    def named(params: Tree) -> Tree:
+        shapes = tree.map(lambda p: "hidden" if is_hidden(p) else "other", params)
+        given = shapes if labels is None else labels(params) if callable(labels) else labels
+        given = tree.in_order(list(given) if isinstance(given, tuple) else given, params, "labels")
+        if unknown := {*map(str, tree.leaves(given))} - set(names):
+            raise ValueError(expected("labels", "'hidden' or 'other' for each tensor", f"{sorted(unknown)}"))
+        return tree.map(lambda label, shape: names["other" if "other" in (label, shape) else "hidden"], given, shapes)
+
+    return named
+
+
 def unfrozen(inner: Transform) -> Transform:
     """Stay in the warm-up in every phase: full precision for what compression would harm, norms and biases.
 

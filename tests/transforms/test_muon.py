@@ -17,6 +17,8 @@ from fn import Round, tree
 
 FOLDER = Path(__file__).parents[1] / "golden" / "outer"
 ROWS = json.loads((FOLDER / "index_muloco.json").read_text())["cases"]
+MULOCO_1 = {"momentum": 0.95, "b2": 0.95, "outer_lr": 0.7, "outer_momentum": 0.6}
+"""The defaults of the recorded program, which is for one worker."""
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -33,7 +35,8 @@ def test_the_recorded_run_is_replayed(row: dict[str, Any]) -> None:
     arrays, hyper = dict(np.load(FOLDER / row["file"])), row["hyper"]
     own, count = hyper["muloco"], len(hyper["shapes"])
     names = {"inner_lr": "lr", "nesterov": "inner_nesterov"}
-    tx = fn.muloco(axis="data", dtype=getattr(torch, hyper["ns"]), **{names.get(k, k): v for k, v in own.items()})
+    given = {**MULOCO_1, **{names.get(k, k): v for k, v in own.items()}}
+    tx = fn.muloco(axis="data", dtype=getattr(torch, hyper["ns"]), **given)
 
     def each(name: str) -> list[Tensor]:
         return [torch.from_numpy(arrays[f"p{i}.{name}"].copy()) for i in range(count)]

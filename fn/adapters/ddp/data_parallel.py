@@ -10,6 +10,7 @@ for an optimizer that is made elsewhere; `overlap` takes a model without DDP, to
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -27,6 +28,7 @@ from fn.adapters.ddp.backward_pass import DdpHook, GradientHooks
 from fn.adapters.ddp.buckets import bucketed, enough, split
 from fn.adapters.ddp.gradient_averaging import GradientAverage, coded_average
 from fn.adapters.ddp.overlapped import Overlap
+from fn.adapters.labels import labels_of
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.param_groups import check_make
 from fn.base import Phase, Transform, chain
@@ -158,7 +160,8 @@ def optimizer(
     Args:
         model: a `DistributedDataParallel` without a communication hook. In a single process also a plain module, which
             is what accelerate makes of one there: steps are then those of one rank, which sends nothing.
-        make: a named optimizer, such as `fn.onebit_adam`; it is given axis="data", the model's process group.
+        make: a named optimizer, such as `fn.onebit_adam`; it is given axis="data", the model's process group, and if it
+            takes labels, as `fn.dion` does, those of `fn.labels_of(model)`.
         params: parameters of the model, named or not, or param groups of them; None: all. They are split into groups
             of about `elements`, the last first: see `bucketed`. Nobody averages the gradients of others; a warning
             names one that requires them.
@@ -170,6 +173,9 @@ def optimizer(
     plain = isinstance(model, nn.Module) and not isinstance(_uncompiled(model), DistributedDataParallel)
     alone = plain and ranks_around() == 1
     with nullcontext() if alone else bind({AXIS: _check(model).process_group}):
+        labels = inspect.signature(make).parameters.get("labels")
+        if labels is not None and labels.default is None:  # nobody said which: here the module is known
+            options = {"labels": labels_of(model), **options}
         groups = bucketed(model.parameters() if params is None else params, elements)
         made = Optimizer(groups, partial(check_make(make, "fn.onebit_adam"), axis=AXIS), **options)
     if alone:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters.labels import Labels
 from fn.adapters.optim import param_groups
 from fn.adapters.optim.consistency import (
     LOCAL_STEP_TAKEN,
@@ -85,6 +86,7 @@ class Optimizer(torch.optim.Optimizer):
             something averaged before, such as DDP without `fn.adapters.ddp.keep_local`; the first warm-up step warns.
             In the first exchange of a round no two ranks may have the same: DDP may average within an island only.
         **defaults: further hyper-parameters for `make`; b1 and b2 are shown as torch's `betas`, and may be given so.
+            labels=fn.labels_of(model) becomes the labels of each group's parameters.
     Raises: TypeError if params is a tensor; what `make` and the transform's init raise: the axis is not bound, the
         ranks disagree, also in the numbers that parameters start from.
 
@@ -210,6 +212,8 @@ class Optimizer(torch.optim.Optimizer):
                     param_groups.spell_betas(param_group, self.make, self.defaults)
                 super().add_param_group(param_group)
                 group = self.param_groups[-1]
+                if isinstance(group.get("labels"), Labels):
+                    group["labels"] = group["labels"].of(group["params"])
                 refuse_elsewhere(group["params"])
                 group["params"] = training.shards.of(group["params"], training.axes, training.binding)
                 tree.check_real(group["params"], "params")
