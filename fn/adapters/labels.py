@@ -85,4 +85,5 @@ def _heads(model: nn.Module) -> list[nn.Module]:
     inside: Any = next((part for part in model.modules() if hasattr(part, "get_output_embeddings")), None)
     if inside is not None:
         return [head for head in [inside.get_output_embeddings()] if head is not None]
-    return [part for part in model.modules() if isinstance(part, nn.Linear)][-1:]
+    linear: list[nn.Module] = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    return linear[-1:]

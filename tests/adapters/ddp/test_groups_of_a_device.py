@@ -93,7 +93,6 @@ def test_a_group_for_another_thread_is_made_without_the_ranks_that_are_not_in_it
     """With `device_id` torch splits communicators off the world's, which waits for all of its ranks."""
     split, world = [], dist.group.WORLD
     monkeypatch.setattr(c10d, "_get_split_source", lambda group: split.append(group))
-    monkeypatch.setattr(communication_thread, "_free", {})
     world.bound_device_id = torch.device("cuda", 0)
     try:
         twin = communication_thread.bind_twin("data", world)

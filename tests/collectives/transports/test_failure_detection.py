@@ -20,27 +20,28 @@ from fn.collectives.transports import failure_detection as peers
 class Group:
     """As much of a process group as a roll call asks for."""
 
-    group_name = "made up"
-
-    def __init__(self, size: int):
-        self._size, self._store = size, dist.HashStore()
+    def __init__(self, name: str, size: int, store: dist.Store):
+        self.group_name, self.ranks, self.store = name, size, store
 
     def get_group_store(self) -> dist.Store:
-        return self._store
+        return self.store
 
     def size(self) -> int:
-        return self._size
+        return self.ranks
 
     def rank(self) -> int:
         return 0
 
 
+ENDED = 2**22 + 1
+"""A number that no process has."""
+
+
 @pytest.fixture
-def group(monkeypatch):
+def group(request):
     """Three ranks, of which rank 1 runs no longer and rank 2 is this process."""
-    found = Group(3)
-    monkeypatch.setattr(peers, "_calls", {})
-    for rank, process in ((0, os.getpid()), (1, 2**22 + 1), (2, os.getpid())):
+    found = Group(request.node.name, 3, dist.HashStore())
+    for rank, process in ((0, os.getpid()), (1, ENDED), (2, os.getpid())):
         found.get_group_store().set(f"fn/process of rank/{rank}", f"{peers.this_machine()} {process}")
     return found
 
@@ -55,23 +56,28 @@ def test_ranks_that_answer_or_run_on_this_machine_are_not_gone(group):
 
 
 def test_ranks_that_run_but_do_not_answer_are_told_of(group, monkeypatch):
-    monkeypatch.setattr(peers, "_groups", {"a wire": group})
+    wire = peers.remember(group)
     monkeypatch.setattr(peers, "abort_connections", lambda transport: None)
     group.get_group_store().set("fn/process of rank/1", f"{peers.this_machine()} {os.getpid()}")
-    error = peers.peer_lost(RuntimeError("Timed out"), "all_gather", "data", "a wire")
+    error = peers.peer_lost(RuntimeError("Timed out"), "all_gather", "data", wire)
     assert error.lost == ()
     assert "a rank of axis 'data' is lost, perhaps rank 1, 2, which runs but does something else" in str(error)
 
 
-def test_a_rank_that_answers_and_ends_while_it_is_looked_for_is_not_gone(group, monkeypatch):
+def test_a_rank_that_answers_and_ends_while_it_is_looked_for_is_not_gone(group):
     """It raised what this rank is about to raise, and its process ended."""
+    store = group.get_group_store()
+    store.set("fn/process of rank/2", f"{peers.this_machine()} {ENDED}")
 
-    def ends(store: dist.Store, rank: int) -> bool:
-        if rank == 2:
-            answer(group, 2)
-        return rank == 0
+    class Answered:
+        set, check = staticmethod(store.set), staticmethod(store.check)
 
-    monkeypatch.setattr(peers, "_is_alive_here", ends)
+        def get(self, key: str) -> bytes:
+            if key == "fn/process of rank/2":
+                store.set("fn/roll call 1/2", store.get(key))
+            return store.get(key)
+
+    group.store = Answered()
     assert peers.find_lost_ranks(group).lost == (1,)
 
 
@@ -85,26 +91,23 @@ def test_the_host_of_a_store_that_goes_during_a_roll_call_is_gone_unless_it_has_
     monkeypatch, has_answered, lost
 ):
     """Rank 2 hosts it. If it has answered, it raised what this rank is about to raise, and ended. Rank 3 is gone."""
-    group = Group(4)
-    store = group.get_group_store()
-    monkeypatch.setattr(peers, "_calls", {})
-    monkeypatch.setattr(peers, "_hosts_of", lambda *_: {2})
-    for rank in range(4):
-        store.set(f"fn/process of rank/{rank}", f"{peers.this_machine()} {os.getpid() if rank < 3 else 2**22 + 1}")
-    if has_answered:
-        answer(group, 2)
 
-    class Going:
+    class Going(dist.TCPStore):
         looks = 0
-        set, get = staticmethod(store.set), staticmethod(store.get)
 
         def check(self, keys: list[str]) -> bool:
             self.looks += keys == ["fn/roll call 1/1"]
             if self.looks == 2:
                 raise dist.DistNetworkError("made up")
-            return store.check(keys)
+            return super().check(keys)
 
-    monkeypatch.setattr(group, "_store", Going())
+    store = Going("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    group = Group(f"store {has_answered}", 4, store)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [3, 1, 0, 2])  # rank 2 is the first of the world
+    for rank in range(4):
+        store.set(f"fn/process of rank/{rank}", f"{peers.this_machine()} {os.getpid() if rank < 3 else ENDED}")
+    if has_answered:
+        answer(group, 2)
     assert peers.find_lost_ranks(group) == (lost, (), False)
 
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -267,13 +268,13 @@ def test_a_peer_that_is_gone_is_an_error_without_waiting_for_the_timeout(exchang
         assert found.kind == "PeerLost"
 
 
-def no_port(backlog: int) -> None:
+def no_port(listener: socket.socket, backlog: int) -> None:
     raise OSError("no port")
 
 
 BREAKS = {
     "its axis was bound with tcp=False": lambda: fn.bind({"data": dist.group.WORLD}, tcp=False),
-    "no port": lambda: setattr(rendezvous, "_listen", no_port),
+    "no port": lambda: setattr(socket.socket, "listen", no_port),
     "this system has no select.poll": lambda: delattr(select, "poll"),
 }
 
@@ -323,10 +324,10 @@ def test_an_interface_without_ipv4_is_listened_on_by_its_ipv6_address_and_one_wi
         raise OSError(99, "Cannot assign requested address")
 
     monkeypatch.setattr(fcntl, "ioctl", no_address)
-    monkeypatch.setattr(rendezvous, "_lines_of", lambda path: [
-        "fe800000000000000000000000000001 02 40 20 80     lo",
-        "00000000000000000000000000000001 01 80 10 80     lo",
-    ])  # fmt: skip
+    interfaces = (
+        "fe800000000000000000000000000001 02 40 20 80     lo\n00000000000000000000000000000001 01 80 10 80     lo\n"
+    )
+    monkeypatch.setattr(Path, "read_text", lambda path: {"/proc/net/if_inet6": interfaces}[str(path)])
     assert rendezvous._address_of("lo") == ("::1", socket.AF_INET6)
     with pytest.raises(OSError, match=r"no address of the interface 'rv0', which GLOO_SOCKET_IFNAME names: .* 99"):
         rendezvous._address_of("rv0")
