@@ -18,7 +18,7 @@ BUCKET_OF_ACCELERATOR = 64 << 20
 """And on an accelerator, where a message costs launches and a fast network carries it before more would be ready."""
 
 SHARE = 0.25
-"""Of what is left, that a bucket takes: while its codes are on the wire the next bucket is computed."""
+"""The part that a bucket takes of what is left: while its codes are on the wire the next bucket is computed."""
 
 
 def split(params: Sequence[Tensor], elements: int) -> list[list[Tensor]]:
@@ -55,6 +55,12 @@ def bucketed(params: Iterable[Any], elements: int | None = None) -> list[dict[st
     Returns: param groups with the hyper-parameters of those that they are parts of, the last parameters first. A group
         may be given a "name", by which to look its parts up afterwards.
     Raises: ValueError if elements is not positive; TypeError for parameters that are no tensors, or have no order.
+
+    >>> import torch
+    >>> from fn.adapters.ddp import bucketed
+    >>> groups = bucketed([torch.zeros(n) for n in (60, 30, 20, 10, 5)], elements=30)
+    >>> [[p.numel() for p in group["params"]] for group in groups]
+    [[10, 5], [30, 20], [60]]
     """
     if elements is not None and elements < 1:
         raise ValueError(expected("elements", "a whole number of at least 1", f"{elements}"))

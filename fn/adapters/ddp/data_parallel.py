@@ -59,6 +59,17 @@ def keep_local(model: Any) -> Any:
     Args: model: a `DistributedDataParallel` without a communication hook, or what `torch.compile` made of one.
     Returns: the model. `no_sync` goes on working and changes nothing.
     Raises: TypeError if it is none; RuntimeError if it has a hook already.
+
+    >>> import torch, fn
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    >>> fn.adapters.ddp.keep_local(model) is model
+    True
+    >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    >>> model.module.weight.grad.tolist()
+    [[1.0, 2.0]]
+    >>> dist.destroy_process_group()
     """
     checked = _check(model)
     _hook(checked, _unless_joining(checked, noop_hook))
@@ -91,6 +102,22 @@ def overlap(
         From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for
         one: their update is computed already, and is written, as on ranks that know of no change. In phases that are
         not overlapped all ranks raise `RanksDisagree` or that error, and nothing is written.
+
+    >>> import torch, fn
+    >>> import torch.distributed as dist
+    >>> from functools import partial
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.Linear(2, 1)
+    >>> with fn.bind({"data": dist.group.WORLD}):
+    ...     opt = fn.Optimizer(model.parameters(), partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_after(100))
+    >>> running = fn.adapters.ddp.overlap(model, opt)
+    >>> for _ in range(2):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    ...     opt.step()
+    >>> running.bytes[fn.Phase.WARMUP], running.is_on(fn.Phase.WARMUP)   # a single rank sends nothing
+    (0, False)
+    >>> fn.adapters.ddp.close(opt)
+    >>> dist.destroy_process_group()
     """
     model = _uncompiled(model)
     if not isinstance(model, nn.Module):
@@ -169,6 +196,15 @@ def optimizer(
         **options: schedule, lr and whatever else `fn.Optimizer` takes. With `max_norm` nothing is overlapped: the
             norm is known after the backward pass only.
     Raises: as `bucketed`, `overlap` and `fn.Optimizer`; RuntimeError if the model has a hook already.
+
+    >>> import torch, fn
+    >>> model = torch.nn.Linear(2, 1)                    # a single process: no rank to send to, no DDP around it
+    >>> opt = fn.adapters.ddp.optimizer(model, fn.onebit_adam, schedule=fn.freeze_after(1), lr=0.1)
+    >>> for _ in range(3):
+    ...     model(torch.ones(1, 2)).sum().backward()
+    ...     opt.step()
+    >>> opt.steps, opt.phase.value
+    (3, 'compressed')
     """
     plain = isinstance(model, nn.Module) and not isinstance(_uncompiled(model), DistributedDataParallel)
     alone = plain and ranks_around() == 1
@@ -222,6 +258,17 @@ def average_gradients(
         `backward` raises what fails behind it, as it is: `PeerLost` if a rank ends or stops answering. Errors and steps
         are then as before, and gradients of no use. What all ranks raised can be caught, and the pass taken again after
         `zero_grad`, with `no_sync` from its first batch on.
+
+    >>> import torch, fn
+    >>> import torch.distributed as dist
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    >>> model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+    >>> mean = fn.adapters.ddp.average_gradients(model, fn.int8(), fn.damped(), schedule=fn.freeze_after(1))
+    >>> model(torch.tensor([[1.0, 2.0]])).sum().backward()
+    >>> model.module.weight.grad.tolist(), mean.steps, mean.phase.value
+    ([[1.0, 2.0]], 1, 'compressed')
+    >>> fn.adapters.ddp.close(mean)
+    >>> dist.destroy_process_group()
     """
     model = _check(model)
     in_codes = coded_average(AXIS, codec, feedback, average, servers)

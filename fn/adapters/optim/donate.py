@@ -34,6 +34,15 @@ def donate(update: UpdateFn) -> UpdateFn:
 
     Raises: ValueError if the update changes the state's structure, a shape or a dtype, or if a leaf of the state lies
         in the memory of another one or of the params (not seen where a compiler traces); the state is then unchanged.
+
+    >>> import torch, fn
+    >>> tx = fn.adamw(0.1)
+    >>> params = {"w": torch.zeros(2)}
+    >>> state = tx.init(params)
+    >>> update = fn.donate(tx.update(fn.Phase.WARMUP))
+    >>> updates, after = update({"w": torch.tensor([1.0, -2.0])}, state, params)
+    >>> after is state, [round(x, 4) for x in updates["w"].tolist()]
+    (True, [-0.1, 0.1])
     """
 
     def donated(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:

@@ -50,6 +50,17 @@ def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
     Raises: TypeError if `adamw` is another optimizer; ValueError if it was made with `amsgrad` or `maximize`, has taken
         no step, has parameters that the optimizer does not have, or several `betas` where that has one, or if the
         optimizer's state keeps its moments otherwise, as shards do; nothing is changed then.
+
+    >>> import torch, fn
+    >>> p = torch.nn.Parameter(torch.zeros(2))
+    >>> adamw = torch.optim.AdamW([p], lr=0.1)
+    >>> for _ in range(2):
+    ...     p.grad = torch.tensor([1.0, -2.0])
+    ...     adamw.step()
+    >>> opt = fn.Optimizer([p], fn.adamw, lr=0.1)
+    >>> fn.adapters.from_adamw(adamw, opt)
+    >>> opt.steps, fn.roles.find(opt.states, "first_moment")[0][0].tolist() == adamw.state[p]["exp_avg"].tolist()
+    (2, True)
     """
     moments_of = _moments_of(adamw)
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
