@@ -19,7 +19,7 @@ import torch
 
 import fn
 from fn.base import Transform, check_is_transform
-from fn.inplace.explain import explain
+from fn.inplace.match import explain
 from fn.kernels import devices
 from fn.kernels.table import devices as device_types
 from fn.kernels.table import table

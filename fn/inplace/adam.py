@@ -11,9 +11,8 @@ from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
 from fn.inplace.bounds import Bounds, Reach, Sized, bounded
 from fn.inplace.compressed_average import CodedAverage, Mean, average_of
-from fn.inplace.host_scalars import number, write
 from fn.inplace.links import Descent, Head, largest_of
-from fn.inplace.protocol import HALF_TOO, Eligibility, InPlace
+from fn.inplace.protocol import HALF_TOO, Eligibility, InPlace, number, write
 from fn.kernels import ops
 from fn.transforms.adam import Adam, AdamState, OnebitAdam, OnebitAdamState
 

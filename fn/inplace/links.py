@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Link, Step
-from fn.inplace.host_scalars import number
 from fn.inplace.memory import written_into
-from fn.inplace.protocol import DTYPE, GRADIENTS
+from fn.inplace.protocol import DTYPE, GRADIENTS, number
 from fn.kernels import ops
 from fn.transforms.decay_and_lr import Decay, Rate
 

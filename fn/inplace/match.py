@@ -12,27 +12,30 @@ Where the last link is `fn.outer`, its inner optimizer's links stand in its plac
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import unwrap
 from typing import Any
 
-from fn import roles
-from fn.base import Guarded, Link, Step, UpdateFn, links_of, name_of
-from fn.inplace import adam, lamb, outer, sharded, zero_one_adam
+import torch
+from torch import Tensor
+
+from fn import roles, tree
+from fn.base import Guarded, Link, Phase, Step, Transform, UpdateFn, has_phase, links_of, name_of
+from fn.inplace import adam, lamb, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds
-from fn.inplace.host_scalars import on_host
 from fn.inplace.links import Head, descent_of
-from fn.inplace.protocol import InPlace
+from fn.inplace.protocol import KINDS, InPlace, Staged, on_host
 from fn.transforms.adam import Adam, OnebitAdam
 from fn.transforms.lamb import LambHyper, OnebitLamb
-from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup
+from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, narrows
 from fn.transforms.sharded import Sharded
+from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.zero_one_adam import LocalStep, SynchronisingStep, VarianceStep
 
 Tree = Any
 
 # kind of a link: how its step is staged, and whether a guard looks at it
-KINDS: dict[type, tuple[Callable[..., InPlace | str], bool]] = {
+STAGES: dict[type, tuple[Callable[..., InPlace | str], bool]] = {
     Adam: (adam.warmup, True),
     OnebitAdam: (adam.compressed, True),
     LambHyper: (lamb.warmup, True),
@@ -59,7 +62,7 @@ def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace |
             return _of_guard(update, last)
         inner = links_of(last.rule.inner, (*links[-1].path, OuterState._fields.index("inner")))
         found = _of_links(update, [*links[:-1], *inner], True, known)
-        found = found if isinstance(found, str) else outer.around(last.rule, links[-1], found)
+        found = found if isinstance(found, str) else _around(last.rule, links[-1], found)
     else:
         found = _of_links(update, links, update.looks, known)
     return found if isinstance(found, str) else found._replace(stage=refusing(update, found.stage))
@@ -96,8 +99,8 @@ def _links_in(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
 def _of_links(update: Guarded, links: list[Link], looks: bool, known: dict[Any, Any]) -> InPlace | str:
     for place, link in enumerate(links):
         rule = link.update.rule if isinstance(link.update, Step) else None
-        if type(rule) in KINDS:
-            stage, looked_at = KINDS[type(rule)]
+        if type(rule) in STAGES:
+            stage, looked_at = STAGES[type(rule)]
             if looks != looked_at:
                 return _of_guard(update, link.update)
             descent = descent_of(links[place + 1 :])
@@ -135,3 +138,82 @@ def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
         return not hidden and staged.fits(updates, state, params)
 
     return staged._replace(fits=fits)
+
+
+def _around(rule: OuterWarmup | OuterLocal, link: Link, inner: InPlace) -> InPlace:
+    """Return how a step of `outer` is staged. inner: how that of its inner optimizer is, in the state of the whole."""
+    stage = _followed if isinstance(rule, OuterWarmup) else _alone
+    fits = inner.fits if stage is _alone else lambda *args: _holds(link.state(args[1]), args[2]) and inner.fits(*args)
+    return inner._replace(fits=fits, stage=lambda *args: stage(inner.stage(*args), link.state(args[1]), args[2]))
+
+
+def _holds(own: OuterState, params: Tree) -> bool:
+    """Tell whether the anchor has the range of the params; else only the pure step sees that it overflows."""
+    return not any(narrows(x.dtype, p.dtype) for x, p in zip(tree.leaves(own.anchor), tree.leaves(params), strict=True))
+
+
+def _followed(step: Staged, own: OuterState, params: Tree) -> Staged:
+    def commit() -> None:
+        step.commit()
+        torch._foreach_copy_(tree.leaves(own.anchor), [p.detach() for p in tree.leaves(params)])
+
+    return step._replace(commit=commit)
+
+
+def _alone(step: Staged, own: OuterState, params: Tree) -> Staged:
+    """Leave out what is not finite, on this rank alone, and count it: no message tells the others."""
+    ok, write, safe = step.settled()
+
+    def commit() -> None:
+        own.alone.add_(1)
+        if ok:
+            write()
+        else:
+            own.dropped.add_(1)
+
+    return Staged(True, commit, safe)
+
+
+CURE = (
+    "such a step is correct, and reads and writes every tensor once per link; it is as fast as a named optimizer where "
+    "links in front of the moments, then moments, weight decays and learning rates follow each other"
+)
+
+
+def explain(transform: Transform) -> str:
+    """Return a line per phase: whether `fn.Optimizer` takes its step in place, and if not, which link is in the way.
+
+    Args: transform: a chain, or what a named optimizer returns. The kernels of the device, dtypes and layouts of the
+        tensors are looked at when the step is taken.
+    """
+    guarded = any(isinstance(update, Guarded) for update in transform[1:])
+    transform = transform if guarded else skip_nonfinite(transform)  # as `fn.Optimizer` does
+    lines = []
+    for phase in (phase for phase in Phase if has_phase(transform, phase)):
+        if transform.rounds is not None and phase is Phase.COMPRESSED:
+            lines.append(f"{phase.value:10}  as the local step; then the exchange, which is rare, tensor by tensor")
+            continue
+        found = in_place(transform.composed(phase))
+        lines.append(f"{phase.value:10}  {f'link by link: {found}' if isinstance(found, str) else 'in place'}")
+    if any("link by link" in line for line in lines):
+        lines.append(CURE)
+    return "\n".join(lines)
+
+
+def slow_tensors(params: Sequence[Tensor], grads: Sequence[Tensor]) -> str:
+    """Return what about the tensors of a param group keeps its steps from kernels, and what would help; "" if nothing.
+
+    Args: params, grads: as many.
+    """
+    devices, kinds = {str(p.device) for p in params}, {p.dtype for p in params}
+    if len(devices) > 1:
+        return f"params are on the devices {sorted(devices)}; give each device a param group of its own"
+    if len(kinds) > 1 or not kinds <= {*KINDS}:
+        wanted = f"expected params in one of {', '.join(map(str, KINDS))}"
+        return f"{wanted}, but got {', '.join(sorted(map(str, kinds)))}; give each dtype a param group of its own"
+    for name, tensors in (("param", params), ("gradient of param", grads)):
+        for i, x in enumerate(tensors):
+            if not x.is_contiguous():
+                got = f"{name} {i} has the shape {tuple(x.shape)} and the strides {x.stride()}"
+                return f"{got}; make it contiguous, which channels_last is not"
+    return ""

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fn import tree
 from fn.base import UpdateFn
@@ -152,3 +153,38 @@ def same_shapes(lists: Sequence[Sequence[Tensor]]) -> bool:
     """Return whether all lists hold tensors of the same shapes; kernels see addresses and would go on behind an end."""
     first, *others = ([*map(_SHAPE, tensors)] for tensors in lists)
     return all(shapes == first for shapes in others)
+
+
+# A step needs some numbers of a state on the host: weights of moments, sums of learning rates. They are 0-d tensors on
+# the device of the params, and to read one in every step would be to wait for the device in every step. So a number is
+# read once. What a step writes into it is written into the copy on the host, too, in the same arithmetic, for as long
+# as nobody else writes.
+_copies: Any = WeakIdKeyDictionary()  # tensor of a device -> (its version, its copy)
+
+
+def on_host(x: Tensor) -> Tensor:
+    """Return a 0-d tensor's number on the host, not to be written into; x itself if it is there."""
+    if x.device.type == "cpu":
+        return x
+    known: tuple[int, Tensor] | None = _copies.get(x)
+    if known is None or known[0] != x._version:
+        known = _copies[x] = x._version, x.cpu()
+    return known[1]
+
+
+def number(x: Tensor | float) -> float:
+    """Return a number, or that of a 0-d tensor, on the host."""
+    return float(on_host(x) if isinstance(x, Tensor) else x)
+
+
+def write(x: Tensor, how: Callable[[Tensor], Any]) -> None:
+    """Write into a 0-d tensor, and into its copy on the host if that was asked for. how: writes into what it is given.
+
+    What it takes from elsewhere has to be on the host.
+    """
+    known: tuple[int, Tensor] | None = _copies.get(x)
+    is_right = known is not None and known[0] == x._version
+    how(x)
+    if known is not None and is_right:
+        how(known[1])
+        _copies[x] = x._version, known[1]

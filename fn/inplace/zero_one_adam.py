@@ -12,9 +12,8 @@ from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
 from fn.inplace.bounds import SMALLEST, Bounds, Reach, Sized, bounded
 from fn.inplace.compressed_average import CodedAverage, average_of
-from fn.inplace.host_scalars import on_host, write
 from fn.inplace.links import Descent, Head, largest_of
-from fn.inplace.protocol import Eligibility, InPlace
+from fn.inplace.protocol import Eligibility, InPlace, on_host, write
 from fn.kernels import ops
 from fn.transforms.flat_layout import Bucket
 from fn.transforms.zero_one_adam import (

@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import Phase, tree
 from fn.collectives import hierarchy
-from fn.inplace.explain import explain
-from fn.inplace.match import in_place
+from fn.inplace.match import explain, in_place
 from fn.inplace.protocol import InPlace
 
 SHAPES = [(37, 5), (7,), (), (0,), (4097,)]

@@ -25,9 +25,8 @@ from fn.adapters.optim.signals import TORN, writing
 from fn.base import Part, Phase, Round, Transform
 from fn.collectives.axis import Binding, rank_dims
 from fn.errors import expected
-from fn.inplace.host_scalars import on_host
 from fn.inplace.memory import written_into
-from fn.inplace.protocol import Staged
+from fn.inplace.protocol import Staged, on_host
 from fn.schedules import FreezeWhenStable, Schedule, phase_of
 from fn.transforms.skip_nonfinite import SkipState, skip_nonfinite, together
 

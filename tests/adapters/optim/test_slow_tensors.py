@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fn
-from fn.inplace.explain import slow_tensors
+from fn.inplace.match import slow_tensors
 
 CASES = {
     "a layout": ([torch.ones(4, 6)[:, ::2]], r"param 0 .*strides \(6, 2\); make it contiguous"),

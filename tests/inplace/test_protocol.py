@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from fn.inplace import host_scalars
+from fn.inplace import protocol
 from fn.kernels import foreach
 
 
@@ -26,12 +26,12 @@ class There(torch.Tensor):
 def test_a_number_is_read_once_and_again_when_somebody_else_wrote_it(dtype):
     There.reads, x = 0, torch.zeros((), dtype=dtype).as_subclass(There)
     for _ in range(50):
-        host_scalars.write(x, lambda weight: weight.mul_(0.9).add_(1 - 0.9))
-        assert float(host_scalars.on_host(x)) == float(x.as_subclass(torch.Tensor))
+        protocol.write(x, lambda weight: weight.mul_(0.9).add_(1 - 0.9))
+        assert float(protocol.on_host(x)) == float(x.as_subclass(torch.Tensor))
     assert There.reads == 1
     x.copy_(torch.tensor(7.0))
-    host_scalars.write(x, lambda weight: weight.mul_(2))
-    assert float(host_scalars.on_host(x)) == 14.0
+    protocol.write(x, lambda weight: weight.mul_(2))
+    assert float(protocol.on_host(x)) == 14.0
     assert There.reads == 2
 
 
