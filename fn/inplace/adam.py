@@ -9,9 +9,9 @@ from torch import Tensor
 
 from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
-from fn.inplace.bounds import Bounds, Reach, Sized, bounded
+from fn.inplace.bounds import Bounds, Reach, Sized, bounded, largest_of
 from fn.inplace.compressed_average import CodedAverage, Mean, average_of
-from fn.inplace.links import Descent, Head, largest_of
+from fn.inplace.links import Descent, Head
 from fn.inplace.protocol import HALF_TOO, Eligibility, InPlace, number, write
 from fn.kernels import ops
 from fn.transforms.adam import Adam, AdamState, OnebitAdam, OnebitAdamState
@@ -37,7 +37,7 @@ def warmup(update: UpdateFn, rule: Adam, link: Link, head: Head, descent: Descen
         if not rule.b2:  # then no slope of the old moments bounds the new ones
             return reach_of(rule, descent, moments)
         growth = rule.b1 / math.sqrt(rule.b2), (1 - rule.b1) / math.sqrt(1 - rule.b2)
-        return reach_of(rule, descent, moments)._replace(growth=growth)
+        return reach_of(rule, descent, moments)._replace(slope_growth=growth)
 
     return bounded(update, link, head, bounds, Eligibility("adamw_", ("mu", "nu"), HALF_TOO), reach, stage)
 
@@ -83,7 +83,7 @@ def compressed(
 def reach_of(rule: Adam | OnebitAdam, descent: Descent, moments: Moments, *, keeps: bool = True) -> Reach:
     """Return how far the next step goes. keeps: whether the old momentum enters the new one."""
     weight = rule.b1 * number(moments.mu_weight) + 1 - rule.b1 if rule.corrected else 1.0
-    return Reach(descent.rate, rule.eps, descent.weight_decay, weight, keeps=keeps)
+    return Reach(descent.rate, rule.eps, descent.weight_decay, weight, momentum_enters=keeps)
 
 
 def kernel_args(rule: Adam | OnebitAdam, weight_decay: float, rate: float, moments: Moments) -> tuple[float, ...]:

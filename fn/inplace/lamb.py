@@ -11,9 +11,9 @@ from torch import Tensor
 from fn import tree
 from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
-from fn.inplace.bounds import SUMMED, Bounds, Reach, Sized, bounded
+from fn.inplace.bounds import SUMMED, Bounds, Reach, Sized, bounded, largest_of
 from fn.inplace.compressed_average import CodedAverage, average_of, moving_averages
-from fn.inplace.links import Descent, Head, largest_of
+from fn.inplace.links import Descent, Head
 from fn.inplace.protocol import Eligibility, InPlace
 from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
@@ -111,7 +111,7 @@ DECAYS = "a weight decay stands behind 1-bit LAMB, whose trust ratio has to see 
 
 def _reach(h: LambHyper, descent: Descent, gain: float = 1.0) -> Reach:
     ratio = max(1.0, h.max_coeff, h.factor_max)
-    return Reach(descent.rate, h.eps, h.weight_decay, ratio=ratio, gain=gain, most=SUMMED)
+    return Reach(descent.rate, h.eps, h.weight_decay, trust_ratio=ratio, gradient_factor=gain, largest=SUMMED)
 
 
 def _descend(

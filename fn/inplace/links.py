@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fn import tree
 from fn.base import Link, Step
 from fn.inplace.memory import written_into
 from fn.inplace.protocol import DTYPE, GRADIENTS, number
-from fn.kernels import ops
 from fn.transforms.decay_and_lr import Decay, Rate
 
 Tree = Any
@@ -82,11 +80,3 @@ def descent_of(links: Sequence[Link]) -> Descent | Link:
         else:
             return link
     return Descent(decay, tuple(rates))
-
-
-def largest_of(leaves: Sequence[Tensor], like: Tensor) -> Tensor:
-    """Return the largest magnitude, 0-d; NaN where an element is. like: is on the device where it is zero of none."""
-    found: Tensor = (
-        ops.direct("largest_magnitude", leaves) if leaves else torch.zeros((), dtype=torch.float32, device=like.device)
-    )
-    return found

@@ -114,12 +114,13 @@ class Eligibility:
         return self._lists if alike and grads[0].device == kept[0].device else None
 
     def _as_before(self, kept: list[Tensor], shapes: list[torch.Size]) -> bool:
-        if self._seen is None or not _are_same(kept, [*chain(*self._lists)]):
+        if self._seen is None or not are_same(kept, [*chain(*self._lists)]):
             return False
         return ([*map(Tensor.data_ptr, kept)], shapes) == self._seen
 
 
-def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
+def are_same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Return whether two lists hold the same objects."""
     return len(a) == len(b) and all(map(is_, a, b))
 
 

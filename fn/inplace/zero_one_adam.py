@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
-from fn.inplace.bounds import SMALLEST, Bounds, Reach, Sized, bounded
+from fn.inplace.bounds import SMALLEST, Bounds, Reach, Sized, bounded, largest_of
 from fn.inplace.compressed_average import CodedAverage, average_of
-from fn.inplace.links import Descent, Head, largest_of
+from fn.inplace.links import Descent, Head
 from fn.inplace.protocol import Eligibility, InPlace, on_host, write
 from fn.kernels import ops
 from fn.transforms.flat_layout import Bucket
@@ -124,7 +124,7 @@ def synchronise(
         return Sized(peak / elapsed, commit)
 
     def reach(own: ZeroOneAdamState) -> Reach:
-        return Reach(elapsed_after(own), h.eps, h.weight_decay, keeps=False)
+        return Reach(elapsed_after(own), h.eps, h.weight_decay, momentum_enters=False)
 
     return bounded(update, link, head, bounds, fits, reach, stage)
 

@@ -229,7 +229,7 @@ def test_what_is_allowed_shrinks_with_what_a_step_could_move():
     assert usual._replace(eps=1e-20).limit < 1e19
     assert usual._replace(rate=3e38).limit == 0
     assert usual._replace(rate=1e30).limit == 0
-    assert usual._replace(rate=math.nan).limit == usual._replace(weight=math.nan).limit == 0
+    assert usual._replace(rate=math.nan).limit == usual._replace(mu_weight=math.nan).limit == 0
     assert usual._replace(eps=0.0).limit == usual._replace(eps=1e-40).limit == 0
 
 

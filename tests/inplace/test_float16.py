@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase
-from fn.inplace.bounds import EDGE
+from fn.inplace.bounds import FLOAT16_LIMIT
 from fn.transforms.skip_nonfinite import all_addable
 
 pytest.importorskip("numba", reason="the extra `cpu` is not installed")
@@ -37,7 +37,7 @@ NUMBERS = st.floats(-65504, 65504, width=16)
 @example(0.0, 65520.0)
 def test_an_update_is_addable_if_the_rounded_sum_is_finite(p, u):
     params, updates = torch.tensor([1.0, p], dtype=HALF), torch.tensor([0.0, u])
-    finite = abs(p + u) < EDGE
+    finite = abs(p + u) < FLOAT16_LIMIT
     assert bool((params + updates).to(HALF).isfinite().all()) == finite
     assert bool(all_addable([updates], [params])) == finite
     assert bool(all_addable([updates], [params.float()]))
@@ -76,7 +76,7 @@ def test_in_place_or_not_the_same_steps_are_skipped_and_no_param_overflows(start
     pure, here, missed = trained(start, size, lr, decay, compressed, pure=True)
     assert not any(here)
     assert all(x.isfinite().all() for each in place for x in each)
-    near = any(float(x.abs().max()) > 0.99 * EDGE for each in pure for x in each)
+    near = any(float(x.abs().max()) > 0.99 * FLOAT16_LIMIT for each in pure for x in each)
     if not near:  # else the last bit of a sum decides
         assert skipped == missed
         torch.testing.assert_close(place, pure, rtol=4e-3, atol=4e-3 * lr + 1e-6)
