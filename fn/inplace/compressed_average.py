@@ -1,6 +1,8 @@
-"""What staged steps in codes share: lists of tensors travel as vectors, and the step is taken from what comes back.
+"""The compressed all-reduce of steps in place: tensors travel as vectors, and the step is taken from what comes back.
 
-Where the codes are signs with a scale per tensor, the kernels read them as they came. Any other mean is decoded.
+Where the quantized values are signs with a scale per tensor, a kernel decodes them in the step itself, so that no mean
+is ever written to memory. Any other mean is decoded first. The next residual errors are kept beside the old ones until
+the step is written: an exchange that fails, or a mean that is not finite, then leaves the state as it was.
 """
 
 from __future__ import annotations
@@ -57,38 +59,46 @@ class CodedMean(NamedTuple):
 
         Of codes they are the scales: those of the mean, or of all ranks.
         """
-        means = [each.mean for each in self.buckets]
+        means = [bucket_mean.mean for bucket_mean in self.buckets]
         return [mean.scales if isinstance(mean, SignPayload) else mean for mean in means]
 
     def step(
-        self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], tail: Sequence[float], *,
+        self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], descent: Sequence[float], *,
         factor: float = 1.0, keep_zeros: bool = True, copies: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         """Write factor times the mean into mu, and take the step of `onebit_adam_` from it.
 
-        Args: tail: eps, weight decay, learning rate, the weights of the moments, max_step and max_momentum. keep_zeros:
-            must be true where the mean is no codes. copies: tensors into which the new params are copied, or none.
+        Args: descent: eps, weight decay, learning rate, the weights of the moments, max_step and max_momentum.
+            keep_zeros: must be true where the mean is no codes. copies: into which the new params are copied, or none.
         """
         for bucket, mean, _ in self.buckets:
-            p, m, v = lists = [[t[i] for i in bucket.leaf_indices] for t in (params, mu, nu)]
-            too = [copies[i] for i in bucket.leaf_indices] if copies else []
+            p, m, v = lists = [[tensors[i] for i in bucket.leaf_indices] for tensors in (params, mu, nu)]
+            p_copies = [copies[i] for i in bucket.leaf_indices] if copies else []
             with step_range("decode and apply"):
                 if isinstance(mean, SignPayload):
                     rows = bucket.segments.valid.shape[0]
                     scales, bits = (t.unflatten(0, (rows, -1)) for t in mean)
                     codes = bits, scales if factor == 1 else scales * factor
-                    place = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
-                    ops.direct("onebit_adam_", *lists, *codes, *place, *tail, keep_zeros, too)
+                    layout = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
+                    ops.direct("onebit_adam_", *lists, *codes, *layout, *descent, keep_zeros, p_copies)
                 else:
                     layouts.split_into(m, mean if factor == 1 else mean.mul_(factor), bucket)
-                    ops.direct("adamw_", p, m, m, v, 0.0, 0.0, *tail, True)
-                    if too:
-                        torch._foreach_copy_(too, p)
+                    apply_momentum(p, m, v, descent)
+                    if p_copies:
+                        torch._foreach_copy_(p_copies, p)
 
     def keep(self) -> None:
         """Write the errors."""
-        for each in self.buckets:
-            each.keep()
+        for bucket_mean in self.buckets:
+            bucket_mean.keep()
+
+
+def apply_momentum(params: list[Tensor], mu: list[Tensor], nu: list[Tensor], descent: Sequence[float]) -> None:
+    """Take the step from a momentum that is there already; it is masked where nu is zero. descent: as in `step`.
+
+    It is AdamW's frozen step with the momentum for a gradient and b1 = 0, which kernels know by the list given twice.
+    """
+    ops.direct("adamw_", params, mu, mu, nu, 0.0, 0.0, *descent, True)
 
 
 @cached_plan
@@ -134,20 +144,20 @@ class CodedAverage(NamedTuple):
         if self.plans and self.plans[0][0] is sync:
             return self.plans[0][1]
         codec, servers = self.last.codec, self.rule.servers
-        rows, found = row_count(self.rule.axis, servers=servers), []
+        rows, plans = row_count(self.rule.axis, servers=servers), []
         buckets = layouts.buckets(leaves, rows, codec.align, self.rule.layout)
-        for bucket, e, d in zip(buckets, sync.worker, sync.server, strict=True):
-            at = levels(bucket.segments, self.rule.axis, servers=servers)[-1]
-            assert at is not None
-            ends = (e[-1], d[-1]) if self.inner else (e, d)
+        for bucket, worker, server in zip(buckets, sync.worker, sync.server, strict=True):
+            segments = levels(bucket.segments, self.rule.axis, servers=servers)[-1]
+            assert segments is not None
+            ends = (worker[-1], server[-1]) if self.inner else (worker, server)
             if not servers:
                 check_no_server(ends[1])
             by_tensor = not bucket.fused and (servers or not self.inner)
-            averages = self._averages(at, *ends) if by_tensor else None
+            averages = self._averages(segments, *ends) if by_tensor else None
             parts = layouts.parts(bucket) if self.inner else [bucket]
-            found.append(BucketPlan(bucket, (e, d), ends, at, parts, averages))
-        self.plans[:] = [(sync, found)]
-        return found
+            plans.append(BucketPlan(bucket, (worker, server), ends, segments, parts, averages))
+        self.plans[:] = [(sync, plans)]
+        return plans
 
     def _averages(self, segments: Segments, worker: Tree, server: Tree) -> Callable[..., tuple[Tree, Tree]] | None:
         """Return `averages` of the codec's kernels; None if they, or the servers', do not fit these errors."""
@@ -167,48 +177,58 @@ class CodedAverage(NamedTuple):
         self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor]
     ) -> CodedMean:
         """Average vectors that are formed for this and may be overwritten. rows: bucket -> (n,)."""
-        found = []
-        for plan in self.plan(leaves, sync):
-            if plan.averages is None:
-                found.append(self._of_vector(plan, rows(plan.bucket)))
-                continue
-            at, size = plan.segments, plan.segments.valid.shape[0]
-            x = reduce_exactly(map(rows, plan.parts), self.inner, size) if self.inner else rows(plan.bucket)
-            rule = self.last.for_rows(at), self.last.feedback
-            payload, worker = encode(*rule, x.view(size, -1), plan.ends[0], consume=True)
-            found.append(self._of_codes(plan, payload, worker))
-        return CodedMean(found)
+
+        def encoded(plan: BucketPlan) -> tuple[Tree, Tree]:
+            count = plan.segments.valid.shape[0]
+            x = reduce_exactly(map(rows, plan.parts), self.inner, count) if self.inner else rows(plan.bucket)
+            rule = self.last.for_rows(plan.segments), self.last.feedback
+            return encode(*rule, x.view(count, -1), plan.ends[0], consume=True)
+
+        return self._average(self.plan(leaves, sync), rows, encoded)
 
     def average_moments(
         self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree = None
     ) -> CodedMean:
         """Average decay * mu + (1 - decay) * grad. params: of no use here."""
-        if self.inner:
-            return self.average_rows(mu, sync, lambda bucket: moving_averages(mu, grads, decay, bucket))
-        found = []
-        for plan in self.plan(mu, sync):
-            if plan.averages is None:
-                found.append(self._of_vector(plan, moving_averages(mu, grads, decay, plan.bucket)))
-                continue
+
+        def rows(bucket: Bucket) -> Tensor:
+            return moving_averages(mu, grads, decay, bucket)
+
+        def encoded(plan: BucketPlan) -> tuple[Tree, Tree]:
+            assert plan.averages is not None
             lists = [mu[i] for i in plan.bucket.leaf_indices], [grads[i] for i in plan.bucket.leaf_indices]
-            rows = plan.segments.valid.shape[0]
             with step_range("encode"):
-                payload, worker = plan.averages(*lists, decay, error=plan.ends[0], rows=rows)
+                count = plan.segments.valid.shape[0]
+                payload, worker = plan.averages(*lists, decay, error=plan.ends[0], rows=count)
             if observed():  # the whole difference is the error, so what was encoded is the sum of the two
                 codec = self.last.for_rows(plan.segments)
                 kept = settle(codec, self.last.feedback, worker, _like(plan.segments))
                 observe_kept(kept)
                 observe_loss(codec.decode(payload).reshape(-1).add_(kept), kept)
-            found.append(self._of_codes(plan, payload, worker))
-        return CodedMean(found)
+            return payload, worker
+
+        return self.average_rows(mu, sync, rows) if self.inner else self._average(self.plan(mu, sync), rows, encoded)
+
+    def _average(
+        self,
+        plans: list[BucketPlan],
+        rows: Callable[[Bucket], Tensor],
+        encoded: Callable[[BucketPlan], tuple[Tree, Tree]],
+    ) -> CodedMean:
+        """Average bucket by bucket. encoded: plan -> (payload, next error of the worker), for signs by tensor."""
+        means = []
+        for plan in plans:
+            vector = plan.averages is None
+            means.append(self._of_vector(plan, rows(plan.bucket)) if vector else self._of_codes(plan, *encoded(plan)))
+        return CodedMean(means)
 
     def _of_vector(self, plan: BucketPlan, x: Tensor) -> BucketMean:
         """Average x (n,), which may be overwritten."""
-        rule, at = (self.rule.axis, self.rule.codec, self.rule.feedback), plan.bucket.segments
-        mean, after = compressed_all_reduce(
-            x, plan.errors, *rule, segments=at, consume=True, servers=self.rule.servers
+        rule, segments = (self.rule.axis, self.rule.codec, self.rule.feedback), plan.bucket.segments
+        mean, errors = compressed_all_reduce(
+            x, plan.errors, *rule, segments=segments, consume=True, servers=self.rule.servers
         )
-        return BucketMean(plan.bucket, mean, successor(plan.errors, after))
+        return BucketMean(plan.bucket, mean, successor(plan.errors, errors))
 
     def _of_codes(self, plan: BucketPlan, payload: Tree, worker: Tree) -> BucketMean:
         """Average what is encoded. worker: the next error."""
@@ -230,10 +250,10 @@ class PureAverage(NamedTuple):
         self, sync: Tree, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree
     ) -> PureMean:
         """Average decay * mu + (1 - decay) * grad."""
-        own = [torch.lerp(g.to(m.dtype), m, decay) for g, m in zip(grads, mu, strict=True)]
+        averages = [torch.lerp(g.to(m.dtype), m, decay) for g, m in zip(grads, mu, strict=True)]
         structure = tree.flatten(params)[1]
-        mean, after = self.update(tree.unflatten(structure, own), sync, params)
-        return PureMean([m.contiguous() for m in tree.leaves(mean)], written_into(sync, after))
+        mean, new_sync = self.update(tree.unflatten(structure, averages), sync, params)
+        return PureMean([m.contiguous() for m in tree.leaves(mean)], written_into(sync, new_sync))
 
 
 class PureMean(NamedTuple):
@@ -248,11 +268,11 @@ class PureMean(NamedTuple):
         return self.mean
 
     def step(
-        self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], tail: Sequence[float], *, keep_zeros: bool
+        self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], descent: Sequence[float], *, keep_zeros: bool
     ) -> None:
         """Write the mean into mu, and take the step from it. keep_zeros: must be true."""
         torch._foreach_copy_(mu, self.mean)
-        ops.direct("adamw_", params, mu, mu, nu, 0.0, 0.0, *tail, True)
+        apply_momentum(params, mu, nu, descent)
 
 
 Mean = CodedMean | PureMean
@@ -276,11 +296,11 @@ def moving_averages(
 
     factors: by which the averages are multiplied; one per tensor.
     """
-    m, g = ([t[i] for i in bucket.leaf_indices] for t in (mu, grads))
+    m, g = ([tensors[i] for i in bucket.leaf_indices] for tensors in (mu, grads))
     rows, widths = bucket.segments.valid.shape[0], list(bucket.segments.widths)
     if bucket.fused:
         sizes = [*map(Tensor.numel, m)]
         rows, widths = 1, [*sizes[:-1], sizes[-1] + rows * sum(widths) - sum(sizes)]
     runs = [value for width in widths for value in (1, width)]
-    found: Tensor = ops.direct("momentum_rows", m, g, decay, factors, rows, runs)
-    return found.view(-1)
+    averages: Tensor = ops.direct("momentum_rows", m, g, decay, factors, rows, runs)
+    return averages.view(-1)

@@ -40,23 +40,23 @@ def warmup(
     if descent.weight_decay:
         return DECAYS
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], own: OnebitLambState, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState, reach: Reach) -> Sized:
         leaves, mu, nu, fresh = lists
 
         def commit() -> None:
             squares = torch.ops.fn.lamb_moments_(leaves, grads, mu, nu, h.b1, h.b2, h.eps, h.weight_decay)
             weight, moved, rms = squares.sqrt().unbind(1)
             ratio = ratio_of(weight.float(), moved.float(), h.min_coeff, h.max_coeff)
-            _write(own.coefficient, moved_coefficient(h, _read(own.coefficient), ratio))
-            _write(own.factor, torch.ones_like(ratio))
-            _write(own.scaling, common_scale_of(rms / _counts(mu).clamp(min=1).sqrt()).float())
+            _write(moments.coefficient, moved_coefficient(h, _read(moments.coefficient), ratio))
+            _write(moments.factor, torch.ones_like(ratio))
+            _write(moments.scaling, common_scale_of(rms / _counts(mu).clamp(min=1).sqrt()).float())
             torch._foreach_copy_(fresh, nu)
-            _descend(own, lists, ratio, h, reach.rate, math.inf)
+            _descend(moments, lists, ratio, h, reach.rate, math.inf)
 
-        return Sized(largest_of(grads, own.step), commit)
+        return Sized(largest_of(grads, moments.step), commit)
 
     fits = Eligibility("lamb_step_", FIELDS)
-    return bounded(update, link, head, bounds, fits, lambda own: _reach(h, descent), stage)
+    return bounded(update, link, head, bounds, fits, lambda moments: _reach(h, descent), stage)
 
 
 def compressed(
@@ -70,39 +70,39 @@ def compressed(
         return "1-bit LAMB has kernels for fn.compressed_average over one axis in the layout 'fused'"
     eligible = Eligibility("lamb_step_", FIELDS)
 
-    def fits(updates: Tree, own: OnebitLambState, params: Tree) -> list[list[Tensor]] | None:
-        return eligible(updates, own, params) if axis_size(average.rule.axis) > 1 else None
+    def fits(updates: Tree, moments: OnebitLambState, params: Tree) -> list[list[Tensor]] | None:
+        return eligible(updates, moments, params) if axis_size(average.rule.axis) > 1 else None
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], own: OnebitLambState, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState, reach: Reach) -> Sized:
         leaves, mu, nu, fresh = lists
-        scaling = _read(own.scaling)
-        alike = [g.to(own.tail.dtype) for g in grads] if own.tail.numel() else grads
-        sent, entering = [*mu, own.tail], [*alike, own.tail.to(alike[0].dtype)]
+        scaling = _read(moments.scaling)
+        alike = [g.to(moments.tail.dtype) for g in grads] if moments.tail.numel() else grads
+        sent, entering = [*mu, moments.tail], [*alike, moments.tail.to(alike[0].dtype)]
         factors = torch.cat([scaling, torch.ones_like(scaling[:1])])
 
         def rows(bucket: Bucket) -> Tensor:
             return moving_averages(sent, entering, h.b1, bucket, factors)
 
-        mean = average.average_rows(sent, own.sync, rows)
+        mean = average.average_rows(sent, moments.sync, rows)
         ((bucket, vector, *_),) = mean.buckets
         *averages, tail = layouts.split(vector, bucket)  # type: ignore[arg-type]
-        size = largest_of(mean.numbers, own.step) / scaling.min()
+        size = largest_of(mean.numbers, moments.step) / scaling.min()
 
         def commit() -> None:
             args = h.b1, h.b2, h.eps, h.weight_decay, rule.max_step, rule.keep_zeros
             sums = torch.ops.fn.onebit_lamb_moments_(leaves, averages, scaling, mu, nu, fresh, *args)
-            last = _read(own.factor)
+            last = _read(moments.factor)
             factor = bounded_factor(h, last, sums[:, 0].float(), *sums[:, 1:].sqrt().float().unbind(1))
             factor = torch.where(_counts(mu) > 0, factor, last)
-            _write(own.factor, factor)
-            own.tail.copy_(tail)
-            _descend(own, lists, frozen_ratio(_read(own.coefficient), factor), h, reach.rate, rule.max_step)
+            _write(moments.factor, factor)
+            moments.tail.copy_(tail)
+            _descend(moments, lists, frozen_ratio(_read(moments.coefficient), factor), h, reach.rate, rule.max_step)
             mean.keep()
 
         return Sized(size, commit)
 
     gain = 2 / (1 - h.b1)  # of gradients that are formed from a momentum less b1 times the last one
-    return bounded(update, link, head, bounds, fits, lambda own: _reach(h, descent, gain), stage)
+    return bounded(update, link, head, bounds, fits, lambda moments: _reach(h, descent, gain), stage)
 
 
 FIELDS = ("mu", "nu", "nu_fresh")
@@ -115,12 +115,12 @@ def _reach(h: LambHyper, descent: Descent, gain: float = 1.0) -> Reach:
 
 
 def _descend(
-    own: OnebitLambState, lists: list[list[Tensor]], ratio: Tensor, h: LambHyper, rate: float, max_step: float
+    moments: OnebitLambState, lists: list[list[Tensor]], ratio: Tensor, h: LambHyper, rate: float, max_step: float
 ) -> None:
     params, mu, nu, _ = lists
     torch.ops.fn.lamb_step_(params, mu, nu, rate * ratio, h.eps, h.weight_decay, max_step)
-    _write(own.ratio, ratio)
-    own.step.add_(1)
+    _write(moments.ratio, ratio)
+    moments.step.add_(1)
 
 
 def _read(numbers: Tree) -> Tensor:

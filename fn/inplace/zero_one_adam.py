@@ -38,16 +38,16 @@ def variance(
     if descent != Descent(0.0, ()):
         return BEHIND
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], own: ZeroOneAdamState, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState, reach: Reach) -> Sized:
         def commit() -> None:
             params, _, _, anchor = lists
-            own.peak.copy_(ops.direct("largest_magnitude", grads))
-            _descend(own, lists, grads, h, frozen=False)
+            moments.peak.copy_(ops.direct("largest_magnitude", grads))
+            _descend(moments, lists, grads, h, frozen=False)
             torch._foreach_copy_(anchor, params)
 
-        return Sized(largest_of(grads, own.step), commit)
+        return Sized(largest_of(grads, moments.step), commit)
 
-    def reach(own: ZeroOneAdamState) -> Reach:
+    def reach(moments: ZeroOneAdamState) -> Reach:
         return Reach(float(_rate(h)), h.eps, h.weight_decay)
 
     return bounded(update, link, head, bounds, Eligibility("adamw_", FIELDS), reach, stage)
@@ -61,22 +61,22 @@ def local(
     if descent != Descent(0.0, ()):
         return BEHIND
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], own: ZeroOneAdamState, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState, reach: Reach) -> Sized:
         def commit() -> None:
-            _descend(own, lists, grads, h, frozen=True)
+            _descend(moments, lists, grads, h, frozen=True)
             went()
 
         def drop() -> None:  # this rank's own: no message tells the others
-            own.dropped.add_(1)
-            own.step.add_(1)
+            moments.dropped.add_(1)
+            moments.step.add_(1)
             went()
 
         def went() -> None:
-            write(own.elapsed, lambda elapsed: elapsed.add_(_rate(h)))
+            write(moments.elapsed, lambda elapsed: elapsed.add_(_rate(h)))
 
-        return Sized(largest_of(grads, own.step), commit, drop)
+        return Sized(largest_of(grads, moments.step), commit, drop)
 
-    def reach(own: ZeroOneAdamState) -> Reach:
+    def reach(moments: ZeroOneAdamState) -> Reach:
         return Reach(float(_rate(h)), h.eps, 0.0)
 
     return bounded(update, link, head, bounds, Eligibility("adamw_", FIELDS), reach, stage)
@@ -93,16 +93,16 @@ def synchronise(
         return "0/1 Adam has kernels for fn.compressed_average over one axis, in the layouts 'flat' and 'per_tensor'"
     eligible = Eligibility("adamw_", FIELDS)
 
-    def elapsed_after(own: ZeroOneAdamState) -> float:
-        return float(on_host(own.elapsed).add(_rate(h)).to(own.elapsed.dtype))
+    def elapsed_after(moments: ZeroOneAdamState) -> float:
+        return float(on_host(moments.elapsed).add(_rate(h)).to(moments.elapsed.dtype))
 
-    def fits(updates: Tree, own: ZeroOneAdamState, params: Tree) -> list[list[Tensor]] | None:
-        moved = axis_size(average.rule.axis) > 1 and elapsed_after(own) >= SMALLEST
-        return eligible(updates, own, params) if moved else None
+    def fits(updates: Tree, moments: ZeroOneAdamState, params: Tree) -> list[list[Tensor]] | None:
+        moved = axis_size(average.rule.axis) > 1 and elapsed_after(moments) >= SMALLEST
+        return eligible(updates, moments, params) if moved else None
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], own: ZeroOneAdamState, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState, reach: Reach) -> Sized:
         params, mu, nu, anchor = lists
-        elapsed = elapsed_after(own)
+        elapsed = elapsed_after(moments)
 
         def drifts(bucket: Bucket) -> Tensor:
             here = [[t[i] for i in bucket.leaf_indices] for t in (params, anchor, mu, grads, nu)]
@@ -110,33 +110,33 @@ def synchronise(
             drift: Tensor = ops.direct("drift", *here, h.b1, h.eps, float(_rate(h)), *place)
             return drift.view(-1)
 
-        mean = average.average_rows(anchor, own.sync, drifts)
-        peak = largest_of(mean.numbers, own.peak)
+        mean = average.average_rows(anchor, moments.sync, drifts)
+        peak = largest_of(mean.numbers, moments.peak)
 
         def commit() -> None:  # from the anchor, with the mean in place of minus the learning rates times the momentum
             args = h.eps, h.weight_decay, elapsed, 1.0, 1.0, math.inf, h.max_step
             mean.step(anchor, mu, nu, args, factor=-1 / elapsed, copies=params)
-            own.peak.copy_(peak)
-            own.step.add_(1)
-            write(own.elapsed, Tensor.zero_)
+            moments.peak.copy_(peak)
+            moments.step.add_(1)
+            write(moments.elapsed, Tensor.zero_)
             mean.keep()
 
         return Sized(peak / elapsed, commit)
 
-    def reach(own: ZeroOneAdamState) -> Reach:
-        return Reach(elapsed_after(own), h.eps, h.weight_decay, momentum_enters=False)
+    def reach(moments: ZeroOneAdamState) -> Reach:
+        return Reach(elapsed_after(moments), h.eps, h.weight_decay, momentum_enters=False)
 
     return bounded(update, link, head, bounds, fits, reach, stage)
 
 
 def _descend(
-    own: ZeroOneAdamState, lists: list[list[Tensor]], grads: list[Tensor], h: ZeroOneAdam, *, frozen: bool
+    moments: ZeroOneAdamState, lists: list[list[Tensor]], grads: list[Tensor], h: ZeroOneAdam, *, frozen: bool
 ) -> None:
     params, mu, nu, _ = lists
     decay = 0.0 if frozen else h.weight_decay  # that of local steps comes with the synchronisation
     args = h.eps, decay, float(_rate(h)), 1.0, 1.0, math.inf, math.inf
     ops.direct("adamw_", params, grads, mu, nu, h.b1, h.b2, *args, frozen)
-    own.step.add_(1)
+    moments.step.add_(1)
 
 
 def _rate(h: ZeroOneAdam) -> float | Tensor:
