@@ -12,7 +12,7 @@ from fn.collectives.axis import axis_size
 from fn.inplace.bounds import Bounds, Reach, Sized, bounded, largest_of
 from fn.inplace.compressed_average import CodedAverage, Mean, average_of
 from fn.inplace.links import Descent, Head
-from fn.inplace.protocol import HALF_TOO, Eligibility, InPlace, number, write
+from fn.inplace.protocol import WITH_FLOAT16, Eligibility, InPlace, number, write
 from fn.kernels import ops
 from fn.transforms.adam import Adam, AdamState, OnebitAdam, OnebitAdamState
 
@@ -39,7 +39,7 @@ def warmup(update: UpdateFn, rule: Adam, link: Link, head: Head, descent: Descen
         growth = rule.b1 / math.sqrt(rule.b2), (1 - rule.b1) / math.sqrt(1 - rule.b2)
         return reach_of(rule, descent, moments)._replace(slope_growth=growth)
 
-    return bounded(update, link, head, bounds, Eligibility("adamw_", ("mu", "nu"), HALF_TOO), reach, stage)
+    return bounded(update, link, head, bounds, Eligibility("adamw_", ("mu", "nu"), WITH_FLOAT16), reach, stage)
 
 
 def compressed(
@@ -49,7 +49,7 @@ def compressed(
     average = average_of(rule.average)
     if isinstance(average, CodedAverage) and axis_size(average.rule.axis) == 1:
         average = None  # the momentum is its own mean
-    eligible = Eligibility("adamw_" if average is None else "onebit_adam_", ("mu", "nu"), HALF_TOO)
+    eligible = Eligibility("adamw_" if average is None else "onebit_adam_", ("mu", "nu"), WITH_FLOAT16)
 
     def fits(updates: Tree, moments: OnebitAdamState, params: Tree) -> list[list[Tensor]] | None:
         lists = eligible(updates, moments, params)

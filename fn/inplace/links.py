@@ -10,7 +10,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Link, Step
 from fn.inplace.memory import written_into
-from fn.inplace.protocol import DTYPE, GRADIENTS, number
+from fn.inplace.protocol import DTYPE, WITH_FLOAT16, number
 from fn.transforms.decay_and_lr import Decay, Rate
 
 Tree = Any
@@ -34,8 +34,8 @@ class Head(NamedTuple):
                 writes.append(written_into(before, after))
 
         def write() -> None:
-            for each in writes:
-                each()
+            for write_state in writes:
+                write_state()
 
         return updates, write
 
@@ -47,8 +47,8 @@ class Head(NamedTuple):
         tree.check_updates(updates, mu)
         leaves, moments = tree.lists(updates, mu)
         dtypes = {*map(DTYPE, leaves)}
-        # nearly always so; `to` and `contiguous` cost a microsecond a tensor, where they have nothing to do, too
-        if len(dtypes) == 1 and dtypes <= {*GRADIENTS} and all(map(Tensor.is_contiguous, leaves)):
+        # nearly always so; `to` and `contiguous` cost a microsecond a tensor even where they have nothing to do
+        if len(dtypes) == 1 and dtypes <= {*WITH_FLOAT16} and all(map(Tensor.is_contiguous, leaves)):
             return leaves, write
         return [u.to(m.dtype).contiguous() for u, m in zip(leaves, moments, strict=True)], write
 

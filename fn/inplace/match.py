@@ -24,7 +24,7 @@ from fn.base import Guarded, Link, Phase, Step, Transform, UpdateFn, has_phase, 
 from fn.inplace import adam, lamb, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds
 from fn.inplace.links import Head, descent_of
-from fn.inplace.protocol import KINDS, InPlace, Staged, on_host
+from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged, on_host, settled
 from fn.transforms.adam import Adam, OnebitAdam
 from fn.transforms.lamb import LambHyper, OnebitLamb
 from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, narrows
@@ -34,7 +34,6 @@ from fn.transforms.zero_one_adam import LocalStep, SynchronisingStep, VarianceSt
 
 Tree = Any
 
-# kind of a link: how its step is staged, and whether a guard looks at it
 STAGES: dict[type, tuple[Callable[..., InPlace | str], bool]] = {
     Adam: (adam.warmup, True),
     OnebitAdam: (adam.compressed, True),
@@ -45,27 +44,29 @@ STAGES: dict[type, tuple[Callable[..., InPlace | str], bool]] = {
     LocalStep: (zero_one_adam.local, False),
     Sharded: (sharded.stage_shards, True),
 }
+"""By the rule's type of the link that keeps the moments: how its step is staged, and whether a guard looks at it."""
 
-def in_place(update: UpdateFn, known: dict[Any, Any] | None = None) -> InPlace | str:
+
+def in_place(update: UpdateFn, bounds: dict[Any, Bounds] | None = None) -> InPlace | str:
     """Return how an update is staged, or the reason why it cannot be: a phrase that names the link in the way.
 
-    Args: update: of a transform that `skip_nonfinite` made, in one phase. known: what the phases of one optimizer know
-        of its tensors together; it is filled here. None: nothing.
+    Args: update: of a transform that `skip_nonfinite` made, in one phase. bounds: of the tensors of each link by its
+        path, which the phases of one optimizer share; it is filled here. None: nobody shares them.
     """
-    known, update = {} if known is None else known, unwrap(update)
+    bounds, update = {} if bounds is None else bounds, unwrap(update)
     if not isinstance(update, Guarded):
         return "it is not guarded by fn.skip_nonfinite"
     links = links_of(update.inner, (0,))  # 0: `inner` of the guard's state
     last = links[-1].update if links else None
     if isinstance(last, Step) and isinstance(last.rule, OuterWarmup | OuterLocal):
         if update.looks != isinstance(last.rule, OuterWarmup):
-            return _of_guard(update, last)
+            return _refused_for_guard(update, last)
         inner = links_of(last.rule.inner, (*links[-1].path, OuterState._fields.index("inner")))
-        found = _of_links(update, [*links[:-1], *inner], True, known)
-        found = found if isinstance(found, str) else _around(last.rule, links[-1], found)
+        staged = _match(update, [*links[:-1], *inner], True, bounds)
+        staged = staged if isinstance(staged, str) else _around(last.rule, links[-1], staged)
     else:
-        found = _of_links(update, links, update.looks, known)
-    return found if isinstance(found, str) else found._replace(stage=refusing(update, found.stage))
+        staged = _match(update, links, update.looks, bounds)
+    return staged if isinstance(staged, str) else staged._replace(stage=refusing(update, staged.stage))
 
 
 def refusing(
@@ -96,23 +97,24 @@ def _links_in(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
     return [link for link in links if link not in inside] + [x for link in inside for x in _links_in(*link)]
 
 
-def _of_links(update: Guarded, links: list[Link], looks: bool, known: dict[Any, Any]) -> InPlace | str:
-    for place, link in enumerate(links):
+def _match(update: Guarded, links: list[Link], looks: bool, bounds: dict[Any, Bounds]) -> InPlace | str:
+    for i, link in enumerate(links):
         rule = link.update.rule if isinstance(link.update, Step) else None
-        if type(rule) in STAGES:
-            stage, looked_at = STAGES[type(rule)]
-            if looks != looked_at:
-                return _of_guard(update, link.update)
-            descent = descent_of(links[place + 1 :])
-            if isinstance(descent, Link):
-                got = name_of(descent.update)
-                return f"expected weight decays, then rates, behind {name_of(link.update)}, but got {got}"
-            head, bounds = Head(links[:place]), known.setdefault(link.path, Bounds())
-            return without_guards(head, stage(update, rule, link, head, descent, bounds))
+        if type(rule) not in STAGES:
+            continue
+        stage, is_looked_at = STAGES[type(rule)]
+        if looks != is_looked_at:
+            return _refused_for_guard(update, link.update)
+        descent = descent_of(links[i + 1 :])
+        if isinstance(descent, Link):
+            got = name_of(descent.update)
+            return f"expected weight decays, then rates, behind {name_of(link.update)}, but got {got}"
+        head = Head(links[:i])
+        return without_guards(head, stage(update, rule, link, head, descent, bounds.setdefault(link.path, Bounds())))
     return f"none of its links has kernels: {', '.join(name_of(link.update) for link in links) or 'it has none'}"
 
 
-def _of_guard(guard: Guarded, update: UpdateFn) -> str:
+def _refused_for_guard(guard: Guarded, update: UpdateFn) -> str:
     verb = "looks" if guard.looks else "does not look"
     return f"in this phase its guard {verb} at what {name_of(update)} returns"
 
@@ -142,34 +144,44 @@ def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
 
 def _around(rule: OuterWarmup | OuterLocal, link: Link, inner: InPlace) -> InPlace:
     """Return how a step of `outer` is staged. inner: how that of its inner optimizer is, in the state of the whole."""
-    stage = _followed if isinstance(rule, OuterWarmup) else _alone
-    fits = inner.fits if stage is _alone else lambda *args: _holds(link.state(args[1]), args[2]) and inner.fits(*args)
-    return inner._replace(fits=fits, stage=lambda *args: stage(inner.stage(*args), link.state(args[1]), args[2]))
+    is_warmup = isinstance(rule, OuterWarmup)
+
+    def fits(updates: Tree, state: Tree, params: Tree) -> bool:
+        return not (is_warmup and _anchor_is_narrower(link.state(state), params)) and inner.fits(updates, state, params)
+
+    def stage(updates: Tree, state: Tree, params: Tree) -> Staged:
+        step = inner.stage(updates, state, params)
+        return (_with_anchor if is_warmup else _alone)(step, link.state(state), params)
+
+    return inner._replace(fits=fits, stage=stage)
 
 
-def _holds(own: OuterState, params: Tree) -> bool:
-    """Tell whether the anchor has the range of the params; else only the pure step sees that it overflows."""
-    return not any(narrows(x.dtype, p.dtype) for x, p in zip(tree.leaves(own.anchor), tree.leaves(params), strict=True))
+def _anchor_is_narrower(state: OuterState, params: Tree) -> bool:
+    """Return whether the anchor may overflow where the params do not, which only the pure step sees."""
+    pairs = zip(tree.leaves(state.anchor), tree.leaves(params), strict=True)
+    return any(narrows(anchor.dtype, p.dtype) for anchor, p in pairs)
 
 
-def _followed(step: Staged, own: OuterState, params: Tree) -> Staged:
+def _with_anchor(step: Staged, state: OuterState, params: Tree) -> Staged:
+    """Let the anchor follow the params."""
+
     def commit() -> None:
         step.commit()
-        torch._foreach_copy_(tree.leaves(own.anchor), [p.detach() for p in tree.leaves(params)])
+        torch._foreach_copy_(tree.leaves(state.anchor), [p.detach() for p in tree.leaves(params)])
 
     return step._replace(commit=commit)
 
 
-def _alone(step: Staged, own: OuterState, params: Tree) -> Staged:
+def _alone(step: Staged, state: OuterState, params: Tree) -> Staged:
     """Leave out what is not finite, on this rank alone, and count it: no message tells the others."""
-    ok, write, safe = step.settled()
+    ((ok, write, safe),) = settled([step])
 
     def commit() -> None:
-        own.alone.add_(1)
+        state.alone.add_(1)
         if ok:
             write()
         else:
-            own.dropped.add_(1)
+            state.dropped.add_(1)
 
     return Staged(True, commit, safe)
 
@@ -185,6 +197,10 @@ def explain(transform: Transform) -> str:
 
     Args: transform: a chain, or what a named optimizer returns. The kernels of the device, dtypes and layouts of the
         tensors are looked at when the step is taken.
+
+    >>> print(explain(fn.onebit_adam(1e-3, axis="data")))
+    warmup      in place
+    compressed  in place
     """
     guarded = any(isinstance(update, Guarded) for update in transform[1:])
     transform = transform if guarded else skip_nonfinite(transform)  # as `fn.Optimizer` does
@@ -193,8 +209,8 @@ def explain(transform: Transform) -> str:
         if transform.rounds is not None and phase is Phase.COMPRESSED:
             lines.append(f"{phase.value:10}  as the local step; then the exchange, which is rare, tensor by tensor")
             continue
-        found = in_place(transform.composed(phase))
-        lines.append(f"{phase.value:10}  {f'link by link: {found}' if isinstance(found, str) else 'in place'}")
+        staged = in_place(transform.composed(phase))
+        lines.append(f"{phase.value:10}  {f'link by link: {staged}' if isinstance(staged, str) else 'in place'}")
     if any("link by link" in line for line in lines):
         lines.append(CURE)
     return "\n".join(lines)
@@ -205,12 +221,12 @@ def slow_tensors(params: Sequence[Tensor], grads: Sequence[Tensor]) -> str:
 
     Args: params, grads: as many.
     """
-    devices, kinds = {str(p.device) for p in params}, {p.dtype for p in params}
+    devices, dtypes = {str(p.device) for p in params}, {p.dtype for p in params}
     if len(devices) > 1:
         return f"params are on the devices {sorted(devices)}; give each device a param group of its own"
-    if len(kinds) > 1 or not kinds <= {*KINDS}:
-        wanted = f"expected params in one of {', '.join(map(str, KINDS))}"
-        return f"{wanted}, but got {', '.join(sorted(map(str, kinds)))}; give each dtype a param group of its own"
+    if len(dtypes) > 1 or not dtypes <= {*PARAM_DTYPES}:
+        wanted = f"expected params in one of {', '.join(map(str, PARAM_DTYPES))}"
+        return f"{wanted}, but got {', '.join(sorted(map(str, dtypes)))}; give each dtype a param group of its own"
     for name, tensors in (("param", params), ("gradient of param", grads)):
         for i, x in enumerate(tensors):
             if not x.is_contiguous():

@@ -39,22 +39,16 @@ class Staged(NamedTuple):
     commit: Callable[[], None]
     safe: bool | Tensor = True
 
-    @property
-    def on_host(self) -> bool:
-        """Return whether the flags are known without waiting for a device."""
-        return all(isinstance(flag, bool) or flag.device.type == "cpu" for flag in (self.ok, self.safe))
-
-    def settled(self) -> Staged:
-        """Return it with bools; a device is waited for once."""
-        (found,) = settled([self])
-        return found
-
 
 def settled(steps: Sequence[Staged]) -> list[Staged]:
     """Return steps with bools; a device is waited for once."""
-    flags = read([flag for step in steps for flag in (step.ok, step.safe)])
-    each = zip(steps, flags[::2], flags[1::2], strict=True)
-    return [Staged(ok, step.commit, safe or not ok) for step, ok, safe in each]
+    flags = [flag for step in steps for flag in (step.ok, step.safe)]
+    on_device = {id(flag): flag for flag in flags if isinstance(flag, Tensor) and flag.device.type != "cpu"}
+    if len({flag.device for flag in on_device.values()}) == 1:
+        numbers = dict(zip(on_device, torch.stack([*on_device.values()]).cpu().tolist(), strict=True))
+        flags = [numbers.get(id(flag), flag) for flag in flags]
+    triples = zip(steps, map(bool, flags[::2]), map(bool, flags[1::2]), strict=True)
+    return [Staged(ok, step.commit, safe or not ok) for step, ok, safe in triples]
 
 
 class InPlace(NamedTuple):
@@ -73,50 +67,44 @@ class InPlace(NamedTuple):
         return self.pure(updates, state, params)
 
 
-def read(flags: Sequence[bool | Tensor]) -> list[bool]:
-    """Return 0-d bools as bools; a device is waited for once."""
-    there = {id(x): x for x in flags if isinstance(x, Tensor) and x.device.type != "cpu"}
-    if len({x.device for x in there.values()}) != 1:
-        return [*map(bool, flags)]
-    known = dict(zip(there, torch.stack([*there.values()]).cpu().tolist(), strict=True))
-    return [known[id(x)] if id(x) in known else bool(x) for x in flags]
-
-
 class Eligibility:
     """Whether the table has a kernel for the whole step of lists of tensors: contiguous, of one device, of one shape.
 
-    Moments are float32; params are that, too, or all of another one of `kinds`.
+    Moments are float32; params are that, too, or all of another one of `dtypes`.
 
     A look at every tensor takes longer than a small step. So params and state, which stay from step to step, are looked
-    at once, and then only whether they are the same objects at the same addresses; gradients are always looked at.
+    once, and then only whether they are the same objects at the same addresses; gradients are always looked at.
 
-    Args: op: the kernel. fields: of the state of the link that keeps the moments, the lists. kinds: dtypes of params.
+    Args: op: the kernel. fields: of the state of the link that keeps the moments, the lists. dtypes: of params.
     """
 
-    def __init__(self, op: str, fields: Sequence[str], kinds: Sequence[torch.dtype] = ()) -> None:
-        self._op, self._fields, self._kinds = op, fields, kinds or KINDS
+    def __init__(self, op: str, fields: Sequence[str], dtypes: Sequence[torch.dtype] = ()) -> None:
+        self._op, self._fields, self._dtypes = op, fields, dtypes or PARAM_DTYPES
         self._lists: list[list[Tensor]] = []
         self._seen: tuple[list[int], list[torch.Size]] | None = None  # their addresses, the shapes of params
 
-    def __call__(self, updates: Tree, own: Tree, params: Tree) -> list[list[Tensor]] | None:
-        """Return params and the fields of a link's state as lists; None if there is no kernel for them and the updates.
+    def __call__(self, updates: Tree, moments: Tree, params: Tree) -> list[list[Tensor]] | None:
+        """Return params and fields of the state `moments` as lists; None if no kernel fits them and the updates.
 
         It is the same list for as long as they are the same tensors.
         """
-        grads, *lists = tree.lists(updates, params, *(getattr(own, name) for name in self._fields))
-        kept, shapes = [*chain(*lists)], [*map(_SHAPE, lists[0])]
-        if torch.compiler.is_compiling() or not self._as_before(kept, shapes):
+        grads, *lists = tree.lists(updates, params, *(getattr(moments, name) for name in self._fields))
+        tensors, shapes = [*chain(*lists)], [*map(_SHAPE, lists[0])]
+        # addresses, too: whoever assigns `p.data` keeps the object and changes its memory
+        if torch.compiler.is_compiling() or not self._as_before(tensors, shapes):
             self._seen = None
-            if not same_shapes(lists) or not has_kernel(self._op, self._kinds, *lists):
+            if any([*map(_SHAPE, others)] != shapes for others in lists):  # kernels would go on behind an end
                 return None
-            self._lists, self._seen = lists, ([*map(Tensor.data_ptr, kept)], shapes)
-        alike = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, GRADIENTS, grads)
-        return self._lists if alike and grads[0].device == kept[0].device else None
+            if not has_kernel(self._op, self._dtypes, *lists):
+                return None
+            self._lists, self._seen = lists, ([*map(Tensor.data_ptr, tensors)], shapes)
+        fit = [*map(_SHAPE, grads)] == shapes and has_kernel(self._op, WITH_FLOAT16, grads)
+        return self._lists if fit and grads[0].device == tensors[0].device else None
 
-    def _as_before(self, kept: list[Tensor], shapes: list[torch.Size]) -> bool:
-        if self._seen is None or not are_same(kept, [*chain(*self._lists)]):
+    def _as_before(self, tensors: list[Tensor], shapes: list[torch.Size]) -> bool:
+        if self._seen is None or not are_same(tensors, [*chain(*self._lists)]):
             return False
-        return ([*map(Tensor.data_ptr, kept)], shapes) == self._seen
+        return ([*map(Tensor.data_ptr, tensors)], shapes) == self._seen
 
 
 def are_same(a: list[Tensor], b: list[Tensor]) -> bool:
@@ -127,33 +115,25 @@ def are_same(a: list[Tensor], b: list[Tensor]) -> bool:
 _SHAPE, DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "device"))
 
 
-GRADIENTS = (torch.float32, torch.float16, torch.bfloat16)
-"""Dtypes of gradients that all kernels take."""
-
-KINDS = (torch.float32, torch.bfloat16)
+PARAM_DTYPES = (torch.float32, torch.bfloat16)
 """Dtypes of params that all kernels take; moments are float32. float16 overflows where bounds of float32 hold."""
 
-HALF_TOO = (*KINDS, torch.float16)
-"""Those of steps that have bounds for float16, too."""
+WITH_FLOAT16 = (*PARAM_DTYPES, torch.float16)
+"""Dtypes of gradients that all kernels take, and of params in steps that have bounds for float16, too."""
 
 
-def has_kernel(op: str, kinds: Sequence[torch.dtype], first: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
+def has_kernel(op: str, dtypes: Sequence[torch.dtype], first: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:
     """Return whether the table has a kernel for the whole step of these tensors: contiguous, and on one device.
 
-    Args: first: a list of one dtype among `kinds`. others: lists in float32.
+    Args: first: a list of one dtype among `dtypes`. others: lists in float32.
     """
     tensors = [*first, *chain(*others)]
     if not tensors or not is_concrete(*tensors):
         return False
-    found, wide = {*map(DTYPE, first)}, {*map(DTYPE, chain(*others))} <= {torch.float32}
-    alike = wide and len(found) <= 1 and found <= {*kinds} and len({*map(_DEVICE, tensors)}) == 1
-    return alike and all(map(Tensor.is_contiguous, tensors)) and bool(cells(op, tensors[0].device.type))
-
-
-def same_shapes(lists: Sequence[Sequence[Tensor]]) -> bool:
-    """Return whether all lists hold tensors of the same shapes; kernels see addresses and would go on behind an end."""
-    first, *others = ([*map(_SHAPE, tensors)] for tensors in lists)
-    return all(shapes == first for shapes in others)
+    of_first, of_others = {*map(DTYPE, first)}, {*map(DTYPE, chain(*others))}
+    fit = len(of_first) <= 1 and of_first <= {*dtypes} and of_others <= {torch.float32}
+    fit = fit and len({*map(_DEVICE, tensors)}) == 1 and all(map(Tensor.is_contiguous, tensors))
+    return fit and bool(cells(op, tensors[0].device.type))
 
 
 # A step needs some numbers of a state on the host: weights of moments, sums of learning rates. They are 0-d tensors on
@@ -179,13 +159,13 @@ def number(x: Tensor | float) -> float:
 
 
 def write(x: Tensor, how: Callable[[Tensor], Any]) -> None:
-    """Write into a 0-d tensor, and into its copy on the host if that was asked for. how: writes into what it is given.
+    """Write into a 0-d tensor, and into its copy on the host if that was asked for.
 
-    What it takes from elsewhere has to be on the host.
+    Args: how: writes into the tensor that it is given. What it takes from elsewhere has to be on the host.
     """
     known: tuple[int, Tensor] | None = _copies.get(x)
-    is_right = known is not None and known[0] == x._version
+    is_current = known is not None and known[0] == x._version
     how(x)
-    if known is not None and is_right:
+    if known is not None and is_current:
         how(known[1])
         _copies[x] = x._version, known[1]
