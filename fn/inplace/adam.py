@@ -7,11 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
-from fn.inplace.bounds import Bounds, Reach, Sized, bounded, largest_of
+from fn.inplace.bounds import MatchedChain, Reach, Sized, bounded, largest_of
 from fn.inplace.compressed_average import CodedAverage, Mean, average_of
-from fn.inplace.links import Descent, Head
+from fn.inplace.links import Descent
 from fn.inplace.protocol import WITH_FLOAT16, Eligibility, InPlace, number, write
 from fn.kernels import ops
 from fn.transforms.adam import Adam, AdamState, OnebitAdam, OnebitAdamState
@@ -20,32 +19,34 @@ Tree = Any
 Moments = AdamState | OnebitAdamState
 
 
-def warmup(update: UpdateFn, rule: Adam, link: Link, head: Head, descent: Descent, bounds: Bounds) -> InPlace | str:
-    """Return how a step of Adam is staged; its moments are those of `link`."""
+def warmup(rule: Adam, chain: MatchedChain) -> InPlace | str:
+    """Return how a step of Adam is staged."""
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: Moments, reach: Reach) -> Sized:
         params, mu, nu = lists
 
         def commit() -> None:
             count_step(moments, rule.b1, rule.b2)
-            args = kernel_args(rule, descent.weight_decay, reach.rate, moments)
-            ops.direct("adamw_", params, grads, mu, nu, rule.b1, rule.b2, *args, math.inf, math.inf, False)
+            numbers = kernel_args(rule, chain.descent.weight_decay, reach.rate, moments)
+            ops.direct("adamw_", params, grads, mu, nu, rule.b1, rule.b2, *numbers, math.inf, math.inf, False)
 
         return Sized(largest_of(grads, moments.step), commit)
 
     def reach(moments: Moments) -> Reach:
         if not rule.b2:  # then no slope of the old moments bounds the new ones
-            return reach_of(rule, descent, moments)
+            return reach_of(rule, chain.descent, moments)
         growth = rule.b1 / math.sqrt(rule.b2), (1 - rule.b1) / math.sqrt(1 - rule.b2)
-        return reach_of(rule, descent, moments)._replace(slope_growth=growth)
+        return reach_of(rule, chain.descent, moments)._replace(slope_growth=growth)
 
-    return bounded(update, link, head, bounds, Eligibility("adamw_", ("mu", "nu"), WITH_FLOAT16), reach, stage)
+    return bounded(chain, Eligibility("adamw_", ("mu", "nu"), WITH_FLOAT16), reach, stage)
 
 
-def compressed(
-    update: UpdateFn, rule: OnebitAdam, link: Link, head: Head, descent: Descent, bounds: Bounds
-) -> InPlace | str:
-    """Return how a step of 1-bit Adam is staged, from the codes of the mean where they are signs by tensor."""
+def compressed(rule: OnebitAdam, chain: MatchedChain) -> InPlace | str:
+    """Return how a step of 1-bit Adam is staged, from the codes of the mean where they are signs by tensor.
+
+    `stage` sends and receives; nothing is written until all ranks know that the mean is finite. `commit` decodes it
+    into the momentum and takes the step, in one pass.
+    """
     average = average_of(rule.average)
     if isinstance(average, CodedAverage) and axis_size(average.rule.axis) == 1:
         average = None  # the momentum is its own mean
@@ -65,19 +66,20 @@ def compressed(
 
         def commit() -> None:
             count_step(moments, rule.b1)
-            args = *kernel_args(rule, descent.weight_decay, reach.rate, moments), rule.max_step, math.inf
+            numbers = kernel_args(rule, chain.descent.weight_decay, reach.rate, moments)
+            descent = *numbers, rule.max_step, math.inf
             if mean is None:
-                ops.direct("adamw_", params, grads, mu, nu, rule.b1, 0.0, *args, True)
+                ops.direct("adamw_", params, grads, mu, nu, rule.b1, 0.0, *descent, True)
             else:
-                mean.step(params, mu, nu, args, keep_zeros=rule.keep_zeros)
+                mean.step(params, mu, nu, descent, keep_zeros=rule.keep_zeros)
                 mean.keep()
 
         return Sized(largest_of(grads if mean is None else mean.numbers, moments.step), commit)
 
     def reach(moments: OnebitAdamState) -> Reach:
-        return reach_of(rule, descent, moments, keeps=average is None)
+        return reach_of(rule, chain.descent, moments, keeps=average is None)
 
-    return bounded(update, link, head, bounds, fits, reach, stage)
+    return bounded(chain, fits, reach, stage)
 
 
 def reach_of(rule: Adam | OnebitAdam, descent: Descent, moments: Moments, *, keeps: bool = True) -> Reach:
@@ -103,4 +105,3 @@ def count_step(moments: Moments, b1: float, b2: float | None = None) -> None:
     write(moments.mu_weight, follow(b1))
     if b2 is not None:
         write(moments.nu_weight, follow(b2))
-

@@ -49,7 +49,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain as joined
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -58,7 +58,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Link, UpdateFn
-from fn.inplace.links import Head
+from fn.inplace.links import Descent, Head
 from fn.inplace.protocol import InPlace, Staged, are_same
 from fn.kernels import ops
 from fn.transforms.adam import AdamState, OnebitAdamState
@@ -191,7 +191,7 @@ class Bounds:
             self.finite = True  # for the pure step to find out
             return False
         if not known:  # another phase's lists of the same tensors, or others
-            tensors = [*chain(*lists)]
+            tensors = [*joined(*lists)]
             addresses, same = [*map(Tensor.data_ptr, tensors)], are_same(tensors, self._tensors)
             self._version_seen = self._version_seen if same and addresses == self._addresses else None
             self._tensors, self._addresses = tensors, addresses
@@ -267,22 +267,33 @@ class Bounds:
         self._version_seen = self._version()
 
 
+class MatchedChain(NamedTuple):
+    """A chain, cut at the link that keeps the moments.
+
+    update: the pure one. link: that link. head: the links in front of it. descent: what those behind it amount to.
+    """
+
+    update: UpdateFn
+    link: Link
+    head: Head
+    descent: Descent
+    bounds: Bounds
+
+
 def bounded(
-    update: UpdateFn,
-    link: Link,
-    head: Head,
-    bounds: Bounds,
+    chain: MatchedChain,
     fits: Callable[[Tree, Tree, Tree], list[list[Tensor]] | None],
     reach: Callable[[Any], Reach],
     stage: Callable[[list[Tensor], list[list[Tensor]], Any, Reach], Sized],
 ) -> InPlace:
     """Return how an update is staged where no number can overflow.
 
-    Args: link: the one that keeps the moments. head: what stands in front of it.
-        fits: (updates, the link's state, params) -> the lists that the kernels write, params first; None without any.
+    Args: fits: (updates, the link's state, params) -> the lists that the kernels write, params first; None without any.
         reach: of a step, from the link's state.
         stage: (gradients, those lists, the link's state, reach) -> all of a step but to write it.
     """
+
+    update, link, head, _, bounds = chain
 
     def is_safe(updates: Tree, state: Tree, params: Tree) -> bool:
         moments = link.state(state)

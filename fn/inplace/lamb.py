@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
-from fn.inplace.bounds import SUMMED, Bounds, Reach, Sized, bounded, largest_of
+from fn.inplace.bounds import SUMMED, MatchedChain, Reach, Sized, bounded, largest_of
 from fn.inplace.compressed_average import CodedAverage, average_of, moving_averages
-from fn.inplace.links import Descent, Head
+from fn.inplace.links import Descent
 from fn.inplace.protocol import Eligibility, InPlace
 from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
@@ -32,12 +31,10 @@ from fn.transforms.lamb import (
 Tree = Any
 
 
-def warmup(
-    update: UpdateFn, rule: LambHyper, link: Link, head: Head, descent: Descent, bounds: Bounds
-) -> InPlace | str:
+def warmup(rule: LambHyper, chain: MatchedChain) -> InPlace | str:
     """Return how a warm-up step of 1-bit LAMB is staged."""
     h = rule
-    if descent.weight_decay:
+    if chain.descent.weight_decay:
         return DECAYS
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState, reach: Reach) -> Sized:
@@ -56,15 +53,13 @@ def warmup(
         return Sized(largest_of(grads, moments.step), commit)
 
     fits = Eligibility("lamb_step_", FIELDS)
-    return bounded(update, link, head, bounds, fits, lambda moments: _reach(h, descent), stage)
+    return bounded(chain, fits, lambda moments: _reach(h, chain.descent), stage)
 
 
-def compressed(
-    update: UpdateFn, rule: OnebitLamb, link: Link, head: Head, descent: Descent, bounds: Bounds
-) -> InPlace | str:
+def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
     """Return how a compressed step of 1-bit LAMB is staged, where all tensors have one scale."""
     h, average = rule.hyper, average_of(rule.average)
-    if descent.weight_decay:
+    if chain.descent.weight_decay:
         return DECAYS
     if not isinstance(average, CodedAverage) or average.rule.layout != "fused":
         return "1-bit LAMB has kernels for fn.compressed_average over one axis in the layout 'fused'"
@@ -102,7 +97,7 @@ def compressed(
         return Sized(size, commit)
 
     gain = 2 / (1 - h.b1)  # of gradients that are formed from a momentum less b1 times the last one
-    return bounded(update, link, head, bounds, fits, lambda moments: _reach(h, descent, gain), stage)
+    return bounded(chain, fits, lambda moments: _reach(h, chain.descent, gain), stage)
 
 
 FIELDS = ("mu", "nu", "nu_fresh")

@@ -22,7 +22,7 @@ from torch import Tensor
 from fn import roles, tree
 from fn.base import Guarded, Link, Phase, Step, Transform, UpdateFn, has_phase, links_of, name_of
 from fn.inplace import adam, lamb, sharded, zero_one_adam
-from fn.inplace.bounds import Bounds
+from fn.inplace.bounds import Bounds, MatchedChain
 from fn.inplace.links import Head, descent_of
 from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged, on_host, settled
 from fn.transforms.adam import Adam, OnebitAdam
@@ -109,8 +109,8 @@ def _match(update: Guarded, links: list[Link], looks: bool, bounds: dict[Any, Bo
         if isinstance(descent, Link):
             got = name_of(descent.update)
             return f"expected weight decays, then rates, behind {name_of(link.update)}, but got {got}"
-        head = Head(links[:i])
-        return without_guards(head, stage(update, rule, link, head, descent, bounds.setdefault(link.path, Bounds())))
+        chain = MatchedChain(update, link, Head(links[:i]), descent, bounds.setdefault(link.path, Bounds()))
+        return without_guards(chain.head, stage(rule, chain))
     return f"none of its links has kernels: {', '.join(name_of(link.update) for link in links) or 'it has none'}"
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 
 Tree = Any
@@ -18,18 +17,14 @@ Tree = Any
 def written_into(old: Tree, new: Tree) -> Callable[[], None]:
     """Return what copies the leaves of `new` into those of `old`.
 
-    A leaf of `new` that lies in the memory of `old`, but is not the leaf at its place, is copied aside now.
+    A leaf of `new` that lies in the memory of `old`, but is not the leaf at its place, is copied aside now: what is
+    written first would change it.
     Raises: ValueError now, if structure, shapes or dtypes differ, or if a leaf cannot be written.
     """
-    olds, structure = tree.flatten(old)
-    news, found = tree.flatten(new)
-    if structure != found:
-        raise ValueError(f"update: changed the structure of the state from {structure} to {found}")
+    olds, news = _alike(old, new)
     is_old = among(olds)
     pairs = [(o, n.clone() if is_old(n) else n) for o, n in zip(olds, news, strict=True) if n is not o]
-    for o, n in pairs:
-        if o.shape != n.shape or o.dtype != n.dtype:
-            raise ValueError(f"update: changed a leaf from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}")
+    for o, _ in pairs:
         if is_folded(o):
             path = next(path for path, x in zip(tree.paths(old), olds, strict=True) if x is o)
             raise ValueError(
@@ -49,22 +44,32 @@ def successor(old: Tree, new: Tree) -> Callable[[], None]:
 
     Raises: ValueError now, before anything is written, if structure, a shape or a dtype differs.
     """
-    olds, structure = tree.flatten(old)
-    news, found = tree.flatten(new)
-    if structure != found:
-        wanted = f"an update to keep the trees of init, with the leaves {tree.paths(old)}"
-        raise ValueError(expected("state", wanted, f"{tree.paths(new)}"))
-    for o, n in zip(olds, news, strict=True):
-        if o.shape != n.shape or o.dtype != n.dtype:
-            wanted = f"an update to keep the dtype and the shape of init, {o.dtype} {tuple(o.shape)}"
-            raise ValueError(expected("state", wanted, f"{n.dtype} {tuple(n.shape)}"))
+    olds, news = _alike(old, new)
 
     def write() -> None:
         for o, n in zip(olds, news, strict=True):
             if o is not n:
-                o.set_(n)
+                o.set_(n)  # no copy, and whoever holds the old tensor sees the new numbers
 
     return write
+
+
+def _alike(old: Tree, new: Tree) -> tuple[list[Any], list[Any]]:
+    """Return the leaves of two states. Raises: ValueError if structure, a shape or a dtype differs."""
+    olds, structure = tree.flatten(old)
+    news, new_structure = tree.flatten(new)
+    if structure != new_structure:
+        raise ValueError(
+            f"update: changed the structure of the state from {structure} to {new_structure}; return the trees that "
+            "init returned"
+        )
+    for o, n in zip(olds, news, strict=True):
+        if o.shape != n.shape or o.dtype != n.dtype:
+            raise ValueError(
+                f"update: changed a leaf from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}; keep the dtype "
+                "and the shape that init gave it"
+            )
+    return olds, news
 
 
 def _at_least_1d(x: Tensor) -> Tensor:
@@ -74,8 +79,8 @@ def _at_least_1d(x: Tensor) -> Tensor:
 
 def memory_of(x: Tensor) -> int:
     """Return what tensors in the same memory have in common."""
-    found: int = x.untyped_storage()._cdata if is_concrete(x) else id(x)
-    return found
+    memory: int = x.untyped_storage()._cdata if is_concrete(x) else id(x)
+    return memory
 
 
 def among(leaves: list[Tensor]) -> Callable[[Any], bool]:
@@ -93,7 +98,7 @@ def is_folded(x: Tensor) -> bool:
     """Return whether elements of a tensor share memory, as `expand` makes them; such a tensor cannot be written."""
     if x.is_contiguous():
         return False
-    reach = 0  # of the dimensions with smaller strides; beyond it no element can lie upon another
+    reach = 0  # where the dimensions with smaller strides end; beyond it no element can lie upon another
     for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
         if size > 1 and stride <= reach:
             return stride == 0 or _places(x).unique().numel() < x.numel()

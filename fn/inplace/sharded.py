@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Link, Step, UpdateFn, links_of
+from fn.base import Link, Step, links_of
 from fn.collectives.axis import axis_index, axis_size
 from fn.inplace.adam import count_step, kernel_args
-from fn.inplace.bounds import MOVE, SMALLEST, Bounds
-from fn.inplace.links import Descent, Head, descent_of
+from fn.inplace.bounds import MOVE, SMALLEST, MatchedChain
+from fn.inplace.links import Descent, descent_of
 from fn.inplace.memory import successor
 from fn.inplace.protocol import InPlace, Staged, has_kernel
 from fn.kernels import memory_pool
@@ -36,9 +36,7 @@ from fn.transforms.skip_nonfinite import all_addable, all_finite
 Tree = Any
 
 
-def stage_shards(
-    update: UpdateFn, rule: Sharded, link: Link, head: Head, descent: Descent, bounds: Bounds
-) -> InPlace | str:
+def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
     """Return how a step of `sharded` over a chain of Adam's moments, weight decays and learning rates is staged.
 
     The shard's new params and moments are made in fresh memory of the pool and take the old ones' place when all
@@ -52,15 +50,15 @@ def stage_shards(
     h, behind = adam, descent_of(inner[1:])
     if isinstance(behind, Link):
         return "fn.sharded has kernels for weight decays, then rates, behind scale_by_adam"
-    if descent != Descent(0.0, ()):
+    if chain.descent != Descent(0.0, ()):
         return "expected weight decays and rates inside of fn.sharded, but got one behind it"
 
     def moments_of(state: Tree) -> AdamState:
-        moments: AdamState = inner[0].state(link.state(state).inner)
+        moments: AdamState = inner[0].state(chain.link.state(state).inner)
         return moments
 
     def fits(updates: Tree, state: Tree, params: Tree) -> bool:
-        inside: ShardedState = link.state(state)
+        inside: ShardedState = chain.link.state(state)
         moments = moments_of(state)
         leaves, masters = tree.leaves(params), tree.leaves(inside.master)
         if rules.gather is not None and len(masters) != len(inside.master):
@@ -70,9 +68,9 @@ def stage_shards(
         return h.eps >= SMALLEST and eager and known
 
     def stage(updates: Tree, state: Tree, params: Tree) -> Staged:
-        inside: ShardedState = link.state(state)
+        inside: ShardedState = chain.link.state(state)
         moments = moments_of(state)
-        made, keep = head.run(updates, state, params)
+        made, keep = chain.head.run(updates, state, params)
         tree.check_updates(made, params)
         leaves, grads, index = tree.leaves(params), tree.leaves(made), axis_index(rules.axis)
         codes = rule.codes and axis_size(rules.axis) > 1
@@ -114,7 +112,7 @@ def stage_shards(
 
         return Staged(_agree([s.whole for s in steps], plan, exact), commit)
 
-    return InPlace(update, fits, stage)
+    return InPlace(chain.update, fits, stage)
 
 
 class _Step(NamedTuple):

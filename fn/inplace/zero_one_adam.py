@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.base import Link, UpdateFn
 from fn.collectives.axis import axis_size
-from fn.inplace.bounds import SMALLEST, Bounds, Reach, Sized, bounded, largest_of
+from fn.inplace.bounds import SMALLEST, MatchedChain, Reach, Sized, bounded, largest_of
 from fn.inplace.compressed_average import CodedAverage, average_of
-from fn.inplace.links import Descent, Head
+from fn.inplace.links import Descent
 from fn.inplace.protocol import Eligibility, InPlace, on_host, write
 from fn.kernels import ops
 from fn.transforms.flat_layout import Bucket
@@ -30,12 +29,10 @@ FIELDS = ("mu", "nu", "anchor")
 BEHIND = "a weight decay or a rate stands behind 0/1 Adam, whose updates are added to the params as they are"
 
 
-def variance(
-    update: UpdateFn, rule: VarianceStep, link: Link, head: Head, descent: Descent, bounds: Bounds
-) -> InPlace | str:
+def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
     """Return how a variance step is staged."""
     h = rule.hyper
-    if descent != Descent(0.0, ()):
+    if chain.descent != Descent(0.0, ()):
         return BEHIND
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState, reach: Reach) -> Sized:
@@ -50,44 +47,40 @@ def variance(
     def reach(moments: ZeroOneAdamState) -> Reach:
         return Reach(float(_rate(h)), h.eps, h.weight_decay)
 
-    return bounded(update, link, head, bounds, Eligibility("adamw_", FIELDS), reach, stage)
+    return bounded(chain, Eligibility("adamw_", FIELDS), reach, stage)
 
 
-def local(
-    update: UpdateFn, rule: LocalStep, link: Link, head: Head, descent: Descent, bounds: Bounds
-) -> InPlace | str:
+def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
     """Return how a local step is staged."""
     h = rule.hyper
-    if descent != Descent(0.0, ()):
+    if chain.descent != Descent(0.0, ()):
         return BEHIND
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState, reach: Reach) -> Sized:
+        def count_elapsed() -> None:
+            write(moments.elapsed, lambda elapsed: elapsed.add_(_rate(h)))
+
         def commit() -> None:
             _descend(moments, lists, grads, h, frozen=True)
-            went()
+            count_elapsed()
 
-        def drop() -> None:  # this rank's own: no message tells the others
+        def drop() -> None:  # this rank's own: no message tells the others, so the time goes on alike on all ranks
             moments.dropped.add_(1)
             moments.step.add_(1)
-            went()
-
-        def went() -> None:
-            write(moments.elapsed, lambda elapsed: elapsed.add_(_rate(h)))
+            count_elapsed()
 
         return Sized(largest_of(grads, moments.step), commit, drop)
 
     def reach(moments: ZeroOneAdamState) -> Reach:
         return Reach(float(_rate(h)), h.eps, 0.0)
 
-    return bounded(update, link, head, bounds, Eligibility("adamw_", FIELDS), reach, stage)
+    return bounded(chain, Eligibility("adamw_", FIELDS), reach, stage)
 
 
-def synchronise(
-    update: UpdateFn, rule: SynchronisingStep, link: Link, head: Head, descent: Descent, bounds: Bounds
-) -> InPlace | str:
+def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
     """Return how a synchronising step is staged."""
     h, average = rule.hyper, average_of(rule.average)
-    if descent != Descent(0.0, ()):
+    if chain.descent != Descent(0.0, ()):
         return BEHIND
     if not isinstance(average, CodedAverage) or average.rule.layout == "fused":
         return "0/1 Adam has kernels for fn.compressed_average over one axis, in the layouts 'flat' and 'per_tensor'"
@@ -105,17 +98,17 @@ def synchronise(
         elapsed = elapsed_after(moments)
 
         def drifts(bucket: Bucket) -> Tensor:
-            here = [[t[i] for i in bucket.leaf_indices] for t in (params, anchor, mu, grads, nu)]
-            place = bucket.segments.valid.shape[0], bucket.segments.runs
-            drift: Tensor = ops.direct("drift", *here, h.b1, h.eps, float(_rate(h)), *place)
+            inputs = [[tensors[i] for i in bucket.leaf_indices] for tensors in (params, anchor, mu, grads, nu)]
+            layout = bucket.segments.valid.shape[0], bucket.segments.runs
+            drift: Tensor = ops.direct("drift", *inputs, h.b1, h.eps, float(_rate(h)), *layout)
             return drift.view(-1)
 
         mean = average.average_rows(anchor, moments.sync, drifts)
         peak = largest_of(mean.numbers, moments.peak)
 
         def commit() -> None:  # from the anchor, with the mean in place of minus the learning rates times the momentum
-            args = h.eps, h.weight_decay, elapsed, 1.0, 1.0, math.inf, h.max_step
-            mean.step(anchor, mu, nu, args, factor=-1 / elapsed, copies=params)
+            descent = h.eps, h.weight_decay, elapsed, 1.0, 1.0, math.inf, h.max_step
+            mean.step(anchor, mu, nu, descent, factor=-1 / elapsed, copies=params)
             moments.peak.copy_(peak)
             moments.step.add_(1)
             write(moments.elapsed, Tensor.zero_)
@@ -126,7 +119,7 @@ def synchronise(
     def reach(moments: ZeroOneAdamState) -> Reach:
         return Reach(elapsed_after(moments), h.eps, h.weight_decay, momentum_enters=False)
 
-    return bounded(update, link, head, bounds, fits, reach, stage)
+    return bounded(chain, fits, reach, stage)
 
 
 def _descend(

@@ -106,24 +106,29 @@ def blocks_of_segments(runs: tuple[int, ...], block: int, device: torch.device) 
 
 
 def run(
-    kernel: Callable[..., Any], at: BlockTable, valid: Tensor, *args: Any, scratch: int = 0, over: bool = False
+    kernel: Callable[..., Any], at: BlockTable, valid: Tensor | int, *args: Any, scratch: int = 0, over: bool = False
 ) -> None:
     """Run a compiled loop over all places of all rows, on several threads where it pays.
 
-    Args: valid (R, S) int64, contiguous. scratch: bytes of memory that each thread gets, its address being the last
-        argument of the kernel. over: results are written over what was read, so that they are in the cache.
+    Args: valid (R, S) int64; where the loop does not look at it, R. args: of the loop; tensors and arrays become
+        addresses, a list of tensors the address of a table of theirs, None 0, a float a float32. scratch: bytes of
+        memory that each thread gets, its address being the last argument of the kernel. over: results are written over
+        what was read, so that they are in the cache.
     """
-    rows, blocks = valid.shape[0], len(at.table)
+    rows, blocks = valid if isinstance(valid, int) else valid.shape[0], len(at.table)
     elements, total = rows * at.n, rows * blocks
     if not total:
         return
+    kept: list[Any] = []  # what the addresses are of; it must live as long as the loop runs
+    lengths = 0 if isinstance(valid, int) else _argument(valid.contiguous(), kept)
     nontemporal = int(elements >= LARGER_THAN_CACHE and not over)
-    grid = Grid(blocks, at.table.ctypes.data, at.segments, valid.data_ptr(), at.n, nontemporal)
+    grid = Grid(blocks, at.table.ctypes.data, at.segments, lengths, at.n, nontemporal)
+    values = [_argument(value, kept) for value in args]
 
     def work(low: int, high: int) -> None:
         memory = torch.empty(scratch, dtype=torch.uint8, device="cpu")  # aligned to 64 bytes
         extra = (memory.data_ptr(),) if scratch else ()
-        kernel(low, high, grid, *args, *extra)
+        kernel(low, high, grid, *values, *extra)
 
     threads = torch.get_num_threads() if elements >= THREADED else 1
     threads = min(threads, os.cpu_count() or 1, total) if threads > 1 else 1
@@ -132,6 +137,20 @@ def run(
     work(cuts[0], cuts[1])
     for other in others:
         other.result()
+
+
+def _argument(value: Any, kept: list[Any]) -> Any:
+    """Return what a loop takes for a value, see `run`; what has to outlive the address is put into `kept`."""
+    if isinstance(value, list):
+        value = np.fromiter(map(Tensor.data_ptr, value), np.int64, len(value))
+    kept.append(value)
+    if isinstance(value, np.ndarray):
+        return value.ctypes.data
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    if isinstance(value, tuple):
+        return tuple(_argument(x, kept) for x in value)
+    return 0 if value is None else np.float32(value) if isinstance(value, float) else value
 
 
 @lru_cache(maxsize=1)

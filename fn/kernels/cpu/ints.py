@@ -182,8 +182,7 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
         return NotImplemented
     x = x.contiguous() if x.dtype == torch.float32 else empty(x.shape, torch.float32, x.device).copy_(x)
     found = _codes(x.shape[0], valid, at.n, width)
-    outs = x.data_ptr(), *(t.data_ptr() for t in found), width
-    run(quantize_blocks, at, valid.contiguous(), *outs, scratch=_room(at))
+    run(quantize_blocks, at, valid, x, *found, width, scratch=_room(at))
     return tuple(found)
 
 
@@ -196,9 +195,7 @@ def quantize_feedback(
         return NotImplemented
     given = [t.contiguous() for t in (x, error, error_scales)]
     found = [t for bits in (width, 8) for t in _codes(x.shape[0], valid, at.n, bits)]
-    numbers = np.float32(beta), np.float32(1.0 - beta)
-    ends = *(t.data_ptr() for t in given), *numbers, *(t.data_ptr() for t in found), width
-    run(feedback_blocks, at, valid.contiguous(), *ends, scratch=_room(at))
+    run(feedback_blocks, at, valid, *given, float(beta), float(1.0 - beta), *found, width, scratch=_room(at))
     return tuple(found)
 
 
@@ -207,11 +204,8 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     at = _table(runs, width)
     if at is None or scales.dtype != torch.float32:
         return NotImplemented
-    kept, message = messages(codes, scales)
     out = empty((codes.shape[0], at.n), torch.float32, codes.device)
-    ends = *message, width, np.float32(1.0 / codes.shape[1]), out.data_ptr()
-    run(decode_blocks, at, valid.contiguous(), *ends, scratch=4 * STEP)
-    del kept
+    run(decode_blocks, at, valid, *messages(codes, scales), width, 1.0 / codes.shape[1], out, scratch=4 * STEP)
     return out
 
 

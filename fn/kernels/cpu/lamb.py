@@ -17,7 +17,7 @@ from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
 from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude
 from fn.kernels.cpu.loops import STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.cpu.signs import sum_of_squares
-from fn.kernels.cpu.steps import addresses, extents, larger_magnitude, moved, pointers, whole
+from fn.kernels.cpu.steps import extents, larger_magnitude, moved
 from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import (
@@ -178,10 +178,9 @@ def lamb_moments_(
     """See `reference.lamb_moments_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
-    at, tables = _blocks_of(params), addresses(params, grads, mu, nu)
-    numbers = map(np.float32, (b1, b2, 1 - b2, eps, weight_decay))
+    at, numbers = _blocks_of(params), map(float, (b1, b2, 1 - b2, eps, weight_decay))
     sums = torch.zeros((len(at.table), 3), dtype=torch.float64, device="cpu")
-    run(moments_blocks, at, whole(1, at), *pointers(tables), *numbers, sums.data_ptr(), scratch=4 * STEP)
+    run(moments_blocks, at, 1, [*params], [*grads], [*mu], [*nu], *numbers, sums, scratch=4 * STEP)
     return _per_tensor(sums, at, peaks=False)
 
 
@@ -194,11 +193,9 @@ def onebit_lamb_moments_(
     lists = params, averages, mu, nu, fresh
     if not plain(*lists, (scaling,)):
         return NotImplemented
-    at, tables = _blocks_of(params), addresses(*lists)
-    numbers = map(np.float32, (b1, 1 - b1, b2, 1 - b2, eps, weight_decay, max_step))
+    at, numbers = _blocks_of(params), map(float, (b1, 1 - b1, b2, 1 - b2, eps, weight_decay, max_step))
     sums = torch.zeros((len(at.table), 3), dtype=torch.float64, device="cpu")
-    ends = scaling.data_ptr(), *numbers, keep_zeros, sums.data_ptr()
-    run(fresh_blocks, at, whole(1, at), *pointers(tables), *ends, scratch=12 * STEP)
+    run(fresh_blocks, at, 1, *map(list, lists), scaling, *numbers, keep_zeros, sums, scratch=12 * STEP)
     return _per_tensor(sums, at, peaks=True)
 
 
@@ -209,9 +206,8 @@ def lamb_step_(
     """See `reference.lamb_step_`."""
     if not plain(params, mu, nu, (rates,)):
         return NotImplemented
-    at, tables = _blocks_of(params), addresses(params, mu, nu)
-    numbers = map(np.float32, (eps, weight_decay, max_step))
-    run(step_blocks, at, whole(1, at), *pointers(tables), rates.data_ptr(), *numbers)
+    numbers = map(float, (eps, weight_decay, max_step))
+    run(step_blocks, _blocks_of(params), 1, [*params], [*mu], [*nu], rates, *numbers)
     return None
 
 
@@ -224,9 +220,8 @@ def drift_(
     if not plain(*lists):
         return NotImplemented
     at = block_table(runs)
-    tables, out = [*addresses(*lists), *extents(params, at)], empty((rows, at.n), torch.float32, mu[0].device)
-    numbers = map(np.float32, (decay, eps, lr))
-    run(drift_blocks, at, whole(rows, at), *pointers(tables), *numbers, out.data_ptr(), scratch=4 * STEP)
+    numbers, out = map(float, (decay, eps, lr)), empty((rows, at.n), torch.float32, mu[0].device)
+    run(drift_blocks, at, rows, *map(list, lists), *extents(params, at), *numbers, out, scratch=4 * STEP)
     return out
 
 

@@ -71,14 +71,6 @@ def leave(b, scale, out, real, count):
 
 
 @compiled()
-def leave_in_place(b, scale, real):
-    """Write the residual of b over it."""
-    x = floats(b)
-    for j in range(real):
-        x[j] = residual(x[j], scale, ZERO)
-
-
-@compiled()
 def unpack_mean(bits, stride, ranks, scales, segments, out, real, count):
     """Write the sum over the ranks of scale * sign, zero behind the real elements; `out` has whole bytes of room."""
     x = floats(out)
@@ -158,11 +150,8 @@ def residual_blocks(low, high, grid, b, scales, out, scratch):
         real, scale, nontemporal = ints(grid.valid)[here] - offset, floats(scales)[here], streams(grid, out + row)
         for i in range(0, length, STEP):
             at, count = row + 4 * i, min(STEP, length - i)
-            if out == b:
-                leave_in_place(b + at, scale, within(real - i, count))
-            else:
-                leave(b + at, scale, scratch, within(real - i, count), count)
-                write(out + at, scratch, count, nontemporal)
+            leave(b + at, scale, scratch, within(real - i, count), count)
+            write(out + at, scratch, count, nontemporal)
 
 
 @compiled()
@@ -204,9 +193,7 @@ def _encode(
     """Return the bits and the sums; write what is encoded into b, if there is one, which may be x."""
     at = block_table(runs)
     bits, squares = outputs(x.shape[0], at)
-    buffer, sent = (0, 0) if error is None else (t.data_ptr() for t in error)
-    ends = x.data_ptr(), buffer, sent, 0 if b is None else b.data_ptr(), bits.data_ptr(), squares.data_ptr()
-    run(encode_blocks, at, valid.contiguous(), *ends, scratch=SCRATCH, over=b is x)
+    run(encode_blocks, at, valid, x, *(error or (None, None)), b, bits, squares, scratch=SCRATCH, over=b is x)
     return bits, sums_of(squares, runs)
 
 
@@ -235,35 +222,31 @@ def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor
     return _encode(x, (buffer, sent), x, valid, runs)
 
 
-def _write_residual(b: Tensor, scales: Tensor, out: Tensor, valid: Tensor, runs: Sequence[int]) -> None:
-    ends = b.data_ptr(), scales.data_ptr(), out.data_ptr()
-    run(residual_blocks, block_table(runs), valid.contiguous(), *ends, scratch=SCRATCH, over=out is b)
-
-
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual`."""
     found = _single(b, scales)
     if found is None:
         return NotImplemented
     out = empty(b.shape, torch.float32, b.device)
-    b, scales = found
-    _write_residual(b, scales, out, valid, runs)
+    run(residual_blocks, block_table(runs), valid, *found, out, scratch=SCRATCH)
     return out
 
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
     """See `reference.sign_residual_`."""
-    return _write_residual(b, scales, b, valid, runs) if plain((b, scales)) else NotImplemented
+    if not plain((b, scales)):
+        return NotImplemented
+    run(residual_blocks, block_table(runs), valid, b, scales, b, scratch=SCRATCH, over=True)
+    return None
 
 
-def messages(bits: Tensor, scales: Tensor) -> tuple[list[Tensor], tuple[int, ...]]:
-    """Return what is to be kept alive, and what loops take of W messages: addresses, strides and W.
+def messages(bits: Tensor, scales: Tensor) -> tuple[Any, ...]:
+    """Return what loops take of W messages: bits, their strides, W and scales.
 
     Args: bits (R, W, bytes); scales (R, W, S), as each adds to the sum.
     """
     bits = bits if bits.stride(-1) == 1 or bits.shape[-1] <= 1 else bits.contiguous()
-    scales = scales.contiguous()
-    return [bits, scales], (bits.data_ptr(), *bits.stride()[:2], bits.shape[1], scales.data_ptr())
+    return bits, *bits.stride()[:2], bits.shape[1], scales.contiguous()
 
 
 def divided(scales: Tensor) -> Tensor:
@@ -277,11 +260,8 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
     if found is None or not at.aligned:
         return NotImplemented
     scales, buffer, sent = found
-    kept, message = messages(bits, scales)
     b, (mine, squares) = empty((bits.shape[0], at.n), torch.float32, bits.device), outputs(bits.shape[0], at)
-    ends = [t.data_ptr() for t in (buffer, sent, b, mine, squares)]
-    run(serve_blocks, at, valid.contiguous(), *message, *ends, scratch=SCRATCH)
-    del kept
+    run(serve_blocks, at, valid, *messages(bits, scales), buffer, sent, b, mine, squares, scratch=SCRATCH)
     return b, mine, sums_of(squares, runs)
 
 
@@ -289,10 +269,8 @@ def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) ->
     at, found = block_table(runs), _single(scales)
     if found is None or not at.aligned:
         return NotImplemented
-    kept, message = messages(bits, found[0])
     out = empty((bits.shape[0], at.n), torch.float32, bits.device)
-    run(decode_blocks, at, valid.contiguous(), *message, out.data_ptr(), scratch=SCRATCH)
-    del kept
+    run(decode_blocks, at, valid, *messages(bits, found[0]), out, scratch=SCRATCH)
     return out
 
 

@@ -228,31 +228,16 @@ def magnitude_blocks(low, high, grid, xs, peaks):
         floats(peaks)[k] = of_magnitude(peak)
 
 
-def addresses(*lists: Sequence[Tensor]) -> list[NDArray[np.int64]]:
-    """Return the tables of addresses of lists of tensors, which loops get as `pointers`."""
-    return [np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors)) for tensors in lists]
-
-
-def pointers(tables: Sequence[NDArray[np.int64]]) -> list[int]:
-    """Return the addresses of tables, which must live as long as a loop looks at them."""
-    return [t.ctypes.data for t in tables]
-
-
 def extents(tensors: Sequence[Tensor], at: BlockTable) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the widths of the segments and the sizes of the tensors, which can end before the valid elements do."""
     return at.widths, np.fromiter(map(Tensor.numel, tensors), np.int64, len(tensors))
 
 
-def whole(rows: int, at: BlockTable) -> Tensor:
-    """Return what stands for the lengths of segments where a loop does not look at them."""
-    return torch.empty((rows, at.segments), dtype=torch.int64, device="cpu")
-
-
 def descent_of(
     eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float
-) -> tuple[np.float32, ...]:
+) -> tuple[float, ...]:
     """Return the numbers that `rules.adamw` takes behind the moments."""
-    return tuple(map(np.float32, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5, max_step)))
+    return tuple(map(float, (eps, weight_decay, lr, 1 / mu_weight, nu_weight**-0.5, max_step)))
 
 
 def momentum_encode(
@@ -265,9 +250,8 @@ def momentum_encode(
         return NotImplemented
     rows = buffer.shape[0]
     b, (bits, squares) = empty((rows, at.n), torch.float32, buffer.device), outputs(rows, at)
-    tables = *addresses(mu, grads), *extents(mu, at)
-    ends = [t.data_ptr() for t in (buffer, sent, b, bits, squares)]
-    run(encode_averages, at, valid.contiguous(), *pointers(tables), np.float32(decay), *ends, scratch=SCRATCH)
+    run(encode_averages, at, valid, [*mu], [*grads], *extents(mu, at), float(decay), buffer, sent, b, bits, squares,
+        scratch=SCRATCH)  # fmt: skip
     return b, bits, sums_of(squares, runs)
 
 
@@ -280,12 +264,9 @@ def onebit_adam_(
     at = block_table(runs)
     if not at.aligned or not plain(params, mu, nu, copies, (scales,)):
         return NotImplemented
-    (*tables, too), lengths = addresses(params, mu, nu, copies), extents(params, at)
-    kept, message = messages(bits, divided(scales))
     descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
-    run(onebit_blocks, at, valid.contiguous(), *pointers((*tables, *lengths)), too.ctypes.data if copies else 0,
-        *message, descent, np.float32(max_momentum), keep_zeros, scratch=4 * STEP)  # fmt: skip
-    del kept
+    run(onebit_blocks, at, valid, [*params], [*mu], [*nu], *extents(params, at), [*copies] if copies else None,
+        *messages(bits, divided(scales)), descent, float(max_momentum), keep_zeros, scratch=4 * STEP)  # fmt: skip
     return None
 
 
@@ -297,10 +278,9 @@ def adamw_(
     """See `reference.adamw_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
-    at = block_table(runs_of_tensors(params), LARGE_BLOCK)
-    tables = addresses(params, grads, mu, nu)
-    numbers = *map(np.float32, (b1, b2, 1 - b2)), descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
-    run(adamw_blocks, at, whole(1, at), *pointers(tables), *numbers, np.float32(max_momentum), frozen)
+    at, descent = block_table(runs_of_tensors(params), LARGE_BLOCK), (eps, weight_decay, lr, mu_weight, nu_weight)
+    run(adamw_blocks, at, 1, [*params], [*grads], [*mu], [*nu], float(b1), float(b2), float(1 - b2),
+        descent_of(*descent, max_step), float(max_momentum), frozen)  # fmt: skip
     return None
 
 
@@ -313,11 +293,9 @@ def adamw_into_(
         return NotImplemented
     at = block_table([1, new[0].numel()], LARGE_BLOCK)
     peaks = torch.zeros((max(1, len(at.table)), 2), dtype=torch.float32, device="cpu")
-    tables = addresses(new, rows, old)
-    news, gradients, olds = pointers(tables)
-    numbers = *map(np.float32, (b1, b2, 1 - b2)), descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
-    ends = news, gradients, len(rows), np.float32(1.0 / len(rows)), olds, peaks.data_ptr()
-    run(adamw_into_blocks, at, whole(1, at), *ends, *numbers, scratch=16 * STEP)
+    descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
+    run(adamw_into_blocks, at, 1, [*new], [*rows], len(rows), 1.0 / len(rows), [*old], peaks, float(b1), float(b2),
+        float(1 - b2), descent, scratch=16 * STEP)  # fmt: skip
     return peaks.amax(0)
 
 
@@ -326,8 +304,8 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     if not grads or not plain(grads):
         return NotImplemented
     at = block_table(runs_of_tensors(grads), LARGE_BLOCK)
-    (table,), peaks = addresses(grads), torch.zeros(max(1, len(at.table)), dtype=torch.float32, device="cpu")
-    run(magnitude_blocks, at, whole(1, at), table.ctypes.data, peaks.data_ptr())
+    peaks = torch.zeros(max(1, len(at.table)), dtype=torch.float32, device="cpu")
+    run(magnitude_blocks, at, 1, [*grads], peaks)
     return peaks.amax()
 
 
