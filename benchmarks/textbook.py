@@ -83,7 +83,7 @@ def pack_nibbles(codes: Tensor) -> Tensor:
 def int4_with_8bit_error(
     x: Tensor, error: Tensor, error_scale: Tensor, beta: float, block: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compensate, quantise to 4 bits, and keep a moving average of the error in 8."""
+    """Compensate, quantize to 4 bits, and keep a moving average of the error in 8."""
     e = dequantize(error, error_scale)
     h = x + e
     codes, scale = quantize(h, 4, block)
