@@ -17,7 +17,7 @@ from fn.kernels.reference import REFERENCES
 from fn.kernels.schemas import WRITTEN
 
 RUNS = (2, 64, 1, 4104, 1, 22)
-"""Runs of the examples: two short segments, one longer than a block of norms, one with a tail."""
+"""Runs of the examples: two short segments, one longer than a block of norms, one that ends within a byte."""
 
 KNOWN_SIGNS = (5.0, 4.0, 3.0, 2.0, 0.0, -1.0, -2.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0)
 KNOWN_BITS = (159, 15)
@@ -52,14 +52,6 @@ def _bytes(*shape: int, seed: int = 1) -> Tensor:
     return ((numbers * (37 + 2 * seed) + seed) % 251).to(torch.uint8).view(shape)
 
 
-def _known() -> Tensor:
-    return torch.tensor([KNOWN_SIGNS, KNOWN_SIGNS], dtype=torch.float32, device="cpu")
-
-
-def _valid() -> Tensor:
-    return torch.tensor([_WIDTHS, (64, 40, 4099, 0)], dtype=torch.int64, device="cpu")
-
-
 _N = sum(_WIDTHS)
 _WHOLE = _N + 2
 """Elements of rows in which the last segment, too, is a multiple of 8: kernels may then read in wider vectors."""
@@ -68,54 +60,51 @@ _S = len(_WIDTHS)
 _BITS = (_N + 7) // 8  # and those of `_WHOLE`
 
 
-def _runs_of_tensors(n: int) -> list[int]:
-    """Return runs of rows of n elements, `_N` or `_WHOLE`, in which every segment is one."""
-    return [x for width in (*_WIDTHS[:-1], _WIDTHS[-1] + n - _N) for x in (1, width)]
+def _rows(n: int | None = None) -> tuple[Tensor, list[int]]:
+    """Return valid and runs of rows: `RUNS`, or for n, `_N` or `_WHOLE`, runs in which every segment is one."""
+    valid = torch.tensor([_WIDTHS, (64, 40, 4099, 0)], dtype=torch.int64, device="cpu")
+    return valid, [*RUNS] if n is None else [x for width in (*_WIDTHS[:-1], _WIDTHS[-1] + n - _N) for x in (1, width)]
+
 
 _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
-    "pack_bits": lambda: [(_known(),), (_wave(2, 77),), (_wave(2, LONG),)],
+    "pack_bits": lambda: [
+        (torch.tensor([KNOWN_SIGNS] * 2, dtype=torch.float32, device="cpu"),), (_wave(2, 77),), (_wave(2, LONG),)
+    ],
     "unpack_bits": lambda: [(_bytes(2, (n + 7) // 8), n, torch.float32) for n in (19, LONG)],
-    "sign_encode": lambda: [(_wave(2, _N), _valid(), [*RUNS])],
-    "sign_encode_feedback": lambda: [(_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), _valid(), [*RUNS])],
-    "sign_residual": lambda: [(_wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])],
-    "sign_serve": lambda: [
-        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), _valid(), [*RUNS])
-    ],
-    "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), _valid(), [*RUNS])],
-    "sign_decode_mean": lambda: [
-        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _valid(), _runs_of_tensors(n)) for n in (_N, _WHOLE)
-    ],
+    "sign_encode": lambda: [(_wave(2, _N), *_rows())],
+    "sign_encode_feedback": lambda: [(_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), *_rows())],
+    "sign_residual": lambda: [(_wave(2, _N), _wave(2, _S).abs(), *_rows())],
+    "sign_serve": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), *_rows())],
+    "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), *_rows())],
+    "sign_decode_mean": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), *_rows(n)) for n in (_N, _WHOLE)],
     "direction": lambda: [
         (_wave(2, _N), (_wave(2, _N, seed=2) - 1).clamp(min=0), 3e-2, limit) for limit in (math.inf, 0.7)
     ],
-    "quantize": lambda: [(_wave(2, _N), _valid(), [*RUNS], w) for w in (4, 8)],
+    "quantize": lambda: [(_wave(2, _N), *_rows(), w) for w in (4, 8)],
     "quantize_feedback": lambda: [
-        (_wave(2, _N), _bytes(2, _N).view(torch.int8), _wave(2, _S).abs() / 99, 0.8, _valid(), [*RUNS], w)
+        (_wave(2, _N), _bytes(2, _N).view(torch.int8), _wave(2, _S).abs() / 99, 0.8, *_rows(), w)
         for w in (4, 8)
     ],
-    "dequantize": lambda: [(_codes(w, 2), _wave(2, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
+    "dequantize": lambda: [(_codes(w, 2), _wave(2, _S).abs(), *_rows(), w) for w in (4, 8)],
     "momentum_encode": lambda: [
-        (*_momentum()[:2], 0.9, _wave(2, n, seed=2), _wave(2, _S).abs(), _valid(), _runs_of_tensors(n))
-        for n in (_N, _WHOLE)
+        (*_momentum()[:2], 0.9, _wave(2, n, seed=2), _wave(2, _S).abs(), *_rows(n)) for n in (_N, _WHOLE)
     ],
     "momentum_rows": lambda: [
-        (*_momentum()[:2], decay, factors, 2, _runs_of_tensors(n))
+        (*_momentum()[:2], decay, factors, 2, _rows(n)[1])
         for decay, factors, n in ((0.9, None, _N), (0.2, _wave(_S), _WHOLE))
     ],
-    "drift": lambda: [
-        (*_drift(), decay, 3e-2, 1e-2, 2, _runs_of_tensors(n)) for decay, n in ((0.9, _N), (0.2, _WHOLE))
-    ],
+    "drift": lambda: [(*_drift(), decay, 3e-2, 1e-2, 2, _rows(n)[1]) for decay, n in ((0.9, _N), (0.2, _WHOLE))],
     "onebit_adam_": lambda: [
         (
-            *_momentum(keep), _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), _valid(), _runs_of_tensors(n),
+            *_momentum(keep), _bytes(2, ranks, _BITS), _wave(2, ranks, _S).abs(), *_rows(n),
             3e-2, 0.1, 1e-2, 0.5, 0.25, 0.7 if keep else math.inf, 0.5 if ranks > 1 else math.inf, keep,
             _momentum()[0] if ranks > 1 or not keep else [],
         )
         for keep, ranks, n in ((True, 1, _N), (False, 1, _WHOLE), (True, 3, _WHOLE))
     ],
     "adamw_": lambda: [
-        (*_momentum()[:2], *_momentum(frozen)[1:], 0.9, 0.99, 3e-2, 0.1, 1e-2, 0.5, 0.25, limit, most, frozen)
-        for frozen, limit, most in ((False, math.inf, math.inf), (True, 0.7, math.inf), (True, 0.7, 0.5))
+        (*_momentum()[:2], *_momentum(frozen)[1:], *_DESCENT[:-1], max_step, max_momentum, frozen)
+        for frozen, max_step, max_momentum in ((False, math.inf, math.inf), (True, 0.7, math.inf), (True, 0.7, 0.5))
     ],
     "lamb_moments_": lambda: [
         (*_momentum()[:2], *_momentum()[1:], b1, 0.99, 3e-2, decay) for b1, decay in ((0.9, 0.1), (0.2, 0.0))
@@ -134,7 +123,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
     "largest_magnitude": lambda: [
         ([_wave(n) for n in (22, 4099, 5)],), ([_wave(77), -9 * _wave(3), _wave(64)],), ([_wave(40), -9 * _wave(40)],)
     ],
-    "dequantize_mean": lambda: [(_codes(w, 2, 3), _wave(2, 3, _S).abs(), _valid(), [*RUNS], w) for w in (4, 8)],
+    "dequantize_mean": lambda: [(_codes(w, 2, 3), _wave(2, 3, _S).abs(), *_rows(), w) for w in (4, 8)],
 }
 _EXAMPLES |= {f"{op}_": _EXAMPLES[op] for op in ("sign_encode_feedback", "sign_residual")}
 
@@ -146,7 +135,7 @@ def _old(n: int) -> list[Tensor]:
 
 def _momentum(zeros: bool = False) -> tuple[Any, ...]:
     """Return lists of params, mu and nu; nu is above zero, or zero in places, where mu is to stay zero."""
-    sizes = [2 * 64, 64 + 40, 4104 + 4099, 22]  # as _valid says
+    sizes = [2 * 64, 64 + 40, 4104 + 4099, 22]  # as `_rows` says
     nu = [_wave(n, seed=3) if zeros else _wave(n, seed=3).abs() for n in sizes]
     return [_wave(n) for n in sizes], [_wave(n, seed=2) for n in sizes], [v.clamp(min=0.0) for v in nu]
 

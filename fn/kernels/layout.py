@@ -1,8 +1,8 @@
 """How the rows of all kernels are laid out: segments, runs of them, padding; and lists of tensors as rows.
 
-A row of n elements is divided into segments, each with a scale of its own; `runs` lists them as pairs (count, width),
+A row of n elements is divided into segments, each with a scale of its own. `runs` lists them as pairs (count, width),
 one after the other: [2, 1024, 1, 40] is two segments of 1024 elements and one of 40. `valid` says how many leading
-elements of each segment are real; what lies behind them is padding, which is never counted and always decodes to zero.
+elements of each segment are real. What lies behind them is padding, which is never counted and always decodes to zero.
 
 A list of tensors and the rows (R, n) of a message: segment s of row r is piece r of tensor s, R equal pieces each,
 zeros behind the end of the tensor.
@@ -49,8 +49,8 @@ def bytes_for(n: int) -> int:
     return math.ceil(n / 8)
 
 
-def per_segment(x: Tensor, runs: Sequence[int], f: Callable[[Tensor, int, int], Tensor]) -> list[Tensor]:
-    """Apply f(part (R, count, width), first segment, end segment) to every run of x (R, n)."""
+def per_run(x: Tensor, runs: Sequence[int], f: Callable[[Tensor, int, int], Tensor]) -> list[Tensor]:
+    """Return f(part (R, count, width), first segment, end segment) for every run of x (R, n)."""
     rows = x.shape[0]
     parts = []
     for segment, start, count, width in runs_of(runs):
@@ -66,7 +66,7 @@ def padding_mask(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
         inside = torch.arange(p.shape[-1], dtype=torch.int64, device=x.device) < valid[:, first:end, None]
         return inside.expand(p.shape).flatten(1)
 
-    return torch.cat([*per_segment(x, runs, part), x.new_empty((x.shape[0], 0), dtype=torch.bool)], -1)
+    return torch.cat([*per_run(x, runs, part), x.new_empty((x.shape[0], 0), dtype=torch.bool)], -1)
 
 
 def spread(values: Tensor, runs: Sequence[int]) -> Tensor:

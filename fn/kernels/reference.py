@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fn.kernels import rules
-from fn.kernels.layout import padding_mask, per_segment, row_length, rows_of, scale_dtype, spread, tensors_of
+from fn.kernels.layout import padding_mask, per_run, row_length, rows_of, scale_dtype, spread, tensors_of
 from fn.kernels.schemas import SCHEMAS
 
 # signs
@@ -64,7 +64,7 @@ def sum_of_squares(b: Tensor, runs: Sequence[int]) -> Tensor:
     A float32 sum over 2**24 elements is off by 7e-4. Kernels add in another order, and may begin in float32: scales
     agree to their last bit.
     """
-    sums = per_segment(b, runs, lambda p, first, end: p.double().square().sum(-1))
+    sums = per_run(b, runs, lambda p, first, end: p.double().square().sum(-1))
     return torch.cat([*sums, b.new_empty((b.shape[0], 0), dtype=torch.float64)], -1)
 
 
@@ -165,7 +165,7 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> tuple
     Returns: codes; scales (R, S) float32, or float64 for float64.
     """
     x = torch.where(padding_mask(x, valid, runs), x.to(scale_dtype(x)), 0.0)
-    peaks = per_segment(x, runs, lambda p, a, b: p.abs().amax(-1) if p.numel() else p.new_zeros(p.shape[:2]))
+    peaks = per_run(x, runs, lambda p, a, b: p.abs().amax(-1) if p.numel() else p.new_zeros(p.shape[:2]))
     peak = torch.cat([*peaks, x[:, :0]], -1)
     top = torch.full_like(peak, 2.0 ** (width - 1))  # number / tensor would round twice
     scale = rules.code_scale(peak, top, 1.0, float("inf"))

@@ -200,17 +200,16 @@ def launch(kernel: Any, like: Tensor, programs: int, *args: Any, **constants: An
     if not programs:
         return
     on_device = nullcontext() if like.device.type == "cpu" else torch.accelerator.device_index(like.device.index or 0)
-    warps = constants.get("COUNT", 1) * constants["BLOCK"] // PER_WARP
+    warps = max(1, min(constants.get("COUNT", 1) * constants["BLOCK"] // PER_WARP, WARPS))
     with on_device:
         # a product and a sum are rounded one by one, as in the reference
-        kernel[(programs,)](*args, **constants, num_warps=max(1, min(warps, WARPS)), enable_fp_fusion=False)
+        kernel[(programs,)](*args, **constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def outputs(rows: int, row: Cut) -> tuple[Tensor, Tensor]:
     """Return memory for the sign bits of rows, and for the squares of their blocks."""
-    device, n = row.table.device, row.host.n
-    bits = torch.empty((rows, bytes_for(n)), dtype=torch.uint8, device=device)
-    return bits, torch.empty((rows, row.blocks), dtype=torch.float64, device=device)
+    bits = torch.empty((rows, bytes_for(row.host.n)), dtype=torch.uint8, device=row.table.device)
+    return bits, torch.empty((rows, row.blocks), dtype=torch.float64, device=row.table.device)
 
 
 def evenly(bits: Tensor) -> Tensor:

@@ -212,9 +212,7 @@ def quantize_feedback(
         return NotImplemented
     if width == 4 and not row.host.even:
         return NotImplemented
-    results: list[Tensor] = []
-    for bits in (width, 8):
-        results += [_codes(x, row.host.n, bits), _factors(row, valid)]
+    results = [memory for bits in (width, 8) for memory in (_codes(x, row.host.n, bits), _factors(row, valid))]
     factors = float(np.float32(beta)), float(np.float32(1.0 - beta))
     args = x.contiguous(), error.contiguous(), error_scales.contiguous(), *factors, *results
     _launch(quantize_feedback_kernel, row, valid, width, args)

@@ -195,9 +195,8 @@ def _residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], out
     row = cut(runs, b.device)
     if b.dtype != torch.float32 or scales.dtype != torch.float32:
         return NotImplemented
-    b, programs = b.contiguous(), b.shape[0] * row.blocks
-    args = b, scales.contiguous(), out, *row.segments(valid)
-    launch(residual_kernel, b, programs, *args, ALIGNED=row.host.whole, BLOCK=row.block)
+    args = b.contiguous(), scales.contiguous(), out, *row.segments(valid)
+    launch(residual_kernel, b, b.shape[0] * row.blocks, *args, ALIGNED=row.host.whole, BLOCK=row.block)
     return out
 
 
