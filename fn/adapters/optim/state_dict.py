@@ -1,4 +1,9 @@
-"""An optimizer's state as a flat {path: tensor}, which `torch.load(weights_only=True)` accepts."""
+"""An optimizer's state as a flat {path: tensor}, which `torch.load(weights_only=True)` accepts.
+
+`flat_state` names the rank that saved it under one key. `of_rank`, what `fn.Optimizer.state_dict` returns, has the rank
+in the path of everything that is one rank's own: residual errors, shards, and what goes with params of its own.
+Loading checks everything first, and then writes.
+"""
 
 from __future__ import annotations
 
@@ -125,10 +130,12 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
 
 def _unsaved_numbers(training: Training, own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> str:
     """Return the hyper-parameters that a saved group had not, or as None: `max_step` has a default since 0.3."""
-    groups = [(f"groups.{i}.", hypers) for i, hypers in enumerate(training.hypers)]
-    whole = [(here, hypers) for here, hypers in groups if sum(path.startswith(here) for path in saved) > 1]
-    new = {f"{name}={hypers[name]:g}": None for here, hypers in whole for name in hypers
-           if here + name in own and here + name not in saved}  # fmt: skip
+    new = dict[str, None]()  # in the order in which they come, each once
+    for i, hypers in enumerate(training.hypers):
+        prefix = f"groups.{i}."
+        if sum(path.startswith(prefix) for path in saved) > 1:  # else only its learning rate was saved
+            missing = [name for name in hypers if prefix + name in own and prefix + name not in saved]
+            new.update({f"{name}={hypers[name]:g}": None for name in missing})
     return ", ".join(new)
 
 
@@ -151,8 +158,9 @@ def _numbers_of(training: Training, index: int, saved: Mapping[str, Tensor]) -> 
 
     Raises: ValueError that names the group if its transform cannot be made of them.
     """
-    here, group = f"groups.{index}.", training.groups[index]
-    entries = restored_numbers(group, {p.removeprefix(here): x for p, x in saved.items() if p.startswith(here)})
+    prefix, group = f"groups.{index}.", training.groups[index]
+    of_group = {path.removeprefix(prefix): x for path, x in saved.items() if path.startswith(prefix)}
+    entries = restored_numbers(group, of_group)
     try:
         training.check_group(index, {**group, **entries})
     except Exception as error:

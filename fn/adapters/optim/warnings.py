@@ -289,14 +289,14 @@ def _warn(training: Training, text: str) -> None:
 
 def _not_finite(training: Training) -> Iterator[str]:
     """Yield what is not finite on this rank: gradients, else parameters, else leaves of the state."""
-    for g, group in enumerate(training.groups):
-        for name, p in zip(names_of(group), group["params"], strict=True):
-            if p.grad is not None and not all_finite([p.grad]):
-                yield f"the gradient of parameter {name} of group {g}"
-    for g, group in enumerate(training.groups):
-        for name, p in zip(names_of(group), group["params"], strict=True):
-            if not all_finite([p.detach()]):
-                yield f"parameter {name} of group {g}"
-    for path, leaf in zip(tree.paths(training.states), tree.leaves(training.states), strict=True):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not all_finite([leaf]):
-            yield f"state.{path}"
+    params = [
+        (f"parameter {name} of group {g}", p.detach(), p.grad)
+        for g, group in enumerate(training.groups)
+        for name, p in zip(names_of(group), group["params"], strict=True)
+    ]
+    leaves = zip(tree.paths(training.states), tree.leaves(training.states), strict=True)
+    named = [(f"the gradient of {name}", grad) for name, _, grad in params]
+    named += [(name, p) for name, p, _ in params] + [(f"state.{path}", leaf) for path, leaf in leaves]
+    for name, x in named:
+        if isinstance(x, Tensor) and x.is_floating_point() and not all_finite([x]):
+            yield name
