@@ -62,12 +62,12 @@ def _run(arguments: list[str] | None) -> None:
     explaining = commands.add_parser("explain", help="which steps of an optimizer are taken in place, and why not")
     explaining.add_argument("make", help="module:function that returns a transform, such as train:make_optimizer")
     explaining.add_argument("--axis", help="handed to the function as axis=, where it takes one")
-    found = parser.parse_args(arguments)
-    if found.command == "plan":
-        plan.run(planning, found)
+    flags = parser.parse_args(arguments)
+    if flags.command == "plan":
+        plan.run(planning, flags)
         return
-    if found.command == "explain":
-        print(explain(_made(explaining, found.make, {} if found.axis is None else {"axis": found.axis})))
+    if flags.command == "explain":
+        print(explain(_made(explaining, flags.make, {} if flags.axis is None else {"axis": flags.axis})))
         return
     print("\n".join([*_versions(), "", *_backends(), ""]), flush=True)
     print("\n".join([repr(table(_progress)), "", *_missing()]))
@@ -126,9 +126,9 @@ def _installed(name: str) -> str | None:
 
 
 def _versions() -> list[str]:
-    found = {"fn": fn.__version__, "python": platform.python_version(), "torch": torch.__version__}
-    found |= {name: _installed(name) or "" for name in ("numpy", *OPTIONAL)}
-    return [f"{name:28} {text}" for name, text in found.items() if text]
+    versions = {"fn": fn.__version__, "python": platform.python_version(), "torch": torch.__version__}
+    versions |= {name: _installed(name) or "" for name in ("numpy", *OPTIONAL)}
+    return [f"{name:28} {text}" for name, text in versions.items() if text]
 
 
 def _missing() -> list[str]:

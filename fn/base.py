@@ -502,11 +502,31 @@ def check_number(argument: str, value: Any) -> None:
         raise TypeError(expected(argument, "a number", "a tensor that vmap batches", "only lr may be batched"))
 
 
-def check_whole(argument: str, value: Any) -> None:
-    """Raise a TypeError that names the argument unless a value is a whole number; 8.0 is none."""
+def check_interval(argument: str, value: Any, interval: str) -> None:
+    """Raise a ValueError that names the argument unless a number is in an interval, such as "[0, 1)"; else a TypeError.
+
+    >>> check_interval("b1", 1.0, "[0, 1)")
+    Traceback (most recent call last):
+    ValueError: b1: expected a number in [0, 1), but got 1.0
+    """
+    check_number(argument, value)
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    is_above = value >= low if interval[0] == "[" else value > low
+    is_below = value <= high if interval[-1] == "]" else value < high
+    if not (is_above and is_below):  # also for NaN
+        raise ValueError(expected(argument, f"a number in {interval}", f"{value}"))
+
+
+def check_whole(argument: str, value: Any, least: int | None = None) -> None:
+    """Raise a TypeError that names the argument unless a value is a whole number, as 8.0 is none.
+
+    A ValueError if it is less than `least`.
+    """
     check_number(argument, value)
     if not isinstance(value, numbers.Integral):
         raise TypeError(expected(argument, "a whole number", f"{value!r}"))
+    if least is not None and value < least:
+        raise ValueError(expected(argument, f"a whole number of at least {least}", f"{value}"))
 
 
 _ORDER = "the arguments of an update are (updates, state, params)"
@@ -525,6 +545,18 @@ def check_state(state: Tree, kind: type) -> None:
         for name, value in zip(state._fields, state, strict=True):
             if name not in others:
                 tree.check_tensors(value, f"state.{name}")
+
+
+def check_arguments(updates: Tree, state: Tree, params: Tree, kind: type, like: str) -> tuple[Tree, Tree]:
+    """Refuse arguments of an update that do not fit together; return updates and params in the order of the state.
+
+    Args: kind: the state's class. like: its field that is like the params.
+    """
+    check_state(state, kind)
+    check_params(params)
+    of_state = getattr(state, like)
+    tree.check_updates(updates, of_state)
+    return tree.in_order(updates, of_state, "updates"), tree.in_order(params, of_state, "params")
 
 
 def check_params(params: Tree) -> None:

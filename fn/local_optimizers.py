@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fn.base import Transform, chain, check_whole
+from fn.base import Transform, chain, check_interval, check_whole
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.bins import bins
 from fn.collectives.codecs.codec import Codec, identity
@@ -19,7 +19,7 @@ from fn.transforms.average import agreed, average, compressed_average
 from fn.transforms.bases import in_basis, tiles
 from fn.transforms.decay_and_lr import add_decayed_weights, check_rate, scale_by_learning_rate
 from fn.transforms.masking import Labels, hidden_and_other, partition
-from fn.transforms.momentum import check_weight, trace
+from fn.transforms.momentum import trace
 from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import Fragments, Store, outer
 from fn.transforms.skip_nonfinite import skip_nonfinite
@@ -116,7 +116,7 @@ def local_sgd(
     Differs: what is averaged is the difference to the last mean, so that codes are of small numbers, and the mean of
         the params is off by rounding.
     """
-    check_weight("momentum", momentum)
+    check_interval("momentum", momentum, "[0, 1)")
     sgd = chain(trace(momentum), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     sync = _mean(axis, codec, feedback, servers)
     tx = outer(sgd, scale_by_learning_rate(1.0), sync, store=store, on_skip=on_skip)
@@ -241,7 +241,7 @@ def muloco(
         `outer_lr` counts once; in the authors' code for several ranks it multiplies the differences, too, where
         errors are fed back.
     """
-    check_weight("momentum", momentum)
+    check_interval("momentum", momentum, "[0, 1)")
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
     kinds = {
         "muon": chain(scale_by_muon(momentum, inner_nesterov, eps=eps, scale=scale, dtype=dtype), decay, rate),
@@ -257,7 +257,7 @@ def muloco(
 
 def _outer_sgd(outer_lr: float | Tensor, outer_momentum: float, nesterov: bool) -> Transform:
     """Return the optimizer of the anchor. Raises: TypeError or ValueError by the names of these arguments."""
-    check_weight("outer_momentum", outer_momentum)
+    check_interval("outer_momentum", outer_momentum, "[0, 1)")
     check_rate(outer_lr, "outer_lr")
     return chain(trace(outer_momentum, nesterov), scale_by_learning_rate(outer_lr))
 

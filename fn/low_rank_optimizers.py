@@ -7,10 +7,9 @@ from typing import Any
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, chain, check_number, missing, stateless
+from fn.base import Phase, Transform, chain, check_interval, check_number, missing, stateless
 from fn.collectives.axis import AxisNames
 from fn.collectives.feedback import Feedback, decayed
-from fn.errors import expected
 from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
@@ -113,9 +112,7 @@ def dion(
     Paper: Ahn et al., Dion (arXiv 2504.05295), algorithm 3.
     Differs: the first step sends no more than the others; the authors' code averages the gradient in it, too.
     """
-    check_number("momentum", momentum)
-    if not 0 <= momentum < 1:
-        raise ValueError(expected("momentum", "a number in [0, 1)", f"{momentum}"))
+    check_interval("momentum", momentum, "[0, 1)")
     check_number("adamw_rate", adamw_rate)
     named = hidden_and_other(labels, {"hidden": "dion", "other": "adamw"}, lambda p: p.ndim > 1)
     factors = low_rank_average(

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fn.base import Phase, Round, check_round
+from fn.base import Phase, Round, check_interval, check_round
 from fn.errors import expected
 
 Schedule = Callable[[int], Phase | Round]
@@ -50,15 +50,15 @@ class FreezeAfter:
 
 def phase_of(schedule: Schedule, step: int) -> Phase | Round:
     """Return the phase or the round that a schedule gives for a step. Raises TypeError or ValueError if it is none."""
-    found = schedule(step)
-    if isinstance(found, Round):
-        check_round(found)
-        return found
+    phase = schedule(step)
+    if isinstance(phase, Round):
+        check_round(phase)
+        return phase
     try:
-        return Phase(found)
+        return Phase(phase)
     except ValueError as error:
         wanted = f"a phase for step {step}, such as fn.Phase.WARMUP"
-        raise ValueError(expected("schedule", wanted, f"{found}")) from error
+        raise ValueError(expected("schedule", wanted, f"{phase}")) from error
 
 
 def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
@@ -216,9 +216,9 @@ class FreezeWhenStable:
 
         ||v_t||_1 / ||v_{t - D}||_1 >= threshold,   D = 1 / (1 - b2)
 
-    A schedule that is fed: after each warm-up step, `observe` takes the norm, a number that is the same on every
-    rank. `fn.Optimizer` feeds it from its state and saves it in its state dict. A loop of its own has to feed it, after
-    each update; a schedule that is asked for step after step and never fed warns once, for it would never freeze:
+    It has to be fed: after each warm-up step, `observe` takes the norm, a number that is the same on every rank.
+    `fn.Optimizer` does so from its state, and saves the schedule in its state dict. Your own loop does it after each
+    update. A schedule that is asked for step after step and never fed would never freeze; it warns once:
 
         norm = sum(nu.abs().sum() for leaf in fn.roles.find(state, "second_moment") for nu in fn.tree.leaves(leaf))
         schedule.observe(step, float(norm))
@@ -241,10 +241,8 @@ class FreezeWhenStable:
     """
 
     def __init__(self, b2: float = 0.999, threshold: float = 0.96, min_steps: int = 0):
-        if not 0.0 <= b2 < 1.0:
-            raise ValueError(expected("b2", "a number in [0, 1)", f"{b2}"))
-        if not 0.0 < threshold <= 1.0:
-            raise ValueError(expected("threshold", "a number in (0, 1]", f"{threshold}"))
+        check_interval("b2", b2, "[0, 1)")
+        check_interval("threshold", threshold, "(0, 1]")
         if min_steps < 0:
             raise ValueError(expected("min_steps", "a whole number of at least 0", f"{min_steps}"))
         self.threshold = threshold

@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from fn.base import Phase, Transform, chain, check_number, check_whole, missing, unchanged
+from fn.base import Phase, Transform, chain, check_interval, check_whole, missing, unchanged
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.codecs.top_k import top_k
 from fn.collectives.feedback import decayed, differences, off
-from fn.errors import expected
 from fn.transforms.average import agreed, average, compressed_average
 from fn.transforms.bases import dct, in_basis
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
@@ -193,9 +192,7 @@ def signum_vote(
 
     Paper: Bernstein et al., signSGD with majority vote (arXiv 1810.05291), algorithm 1.
     """
-    check_number("b", b)
-    if not 0 <= b < 1:
-        raise ValueError(expected("b", "a number in [0, 1)", f"{b}"))
+    check_interval("b", b, "[0, 1)")
     return _named((local_momentum(1 - b), *_vote(axis, ties, servers)), weight_decay, lr, axis, "signum_vote")
 
 

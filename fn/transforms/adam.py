@@ -18,6 +18,7 @@ from fn.base import (
     Step,
     Transform,
     UpdateFn,
+    check_interval,
     check_is_transform,
     check_number,
     check_state,
@@ -208,10 +209,8 @@ def scale_by_onebit_adam(
 
 def check_betas(b1: float, b2: float, eps: float) -> None:
     """Refuse decay rates outside [0, 1) and an eps that is negative or not finite with a ValueError."""
-    for name, b in (("b1", b1), ("b2", b2)):
-        check_number(name, b)
-        if not 0.0 <= b < 1.0:
-            raise ValueError(expected(name, "a number in [0, 1)", f"{b}"))
+    check_interval("b1", b1, "[0, 1)")
+    check_interval("b2", b2, "[0, 1)")
     check_number("eps", eps)
     if not 0.0 <= eps < math.inf:
         raise ValueError(expected("eps", "a finite number of at least 0", f"{eps}"))

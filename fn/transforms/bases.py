@@ -1,6 +1,4 @@
-"""Averages in another basis: `in_basis`, and `tiles`, in which a tile of a matrix is one run of numbers.
-
-Another basis is `fn.transforms.bases.dct`.
+"""Averages in another basis: `in_basis`, and two bases, `tiles` and `dct`, the cosines of tiles.
 
 >>> import torch, fn
 >>> [part.tolist() for part in fn.tiles(2).into(torch.arange(6).view(2, 3))]
@@ -88,14 +86,14 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
         return inner.init([basis.into(p.detach()) for p in tree.leaves(params)])
 
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        (found,) = updates_of
+        (average,) = updates_of
 
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             check_params(params)
             tree.check_updates(updates, params)
             leaves, structure = tree.flatten(tree.in_order(updates, params, "updates"))
-            there = [basis.into(p) for p in tree.leaves(params)]
-            mean, state = found([basis.into(u) for u in leaves], state, there)
+            params_parts = [basis.into(p) for p in tree.leaves(params)]
+            mean, state = average([basis.into(u) for u in leaves], state, params_parts)
             back = [basis.back(parts, u.shape) for parts, u in zip(mean, leaves, strict=True)]
             return tree.unflatten(structure, back), state
 
@@ -113,14 +111,14 @@ def _by_length(sync: Callable[[int], Transform]) -> Transform:
 
     @memoized
     def made(length: int) -> Transform:
-        found = sync(length)
-        check_is_transform(f"sync({length})", found)
-        return found
+        transform = sync(length)
+        check_is_transform(f"sync({length})", transform)
+        return transform
 
     def places(parts: Tree) -> dict[int, list[int]]:
         """Return where the parts of each length are, the shortest first."""
         lengths = [part.shape[1] if part.numel() else 0 for part in tree.leaves(parts)]
-        return {n: [i for i, own in enumerate(lengths) if own == n] for n in sorted({*lengths} - {0})}
+        return {n: [i for i, length in enumerate(lengths) if length == n] for n in sorted({*lengths} - {0})}
 
     def init(params: Tree) -> Tree:
         leaves = tree.leaves(params)
@@ -129,15 +127,15 @@ def _by_length(sync: Callable[[int], Transform]) -> Transform:
     def update_in(phase: Phase) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             check_state(state, tuple)
-            (leaves, structure), there, after = tree.flatten(updates), tree.leaves(params), []
-            found = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) if not x.numel() else x for x in leaves]
-            for (length, chosen), own in zip(places(updates).items(), state, strict=True):
-                mine = [leaves[i] for i in chosen], own, [there[i] for i in chosen]
-                means, own = made(length).composed(phase)(*mine)
+            (leaves, structure), params_leaves, after = tree.flatten(updates), tree.leaves(params), []
+            out = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) if not x.numel() else x for x in leaves]
+            for (length, chosen), part_state in zip(places(updates).items(), state, strict=True):
+                parts = [leaves[i] for i in chosen], part_state, [params_leaves[i] for i in chosen]
+                means, part_state = made(length).composed(phase)(*parts)
                 for i, mean in zip(chosen, means, strict=True):
-                    found[i] = mean
-                after.append(own)
-            return tree.unflatten(structure, found), tuple(after)
+                    out[i] = mean
+                after.append(part_state)
+            return tree.unflatten(structure, out), tuple(after)
 
         return update
 
@@ -164,24 +162,21 @@ def tiles(tile: int) -> Basis:
     Differs: their chunks are as long as the largest divisor of a side up to `tile`, so that of a prime length each
         element is a chunk of its own, and everything is sent.
     """
-    check_whole("tile", tile)
-    if tile < 1:
-        raise ValueError(expected("tile", "a whole number of at least 1", f"{tile}"))
-    tile = int(tile)
+    tile = _checked(tile)
 
     def into(x: Tensor) -> list[Tensor]:
         if not x.numel():
             return [x.reshape(0, tile)]
-        matrix, found, top = x.reshape(_sides(x.shape)), [], 0
+        matrix, parts, top = x.reshape(_sides(x.shape)), [], 0
         for down, height in _runs(matrix.shape[0], tile):
             left = 0
             for across, width in _runs(matrix.shape[1], tile):
                 part = matrix[top : top + down * height, left : left + across * width]
                 part = part.reshape(down, height, across, width).transpose(1, 2)
-                found.append(part.reshape(down * across, height * width))
+                parts.append(part.reshape(down * across, height * width))
                 left += across * width
             top += down * height
-        return found
+        return parts
 
     def back(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
         if not shape.numel():
@@ -231,19 +226,14 @@ def dct(tile: int | Callable[[int], int]) -> Basis:
         _checked(tile)
 
     def runs(shape: torch.Size) -> list[list[tuple[int, int]]]:
-        """Return for each dimension how it is cut, as (pieces, length of each): whole ones, then a shorter one."""
-        found = []
-        for side in shape or (1,):
-            length = _checked(tile(side) if callable(tile) else tile)
-            whole, rest = divmod(side, length)
-            found.append([(whole, length)] * (whole > 0) + [(1, rest)] * (rest > 0))
-        return found
+        """Return how each dimension is cut, see `_runs`."""
+        return [_runs(side, _checked(tile(side) if callable(tile) else tile)) for side in shape or (1,)]
 
     def into(x: Tensor) -> list[Tensor]:
         x = x.to(scale_dtype(x))
         if not x.numel():
             return [x.reshape(0, 1)]
-        found, cut = [], runs(x.shape)
+        parts, cut = [], runs(x.shape)
         x = x.reshape(x.shape or (1,))
         for pieces in itertools.product(*map(_placed, cut)):
             part = x
@@ -253,8 +243,8 @@ def dct(tile: int | Callable[[int], int]) -> Basis:
             for dim, (_, _, length) in enumerate(pieces):
                 part = _along(part, 2 * dim + 1, _cosines(length, x.dtype, x.device))
             order = [*range(0, part.ndim, 2), *range(1, part.ndim, 2)]
-            found.append(part.permute(order).reshape(-1, math.prod([length for _, _, length in pieces])))
-        return found
+            parts.append(part.permute(order).reshape(-1, math.prod([length for _, _, length in pieces])))
+        return parts
 
     def back(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
         if not shape.numel():
@@ -278,19 +268,17 @@ def dct(tile: int | Callable[[int], int]) -> Basis:
 
 
 def _checked(tile: int) -> int:
-    check_whole("tile", tile)
-    if tile < 1:
-        raise ValueError(expected("tile", "a whole number of at least 1", f"{tile}"))
+    check_whole("tile", tile, 1)
     return int(tile)
 
 
 def _placed(pieces: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Return (start, pieces, length of each) of the runs of a dimension."""
-    found, start = [], 0
+    placed, start = [], 0
     for count, length in pieces:
-        found.append((start, count, length))
+        placed.append((start, count, length))
         start += count * length
-    return found
+    return placed
 
 
 def _along(x: Tensor, dim: int, matrix: Tensor) -> Tensor:

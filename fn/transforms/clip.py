@@ -26,11 +26,11 @@ class ClipByNorm(NamedTuple):
 def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Transform:
     """Scale the updates down to a global norm of at most max_norm.
 
-    Placed after `average`, the warm-up clips the averaged gradient. In the compressed and the local phase the
-    updates are each rank's own and the norm of their mean is not known. Without `axis` each rank clips its own;
-    with `axis` all ranks of a compressed phase scale by the same factor, from the root of the mean squared norm,
-    which is an upper bound of the norm of the mean; that costs one 4-byte all-reduce. A norm whose square overflows
-    makes updates NaN, so that a guarded step is skipped.
+    Behind `average`, the warm-up clips the averaged gradient. In the compressed and the local phase the updates are
+    each rank's own, and the norm of their mean is not known. Without `axis` each rank clips by its own norm. With
+    `axis` all ranks of a compressed phase scale by the same factor, from the root of the mean squared norm: an upper
+    bound of the norm of the mean, for one all-reduce of 4 bytes. A norm whose square overflows makes updates NaN, so
+    that a guarded step is skipped.
 
         >>> import torch, fn
         >>> grads = {"a": torch.tensor([3.0]), "b": torch.tensor([4.0])}                         # of norm 5
@@ -46,7 +46,7 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
     if not max_norm > 0:
         raise ValueError(expected("max_norm", "a number above 0", f"{max_norm}"))
 
-    def own(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+    def by_rank(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         tree.check_real(updates, "updates")
         return scale(updates, squared_norm(updates)), state
 
@@ -68,7 +68,7 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
 
     rule = ClipByNorm(max_norm)
     facts = Facts(() if axis is None else names(axis), ("clip_by_global_norm",))
-    return Transform(lambda params: (), Step(rule, own), Step(rule, shared), Step(rule, own), facts=facts)
+    return Transform(lambda params: (), Step(rule, by_rank), Step(rule, shared), Step(rule, by_rank), facts=facts)
 
 
 def squared_norm(updates: Tree) -> Tensor:

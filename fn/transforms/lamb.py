@@ -16,9 +16,10 @@ from fn.base import (
     Step,
     Transform,
     UpdateFn,
+    check_arguments,
+    check_interval,
     check_is_transform,
     check_params,
-    check_state,
     facts_of,
     merged,
     missing,
@@ -49,9 +50,9 @@ class OnebitLambState(NamedTuple):
     nu_fresh: the second moment that goes on, from gradients reconstructed out of the momentum.
     coefficient: the moving trust ratio. factor: how far the ratio may have moved since; 1 in the warm-up.
     ratio: what the last update was scaled by.
-    scaling: what brings each tensor's momentum to the common scale.
+    scaling: the factor that brings each tensor's momentum to the common scale.
     tail: extra elements that travel with the momentum (see `onebit_lamb_by_tensor`).
-    sync: the state of the compressed mean.
+    sync: the state of the transform that averages.
     """
 
     step: Tensor
@@ -212,15 +213,8 @@ def onebit_lamb_by_tensor(
         rest = (leaves[0] if leaves else torch.zeros((), dtype=torch.float32, device="cpu")).new_zeros(tail)
         return OnebitLambState(step, mu, nu, fresh, zero, factor, ratio, scaling, rest, sync.init((mu, rest)))
 
-    def checked(updates: Tree, state: OnebitLambState, params: Tree) -> tuple[Tree, Tree]:
-        """Return updates and params in the order of the state; refuse arguments that do not fit together."""
-        check_state(state, OnebitLambState)
-        check_params(params)
-        tree.check_updates(updates, state.mu)
-        return tree.in_order(updates, state.mu, "updates"), tree.in_order(params, state.mu, "params")
-
     def warmup(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
-        updates, params = checked(updates, state, params)
+        updates, params = check_arguments(updates, state, params, OnebitLambState, "mu")
         rows = _rows(updates, params, state.mu, state.nu, state.coefficient)
         results = [_warm_tensor(h, *row) for h, row in zip(hypers(len(rows)), rows, strict=True)]
         out, mu, nu, coefficient, ratio = _columns(results, updates, 5)
@@ -237,20 +231,20 @@ def onebit_lamb_by_tensor(
         return out, state
 
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
-        updates, params = checked(updates, state, params)
+        updates, params = check_arguments(updates, state, params, OnebitLambState, "mu")
         leaves, structure = tree.flatten(updates)
-        each = hypers(len(leaves))
-        own = [
+        hyper_of = hypers(len(leaves))
+        local = [
             torch.lerp(g.to(m.dtype), m, h.b1) * s
-            for h, g, m, s in zip(each, leaves, tree.leaves(state.mu), tree.leaves(state.scaling), strict=True)
+            for h, g, m, s in zip(hyper_of, leaves, tree.leaves(state.mu), tree.leaves(state.scaling), strict=True)
         ]
-        averaged = tree.unflatten(structure, own), state.tail
-        (mean, rest), sync_state = sync.compressed_update(averaged, state.sync, (params, state.tail))
+        sent = tree.unflatten(structure, local), state.tail
+        (mean, rest), sync_state = sync.compressed_update(sent, state.sync, (params, state.tail))
         mu = tree.map(lambda m, s: m / s, mean, state.scaling)
         if keep_zeros:
             mu = keep_unseen_at_zero(mu, state.nu)
         rows = _rows(params, mu, state.mu, state.nu, state.nu_fresh, state.coefficient, state.factor)
-        results = [_step_tensor(h, limit, *row) for h, row in zip(each, rows, strict=True)]
+        results = [_step_tensor(h, limit, *row) for h, row in zip(hyper_of, rows, strict=True)]
         out, fresh, factor, ratio = _columns(results, updates, 4)
         state = state._replace(mu=mu, nu_fresh=fresh, factor=factor, ratio=ratio, tail=rest, sync=sync_state)
         return out, state._replace(step=state.step + 1)
@@ -328,12 +322,11 @@ def _columns(rows: list[tuple[Tensor, ...]], like: Tree, width: int) -> list[Tre
 
 
 def check_hyper(h: LambHyper) -> None:
-    """Refuse hyper-parameters that are out of range with a ValueError."""
+    """Refuse hyper-parameters that are out of range with a ValueError that names them."""
     check_betas(h.b1, h.b2, h.eps)
     _check_bounds(h.min_coeff, h.max_coeff)
     check_decay(h.weight_decay)
-    if not 0 <= h.coeff_beta < 1:
-        raise ValueError(expected("coeff_beta", "a number in [0, 1)", f"{h.coeff_beta}"))
+    check_interval("coeff_beta", h.coeff_beta, "[0, 1)")
     if not 0 < h.factor_min <= h.factor_max:
         raise ValueError(expected("factor_min, factor_max", "0 < min <= max", f"{h.factor_min}, {h.factor_max}"))
     if h.factor_threshold < 0:
@@ -363,9 +356,9 @@ def common_scale(mu: Tree) -> Tree:
 
 
 def common_scale_of(rms: Tensor) -> Tensor:
-    """Return what brings root mean squares (S,) to their mean; 1 where one is zero.
+    """Return the factors that bring root mean squares (S,) to their mean; 1 where one is zero.
 
-    At most the largest float32: a momentum that fades out passes through numbers of which the quotient is not one.
+    They are at most the largest float32: where a momentum fades out, the quotient would overflow.
     """
     alive = rms > 0
     mean = rms.sum() / alive.sum().clamp(min=1)

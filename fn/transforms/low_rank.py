@@ -53,7 +53,7 @@ EPS = 1e-8
 class LowRankState(NamedTuple):
     """The state of `low_rank_average`: tuples with an entry per tensor, () for those that travel as they are.
 
-    errors: (n,), what was not delivered yet. q: (m, r), the basis that the next power iteration starts from, the same
+    errors: (n,), residual errors. q: (m, r), the basis that the next power iteration starts from, the same
     on all ranks. mean: the states of `mean` for both factors, which hold no numbers.
     """
 
@@ -63,9 +63,10 @@ class LowRankState(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How a tensor travels: as a matrix (rows, columns), in factors of this rank or whole; 0: as it is.
+    """How a tensor travels.
 
-    transposed: the iteration is that of the transpose.
+    rows, columns: of the matrix that it counts as. rank: of the factors; 0: it is not iterated, and travels as it is.
+    in_factors: whether it travels in factors. transposed: whether its transpose is iterated.
     """
 
     rows: int
@@ -139,9 +140,7 @@ def low_rank_average(
     feedback = classic() if feedback is None else feedback
     _check(rank, feedback, min_rate, orthonormal)
     for name, value in (("multiple_of", multiple_of), ("iterations", iterations)):
-        check_whole(name, value)
-        if value < 1:
-            raise ValueError(expected(name, "a whole number of at least 1", f"{value}"))
+        check_whole(name, value, 1)
     check_whole("seed", seed)
     if mean is not None:
         check_is_transform("mean", mean)
@@ -169,13 +168,13 @@ def low_rank_average(
         plans = [plan_of(p.shape, bool(mark)) for p, mark in zip(leaves, marks, strict=True)]
         generator = np.random.default_rng(seed)
         pairs = list(zip(leaves, plans, strict=True))
-        errors = tuple(feedback.init(p.new_zeros(p.numel())) if at.rank else () for p, at in pairs)
-        q = tuple(_drawn(p, at, generator) if at.rank else () for p, at in pairs)
+        errors = tuple(feedback.init(p.new_zeros(p.numel())) if plan.rank else () for p, plan in pairs)
+        q = tuple(_drawn(p, plan, generator) if plan.rank else () for p, plan in pairs)
         states: tuple[Tree, Tree] = ((), ())
         if mean is not None:
-            sides = [[p.new_zeros(_sides(at)[i], at.rank, dtype=scale_dtype(p)) for p, at in pairs if at.in_factors]
-                     for i in (0, 1)]  # fmt: skip
-            states = (mean.init(sides[0]), mean.init(sides[1]))
+            factors = [[p.new_zeros(rows, plan.rank, dtype=scale_dtype(p)) for rows in _sides(plan)]
+                       for p, plan in pairs if plan.in_factors]  # fmt: skip
+            states = (mean.init([left for left, _ in factors]), mean.init([right for _, right in factors]))
             if tree.leaves(states):
                 cure = "give it fn.off(): the basis of the factors changes, so errors of them mean nothing"
                 raise ValueError(expected("mean", "a transform that keeps nothing", "one with a state", cure))
@@ -189,8 +188,8 @@ def low_rank_average(
             """Return the means of factors and of what travels whole."""
             if mean is None:
                 together = [*factors, *whole]
-                found, _ = exact.warmup_update(together, (), together)
-                return found[: len(factors)], found[len(factors) :]
+                means, _ = exact.warmup_update(together, (), together)
+                return means[: len(factors)], means[len(factors) :]
             coded, _ = mean.compressed_update(factors, state, factors)
             return coded, exact.warmup_update(whole, (), whole)[0]
 
@@ -202,41 +201,41 @@ def low_rank_average(
             check_params(params)
             leaves, structure = tree.flatten(tree.in_order(updates, params, "updates"))
             plans = [plan_of(g.shape, isinstance(basis, tuple)) for g, basis in zip(leaves, state.q, strict=True)]
-            iterated = [i for i, at in enumerate(plans) if at.rank]
+            iterated = [i for i, plan in enumerate(plans) if plan.rank]
             sent = [i for i in iterated if plans[i].in_factors]
-            whole = [i for i, at in enumerate(plans) if not at.in_factors]
+            whole = [i for i, plan in enumerate(plans) if not plan.in_factors]
             q: dict[int, Tensor] = {i: state.q[i] for i in iterated}
             p: dict[int, Tensor] = {}
-            own: dict[int, Tensor] = {}
+            local: dict[int, Tensor] = {}  # R_r of this rank
             c, errors, bases = list(leaves), list(state.errors), list(state.q)
             for k in range(iterations):
                 factors: list[Tensor] = []
                 wide: list[Tensor] = []
-                for i, at in enumerate(plans):  # a matrix that was just read or written is in a cache still
-                    if at.rank and k == 0:
+                for i, plan in enumerate(plans):  # compensated and multiplied at once, while it is in a cache
+                    if plan.rank and k == 0:
                         c[i] = _compensated(c[i], errors[i], feedback)
-                    if at.in_factors:
-                        factors.append(_matrix(c[i], at) @ _orthonormal(q[i]))
+                    if plan.in_factors:
+                        factors.append(_matrix(c[i], plan) @ _orthonormal(q[i]))
                     elif k == 0:
                         wide.append(c[i].to(scale_dtype(c[i])))
                 factors, others = exchange(factors, wide, state.mean[0])
                 for i, x in zip([] if k else whole, others, strict=True):
                     c[i] = x
-                found = dict(zip(sent, factors, strict=True))
+                averaged = dict(zip(sent, factors, strict=True))
                 for i in iterated:
                     matrix = _matrix(c[i], plans[i])
-                    p[i] = _orthonormal(found[i] if i in found else matrix @ _orthonormal(q[i]))
-                    own[i] = (p[i].mT @ matrix).mT  # three times as fast as matrix.mT @ p on a CPU
+                    p[i] = _orthonormal(averaged[i] if i in averaged else matrix @ _orthonormal(q[i]))
+                    local[i] = (p[i].mT @ matrix).mT  # three times as fast as matrix.mT @ p on a CPU
                     if k + 1 == iterations:
-                        errors[i] = _error(c[i], p[i], own[i], plans[i], errors[i], feedback)
-                factors, _ = exchange([own[i] for i in sent], [], state.mean[1])
-                q = {**own, **dict(zip(sent, factors, strict=True))}
+                        errors[i] = _error(c[i], p[i], local[i], plans[i], errors[i], feedback)
+                factors, _ = exchange([local[i] for i in sent], [], state.mean[1])
+                q = {**local, **dict(zip(sent, factors, strict=True))}
             outs = []
-            for i, (g, at) in enumerate(zip(leaves, plans, strict=True)):
-                if at.rank:
+            for i, (g, plan) in enumerate(zip(leaves, plans, strict=True)):
+                if plan.rank:
                     right = q[i] / (q[i].norm(dim=0) + EPS) if orthonormal else q[i]
                     bases[i] = torch.where((q[i] == 0).all(), bases[i], q[i])
-                    c[i] = _product(p[i], right, at, c[i])
+                    c[i] = _product(p[i], right, plan, c[i])
                 outs.append(c[i].to(g.dtype).view(g.shape))
             return tree.unflatten(structure, outs), LowRankState(tuple(errors), tuple(bases), state.mean)
 
@@ -253,8 +252,7 @@ def low_rank_average(
 def _check(rank: int | float, feedback: Feedback, min_rate: float, orthonormal: bool) -> None:
     check_number("rank", rank)
     if isinstance(rank, numbers.Integral):
-        if rank < 1:
-            raise ValueError(expected("rank", "a whole number of at least 1", f"{rank}"))
+        check_whole("rank", rank, 1)
     elif not 0 < rank <= 1:
         raise ValueError(expected("rank", "a whole number, or a fraction of the smaller side in (0, 1]", f"{rank}"))
     if not isinstance(feedback, Feedback):
@@ -266,21 +264,21 @@ def _check(rank: int | float, feedback: Feedback, min_rate: float, orthonormal: 
         raise TypeError(expected("orthonormal", "True or False", f"{orthonormal!r}"))
 
 
-def _sides(at: _Plan) -> tuple[int, int]:
+def _sides(plan: _Plan) -> tuple[int, int]:
     """Return how many rows P and Q have."""
-    return (at.columns, at.rows) if at.transposed else (at.rows, at.columns)
+    return (plan.columns, plan.rows) if plan.transposed else (plan.rows, plan.columns)
 
 
-def _drawn(p: Tensor, at: _Plan, generator: np.random.Generator) -> Tensor:
+def _drawn(p: Tensor, plan: _Plan, generator: np.random.Generator) -> Tensor:
     """Return the first Q of a tensor; NumPy draws it, which vmap does not watch."""
-    numbers = torch.from_numpy(generator.standard_normal((_sides(at)[1], at.rank)))
+    numbers = torch.from_numpy(generator.standard_normal((_sides(plan)[1], plan.rank)))
     return numbers.to(p.device, scale_dtype(p))
 
 
-def _matrix(x: Tensor, at: _Plan) -> Tensor:
+def _matrix(x: Tensor, plan: _Plan) -> Tensor:
     """Return a tensor as the matrix that is iterated, a view."""
-    found = x.view(at.rows, at.columns)
-    return found.mT if at.transposed else found
+    matrix = x.view(plan.rows, plan.columns)
+    return matrix.mT if plan.transposed else matrix
 
 
 def _orthonormal(x: Tensor) -> Tensor:
@@ -298,39 +296,39 @@ def _keep_and_deliver(feedback: Feedback) -> tuple[float, float] | None:
 
 
 def _compensated(g: Tensor, error: Tree, feedback: Feedback) -> Tensor:
-    """Return c (n,), float32 at least. With a feedback of two numbers nobody else has its memory."""
+    """Return c (n,), float32 at least. For a feedback of two numbers it has memory of its own, see `_error`."""
     flat, rule = g.reshape(-1), _keep_and_deliver(feedback)
     if rule is None:
         return feedback.compensate(flat, error).to(scale_dtype(flat))
-    found: Tensor = torch.add(flat, error, alpha=rule[0], **pooled(error, flat))
-    return found
+    compensated: Tensor = torch.add(flat, error, alpha=rule[0], **pooled(error, flat))
+    return compensated
 
 
-def _product(p: Tensor, q: Tensor, at: _Plan, like: Tensor) -> Tensor:
-    """Return P Q^T as it lies in the tensor, (rows, columns). like: of so many numbers, of its dtype."""
-    left, right = (q, p) if at.transposed else (p, q)
-    found: Tensor = torch.mm(left, right.mT, **pooled(like.view(at.rows, at.columns), left, right))
-    return found
+def _product(p: Tensor, q: Tensor, plan: _Plan, like: Tensor) -> Tensor:
+    """Return P Q^T as it lies in the tensor, (rows, columns). like: a tensor with as many elements, of its dtype."""
+    left, right = (q, p) if plan.transposed else (p, q)
+    product: Tensor = torch.mm(left, right.mT, **pooled(like.view(plan.rows, plan.columns), left, right))
+    return product
 
 
-def _error(c: Tensor, p: Tensor, own: Tensor, at: _Plan, before: Tree, feedback: Feedback) -> Tree:
-    """Return the next error, in the memory of c where that is nobody else's."""
+def _error(c: Tensor, p: Tensor, r: Tensor, plan: _Plan, before: Tree, feedback: Feedback) -> Tree:
+    """Return the next error, written into the memory of c where nobody else has that."""
     rule = _keep_and_deliver(feedback)
     if rule is None:
-        return feedback.residual(c, _product(p, own, at, c).reshape(-1), before)
-    left, right = (own, p) if at.transposed else (p, own)
-    x = c.view(at.rows, at.columns)
-    here = x if is_concrete(x) and not is_recorded([x]) else None
-    return torch.addmm(x, left, right.mT, alpha=-rule[1], out=here).view(-1)
+        return feedback.residual(c, _product(p, r, plan, c).reshape(-1), before)
+    left, right = (r, p) if plan.transposed else (p, r)
+    x = c.view(plan.rows, plan.columns)
+    out = x if is_concrete(x) and not is_recorded([x]) else None
+    return torch.addmm(x, left, right.mT, alpha=-rule[1], out=out).view(-1)
 
 
 def _reshape(leaves: Sequence[Tensor], plans: Sequence[_Plan], axis: str, feedback: Feedback) -> Reshape:
     """Return how a `LowRankState` moves: the sum of the errors is divided anew, Q is the same everywhere."""
-    places = [i for i, at in enumerate(plans) if at.rank]
+    places = [i for i, plan in enumerate(plans) if plan.rank]
 
     def plan(world: int) -> list[layouts.Bucket]:
-        each = layouts.buckets(leaves, 1, 1, "per_tensor")
-        return [each[i] for i in places]
+        buckets = layouts.buckets(leaves, 1, 1, "per_tensor")
+        return [buckets[i] for i in places]
 
     def errors_of(state: LowRankState) -> ErrorFeedbackState:
         return ErrorFeedbackState(tuple(state.errors[i] for i in places), ((),) * len(places))
@@ -342,7 +340,7 @@ def _reshape(leaves: Sequence[Tensor], plans: Sequence[_Plan], axis: str, feedba
         return [q.double().cpu() * (rank == 0) for q in bases]
 
     def adopt(total: list[Tensor], fresh: list[Tensor]) -> list[Tensor]:
-        return [found.to(q) for found, q in zip(total, fresh, strict=True)]
+        return [basis.to(q) for basis, q in zip(total, fresh, strict=True)]
 
     def join(fresh: LowRankState, moved: list[Tree]) -> LowRankState:
         errors, q = list(fresh.errors), list(fresh.q)

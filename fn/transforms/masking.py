@@ -50,21 +50,21 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
     def places(params: Tree) -> list[int]:
         check_params(params)
-        found = tree.in_order(mask(params) if callable(mask) else mask, params, "mask")
-        for path, leaf in zip(tree.paths(found), tree.leaves(found), strict=True):
+        flags = tree.in_order(mask(params) if callable(mask) else mask, params, "mask")
+        for path, leaf in zip(tree.paths(flags), tree.leaves(flags), strict=True):
             if type(leaf) is not bool:
                 raise TypeError(expected("mask", f"leaf {path!r} to be True or False", type(leaf).__name__))
-        return [i for i, keep in enumerate(tree.leaves(found)) if keep]
+        return [i for i, keep in enumerate(tree.leaves(flags)) if keep]
 
     def init(params: Tree) -> Tree:
         return inner.init(_pick(params, places(params)))
 
     def masked(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        (found,) = updates_of
+        (inner_update,) = updates_of
 
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             chosen, updates = places(params), tree.in_order(updates, params, "updates")
-            new, state = found(_pick(updates, chosen), state, _pick(params, chosen))
+            new, state = inner_update(_pick(updates, chosen), state, _pick(params, chosen))
             if isinstance(new, NewParams):
                 others = apply_updates(params, updates)
                 return NewParams(_put(others, dict(zip(chosen, new.params, strict=True)))), state
@@ -118,31 +118,31 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         unknown = sorted({str(label) for label in flat} - set(transforms))
         if unknown:
             raise ValueError(expected("labels", f"names of transforms, of {sorted(transforms)}", f"{unknown}"))
-        return {label: [i for i, own in enumerate(flat) if own == label] for label in transforms}
+        return {label: [i for i, name in enumerate(flat) if name == label] for label in transforms}
 
     def init(params: Tree) -> dict[str, Tree]:
         return {label: transforms[label].init(_pick(params, chosen)) for label, chosen in places(params).items()}
 
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        found = dict(zip(transforms, updates_of, strict=True))
+        update_of = dict(zip(transforms, updates_of, strict=True))
 
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-            _check_labels(state, found)
-            moved: dict[int, Any] = {}
-            there: dict[int, Any] = {}  # new params, where a label has them
+            _check_labels(state, update_of)
+            moves: dict[int, Any] = {}
+            new_params: dict[int, Any] = {}  # of labels whose update returns `NewParams`
             after = {}
             chosen_of, updates = places(params), tree.in_order(updates, params, "updates")
             for label, chosen in chosen_of.items():
-                new, after[label] = found[label](_pick(updates, chosen), state[label], _pick(params, chosen))
+                new, after[label] = update_of[label](_pick(updates, chosen), state[label], _pick(params, chosen))
                 if isinstance(new, NewParams):
-                    there.update(zip(chosen, new.params, strict=True))
+                    new_params.update(zip(chosen, new.params, strict=True))
                 else:
-                    moved.update(zip(chosen, new, strict=True))
-            if there:
+                    moves.update(zip(chosen, new, strict=True))
+            if new_params:
                 leaves = tree.leaves(params)
-                there.update((i, *apply_updates([leaves[i]], [u])) for i, u in moved.items())
-                return NewParams(_put(params, there)), after
-            return _put(updates, moved), after
+                new_params.update((i, *apply_updates([leaves[i]], [u])) for i, u in moves.items())
+                return NewParams(_put(params, new_params)), after
+            return _put(updates, moves), after
 
         return update
 

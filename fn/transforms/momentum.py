@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fn import tree
-from fn.base import ELEMENTWISE, Phase, Transform, UpdateFn, check_number, check_state, lift, missing
+from fn.base import ELEMENTWISE, Phase, Transform, UpdateFn, check_interval, check_state, lift, missing
 from fn.errors import expected
 from fn.roles import declare
 from fn.transforms.adam import moving_average, zero_moments
@@ -20,13 +20,6 @@ class MomentumState(NamedTuple):
     """State of `trace` and `scale_by_lion`. mu: the momentum, the same on all ranks; float32 for half precision."""
 
     mu: Tree
-
-
-def check_weight(argument: str, value: Any) -> None:
-    """Refuse a weight of the old momentum outside of [0, 1), by the name of the caller's argument."""
-    check_number(argument, value)
-    if not 0 <= value < 1:
-        raise ValueError(expected(argument, "a number in [0, 1)", f"{value}"))
 
 
 def trace(decay: float, nesterov: bool = False) -> Transform:
@@ -50,7 +43,7 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
     Paper: Polyak, Some methods of speeding up the convergence of iteration methods (1964); the form of
         `torch.optim.SGD` without dampening.
     """
-    check_weight("decay", decay)
+    check_interval("decay", decay, "[0, 1)")
     if not isinstance(nesterov, bool):
         raise TypeError(expected("nesterov", "True or False", f"{nesterov!r}"))
 
@@ -93,9 +86,7 @@ def local_momentum(eta: float) -> Transform:
     Paper: Fatkhullin, Tyurin and Richtarik, Momentum provably improves error feedback (arXiv 2305.15155), algorithm 1;
         Bernstein et al., signSGD with majority vote (arXiv 1810.05291), algorithm 1, with beta = 1 - eta.
     """
-    check_number("eta", eta)
-    if not 0 < eta <= 1:
-        raise ValueError(expected("eta", "a number in (0, 1]", f"{eta}"))
+    check_interval("eta", eta, "(0, 1]")
 
     def update(updates: Tree, state: LocalMomentumState, params: Tree, /) -> tuple[Tree, LocalMomentumState]:
         check_state(state, LocalMomentumState)

@@ -27,9 +27,9 @@ from fn.base import (
     Transform,
     UpdateFn,
     apply_updates,
+    check_arguments,
+    check_interval,
     check_is_transform,
-    check_number,
-    check_params,
     check_state,
     facts_of,
     has_phase,
@@ -170,7 +170,7 @@ def outer(
     check_outer_tx(outer_tx)
     check_sync(sync)
     check_fragments(fragments)
-    check_alpha(alpha)
+    check_interval("alpha", alpha, "[0, 1]")
     check_store(store)
     if on_skip not in ("keep", "anchor"):
         raise ValueError(expected("on_skip", "'keep' or 'anchor'", f"{on_skip!r}"))
@@ -195,15 +195,8 @@ def outer(
         inner_state = inner.init(params)
         return OuterState(inner_state, anchor, pending, outer_states, sync_states, alone, dropped, left_out, begun)
 
-    def checked(updates: Tree, state: OuterState, params: Tree) -> Tree:
-        """Return the params in the order of the state; refuse arguments that do not fit together."""
-        check_state(state, OuterState)
-        check_params(params)
-        tree.check_updates(updates, state.anchor)
-        return tree.in_order(params, state.anchor, "params")
-
     def warmup(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
-        params = checked(updates, state, params)
+        updates, params = check_arguments(updates, state, params, OuterState, "anchor")
         check_alike(state.alone)
         moves, inner_state = inner.warmup_update(updates, state.inner, params)
         ok = all_addable(tree.leaves(moves)) & all_finite(_floats(inner_state))
@@ -215,7 +208,7 @@ def outer(
         return moves, state._replace(inner=inner_state, anchor=anchor)
 
     def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
-        params = checked(updates, state, params)
+        updates, params = check_arguments(updates, state, params, OuterState, "anchor")
         moves, inner_state = inner_update(updates, state.inner, params)
         ok = (all_addable(tree.leaves(moves)) & all_finite(_floats(inner_state))).to(state.dropped.device)
         for new, old in zip(roles.find(inner_state, "skips"), roles.find(state.inner, "skips"), strict=True):
@@ -450,13 +443,6 @@ def check_sync(sync: Any) -> None:
     if links_of(sync.warmup_update) and not links_of(sync.compressed_update):
         cure = "for the exact mean write fn.compressed_average(axis, fn.identity(), fn.off())"
         raise ValueError(expected("sync", "an average in the compressed phase", "one in the warm-up only", cure))
-
-
-def check_alpha(alpha: Any) -> None:
-    """Refuse a weight of the rank's own params that is outside of [0, 1]."""
-    check_number("alpha", alpha)
-    if not 0 <= alpha <= 1:
-        raise ValueError(expected("alpha", "a number in [0, 1]", f"{alpha}"))
 
 
 def check_store(store: Any) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Transform, check_number, stateless
+from fn.base import Facts, Transform, check_interval, check_number, stateless
 from fn.errors import expected
 
 Tree = Any
@@ -58,9 +58,7 @@ def scale_by_sign(noise: float = 0.0) -> Transform:
     Paper: Bernstein et al., signSGD (arXiv 1802.04434), algorithm 1.
     """
 
-    check_number("noise", noise)
-    if not 0 <= noise < 1:
-        raise ValueError(expected("noise", "a number in [0, 1)", f"{noise}"))
+    check_interval("noise", noise, "[0, 1)")
 
     def clear(u: Tensor) -> Tensor:
         if not noise or not u.numel():

@@ -34,6 +34,7 @@ from fn.base import (
     Step,
     Transform,
     UpdateFn,
+    check_interval,
     check_is_transform,
     check_params,
     check_state,
@@ -229,10 +230,10 @@ def sharded(
     """
     _check_inner(inner, axis)
     layouts.check_layout(layout)
-    if momentum is not None and not 0.0 <= momentum < 1.0:
-        raise ValueError(expected("momentum", "None or a number in [0, 1)", f"{momentum}"))
-    if momentum is not None and gather_feedback is not None:
-        raise ValueError("gather_feedback: is given together with momentum; send params then, with master=True")
+    if momentum is not None:
+        check_interval("momentum", momentum, "[0, 1)")
+        if gather_feedback is not None:
+            raise ValueError("gather_feedback: is given together with momentum; send params then, with master=True")
     codec, feedback = (identity(), feedback or off()) if codec is None else (codec, feedback or classic())
     rules = Rules(axis, codec, feedback, gather, gather_feedback or off(), momentum, master, layout)
     hops(axis, codec, feedback)

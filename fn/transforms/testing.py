@@ -22,7 +22,7 @@ from fn.collectives.primitives import all_gather
 from fn.collectives.simulation import simulate
 from fn.collectives.testing import Report
 from fn.kernels.conformance import Check, run_checks
-from fn.roles import rank_local
+from fn.roles import has_local_params
 from fn.schedules import FreezeWhenStable, Schedule, phase_of
 from fn.transforms.skip_nonfinite import SkipState
 
@@ -65,7 +65,7 @@ def _steps(tx: Transform, schedule: Schedule) -> Sequence[Phase | Round]:
     """Return the phases and rounds that a schedule comes to, a few of each, in their order."""
     if isinstance(schedule, FreezeWhenStable):  # which waits for norms
         return [Phase.WARMUP] * 3 + [Phase.COMPRESSED] * 3
-    found: list[Phase | Round] = []
+    chosen: list[Phase | Round] = []
     counts, in_a_row, last = Counter[Any](), 0, None
     for step in range(SCANNED):
         phase = phase_of(schedule, step)
@@ -75,8 +75,8 @@ def _steps(tx: Transform, schedule: Schedule) -> Sequence[Phase | Round]:
         last = phase
         if in_a_row <= IN_A_ROW and counts[phase] < OF_A_KIND:
             counts[phase] += 1
-            found.append(phase)
-    return [Phase.WARMUP, *found] if found and found[0].phase in tx.needs_warmup else found
+            chosen.append(phase)
+    return [Phase.WARMUP, *chosen] if chosen and chosen[0].phase in tx.needs_warmup else chosen
 
 
 def _checks(run: _Run, steps: Sequence[Phase | Round]) -> Iterator[Check]:
@@ -163,8 +163,8 @@ class _Run:
             updates, after = self.tx.composed(phase)(g, s, p)
             return after, apply_updates(p, updates)
 
-        found: tuple[Tree, Tree] = self.simulated(on_rank, *args)
-        return found
+        result: tuple[Tree, Tree] = self.simulated(on_rank, *args)
+        return result
 
     def other_form(self) -> str | None:
         cure = "a state has the same structure, shapes and dtypes in every phase"
@@ -229,8 +229,8 @@ class _Run:
                 return after, tree.map(lambda x, old: x.to(old.dtype), moves.params, p)
             return after, apply_updates(p, moves)
 
-        found: tuple[Tree, Tree] = self.simulated(on_rank, g, state, params)
-        return found
+        result: tuple[Tree, Tree] = self.simulated(on_rank, g, state, params)
+        return result
 
     def skips(self, phase: Phase | Round) -> str | None:
         """Give the last rank a NaN: all skip where they meet over gradients; elsewhere that rank drops its step."""
@@ -301,15 +301,10 @@ def _differs(a: Tree, b: Tree, whose: str, tolerance: float = 1e-5) -> str | Non
 
 
 def _changed(before: Tree, after: Tree) -> set[str]:
-    each = zip(tree.paths(before), tree.leaves(before), tree.leaves(after), strict=True)
-    return {path for path, x, y in each if not torch.equal(x.nan_to_num(), y.nan_to_num())}
+    triples = zip(tree.paths(before), tree.leaves(before), tree.leaves(after), strict=True)
+    return {path for path, x, y in triples if not torch.equal(x.nan_to_num(), y.nan_to_num())}
 
 
 def _has_local_params(state: Tree) -> bool:
     """Tell whether a class of states says that each rank goes to params of its own."""
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        rank_local(state)
-        return getattr(state, "local_params", False) or any(map(_has_local_params, state))
-    if isinstance(state, tuple | list | dict):
-        return any(map(_has_local_params, state.values() if isinstance(state, dict) else state))
-    return False
+    return any(has_local_params(s) for s in tree.instances(state, tuple) if hasattr(s, "_fields"))

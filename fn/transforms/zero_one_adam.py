@@ -15,9 +15,8 @@ from fn.base import (
     Step,
     Transform,
     UpdateFn,
+    check_arguments,
     check_is_transform,
-    check_params,
-    check_state,
     facts_of,
     missing,
 )
@@ -55,15 +54,15 @@ Tree = Any
 class ZeroOneAdamState(NamedTuple):
     """State of `scale_by_zero_one_adam`.
 
-    step, mu, nu: as for Adam; between synchronisations mu is a rank's own.
-    anchor: the params that all ranks agreed on last, in the dtype of the moments. It is reached from each rank's own
-        params, so that a simulation cannot know that it is the same everywhere.
-    went: instead of the anchor, the sum of the steps since (see `anchored`).
-    elapsed: the sum of learning rates since, 0-d.
+    step, mu, nu: as for Adam; between synchronisations mu differs between ranks.
+    anchor: the params that all ranks agreed on last, in the dtype of the moments. It is made of params that differ
+        between ranks, so a simulation cannot know that it is the same on all.
+    went: instead of the anchor, the sum of the local steps since the last synchronisation (see `anchored`).
+    elapsed: the sum of learning rates since the last synchronisation, 0-d.
     dropped: local steps that this rank left out because its gradient was not finite, 0-d int64.
     peak: the largest magnitude in the last exchange, 0-d, NaN if that or what followed was not finite. Where
         a step in place takes signs of several ranks as they came, it is a bound of that: the largest of their scales.
-    sync: the state of the compressed mean.
+    sync: the state of the transform that averages.
     """
 
     step: Tensor
@@ -204,21 +203,14 @@ def scale_by_zero_one_adam(
         peak = _shown(state.peak, all_addable(tree.leaves(updates)))
         return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor, peak=peak)
 
-    def checked(updates: Tree, state: ZeroOneAdamState, params: Tree) -> Tree:
-        """Return the params in the order of the state; refuse arguments that do not fit together."""
-        check_state(state, ZeroOneAdamState)
-        check_params(params)
-        tree.check_updates(updates, state.mu)
-        return tree.in_order(params, state.mu, "params")
-
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
-        params = checked(updates, state, params)
+        updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
         check_synchronised(state.elapsed)
         nu = moving_average_of_squares(state.nu, updates, b2)
         return common_step(moving_average(state.mu, updates, b1), state._replace(nu=nu, peak=largest(updates)), params)
 
     def compress_gradients(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
-        params = checked(updates, state, params)
+        updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
         wide = tree.map(lambda m, g: g.to(m.dtype), state.mu, updates)
         mean, sync_state = sync.compressed_update(wide, state.sync, params)
         mu = zeros_kept(moving_average(state.mu, mean, b1), state.nu)
@@ -232,7 +224,8 @@ def scale_by_zero_one_adam(
         return moves, mu
 
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
-        moves, mu = step_alone(updates, state, checked(updates, state, params))
+        updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
+        moves, mu = step_alone(updates, state, params)
         squares = tree.map(lambda m, g: g.to(m.dtype).square(), state.mu, updates)  # where nu is zero, moves are too
         ok = (all_addable(tree.leaves(moves)) & all_finite(tree.leaves(squares))).to(state.dropped.device)
         moves = tree.map(lambda u: torch.where(ok, u, -0.0), moves)
@@ -243,7 +236,7 @@ def scale_by_zero_one_adam(
         return moves, state._replace(step=state.step + 1)
 
     def synchronise(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
-        params = checked(updates, state, params)
+        updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
         moves, _ = step_alone(updates, state, params)
         elapsed = later(state.elapsed)
         here = tree.map(lambda p, u: p.to(u.dtype) + u, params, moves)
@@ -263,40 +256,40 @@ def scale_by_zero_one_adam(
         def moved(x: Tensor, s: Tensor, v: Tensor) -> Tensor:
             return (x - elapsed * decay * x + over_root(s, v, eps)).to(x.dtype)
 
-        there = tree.map(moved, start, mean, state.nu)
-        peak = _shown(peak, all_finite([*tree.leaves(far), *tree.leaves(there), *tree.leaves(mu)]))
-        kept = (there, ()) if anchored else ((), tree.map(torch.zeros_like, went))
+        new_params = tree.map(moved, start, mean, state.nu)
+        peak = _shown(peak, all_finite([*tree.leaves(far), *tree.leaves(new_params), *tree.leaves(mu)]))
+        kept = (new_params, ()) if anchored else ((), tree.map(torch.zeros_like, went))
         zero = torch.zeros_like(state.elapsed)
         state = state._replace(mu=mu, anchor=kept[0], went=kept[1], elapsed=zero, peak=peak, sync=sync_state)
-        return NewParams(there), state._replace(step=state.step + 1)
+        return NewParams(new_params), state._replace(step=state.step + 1)
 
-    frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # where nu stays as the last variance step left it
+    frozen = frozenset({Phase.COMPRESSED, Phase.LOCAL})  # nu stays as the last variance step left it
     plain = anchored and keep_zeros and not decay_in_momentum  # other forms are DeepSpeed's, or have no kernels
     hyper = ZeroOneAdam(lr, b1, b2, eps, weight_decay, limit)
     of_kernels = Step(VarianceStep(hyper), warmup, lambda state, read: check_synchronised(read(state.elapsed)))
     variance = of_kernels if plain else warmup
-    said = facts_of(sync)._replace(unclamped=limit == math.inf)
-    apart = said._replace(local_params=True)
+    facts = facts_of(sync)._replace(unclamped=limit == math.inf)
+    local_facts = facts._replace(local_params=True)
     if compress == "gradients":
         alone = missing(Phase.LOCAL, "0/1 Adam with compress='gradients'")
-        return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen, facts=said)
+        return Transform(init, variance, compress_gradients, alone, needs_warmup=frozen, facts=facts)
     if not plain:
-        return Transform(init, variance, synchronise, local, needs_warmup=frozen, facts=apart)
+        return Transform(init, variance, synchronise, local, needs_warmup=frozen, facts=local_facts)
     agreed = Step(SynchronisingStep(hyper, sync.compressed_update), synchronise)
-    return Transform(init, variance, agreed, Step(LocalStep(hyper), local), needs_warmup=frozen, facts=apart)
+    return Transform(init, variance, agreed, Step(LocalStep(hyper), local), needs_warmup=frozen, facts=local_facts)
 
 
 def check_synchronised(elapsed: Tensor) -> None:
-    """Refuse a variance step behind local ones, which would leave each rank where it went; where a host can tell."""
+    """Refuse a variance step behind local ones, where the host can tell: ranks would keep params of their own."""
     if elapsed.device.type == "cpu" and is_concrete(elapsed) and elapsed > 0:
         wanted = "COMPRESSED after LOCAL, for only a synchronising step brings the ranks together again"
         raise ValueError(expected("phase", wanted, "WARMUP", "take a step of COMPRESSED in between"))
 
 
 def _shown(peak: Tensor, ok: Tensor) -> Tensor:
-    """Return the peak, NaN where what followed is not ok. That is made from each rank's own numbers, and yet alike.
+    """Return the peak, NaN where what followed is not ok. `ok` is the same on all ranks, though made of local numbers.
 
-    A compiled simulation cannot know that, so there it is not looked at.
+    A compiled simulation cannot know that it is the same, so there the peak stays as it is.
     """
     axes = current_binding().axes
     if torch.compiler.is_compiling() and any(bound.transport == SIMULATED for bound in axes.values()):
