@@ -1,8 +1,7 @@
 """Functions with code objects of their own, of which `torch.compile` counts the compilations apart.
 
-All functions that one factory has made share a code object, and all objects that can be called share a wrapper of
-torch's. torch gives up after 8 compilations of one code object: a process would come to its end with the ninth update
-that it compiles, on params of their own.
+All functions that one factory made share a code object, and all callable objects share a wrapper of torch's. torch
+gives up after 8 compilations of one code object, so a process could compile no more than 8 updates in all.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _kept: dict[int, Callable[..., Any]] = {}
 
 
 def own_code(f: F) -> F:
-    """Give a function, which its factory has just made, a code object of its own; return it, or what is no function."""
+    """Give a function that its factory has just made a code object of its own; return it. Other objects stay as is."""
     if isinstance(f, FunctionType) and not torch.compiler.is_compiling():
         f.__code__ = f.__code__.replace()
     return f

@@ -1,6 +1,6 @@
 """What can go wrong between ranks, as types: each says which rank, what, and what to do.
 
-A step that raises one of these has moved neither parameters nor state, so it can be taken again, saved, or left. If the
+A step that raises one of these has moved neither parameters nor state, so you can repeat it, save, or stop. If the
 exchange of a round raises, the local step before it counts, and the exchange is left out.
 They can be pickled, which needs a default for every argument but the message.
 """
@@ -30,7 +30,7 @@ class PeerLost(RuntimeError):
 
 
 class RanksDisagree(ValueError):
-    """Ranks do not mean the same thing. Raised on all of them.
+    """Ranks have different settings, parameters or schedules. Raised on all of them.
 
     rank: the first rank that differs from rank 0. field: the first field, or leaf, that differs.
     """

@@ -44,7 +44,7 @@ def diloco(
     store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
-    """DiLoCo: hundreds of local AdamW steps, then one Nesterov step along the mean of the ranks' ways.
+    """DiLoCo: hundreds of local AdamW steps, then one Nesterov step along the ranks' mean pseudo-gradient.
 
         >>> import torch, fn
         >>> tx, schedule = fn.diloco(0.1, axis="data", outer_momentum=0.6), fn.every(5)
@@ -62,8 +62,9 @@ def diloco(
         lr: of the local steps, a float or a 0-d tensor. b1, b2, eps, weight_decay: of AdamW.
         axis: the ranks that train together. outer_lr, outer_momentum, nesterov: of the outer step; for short runs a
             momentum of 0.6 is better.
-        codec: what the differences travel as; None is exactly. feedback: what becomes of what was not delivered; None
-            is `classic()` where there is a codec. servers: as for `compressed_average`.
+        codec: how the pseudo-gradients (differences to the anchor) are quantized; None is full precision. feedback:
+            what becomes of the residual errors; None is `classic()` where there is a codec. servers: as for
+            `compressed_average`.
         fragments, alpha, store, on_skip: as for `outer`.
     Returns: a transform with a warm-up, exact, and rounds; `every(500)` is its schedule. Streaming DiLoCo is
         `fragments=P, alpha=0.5` and `every(h, fragments=P, delay=d)`.
@@ -141,7 +142,7 @@ def sparse_loco(
     store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
 ) -> Transform:
-    """SparseLoCo: DiLoCo without an outer momentum, whose errors are one, and a few numbers of each tile in 2 bits.
+    """SparseLoCo: DiLoCo that sends a few numbers of each tile in 2 bits, with errors in place of an outer momentum.
 
         >>> import torch, fn
         >>> tx, schedule = fn.sparse_loco(0.1, axis="data", k=1, tile=2), fn.every(5)
@@ -159,8 +160,8 @@ def sparse_loco(
         lr, b1, b2, eps, weight_decay, axis: as for `diloco`. outer_lr: of the outer step.
         k: how many numbers of a whole tile are sent; of n numbers round(n k / tile^2), and at least one.
         tile: the side of a tile, as for `tiles`. over: what a mean is taken over, as for `top_k`.
-        values: what the numbers travel as. None: `bins(4, 6)`; `identity()`: exactly.
-        keep: weight of the old errors.
+        values: how these numbers are quantized. None: `bins(4, 6)`; `identity()`: full precision.
+        keep: weight of the old residual errors.
         fragments, store, on_skip: as for `outer`.
     Returns: a transform with a warm-up, exact, and rounds; `every(15)` is its schedule. All ranks send to all others,
         so it is for few of them.
@@ -256,14 +257,14 @@ def muloco(
 
 
 def _outer_sgd(outer_lr: float | Tensor, outer_momentum: float, nesterov: bool) -> Transform:
-    """Return the optimizer of the anchor. Raises: TypeError or ValueError by the names of these arguments."""
+    """Return the optimizer of the anchor. Raises: TypeError or ValueError that name the arguments of the methods."""
     check_interval("outer_momentum", outer_momentum, "[0, 1)")
     check_rate(outer_lr, "outer_lr")
     return chain(trace(outer_momentum, nesterov), scale_by_learning_rate(outer_lr))
 
 
 def _mean(axis: AxisNames, codec: Codecs | None, feedback: Feedbacks | None, servers: bool) -> Transform:
-    """Return the mean of differences, exact if nothing else is said."""
+    """Return the average of pseudo-gradients, in full precision if there is no codec."""
     if codec is None:
         if feedback is not None:
             raise ValueError("feedback: is given without a codec; an exact mean leaves nothing undelivered")

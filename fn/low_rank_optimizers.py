@@ -35,7 +35,7 @@ def powersgd_adamw(
     min_rate: float = 1.0,
     seed: int = 0,
 ) -> Transform:
-    """PowerSGD with AdamW: gradients are averaged as products of two thin factors.
+    """PowerSGD with AdamW: gradients are averaged as products of two thin factors, with error feedback.
 
         >>> import torch, fn
         >>> tx, schedule = fn.powersgd_adamw(0.1, axis="data", rank=1), fn.freeze_after(1)
@@ -103,8 +103,8 @@ def dion(
         labels: which tensors are "hidden", Dion's, and which "other", averaged exactly for AdamW:
             `fn.labels_of(model)`, which leaves it embeddings and the head. None: all tensors of two dimensions and more
             are Dion's, for their shapes do not tell.
-        momentum: mu; of what is delivered, the momentum loses 1 - mu. weight_decay: of all tensors.
-        b1, b2, eps: of AdamW, which has what is no matrix.
+        momentum: mu; the momentum loses 1 - mu of what is sent. weight_decay: of all tensors.
+        b1, b2, eps: of AdamW, which updates the tensors that are "other".
         axis: the ranks that train together. rank, multiple_of, mean, iterations, seed: as for `low_rank_average`. The
             authors' code begins at rank=1.0, which saves no bytes; they train 3 billion parameters with 1/4.
     Returns: a transform with two phases, which differ only where `mean` is given: factors are exact in the warm-up.

@@ -32,7 +32,7 @@ def demo(
     over: str = "senders",
     values: Codec | None = None,
 ) -> Transform:
-    """DeMo: a momentum of each rank's own, of which the largest cosines are sent, and the sign of their mean.
+    """DeMo: each rank keeps a momentum and sends its largest cosines; all step along the sign of their mean.
 
         delta_r <- b delta_r + lr g_r;   q_r = top_k(DCT delta_r);   delta_r <- delta_r - DCT^-1 q_r
         p <- p - lr (sgn(DCT^-1 mean_r q_r) + weight_decay p)
@@ -57,7 +57,7 @@ def demo(
         k: how many coefficients of a tile are sent; of a smaller one all. tile: the side of a tile, as for `dct`.
         keep: b, weight of the old momentum.
         over: what the mean of a coefficient is taken over, the ranks that sent it or all ranks, as for `top_k`.
-        values: what the coefficients travel as; None is exactly.
+        values: how the coefficients are quantized; None is full precision.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(0)` is its schedule.
     Raises: as `dct`, `top_k` and `decayed`; ValueError if k is more than tile^2.
 
@@ -88,7 +88,7 @@ def ef21_sgdm(
     block: int | None = None,
     values: Codec | None = None,
 ) -> Transform:
-    """EF21-SGDM: momentum SGD whose ranks send how far their momentum is from what they sent of it so far.
+    """EF21-SGDM: momentum SGD whose ranks send the difference between their momentum and what they have sent of it.
 
         v_r <- (1 - eta) v_r + eta g_r;   c_r = top_k(v_r - h_r);   h_r <- h_r + c_r;   s <- s + mean_r c_r
         p <- p - lr (s + weight_decay p)
@@ -207,7 +207,7 @@ def _vote(axis: AxisNames, ties: str, servers: bool) -> tuple[Transform, ...]:
 def _named(
     links: tuple[Transform, ...], weight_decay: float, lr: float | Tensor, axis: AxisNames, name: str
 ) -> Transform:
-    """Return the links with what ends every chain here, guarded and compared; there is no local phase."""
+    """Return the chain of links, weight decay and learning rate, in the usual wrappers and without a local phase."""
     tx = chain(*links, add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     tx = tx._replace(local_update=missing(Phase.LOCAL, name))
     return agreed(skip_nonfinite(tx), axis)

@@ -1,4 +1,4 @@
-"""The transform kit: whether a transform keeps what loops, simulations and adapters rely on.
+"""`check_transform`: whether a transform keeps what loops, simulations and adapters rely on.
 
 >>> import torch, fn
 >>> fn.check_transform(fn.diloco(1e-3, axis="data"), {"w": torch.ones(3)}, fn.every(4, start=2)).faults
@@ -28,26 +28,30 @@ from fn.transforms.skip_nonfinite import SkipState
 
 Tree = Any
 SCANNED, IN_A_ROW, OF_A_KIND = 100_000, 3, 6
-"""Steps of a schedule that are looked at; how many of them are taken in a row, and of each phase or round."""
+"""How many steps of a schedule are read; how many equal ones are taken in a row, and in all of each phase or round."""
 
 
 def check_transform(
     tx: Transform, params: Tree, schedule: Schedule, *, axis: str | tuple[str, ...] | None = None
 ) -> Report:
-    """Hold a transform to what is asked of every transform, in each phase and round that a schedule comes to.
+    """Check what is asked of every transform, in each phase and round that a schedule comes to.
 
-    On simulated ranks with gradients of their own: updates leave their arguments alone, and give the same numbers
-    again; a state keeps its structure, shapes and dtypes; params and all fields that are not in `rank_local` are the
-    same on all ranks, params only where no class of states says `local_params`; the parts of a round lead where the
-    whole round leads, and a mean that travels neither reads nor returns params, nor changes what local steps change;
-    behind `fn.skip_nonfinite`, a NaN on one rank makes all ranks skip, or in a round only that one.
+    The ranks are simulated and have different gradients. Checked is whether
+
+    - an update leaves its arguments alone, and gives the same numbers the second time;
+    - a state keeps its structure, shapes and dtypes;
+    - all fields that are not in `rank_local` are the same on all ranks, and so are params, unless the class of a state
+      declares `local_params`;
+    - the parts of a round lead where the whole round leads, and the part that averages neither reads nor returns
+      params, nor changes what local steps change;
+    - behind `fn.skip_nonfinite` a NaN on one rank makes all ranks skip, or only that one in a round.
 
     Inside of `fn.bind`, on all ranks, the same steps are also taken over the process groups. It starts no processes.
 
     Args:
         tx: the transform. params: a tree of small tensors, as the transform is meant for, alike on all ranks.
         schedule: step -> Phase or Round. Of long runs of one phase a few steps are taken.
-        axis: over which it communicates; None: the axes that are bound, or those that can be seen in the transform.
+        axis: over which it communicates; None: the axes that are bound, or those of the transform's facts.
     Returns: a report, true if nothing was wrong; each of its `faults` names the step, the leaf and the cure.
     Raises: TypeError if tx is no transform, or params are no tensors.
     """
@@ -102,8 +106,8 @@ def _checks(run: _Run, steps: Sequence[Phase | Round]) -> Iterator[Check]:
 class _Run:
     """A run on simulated ranks. Every leaf has the ranks' dimensions in front, one for each axis.
 
-    state, params: of all ranks. before: the arguments of the last step; after: its state and params. goes_on: whether
-    there is something to go on from. own_state, own_params: of this rank, over process groups.
+    state, params: of all ranks. before: the arguments of the last step. after: its state and params. goes_on: whether
+    it went well enough for another step. own_state, own_params: this rank's, over process groups.
     """
 
     def __init__(self, tx: Transform, params: Tree, sizes: dict[str, int], *, real: bool):
@@ -132,7 +136,7 @@ class _Run:
         return None
 
     def take(self, phase: Phase | Round, number: int) -> str | None:
-        """Take a step; what it may not do is write, change the state's structure, or depend on anything else."""
+        """Take a step. It may not write into its arguments, change the state's structure, or differ when repeated."""
         self.goes_on = False
         generator = torch.Generator("cpu").manual_seed(number)
 
@@ -180,7 +184,7 @@ class _Run:
         return None
 
     def replicas(self) -> str | None:
-        """Compare what all ranks are to hold alike."""
+        """Compare what must be the same on all ranks."""
         state, params = self.after
         for path, x, dim in zip(tree.paths(state), tree.leaves(state), tree.leaves(self.dims), strict=True):
             if dim is None and not _is_alike(x, len(self.lead)):
