@@ -83,16 +83,16 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
     Args: compute: seconds of a step without communication. coding: seconds of it in a step that communicates; a method
         that sends nothing, as on one rank, encodes nothing.
     """
-    each, sent = (_times(parts, net) for parts in (method.each_step, method.parts))
-    total, every = sum(time for _, time in sent), method.interval
+    each_step, sent = (_times(parts, net) for parts in (method.each_step, method.parts))
+    total, interval = sum(time for _, time in sent), method.interval
     exposed = sum(max(0.0, time - method.delay * compute) for _, time in sent)
     exposed = _behind_backward(sent, compute) if method.overlapped else exposed
     return Prediction(
         method,
         compute,
-        sum(time for _, time in each) + total / every,
-        _behind_backward(each, compute) + exposed / every,
-        coding / every if method.size else 0.0,
+        sum(time for _, time in each_step) + total / interval,
+        _behind_backward(each_step, compute) + exposed / interval,
+        coding / interval if method.size else 0.0,
     )
 
 
@@ -243,5 +243,5 @@ def sentence(changes: list[tuple[int, Prediction]], most: int) -> str:
     (_, first), *others = changes
     if not others:
         return f"{_START}{first.method.label} on 2 to {most:,} ranks."
-    later = "; ".join(f"{p.method.label} from {world:,} on" for world, p in others)
-    return f"{_START}{first.method.label} below {others[0][0]:,} ranks; {later}."
+    more_ranks = "; ".join(f"{p.method.label} from {world:,} on" for world, p in others)
+    return f"{_START}{first.method.label} below {others[0][0]:,} ranks; {more_ranks}."

@@ -101,7 +101,7 @@ def codes(
 
     Over two axes it is one of shards of the node's exact mean, whose codes go on within the node as they came.
 
-    Args: layout: "flat", "per_tensor" or "fused", as there. servers: as there.
+    Args: layout, servers: as for `fn.compressed_average`.
     """
     local, outer, axis = _axes(ranks)
     served = outer if servers else 1
@@ -220,7 +220,7 @@ def power_sgd(shapes: Model, ranks: int, rank: int) -> list[Message]:
 def low_rank(shapes: Model, ranks: Ranks, rank: int | float, *, orthonormal: bool = False) -> list[Message]:
     """Return the two all-reduces of `fn.low_rank_average`: the left factors with what travels whole, the right ones.
 
-    Args: rank, orthonormal: as there.
+    Args: rank, orthonormal: as for `fn.low_rank_average`.
     """
     first, second = 0, 0
     for shape in shapes.shapes:

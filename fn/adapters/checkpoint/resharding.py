@@ -98,19 +98,19 @@ class Snapshot(NamedTuple):
 def to_save(training: Training, extra: Tree = None) -> Snapshot:
     """Return a snapshot of `everything`. All ranks must call it. Raises: RuntimeError if a step is half written."""
     training.check_whole("checkpoint")
-    own, as_row = own_rows(training), partial(_as_row, mesh=_mesh())
+    own_keys, as_row = own_rows(training), partial(_as_row, mesh=_mesh())
     live = everything(training, extra).items()
     copies = {k: torch.empty(v.shape, dtype=v.dtype, device="cpu").copy_(v.detach()) for k, v in live}
-    tensors = {k: as_row(v) if k in own else v for k, v in copies.items()}
+    tensors = {k: as_row(v) if k in own_keys else v for k, v in copies.items()}
     return Snapshot(tensors, training.steps, device_among(training.groups), as_row)
 
 
-def to_fill(own: set[str], shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
-    """Return empty tensors that a checkpoint with these shapes is read into; rows for the keys in `own`."""
+def to_fill(own_keys: set[str], shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
+    """Return empty tensors that a checkpoint with these shapes is read into; rows for those of one rank each."""
     mesh = _mesh()
 
     def empty(key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        if key not in own or mesh is None:
+        if key not in own_keys or mesh is None:
             return torch.zeros(shape, dtype=dtype, device="cpu")
         _, count = _span(shape[0])
         # Made of this rank's rows alone: a DTensor of the whole would take the memory of all ranks' rows.

@@ -30,8 +30,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from fn import roles, tree
-from fn.adapters.checkpoint import replicated
-from fn.adapters.checkpoint import resharding as portable
+from fn.adapters.checkpoint import replicated, resharding
 from fn.adapters.checkpoint import storage as files
 from fn.adapters.checkpoint.owner import Claim
 from fn.adapters.optim.consistency import by_path, check_paths, device_among
@@ -94,7 +93,8 @@ def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: 
     """
     _check_save(optimizer, extra, keep)
     wait(list(_pending))  # what `save_async` still writes comes first
-    return _write(Path(folder), portable.to_save(optimizer.training, extra), keep, group, optimizer.training.transports)
+    training = optimizer.training
+    return _write(Path(folder), resharding.to_save(training, extra), keep, group, training.transports)
 
 
 def save_async(
@@ -108,17 +108,17 @@ def save_async(
     Returns: a future of what `save` returns, as an absolute path; it raises what `save` raises.
     Raises: ValueError if the group is missing.
     """
-    if portable.world()[1] > 1 and group is None:
+    if resharding.world()[1] > 1 and group is None:
         cure = 'pass dist.new_group(backend="gloo", timeout=...)'
         raise ValueError(expected("group", "a process group of its own", "None", cure))
     _check_save(optimizer, extra, keep)
-    own, all_ranks = group, dist.group.WORLD
-    if own is not None and all_ranks is not None and timeout_of(own) > timeout_of(all_ranks):
-        text = f"group: waits {timeout_of(own)} for a rank, the default group {timeout_of(all_ranks)}"
+    all_ranks = dist.group.WORLD
+    if group is not None and all_ranks is not None and timeout_of(group) > timeout_of(all_ranks):
+        text = f"group: waits {timeout_of(group)} for a rank, the default group {timeout_of(all_ranks)}"
         warnings.warn(f"{text}; a process does not end while a save waits: new_group(..., timeout=...)", stacklevel=2)
     wires = {} if group is None else {"checkpoint": remember(group)}
     folder = Path(folder).absolute()  # the process may be in another folder when it is written
-    future = _writer.submit(_write, folder, portable.to_save(optimizer.training, extra), keep, group, wires)
+    future = _writer.submit(_write, folder, resharding.to_save(optimizer.training, extra), keep, group, wires)
     _pending.add(future)
     future.add_done_callback(_pending.discard)
     return future
@@ -140,24 +140,24 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
         was saved; ValueError if it is of another optimizer. Nothing is loaded then.
     """
     _check_arguments(optimizer, extra)
-    training, (rank, size) = optimizer.training, portable.world()
+    training, (rank, size) = optimizer.training, resharding.world()
     with raising_peer_lost(training.transports, where="checkpoint.load"):
         checkpoint, reader, old = _verified(Path(folder), name, rank, size)
     of_extra = (replicated.SAME, replicated.EACH)
     forms = {k: form for k, form in reader.forms.items() if extra is not None or not k.startswith(of_extra)}
-    own = portable.own_rows(training)
+    own_keys = resharding.own_rows(training)
     added = roles.added(training.states, forms, "state.")
     _check_keys(optimizer, extra, {**replicated.join_extra(forms), **added})
     if old == size or place_of(training)[1] == size:  # else no axis adds up what all ranks have read
-        each = {k: dtype for k, (_, dtype) in forms.items() if k.startswith(replicated.EACH)}
-        own |= {k for k, dtype in each.items() if old == size or dtype.is_floating_point}
-    filled = portable.to_fill(own, forms)
+        rows = {k: dtype for k, (_, dtype) in forms.items() if k.startswith(replicated.EACH)}
+        own_keys |= {k for k, dtype in rows.items() if old == size or dtype.is_floating_point}
+    filled = resharding.to_fill(own_keys, forms)
     wires = training.transports
     with warnings.catch_warnings(), raising_peer_lost(wires, where="checkpoint.load"), _files("read", checkpoint):
         warnings.simplefilter("ignore")  # that a process is alone is no surprise here
         state_dict_loader.load(filled, storage_reader=reader)
-    read: dict[str, Any] = {k: portable.local_rows(v) if k in own else v for k, v in filled.items()} | added
-    of_state = any(k.startswith("state.") for k in own)
+    read: dict[str, Any] = {k: resharding.local_rows(v) if k in own_keys else v for k, v in filled.items()} | added
+    of_state = any(k.startswith("state.") for k in own_keys)
     in_memory_order = of_state and any(k.startswith(ORDER) for k in read)  # as version 0.2.0 saved channels_last
     state = {k: v.rows[0] if isinstance(v, Rows) else v for k, v in read.items()} if old == size else {}
     if old != size or in_memory_order:
@@ -166,7 +166,7 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
         kept_extra = {k: v for k, v in state.items() if k.startswith(of_extra)}
         moving = {k: v for k, v in read.items() if k not in kept_extra}
         moving = moving if old == size else replicated.mean_extra(moving, old, size)
-        state = {**portable.moved(training, moving), **kept_extra}
+        state = {**resharding.moved(training, moving), **kept_extra}
     state = replicated.join_extra(state)
     _restore(optimizer, state)
     if extra is None:
@@ -196,19 +196,19 @@ def gather(optimizer: Optimizer, *, group: dist.ProcessGroup | None = None) -> d
     Raises: ValueError if the optimizer's axes are not all ranks; RuntimeError inside of a step; `RanksDisagree` if
         ranks differ in their parameters, or in what is called the same on all; `PeerLost` if a rank ends.
     """
-    portable.check_optimizer(optimizer)
-    local_params = any(key.startswith("params.") for key in portable.own_rows(optimizer.training))
+    resharding.check_optimizer(optimizer)
+    local_params = any(key.startswith("params.") for key in resharding.own_rows(optimizer.training))
     flat: dict[str, Tensor] = optimizer.state_dict()
     own = {key: x for key, x in flat.items() if OF_RANK.fullmatch(key)}
     same = {key: x for key, x in flat.items() if key not in own}
-    rank, size = portable.world()
+    rank, size = resharding.world()
     whole = {key: _on_cpu(x) for key, x in (same if size > 1 else flat).items()} if rank == 0 else {}
     if size == 1:
         return whole
     everyone = dist.group.WORLD if group is None else group
     assert everyone is not None
     with raising_peer_lost({"world": remember(everyone)}, where="checkpoint.gather"):
-        params = {k: x for k, x in portable.everything(optimizer.training).items() if k.startswith("params.")}
+        params = {k: x for k, x in resharding.everything(optimizer.training).items() if k.startswith("params.")}
         hints = {**replicated.HINTS, "params.": LOCAL} if local_params else replicated.HINTS
         gather_values = partial(_all_values, size=size, group=everyone)
         device = device_among(optimizer.param_groups)
@@ -229,7 +229,7 @@ def _on_cpu(x: Tensor) -> Tensor:
 
 
 def _check_arguments(optimizer: object, extra: Tree) -> None:
-    portable.check_optimizer(optimizer)
+    resharding.check_optimizer(optimizer)
     if extra is not None:
         check_paths(extra, "extra", "give it dicts")
 
@@ -244,7 +244,7 @@ def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
     if keep < 1:
         raise ValueError(expected("keep", "a whole number of at least 1", f"{keep}"))
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and portable.world()[0] == 0:
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and resharding.world()[0] == 0:
         text = (
             "torchrun keeps its key-value store over a restart, in which ranks may find the addresses of the last "
             "start and wait for them; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
@@ -252,8 +252,8 @@ def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _write(folder: Path, snapshot: portable.Snapshot, keep: int, group: Group, wires: Mapping[str, str]) -> Path:
-    rank, size = portable.world()
+def _write(folder: Path, snapshot: resharding.Snapshot, keep: int, group: Group, wires: Mapping[str, str]) -> Path:
+    rank, size = resharding.world()
     do = partial(_all, size=size, group=group)
     with raising_peer_lost(wires, where="checkpoint.save"):
         gather_values = partial(_all_values, size=size, group=group)
@@ -323,9 +323,9 @@ def _files(act: str, folder: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointException as error:
-        own, _ = error.failures.get(portable.world()[0], (None, None))
-        if own is not None and not isinstance(own, Exception):
-            raise own from error
+        here, _ = error.failures.get(resharding.world()[0], (None, None))
+        if here is not None and not isinstance(here, Exception):
+            raise here from error
         rank, (problem, _) = min(error.failures.items())
         if act == "read" and isinstance(problem, Exception) and not isinstance(problem, OSError):
             said = f"does not describe what the files hold: {type(problem).__name__}: {problem}"
@@ -359,7 +359,7 @@ def _all_values(value: Any, size: int, group: Group) -> list[Any]:
 
 
 def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> None:
-    wanted = set(portable.everything(optimizer.training, extra))
+    wanted = set(resharding.everything(optimizer.training, extra))
     optional = {k for k in wanted | set(forms) if is_optional(k) or (extra is None and k.startswith("extra."))}
     for key in sorted((wanted ^ set(forms)) - optional):
         what = "missing" if key in wanted else "of no use to this optimizer"
@@ -369,7 +369,7 @@ def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> Non
 
 def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
     params = {k: v for k, v in state.items() if k.startswith("params.")}
-    live = {k: v for k, v in portable.everything(optimizer.training).items() if k in params}
+    live = {k: v for k, v in resharding.everything(optimizer.training).items() if k in params}
     for key, p in live.items():
         if p.shape != params[key].shape or p.dtype != params[key].dtype:
             saved, here = (f"{x.dtype} {tuple(x.shape)}" for x in (params[key], p))

@@ -83,7 +83,7 @@ def loco_quant_reduce(
 
         h = g + e1,   q = Q_4(h),   e1 <- Q_8(b e1 + (1 - b) (h - D(q)))           within the node
         h = sum_l D(q_l) + e2,   q = Q_4(h),   e2 <- Q_8(b e2 + (1 - b) (h - D(q)))    across nodes
-        out = (sum_n D(q_n)) / N                                 L times the mean, as there
+        out = (sum_n D(q_n)) / N                                 L times the mean, as DeepSpeed's
 
     Args:
         tensors: this rank's gradients. Sums and errors are rounded to their dtype; there only float16 is meant.

@@ -262,14 +262,14 @@ class OnebitAdam(DeepSpeedOptimizer):
         params: parameters or param groups; a group may set lr, betas, eps, weight_decay, exp_avg_mask (a tensor that
             keeps momentum at zero where it is zero) and non_freeze (full precision for good).
         deepspeed: an engine to `attach`.
-        lr, betas, eps, weight_decay: as there, without bias correction.
-        freeze_step: as there: the initialising call is counted, so there are max(freeze_step - 1, 1) warm-up steps.
+        lr, betas, eps, weight_decay: as in Adam, without bias correction.
+        freeze_step: DeepSpeed counts its initialising call, so there are max(freeze_step - 1, 1) warm-up steps.
         bias_correction, eps_inside_sqrt, max_grad_norm, cuda_aware, comm_backend_name: accepted; they had no effect
-            on the numbers there and have none here.
+            on DeepSpeed's numbers and have none here.
         amsgrad: must be False.
         process_group: a group of torch.distributed or a communicator of mpi4py. None is the default group.
         initialising_call: make the first `step` DeepSpeed's initialising call, which drops a batch.
-    Raises: RuntimeError for amsgrad, as there.
+    Raises: RuntimeError for amsgrad, as DeepSpeed does.
 
     Differs: errors are saved by `state_dict` and continue; `reset_errors()` gives DeepSpeed's restart. Non-finite
         steps are skipped on all ranks.
@@ -326,7 +326,7 @@ class ZeroOneAdam(DeepSpeedOptimizer):
     Args: as `OnebitAdam`, and
         var_freeze_step: updates before the variance is frozen.
         var_update_scaler, local_step_scaler, local_step_clipper: as for `fn.zero_one_schedule`.
-    Raises: RuntimeError for amsgrad, as there.
+    Raises: RuntimeError for amsgrad, as DeepSpeed does.
 
     Differs: a restart in the frozen phase continues; there it updates the variance with local gradients.
     """
@@ -392,8 +392,8 @@ class OnebitLamb(DeepSpeedOptimizer):
     Args: as `OnebitAdam`, and
         max_coeff, min_coeff: bounds of the trust ratio, also per group. coeff_beta: decay of its average.
         factor_max, factor_min, factor_threshold: as for `fn.scale_by_onebit_lamb`.
-    Raises: RuntimeError for amsgrad, as there; from `add_param_group` after construction, because the message spans
-        all groups.
+    Raises: RuntimeError for amsgrad, as DeepSpeed does; from `add_param_group` after construction, because the message
+        spans all groups.
 
     Differs: a momentum that is zero at the switch is no division by zero.
     """

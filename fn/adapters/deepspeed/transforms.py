@@ -67,7 +67,7 @@ def _masked_sync(axis: str, world_size: int, mask: Tensor | None) -> Transform:
 
 
 def onebit_adam(groups: Sequence[ParamGroup], *, axis: str, world_size: int) -> Transform:
-    """Return DeepSpeed's 1-bit Adam over param groups; without bias correction, as there."""
+    """Return DeepSpeed's 1-bit Adam over param groups; without bias correction."""
 
     def one(g: ParamGroup) -> Transform:
         sync = _masked_sync(axis, world_size, g.exp_avg_mask)

@@ -87,8 +87,8 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
         self.dtype = like.dtype
         self.feedback = feedback
         self.rows = rows_of(segments, codec.align)
-        own = self.rows.segments.row(torch.tensor(group.rank(), dtype=torch.int64, device="cpu"))
-        self.codec, self.own = (_codec(codec, segments, like.device) for segments in (self.rows.segments, own))
+        own_row = self.rows.segments.row(torch.tensor(group.rank(), dtype=torch.int64, device="cpu"))
+        self.codec, self.own_codec = (_codec(codec, which, like.device) for which in (self.rows.segments, own_row))
         x = like.expand(group.size() * self.rows.segments.row_length)
         with bind({axis: group}):
             self.error, _ = initial_errors(x, axis, codec, feedback, segments=self.rows.segments)
@@ -119,7 +119,7 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
     def _mean(self, x: Tensor) -> Tensor:
         payload, error = encode(self.codec, self.feedback, x, self.error)
         if not tree.leaves(self.error):  # nothing that a NaN could spoil
-            return mean_of_rows(self.own, messages.exchange(payload, self.axis))
+            return mean_of_rows(self.own_codec, messages.exchange(payload, self.axis))
         # A NaN or an Inf shows in the scales. Whether there is one travels along, for all ranks have to keep their old
         # errors: what they send in this message nobody uses, and it would else count as delivered.
         ok = all_finite([p for p in tree.leaves(payload) if p.is_floating_point()])
@@ -127,7 +127,7 @@ class CompressedReduceScatter(_Allocates, ReduceScatter):
         ok = oks.bool().all()
         self.error = keep(ok, error, self.error)
         self.skipped += ~ok
-        return torch.where(ok, mean_of_rows(self.own, payload), float("nan"))
+        return torch.where(ok, mean_of_rows(self.own_codec, payload), float("nan"))
 
 
 class CompressedAllGather(_Allocates, AllGather):
@@ -167,7 +167,7 @@ class ReplicaMean:
         name: str,
         axis: str,
         group: dist.ProcessGroup,
-        own: Segments,
+        own_row: Segments,
         codec: Codec,
         feedback: Feedback,
         like: Tensor,
@@ -179,7 +179,7 @@ class ReplicaMean:
         self._shards: Callable[[], dict[str, Tensor]] | None = shards
         self.binding: Binding = bind({axis: group})
         self.sent = sent
-        self.widths, self.lengths = own.widths, [int(n) for n in own.valid[0]]
+        self.widths, self.lengths = own_row.widths, [int(n) for n in own_row.valid[0]]
         self.transform = compressed_average(axis, codec, feedback, servers=servers)
         with self.binding:
             self.state = self.transform.init([like.expand(n) for n in self.lengths])

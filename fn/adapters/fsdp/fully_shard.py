@@ -254,9 +254,9 @@ def _part(
     mean = None
     if replicas is not None:
         axis, ranks = _axis_of(replicas.mesh)
-        own = group.gradients.row(torch.tensor(group.shards.rank(), dtype=torch.int64, device="cpu"))
+        own_row = group.gradients.row(torch.tensor(group.shards.rank(), dtype=torch.int64, device="cpu"))
         how = replicas.codec or codec, replicas.feedback or feedback
-        mean = ReplicaMean(group.name, axis, ranks, own, *how, like, sent, group.own_shards, replicas.servers)
+        mean = ReplicaMean(group.name, axis, ranks, own_row, *how, like, sent, group.own_shards, replicas.servers)
     return Part(group, reduce_scatter, all_gather, mean)
 
 
