@@ -79,8 +79,8 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         after = moments._replace(  # the weights after this step
             mu_weight=h.b1 * moments.mu_weight + (1 - h.b1), nu_weight=h.b2 * moments.nu_weight + (1 - h.b2)
         )
-        each = zip(plan, kept_of(inside), inside.master, tree.leaves(moments.mu), tree.leaves(moments.nu), strict=True)
-        for bucket, kept, master, mu, nu in each:
+        mus, nus = tree.leaves(moments.mu), tree.leaves(moments.nu)
+        for bucket, kept, master, mu, nu in zip(plan, kept_of(inside), inside.master, mus, nus, strict=True):
             rows, kept = reduce_to_rows(grads, kept, bucket, rules, codes)
             keeps = isinstance(master, Tensor)
             old = master if keeps else shard_of(leaves, bucket, index)
@@ -91,15 +91,15 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
             mine = whole[int(index)]  # params that are not kept are made where they travel from
             new = [memory_pool.empty(x.shape, x.dtype, x.device) for x in (old, mu, nu)]
             new[0] = new[0] if keeps or old.dtype != dtype else mine
-            args = kernel_args(h, behind.weight_decay, behind.rate, after)
-            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *args, math.inf)
+            descent = *kernel_args(h, behind.weight_decay, behind.rate, after), math.inf
+            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *descent)
             if not (_are_finite(peaks, dtype) and _is_addable(peaks, new[0], old)):
                 new[0].fill_(float("nan"))  # for all ranks to see
             full, kept = gather_in_place(new[0], whole, kept, bucket, rules, codes)
             steps.append(_Step(bucket, kept, new, full))
         exact = not codes or rules.gather is None
         masters = tuple(s.new[0] if isinstance(m, Tensor) else () for s, m in zip(steps, inside.master, strict=True))
-        olds = tree.leaves(moments.mu), tree.leaves(moments.nu), inside.master, kept_of(inside)
+        olds = mus, nus, inside.master, kept_of(inside)
         news = [s.new[1] for s in steps], [s.new[2] for s in steps], masters, [s.kept for s in steps]
         renew = successor(olds, news)
 
