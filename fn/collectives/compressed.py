@@ -38,20 +38,17 @@ from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, join_errors, 
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
+from fn.roles import declare
 
 Tree = Any
 
 
+@declare(rank_local=("worker", "server"))
 class ErrorFeedbackState(NamedTuple):
     """The residual errors, per flat buffer: what workers (n,) and servers (n / W,) did not deliver, one rank's own."""
 
     worker: Tree
     server: Tree
-
-    @property
-    def rank_local(self) -> frozenset[str]:
-        """Return the fields that belong to one rank."""
-        return frozenset({"worker", "server"})
 
 
 def reduce_scatter_mean(
