@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fn import tree
 from fn.collectives.transports.failure_detection import remember
 from fn.collectives.transports.mpi import Communicator, is_communicator, register_communicator
-from fn.collectives.transports.tcp_setup import stay_on_gloo
+from fn.collectives.transports.tcp import stay_on_gloo
 from fn.errors import expected
 from fn.roles import rank_local
 

@@ -28,7 +28,7 @@ from fn.collectives.axis import Binding, axis_size, bind
 from fn.collectives.primitives import all_to_all, group_of, pmean
 from fn.collectives.profiling import Watchers, watched_by, watchers
 from fn.collectives.transports.failure_detection import abort_connections
-from fn.collectives.transports.tcp_setup import stay_on_gloo, stays_on_gloo, timeout_of
+from fn.collectives.transports.tcp import stay_on_gloo, stays_on_gloo, timeout_of
 
 Job = Callable[[], Any]
 Entry = tuple[Job, Any, Watchers, Future[Any]]

@@ -23,8 +23,7 @@ from fn.collectives import primitives
 from fn.collectives.ledger import record
 from fn.collectives.profiling import RangeName, step_range
 from fn.collectives.transports.registry import registered
-from fn.collectives.transports.tcp import Connections, Rows
-from fn.collectives.transports.tcp_setup import connections
+from fn.collectives.transports.tcp import Connections, Rows, connections
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete
 

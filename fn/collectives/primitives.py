@@ -30,7 +30,7 @@ from fn.collectives.ledger import record
 from fn.collectives.profiling import step_range, watchers
 from fn.collectives.transports.failure_detection import abort_connections, is_loss, peer_lost
 from fn.collectives.transports.registry import carry, carry_sum, registered
-from fn.collectives.transports.tcp_setup import connections
+from fn.collectives.transports.tcp import connections
 from fn.errors import expected
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete, pooled, runs_as_written

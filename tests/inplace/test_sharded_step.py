@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
-from fn.collectives.transports import tcp_setup as rendezvous
+from fn.collectives.transports import tcp
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
 from fn.transforms import flat_layout as layouts
@@ -45,7 +45,7 @@ def gradient(step: int, rank: int, dtype: torch.dtype) -> list[torch.Tensor]:
 def against_the_pure_chain(own_connections: bool) -> list[Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     if not own_connections:
-        rendezvous._opened[mesh.get_group("data")] = None
+        tcp._opened[mesh.get_group("data")] = None
     found = []
     for dtype, hyper in CASES:
         schedule, make = fn.freeze_after(3), partial(fn.loco_adamw, axis="data", **hyper)

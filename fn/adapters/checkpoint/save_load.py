@@ -49,7 +49,7 @@ from fn.adapters.optim.state_dict import (
 )
 from fn.collectives.agreement import differences
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
-from fn.collectives.transports.tcp_setup import timeout_of
+from fn.collectives.transports.tcp import timeout_of
 from fn.errors import expected
 from fn.transforms.resharding import Rows
 

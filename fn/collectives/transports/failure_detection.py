@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import torch
 import torch.distributed as dist
 
-from fn.collectives.transports import tcp_setup as rendezvous
+from fn.collectives.transports import tcp
 from fn.errors import PeerLost
 
 PATIENCE = 0.5
@@ -113,9 +113,9 @@ def abort_connections(transport: str) -> None:
     peer for a message that nobody sends, and waits a millisecond.
     """
     group = _groups.get(transport)
-    if group is None or not rendezvous.is_gloo(group):
+    if group is None or not tcp.is_gloo(group):
         return
-    rendezvous.abort_connections(group)
+    tcp.abort_connections(group)
     for peer in set(range(group.size())) - {group.rank()}:
         try:
             work = dist.irecv(torch.empty(1, dtype=torch.float32, device="cpu"), group=group, group_src=peer, tag=TAG)

@@ -31,7 +31,7 @@ import fn
 from fn import Phase, tree
 from fn.adapters import checkpoint
 from fn.adapters.checkpoint import storage
-from fn.collectives.transports.tcp_setup import timeout_of
+from fn.collectives.transports.tcp import timeout_of
 from fn.errors import CheckpointDamaged
 
 # The same world.

@@ -30,9 +30,8 @@ import fn
 from fn.collectives.comm_thread import bind_twin
 from fn.collectives.messages import exchange, fill_rows, gather, swap_rows
 from fn.collectives.primitives import group_of
-from fn.collectives.transports import tcp_setup as rendezvous
-from fn.collectives.transports.tcp import HEADER, WAKE, Connections
-from fn.collectives.transports.tcp_setup import connections
+from fn.collectives.transports import tcp
+from fn.collectives.transports.tcp import HEADER, WAKE, Connections, connections
 
 
 def rows(rank: int, size: int, n: int) -> torch.Tensor:
@@ -85,7 +84,7 @@ def test_messages_have_leaves_without_elements_and_without_memory_of_their_own()
 
 def a_pair(timeout: float = 2 * LIMIT) -> tuple[Connections, Connections]:
     """Return two ranks' connections with each other, in one process."""
-    with rendezvous._listen_on("127.0.0.1", socket.AF_INET, 1) as listener:
+    with tcp._listen_on("127.0.0.1", socket.AF_INET, 1) as listener:
         first = socket.create_connection(listener.getsockname())
         second, _ = listener.accept()
     return Connections({1: first}, timeout), Connections({0: second}, timeout)
@@ -283,7 +282,7 @@ def unreachable(why: str) -> list[Any]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    rendezvous.logger.addHandler(handler)
+    tcp.logger.addHandler(handler)
     if dist.get_rank() == 1:
         BREAKS[why]()
     x = rows(dist.get_rank(), 2, 5)
@@ -328,9 +327,9 @@ def test_an_interface_without_ipv4_is_listened_on_by_its_ipv6_address_and_one_wi
         "fe800000000000000000000000000001 02 40 20 80     lo\n00000000000000000000000000000001 01 80 10 80     lo\n"
     )
     monkeypatch.setattr(Path, "read_text", lambda path: {"/proc/net/if_inet6": interfaces}[str(path)])
-    assert rendezvous._address_of("lo") == ("::1", socket.AF_INET6)
+    assert tcp._address_of("lo") == ("::1", socket.AF_INET6)
     with pytest.raises(OSError, match=r"no address of the interface 'rv0', which GLOO_SOCKET_IFNAME names: .* 99"):
-        rendezvous._address_of("rv0")
+        tcp._address_of("rv0")
 
 
 # Strangers who call while the connections are opened: nobody waits for them, and they break nothing.
@@ -389,24 +388,24 @@ STRANGERS["a flood"] = STRANGERS["all of them"] * 30
 
 @pytest.mark.parametrize("kind", STRANGERS)
 def test_strangers_are_turned_away_and_keep_nobody_waiting(kind):
-    with rendezvous._listen_on("127.0.0.1", socket.AF_INET, 1000) as listener:
+    with tcp._listen_on("127.0.0.1", socket.AF_INET, 1000) as listener:
         strangers = [one(listener) for one in STRANGERS[kind]]
         ranks = {2: rank_calls(listener, 2)}
         strangers += [one(listener) for one in STRANGERS[kind]]
         ranks[1] = rank_calls(listener, 1)
-        found = rendezvous._meet(Group(), listener, [], TOKEN)
+        found = tcp._meet(Group(), listener, [], TOKEN)
     assert {rank: c.getpeername() for rank, c in found.items()} == {r: c.getsockname() for r, c in ranks.items()}
     for connection in (*strangers, *ranks.values(), *found.values()):
         connection.close()
 
 
 def test_the_opening_hangs_up_on_the_oldest_silent_caller_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(rendezvous, "CALLERS", 3)
-    with rendezvous._listen_on("127.0.0.1", socket.AF_INET, 100) as listener:
+    monkeypatch.setattr(tcp, "CALLERS", 3)
+    with tcp._listen_on("127.0.0.1", socket.AF_INET, 100) as listener:
         late = rank_calls(listener, 1), call(listener, TOKEN)
         strangers = [call(listener), call(listener)]
         found: list[Any] = []
-        meeting = threading.Thread(target=lambda: found.append(rendezvous._meet(Group(), listener, [], TOKEN)))
+        meeting = threading.Thread(target=lambda: found.append(tcp._meet(Group(), listener, [], TOKEN)))
         meeting.start()
         strangers += [call(listener), call(listener)]
         assert late[1].recv(1) == b""  # waits until it is hung up on
@@ -425,9 +424,9 @@ def test_the_opening_hangs_up_on_the_oldest_silent_caller_when_there_are_too_man
 
 
 def test_the_opening_ends_in_time_and_names_who_did_not_call(monkeypatch):
-    monkeypatch.setattr(rendezvous, "OPENING", 1.0)
+    monkeypatch.setattr(tcp, "OPENING", 1.0)
     is_over = threading.Event()
-    with rendezvous._listen_on("127.0.0.1", socket.AF_INET, 100) as listener:
+    with tcp._listen_on("127.0.0.1", socket.AF_INET, 100) as listener:
         rank = rank_calls(listener, 2)
 
         def flood() -> None:
@@ -437,7 +436,7 @@ def test_the_opening_ends_in_time_and_names_who_did_not_call(monkeypatch):
         flooding = threading.Thread(target=flood)
         flooding.start()
         with pytest.raises(OSError, match=r"^rank 1 did not call in 1 s$"):
-            rendezvous._meet(Group(), listener, [], TOKEN)
+            tcp._meet(Group(), listener, [], TOKEN)
         is_over.set()
         flooding.join()
         assert rank.recv(1) == b""  # hung up on
@@ -446,18 +445,18 @@ def test_the_opening_ends_in_time_and_names_who_did_not_call(monkeypatch):
 
 def opened_among_strangers() -> list[bool]:
     """Open connections whose listeners strangers have called before any rank does."""
-    strangers, listen = [], rendezvous._listen
+    strangers, listen = [], tcp._listen
 
     def listen_among_strangers(backlog: int) -> socket.socket:
         listener = listen(backlog)
         strangers.extend(one(listener) for one in STRANGERS["all of them"])
         return listener
 
-    rendezvous._listen = listen_among_strangers
+    tcp._listen = listen_among_strangers
     try:
         return [*exchanged(100), len(strangers) == len(STRANGERS["all of them"])]
     finally:
-        rendezvous._listen = listen
+        tcp._listen = listen
 
 
 def test_ranks_have_their_connections_all_the_same():
