@@ -32,7 +32,7 @@ class Feedback(NamedTuple):
     residual: (compensated, decoded, error) -> the next error.
     rule: what these three do, as data, for codecs that have a kernel for it. None: not told.
     follow: (x, error) -> the next error after x was delivered exactly. With it an average averages in the warm-up, too,
-        so that the first step in codes has nothing to catch up. None: an exact step leaves errors alone.
+        so that the first step in codes has nothing to catch up on. None: an exact step leaves errors alone.
     make: makes it again, where it was unpickled. None: then it cannot be pickled.
 
     `_replace` of one of the functions makes rule and make None, unless they are given, too.

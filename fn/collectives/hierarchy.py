@@ -64,6 +64,7 @@ def hops(
     """Return the hops of an exchange, from the fastest network to the slowest.
 
     >>> import fn
+    >>> from fn.collectives.hierarchy import hops
     >>> for hop in hops(("local", "node"), fn.int4(), fn.damped()):
     ...     print(hop.axis, hop.codec, hop.exact)
     local fn.identity(None) True
@@ -102,6 +103,7 @@ def initial_errors(
     servers, the server's error of the last hop is ().
 
     >>> import torch, fn
+    >>> from fn.collectives.hierarchy import initial_errors
     >>> worker, server = initial_errors(torch.ones(16), "data", fn.int4(), fn.classic())
     >>> worker.shape, server.shape                  # (n,) and (n / W,), with one rank on the axis
     (torch.Size([16]), torch.Size([16]))

@@ -146,7 +146,7 @@ def psum(x: Tree, axis: axes.AxisNames) -> Tree:
 
 
 def pmean(x: Tree, axis: axes.AxisNames) -> Tree:
-    """Average over the ranks of an axis, in full precision.
+    """Average over the ranks of an axis in full precision, as an all-reduce does.
 
     Args: x: tree of floating tensors. axis: the axis' name, or several, over which it is done one after the other.
     Returns: the same shapes and dtypes, the same values on every rank.
