@@ -175,14 +175,14 @@ def _misfit(like: Tensor, leaf: Any) -> str:
 def fields(tree: Tree, name: str) -> list[Tree]:
     """Return the values of every field of that name in the NamedTuples of a tree, outermost first."""
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        own = [getattr(tree, name)] if name in tree._fields else []
-        return own + [found for value in tree for found in fields(value, name)]
+        values = [getattr(tree, name)] if name in tree._fields else []
+        return values + [deeper for value in tree for deeper in fields(value, name)]
     if isinstance(tree, tuple | list):
         if {*_map(type, tree)} <= _TENSORS:
             return []  # without a look at each: states hold long lists
-        return [found for value in tree if not isinstance(value, Tensor) for found in fields(value, name)]
+        return [deeper for value in tree if not isinstance(value, Tensor) for deeper in fields(value, name)]
     if isinstance(tree, dict):
-        return [found for value in tree.values() for found in fields(value, name)]
+        return [deeper for value in tree.values() for deeper in fields(value, name)]
     return []
 
 

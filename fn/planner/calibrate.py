@@ -141,7 +141,7 @@ def coding(params: int, device: torch.device, repeat: int = REPEAT) -> Callable[
     A collective runs whose messages go nowhere: each rank receives what it sent itself. Two ranks stand for any number,
     but not without servers, where a rank decodes the codes of all: there it is a line through two and four.
 
-    Returns: network -> seconds by the `Method.label`.
+    Returns: network -> seconds by the `fn.planner.methods.Method.label`.
     """
     signs = _coding(sign(), classic(), device, repeat)
     two, four = (_coding(sign(), classic(), device, repeat, ranks=w, servers=False) for w in (2, 4))
