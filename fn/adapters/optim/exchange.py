@@ -83,10 +83,11 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
         differences, after = run(parts["difference"], states, after)
         differences = _weighed(states, differences, weight)
         fragment, steps = parts["mean"].fragment, training.steps  # of now: a mean that travels is sent later
+        # Whoever has heard the announcement waits in the mean. A rank that is interrupted before its own mean, and
+        # lives on, would keep the others waiting until the group's time-out.
+        heard_if_broken = if_broken(partial(_hang_up, training))
         if round_.end == round_.begin:
-            # Whoever has heard the announcement waits in the mean. A rank that is interrupted before its own mean, and
-            # lives on, would keep the others waiting until the group's time-out.
-            with if_broken(partial(_hang_up, training)):
+            with heard_if_broken:
                 _announce(training, fragment, steps)()
                 states, after = run(parts["mean"], differences, after)
         else:
@@ -95,10 +96,11 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
             unknown = _filled(params, torch.nan)
 
             def mean() -> tuple[Tree, Callable[[], None]]:
-                compare = _announce(training, fragment, steps)
-                if device_among(training.groups).type == "cpu":
-                    compare()  # on an accelerator the training would wait here for the other ranks
-                states, new = run(parts["mean"], differences, unknown)
+                with heard_if_broken:  # in this thread, on an accelerator; others hear no signals
+                    compare = _announce(training, fragment, steps)
+                    if device_among(training.groups).type == "cpu":
+                        compare()  # on an accelerator the training would wait here for the other ranks
+                    states, new = run(parts["mean"], differences, unknown)
                 _check_unmoved(unknown, new)
                 return states, compare
 

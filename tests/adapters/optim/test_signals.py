@@ -445,6 +445,22 @@ def test_the_others_hear_at_once_of_a_rank_that_is_interrupted_between_an_announ
     assert run(2, broken_off_before_its_mean, codec) == [("KeyboardInterrupt", 2), ("PeerLost", 2)]
 
 
+def test_connections_are_closed_where_a_handler_raises_and_not_for_another_error():
+    heard: list[str] = []
+
+    @interrupts.defer_signals()
+    def step(fails: Callable[[], Any], name: str) -> None:
+        with interrupts.if_broken(lambda: heard.append(name)):
+            fails()
+
+    with pytest.raises(KeyboardInterrupt):
+        step(lambda: signal.raise_signal(signal.SIGINT), "a signal")
+    with pytest.raises(ZeroDivisionError):
+        step(lambda: 1 / 0, "an error")
+    step(lambda: None, "nothing")
+    assert heard == ["a signal"]
+
+
 def broken_off_before_the_first() -> tuple[str, int]:
     """Signal rank 0 until it raises, as it does inside of the first delayed exchange, to which rank 1 does not come."""
     store, me = dist.group.WORLD.get_group_store(), dist.get_rank()
