@@ -37,7 +37,7 @@ from fn.inplace.protocol import settled
 from fn.kernels import foreach, ops, reference, tracing
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks, ints, lamb, signs, steps
-from fn.transforms import agreed, average, sharded
+from fn.transforms import average, sharded
 
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
@@ -250,7 +250,7 @@ def pretend() -> None:
     vars(primitives)["carry_sum"] = carry_sum
     vars(tracing)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
     for module, check in ((training, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
-                          (agreed, "check_agreement"), (average, "check_agreement"),
+                          (average, "check_agreement"),
                           (sharded, "check_shards"), (sharded_in_place, "check_shards")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None
     match.refusing = lambda update, stage: stage  # what it looks at are numbers of the state, which read as 0.5 here
