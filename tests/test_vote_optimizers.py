@@ -10,7 +10,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
-from test_golden_bases import CASES
+from golden.test_golden_bases import CASES
 from torch import Tensor
 
 import fn

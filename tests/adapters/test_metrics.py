@@ -10,7 +10,7 @@ import ddp_cases
 import pytest
 import ranks
 import torch
-from test_recipes import execute
+from as_torchrun import execute
 from torch.distributed.device_mesh import init_device_mesh
 
 import fn

@@ -26,7 +26,7 @@ import fn
 from fn import LowRankState, Phase, tree
 from fn.base import unchanged
 
-FOLDER = Path(__file__).parent / "golden" / "compressors"
+FOLDER = Path(__file__).parent / "compressors"
 
 
 class Case(NamedTuple):

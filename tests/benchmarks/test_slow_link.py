@@ -13,7 +13,7 @@ from ranks import LIMIT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "slow_link.py"
 
 

@@ -15,7 +15,7 @@ from ranks import LIMIT
 
 import fn
 
-README = Path(__file__).parent.parent / "README.md"
+README = Path(__file__).parents[2] / "README.md"
 OPTIONAL = {"cupy", "deepspeed", "numba", "triton", "torch_npu", "intel_extension_for_pytorch", "mpi4py"}
 
 

@@ -21,7 +21,7 @@ from ranks import LIMIT, run
 
 import fn
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 API = sorted((ROOT / "docs" / "api").glob("*.md"))
 MODULES = (

@@ -19,7 +19,7 @@ from fn.planner.network import Cost, network
 from fn.planner.predict import plan
 from fn.planner.traffic import Model
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import atlas  # noqa: E402

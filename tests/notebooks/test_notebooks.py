@@ -10,7 +10,7 @@ import pytest
 from nbclient import NotebookClient
 from ranks import LIMIT
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
 LONG = ("3_methods", "7_islands")

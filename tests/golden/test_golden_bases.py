@@ -27,7 +27,7 @@ from fn import Phase, tree
 from fn.collectives.codecs.codec import Segments, segmented
 from fn.collectives.compressed import encode
 
-FOLDER = Path(__file__).parent / "golden" / "compressors"
+FOLDER = Path(__file__).parent / "compressors"
 Tree = Any
 Found = dict[str, list[Tensor]]
 """By the name of a recorded array, what is to be held against it after each step."""

@@ -14,7 +14,7 @@ from ranks import LIMIT
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 
 FAULTY = """
