@@ -30,6 +30,9 @@ def test_the_recorded_run_is_replayed(row: dict[str, Any]) -> None:
     """From gradients at our own params, on one rank: params, momenta, anchor and outer momentum.
 
     Differs: fn.transforms.muon.scale_by_muon: both iterate in bfloat16, as dtype=torch.bfloat16 does.
+
+    Differs: fn.local_optimizers.muloco: the authors' program for one worker has momentum 0.95, b2 0.95 and an outer
+        step of 0.7 and 0.6.
     """
     assert hashlib.sha256((FOLDER / row["file"]).read_bytes()).hexdigest() == row["sha256"]
     arrays, hyper = dict(np.load(FOLDER / row["file"])), row["hyper"]
