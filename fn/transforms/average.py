@@ -248,8 +248,8 @@ def _in_codes(
     if not isinstance(servers, bool):
         raise TypeError(expected("servers", "True or False", f"{servers!r}"))
     align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))
-    back = feedback if gather_feedback is None else gather_feedback
-    hops(axis, codec, back, ("codec", "gather_feedback"))
+    way_back = feedback if gather_feedback is None else gather_feedback
+    hops(axis, codec, way_back, ("codec", "gather_feedback"))
     first = _feedbacks_in(feedback)[0]
     follow = first.follow if isinstance(axis, str) else None
 
@@ -270,10 +270,10 @@ def _in_codes(
             segments = bucket.segments
             zeros = leaves[bucket.leaf_indices[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
             worker.append(errors_of(zeros, segments, feedback)[0])
-            server.append(errors_of(zeros, segments, back)[1])
+            server.append(errors_of(zeros, segments, way_back)[1])
         state = ErrorFeedbackState(tuple(worker), tuple(server))
         if isinstance(axis, str):
-            (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, back)
+            (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, way_back)
 
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
@@ -299,7 +299,7 @@ def _in_codes(
     def delivered(x: Tensor, errors: Errors, segments: Segments) -> Errors:
         """Return the errors after x has arrived exactly."""
         assert follow is not None
-        return follow(x, errors[0]), errors_of(x, segments, back)[1]
+        return follow(x, errors[0]), errors_of(x, segments, way_back)[1]
 
     def averaging(mean_of: Callable[[Tensor, Errors, Segments, bool], tuple[Tensor, Errors]]) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
