@@ -131,7 +131,7 @@ def _exact_average(axis: AxisNames | None) -> Transform:
         means: dict[int, Tensor] = {}
         for bucket in layouts.buckets(leaves, 1, 1, "flat"):
             x = layouts.join(leaves, bucket)
-            mean = exact_mean(x, axis, consume=layouts.is_fresh(x, leaves))
+            mean = exact_mean(x, axis, consume=layouts.is_fresh(x, leaves, bucket))
             means.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
         return layouts.restore(structure, means), state
 
@@ -312,7 +312,7 @@ def _in_codes(
             worker, server = [], []
             for bucket, worker_error, server_error in zip(arrange(leaves), *state, strict=True):
                 x = layouts.join(leaves, bucket)
-                consume = len(bucket.leaf_indices) > 1 and not bucket.fused  # else x may be the caller's memory
+                consume = layouts.is_fresh(x, leaves, bucket)  # else x is the caller's memory
                 mean, errors = mean_of(x, (worker_error, server_error), bucket.segments, consume)
                 means.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
                 worker.append(errors[0])

@@ -118,12 +118,13 @@ def parts(bucket: Bucket) -> list[Bucket]:
     return cut_buckets
 
 
-def is_fresh(x: Tensor, leaves: Sequence[Tensor]) -> bool:
-    """Return whether a vector that `join` made of leaves has memory of its own, so that it may be overwritten."""
-    if not is_concrete(x, *leaves):
-        return False
-    memory = x.untyped_storage()._cdata
-    return all(leaf.untyped_storage()._cdata != memory for leaf in leaves)
+def is_fresh(x: Tensor, leaves: Sequence[Tensor], bucket: Bucket) -> bool:
+    """Return whether a vector that `join` made of leaves has memory of its own, so that it may be overwritten.
+
+    Else it is a view of the leaves, which lie end to end in memory, so that the first of them tells.
+    """
+    first = leaves[bucket.leaf_indices[0]]
+    return is_concrete(x, first) and x.untyped_storage()._cdata != first.untyped_storage()._cdata
 
 
 def paired_views(tensors: Sequence[Tensor], table: Tensor, bucket: Bucket) -> tuple[list[Tensor], list[Tensor]]:
