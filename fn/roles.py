@@ -178,16 +178,24 @@ def declare(
     ...     mu: torch.Tensor
     >>> LocalState(torch.zeros(2)).roles.first_moment, fn.roles.rank_local(LocalState(torch.zeros(2)))
     (('mu',), frozenset({'mu'}))
+
+    What is not given is left to the class, which may inherit it, or have a property for it.
+
+    Raises: from the decorator, ValueError for a class that has a field of the name of what it declares.
     """
-    declared = {
-        "rank_local": frozenset(rank_local),
+    given = {
+        "rank_local": rank_local if isinstance(rank_local, str) else frozenset(rank_local),  # `check` refuses a string
         "local_params": local_params,
-        "added": added or {},
-        "roles": Roles(**fields_by_role),
+        "added": added,
+        "roles": Roles(**fields_by_role) if fields_by_role else None,
     }
+    declared = {name: value for name, value in given.items() if value}
 
     def decorate(kind: C) -> C:
         for name, value in declared.items():
+            if name in kind._fields:  # type: ignore[attr-defined]
+                wanted = f"to have no field {name!r}, which the declaration of that name would hide"
+                raise ValueError(expected(kind.__name__, wanted, f"the fields {kind._fields}"))  # type: ignore[attr-defined]
             setattr(kind, name, property(lambda state, value=value: value))  # type: ignore[misc]
         return kind
 

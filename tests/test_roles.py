@@ -210,3 +210,39 @@ def test_a_state_whose_class_declares_what_it_does_not_have_is_refused(kind, err
 def test_the_library_looks_for_no_field_by_its_name():
     calls = {path.name for path in Path(fn.__file__).parent.rglob("*.py") if "tree.fields(" in path.read_text()}
     assert calls == set()
+
+
+def test_a_declaration_leaves_alone_what_it_does_not_name():
+    class Written(NamedTuple):
+        mu: torch.Tensor
+        added: torch.Tensor  # a field, and no declaration
+
+        @property
+        def rank_local(self) -> frozenset[str]:
+            return frozenset({"mu"})
+
+    state: Any = roles.declare(first_moment=("mu",))(Written)(torch.zeros(1), torch.ones(1))
+    assert state.added is state[1]
+    assert roles.rank_local(state) == {"mu"}
+    assert roles.roles_of(state).first_moment == ("mu",)
+
+    @roles.declare(local_params=True)
+    class Inheriting(Written):
+        pass
+
+    heir: Any = Inheriting(torch.zeros(1), torch.ones(1))
+    assert roles.has_local_params(heir)
+    assert roles.rank_local(heir) == {"mu"}
+    assert not roles.has_local_params(state)
+
+
+def test_a_declaration_that_would_hide_a_field_or_is_a_string_is_refused():
+    class Counted(NamedTuple):
+        mu: torch.Tensor
+        added: torch.Tensor
+
+    with pytest.raises(ValueError, match=r"^Counted: expected to have no field 'added'"):
+        roles.declare(added={"mu": 0})(Counted)
+    state: Any = roles.declare(rank_local="mu")(Counted)(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(TypeError, match=r"^expected Counted.rank_local to be a set or tuple .* the string 'mu'"):
+        roles.check(state)
