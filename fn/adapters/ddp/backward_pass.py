@@ -281,6 +281,10 @@ class DdpHook:
             before_ddp_ends()
 
 
+def _no_pass() -> None:
+    """Return None, in the place of a reference to a pass."""
+
+
 class GradientHooks:
     """Hooks on the parameters of a plain module; gradients stay where they are, and nothing is copied.
 
@@ -290,9 +294,11 @@ class GradientHooks:
     """
 
     def __init__(self, params: Sequence[Tensor], sender: Sender):
-        self._sender = weakref.ref(sender)  # a tensor's hooks are no garbage for Python: they would keep it for good
+        # A tensor's hooks are no garbage for Python: they would keep the sender for good, with its threads. So would a
+        # pass that broke off, which holds its sender.
+        self._sender = weakref.ref(sender)
+        self._pass: Callable[[], BackwardPass | None] = _no_pass
         self._task: int | None = None
-        self._pass: BackwardPass | None = None
         for p in params:
             p.register_post_accumulate_grad_hook(self._on_gradient)
 
@@ -302,13 +308,15 @@ class GradientHooks:
             return
         task = torch._C._current_graph_task_id()
         if task != self._task:  # the one before may have broken off
-            self._task, self._pass = task, sender.begin()
+            begun = sender.begin()
+            self._task, self._pass = task, _no_pass if begun is None else weakref.ref(begun)
             Variable._execution_engine.queue_callback(lambda: self._on_end(sender))
-        if self._pass is not None and (grad := p.grad) is not None:
-            self._pass.arrive([p], [grad])
+        running = self._pass()
+        if running is not None and (grad := p.grad) is not None:
+            running.arrive([p], [grad])
 
     def _on_end(self, sender: Sender) -> None:
-        ended, self._task, self._pass = self._pass, None, None
+        ended, self._task, self._pass = self._pass(), None, _no_pass
         if ended is not None:
             earlier = [(p, grad) for p in ended.missing() if (grad := p.grad) is not None]
             ended.arrive([p for p, _ in earlier], [grad for _, grad in earlier])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -250,28 +251,34 @@ def test_what_is_no_module_is_refused():
 
 
 @case
-def left_behind() -> list[tuple[int, int, bool]]:
+def left_behind() -> list[tuple[int, int, str]]:
     """Make optimizers for one module and for DDP ones, and drop them; return what threads and objects are left."""
 
-    def used(in_ddp: bool) -> list[weakref.ref[Any]]:
-        model = DistributedDataParallel(Net()) if in_ddp else Net()
+    def used(how: str) -> list[weakref.ref[Any]]:
+        net = Plain()
+        model = DistributedDataParallel(net) if how == "in DDP" else net
         opt = build(model)
         running = overlap(model, opt, least_wire_seconds=0.0)
         train(model, opt, range(5))
+        if how == "broken off":
+            net.break_off(partial(backward, model, 5))
         return [weakref.ref(opt), weakref.ref(running)]
 
     found = []
-    for in_ddp in (False, True):
+    for how in ("plain", "in DDP", "broken off"):
         before = set(threading.enumerate())
-        alive = used(in_ddp)
+        alive, until = used(how), time.monotonic() + 10.0
         gc.collect()
+        while any(r() is not None for r in alive) and time.monotonic() < until:  # a pass that broke off still sends
+            time.sleep(0.01)
+            gc.collect()
         here = [t for t in threading.enumerate() if t not in before and t.name == "fn-communication"]
         for thread in here:
             thread.join(10.0)
-        found.append((sum(t.is_alive() for t in here), sum(r() is not None for r in alive), in_ddp))
+        found.append((sum(t.is_alive() for t in here), sum(r() is not None for r in alive), how))
     return found
 
 
 def test_an_optimizer_that_is_dropped_leaves_no_thread_and_no_state():
     """A notebook makes many: each left three threads, and beside a plain module all of its state."""
-    assert case.answer("left_behind") == [[(0, 0, False), (0, 0, True)]] * 2
+    assert case.answer("left_behind") == [[(0, 0, "plain"), (0, 0, "in DDP"), (0, 0, "broken off")]] * 2
