@@ -209,11 +209,12 @@ def optimizer(
     plain = isinstance(model, nn.Module) and not isinstance(_uncompiled(model), DistributedDataParallel)
     alone = plain and ranks_around() == 1
     with nullcontext() if alone else bind({AXIS: _check(model).process_group}):
+        make = check_make(make, "fn.onebit_adam")
         labels = inspect.signature(make).parameters.get("labels")
         if labels is not None and labels.default is None:  # nobody said which: here the module is known
             options = {"labels": labels_of(model), **options}
         groups = bucketed(model.parameters() if params is None else params, elements)
-        made = Optimizer(groups, partial(check_make(make, "fn.onebit_adam"), axis=AXIS), **options)
+        made = Optimizer(groups, partial(make, axis=AXIS), **options)
     if alone:
         return made
     if made.training.max_norm is None:

@@ -640,6 +640,8 @@ def test_where_there_are_several_ranks_a_plain_module_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(TypeError, match=r"model: expected .*, but got list"):
         optimizer([], fn.onebit_adam)
+    with pytest.raises(TypeError, match=r"make: expected a function .*, but got a transform that is made already"):
+        optimizer(Net(), fn.adamw(0.1))
 
 
 def test_bucketed_keeps_groups_and_hyper_parameters_and_every_parameter_once():
