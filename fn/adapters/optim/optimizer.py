@@ -255,7 +255,7 @@ class Optimizer(torch.optim.Optimizer):
         training.shards.take_gradients()
         training.scale = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         problem, phase = training.follow_groups(), training.phase
-        is_first, transports, early, changed = phase is not training.last_phase, training.transports, None, None
+        transports, early, changed = training.transports, None, None
         shared = {axis: wire for axis, wire in transports.items() if training.binding.axes[axis].size > 1}
         exchanged = phase if isinstance(phase, Round) and phase != Round() else None
         # A round is written twice. Its local step is whole and counted before its exchange waits for other ranks: there
@@ -279,8 +279,7 @@ class Optimizer(torch.optim.Optimizer):
                 exchange(training, exchanged)
             with training.binding, raising_peer_lost(transports):
                 watch_exchange(training, exchanged, left_out)
-        if is_first:
-            warn_of_jumps(training, phase)
+        warn_of_jumps(training, phase)
         if phase.phase is not Phase.LOCAL and is_due(training.skipped_in_a_row):
             with training.binding, raising_peer_lost(transports):
                 warn_of_skips(training)

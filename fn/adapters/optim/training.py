@@ -51,8 +51,6 @@ class Training:
     """The phases in which gradients may turn out to be averaged already, see `gradients.still_in_doubt`."""
     groups: list[dict[str, Any]] = field(default_factory=list)
     steps: int = 0
-    last_phase: Phase | Round | None = None
-    """The phase of the last step that was taken in this process."""
     skipped_in_a_row: int = 0
     """How many of the last steps were skipped, one after the other, without local ones."""
     states: Tree = ()
@@ -220,7 +218,7 @@ class Training:
 
         Args: phase: of the step. moved: whether it was not skipped.
         """
-        self.steps, self.last_phase = self.steps + 1, phase
+        self.steps += 1
         if phase.phase is not Phase.LOCAL:
             self.skipped_in_a_row = 0 if moved else self.skipped_in_a_row + 1
         if isinstance(self.schedule, FreezeWhenStable) and phase is Phase.WARMUP:

@@ -138,3 +138,18 @@ def test_a_warm_up_says_nothing():
     (said, far, _), _ = case.answer("in_the_warm_up_only")
     assert said == []
     assert far < 100.0
+
+
+def test_a_state_of_the_warm_up_that_is_loaded_after_it_is_looked_at_in_its_turn():
+    p = torch.nn.Parameter(torch.zeros(4))
+    make = partial(fn.onebit_adam, axis="data", max_step=None)
+    opt = fn.Optimizer([p], make, schedule=fn.freeze_after(2))
+    p.grad = torch.ones(4)
+    for _ in range(2):
+        opt.step()
+    saved = {path: x.clone() for path, x in opt.state_dict().items()}
+    opt.step()
+    saved["state.0.inner.1.nu.0"][0] = 1e-20
+    opt.load_state_dict(saved)
+    with pytest.warns(UserWarning, match="eps: too small for the second moment of 1 of 4 elements"):
+        opt.step()
