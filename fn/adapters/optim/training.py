@@ -278,6 +278,7 @@ class Training:
                 check_writable(self.groups, i)
                 if param_groups.is_as_before(group, self.seen.get(i)):
                     continue
+                self.seen.pop(i, None)  # or a group that is put back behind an error would keep the rate that was wrong
                 param_groups.follow(group, lr)
                 param_groups.fold_betas(group, before)
                 hyper = param_groups.current(group, before, self.make)

@@ -40,6 +40,20 @@ def test_a_warm_up_by_hand_multiplies_the_rate_that_it_read_at_the_start():
     assert rates[:6] == rates[6:]
 
 
+def test_what_is_put_back_after_it_was_refused_counts_again():
+    opt, _ = twins()
+    step(opt, 1)
+    group = opt.param_groups[0]
+    kept = dict(group)
+    group.update(lr=0.5, eps=-1.0)
+    with pytest.raises(ValueError, match="eps"):
+        step(opt, 2)
+    group.update(kept)
+    before = group["params"][0].detach().clone()
+    step(opt, 2)
+    assert float((group["params"][0].detach() - before).abs().max()) < 0.02
+
+
 def test_a_warm_up_that_dampens_in_place_the_rate_of_a_scheduler():
     """As the library pytorch_warmup does: it puts the rates back before the scheduler, and dampens them after it."""
     ends = []
