@@ -200,6 +200,9 @@ def low_rank_average(
                 return primitives.pmean(updates, axis), state
             check_params(params)
             leaves, structure = tree.flatten(tree.in_order(updates, params, "updates"))
+            if len(leaves) != len(state.q):
+                cure = "a state belongs to the params that it was made for"
+                raise ValueError(expected("state", f"one for {len(leaves)} tensors", f"{len(state.q)}", cure))
             plans = [plan_of(g.shape, isinstance(basis, tuple)) for g, basis in zip(leaves, state.q, strict=True)]
             iterated = [i for i, plan in enumerate(plans) if plan.rank]
             sent = [i for i in iterated if plans[i].in_factors]

@@ -175,7 +175,9 @@ def hidden_and_other(
     def named(params: Tree) -> Tree:
         shapes = tree.map(lambda p: "hidden" if is_hidden(p) else "other", params)
         given = shapes if labels is None else labels(params) if callable(labels) else labels
-        given = tree.in_order(list(given) if isinstance(given, tuple) else given, params, "labels")
+        if {type(given), type(params)} <= {list, tuple}:  # a list of labels fits a tuple of params, and vice versa
+            given = type(params)(given)
+        given = tree.in_order(given, params, "labels")
         if unknown := {*map(str, tree.leaves(given))} - set(names):
             raise ValueError(expected("labels", "'hidden' or 'other' for each tensor", f"{sorted(unknown)}"))
         return tree.map(lambda label, shape: names["other" if "other" in (label, shape) else "hidden"], given, shapes)

@@ -330,3 +330,12 @@ def test_another_world_keeps_the_mean_of_the_errors_and_the_basis(old, new, tmp_
         if old == new:
             for one, other in zip(before, after, strict=True):
                 assert all(map(np.array_equal, one[name][0], other[name][0]))
+
+
+def test_a_state_of_other_params_is_refused():
+    def step(g):
+        tx = fn.low_rank_average("data", 1)
+        return tx.compressed_update([g], tx.init([g, g]), [g])[0]
+
+    with pytest.raises(ValueError, match=r"^state: expected one for 1 tensors, but got 2; a state belongs to the params"):
+        fn.simulate(step, "data", 2)(torch.ones(2, 5, 4))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -72,3 +74,26 @@ def test_a_mask_of_another_structure_is_refused_by_name():
 def test_a_mask_of_numbers_is_refused_by_leaf():
     with pytest.raises(TypeError, match=r"mask: expected leaf 'b' to be True or False, but got int"):
         fn.mask(fn.scale_by_adam(), {"w": True, "b": 0}).init(PARAMS)
+
+
+@pytest.mark.parametrize("make", [fn.dion, fn.muloco])
+@pytest.mark.parametrize("labels", [None, ("other", "hidden", "other"), ["other", "hidden", "other"]])
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_labels_in_a_list_or_a_tuple_fit_params_in_either(make, labels, kind):
+    params = kind(torch.ones(shape) for shape in [(4, 3), (3, 3), (3,)])
+    tx = make(0.1, axis="data", labels=labels)
+    updates, _ = tx.update(Phase.WARMUP)(params, tx.init(params), params)
+    assert type(updates) is kind
+    assert all(u.any() for u in updates)
+
+
+def test_params_in_a_named_tuple_need_no_labels():
+    class Params(NamedTuple):
+        weight: torch.Tensor
+        bias: torch.Tensor
+
+    params = Params(torch.ones(4, 3), torch.ones(3))
+    tx = fn.dion(0.1, axis="data", labels=Params("hidden", "other"))  # type: ignore[arg-type]
+    for tx in (tx, fn.dion(0.1, axis="data")):
+        updates, _ = tx.update(Phase.WARMUP)(params, tx.init(params), params)
+        assert type(updates) is Params
