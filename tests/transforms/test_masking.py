@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -93,7 +93,7 @@ def test_params_in_a_named_tuple_need_no_labels():
         bias: torch.Tensor
 
     params = Params(torch.ones(4, 3), torch.ones(3))
-    tx = fn.dion(0.1, axis="data", labels=Params("hidden", "other"))  # type: ignore[arg-type]
-    for tx in (tx, fn.dion(0.1, axis="data")):
+    labels: Any = Params("hidden", "other")  # type: ignore[arg-type]
+    for tx in (fn.dion(0.1, axis="data", labels=labels), fn.dion(0.1, axis="data")):
         updates, _ = tx.update(Phase.WARMUP)(params, tx.init(params), params)
         assert type(updates) is Params
