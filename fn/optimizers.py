@@ -7,7 +7,10 @@ Adam from the gradient to the wire to the weight, read on in
     fn.transforms.average           the momentum's average in codes, as a link: `compressed_average`
     fn.collectives.compressed       its two halves, with error feedback: a reduce-scatter and an all-gather of codes
     fn.collectives.codecs.sign      what the codes are: a bit per element and a scale per tensor
+    fn.collectives.messages         how codes and scales become the bytes that a rank sends
     fn.kernels.rules                the arithmetic of a step, for one element or many
+
+These are pure functions. `fn.Optimizer` takes the same steps by kernels that write over the old state: `fn.inplace`.
 """
 
 from __future__ import annotations

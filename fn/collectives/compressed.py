@@ -157,13 +157,14 @@ def compressed_all_reduce(
         what it compressed and keeps the rest; what was sent is what is applied.
     """
     _refuse_to_differentiate(x, "compressed_all_reduce", axis)
-    *inner, last = plan = hops(axis, codec, feedback)
+    *inner, last = plan = hops(axis, codec, feedback)  # with one axis there is no inner hop, and cuts is [segments]
     worker, server = (split_errors(half, axis) for half in errors)
     cuts, dtype, size = levels(segments, axis, servers=servers), x.dtype, axis_size(last.axis) if servers else 1
-    exactly, inner_axes = all(hop.exact for hop in inner), [hop.axis for hop in inner]
-    if inner:
-        x = _exact_shard(x, inner_axes, segments) if exactly else _reduce(x, worker, inner, cuts)
+    inner_is_exact, inner_axes = all(hop.exact for hop in inner), [hop.axis for hop in inner]
+    if inner:  # to this rank's part of x, averaged over the inner axes
+        x = _exact_shard(x, inner_axes, segments) if inner_is_exact else _reduce(x, worker, inner, cuts)
 
+    # The last hop: codes go to the servers and come back as codes of the mean, or go from each rank to all others.
     check_vector(x, worker[-1], size * last.codec.align, "x")
     shard = x[: x.shape[0] // size]  # stands for a server's shard in shape and dtype
     if servers:
@@ -177,7 +178,7 @@ def compressed_all_reduce(
     else:
         payload = messages.gather(payload, last.axis)
 
-    if exactly:  # within the node travel the codes, too, which are fewer bytes than what they stand for
+    if inner_is_exact:  # the codes are gathered within the node, too: they are fewer bytes than what they stand for
         payload = gather_codes(payload, inner_axes)
         mean = _decode_mean(payload, last, segments, x.dtype, servers=servers)
     else:
@@ -233,8 +234,8 @@ def _gather(
         codec = hop.for_own_row(cuts[i])
         payload, errors[i] = encode(codec, hop.feedback, x.view(1, -1), errors[i], worker=False)
         x = _decode(hop.for_rows(cuts[i]), messages.gather(payload, hop.axis), x.dtype)
-        # It is made with servers' errors, which are each rank's own, and equal only because all their history is. Where
-        # outer axes are simulated, it leaves their levels if their ranks found the same.
+        # Ranks of the outer axes gather the same numbers only because their servers' errors have the same history. vmap
+        # cannot know that, so where outer axes are simulated, x is compared, and leaves their levels if it is the same.
         x = found_alike(x, tuple(outer.axis for outer in plan[i + 1 :])) if plan[i + 1 :] else x
     return x
 
@@ -287,7 +288,8 @@ def encode(
 ) -> tuple[Tree, Tree]:
     """Compensate x (R, n) with a residual error and encode it; return the payload and the next error.
 
-    Args: consume: x is not needed any more. worker: x is what this rank has to say, not a mean that it passes on.
+    Args: consume: x is not needed any more, and its memory may become the error's. worker: whether x is this rank's
+        own, and not a mean that it passes on as a server; profiles report what codes lose of the former only.
     """
     if not observed() or codec.bits >= 32:
         with step_range("encode"):
@@ -322,7 +324,11 @@ def _decode(codec: Codec, payload: Tree, dtype: torch.dtype) -> Tensor:
 
 
 def _decode_mean(payload: Tree, hop: Hop, segments: Segments | None, dtype: torch.dtype, *, servers: bool) -> Tensor:
-    """Return the mean that all ranks have as codes: the rows of the servers, or without those all ranks' of each."""
+    """Decode the mean (n,), which all ranks hold as codes.
+
+    With servers there is a row of codes from each of them. Without, there are the codes of all ranks for each row, and
+    their mean is taken here.
+    """
     if servers:
         return _decode(hop.for_rows(segments), payload, dtype)
     ranks = axis_size(hop.axis)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.base import check_number, check_whole
+from fn.base import check_interval, check_number, check_whole
 from fn.collectives.codecs.codec import Codec, Fused, Segments, segmented, segments_of, tile
 from fn.collectives.codecs.pickling import invalidates, reduced
 from fn.errors import expected
@@ -35,7 +35,7 @@ class Feedback(NamedTuple):
         so that the first step in codes has nothing to catch up on. None: an exact step leaves errors alone.
     make: makes it again, where it was unpickled. None: then it cannot be pickled.
 
-    `_replace` of one of the functions makes rule and make None, unless they are given, too.
+    `_replace` of one of the functions also sets rule and make to None, unless they are given: they belong to the old.
     """
 
     init: Callable[[Tensor], Tree]
@@ -199,11 +199,9 @@ def damped(beta: float = 0.8, every: int = 1024, *, block: int = 256) -> Feedbac
     Differs: beta weights the old error, as in DeepSpeed; the scale of the stored error is taken from each block's
         maximum, not given. DeepSpeed resets one parameter at a time by a shared counter, here each error has its own.
     """
-    check_number("beta", beta)
-    if not 0 <= beta < 1:
-        raise ValueError(expected("beta", "a number in [0, 1)", f"{beta}"))
-    _check_positive("every", every)
-    _check_positive("block", block)
+    check_interval("beta", beta, "[0, 1)")
+    check_whole("every", every, 1)
+    check_whole("block", block, 1)
     beta = float(torch.tensor(beta, dtype=torch.float32, device="cpu"))  # 1 - beta is taken of what the kernels see
 
     def init(x: Tensor) -> DampedError:
@@ -318,12 +316,6 @@ def _zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x, dtype=scale_dtype(x))
 
 
-def _check_positive(name: str, value: int) -> None:
-    check_whole(name, value)
-    if value < 1:
-        raise ValueError(expected(name, "a whole number of at least 1", f"{value}"))
-
-
 BY_NAME = {"float32": None, "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
@@ -351,7 +343,7 @@ def store_of(kind: torch.dtype | str | None, block: int) -> Store:
     if kind not in (None, torch.bfloat16, torch.int8):
         wanted = f"None, torch.bfloat16, torch.int8 or one of {sorted(BY_NAME)}"
         raise ValueError(expected("store", wanted, f"{kind!r}"))
-    _check_positive("block", block)
+    check_whole("block", block, 1)
     if kind is torch.int8:
         return _in_blocks(block)
     if kind is torch.bfloat16:

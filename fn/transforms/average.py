@@ -247,11 +247,12 @@ def _in_codes(
     layouts.check_layout(layout)
     if not isinstance(servers, bool):
         raise TypeError(expected("servers", "True or False", f"{servers!r}"))
-    align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))
-    way_back = feedback if gather_feedback is None else gather_feedback
-    hops(axis, codec, way_back, ("codec", "gather_feedback"))
-    first = _feedbacks_in(feedback)[0]
-    follow = first.follow if isinstance(axis, str) else None
+    align = math.lcm(*(hop.codec.align for hop in hops(axis, codec, feedback)))  # a row must suit the codec of each hop
+    server_feedback = feedback if gather_feedback is None else gather_feedback
+    hops(axis, codec, server_feedback, ("codec", "gather_feedback"))
+    worker_feedback = _feedbacks_in(feedback)[0]
+    # `differences()` has it, and no other: its error is what has arrived so far, which exact steps must follow, too.
+    follow = worker_feedback.follow if isinstance(axis, str) else None
 
     def arrange(leaves: list[Tensor]) -> list[layouts.Bucket]:
         return layouts.buckets(leaves, row_count(axis, servers=servers), align, layout)
@@ -270,10 +271,10 @@ def _in_codes(
             segments = bucket.segments
             zeros = leaves[bucket.leaf_indices[0]].new_zeros(segments.valid.shape[0] * segments.row_length)
             worker.append(errors_of(zeros, segments, feedback)[0])
-            server.append(errors_of(zeros, segments, way_back)[1])
+            server.append(errors_of(zeros, segments, server_feedback)[1])
         state = ErrorFeedbackState(tuple(worker), tuple(server))
-        if isinstance(axis, str):
-            (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, way_back)
+        if isinstance(axis, str):  # for checkpoints that are loaded on another number of ranks
+            (hop,), (return_hop,) = hops(axis, codec, feedback), hops(axis, codec, server_feedback)
 
             def plan(world: int) -> list[layouts.Bucket]:
                 return layouts.buckets(leaves, world if servers else 1, align, layout)
@@ -283,8 +284,8 @@ def _in_codes(
 
     def in_codes(x: Tensor, errors: Errors, segments: Segments, consume: bool) -> tuple[Tensor, Errors]:
         """Average a vector (n,) in codes: through servers, or straight to all ranks."""
-        if follow is not None and axis_size(axis) == 1:
-            whole: Tensor = primitives.pmean(first.compensate(x, errors[0]).to(x.dtype), axis)
+        if follow is not None and axis_size(axis) == 1:  # what is handed on is a difference on one rank, too
+            whole: Tensor = primitives.pmean(worker_feedback.compensate(x, errors[0]).to(x.dtype), axis)
             return whole, delivered(x, errors, segments)
         if gather_feedback is None:
             rule = axis, codec, feedback
@@ -299,7 +300,7 @@ def _in_codes(
     def delivered(x: Tensor, errors: Errors, segments: Segments) -> Errors:
         """Return the errors after x has arrived exactly."""
         assert follow is not None
-        return follow(x, errors[0]), errors_of(x, segments, way_back)[1]
+        return follow(x, errors[0]), errors_of(x, segments, server_feedback)[1]
 
     def averaging(mean_of: Callable[[Tensor, Errors, Segments, bool], tuple[Tensor, Errors]]) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:

@@ -64,7 +64,7 @@ class Codec(NamedTuple):
     fused: a feedback's `rule` -> encoding with that feedback in one kernel, or None where there is no such kernel.
     make: makes it again, where it was unpickled. None: then it cannot be pickled.
 
-    `_replace` of encode or decode makes those of the last four None that are not given, too.
+    `_replace` of encode or decode also sets the last four to None, unless they are given: they belong to the old pair.
     """
 
     encode: Callable[[Tensor], Tree]

@@ -11,10 +11,10 @@ _Kind = TypeVar("_Kind", bound=type)
 
 
 def invalidates(functions: set[str], told: set[str]) -> Callable[[_Kind], _Kind]:
-    """Return a decorator of a NamedTuple: `_replace` of one of `functions` makes those fields None that tell of them.
+    """Return a decorator of a NamedTuple: `_replace` of one of `functions` also sets the fields `told` to None.
 
-    A kernel for the old functions would otherwise go on in place of the new ones. Fields that are given stay. Its repr
-    is what makes it, where that is known.
+    These belong to the old functions, such as a kernel, which would otherwise go on in place of the new ones. Fields
+    that are given stay. The repr becomes the call that makes the value, where that is known.
     """
 
     def decorate(kind: _Kind) -> _Kind:
