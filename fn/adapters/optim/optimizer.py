@@ -205,7 +205,8 @@ class Optimizer(torch.optim.Optimizer):
         """
         training = self.training
         training.check_own_params("add_param_group")
-        before, problem, strided = len(self.param_groups), None, list[str]()
+        before, sharded_before = len(self.param_groups), len(training.shards.pairs)
+        problem, strided = None, list[str]()
         try:
             try:
                 if isinstance(param_group, dict):
@@ -228,7 +229,7 @@ class Optimizer(torch.optim.Optimizer):
             training.groups = self.param_groups
             training.start(group, *prepared)
         except BaseException:
-            del self.param_groups[before:]
+            del self.param_groups[before:], training.shards.pairs[sharded_before:]
             raise
         warn_of_late_group(training)
 
@@ -255,7 +256,7 @@ class Optimizer(torch.optim.Optimizer):
         training.shards.take_gradients()
         training.scale = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         problem, phase = training.follow_groups(), training.phase
-        transports, early, changed = training.transports, None, None
+        transports, staged, changed = training.transports, None, None
         shared = {axis: wire for axis, wire in transports.items() if training.binding.axes[axis].size > 1}
         exchanged = phase if isinstance(phase, Round) and phase != Round() else None
         # A round is written twice. Its local step is whole and counted before its exchange waits for other ranks: there
@@ -263,11 +264,11 @@ class Optimizer(torch.optim.Optimizer):
         with nullcontext() if exchanged is None else defer_signals():
             with in_turn(shared), training.binding, raising_peer_lost(transports, left=UNMOVED):
                 if isinstance(phase, Phase) and training.ahead is not None:
-                    early, changed = training.ahead(phase)
-                if early is None:
-                    moved = take(training, phase, problem or changed)
+                    staged, changed = training.ahead(phase)
+                if staged is None:
+                    moved = take(training, phase, problem or changed)  # which tells the other ranks of a problem
                 elif problem is None:
-                    moved = write(training, phase.phase, early)
+                    moved = write(training, phase.phase, staged)
                 else:
                     raise problem
             training.count(phase, moved)
@@ -283,7 +284,7 @@ class Optimizer(torch.optim.Optimizer):
         if phase.phase is not Phase.LOCAL and is_due(training.skipped_in_a_row):
             with training.binding, raising_peer_lost(transports):
                 warn_of_skips(training)
-        if early is not None and changed is not None:  # the step was written all the same: the other ranks wrote it
+        if staged is not None and changed is not None:  # the step was written all the same: the other ranks wrote it
             raise changed
         return loss
 

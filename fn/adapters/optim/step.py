@@ -222,11 +222,11 @@ def update_of(training: Training, phase: Phase | Part) -> Update:
     """Return the update of a phase or a local step, made once for the numbers that the param groups hold."""
     if phase not in training.updates:
         whole = training.joined().composed(phase)
-        updates, alone = _updates_in(whole), Part("local", Phase.LOCAL)
-        if isinstance(phase, Part) and phase != alone:
-            others = _updates_in(training.joined().composed(alone))
+        updates, between_exchanges = _updates_in(whole), Part("local", Phase.LOCAL)
+        if isinstance(phase, Part) and phase != between_exchanges:
+            others = _updates_in(training.joined().composed(between_exchanges))
             if all(map(same_links, updates, others)):
-                return update_of(training, alone)  # compiled once for all rounds
+                return update_of(training, between_exchanges)  # compiled once for all rounds
         clip = clipping(phase.phase, training.max_norm, next(iter(training.axes), None), training.states)
         spans = not isinstance(whole, SideBySide)
         compiled = _compiled(whole, updates, spans) if training.compile else None

@@ -91,3 +91,18 @@ def test_islands_of_fsdp2_train_as_whole_models_do():
         assert "scale_by_muon" in muon
         assert "max_norm: expected None for DTensors" in clipped
     assert sum(found["elements"] for found in answers[:2]) == count
+
+
+def refused_then_whole() -> int:
+    """Add a group of DTensors that is refused for `max_norm`, and then one of whole tensors; return how many stand."""
+    sharded, whole = net(), net()
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (1,)))
+    opt = fn.Optimizer(whole[0].parameters(), fn.adamw, max_norm=1.0)
+    with pytest.raises(ValueError, match="max_norm: expected None for DTensors"):
+        opt.add_param_group({"params": list(sharded.parameters())})
+    opt.add_param_group({"params": list(whole[2].parameters())})
+    return len(opt.param_groups)
+
+
+def test_a_group_of_dtensors_that_was_refused_leaves_nothing_behind():
+    assert run(1, refused_then_whole) == [2]
