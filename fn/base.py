@@ -500,6 +500,8 @@ def check_number(argument: str, value: Any) -> None:
         raise TypeError(expected(argument, "a number", f"{value!r}"))
     if isinstance(value, Tensor) and torch._C._functorch.is_batchedtensor(value):
         raise TypeError(expected(argument, "a number", "a tensor that vmap batches", "only lr may be batched"))
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise TypeError(expected(argument, "a number", f"a tensor of shape {tuple(value.shape)}"))
 
 
 def check_interval(argument: str, value: Any, interval: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from fn.base import Phase, Round, check_interval, check_round
+from fn.base import Phase, Round, check_interval, check_number, check_round
 from fn.errors import expected
 
 Schedule = Callable[[int], Phase | Round]
@@ -243,11 +243,12 @@ class FreezeWhenStable:
     def __init__(self, b2: float = 0.999, threshold: float = 0.96, min_steps: int = 0):
         check_interval("b2", b2, "[0, 1)")
         check_interval("threshold", threshold, "(0, 1]")
+        check_number("min_steps", min_steps)
         if min_steps < 0:
             raise ValueError(expected("min_steps", "a whole number of at least 0", f"{min_steps}"))
         self.threshold = threshold
         self.min_steps = min_steps
-        self.distance = max(1, round(1 / (1 - b2)))
+        self.distance = max(1, round(1 / (1 - float(b2))))
         self.norms: list[float] = []
         self.frozen_at: int | None = None
         self._asked = _Asked()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from registry import each_optimizer, each_phase
@@ -239,6 +240,37 @@ def test_a_hyper_parameter_that_is_no_finite_number_is_refused_by_name(optimizer
 def test_a_learning_rate_of_another_kind_is_refused_by_name(lr):
     with pytest.raises(ValueError, match=r"lr: expected .*, but got "):
         fn.Optimizer([torch.nn.Parameter(torch.ones(3))], fn.adamw, lr=lr)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (fn.lamb, "min_coeff"),
+        (fn.lamb, "max_coeff"),
+        (partial(fn.onebit_lamb, axis="data"), "factor_min"),
+        (partial(fn.onebit_lamb, axis="data"), "factor_max"),
+        (partial(fn.onebit_lamb, axis="data"), "factor_threshold"),
+        (fn.freeze_when_stable, "min_steps"),
+        (fn.adamw, "b1"),
+        (fn.damped, "beta"),
+    ],
+)
+@pytest.mark.parametrize("value", ["0.5", None, [0.5], torch.ones(2)])
+def test_what_is_no_single_number_is_refused_by_the_name_of_its_argument(make, name, value):
+    with pytest.raises(TypeError, match=rf"^{name}: expected a number, but got "):
+        make(**{name: value})
+
+
+def test_whole_numbers_of_numpy_and_tensors_of_one_number_are_numbers():
+    x = torch.tensor([[1.0, -3.0, 2.0, 0.5]])
+    blocks = [fn.top_k(1, block).encode(x) for block in (2, np.int64(2))]
+    assert all(map(torch.equal, *map(tree.leaves, blocks)))
+    assert fn.freeze_when_stable(torch.tensor(0.5)).distance == fn.freeze_when_stable(0.5).distance
+
+
+def test_what_is_no_transform_cannot_be_unfrozen():
+    with pytest.raises(TypeError, match=r"^inner: expected a transform, .*, but got onebit_adam"):
+        fn.unfrozen(fn.onebit_adam)
 
 
 def test_a_norm_to_clip_by_that_is_nan_is_refused():

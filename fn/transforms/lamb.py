@@ -19,6 +19,7 @@ from fn.base import (
     check_arguments,
     check_interval,
     check_is_transform,
+    check_number,
     check_params,
     facts_of,
     merged,
@@ -327,6 +328,8 @@ def check_hyper(h: LambHyper) -> None:
     _check_bounds(h.min_coeff, h.max_coeff)
     check_decay(h.weight_decay)
     check_interval("coeff_beta", h.coeff_beta, "[0, 1)")
+    for name in ("factor_min", "factor_max", "factor_threshold"):
+        check_number(name, getattr(h, name))
     if not 0 < h.factor_min <= h.factor_max:
         raise ValueError(expected("factor_min, factor_max", "0 < min <= max", f"{h.factor_min}, {h.factor_max}"))
     if h.factor_threshold < 0:
@@ -376,5 +379,7 @@ def _number(like: Tensor, value: float) -> Tensor:
 
 
 def _check_bounds(low: float, high: float) -> None:
+    check_number("min_coeff", low)
+    check_number("max_coeff", high)
     if not 0 <= low <= high:
         raise ValueError(expected("min_coeff, max_coeff", "0 <= min_coeff <= max_coeff", f"{low}, {high}"))

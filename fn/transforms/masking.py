@@ -196,6 +196,7 @@ def unfrozen(inner: Transform) -> Transform:
     >>> fn.roles.find(state, "second_moment")     # twice (1 - b2) g^2: it still moves in the compressed phase
     [tensor([0.0020, 0.0080])]
     """
+    check_is_transform("inner", inner)
     update = inner.warmup_update
     return inner._replace(compressed_update=update, local_update=update, needs_warmup=frozenset(), rounds=None)
 

@@ -83,6 +83,7 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
         raise ValueError(expected("values", "a codec that keeps magnitudes, such as fn.int8()", f"{values!r}"))
 
     k = int(k) if isinstance(k, numbers.Integral) else float(k)
+    block = None if block is None else int(block)  # also NumPy's whole numbers, which have no bit_length
     codec = AS_THEY_ARE if values is None else values
     bits = _bits(k, block, codec)
 
