@@ -140,8 +140,8 @@ class GradientAverage:
         The errors are this rank's own. Their paths name it, so that `torch.distributed.checkpoint`, which writes once
         what several ranks call alike, keeps those of all of them.
         """
-        own = {path: leaf.clone() for path, leaf in by_path(self.states, f"state of {self._who}.").items()}
-        return {**self._counts(), **own}
+        errors = {path: leaf.clone() for path, leaf in by_path(self.states, f"state of {self._who}.").items()}
+        return {**self._counts(), **errors}
 
     def _counts(self) -> dict[str, Tensor]:
         counts = {"steps": self.steps, "skipped": self.skipped}
@@ -157,16 +157,16 @@ class GradientAverage:
             no tensor. Nothing is loaded then.
         """
         check_keys(state_dict, "GradientAverage")
-        own = by_path(self.states, f"state of {self._who}.")
+        errors = by_path(self.states, f"state of {self._who}.")
         ranks = _ranks(state_dict)
         world = next(iter(ranks), (0, 0))[1]
-        mine = {path: leaf for path, leaf in state_dict.items() if not _RANK.match(path) or path in own}
+        mine = {path: leaf for path, leaf in state_dict.items() if not _RANK.match(path) or path in errors}
         if world != self._size and _is_complete(ranks):
             states = self._moved(state_dict, world)
         else:
             self._check_rank(ranks)
-            check_fits(self.state_dict(), mine if own else state_dict)
-            leaves = [mine[path].to(leaf.device, copy=True) for path, leaf in own.items()]
+            check_fits(self.state_dict(), mine if errors else state_dict)
+            leaves = [mine[path].to(leaf.device, copy=True) for path, leaf in errors.items()]
             states = tree.unflatten(tree.flatten(self.states)[1], leaves)
         self.steps, self.skipped = int(state_dict["steps"]), int(state_dict["skipped"])
         self.states = states
@@ -176,13 +176,13 @@ class GradientAverage:
         with self._binding, torch.no_grad(), reshapes.collected() as notes:
             fresh = tuple(self._transform.init([p.detach() for p in bucket]) for bucket in self._buckets)
         like = by_path(fresh, "")
-        own = self._counts()
+        forms = self._counts()
         for path, leaf in like.items():  # shapes may differ between worlds, but not within one
             first = saved.get(f"state of rank 0 of {world}.{path}", leaf)
             check_tensor(f"state of rank 0 of {world}.{path}", first)
             form = torch.empty(first.shape, dtype=leaf.dtype, device="meta")
-            own.update({f"state of rank {rank} of {world}.{path}": form for rank in range(world)})
-        check_fits(own, saved)
+            forms.update({f"state of rank {rank} of {world}.{path}": form for rank in range(world)})
+        check_fits(forms, saved)
         gathered: list[Any] = []
         for path, mark in by_path(kinds(fresh), "").items():
             of_ranks = [saved[f"state of rank {rank} of {world}.{path}"].to(like[path].device) for rank in range(world)]

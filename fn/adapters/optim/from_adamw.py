@@ -63,8 +63,8 @@ def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
     (2, True)
     """
     moments_of = _moments_of(adamw)
-    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    missing = sum(1 for key in moments_of if key not in own)
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = sum(1 for key in moments_of if key not in known)
     if missing:
         raise ValueError(
             f"expected adamw to have the parameters of the optimizer, but {missing} of its {len(moments_of)} with "

@@ -66,8 +66,8 @@ def of_rank(training: Training) -> dict[str, Tensor]:
     training.check_whole("state_dict")
     (rank, size), flat = place_of(training), flat_state(training)
     del flat[SAVED_BY]
-    own = {path for path, mark in by_path(kinds(training.states)).items() if mark != SAME}
-    return {f"rank {rank} of {size}.{path}" if path in own else path: x for path, x in flat.items()}
+    of_this_rank = {path for path, mark in by_path(kinds(training.states)).items() if mark != SAME}
+    return {f"rank {rank} of {size}.{path}" if path in of_this_rank else path: x for path, x in flat.items()}
 
 
 def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
@@ -85,9 +85,9 @@ def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
         raise ValueError(f"state_dict: {SAVED_BY!r} is unexpected; paths say whose errors and shards they hold")
     here = place_of(training)
     place = here if here in places else min(places, default=here)
-    own = {m[3]: saved[path] for path, m in matches.items() if m and (int(m[1]), int(m[2])) == place}
+    of_place = {m[3]: saved[path] for path, m in matches.items() if m and (int(m[1]), int(m[2])) == place}
     same = {path: x for path, x in saved.items() if not matches[path]}
-    restore_flat(training, {SAVED_BY: torch.tensor(place, dtype=torch.int64, device="cpu"), **same, **own})
+    restore_flat(training, {SAVED_BY: torch.tensor(place, dtype=torch.int64, device="cpu"), **same, **of_place})
 
 
 def place_of(training: Training) -> tuple[int, int]:
@@ -109,17 +109,17 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
         wanted, got = "what fn.Optimizer.state_dict returned", "that of an optimizer of torch"
         cure = "start anew, with a warm-up in which the moments build up again"
         raise ValueError(expected("state_dict", wanted, got, cure))
-    own = flat_state(training)
+    live = flat_state(training)
     saved = {**saved, **roles.added(training.states, saved, "state.")}
-    saved, texts = _without_foreign_errors(training, own, saved)
-    check_fits(own, saved)
-    _check_states(training, own, saved)
+    saved, texts = _without_foreign_errors(training, live, saved)
+    check_fits(live, saved)
+    _check_states(training, live, saved)
     numbers = [_numbers_of(training, i, saved) for i in range(len(training.groups))]
     carried = [x.double() for path, x in saved.items() if path.startswith(CARRIED)]
     if carried:
         norm = float(torch.stack([x.norm().cpu() for x in carried]).norm())
         texts.append(f"state_dict: gradients of norm {norm:.3g} that 8-bit errors had rounded off are not carried on")
-    if unsaved := _unsaved_numbers(training, own, saved):
+    if unsaved := _unsaved_numbers(training, live, saved):
         cure = "give what it was saved with, such as None, to go on as before"
         texts.append(f"state_dict: was saved without {unsaved}, with which it goes on; {cure}")
     for text in texts:
@@ -128,13 +128,13 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
         _write(training, saved, numbers)
 
 
-def _unsaved_numbers(training: Training, own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> str:
+def _unsaved_numbers(training: Training, live: Mapping[str, Tensor], saved: Mapping[str, Any]) -> str:
     """Return the hyper-parameters that a saved group had not, or as None: `max_step` has a default since 0.3."""
     new = dict[str, None]()  # in the order in which they come, each once
     for i, hypers in enumerate(training.hypers):
         prefix = f"groups.{i}."
         if sum(path.startswith(prefix) for path in saved) > 1:  # else only its learning rate was saved
-            missing = [name for name in hypers if prefix + name in own and prefix + name not in saved]
+            missing = [name for name in hypers if prefix + name in live and prefix + name not in saved]
             new.update({f"{name}={hypers[name]:g}": None for name in missing})
     return ", ".join(new)
 
@@ -169,25 +169,25 @@ def _numbers_of(training: Training, index: int, saved: Mapping[str, Tensor]) -> 
     return entries
 
 
-def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
+def check_fits(live: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     """Compare a flat state with one to be loaded.
 
     Raises: ValueError that names the first path that is missing, unexpected, or of another shape or dtype.
     """
-    optional = {path for path in {*own, *saved} if is_optional(path)}
-    for path in sorted((set(own) ^ set(saved)) - optional):
-        hint = about_servers(path, own, saved)
+    optional = {path for path in {*live, *saved} if is_optional(path)}
+    for path in sorted((set(live) ^ set(saved)) - optional):
+        hint = about_servers(path, live, saved)
         if path.startswith("schedule."):
-            what = "opt.state_dict() has it" if path in own else "leave it out"
+            what = "opt.state_dict() has it" if path in live else "leave it out"
             hint = f"; only fn.freeze_when_stable has it, so the schedules differ; if that is meant, {what}"
         if path.startswith("groups."):
             hint = SPLIT
-        raise ValueError(f"state_dict: {path!r} is {'missing' if path in own else 'unexpected'}{hint}")
+        raise ValueError(f"state_dict: {path!r} is {'missing' if path in live else 'unexpected'}{hint}")
     for path, theirs in saved.items():
         check_tensor(path, theirs)
-        if path.startswith("groups.") and f"{path.rpartition('.')[0]}.lr" not in own:
+        if path.startswith("groups.") and f"{path.rpartition('.')[0]}.lr" not in live:
             raise ValueError(f"state_dict: {path!r} is unexpected{SPLIT}")
-    for path, mine in own.items():
+    for path, mine in live.items():
         theirs = saved.get(path, mine)
         fits = theirs.ndim == 1 if path == "schedule.norms" else theirs.shape == mine.shape
         if not fits or (theirs.dtype != mine.dtype and not path.startswith("groups.")):
@@ -197,10 +197,10 @@ def check_fits(own: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
             )
 
 
-def _check_states(training: Training, own: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+def _check_states(training: Training, live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
     """Refuse the shards of another rank, and counts of skipped steps below 0, with a ValueError that names the path."""
     for path in paths_of(training.states, "shard"):
-        mine, theirs = own[path].tolist(), saved[path].tolist()
+        mine, theirs = live[path].tolist(), saved[path].tolist()
         if theirs != mine:
             raise ValueError(
                 f"state_dict: {path!r} says shard {theirs[0]} of {theirs[1]}, but this rank has shard {mine[0]} of "
@@ -238,27 +238,27 @@ SPLIT = "; it was saved with other param groups: those of ddp.optimizer and buck
 """What to say of a path that belongs to a param group."""
 
 
-def about_servers(path: str, own: Collection[str], saved: Collection[str]) -> str:
+def about_servers(path: str, live: Collection[str], saved: Collection[str]) -> str:
     """Return what to say of a path of one of two states whose other has no errors of servers beside those of workers.
 
     Empty if that is not so.
     """
     before, errors, _ = path.partition(".server.")
-    lacks = own if path in saved else saved
+    lacks = live if path in saved else saved
     halves = [any(p.startswith(f"{before}.{half}.") for p in lacks) for half in ("worker", "server")]
     if not errors or halves != [True, False]:
         return ""
-    return f"; saved with servers={path in saved}, but this has servers={path in own}: make it as the saved one was"
+    return f"; saved with servers={path in saved}, but this has servers={path in live}: make it as the saved one was"
 
 
 def _without_foreign_errors(
-    training: Training, own: Mapping[str, Tensor], saved: dict[str, Any]
+    training: Training, live: Mapping[str, Tensor], saved: dict[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return what was saved, with zeros for errors if another rank saved it, and what there is to say about that.
 
     Likewise for errors in the order of memory, as version 0.2.0 saved them: pieces of servers lie on all ranks then.
     """
-    theirs, mine = saved[SAVED_BY], own[SAVED_BY]
+    theirs, mine = saved[SAVED_BY], live[SAVED_BY]
     in_memory_order = any(path.startswith(ORDER) for path in saved)
     if torch.equal(theirs, mine) and not in_memory_order:
         return saved, []
@@ -276,7 +276,7 @@ def _without_foreign_errors(
             f"while their errors of the hop within a node, which has codes on the way back, are equal; {how}, or make "
             f"the optimizer without them, feedback=(fn.off(), fn.classic())"
         )
-    zeros = {path: torch.zeros_like(own[path]) for path, mark in marks.items() if mark == ERROR}
+    zeros = {path: torch.zeros_like(live[path]) for path, mark in marks.items() if mark == ERROR}
     text = (
         f"state_dict: is of {who[0]}, but this is {who[1]}: its own errors, what compression had not delivered yet, "
         f"are lost and start from zero; to keep them {how}"
