@@ -2,6 +2,9 @@
 
 Moments are float32 for half-precision updates, and in the updates' dtype otherwise. Bias correction divides a moment by
 its weight, 1 - b**t, which is kept as a moving average of ones, and so is exact in float32 also for small t.
+
+An update that kernels can take stands in a `Step`, beside its rule: a NamedTuple of its hyper-parameters, by whose type
+`fn.inplace` finds the kernels. What the update itself computes is the specification.
 """
 
 from __future__ import annotations
@@ -261,7 +264,8 @@ def kept_direction(mu: Tree, nu: Tree, eps: float, max_step: float) -> tuple[Tre
 
 
 def _kept_direction(m: Tensor, v: Tensor, eps: float, max_step: float) -> tuple[Tensor, Tensor]:
-    if not is_concrete(m, v) or is_recorded((m, v)) or not reference.is_normal(eps, v.dtype):  # kernels have none
+    if not is_concrete(m, v) or is_recorded((m, v)) or not reference.is_normal(eps, v.dtype):
+        # The op has no derivative, its kernels have no case for 0 / 0, and a compiler fuses the reference itself.
         return reference.direction(m, v, eps, max_step)
     kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps, max_step)
     return kept.view(m.shape), out.view(m.shape)

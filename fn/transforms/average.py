@@ -129,7 +129,7 @@ def _exact_average(axis: AxisNames | None) -> Transform:
             return primitives.pmean(updates, axis), state
         leaves, structure = tree.flatten(_in_order(updates, params))
         means: dict[int, Tensor] = {}
-        for bucket in layouts.buckets(leaves, 1, 1, "flat"):
+        for bucket in layouts.buckets(leaves, 1, 1, "flat"):  # a single row: nobody serves a part of it
             x = layouts.join(leaves, bucket)
             mean = exact_mean(x, axis, consume=layouts.is_fresh(x, leaves, bucket))
             means.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))

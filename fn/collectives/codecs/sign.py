@@ -75,6 +75,8 @@ class _Layout(NamedTuple):
 
 
 def _sign(block: int | None, padding_counts: bool, segments: Segments | None) -> Codec:
+    """Return the codec that `sign` describes. segments: where tensors lie in a row; None: all rows are one tensor's."""
+
     def layout_of(rows: int, valid: Tensor, runs: list[int]) -> _Layout:
         counts = valid if block is not None else valid.sum(0, keepdim=True)
         # In float64, rounded once: float32 does not hold every count above 2^24.
