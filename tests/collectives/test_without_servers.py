@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from itertools import product
 
 import pytest
 import ranks
@@ -229,24 +228,3 @@ def of_another_mind() -> str:
 def test_ranks_of_which_some_have_servers_are_refused():
     for text in ranks.run(2, of_another_mind):
         assert "servers" in text
-
-
-def on_flat_gradients() -> list[bool]:
-    """Average gradients that lie end to end in memory, as with `flatten_parameters`; return whether they stay."""
-    mesh, kept = init_device_mesh("cpu", (2,), mesh_dim_names=("data",)), []
-    with fn.bind(mesh):
-        for make, lazy in product(CODECS.values(), (False, True)):
-            flat = torch.randn(32, generator=torch.Generator().manual_seed(dist.get_rank()))
-            before, grads = flat.clone(), [flat[:16], flat[16:].view(4, 4)]
-            tx = fn.compressed_average("data", make(), fn.classic(lazy=lazy), servers=False)
-            state = tx.init(grads)
-            for _ in range(2):  # a lazy error is what was sent, which in the first step is the gradient itself
-                _, state = tx.compressed_update(grads, state, grads)
-            kept.append(torch.equal(flat, before))
-    return kept
-
-
-def test_gradients_that_lie_end_to_end_are_not_written_over():
-    """With a row for all ranks together they are the vector that travels, whose memory the next error must not take."""
-    for kept in ranks.run(2, on_flat_gradients):
-        assert kept == [True] * 2 * len(CODECS)
