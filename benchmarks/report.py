@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+import against
 import atlas_summary
+import deep_atlas
 import max_step
 
 HERE = Path(__file__).parent
@@ -29,6 +31,9 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     for task, workers, steps in dict.fromkeys((row["task"], row["workers"], row["steps"]) for row in rows):
         found = atlas_summary.summary(rows, task, workers, steps)
         yield f"{task}, {workers} workers", partial(atlas_summary.table, found)
+    yield "deep atlas", partial(deep_atlas.table, deep_atlas.read(HERE / "deep_atlas"))
+    against_commit = json.loads((HERE / "against.json").read_text())
+    yield "against", partial(against.table, against_commit)
     yield "max_step", partial(max_step.table, json.loads((HERE / "max_step.json").read_text()))
 
 

@@ -1,0 +1,157 @@
+"""Is a step as fast as it was? Processor time of `fn.Optimizer`'s steps, divided by that of an older commit.
+
+    python benchmarks/against.py 7af5ced --json benchmarks/against.json
+
+Each of ten times a process of either commit is started, both on one core. They take turns, a step of ten million
+parameters after the other, and the median of the pairs' ratios is that pair's figure: where memory lies, and so what
+it costs, is another in every process. The interval is of the pairs' figures (95 %, Student's t, of their logarithms).
+About six minutes on a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+ELEMENTS = 10_000_000
+SHAPE = 2500, 4000
+STEPS = ("adamw", "onebit_adam, compressed", "onebit_adam, compressed, lazy errors")
+
+
+def serve() -> None:
+    """Build the optimizers of the `fn` that is on the path; take a step for each line, and print its nanoseconds."""
+    import torch
+
+    import fn
+
+    torch.set_num_threads(1)
+
+    def stepping(make: Any, phase: fn.Phase) -> Callable[[], Any]:
+        p = torch.nn.Parameter(torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)))
+        p.grad = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
+        warm_up = [fn.Phase.WARMUP] * 2
+        opt = fn.Optimizer([p], make, schedule=lambda step: warm_up.pop() if warm_up else phase, lr=1e-3)
+        return opt.step
+
+    onebit = {lazy: partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy)) for lazy in (False, True)}
+    steps = dict(zip(STEPS, [
+        stepping(fn.adamw, fn.Phase.WARMUP),
+        stepping(onebit[False], fn.Phase.COMPRESSED),
+        stepping(onebit[True], fn.Phase.COMPRESSED),
+    ], strict=True))  # fmt: skip
+    for step in steps.values():
+        for _ in range(5):
+            step()
+    print("ready", flush=True)
+    for line in sys.stdin:
+        start = time.process_time_ns()
+        steps[line.strip()]()
+        print(time.process_time_ns() - start, flush=True)
+
+
+def start(root: Path) -> subprocess.Popen[str]:
+    """Start a process that serves the steps of a checkout."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, __file__, "--serve"]
+    process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    if process.stdout.readline().strip() != "ready":
+        sys.exit(f"against: the steps of {root} did not start; what is wrong stands above")
+    return process
+
+
+def ask(process: subprocess.Popen[str], step: str) -> int:
+    """Return the nanoseconds of processor time that a step took."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    print(step, file=process.stdin, flush=True)
+    return int(process.stdout.readline())
+
+
+def ratios(old: Path, new: Path, rounds: int) -> dict[str, dict[str, float]]:
+    """Return for each step the median of new / old, and both medians in milliseconds, of one pair of processes."""
+    processes = [start(old), start(new)]
+    times: dict[str, list[tuple[int, int]]] = {step: [] for step in STEPS}
+    for k in range(rounds):
+        for step in STEPS:
+            order = processes[:: -1 if k % 2 else 1]
+            taken = {id(process): ask(process, step) for process in order}
+            times[step].append((taken[id(processes[0])], taken[id(processes[1])]))
+    for process in processes:
+        process.communicate()
+    return {
+        step: {
+            "ratio": statistics.median(after / before for before, after in pairs),
+            "old ms": statistics.median(before for before, _ in pairs) / 1e6,
+            "new ms": statistics.median(after for _, after in pairs) / 1e6,
+        }
+        for step, pairs in times.items()
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    from scipy.stats import t as student
+
+    lines = [f"| step | {result['old']} | {result['new']} | ratio (95 %) |", "|---|---|---|---|"]
+    for step in STEPS:
+        pairs = [pair[step] for pair in result["pairs"]]
+        logs = [math.log(pair["ratio"]) for pair in pairs]
+        middle, half = statistics.fmean(logs), 0.0
+        if len(logs) > 1:
+            half = float(student.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / math.sqrt(len(logs))
+        low, high = math.exp(middle - half), math.exp(middle + half)
+        old, new = (statistics.median(pair[which] for pair in pairs) for which in ("old ms", "new ms"))
+        lines.append(f"| {step} | {old:.1f} ms | {new:.1f} ms | {math.exp(middle):.2f} ({low:.2f} – {high:.2f}) |")
+    return "\n".join(lines)
+
+
+def name_of(commit: str) -> str:
+    """Return the short name of a commit."""
+    return subprocess.check_output(["git", "rev-parse", "--short", commit], cwd=ROOT, text=True).strip()
+
+
+def main() -> None:
+    """Time this checkout against a commit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", nargs="?", help="what to compare this checkout with")
+    parser.add_argument("--pairs", type=int, default=10, help="of processes")
+    parser.add_argument("--rounds", type=int, default=15, help="steps of each kind in a process")
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve()
+        return
+    if args.commit is None:
+        parser.error("name the commit to compare with, such as 7af5ced")
+    from measure import machine, write
+    from tqdm import trange
+
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # of the processes, too, which take turns
+    with tempfile.TemporaryDirectory() as folder:
+        old = Path(folder) / "old"
+        subprocess.run(["git", "worktree", "add", "-q", "--detach", str(old), args.commit], cwd=ROOT, check=True)
+        try:
+            pairs = [ratios(old, ROOT, args.rounds) for _ in trange(args.pairs, desc="pairs of processes")]
+        finally:
+            subprocess.run(["git", "worktree", "remove", "--force", str(old)], cwd=ROOT, check=True)
+    names = {"old": name_of(args.commit), "new": name_of("HEAD")}
+    result = {"about": {**machine(), "elements": ELEMENTS}, **names, "pairs": pairs}
+    write(args.json, result)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()
