@@ -198,6 +198,7 @@ def explain(transform: Transform) -> str:
     Args: transform: a chain, or what a named optimizer returns. The kernels of the device, dtypes and layouts of the
         tensors are looked at when the step is taken.
 
+    >>> import fn
     >>> print(explain(fn.onebit_adam(1e-3, axis="data")))
     warmup      in place
     compressed  in place
