@@ -339,7 +339,7 @@ def test_a_param_without_elements_takes_its_step():
 
 def test_a_kernel_refuses_lists_of_other_sizes():
     few, many = torch.zeros(3), torch.zeros(5)
-    with pytest.raises(ValueError, match="grads: expected tensors of .* as mu"):
+    with pytest.raises(ValueError, match=r"grads: expected tensors of .* as mu"):
         torch.ops.fn.adamw_([few], [many], [few], [few], 0.9, 0.99, 1e-8, 0.0, 0.1, 1.0, 1.0, 1.0, 1.0, False)
 
 
