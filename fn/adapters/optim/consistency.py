@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from fn.adapters.optim.param_groups import names_of
 from fn.base import Transform, facts_of
 from fn.collectives.agreement import check_agreement, describe_numbers, differences, gather_values
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.errors import expected
+from fn.errors import RanksDisagree, expected
 from fn.roles import has_local_params, rank_local
 from fn.schedules import Every
 from fn.transforms.outer import OuterState
@@ -83,6 +83,28 @@ def device_among(params: Any) -> torch.device:
     return next((p.device for p in tree.leaves(params) if isinstance(p, Tensor)), torch.device("cpu"))
 
 
+def compare_on_axes(axes: Sequence[str], compare: Callable[[str], None], device: torch.device) -> None:
+    """Compare on one axis after the other; raise a `RanksDisagree` of some ranks on all of them.
+
+    A rank that raised alone would leave those waiting that meet it on the next axis, and those that never meet it would
+    not hear of it.
+    """
+    problem: RanksDisagree | None = None
+    for axis in axes:
+        try:
+            compare(axis)
+        except RanksDisagree as error:
+            problem = problem or error
+    for axis in axes if len(axes) > 1 else ():
+        told = gather_values(None if problem is None else [str(problem), problem.rank, problem.field], axis, device)
+        first = next((of_rank for of_rank in told if of_rank is not None), None)
+        if problem is None and first is not None:
+            text, rank, field = first
+            problem = RanksDisagree(text, rank=rank, field=field)
+    if problem is not None:
+        raise problem
+
+
 def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, object]) -> None:
     """Compare what transforms do not know: ranks with other phases, groups or names would wait for one another.
 
@@ -96,8 +118,8 @@ def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, ob
         fields[f"number of parameters in group {g}"] = len(members)
         names = [p[0] for p in members if isinstance(p, tuple)]
         fields.update({f"name of parameter {i} in group {g}": name for i, name in enumerate(names)})
-    for axis in axes:
-        check_agreement(axis, {**fields, **others}, device_among(params))
+    device = device_among(params)
+    compare_on_axes(axes, lambda axis: check_agreement(axis, {**fields, **others}, device), device)
 
 
 def check_fragments(schedule: Any, states: Any) -> None:
@@ -124,8 +146,7 @@ def check_accepted(
     verdict = "accepted" if problem is None else f"refused ({type(problem).__name__}: {problem})"
     fields: dict[str, object] = {f"param group {group}": verdict}
     fields |= {f"layout of parameter {name} in group {group}": "not contiguous" for name in strided}
-    for axis in axes:
-        check_agreement(axis, fields, device)
+    compare_on_axes(axes, lambda axis: check_agreement(axis, fields, device), device)
     if problem is not None:
         raise problem
 
@@ -146,17 +167,20 @@ def check_start(axes: Sequence[str], transform: Transform, state: Any, group: Ma
     marks = by_path(kinds(state), "")
     replicated = describe_numbers({path: leaf for path, leaf in by_path(state, "").items() if marks[path] == SAME})
     fields = {f"{path} of the state, which rank_local does not name,": text for path, text in replicated.items()}
-    for axis in axes:
-        check_agreement(axis, fields, device_among(params))
+    device = device_among(params)
+    compare_on_axes(axes, lambda axis: check_agreement(axis, fields, device), device)
     pairs = zip(names_of(group), params, strict=True)
     numbers = describe_numbers({f"parameter {name} in group {place}": p for name, p in pairs})
-    for axis in axes:
-        for difference in differences(numbers, partial(gather_values, axis=axis, device=device_among(params))):
+
+    def compare(axis: str) -> None:
+        for difference in differences(numbers, partial(gather_values, axis=axis, device=device)):
             raise difference.error(
                 f"the numbers of {difference.name} are others on rank {difference.rank} of axis {axis!r} than on rank "
                 f"0; start from the same ones: the same seed before the model is made, torch.distributed.broadcast, "
                 f"or DistributedDataParallel, which does that"
             )
+
+    compare_on_axes(axes, compare, device)
 
 
 def refuse_elsewhere(params: Iterable[Tensor]) -> None:

@@ -142,3 +142,18 @@ def test_another_world_is_refused(old, new, tmp_path):
     ranks.run(old, saving, str(tmp_path), "both hops")
     for text in ranks.run(new, elsewhere, str(tmp_path), "both hops"):
         assert "is of another world, and its errors of the axes ['node', 'local'] belong to that one" in text
+
+
+def started_apart() -> str:
+    """Build an optimizer over two axes where rank 3 starts from another number; return what is raised."""
+    p = torch.nn.Parameter(torch.full((4,), float(dist.get_rank() == 3)))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    with fn.bind(mesh), pytest.raises(fn.RanksDisagree) as raised:
+        fn.Optimizer([p], MAKES["exact within"], schedule=fn.freeze_after(2))
+    return str(raised.value)
+
+
+def test_ranks_that_share_an_axis_with_none_that_differs_hear_of_it_too():
+    """They waited on the second axis for those that had raised on the first one, until the time-out."""
+    for text in ranks.run(4, started_apart):
+        assert "the numbers of parameter 0 in group 0 are others on rank 1 of axis" in text
