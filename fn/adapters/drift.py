@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fn.adapters.optim.consistency import OWN, SAME, by_path, device_among, kinds
+from fn.adapters.optim.consistency import OWN, SAME, by_path, compare_on_axes, device_among, kinds
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.param_groups import names_of
 from fn.base import facts_of
@@ -39,9 +39,9 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     """
     if every < 1:
         raise ValueError(expected("every", "a whole number of at least 1", f"{every}"))
+    device, fields = _device(optimizer), {"steps between drift checks": every, "steps": optimizer.steps}
     with optimizer.training.binding:
-        for axis in optimizer.training.axes:
-            check_agreement(axis, {"steps between drift checks": every, "steps": optimizer.steps}, _device(optimizer))
+        compare_on_axes(optimizer.training.axes, lambda axis: check_agreement(axis, fields, device), device)
     since: list[int] = []
 
     def before_step(*args: Any) -> None:
@@ -54,9 +54,11 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
 
 
 def _compare(optimizer: Optimizer, since: int | None) -> None:
-    step, replicated = optimizer.steps, _replicated(optimizer)
-    for axis in optimizer.training.axes:
-        for difference in differences(replicated, partial(gather_values, axis=axis, device=_device(optimizer))):
+    step, replicated, device = optimizer.steps, _replicated(optimizer), _device(optimizer)
+    drifted = partial(RanksDrifted, step=step, since=since)
+
+    def compare(axis: str) -> None:
+        for difference in differences(replicated, partial(gather_values, axis=axis, device=device)):
             cause = f"; the optimizer does not communicate over {axis!r}, for its `make` is given no axis"
             cause = "" if any(axis in facts_of(tx).axes for tx in optimizer.training.transforms) else cause
             last = "they were not compared earlier" if since is None else f"they were alike before step {since}"
@@ -65,7 +67,9 @@ def _compare(optimizer: Optimizer, since: int | None) -> None:
                 f"ranks drifted apart: before step {step} {leaf} differs on rank {rank} of axis {axis!r} from rank 0; "
                 f"{last}{cause}; look at what rank {rank} does differently, and resume from a checkpoint of before"
             )
-            raise RanksDrifted(message, rank=rank, field=leaf, step=step, since=since)
+            raise drifted(message, rank=rank, field=leaf)
+
+    compare_on_axes(optimizer.training.axes, compare, device, drifted)
 
 
 def _device(optimizer: Optimizer) -> torch.device:

@@ -83,11 +83,16 @@ def device_among(params: Any) -> torch.device:
     return next((p.device for p in tree.leaves(params) if isinstance(p, Tensor)), torch.device("cpu"))
 
 
-def compare_on_axes(axes: Sequence[str], compare: Callable[[str], None], device: torch.device) -> None:
+def compare_on_axes(
+    axes: Sequence[str],
+    compare: Callable[[str], None],
+    device: torch.device,
+    error_of: Callable[..., RanksDisagree] = RanksDisagree,
+) -> None:
     """Compare on one axis after the other; raise a `RanksDisagree` of some ranks on all of them.
 
     A rank that raised alone would leave those waiting that meet it on the next axis, and those that never meet it would
-    not hear of it.
+    not hear of it. Args: error_of: (message, rank=, field=) -> what is raised on ranks that only heard.
     """
     problem: RanksDisagree | None = None
     for axis in axes:
@@ -100,7 +105,7 @@ def compare_on_axes(axes: Sequence[str], compare: Callable[[str], None], device:
         first = next((of_rank for of_rank in told if of_rank is not None), None)
         if problem is None and first is not None:
             text, rank, field = first
-            problem = RanksDisagree(text, rank=rank, field=field)
+            problem = error_of(text, rank=rank, field=field)
     if problem is not None:
         raise problem
 

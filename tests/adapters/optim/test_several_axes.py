@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import Phase, tree
 from fn.adapters import checkpoint
+from fn.adapters.drift import check_drift
 
 AXES = ("local", "node")
 PHASES = [Phase.WARMUP] * 2 + [Phase.COMPRESSED] * 10
@@ -151,6 +152,26 @@ def started_apart() -> str:
     with fn.bind(mesh), pytest.raises(fn.RanksDisagree) as raised:
         fn.Optimizer([p], MAKES["exact within"], schedule=fn.freeze_after(2))
     return str(raised.value)
+
+
+def drifted_apart() -> tuple[int, str, int]:
+    """Flip a number on rank 3 of two axes between two steps; return what `check_drift` raises."""
+    p = torch.nn.Parameter(torch.ones(4))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
+    with fn.bind(mesh):
+        opt = fn.Optimizer([p], MAKES["exact within"], schedule=fn.freeze_after(9))
+    check_drift(opt, 1)
+    p.grad = torch.ones(4)
+    opt.step()
+    with torch.no_grad():
+        p[dist.get_rank()] += float(dist.get_rank() == 3)
+    with pytest.raises(fn.RanksDrifted) as raised:
+        opt.step()
+    return raised.value.rank, raised.value.field, raised.value.step
+
+
+def test_drift_of_a_rank_is_heard_by_those_that_share_no_axis_with_it() -> None:
+    assert ranks.run(4, drifted_apart) == [(1, "params[0].0", 1)] * 4
 
 
 def test_ranks_that_share_an_axis_with_none_that_differs_hear_of_it_too():
