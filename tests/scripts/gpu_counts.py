@@ -37,7 +37,7 @@ from fn.inplace.protocol import settled
 from fn.kernels import foreach, ops, reference, tracing
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks, ints, lamb, signs, steps
-from fn.transforms import average, sharded
+from fn.transforms import average, low_rank, sharded
 
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
     name: str
     make: Any
-    phase: fn.Phase
+    phase: fn.Phase | fn.Round
     limits: Limits
     hyper: dict[str, Any] = {}  # noqa: RUF012
     axes: tuple[str, ...] = ("data",)
@@ -74,12 +74,15 @@ class Case(NamedTuple):
     kind: str = ""
 
     def __str__(self) -> str:
-        parts = [self.name, self.phase.value, *(f"{k}={v}" for k, v in self.hyper.items())]
+        when = PARTS_OF_A_ROUND[self.phase] if isinstance(self.phase, fn.Round) else self.phase.value
+        parts = [self.name, when, *(f"{k}={v}" for k, v in self.hyper.items())]
         halves = {torch.bfloat16: ["bf16"], torch.float16: ["fp16"]}
         parts += ["two axes"] * (len(self.axes) > 1) + halves.get(self.dtype, [])
         return ", ".join([*parts, *[self.kind] * bool(self.kind)])
 
 
+LOCAL_STEP, EXCHANGE = fn.Round(), fn.Round(0, 0)
+PARTS_OF_A_ROUND = {LOCAL_STEP: "local step", EXCHANGE: "exchange"}
 BOTH = ("local", "node")
 W, C, L = fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.LOCAL
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -105,6 +108,21 @@ CASES = [  # two param groups; so two of each collective
     Case("LoCo", fn.loco_adamw, C, Limits(12000, 1, 4, 34)),
     Case("1-bit shards", fn.sharded_onebit_adam, W, Limits(3500, 1, 6, 18)),
     Case("1-bit shards", fn.sharded_onebit_adam, C, Limits(14100, 23, 6, 27)),
+    # What follows goes tensor by tensor today: the limits are what is counted, so that they are noticed if they grow.
+    # An exchange of SparseLoCo is not counted: a plan of `top_k` has no place on this device.
+    Case("diloco", fn.diloco, LOCAL_STEP, Limits(100, 2, 0, 1)),
+    Case("diloco", fn.diloco, EXCHANGE, Limits(21000, 28, 5, 61)),
+    Case("local_sgd", fn.local_sgd, LOCAL_STEP, Limits(4800, 0, 0, 12.1)),
+    Case("local_sgd", fn.local_sgd, EXCHANGE, Limits(20200, 22, 5, 45)),
+    Case("muloco", fn.muloco, LOCAL_STEP, Limits(9700, 0, 0, 12.1)),
+    Case("muloco", fn.muloco, EXCHANGE, Limits(29300, 22, 5, 53)),
+    Case("sparse_loco", fn.sparse_loco, LOCAL_STEP, Limits(100, 2, 0, 1)),
+    Case("powersgd_adamw", fn.powersgd_adamw, C, Limits(1450, 1, 4, 8.1)),
+    Case("dion", fn.dion, C, Limits(9600, 1, 4, 17.5)),
+    Case("demo", fn.demo, C, Limits(37400, 19, 5, 42)),
+    Case("ef21_sgdm", fn.ef21_sgdm, C, Limits(26500, 13, 2, 34)),
+    Case("lion_vote", fn.lion_vote, C, Limits(5900, 9, 4, 26.5)),
+    Case("signum_vote", fn.signum_vote, C, Limits(5600, 9, 4, 26.5)),
 ]
 
 
@@ -250,7 +268,7 @@ def pretend() -> None:
     vars(primitives)["carry_sum"] = carry_sum
     vars(tracing)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
     for module, check in ((training, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
-                          (average, "check_agreement"),
+                          (average, "check_agreement"), (low_rank, "check_agreement"),
                           (sharded, "check_shards"), (sharded_in_place, "check_shards")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None
     match.refusing = lambda update, stage: stage  # what it looks at are numbers of the state, which read as 0.5 here
