@@ -213,8 +213,8 @@ class Optimizer(torch.optim.Optimizer):
                     param_groups.spell_betas(param_group, self.make, self.defaults)
                 super().add_param_group(param_group)
                 group = self.param_groups[-1]
-                if isinstance(group.get("labels"), Labels):
-                    group["labels"] = group["labels"].of(group["params"])
+                named = {name: value for name, value in group.items() if isinstance(value, Labels)}
+                group.update({name: labels.of(group["params"]) for name, labels in named.items()})
                 refuse_elsewhere(group["params"])
                 group["params"] = training.shards.of(group["params"], training.axes, training.binding)
                 tree.check_real(group["params"], "params")
