@@ -5,7 +5,7 @@
 Ten times a process of either commit is started, both on one core. They take turns, step by step, and the median of the
 steps' ratios is the figure of these two processes: where memory lies, and so what it costs, is another in every one.
 The interval is that of the ten figures (95 %, Student's t, of their logarithms). The steps are those of `step.py`, of
-ten million parameters in 150 tensors, one rank of two, communication apart. About five minutes on a quiet machine.
+ten million parameters in 150 tensors, one rank of two, communication apart. It took 2.2 minutes.
 """
 
 from __future__ import annotations
@@ -112,9 +112,10 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def name_of(commit: str) -> str:
-    """Return the short name of a commit."""
-    return subprocess.check_output(["git", "rev-parse", "--short", commit], cwd=ROOT, text=True).strip()
+def name_of(*commit: str) -> str:
+    """Return the short name of a commit, or that of this checkout, which says whether something in it was changed."""
+    command = ["git", "describe", "--always", "--exclude=*", *(commit or ["--dirty"])]
+    return subprocess.check_output(command, cwd=ROOT, text=True).strip()
 
 
 def main() -> None:
@@ -142,7 +143,7 @@ def main() -> None:
             pairs = [ratios(old, ROOT, args.rounds) for _ in trange(args.pairs, desc="pairs of processes")]
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(old)], cwd=ROOT, check=True)
-    names = {"old": name_of(args.commit), "new": name_of("HEAD")}
+    names = {"old": name_of(args.commit), "new": name_of()}
     result = {"about": machine(), **names, "pairs": pairs}
     write(args.json, result)
     print(table(result))

@@ -6,11 +6,13 @@ import math
 import statistics
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 from atlas_methods import METHODS, H
+from atlas_methods import Method as AtlasMethod
 from atlas_summary import MAIN, Row, summary
 from atlas_tasks import TASKS
 from matplotlib.axes import Axes
@@ -173,11 +175,15 @@ def predicted(ranks: int, rate: float) -> Plan:
 
 
 def slowdown(name: str, made: Plan, steps: int) -> float:
-    """Return the predicted time of a run, as a multiple of its computation alone.
+    """Return the predicted time of a run, as a multiple of its computation alone."""
+    return times(METHODS[name], made, steps)[-1] / steps
+
+
+def times(method: AtlasMethod, made: Plan, steps: int) -> list[float]:
+    """Return the predicted time after each step, in steps of computation alone.
 
     Each step costs what its phase sends: a warm-up, an exchange, or nothing.
     """
-    method = METHODS[name]
     warm, own, schedule = made.of(method.warm_up), made.of(method.row), method.schedule(steps)
     costs = {
         "warm-up": COMPUTE + (warm.step - COMPUTE) * method.more,
@@ -191,7 +197,7 @@ def slowdown(name: str, made: Plan, steps: int) -> float:
     ]
     if method.schedule.__name__ == "never":
         kinds = ["exchange"] * steps
-    return sum(costs[kind] for kind in kinds) / (COMPUTE * steps)
+    return [cost / COMPUTE for cost in accumulate(costs[kind] for kind in kinds)]
 
 
 def over_time(found: list[Row], ranks: int, path: Path) -> None:

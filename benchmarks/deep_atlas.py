@@ -23,12 +23,13 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import atlas_methods
 import torch
 from measure import machine
 from paired import difference, rate_at, search
@@ -50,7 +51,6 @@ SEEDS = (1, 2, 3)
 """Those that are reported; seed 0 chooses rates."""
 
 BASE = "adamw"
-ADAM = {"b2": 0.98, "eps": 1e-5, "weight_decay": 0.1}
 H = 32
 
 Row = dict[str, Any]
@@ -58,54 +58,31 @@ Params = dict[str, Tensor]
 
 
 class Method(NamedTuple):
-    """What is compared. rate: where the search for its learning rate begins. planner: its row there, and its warm-up's.
+    """What is compared. like: what it is in the atlas. rate: where the search for its learning rate begins.
 
-    alike: all ranks have the same params in every step. alone: one worker trains on its own batches.
+    alone: one worker trains on its own batches, and sends nothing.
     """
 
-    make: Callable[..., fn.Transform]
-    schedule: Callable[[int], Any]
-    settings: str
+    like: atlas_methods.Method
     rate: float = 3e-3
-    planner: tuple[str, str] = ("adamw", "adamw")
-    alike: bool = True
     alone: bool = False
 
 
-def always_exact(steps: int) -> Any:
-    """Stay in the warm-up."""
-    return lambda step: fn.Phase.WARMUP
-
-
-def int4_gradients(lr: Any, axis: str) -> fn.Transform:
-    """Return AdamW behind an average in 4 bits."""
-    adam = fn.scale_by_adam(0.9, ADAM["b2"], ADAM["eps"]), fn.add_decayed_weights(ADAM["weight_decay"])
-    in_codes = fn.compressed_average(axis, fn.int4(), fn.damped())
-    return fn.chain(fn.average(axis), in_codes, *adam, fn.scale_by_learning_rate(lr))
-
-
+ATLAS = atlas_methods.METHODS
+LONE = ATLAS[BASE]._replace(settings="a worker's batch alone, nothing sent")
+DILOCO = ATLAS["diloco"]._replace(
+    make=partial(fn.diloco, **atlas_methods.ADAM),
+    schedule=lambda steps: fn.every(H, start=steps % H),
+    settings=f"H = {H}, outer 0.7 / 0.9, no warm-up",
+)
 METHODS = {
-    BASE: Method(partial(fn.adamw, **ADAM), always_exact, "float32 gradients"),
-    "adamw, one worker": Method(
-        partial(fn.adamw, **ADAM), always_exact, "a worker's batch alone, nothing sent", alone=True
-    ),
-    "adamw, int4": Method(
-        int4_gradients, lambda steps: fn.freeze_after(10), "gradients in 4 bits",
-        planner=("adamw, int4 gradients", "adamw"),
-    ),
-    "onebit_adam": Method(
-        partial(fn.onebit_adam, bias_correction=True, **ADAM), lambda steps: fn.freeze_after(steps // 5),
-        "frozen after 20 %", planner=("onebit_adam", "adamw"),
-    ),
-    "diloco": Method(
-        partial(fn.diloco, **ADAM), lambda steps: fn.every(H, start=steps % H), f"H = {H}, outer 0.7 / 0.9",
-        planner=("diloco", "adamw"), alike=False,
-    ),
-    "demo": Method(
-        partial(fn.demo, weight_decay=0.1), lambda steps: fn.freeze_after(0), "32 cosines of a tile", 1e-2,
-        ("demo", "adamw"),
-    ),
-}  # fmt: skip
+    BASE: Method(ATLAS[BASE]),
+    "adamw, one worker": Method(LONE, alone=True),
+    "adamw, int4": Method(ATLAS["adamw, int4"]),
+    "onebit_adam": Method(ATLAS["onebit_adam"]),
+    "diloco": Method(DILOCO),
+    "demo": Method(ATLAS["demo"], 1e-2),
+}
 
 
 class Run(NamedTuple):
@@ -143,10 +120,10 @@ def train(run: Run) -> Row:
     torch.manual_seed(run.seed)
     params: Params = {name: p.detach() for name, p in Transformer(*MODEL).named_parameters()}
     lr, batches = torch.tensor(0.0), torch.Generator().manual_seed(run.seed)
-    tx, schedule = method.make(lr=lr, axis="data"), method.schedule(run.steps)
+    tx, schedule = method.like.make(lr=lr, axis="data"), method.like.schedule(run.steps)
     ranks_of_state = fn.rank_dims(tx.init(params))
     state = fn.simulate(tx.init, "data", workers, in_dims=None, out_dims=ranks_of_state)(params)
-    if not method.alike:
+    if not method.like.alike:
         params = {name: p.expand(workers, *p.shape).clone() for name, p in params.items()}
 
     def loss(params: Params, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -160,13 +137,13 @@ def train(run: Run) -> Row:
         return fn.apply_updates(params, updates), state, value
 
     def loss_on(split: Tensor) -> float | None:
-        mean = params if method.alike else {name: p.mean(0) for name, p in params.items()}
+        mean = params if method.like.alike else {name: p.mean(0) for name, p in params.items()}
         starts = torch.arange(256) * ((len(split) - CONTEXT - 1) // 256)
         with torch.no_grad():
             found = float(loss(mean, cut(split, starts, CONTEXT)))
         return found if math.isfinite(found) else None
 
-    dims = (None if method.alike else 0, ranks_of_state, 0)
+    dims = (None if method.like.alike else 0, ranks_of_state, 0)
     curve, start = [], time.perf_counter()
     with fn.ledger() as sent, sdpa_kernel(SDPBackend.MATH):  # the fused attention cannot be batched over workers
         for t in range(run.steps):
@@ -239,7 +216,7 @@ def table(rows: Sequence[Row]) -> str:
     base, base_lr = reported(rows, BASE), chosen_rate(rows, BASE)
     for name, method in METHODS.items():
         lr, own = chosen_rate(rows, name), reported(rows, name)
-        cells = [name, method.settings, "searched" if lr is None else f"{lr:.3g}"]
+        cells = [name, method.like.settings, "searched" if lr is None else f"{lr:.3g}"]
         cells += ["" if lr is None or base_lr is None else f"{lr / base_lr:.2g}"]
         cells += [f"{statistics.fmean(losses(own).values()):.4f}" if own else ""]
         gap = difference(losses(own), losses(base)) if name != BASE else None

@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from pathlib import Path
 
+import atlas_picture
 import matplotlib.pyplot as plt
-from atlas_picture import COMPUTE, LINKS, predicted
 from deep_atlas import METHODS, STEPS, WORKERS, Row, reported
-
-import fn
 
 COLORS = dict(zip(METHODS, ("black", "0.45", "C0", "C3", "C2", "C1"), strict=True))
 
@@ -22,14 +19,9 @@ Clock = Callable[[int, int], float]
 
 def times(name: str, bits: float) -> list[float]:
     """Return the predicted time after each step on a link of so many bit/s, in steps of computation alone."""
-    method, made = METHODS[name], predicted(WORKERS, bits)
-    if method.alone:
+    if METHODS[name].alone:
         return [float(step + 1) for step in range(STEPS)]
-    own, warm_up = (made.of(row) for row in method.planner)
-    exchange = COMPUTE + (own.step - COMPUTE) * own.method.interval
-    schedule = method.schedule(STEPS)
-    costs = {fn.Phase.WARMUP: warm_up.step, fn.Phase.LOCAL: COMPUTE, fn.Round(): COMPUTE}
-    return [cost / COMPUTE for cost in accumulate(costs.get(schedule(step), exchange) for step in range(STEPS))]
+    return atlas_picture.times(METHODS[name].like, atlas_picture.predicted(WORKERS, bits), STEPS)
 
 
 def draw(rows: Sequence[Row], path: Path) -> Path:
@@ -39,7 +31,7 @@ def draw(rows: Sequence[Row], path: Path) -> Path:
         ("equal tokens", "steps", lambda name: lambda step, sent: step),
         ("equal bytes", "MB that a rank has sent", lambda name: lambda step, sent: sent / 1e6),
     ]
-    for title, bits in LINKS.items():
+    for title, bits in atlas_picture.LINKS.items():
 
         def clock(name: str, bits: float = bits) -> Clock:
             after = times(name, bits)

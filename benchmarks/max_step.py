@@ -21,7 +21,7 @@ from typing import Any
 import atlas_methods
 from atlas_methods import METHODS
 from atlas_train import Run, train
-from scipy.stats import t as student
+from paired import difference
 from tqdm import tqdm
 
 TASKS = {"digits": (4, range(1, 6), 300, (3e-3, 1e-2)), "language model": (8, range(1, 4), 400, (3e-3,))}
@@ -44,13 +44,9 @@ def runs() -> Iterator[Run]:
                     yield Run(task, name, workers, seed, steps, lr)
 
 
-def interval(differences: list[float]) -> str:
-    """Return the mean of paired differences and its 95 % interval."""
-    if not all(map(math.isfinite, differences)):
-        return f"{sum(not math.isfinite(d) for d in differences)} of {len(differences)} runs not finite"
-    mean = statistics.fmean(differences)
-    half = student.ppf(0.975, len(differences) - 1) * statistics.stdev(differences) / len(differences) ** 0.5
-    return f"{mean:+.3f} ± {half:.3f}"
+def of_seeds(losses: dict[tuple[str, float, str, int], float], *of: Any) -> dict[int, float]:
+    """Return the losses of a (task, learning rate, method) by their seeds."""
+    return {seed: loss for (*key, seed), loss in losses.items() if tuple(key) == of}
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -58,9 +54,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     losses = {(r["task"], r["lr"], r["method"], r["seed"]): math.inf if r["loss"] is None else r["loss"] for r in rows}
     lines = ["| task | lr | method | loss | worst / AdamW | loss - AdamW's |", "|---|---|---|---|---|---|"]
     for task, lr, method in dict.fromkeys(key[:3] for key in losses):
-        pairs = [(x, losses[task, lr, "adamw", key[3]]) for key, x in losses.items() if key[:3] == (task, lr, method)]
-        loss, worst = statistics.fmean(x for x, _ in pairs), max(x / y for x, y in pairs)
-        cells = f"{loss:.3f}", f"{worst:.2f}", interval([x - y for x, y in pairs])
+        own, base = (of_seeds(losses, task, lr, name) for name in (method, "adamw"))
+        loss, worst = statistics.fmean(own.values()), max(own[seed] / base[seed] for seed in own)
+        bad = sum(not math.isfinite(x) for x in own.values())
+        gap = f"{bad} of {len(own)} runs not finite" if bad else f"{difference(own, base):.3f}"
+        cells = f"{loss:.3f}", f"{worst:.2f}", gap
         lines.append(f"| {task} | {lr:g} | {method} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

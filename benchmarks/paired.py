@@ -68,8 +68,11 @@ class Difference(NamedTuple):
             return "diverged on a seed"
         return "not told apart" if abs(self.mean) <= self.half else "higher" if self.mean > 0 else "lower"
 
+    def __format__(self, spec: str) -> str:
+        return f"{self.mean:+{spec or '.4f'}} ± {self.half:{spec or '.4f'}}"
+
     def __str__(self) -> str:
-        return f"{self.mean:+.4f} ± {self.half:.4f}"
+        return format(self)
 
 
 def difference(of: Mapping[int, float], base: Mapping[int, float]) -> Difference | None:

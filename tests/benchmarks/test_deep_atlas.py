@@ -65,7 +65,7 @@ def test_the_table_says_what_is_missing() -> None:
     rows += [row("adamw", 0, 2.0 + seed / 10, seed, STEPS) for seed in SEEDS]
     rows += [row("demo", 0, 2.1 + seed / 10, seed, STEPS) for seed in SEEDS[:2]]
     lines = table(rows).splitlines()
-    assert lines[2] == "| adamw | float32 gradients | 0.003 | 1 | 2.2000 |  |  | 0.5 | 3 of 3 |"
+    assert lines[2] == "| adamw | float32 | 0.003 | 1 | 2.2000 |  |  | 0.5 | 3 of 3 |"
     assert lines[-1].startswith("| demo | 32 cosines of a tile | 0.01 | 3.3 | 2.2500 | +0.1000 ± 0.0000 | higher |")
     assert lines[-1].endswith("| 2 of 3 |")
     assert lines[-2].endswith("| searched |  |  |  |  |  | 0 of 3 |")
