@@ -277,6 +277,12 @@ def arguments(
             [numbers(wide, n) for _ in range(3)], [numbers(wide, n) for _ in range(2 + strided)],
             [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent,
         ),
+        "elementwise_": lambda: (
+            ("lion", [*leaves(), *tensors()], [*tensors(), *leaves()], [scales(segments)], [1], [0.9, 0.0])
+            if strided
+            else ("adamw", leaves(), [*leaves(), *tensors(), *tensors(min=0.0)], [], [],
+                  [1e-6, 0.01, 1e-2, 0.5, 0.25, limit])
+        ),
         "largest_magnitude": lambda: ([-x.abs().sort().values for x in leaves()],),
         "dequantize_mean": lambda: (coded, scales(2, 3, segments), *segmented, width),
     }  # fmt: skip

@@ -120,6 +120,12 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         ([torch.zeros_like(_wave(n)) for _ in range(3)], [_wave(n, seed=s) for s in range(rows)], _old(n), *_DESCENT)
         for n, rows in ((4099, 1), (22, 2), (77, 3))
     ],
+    "elementwise_": lambda: [
+        ("held", _like(2), [*_momentum()[1], *_momentum()[2]], [_wave(_S).abs()], [0], [0.0, 0.7]),
+        ("lion", [*_like(1), *_like(1)], [*_momentum()[1], *_momentum()[0]], [_wave(1).abs()], [1], [0.9, 0.0]),
+        ("sign_of", _momentum()[0], _momentum()[0], [], [], []),
+        ("plus", _like(0), [*_momentum()[0], *_momentum()[1]], [], [], [0.3]),
+    ],
     "largest_magnitude": lambda: [
         ([_wave(n) for n in (22, 4099, 5)],), ([_wave(77), -9 * _wave(3), _wave(64)],), ([_wave(40), -9 * _wave(40)],)
     ],
@@ -138,6 +144,11 @@ def _momentum(zeros: bool = False) -> tuple[Any, ...]:
     sizes = [2 * 64, 64 + 40, 4104 + 4099, 22]  # as `_rows` says
     nu = [_wave(n, seed=3) if zeros else _wave(n, seed=3).abs() for n in sizes]
     return [_wave(n) for n in sizes], [_wave(n, seed=2) for n in sizes], [v.clamp(min=0.0) for v in nu]
+
+
+def _like(role: int) -> list[Tensor]:
+    """Return zeros like one of the lists of `_momentum`."""
+    return [torch.zeros_like(x) for x in _momentum()[role]]
 
 
 def _drift() -> tuple[Any, ...]:

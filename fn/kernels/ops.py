@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fn.errors import expected
 from fn.kernels.layout import bytes_for, row_length
-from fn.kernels.reference import REFERENCES
+from fn.kernels.reference import REFERENCES, RESULTS, rule_of
 from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS, WRITTEN
 from fn.kernels.table import cells
 from fn.kernels.tracing import PLANS
@@ -28,7 +28,7 @@ _OF_MOMENTA = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh")
 
 _FLOATING = (
     *_OF_MOMENTA, "copies", "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling",
-    "rates",
+    "rates", "results", "operands", "scalars",
 )  # fmt: skip
 _INTEGERS = {
     "bits": (torch.uint8,),
@@ -61,6 +61,8 @@ def check(name: str, args: Sequence[Any]) -> None:
         size = named["new"][0].numel() if named["new"] else 0
         for key, count in (("new", 3), ("old", 3), ("rows", max(1, len(named["rows"])))):
             _check_sizes(key, named[key], [size] * count, "new[0]")
+    elif name == "elementwise_":
+        _check_places(**named)
     elif name in ON_LISTS and "mu" in named:
         sizes = [*map(Tensor.numel, named["mu"])]
         for key in [key for key in _OF_MOMENTA if key in named]:
@@ -75,6 +77,26 @@ def check(name: str, args: Sequence[Any]) -> None:
 def _check_sizes(key: str, tensors: Sequence[Tensor], sizes: list[int], of: str) -> None:
     if [*map(Tensor.numel, tensors)] != sizes:
         raise ValueError(expected(key, f"tensors of {sizes} elements, as {of}", f"{[t.numel() for t in tensors]}"))
+
+
+def _check_places(
+    rule: str, results: Sequence[Tensor], operands: Sequence[Tensor], scalars: Sequence[Tensor], places: Sequence[int],
+    numbers: Sequence[float],
+) -> None:  # fmt: skip
+    rule_of(rule)
+    count = len(results) // RESULTS[rule]
+    lists = len(operands) // max(count, 1)
+    if len(results) != count * RESULTS[rule] or len(operands) != count * lists:
+        got = f"{len(results)} results and {len(operands)} operands"
+        raise ValueError(expected("operands", "lists of as many tensors as those of results", got))
+    sizes = [*map(Tensor.numel, results[:count])]
+    for key, tensors in (("results", results), ("operands", operands)):
+        _check_sizes(key, tensors, sizes * (len(tensors) // max(count, 1)), "the first results")
+    if len(places) != len(scalars) or any(not 0 <= place < len(numbers) for place in places):
+        raise ValueError(expected("places", f"{len(scalars)} places among {len(numbers)} numbers", f"{[*places]}"))
+    if any(x.numel() not in (1, count) for x in scalars):
+        got = f"shapes {[tuple(x.shape) for x in scalars]}"
+        raise ValueError(expected("scalars", f"one number each, or one per tensor, {count}", got))
 
 
 def _check_copies(copies: Sequence[Tensor], params: Sequence[Tensor]) -> None:

@@ -36,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.layout import padding_mask, per_run, row_length, rows_of, scale_dtype, spread, tensors_of
 from fn.kernels.schemas import SCHEMAS
@@ -541,6 +542,55 @@ def lamb_step_(
     for p, m, v, rate in zip(params, mu, nu, rates.unbind(), strict=True):
         u = clamped(over_root(m, v, eps), max_step)
         p.copy_(rules.descended(p.to(m.dtype), u, weight_decay, rate.to(m.dtype)))
+
+
+# any rule, on lists
+
+
+def elementwise_(
+    rule: str,
+    results: Sequence[Tensor],
+    operands: Sequence[Tensor],
+    scalars: Sequence[Tensor],
+    places: Sequence[int],
+    numbers: Sequence[float],
+) -> None:
+    """Apply a rule to the tensors of lists, and write what it returns. `lists.elementwise` is how it is called.
+
+    Args: rule: its name in `rules`; it takes lists first, then numbers. results: its K lists of results of S tensors
+        each, one list behind the other; they are written, and may be operands. operands: its lists, in the same form,
+        of tensors of one shape in each place. numbers: the numbers; scalars (one element, or S) stand in place of those
+        at `places`.
+
+    It is calculated in float32, or in the wider of the dtypes, and rounded once, to the dtype of the result.
+    """
+    wanted = rule_of(rule)
+    size = len(results) // RESULTS[rule]
+    for s in range(size):
+        row = operands[s::size]
+        wide = max((scale_dtype(x) for x in row), key=lambda dtype: dtype.itemsize)
+        given: list[Any] = [*numbers]
+        for place, scalar in zip(places, scalars, strict=True):
+            given[place] = scalar.reshape(-1)[s if scalar.numel() > 1 else 0].to(wide)
+        found = wanted(*(x.to(wide) for x in row), *given)
+        for to, x in zip(results[s::size], found if isinstance(found, tuple) else (found,), strict=True):
+            to.copy_(x)
+
+
+def rule_of(name: str) -> Callable[..., Any]:
+    """Return a rule by name. Raises: ValueError if there is none."""
+    if name not in RESULTS:
+        raise ValueError(expected("rule", "the name of a function of fn.kernels.rules", f"{name!r}"))
+    rule: Callable[..., Any] = vars(rules)[name]
+    return rule
+
+
+RESULTS: dict[str, int] = {
+    name: str(rule.__annotations__["return"]).count("Number")
+    for name, rule in vars(rules).items()
+    if getattr(rule, "__module__", "") == rules.__name__
+}
+"""How many numbers each rule returns."""
 
 
 def _table(rows: list[Tensor]) -> Tensor:

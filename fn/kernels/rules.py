@@ -1,9 +1,10 @@
 """The arithmetic of every step, once: on tensors, batches under `vmap`, in traces, and on numbers in compiled loops.
 
 The reference calls these functions with tensors, the loops of `cpu` with single float32 numbers: Numba compiles the
-same source, and so does Triton. Four words are no operators, `where`, `root`, `quotient` and `lerp`. The first two are
-named otherwise in torch and in NumPy. `/` is not rounded correctly everywhere. `lerp` is torch's, because that rounds
-once. Numbers come in as arguments, `zero` among them: a literal would be float64 in a compiled loop.
+same source, and so does Triton. Six words are no operators: `where`, `root`, `sign`, `quotient`, `lerp` and `plus`. The
+first three are named otherwise in torch and in NumPy. `/` is not rounded correctly everywhere. `lerp` and `plus` are
+torch's, because they round once. Numbers come in as arguments, `zero` among them: a literal would be float64 in a
+compiled loop.
 
 Symbols: p params, g gradient, m momentum, v second moment, u direction, b what is encoded; decay: of weights.
 """
@@ -28,6 +29,11 @@ def root(x: Number) -> Number:
     return x.sqrt()
 
 
+def sign(x: Number) -> Number:
+    """Return 1, 0 or -1; 0 for NaN."""
+    return torch.sign(x)
+
+
 def quotient(a: Number, b: Number) -> Number:
     """Return a / b, rounded correctly."""
     return a / b
@@ -36,6 +42,11 @@ def quotient(a: Number, b: Number) -> Number:
 def lerp(start: Number, end: Number, weight: Number) -> Number:
     """Return start + weight (end - start), from the nearer end, rounded once: moving averages are lerp(new, old, b)."""
     return torch.lerp(start, end, weight)
+
+
+def plus(a: Number, b: Number, weight: Number) -> Number:
+    """Return a + weight b, rounded once where a device can."""
+    return torch.add(a, b, alpha=weight)
 
 
 # moments
@@ -55,6 +66,21 @@ def kept_at_zero(m: Number, v: Number, instead: Number, zero: Number) -> Number:
 
 
 # directions and steps
+
+
+def scaled(u: Number, factor: Number) -> Number:
+    """Return factor u."""
+    return u * factor
+
+
+def sign_of(x: Number) -> Number:
+    """Return the sign; of NaN and infinity it is NaN, so that the step is skipped."""
+    return sign(x) + (x - x)
+
+
+def lion(m: Number, g: Number, b1: Number, b2: Number) -> tuple[Number, Number]:
+    """Return Lion's direction, whose sign is taken, and the momentum that is kept."""
+    return lerp(g, m, b1), lerp(g, m, b2)
 
 
 def denominator(v: Number, eps: Number) -> Number:

@@ -44,6 +44,8 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "lamb_step_": "(Tensor(a!)[] params, Tensor[] mu, Tensor[] nu, Tensor rates, float eps, float weight_decay, "
         "float max_step) -> ()",
         "largest_magnitude": "(Tensor[] grads) -> Tensor",
+        "elementwise_": "(str rule, Tensor(a!)[] results, Tensor[] operands, Tensor[] scalars, int[] places, "
+        "float[] numbers) -> ()",
         "adamw_into_": f"(Tensor(a!)[] new, Tensor[] rows, Tensor[] old, float b1, float b2, {_DESCENT}) -> Tensor",
     }
 )

@@ -37,7 +37,7 @@ from fn.inplace import sharded as sharded_in_place
 from fn.inplace.protocol import settled
 from fn.kernels import foreach, ops, reference, tracing
 from fn.kernels.gpu import triton
-from fn.kernels.gpu.triton import blocks, ints, lamb, signs, steps
+from fn.kernels.gpu.triton import blocks, ints, lamb, lists, signs, steps
 from fn.transforms import average, low_rank, sharded
 
 _setup_privateuseone_for_python_backend(NAME)
@@ -260,9 +260,10 @@ def pretend() -> None:
 
     def launch(kernel: Any, x: Any, programs: int, *args: Any, **constants: Any) -> None:
         for watch in watches:
-            watch.launches[getattr(kernel, "__name__", "kernel")] += 1
+            rule = constants.get("RULE")
+            watch.launches[f"{kernel.__name__} {rule.__name__}" if rule else getattr(kernel, "__name__", "kernel")] += 1
 
-    for module in (blocks, signs, ints, steps, lamb):
+    for module in (blocks, signs, ints, steps, lamb, lists):
         vars(module)["launch"] = launch
     rows = [triton.row(NAME), foreach.row(NAME)]
     for op in reference.REFERENCES:

@@ -84,6 +84,10 @@ def anywhere(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for frozen in (False, True):
         yield "adamw_", (tensors(dtype), tensors(dtype), *moments, 0.9, 0.99, *DESCENT, MOST, frozen)
     yield "largest_magnitude", (tensors(dtype),)
+    lion = [*tensors(), *tensors(dtype)], [*tensors(), *tensors(dtype)]
+    yield "elementwise_", ("lion", *lion, (torch.rand((), generator=draw),), [1], [0.9, 0.0])
+    held = tensors(dtype), [*tensors(dtype), *tensors(min=0.0)]
+    yield "elementwise_", ("held", *held, (torch.rand(len(SHAPES), generator=draw),), [0], [0.0, 0.7])
     yield "lamb_moments_", (tensors(dtype), tensors(dtype), *moments, 0.9, 0.99, 1e-3, 0.1)
     scaling = torch.rand(len(SHAPES), generator=draw) + 0.1
     args = scaling, *moments, tensors(min=0.0), 0.9, 0.99, 1e-3, 0.1, 0.7, True

@@ -77,6 +77,16 @@ def _root(x):
     return lambda x: np.sqrt(x)
 
 
+@overload(rules.sign)
+def _sign(x):
+    return lambda x: ONE if x > ZERO else (-ONE if x < ZERO else ZERO)
+
+
+@overload(rules.plus)
+def _plus(a, b, weight):
+    return lambda a, b, weight: a + weight * b
+
+
 @overload(rules.quotient)
 def _quotient(a, b):
     return lambda a, b: a / b
@@ -91,7 +101,7 @@ def _lerp(start, end, weight):
 
 
 for _name in (name for name, f in vars(rules).items() if getattr(f, "__module__", "") == rules.__name__):
-    if _name not in ("where", "root", "quotient", "lerp"):
+    if _name not in ("where", "root", "sign", "quotient", "lerp", "plus"):
         register_jitable(getattr(rules, _name))
 
 

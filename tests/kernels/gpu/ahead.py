@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fn.kernels.gpu.triton import blocks, ints, lamb, signs, steps
+from fn.kernels.gpu.triton import blocks, ints, lamb, lists, rules, signs, steps
 
 POINTERS = {
     "table": "*i64", "valid": "*i64", "addresses": "*i64", "ends": "*i64", "bits": "*u8", "received": "*u8",
@@ -26,9 +26,10 @@ NUMBERS = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down",
 CONSTANTS = {
     "BLOCK": 4096, "COUNT": 1, "FEEDBACK": True, "ALIGNED": True, "WIDTH": 8, "PEAKS": True, "KEEP_ZEROS": True,
     "FROZEN": False, "COPIES": True, "FACTORS": True,
-    "P": tl.float32, "G": tl.float32, "C": tl.bfloat16, "A": tl.float32,
+    "RULE": rules.RULES["lion"], "RESULTS": (tl.float32, tl.float32), "OPERANDS": (tl.float32, tl.float32),
+    "KINDS": ("number", "one"), "BARRIER": False, "P": tl.float32, "G": tl.float32, "C": tl.bfloat16, "A": tl.float32,
 }  # fmt: skip
-MODULES = (signs, ints, steps, lamb, blocks)
+MODULES = (signs, ints, steps, lamb, lists, blocks)
 KERNELS = {
     name.removesuffix("_kernel"): f
     for module in MODULES
@@ -45,6 +46,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "half precision": ("adamw", {"P": tl.bfloat16, "G": tl.float16, "FROZEN": True}),
     "little tensors": ("onebit", {"BLOCK": 16}),
     "anywhere": ("adamw", {"ALIGNED": False}),
+    "a rule of half precision, in place": (
+        "elementwise",
+        {"RULE": rules.RULES["held"], "RESULTS": (tl.bfloat16,), "OPERANDS": (tl.bfloat16, tl.float32),
+         "KINDS": ("each", "number"), "BARRIER": True},
+    ),
 }
 """What is compiled: a kernel, and constants that are not the usual ones."""
 
@@ -67,7 +73,10 @@ def compile_ahead(case: str, target: str) -> Any:
     constants = {k: v for k, v in {**CONSTANTS, **changed}.items() if k in kernel.arg_names}
     kinds = dict.fromkeys(NUMBERS, "i32") | POINTERS | dict.fromkeys(constants, "constexpr")
     signature = {a: kinds.get(a, "fp32") for a in kernel.arg_names}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind.startswith("*")}
+    if "numbers" in signature:
+        signature["numbers"] = tuple("fp32" if kind == "number" else "*fp32" for kind in constants["KINDS"])
+    pointers = [isinstance(kind, str) and kind.startswith("*") for kind in signature.values()]
+    attrs = {(i,): [["tt.divisibility", 16]] for i, is_pointer in enumerate(pointers) if is_pointer}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
     warps = max(1, min(constants.get("COUNT", 1) * constants["BLOCK"] // 256, 16))
     options = {"num_warps": warps, "enable_fp_fusion": False}

@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """The arithmetic of every step, in Triton: the functions of `fn.kernels.rules`, compiled as they stand.
 
-A rule is copied with other globals, in which the four words that are no operators are Triton's.
+A rule is copied with other globals, in which the six words that are no operators are Triton's.
 """
 
 from __future__ import annotations
@@ -30,6 +30,12 @@ def root(x):
 
 
 @jit
+def sign(x):
+    """See `rules.sign`."""
+    return tl.where(x > 0.0, 1.0, tl.where(x < 0.0, -1.0, 0.0))
+
+
+@jit
 def quotient(a, b):
     """See `rules.quotient`. `/` is an approximation."""
     return tl.div_rn(a, b)
@@ -42,17 +48,26 @@ def lerp(start, end, weight):
     return tl.fma(end - start, tl.where(near, weight, weight - 1.0), tl.where(near, start, end))
 
 
+@jit
+def plus(a, b, weight):
+    """See `rules.plus`."""
+    return tl.fma(b, weight, a)
+
+
 # Triton resolves the names in a function's source by its globals. So one dict is the globals of all copies: in it a
 # rule finds the other rules as they are compiled here, and the words of torch nowhere.
 _scope: dict[str, Any] = {
     "__name__": __name__,
     "tl": tl,  # the interpreter looks for it
     "Number": tl.tensor,
-    **{word.__name__: word for word in (where, root, quotient, lerp)},
+    **{word.__name__: word for word in (where, root, sign, quotient, lerp, plus)},
 }
 for _name, _rule in vars(rules).items():
     if getattr(_rule, "__module__", "") == rules.__name__ and _name not in _scope:
         _scope[_name] = jit(FunctionType(_rule.__code__, _scope, _name))
+
+RULES = _scope
+"""All rules by name, as they are compiled here."""
 
 adamw, clamped, decayed, denominator, descended, direction, drift = (
     _scope[name] for name in ("adamw", "clamped", "decayed", "denominator", "descended", "direction", "drift")

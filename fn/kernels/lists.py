@@ -1,0 +1,151 @@
+"""A rule of `fn.kernels.rules` on lists of tensors in one go: what is element-wise in a link is one call.
+
+On a CPU, under `torch.func`, in traces, for DTensor and wherever tensors hold no numbers, the rule is applied tensor by
+tensor, as it stands. On a device with kernels it is one launch for each list: Triton compiles the rule itself, the
+row "torch" runs it by torch's functions of lists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from fn.kernels import ops
+from fn.kernels.layout import alike_in_memory, contiguous, scale_dtype
+from fn.kernels.reference import RESULTS
+from fn.kernels.table import cells
+from fn.kernels.tracing import is_concrete, pooled
+
+Number = float | Tensor
+
+INTO_POOL: dict[str, Callable[..., Tensor]] = {"lerp": torch.lerp, "scaled": torch.mul}
+"""Rules that are one function of torch, whose result can lie in memory that is used again."""
+
+
+def elementwise(
+    rule: Callable[..., Any],
+    lists: Sequence[Sequence[Tensor]],
+    *numbers: Number,
+    like: int = 0,
+    wide: bool = False,
+    out: Sequence[Sequence[Tensor]] | None = None,
+) -> Any:
+    """Apply a rule to the tensors of lists, element by element.
+
+        >>> import torch
+        >>> from fn.kernels import lists, rules
+        >>> mu, grads = [torch.zeros(2), torch.ones(1)], [torch.tensor([1.0, -2.0]), torch.ones(1)]
+        >>> lists.elementwise(rules.lerp, (grads, mu), 0.75, like=1)          # a moving average
+        [tensor([ 0.2500, -0.5000]), tensor([1.])]
+        >>> direction, mu = lists.elementwise(rules.lion, (mu, grads), 0.5, 0.75)   # a rule with two results
+        >>> mu
+        [tensor([ 0.2500, -0.5000]), tensor([1.])]
+        >>> _ = lists.elementwise(rules.scaled, (mu,), torch.tensor([2.0, 3.0]), out=[mu])     # a number a tensor
+        >>> mu
+        [tensor([ 0.5000, -1.0000]), tensor([3.])]
+
+    Args:
+        rule: a function of `fn.kernels.rules` that takes lists first, then numbers.
+        lists: its lists, with as many tensors each; the tensors in a place have the same shape.
+        numbers: floats; 0-d tensors, which the host need not read; or tensors (S,), a number for each
+            tensor. None of them compiles anything anew.
+        like: the list whose dtypes are those of the results. The others are brought to them before they are used.
+        wide: calculate in float32 where the results are of half precision, and round once. Kernels always do.
+        out: lists to write into, in place of new tensors; they may be among `lists`. None: new ones.
+    Returns: the list of results, or a tuple of lists for a rule that returns several.
+    """
+    count = RESULTS[rule.__name__]
+    if not lists[0]:
+        made: list[list[Tensor]] = [[] for _ in range(count)]
+        return made[0] if count == 1 else tuple(made)
+    found = _by_kernel(rule, count, lists, numbers, like, out) if _has_kernels(lists, out or ()) else None
+    if found is None:
+        found = _by_tensor(rule, count, lists, numbers, like, wide, out)
+    return found[0] if count == 1 else tuple(found)
+
+
+def _has_kernels(lists: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]]) -> bool:
+    device = lists[0][0].device
+    if device.type in ("cpu", "meta"):
+        return False
+    tensors = [x for tensors in (*lists, *out) for x in tensors]
+    if not is_concrete(*tensors) or forward_ad._current_level >= 0:
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    return bool(cells("elementwise_", device.type)) and {x.device for x in tensors} == {device}
+
+
+def _by_tensor(
+    rule: Callable[..., Any], count: int, lists: Sequence[Sequence[Tensor]], numbers: Sequence[Number], like: int,
+    wide: bool, out: Sequence[Sequence[Tensor]] | None,
+) -> list[list[Tensor]]:  # fmt: skip
+    """Apply the rule tensor by tensor, as it stands."""
+    into_pool = INTO_POOL.get(rule.__name__)
+    columns: list[list[Tensor]] = [[] for _ in range(count)] if out is None else [[*to] for to in out]
+    each = [x.unbind() if isinstance(x, Tensor) and x.ndim else None for x in numbers]
+    for s, row in enumerate(zip(*lists, strict=True)):
+        dtype = row[like].dtype
+        inside = scale_dtype(row[like]) if wide else dtype
+        given = [x if x.dtype == inside else x.to(inside) for x in row]
+        rest = [x if column is None else column[s] for x, column in zip(numbers, each, strict=True)]
+        if into_pool is not None:
+            room = pooled(*given, *(x for x in rest if isinstance(x, Tensor)))
+            results: Any = into_pool(*given, *rest, **room)
+        else:
+            results = rule(*given, *rest)
+        for column, x in zip(columns, results if count > 1 else (results,), strict=True):
+            if out is None:
+                column.append(x.to(dtype))
+            else:
+                column[s].copy_(x)
+    return columns
+
+
+def _by_kernel(
+    rule: Callable[..., Any], count: int, lists: Sequence[Sequence[Tensor]], numbers: Sequence[Number], like: int,
+    out: Sequence[Sequence[Tensor]] | None,
+) -> list[list[Tensor]] | None:  # fmt: skip
+    """Apply the rule by one call of a kernel for each kind of place: the dtypes of its tensors."""
+    if any([x.shape for x in tensors] != [x.shape for x in lists[0]] for tensors in (*lists, *(out or ()))):
+        return None  # some are broadcast
+    results = [[*map(torch.empty_like, lists[like])] for _ in range(count)] if out is None else [[*to] for to in out]
+    columns = [*results, *lists]
+    if {len({x.dtype for x in column}) for column in columns} == {1} and alike_in_memory(*columns):
+        _call(rule, results, lists, numbers)
+        return results
+    kinds: dict[Any, list[int]] = {}
+    for s, row in enumerate(zip(*columns, strict=True)):
+        alike = contiguous(row) or alike_in_memory(*([x] for x in row))
+        kinds.setdefault((alike, *(x.dtype for x in row)), []).append(s)
+    for places in kinds.values():
+        some = [_at(x, places) if isinstance(x, Tensor) and x.numel() > 1 else x for x in numbers]
+        to, given = ([[column[s] for s in places] for column in side] for side in (results, lists))
+        _call(rule, to, given, some)
+    return results
+
+
+def _at(number: Tensor, places: list[int]) -> Tensor:
+    each = number.unbind()
+    return torch.stack([each[s] for s in places])
+
+
+def _call(
+    rule: Callable[..., Any], results: Sequence[Sequence[Tensor]], lists: Sequence[Sequence[Tensor]],
+    numbers: Sequence[Number],
+) -> None:  # fmt: skip
+    device, values, scalars, places = lists[0][0].device, [], [], []
+    for place, x in enumerate(numbers):
+        on_device = isinstance(x, Tensor) and (x.device == device or x.numel() > 1)
+        values.append(math.nan if on_device else float(x))
+        if isinstance(x, Tensor) and on_device:
+            places.append(place)
+            scalars.append(x.to(device))
+    flat = ([x for column in side for x in column] for side in (results, lists))
+    with torch.no_grad():
+        ops.direct("elementwise_", rule.__name__, *flat, scalars, places, values)
