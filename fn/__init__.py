@@ -24,6 +24,7 @@ from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import diloco, local_sgd, muloco, sparse_loco
 from fn.low_rank_optimizers import dion, powersgd_adamw
+from fn.muon_optimizers import muon
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, zero_one_schedule
@@ -115,6 +116,7 @@ __all__ = [
     "low_rank_average",
     "mask",
     "muloco",
+    "muon",
     "off",
     "onebit_adam",
     "onebit_lamb",

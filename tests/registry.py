@@ -66,6 +66,7 @@ OPTIMIZERS = (
         adamw={Phase.WARMUP: {"bias_correction": True}},
         coded_warmup=True,
     ),
+    Named("muon", fn.muon, (Phase.WARMUP,), lambda step: Phase.WARMUP),
     Named("lamb", fn.lamb, (Phase.WARMUP,), lambda step: Phase.WARMUP),
     Named("onebit_lamb", fn.onebit_lamb, (Phase.WARMUP, Phase.COMPRESSED), fn.freeze_after(20)),
     Named(

@@ -140,8 +140,8 @@ def test_a_codec_of_integers_is_refused_by_name():
 
 @each_optimizer
 def test_a_hyperparameter_that_it_does_not_have_is_refused_by_name(optimizer):
-    with pytest.raises(TypeError, match="momentum"):
-        fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(optimizer.make, axis="data"), momentum=0.9)
+    with pytest.raises(TypeError, match="dampening"):
+        fn.Optimizer([torch.nn.Parameter(torch.ones(2))], partial(optimizer.make, axis="data"), dampening=0.9)
 
 
 def test_a_schedule_that_returns_no_phase_is_refused_and_nothing_moves():

@@ -274,8 +274,13 @@ def test_a_bad_gradient_on_any_rank_moves_nothing(optimizer, phase, bad, rank):
 
 
 def whole(moments: list, params: dict, world: int) -> list[dict]:
-    """Return moments like the params; those of `sharded` are the rows of a vector, one on each rank."""
+    """Return moments like the params; those of `sharded` are the rows of a vector, one on each rank.
+
+    Of a partition each label has a list, of which the first tensor here is the embedding's, and the second other's.
+    """
     found = []
+    if len(moments) == len(params) and all(type(m) is list and len(m) == 1 for m in moments):
+        return [dict(zip(params, (m[0] for m in moments), strict=True))]
     for m in moments:
         if not isinstance(m, dict):
             plans = (buckets(list(params.values()), world, align, "flat")[0] for align in (2, 8))

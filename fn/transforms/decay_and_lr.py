@@ -28,18 +28,31 @@ class Rate(NamedTuple):
     lr: float | Tensor
 
 
-def add_decayed_weights(weight_decay: float) -> Transform:
+def add_decayed_weights(weight_decay: float, cautious: bool = False) -> Transform:
     """Add weight_decay * p to the updates, before the learning rate: decoupled weight decay.
 
         >>> import torch, fn
         >>> fn.add_decayed_weights(0.1).update(fn.Phase.LOCAL)(torch.tensor([1.0]), (), torch.tensor([-5.0]))[0]
         tensor([0.5000])
 
-    Raises: ValueError if weight_decay is negative or not finite.
+    Args: cautious: decay only where the update moves the param towards zero, too: where u p >= 0.
+    Raises: ValueError if weight_decay is negative or not finite; TypeError if cautious is no bool.
 
-    Paper: Loshchilov and Hutter, Decoupled weight decay (arXiv 1711.05101), algorithm 2, line 12.
+    Paper: Loshchilov and Hutter, Decoupled weight decay (arXiv 1711.05101), algorithm 2, line 12; Chen et al., Cautious
+        weight decay (arXiv 2510.12402).
     """
     check_decay(weight_decay)
+    if not isinstance(cautious, bool):
+        raise TypeError(expected("cautious", "True or False", f"{cautious!r}"))
+
+    def cautiously(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        check_params(params)
+        tree.check_real(updates, "updates")
+        wd = weight_decay
+        return tree.map(lambda u, p: u + wd * torch.where(u * p >= 0, p, 0.0).to(u.dtype), updates, params), state
+
+    if cautious:
+        return lift(lambda params: (), cautiously, elementwise=True)
 
     def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         if weight_decay == 0:

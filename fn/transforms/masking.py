@@ -132,6 +132,7 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
             new_params: dict[int, Any] = {}  # of labels whose update returns `NewParams`
             after = {}
             chosen_of, updates = places(params), tree.in_order(updates, params, "updates")
+            tree.check_updates(updates, params)  # a label's own list would name a place in the list
             for label, chosen in chosen_of.items():
                 new, after[label] = update_of[label](_pick(updates, chosen), state[label], _pick(params, chosen))
                 if isinstance(new, NewParams):

@@ -1,10 +1,15 @@
-"""Muon: the momentum of a matrix, made orthogonal. `scale_by_muon`."""
+"""Muon: the momentum of a matrix, made orthogonal. `scale_by_muon`, and `orthogonalize` without a momentum.
+
+Matrices of a shape make one batch, so that a step is a few products whatever their number. A batch is a copy, and the
+products need two more; so no more matrices are stacked than `BATCH` numbers hold.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +20,44 @@ from fn.errors import expected
 from fn.transforms.momentum import trace
 
 Tree = Any
+Triple = tuple[float, float, float]
+Scale = Literal["spectral_norm", "rms_norm", "max"] | None
 
-COEFFICIENTS = (
-    (4.0848, -6.8946, 2.9270),
-    (3.9505, -6.3029, 2.6377),
-    (3.7418, -5.5913, 2.3037),
-    (2.8769, -3.1427, 1.2046),
-    (2.8366, -3.0525, 1.2012),
+BATCH = 1 << 25
+"""Numbers of a batch, at most; a matrix that is larger is a batch of its own. 128 MiB in float32."""
+
+_SAFETY = 1.02
+_POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-"""Those of the code of MuLoCo, one triple for each iteration."""
+
+
+def _of_smaller(triple: Triple, factor: float) -> Triple:
+    """Return the triple that does to x what this one does to x / factor."""
+    a, b, c = triple
+    return a / factor, b / factor**3, c / factor**5
+
+
+COEFFICIENTS: Mapping[str, tuple[Triple, ...]] = MappingProxyType(
+    {
+        "dion": (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        "jordan": ((3.4445, -4.7750, 2.0315),) * 5,
+        # its authors divide the matrix by 1.02, so that rounding cannot take a singular value above 1
+        "polar_express": (_of_smaller(_POLAR_EXPRESS[0], _SAFETY), *_POLAR_EXPRESS[1:]),
+    }
+)
+"""Coefficients by name, a triple for each iteration: those of the code of Dion and MuLoCo; Keller Jordan's; those of
+Amsel et al., The Polar Express (arXiv 2505.16932)."""
 
 
 def scale_by_muon(
@@ -31,9 +65,10 @@ def scale_by_muon(
     nesterov: bool = False,
     *,
     eps: float = 1e-8,
-    scale: Literal["spectral_norm", "rms_norm"] = "spectral_norm",
-    coefficients: Sequence[tuple[float, float, float]] = COEFFICIENTS,
+    scale: Scale = "spectral_norm",
+    coefficients: str | Sequence[Triple] = "dion",
     dtype: torch.dtype | None = None,
+    flatten: bool = False,
 ) -> Transform:
     """Make the momentum of each matrix nearly orthogonal: all its singular values become about 1.
 
@@ -50,9 +85,12 @@ def scale_by_muon(
     Args:
         decay, nesterov: as for `trace`, whose state this has. eps: keeps a matrix of zeros at zero.
         scale: s for n rows and k columns. "spectral_norm": sqrt(n / k). "rms_norm": 0.2 sqrt(max(n, k)), so that a
-            learning rate of AdamW fits.
-        coefficients: a triple for each iteration. dtype: in what the iterations are done, such as bfloat16, which is
-            faster on accelerators; None: as the momentum is, float32 for half precision.
+            learning rate of AdamW fits. "max": sqrt(max(1, n / k)), which is Keller Jordan's. None: 1.
+        coefficients: "dion", "jordan", "polar_express", or a triple for each iteration.
+        dtype: in what the iterations are done, such as bfloat16, which is faster on accelerators; None: as the momentum
+            is, float32 for half precision.
+        flatten: take a tensor of three or more dimensions, such as the weight of a convolution, as the matrix
+            (shape[0], all others). A stack of matrices, such as the experts of a layer, is none; make it a list.
     Raises: TypeError or ValueError that names the argument; from `init`, a ValueError that names a leaf that is no
         matrix. Give these to another optimizer, with `partition`.
 
@@ -60,36 +98,116 @@ def scale_by_muon(
         Therien et al., MuLoCo (arXiv 2505.23725).
     Differs: both iterate in bfloat16, as dtype=torch.bfloat16 does.
     """
+    link = orthogonalize(eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
+    return chain(trace(decay, nesterov), link._replace(facts=Facts(whole=("scale_by_muon",))))
+
+
+def orthogonalize(
+    *,
+    eps: float = 1e-8,
+    scale: Scale = "spectral_norm",
+    coefficients: str | Sequence[Triple] = "dion",
+    dtype: torch.dtype | None = None,
+    flatten: bool = False,
+) -> Transform:
+    """Make each matrix of the updates nearly orthogonal, by Newton-Schulz iterations: `scale_by_muon`, no momentum.
+
+        X = z / (|z|_F + eps);    X <- a X + (b A + c A^2) X,  A = X X^T,  for each (a, b, c);    u = s X
+
+    Args: as for `scale_by_muon`. Raises: as it.
+    """
     check_number("eps", eps)
     if not 0 < eps < math.inf:
         raise ValueError(expected("eps", "a positive number", f"{eps}"))
-    if scale not in ("spectral_norm", "rms_norm"):
-        raise ValueError(expected("scale", "'spectral_norm' or 'rms_norm'", f"{scale!r}"))
+    if scale not in FACTORS:
+        raise ValueError(expected("scale", f"one of {', '.join(map(repr, FACTORS))}", f"{scale!r}"))
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(expected("dtype", "a floating dtype, or None", f"{dtype}"))
-    triples = tuple(tuple(map(float, each)) for each in coefficients)
-    if not triples or any(len(each) != 3 for each in triples):
-        raise ValueError(expected("coefficients", "three numbers for each iteration", f"{coefficients}"))
+    if not isinstance(flatten, bool):
+        raise TypeError(expected("flatten", "True or False", f"{flatten!r}"))
+    rule = NewtonSchulz(_triples(coefficients), eps, scale, dtype)
 
     def init(params: Tree) -> Tree:
         for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
-            if p.ndim != 2:
+            if p.ndim != 2 and not (flatten and p.ndim > 2):
                 wanted, got = f"leaf {path or 'the root'!r} to be a matrix", f"shape {tuple(p.shape)}"
-                raise ValueError(expected("params", wanted, got, "give it to another optimizer, with fn.partition"))
+                cure = "give it to another optimizer, with fn.partition"
+                cure += "; or pass flatten=True, if it maps all its dimensions but the first" if p.ndim > 2 else ""
+                raise ValueError(expected("params", wanted, got, cure))
         return ()
 
-    def orthogonal(z: Tensor) -> Tensor:
-        rows, columns = z.shape
-        x = (z.T if rows > columns else z).to(dtype or z.dtype)
-        x = x / (x.norm() + eps)
-        for a, b, c in triples:
-            gram = x @ x.T
-            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-        spectral = math.sqrt(rows / max(1, columns))
-        factor = spectral if scale == "spectral_norm" else 0.2 * math.sqrt(max(rows, columns))
-        return (x.T if rows > columns else x).to(z.dtype) * factor
-
     def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        return tree.map(orthogonal, updates), state
+        leaves, structure = tree.flatten(updates)
+        return tree.unflatten(structure, orthogonal(leaves, rule)), state
 
-    return chain(trace(decay, nesterov), lift(init, update)._replace(facts=Facts(whole=("scale_by_muon",))))
+    return lift(init, update)._replace(facts=Facts(whole=("orthogonalize",)))
+
+
+class NewtonSchulz(NamedTuple):
+    """How matrices are made orthogonal. triples: of each iteration. Others: as for `scale_by_muon`."""
+
+    triples: tuple[Triple, ...]
+    eps: float
+    scale: Scale
+    dtype: torch.dtype | None
+
+
+FACTORS: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(
+    {
+        "spectral_norm": lambda rows, columns: math.sqrt(rows / max(1, columns)),
+        "rms_norm": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+        "max": lambda rows, columns: math.sqrt(max(1.0, rows / max(1, columns))),
+        None: lambda rows, columns: 1.0,
+    }
+)
+"""Scale -> what a matrix of so many rows and columns is multiplied by."""
+
+
+def orthogonal(matrices: Sequence[Tensor], rule: NewtonSchulz) -> list[Tensor]:
+    """Return what `orthogonalize` makes of these, each in its own shape and dtype. Equal shapes make one batch."""
+    made: dict[int, Tensor] = {}
+    for places in batches([(z.shape, z.dtype, z.device) for z in matrices]):
+        made.update(zip(places, _of_a_shape([matrices[i] for i in places], rule), strict=True))
+    return [made[i] for i in range(len(matrices))]
+
+
+def batches(kinds: Iterable[tuple[torch.Size, torch.dtype, torch.device]]) -> list[list[int]]:
+    """Return the places of tensors that make a batch each: equal in kind, and no more than `BATCH` numbers.
+
+    >>> pairs = [(torch.Size([4, 2]), torch.float32, torch.device("cpu")), (torch.Size([3]), torch.float32, None)]
+    >>> batches([pairs[0], pairs[1], pairs[0]])
+    [[0, 2], [1]]
+    """
+    places: dict[Any, list[int]] = {}
+    for i, kind in enumerate(kinds):
+        places.setdefault(kind, []).append(i)
+    made = []
+    for (shape, *_), of_kind in places.items():
+        most = max(1, BATCH // max(1, shape.numel()))
+        made += [of_kind[first : first + most] for first in range(0, len(of_kind), most)]
+    return made
+
+
+def _of_a_shape(matrices: Sequence[Tensor], rule: NewtonSchulz) -> tuple[Tensor, ...]:
+    shape, dtype = matrices[0].shape, matrices[0].dtype
+    x = torch.stack([*matrices]).flatten(2).to(rule.dtype or dtype)  # (b, m, n)
+    rows, columns = x.shape[1:]
+    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + rule.eps)
+    for a, b, c in rule.triples:  # X X^T of the smaller side: p(X X^T) X is X p(X^T X)
+        gram = torch.bmm(*((x, x.mT) if rows <= columns else (x.mT, x)))
+        powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((powers, x) if rows <= columns else (x, powers)), beta=a)
+    x = (x * FACTORS[rule.scale](rows, columns)).to(dtype).view(len(matrices), *shape)
+    return torch.unbind(x)
+
+
+def _triples(coefficients: str | Sequence[Triple]) -> tuple[Triple, ...]:
+    if isinstance(coefficients, str):
+        if coefficients not in COEFFICIENTS:
+            wanted = f"one of {', '.join(map(repr, COEFFICIENTS))}, or three numbers for each iteration"
+            raise ValueError(expected("coefficients", wanted, f"{coefficients!r}"))
+        return COEFFICIENTS[coefficients]
+    triples = [tuple(map(float, triple)) for triple in coefficients]
+    if not triples or any(len(triple) != 3 for triple in triples):
+        raise ValueError(expected("coefficients", "three numbers for each iteration", f"{coefficients}"))
+    return tuple((a, b, c) for a, b, c in triples)

@@ -62,3 +62,12 @@ def test_learning_rates_may_be_vmapped_one_per_seed():
 def test_arguments_out_of_range_are_refused_by_name(make, name):
     with pytest.raises(ValueError, match=name):
         make()
+
+
+def test_cautious_decay_rests_where_the_update_leads_away_from_zero() -> None:
+    """u + wd p where u p >= 0, also where one of them is 0; a NaN stays one."""
+    p = torch.tensor([1.0, 1.0, -1.0, -1.0, 2.0, 0.0, 3.0])
+    u = torch.tensor([0.5, -0.5, 0.5, -0.5, 0.0, 1.0, torch.nan])
+    out, _ = fn.add_decayed_weights(0.1, cautious=True).local_update(u, (), p)
+    expected = torch.tensor([0.6, -0.5, 0.5, -0.6, 0.2, 1.0, torch.nan])
+    torch.testing.assert_close(out, expected, equal_nan=True)

@@ -104,6 +104,64 @@ def test_what_it_makes_is_nearly_orthogonal(shape: tuple[int, int]) -> None:
         torch.testing.assert_close(u / factor, u_ @ v, rtol=0, atol=0.1)
 
 
+@pytest.mark.parametrize("coefficients", ["dion", "jordan", "polar_express"])
+def test_a_stack_gives_what_each_matrix_gives_alone(coefficients: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matrices of a shape make one batch, which is cut where it would be too large."""
+    shapes = [(5, 3), (4, 4), (5, 3), (3, 5), (5, 3), (4, 4), (5, 3)]
+    grads = [numbers(*shape, seed=i) * 10**i for i, shape in enumerate(shapes)]
+    tx = fn.scale_by_muon(coefficients=coefficients, scale=None)
+    alone = [tx.local_update(g, tx.init(g), g)[0] for g in grads]
+    for most in (1 << 25, 31, 1):
+        monkeypatch.setattr("fn.transforms.muon.BATCH", most)
+        stacked, _ = tx.local_update(grads, tx.init(grads), grads)
+        for a, b in zip(stacked, alone, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2e-6)
+            assert torch.linalg.svdvals(a.double()).sub(1).abs().max() < 0.4
+
+
+def test_scales_are_those_of_the_shape() -> None:
+    g = numbers(9, 4)
+    plain, by_max, rms, spectral = (
+        fn.scale_by_muon(scale=scale).local_update(g, fn.scale_by_muon().init(g), g)[0]
+        for scale in (None, "max", "rms_norm", "spectral_norm")
+    )
+    torch.testing.assert_close(by_max, plain * 1.5)
+    torch.testing.assert_close(spectral, plain * 1.5)
+    torch.testing.assert_close(rms, plain * 0.6)
+    wide = fn.scale_by_muon(scale="max").local_update(g.T, fn.scale_by_muon().init(g.T), g.T)[0]
+    torch.testing.assert_close(wide, plain.T)
+
+
+def test_the_weight_of_a_convolution_is_a_matrix_if_it_is_told_so() -> None:
+    g = [numbers(6, 3, 2, 2), numbers(6, 3, 2, 2, seed=1), numbers(6, 12, seed=2)]
+    tx = fn.scale_by_muon(flatten=True)
+    flat = [x.flatten(1) for x in g]
+    made, _ = tx.local_update(g, tx.init(g), g)
+    expected, _ = tx.local_update(flat, tx.init(flat), flat)
+    for a, b, x in zip(made, expected, g, strict=True):
+        assert a.shape == x.shape
+        torch.testing.assert_close(a, b.view(x.shape), rtol=0, atol=2e-6)
+    with pytest.raises(
+        ValueError, match=r"leaf '0' to be a matrix, but got shape \(6, 3, 2, 2\); .* pass flatten=True"
+    ):
+        fn.scale_by_muon().init(g)
+
+
+def test_what_muon_moves_and_what_adamw_does() -> None:
+    """By default the tensors with two dimensions are Muon's, with labels those that are hidden; the rate of the others
+    is a multiple of its own."""
+    params = [torch.zeros(4, 3), torch.zeros(4, 3), torch.zeros(3)]
+    grads = [numbers(*p.shape, seed=i) for i, p in enumerate(params)]
+    tx = fn.muon(0.1, labels=["hidden", "other", "other"], other_rate=0.5, weight_decay=0.0)
+    updates, _ = tx.warmup_update(grads, tx.init(params), params)
+    assert torch.linalg.svdvals(updates[0].double()).sub(0.1 * (4 / 3) ** 0.5).abs().max() < 0.02
+    for u, g in zip(updates[1:], grads[1:], strict=True):
+        torch.testing.assert_close(u, -0.05 * g.sign(), rtol=0, atol=1e-5)
+    lion = fn.muon(0.1, other="lion", weight_decay=0.0)
+    updates, _ = lion.warmup_update(grads, lion.init(params), params)
+    torch.testing.assert_close(updates[2], -0.1 * grads[2].sign())
+
+
 def test_simulated_ranks_agree_after_a_round_in_two_bits():
     tx, start = fn.muloco(axis="data", codec=fn.bins(4, 6)), [numbers(5, 3), numbers(4), numbers(2, 3, 4)]
     gradients = [numbers(3, 4, *p.shape, seed=i) for i, p in enumerate(start)]  # ranks, steps, shape
@@ -133,6 +191,11 @@ def test_zeros_stay_zeros_and_a_matrix_may_be_empty():
         (lambda: fn.scale_by_muon(scale="rms"), ValueError, "scale: expected"),
         (lambda: fn.scale_by_muon(dtype="bf16"), TypeError, "dtype: expected"),
         (lambda: fn.scale_by_muon(coefficients=[]), ValueError, "coefficients: expected"),
+        (lambda: fn.scale_by_muon(coefficients="keller"), ValueError, "coefficients: expected one of 'dion', 'jordan'"),
+        (lambda: fn.scale_by_muon(flatten=1), TypeError, "flatten: expected True or False, but got 1"),
+        (lambda: fn.muon(other="sgd"), ValueError, "other: expected 'adamw' or 'lion', but got 'sgd'"),
+        (lambda: fn.muon(cautious=1), TypeError, "cautious: expected True or False, but got 1"),
+        (lambda: fn.muon(labels=["hid"]).init([torch.ones(2, 2)]), ValueError, "labels: expected 'hidden' or 'other'"),
         (lambda: fn.scale_by_muon().init({"b": torch.ones(3)}), ValueError, "params: expected leaf 'b' to be a matrix"),
         (lambda: fn.muloco(axis="data", feedback=fn.classic()), ValueError, "feedback: is given without a codec"),
     ],

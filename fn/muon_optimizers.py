@@ -1,0 +1,91 @@
+"""Named optimizers of the Muon family: each is a chain under its docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fn.base import Transform, chain, check_interval, check_number
+from fn.collectives.axis import AxisNames
+from fn.errors import expected
+from fn.transforms import scaling
+from fn.transforms.adam import scale_by_adam
+from fn.transforms.average import agreed, always_average
+from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.lion import scale_by_lion
+from fn.transforms.masking import Labels, hidden_and_other, partition
+from fn.transforms.muon import Scale, Triple, scale_by_muon
+from fn.transforms.skip_nonfinite import skip_nonfinite
+
+
+def muon(
+    lr: float | Tensor = 0.02,
+    momentum: float = 0.95,
+    weight_decay: float = 0.01,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    *,
+    axis: AxisNames | None = None,
+    labels: Labels = None,
+    nesterov: bool = True,
+    scale: Scale = "spectral_norm",
+    coefficients: str | Sequence[Triple] = "polar_express",
+    dtype: torch.dtype | None = None,
+    flatten: bool = False,
+    cautious: bool = False,
+    other: Literal["adamw", "lion"] = "adamw",
+    other_rate: float = 1.0,
+) -> Transform:
+    """Muon: matrices of hidden layers move along their momentum, made orthogonal; AdamW, or Lion, moves the others.
+
+        >>> import torch, fn
+        >>> tx = fn.muon(0.1, axis="data")
+        >>> def train(target):                # of each rank; the best p is their mean
+        ...     p = torch.zeros(4, 3)
+        ...     state = tx.init(p)
+        ...     for step in range(30):
+        ...         updates, state = tx.update(fn.Phase.WARMUP)(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> targets = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+        >>> best, p = targets.mean(0), fn.simulate(train, "data", 2)(targets)[0]
+        >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
+        0.450 -> 0.007
+
+    Args:
+        lr: of matrices, a float or a 0-d tensor. other_rate: the rate of the others, as a multiple of it.
+        momentum, nesterov, scale, coefficients, dtype, flatten: as for `scale_by_muon`; with scale="rms_norm" a rate of
+            AdamW fits both kinds.
+        weight_decay, cautious: of all tensors, as for `add_decayed_weights`.
+        axis: over which the gradients are averaged, exactly; None for none.
+        labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
+            and the head to AdamW. None: all matrices are Muon's, for their shapes do not tell.
+        other: what moves the others. b1, b2: of it. eps: of AdamW and of Muon.
+    Returns: a transform with a warm-up phase only.
+
+    Paper: Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024); coefficients of Amsel et al.,
+        The Polar Express (arXiv 2505.16932).
+    Differs: the iterations are in float32 unless dtype=torch.bfloat16 is given, which all originals use.
+    """
+    check_interval("momentum", momentum, "[0, 1)")
+    check_number("other_rate", other_rate)
+    if other not in ("adamw", "lion"):
+        raise ValueError(expected("other", "'adamw' or 'lion'", f"{other!r}"))
+    decay, rate = add_decayed_weights(weight_decay, cautious), scale_by_learning_rate(lr)
+    direction = scale_by_adam(b1, b2, eps) if other == "adamw" else scale_by_lion(b1, b2)
+    iterations = scale_by_muon(
+        momentum, nesterov, eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten
+    )
+    kinds = {
+        "muon": chain(iterations, decay, rate),
+        other: chain(direction, decay, rate)
+        if other_rate == 1
+        else chain(direction, decay, scaling.scale(other_rate), rate),
+    }
+    is_matrix = (lambda p: p.ndim >= 2) if flatten else (lambda p: p.ndim == 2)
+    named = hidden_and_other(labels, {"hidden": "muon", "other": other}, is_matrix)
+    return agreed(skip_nonfinite(chain(always_average(axis), partition(kinds, named))), axis)
