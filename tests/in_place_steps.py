@@ -18,10 +18,10 @@ def listed() -> Iterator[list[bool]]:
     steps: list[bool] = []
     purely, commit, was_pure = step.stage_purely, step.commit, False
 
-    def noted(*args: Any) -> Any:
+    def noted(*args: Any, **more: Any) -> Any:
         nonlocal was_pure
         was_pure = True
-        return purely(*args)
+        return purely(*args, **more)
 
     def written(*args: Any) -> None:
         nonlocal was_pure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -33,10 +34,20 @@ def written_into(old: Tree, new: Tree) -> Callable[[], None]:
             )
 
     def write() -> None:
-        for o, n in pairs:
-            _at_least_1d(o).copy_(_at_least_1d(n))
+        copy_into(*([_at_least_1d(pair[side]) for pair in pairs] for side in (0, 1)))
 
     return write
+
+
+def copy_into(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+    """Copy tensors into others, on a device by a launch for many."""
+    pairs = [*zip(to, tensors, strict=True)]
+    listed = [x.device.type != "cpu" and x.dim() > 0 and 0 not in y.stride() for x, y in pairs]
+    for (x, y), is_listed in zip(pairs, listed, strict=True):
+        if not is_listed:
+            x.copy_(y)
+    if any(listed):
+        torch._foreach_copy_([*compress(to, listed)], [*compress(tensors, listed)])
 
 
 def successor(old: Tree, new: Tree) -> Callable[[], None]:

@@ -41,6 +41,7 @@ from fn.collectives.axis import current_binding
 from fn.collectives.simulation import found_alike
 from fn.compiling import memoized
 from fn.errors import expected
+from fn.kernels.flags import are_assumed, known, read
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
 from fn.transforms.adam import zeros_like_moment
@@ -212,7 +213,9 @@ def outer(
         moves, inner_state = inner_update(updates, state.inner, params)
         ok = (all_addable(tree.leaves(moves)) & all_finite(_floats(inner_state))).to(state.dropped.device)
         for new, old in zip(roles.find(inner_state, "skips"), roles.find(state.inner, "skips"), strict=True):
-            ok = ok & (new == old)  # what a guard inside skips counts as dropped
+            ok = ok if new is old else ok & (new == old)  # what a guard inside skips counts as dropped
+        if known(ok):
+            return moves, state._replace(inner=inner_state, alone=state.alone + 1)
         moves = tree.map(lambda u: torch.where(ok.to(u.device), u, -0.0), moves)
         leaves, structure = tree.flatten(inner_state)  # a guard inside may return another class than it was given
         chosen = [_chosen(ok, new, old) for new, old in zip(leaves, tree.leaves(state.inner), strict=True)]
@@ -256,19 +259,24 @@ def outer(
         new = [x + u.to(x.dtype) for x, u in zip(wide, tree.leaves(moves), strict=True)]
         rounded = [x.to(params[i].dtype) for i, x in zip(places, new, strict=True)]
         stored = [x.to(old.dtype) for x, old in zip(new, before, strict=True)]
-        ok = all_finite([*means, *new, *rounded, *stored, *_floats(outer_state)])
+        results = [*means, *new, *rounded, *stored, *_floats(outer_state)]
+        ok = all_finite([*{id(x): x for x in results}.values()])  # mostly, what was rounded is the same tensor
         taken = ok & begun.to(ok.device)
+        if read(taken):  # then nothing below is selected, which would take a pass and memory for each tensor
+            ok = taken = torch.ones_like(taken, device="cpu")
         outer_state = tree.map(lambda new, old: _chosen(taken, new, old), outer_state, state.outer[fragment])
         after = [_chosen(taken, x, old) for x, old in zip(stored, before, strict=True)]
         state = state._replace(
             anchor=tree.unflatten(structure, put(anchor, places, after)),
-            pending=tree.unflatten(structure, put(pending, places, [torch.zeros_like(d) for d in means])),
+            pending=tree.unflatten(structure, put(pending, places, [_zeros_like(d) for d in means])),
             outer=_with(state.outer, fragment, outer_state),
-            left_out=state.left_out + (begun & ~ok.to(begun.device)).to(torch.int64),
+            left_out=state.left_out if _is_known(ok) else state.left_out + (begun & ~ok.to(begun.device)).long(),
             begun=_with(state.begun, fragment, torch.zeros_like(begun)),
         )
         anchors = [x.to(params[i].device, d.dtype) for i, x, d in zip(places, after, means, strict=True)]
         moved = [_between(x, params[i], alpha) for i, x in zip(places, anchors, strict=True)]
+        if _is_known(taken):
+            return put(params, places, moved), state
         instead = [params[i].to(x.dtype) for i, x in zip(places, moved, strict=True)]
         if on_skip == "anchor":
             instead = [_chosen(begun, x.to(p), p) for x, p in zip(after, instead, strict=True)]
@@ -343,6 +351,11 @@ def _with(states: tuple[Tree, ...], place: int, new: Tree) -> tuple[Tree, ...]:
 def _between(anchor: Tensor, p: Tensor, alpha: float) -> Tensor:
     """Return anchor + alpha (p - anchor); the anchor itself, bitwise, for alpha 0."""
     return anchor + alpha * (p.to(anchor.dtype) - anchor) if alpha else anchor
+
+
+def _zeros_like(x: Tensor) -> Tensor:
+    """Return zeros, without memory for them where they are copied into the state at once."""
+    return x.new_zeros(()).expand_as(x) if are_assumed() and x.device.type != "cpu" else torch.zeros_like(x)
 
 
 def _is_known(ok: Tensor) -> bool:

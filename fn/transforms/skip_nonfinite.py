@@ -24,6 +24,8 @@ from fn.base import (
 )
 from fn.collectives.axis import rank_dims
 from fn.errors import expected
+from fn.kernels import ops
+from fn.kernels.flags import known
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
 
@@ -128,9 +130,10 @@ def together(transforms: Sequence[Transform]) -> Transform:
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             results = [f(*args) for f, args in zip(updates_of, zip(updates, state, params, strict=True), strict=True)]
-            pairs = [(new, old) for (_, new), old in zip(results, state, strict=True) if isinstance(old, SkipState)]
-            if len(results) > 1 and pairs:
-                ok = torch.stack([new.skipped == old.skipped for new, old in pairs]).all()
+            guards = [(new, old) for (_, new), old in zip(results, state, strict=True) if isinstance(old, SkipState)]
+            counts = [(new.skipped, old.skipped) for new, old in guards if new.skipped is not old.skipped]
+            if len(results) > 1 and counts:
+                ok = torch.stack([new == old for new, old in counts]).all()
                 results = [
                     _keep_or_skip(ok, out, new.inner, old, p) if isinstance(old, SkipState) else (out, new)
                     for (out, new), old, p in zip(results, state, params, strict=True)
@@ -149,8 +152,9 @@ def together(transforms: Sequence[Transform]) -> Transform:
 
 def _is_fine(out: Tree, after: Tree, before: Tree, params: Tree) -> Tensor:
     """Return whether a step may be taken, 0-d bool, the same on all ranks. out: its updates. before, after: states."""
-    if watched := roles.find(after, "watched"):
-        return all_finite(tree.leaves(watched))
+    if watched := tree.leaves(roles.find(after, "watched")):
+        olds = tree.leaves(roles.find(before, "watched"))
+        return all_finite([new for new, old in zip(watched, olds, strict=True) if new is not old])
     if isinstance(out, NewParams):
         ok = all_finite(tree.leaves(out))
     else:
@@ -165,9 +169,9 @@ def _keep_or_skip(
     ok: Tensor, updates: Tree, after: Tree, state: SkipState, params: Tree, instead: float | None = None
 ) -> tuple[Tree, SkipState]:
     """Return updates and `after` where ok; elsewhere updates that move nothing, or `instead`, and the old state."""
+    if known(ok):  # a branch costs nothing here, a selection a pass
+        return updates, SkipState(after, state.skipped)
     skipped = state.skipped + (~ok).to(state.skipped)
-    if ok.device.type == "cpu" and is_concrete(ok) and ok:  # a branch costs nothing here, a selection a pass
-        return updates, SkipState(after, skipped)
     if isinstance(updates, NewParams):
         old = params if instead is None else tree.map(lambda p: torch.full_like(p, instead), params)
         updates = NewParams(tree.map(lambda new, p: torch.where(ok.to(p.device), new, p.to(new)), updates.params, old))
@@ -200,6 +204,8 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
         sums = [float(x.detach().sum(dtype=x.dtype)) for x in leaves]
         if all(map(math.isfinite, sums)):  # finite sums prove it in half the time; an infinite one proves nothing
             return torch.tensor(True, dtype=torch.bool, device="cpu")
+    if _has_numbers(leaves):
+        return _all_below(math.inf, leaves)
     return torch.isfinite(ends(leaves)).all()
 
 
@@ -217,8 +223,28 @@ def all_addable(updates: list[Tensor], params: Sequence[Tensor] = ()) -> Tensor:
     small = (float(torch.linalg.vector_norm(x.detach())) < _far(x, p) for x, p in pairs)
     if _is_on_host([x for x, _ in pairs]) and all(small):
         return torch.tensor(True, dtype=torch.bool, device="cpu")
-    flags = [ends([x]).abs() < _far(x) if p is None else (p + x).to(p.dtype).isfinite() for x, p in pairs]
+    if _has_numbers([x for x, _ in pairs]):
+        limits = {_far(x): [y for y, q in pairs if q is None and _far(y) == _far(x)] for x, p in pairs if p is None}
+        flags = [_all_below(limit, some) for limit, some in limits.items()]
+        pairs = [(x, p) for x, p in pairs if p is not None]
+    else:
+        flags = []
+    flags += [ends([x]).abs() < _far(x) if p is None else (p + x).to(p.dtype).isfinite() for x, p in pairs]
     return torch.stack([flag.all().to(flags[0].device) for flag in flags]).all()
+
+
+def _all_below(limit: float, leaves: list[Tensor]) -> Tensor:
+    """Return whether all magnitudes are below a limit, by a kernel for lists of one dtype on one device; 0-d bool."""
+    alike: dict[Any, list[Tensor]] = {}
+    for x in leaves:
+        alike.setdefault((x.dtype, x.device), []).append(x.detach())
+    flags = [ops.direct("largest_magnitude", some) < limit for some in alike.values()]  # NaN is not
+    return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
+
+
+def _has_numbers(leaves: list[Tensor]) -> bool:
+    """Return whether leaves hold numbers that are not on the host alone."""
+    return bool(leaves) and is_concrete(*leaves) and not _is_on_host(leaves)
 
 
 def _far(x: Tensor, half: Tensor | None = None) -> float:

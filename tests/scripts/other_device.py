@@ -27,7 +27,7 @@ from fn.collectives.codecs.codec import Segments
 from fn.inplace import bounds, match, sharded
 from fn.inplace.match import in_place
 from fn.inplace.protocol import InPlace
-from fn.kernels import foreach, tracing
+from fn.kernels import flags, foreach, tracing
 from fn.transforms import outer, skip_nonfinite
 from fn.transforms import sharded as pure_sharded
 
@@ -104,7 +104,7 @@ def step(update: Any, staged: bool, grads: list[Any], state: Any, params: list[A
 
 def rounds(device: torch.device) -> tuple[int, int]:
     """Take rounds, also with an anchor in the memory of the host; return how many steps took place, and did not."""
-    for module in (outer, skip_nonfinite):  # no number is asked for: this is the longer way
+    for module in (flags, outer, skip_nonfinite):  # no number is asked for: this is the longer way
         vars(module)["is_concrete"] = lambda *tensors: False
     cases = [(store, when) for store in (None, "cpu") for when in (fn.Phase.WARMUP, fn.Round(), fn.Round(0, 0))]
 

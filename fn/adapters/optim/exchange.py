@@ -36,8 +36,9 @@ from fn.collectives.profiling import Watchers, watched_by
 from fn.collectives.transports.failure_detection import abort_connections, raising_peer_lost
 from fn.collectives.transports.registry import registered
 from fn.errors import RanksDisagree, expected
-from fn.inplace.memory import among, written_into
+from fn.inplace.memory import among, copy_into, written_into
 from fn.inplace.protocol import Staged
+from fn.kernels import flags
 from fn.transforms.outer import OuterState
 
 Tree = Any
@@ -112,7 +113,11 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
                 return states
 
     if "outer" in parts:
-        states, after = run(parts["outer"], states, after)
+        with flags.assumed() as assumed:
+            taken = run(parts["outer"], states, after)
+        if not flags.all_of(assumed):  # the one wait; nothing is sent in this part, so a rank may take it again alone
+            taken = run(parts["outer"], states, after)
+        states, after = taken
 
     def commit() -> None:
         triples = zip(*map(tree.leaves, (tuple(training.params), params, after)), strict=True)
@@ -121,8 +126,7 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
         write_states = written_into(training.states, states)
         with writing(training):
             write_states()
-            for p, x in changed:
-                p.copy_(x)
+            copy_into(*([pair[side] for pair in changed] for side in (0, 1)))
         training.sending, training.sender = take_over, os.getpid()
 
     return Staged(True, commit)
@@ -146,7 +150,7 @@ def _announce(training: Training, fragment: int, steps: int) -> Callable[[], Non
         rows = all_gather(mine, axes)
 
     def compare() -> None:
-        first, *others = rows.tolist()
+        first, *others = rows.cpu().tolist()
         for rank, row in enumerate(others, 1):
             if row != first:
                 raise RanksDisagree(

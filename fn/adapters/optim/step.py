@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
+from inspect import unwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -31,12 +33,13 @@ from fn.adapters.optim.param_groups import names_of
 from fn.adapters.optim.signals import writing
 from fn.adapters.optim.training import Training
 from fn.adapters.optim.warnings import say_slow, warn_of_thawed
-from fn.base import NewParams, Part, Phase, Round, SideBySide, UpdateFn
+from fn.base import Guarded, NewParams, Part, Phase, Round, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
 from fn.errors import expected
 from fn.inplace.match import in_place, refusing, same_links
 from fn.inplace.memory import among, written_into
 from fn.inplace.protocol import InPlace, Staged, settled
+from fn.kernels import flags
 from fn.transforms.skip_nonfinite import SkipState
 
 Tree = Any
@@ -123,7 +126,8 @@ def stage_all(training: Training, update: Update, phase: Phase | Part, given: Gr
         steps = settled([stage(of, *args, slow) for of, args in zip(update.groups, groups, strict=True)])
         if all(step.ok for step in steps) and not all(step.safe for step in steps):
             triples = zip(steps, update.groups, groups, strict=True)
-            steps = settled([step if step.safe else stage_purely(of, *args) for step, of, args in triples])
+            pure = partial(stage_purely, exactly=True)
+            steps = settled([step if step.safe else pure(of, *args) for step, of, args in triples])
         return steps
 
 
@@ -151,17 +155,23 @@ def stage(update: UpdateFn, grads: Tree, state: Tree, params: Tree, slow: Callab
     return stage_purely(update, grads, state, params)
 
 
-def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> Staged:
-    """Compute a step that waits to be written. Nothing is changed. Args: as `stage`.
+def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree, *, exactly: bool = False) -> Staged:
+    """Compute a step that waits to be written. Nothing is changed.
 
+    It is computed as if all numbers were finite (`flags.assumed`), unless `exactly` is True. Where they are not, it is
+    skipped; in a local phase, whose guard does not look, a rank may leave out a part of it, so there it is not safe.
+
+    Args: the others: as `stage`.
     Raises: ValueError if what is computed cannot be written.
     """
     params = tree.map(Tensor.detach, params)
     check_apart(state, params)
-    moves, after = checked(update)(grads, state, params)
+    with nullcontext(list[Tensor]()) if exactly else flags.assumed() as assumed:
+        moves, after = checked(update)(grads, state, params)
     is_old = among(tree.leaves(state))
     moves = tree.map(lambda u: u.clone() if is_old(u) else u, moves)
     taken = after.skipped is state.skipped or after.skipped == state.skipped
+    holds = flags.all_of(assumed)
     # The count of a step that is taken is not written, so that nobody waits for a device to read it.
     write_state = written_into(state, after._replace(skipped=state.skipped))
 
@@ -169,7 +179,10 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> St
         write_state()
         move(params, moves)
 
-    return Staged(taken, commit)
+    pure = unwrap(update.pure if isinstance(update, InPlace) else update)
+    if isinstance(pure, Guarded) and not pure.looks:
+        return Staged(taken, commit, holds)
+    return Staged(taken if holds is True else holds & taken, commit)
 
 
 def commit(training: Training, steps: Sequence[Staged], kept: Sequence[Kept] = ()) -> None:

@@ -1,0 +1,81 @@
+"""When the host reads a flag of a device, by which a pure function takes one of two results.
+
+To read it is to wait for the device. To select on the device, `torch.where(flag, new, old)`, is a pass over both, and
+the memory of a third. An adapter does neither: nearly every flag is true, so the function is run as if all were
+(`assumed`), and they are read in one wait before anything is written. If one is false, the function is run again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from fn.kernels.tracing import is_concrete
+
+
+class _Here(threading.local):
+    """The flags that this thread takes to be true; None where it takes none so."""
+
+    flags: list[Tensor] | None = None
+
+
+_here = _Here()
+
+
+@contextmanager
+def assumed() -> Iterator[list[Tensor]]:
+    """Take flags of a device to be true inside of this context, and collect them for whoever reads them afterwards.
+
+    What was run holds only if all of them are true. Flags of the host are read as everywhere. Results are to be copied
+    into memory that is there: some may be views that repeat one number.
+    """
+    before, _here.flags = _here.flags, []
+    try:
+        yield _here.flags
+    finally:
+        _here.flags = before
+
+
+def is_on_host(flag: Tensor) -> bool:
+    """Return whether reading a flag waits for nobody."""
+    return flag.device.type == "cpu"
+
+
+def are_assumed() -> bool:
+    """Tell whether this is inside of `assumed`."""
+    return _here.flags is not None
+
+
+def known(flag: Tensor) -> bool | None:
+    """Return whether a 0-d flag is true if no device has to be waited for; else None: select by it on the device.
+
+        >>> import torch
+        >>> from fn.kernels.flags import known
+        >>> known(torch.tensor(True)), torch.func.vmap(lambda x: x + (known(x > 0) is None))(torch.ones(2))
+        (True, tensor([2., 2.]))
+
+    None also where it holds no number: in a trace, and one for each of many under `vmap`.
+    """
+    if not is_concrete(flag):
+        return None
+    if is_on_host(flag):
+        return bool(flag)
+    if _here.flags is None:
+        return None
+    _here.flags.append(flag)
+    return True
+
+
+def read(flag: Tensor) -> bool | None:
+    """Return whether a 0-d flag is true, and wait for its device outside of `assumed`; None if it holds no number."""
+    found = known(flag)
+    return bool(flag) if found is None and is_concrete(flag) else found
+
+
+def all_of(flags: list[Tensor]) -> bool | Tensor:
+    """Return whether all flags of a device are true, 0-d; True of none."""
+    return torch.stack([flag.to(flags[0].device) for flag in flags]).all() if flags else True
