@@ -18,7 +18,7 @@ from fn.collectives.codecs.top_k import top_k
 from fn.collectives.compressed import ErrorFeedbackState, all_gather_shards, reduce_scatter_mean
 from fn.collectives.feedback import Feedback, classic, damped, decayed, differences, off
 from fn.collectives.ledger import Ledger, ledger
-from fn.collectives.primitives import all_gather, all_to_all, pmean, psum
+from fn.collectives.primitives import all_gather, all_to_all, permute, pmean, psum
 from fn.collectives.simulation import simulate
 from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
@@ -122,6 +122,7 @@ __all__ = [
     "onebit_lamb",
     "outer",
     "partition",
+    "permute",
     "pmean",
     "powersgd_adamw",
     "psum",

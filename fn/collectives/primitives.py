@@ -1,8 +1,9 @@
-"""The exact collectives `all_to_all`, `all_gather`, `psum` and `pmean`, on trees, by axis name.
+"""The exact collectives `all_to_all`, `all_gather`, `permute`, `psum` and `pmean`, on trees, by axis name.
 
-Each is an op `fn::name(x, rank, size, transport)`. The rank is a tensor operand: the vmap level that batches it is the
-axis itself, where the exchange is a transposition; any other vmap level is passed by. Below all levels the op
-decomposes into torch's functional collectives, so `torch.compile` sees them, or is carried by a registered transport.
+Each is an op `fn::name(x, rank, size, transport)`; `permute` has the permutation in place of the size. The rank is a
+tensor operand: the vmap level that batches it is the axis itself, where the exchange is a transposition; any other vmap
+level is passed by. Below all levels the op decomposes into torch's functional collectives, so `torch.compile` sees
+them, or is carried by a registered transport.
 This is the only module that names the functional collectives: they are private and their names move.
 
 Collectives are not differentiable, and say so: torch's own would give gradients of zero without a word.
@@ -111,6 +112,44 @@ def all_gather(x: Tree, axis: axes.AxisNames) -> Tree:
         return received
 
     return tree.map(gather, x)
+
+
+def permute(x: Tree, axis: str, perm: Sequence[int]) -> Tree:
+    """Send to one rank: rank r's value goes to rank perm[r], and each rank gets the value of the one that sends to it.
+
+    It is what rings, pairs and gossip need. A rank waits for the two ranks that it has to do with, and for no other,
+    where messages travel over connections of our own.
+
+    >>> import torch, fn
+    >>> fn.simulate(lambda x: fn.permute(x, "data", [1, 2, 0]), "data", 3)(torch.tensor([10, 20, 30]))
+    tensor([30, 10, 20])
+
+    Args: x: tree of tensors of any shape. axis: the axis' name. perm: for each rank the one that it sends to, known on
+        the host and the same on all ranks. A rank that is its own destination keeps its value.
+    Returns: the same shapes and dtypes.
+    Raises: TypeError for a leaf that is no tensor; ValueError if perm is no permutation of the ranks, or the axis is
+        not bound although others are, or although there are other processes (without any an axis has one rank);
+        `PeerLost` if one of the two ranks ends or does not answer in time.
+
+    Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
+    """
+    _check_tensors(x)
+    size, rank, transport = axes.resolve(axis)
+    to = [*perm]
+    if sorted(to) != [*range(size)]:
+        raise ValueError(expected("perm", f"each of the {size} ranks of {axis!r} once", f"{to}"))
+    simulated = transport == axes.SIMULATED or torch.compiler.is_compiling()  # no rank in particular
+    sends = to != [*range(size)] if simulated else to[int(rank)] != int(rank)
+
+    def send(leaf: Tensor) -> Tensor:
+        if _stays(leaf, size, transport):
+            return leaf
+        refuse_to_differentiate(leaf, "permute", axis)
+        count(leaf, axis, "permute", int(sends), 1)
+        received: Tensor = torch.ops.fn.permute(leaf.contiguous(), rank, to, transport)
+        return received
+
+    return tree.map(send, x)
 
 
 def psum(x: Tree, axis: axes.AxisNames) -> Tree:
@@ -278,6 +317,28 @@ def _fill(out: Tensor, rows: Sequence[Tensor] | Tensor, run: Callable[..., Any],
     return out
 
 
+def _run_permute(x: Tensor, rank: Tensor, perm: list[int], transport: str) -> Tensor:
+    group = group_of(transport)
+    me, size = group.rank(), len(perm)
+    to, source = perm[me], perm.index(me)
+    # An all-to-all in which all rows but one are empty: send and receive of torch.distributed would need a first call
+    # by all ranks over NCCL, and over gloo a rank that waits for a message hears no Ctrl-C.
+    sends, gets = ([x.numel() if r == peer else 0 for r in range(size)] for peer in (to, source))
+    if not is_concrete(x):
+        flat = torch.ops._c10d_functional.all_to_all_single(x.reshape(-1), gets, sends, transport)
+        return _wait(flat).view(x.shape)
+    out = memory_pool.empty(x.shape, x.dtype, x.device)
+    peers = connections(group) if x.device.type == "cpu" else None
+    if peers is None:
+        _finish(dist.all_to_all_single(out.view(-1), x.view(-1), gets, sends, group=group, async_op=True), x, transport)
+    elif to == me:
+        peers.exchange({}, {})
+        out.copy_(x)
+    else:
+        peers.exchange({to: [x]}, {source: [out]})
+    return out
+
+
 def _run_psum(x: Tensor, rank: Tensor, size: int, transport: str) -> Tensor:
     if is_concrete(x):  # torch's all-reduce works in place; x is the caller's
         return _add_up(memory_pool.empty(x.shape, x.dtype, x.device).copy_(x), transport)
@@ -357,6 +418,14 @@ def _vmap_psum(info: Any, dims: Any, x: Tensor, rank: Tensor, size: int, transpo
     return torch.ops.fn.psum(x.contiguous(), rank, size, transport), 0
 
 
+def _vmap_permute(info: Any, dims: Any, x: Tensor, rank: Tensor, perm: list[int], transport: str) -> _Batched:
+    if dims[1] is None:
+        return torch.ops.fn.permute(x.contiguous(), rank, perm, transport), dims[0]
+    if dims[0] is None:
+        return x, None  # all ranks send the same
+    return torch.stack([x.select(dims[0], perm.index(r)) for r in range(len(perm))]), 0
+
+
 def raise_if_lost(error: RuntimeError, collective: str, transport: str) -> None:
     """Raise `PeerLost` if a collective failed for a rank that ended or does not answer."""
     if is_loss(error):
@@ -379,9 +448,26 @@ def _define(name: str, run: Callable[..., Tensor], rule: Callable[..., _Batched]
     torch.library.register_vmap(f"fn::{name}", rule, lib=_library)
 
 
+def _permute_or_carry(x: Tensor, rank: Tensor, perm: list[int], transport: str) -> Tensor:
+    if transport in registered:
+        to, source = perm[int(rank)], perm.index(int(rank))
+        rows = x.new_zeros((len(perm), *x.shape))
+        rows[to] = x
+        return carry(rows, len(perm), "all_to_all", transport)[source]
+    try:
+        return _run_permute(x, rank, perm, transport)
+    except RuntimeError as error:
+        raise_if_lost(error, "permute", transport)
+        raise
+
+
 _define("all_to_all", _run_all_to_all, _vmap_all_to_all)
 _define("all_gather", _run_all_gather, _vmap_all_gather)
 _define("psum", _run_psum, _vmap_psum)
+
+_library.define("permute(Tensor x, Tensor rank, int[] perm, str transport) -> Tensor")
+_library.impl("permute", _permute_or_carry, "CompositeImplicitAutograd")
+torch.library.register_vmap("fn::permute", _vmap_permute, lib=_library)
 
 _library.define("count(Tensor x, Tensor ranks, Tensor(a!) tally, str axis, str collective, int size, int per) -> ()")
 _library.impl("count", _run_count, "CompositeExplicitAutograd")

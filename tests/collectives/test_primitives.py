@@ -232,7 +232,11 @@ def test_processes_take_every_dtype_that_the_simulation_takes():
             assert torch.equal(gathered, x.to(dtype))
 
 
-COLLECTIVES = [fn.psum, fn.pmean, fn.all_gather, fn.all_to_all]
+def permute(x, axis):
+    return fn.permute(x, axis, [*range(1, fn.axis_size(axis)), 0])
+
+
+COLLECTIVES = [fn.psum, fn.pmean, fn.all_gather, fn.all_to_all, permute]
 
 
 def in_forward_mode(f, x):
@@ -327,7 +331,7 @@ def test_processes_refuse_to_differentiate_a_collective():
     for found in ranks.run(2, differentiated_on_processes):
         for name in ("no_grad", "detached", "aux"):
             assert found.pop(name).tolist() == [1, 3]
-        assert len(found) == 12
+        assert len(found) == 15
         for (_, name), answer in found.items():
             assert isinstance(answer, str)
             assert f"{name} is not differentiable" in answer

@@ -5,11 +5,13 @@ comes, on a thread that spins while another one holds its lock. A rank that is l
 link carries one direction after the other. Here the thread that exchanges does all of it, both directions at once, and
 sleeps until `WAKE` bytes are there.
 
-On the wire, from each rank to each other one and in each exchange:
+On the wire, from each rank to each other one that it sends to, in each exchange:
 
     offset 0    8 bytes, little-endian: the number of the exchange over this group, from 0
     offset 8    8 bytes, little-endian: how many bytes follow
     offset 16   the rows, one behind the other, without anything between them
+
+A permutation sends to one rank only; the others get nothing of that exchange, and count it.
 
 Rows alone would do where all goes well. The header is for a rank whose schedule runs a step ahead, or whose phase is
 another one: its bytes would fill tensors that they are not meant for, and be taken for a mean.
@@ -100,7 +102,9 @@ class Connections:
         self.exchange({p: [send[p]] for p in self._ranks}, {p: [receive[p]] for p in self._ranks})
 
     def exchange(self, sends: Rows, receives: Rows) -> None:
-        """Send tensors to each peer and fill tensors from each: contiguous, and one message whatever their number.
+        """Send tensors to peers and fill tensors from peers: contiguous, and one message whatever their number.
+
+        A peer of whom neither speaks is not waited for. It counts the exchange, too, so all ranks have to call it.
 
         Raises: RuntimeError if a peer ends, or does not answer in time, or sends another number of bytes. Then all
             connections are closed, so that the other ranks hear of it.
@@ -117,11 +121,14 @@ class Connections:
         if not self._peers:
             raise RuntimeError("Connection closed after an earlier failure")
         outgoing, incoming, headers = {}, {}, {}
-        for p, connection in self._peers.items():
-            own_header = struct.pack(HEADER, self._count, sum(map(len, sends[p])))
-            outgoing[p] = _Flow(connection, p, [memoryview(own_header), *sends[p]])
-            headers[p] = bytearray(HEADER_BYTES)
-            incoming[p] = _Flow(connection, p, [memoryview(headers[p]), *receives[p]])
+        for p in sends.keys() | receives.keys():
+            outgoing[p], incoming[p] = _Flow(self._peers[p], p, ()), _Flow(self._peers[p], p, ())
+            if p in sends:
+                own_header = struct.pack(HEADER, self._count, sum(map(len, sends[p])))
+                outgoing[p] = _Flow(self._peers[p], p, [memoryview(own_header), *sends[p]])
+            if p in receives:
+                headers[p] = bytearray(HEADER_BYTES)
+                incoming[p] = _Flow(self._peers[p], p, [memoryview(headers[p]), *receives[p]])
         for flow in outgoing.values():
             flow.send()
         self._wait_for(outgoing, incoming)
@@ -137,7 +144,7 @@ class Connections:
         Both at once, or two ranks that send more than their sockets hold would wait for each other for ever.
         """
         poll, ranks = select.poll(), {c.fileno(): p for p, c in self._peers.items()}
-        waiting, flows = dict.fromkeys(self._peers, -1), [*outgoing.values(), *incoming.values()]
+        waiting, flows = dict.fromkeys(outgoing, -1), [*outgoing.values(), *incoming.values()]
         milliseconds, left, moved = 1e3 * min(LOOK, self._timeout / 4), -1, time.monotonic()
         while waiting:
             for p in list(waiting):
@@ -145,8 +152,8 @@ class Connections:
                 if incoming[p].left:
                     incoming[p].wake_me()
                 if not events:
-                    poll.unregister(self._peers[p])
-                    del waiting[p]
+                    if waiting.pop(p) >= 0:  # else all was sent at once, and nothing comes from this peer
+                        poll.unregister(self._peers[p])
                 elif events != waiting[p]:
                     poll.register(self._peers[p], events)
                     waiting[p] = events

@@ -205,3 +205,12 @@ def test_the_optimizer_steps_over_it_as_the_pure_function_does():
     for found, expected in zip(on_threads({"data": 2}, adapter), pure, strict=True):
         for a, b in zip(found, expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_permutation_goes_through_the_all_to_all() -> None:
+    def swapped(rank: int) -> Tensor:
+        found: Tensor = fn.permute(torch.arange(2.0) + 10 * rank, "data", [2, 1, 0])
+        return found
+
+    for rank, found in enumerate(on_threads({"data": 3}, swapped)):
+        assert torch.equal(found, torch.arange(2.0) + 10 * (2 - rank))
