@@ -19,6 +19,7 @@ from fn import tree
 from fn.base import (
     Facts,
     Phase,
+    Step,
     Transform,
     UpdateFn,
     check_is_transform,
@@ -26,27 +27,50 @@ from fn.base import (
     check_state,
     check_whole,
     combine,
+    links_of,
     unchanged,
 )
 from fn.collectives.axis import AxisNames, names
+from fn.collectives.codecs.pickling import invalidates
+from fn.collectives.primitives import is_recorded
 from fn.compiling import memoized
 from fn.errors import expected
+from fn.kernels import memory_pool
 from fn.kernels.layout import scale_dtype
-from fn.kernels.tracing import cached_plan
+from fn.kernels.tracing import cached_plan, is_concrete
+from fn.transforms.average import CompressedAverage
+from fn.transforms.flat_layout import end_to_end
 
 Tree = Any
 
 
+@invalidates({"into", "back"}, {"all_into", "all_back"})
 class Basis(NamedTuple):
     """How a tensor is written in other coordinates, chunk by chunk.
 
     into: x of any shape -> a list of parts (chunks, length), at least one; a part may have no chunks. The number of
         parts and their shapes depend on the shape of x only.
     back: (parts, shape) -> the tensor of this shape whose parts they are.
+    all_into, all_back: the same for lists of tensors, of their parts and of their shapes, in fewer operations: the
+        numbers are those of `into` and `back`. None: tensor by tensor.
+
+    `_replace` of into or back also sets the last two to None, unless they are given: they belong to the old pair.
     """
 
     into: Callable[[Tensor], list[Tensor]]
     back: Callable[[Sequence[Tensor], torch.Size], Tensor]
+    all_into: Callable[[Sequence[Tensor]], list[list[Tensor]]] | None = None
+    all_back: Callable[[Sequence[Sequence[Tensor]], Sequence[torch.Size]], list[Tensor]] | None = None
+
+    def parts_of(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Return the parts of each tensor."""
+        return [self.into(x) for x in tensors] if self.all_into is None else self.all_into(tensors)
+
+    def tensors_of(self, parts: Sequence[Sequence[Tensor]], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        """Return the tensors of given shapes whose parts these are."""
+        if self.all_back is None:
+            return [self.back(of_one, shape) for of_one, shape in zip(parts, shapes, strict=True)]
+        return self.all_back(parts, shapes)
 
 
 def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis: AxisNames | None = None) -> Transform:
@@ -78,12 +102,19 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
     """
     if not isinstance(basis, Basis):
         raise TypeError(expected("basis", "a basis, such as fn.tiles(64)", f"{basis!r}"))
-    inner = _by_length(sync) if callable(sync) else sync
+    of_length = _of_length(sync) if callable(sync) else None
+    inner: Any = sync if of_length is None else _by_length(of_length)
     check_is_transform("sync", inner)
+
+    def reads_params(phase: Phase, parts: list[list[Tensor]]) -> bool:
+        """Tell whether it may look at the numbers of params, which then have to be written in the basis, too."""
+        if of_length is None:
+            return _reads_params(inner.composed(phase))
+        return any(_reads_params(of_length(n).composed(phase)) for n in _places(tree.leaves(parts)))
 
     def init(params: Tree) -> Tree:
         tree.check_real(params, "params")
-        return inner.init([basis.into(p.detach()) for p in tree.leaves(params)])
+        return inner.init(basis.parts_of([p.detach() for p in tree.leaves(params)]))
 
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
         (average,) = updates_of
@@ -92,10 +123,12 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
             check_params(params)
             tree.check_updates(updates, params)
             leaves, structure = tree.flatten(tree.in_order(updates, params, "updates"))
-            params_parts = [basis.into(p) for p in tree.leaves(params)]
-            mean, state = average([basis.into(u) for u in leaves], state, params_parts)
-            back = [basis.back(parts, u.shape) for parts, u in zip(mean, leaves, strict=True)]
-            return tree.unflatten(structure, back), state
+            shapes, parts = [u.shape for u in leaves], basis.parts_of(leaves)
+            params_parts = basis.parts_of(tree.leaves(params)) if reads_params(phase, parts) else parts
+            held = [parts, params_parts]
+            del updates, leaves, parts, params_parts  # so that nobody holds them while the mean needs memory
+            mean, state = average(held.pop(0), state, held.pop())
+            return tree.unflatten(structure, basis.tensors_of(mean, shapes)), state
 
         return update
 
@@ -106,8 +139,13 @@ def in_basis(basis: Basis, sync: Transform | Callable[[int], Transform], *, axis
     return made
 
 
-def _by_length(sync: Callable[[int], Transform]) -> Transform:
-    """Return a transform of lists of parts (chunks, length), which gives those of each length to one of its own."""
+def _reads_params(update: UpdateFn) -> bool:
+    rules = [link.update.rule if isinstance(link.update, Step) else None for link in links_of(update)]
+    return not all(isinstance(rule, CompressedAverage) for rule in rules)
+
+
+def _of_length(sync: Callable[[int], Transform]) -> Callable[[int], Transform]:
+    """Return a function that asks once for the transform of a length, and refuses what is none."""
 
     @memoized
     def made(length: int) -> Transform:
@@ -115,21 +153,28 @@ def _by_length(sync: Callable[[int], Transform]) -> Transform:
         check_is_transform(f"sync({length})", transform)
         return transform
 
-    def places(parts: Tree) -> dict[int, list[int]]:
-        """Return where the parts of each length are, the shortest first."""
-        lengths = [part.shape[1] if part.numel() else 0 for part in tree.leaves(parts)]
-        return {n: [i for i, length in enumerate(lengths) if length == n] for n in sorted({*lengths} - {0})}
+    return made
+
+
+def _places(parts: Sequence[Tensor]) -> dict[int, list[int]]:
+    """Return where the parts of each length are, the shortest first."""
+    lengths = [part.shape[1] if part.numel() else 0 for part in parts]
+    return {n: [i for i, length in enumerate(lengths) if length == n] for n in sorted({*lengths} - {0})}
+
+
+def _by_length(made: Callable[[int], Transform]) -> Transform:
+    """Return a transform of lists of parts (chunks, length), which gives those of each length to one of its own."""
 
     def init(params: Tree) -> Tree:
         leaves = tree.leaves(params)
-        return tuple(made(length).init([leaves[i] for i in chosen]) for length, chosen in places(params).items())
+        return tuple(made(length).init([leaves[i] for i in chosen]) for length, chosen in _places(leaves).items())
 
     def update_in(phase: Phase) -> UpdateFn:
         def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
             check_state(state, tuple)
             (leaves, structure), params_leaves, after = tree.flatten(updates), tree.leaves(params), []
             out = [torch.zeros(x.shape, dtype=x.dtype, device=x.device) if not x.numel() else x for x in leaves]
-            for (length, chosen), part_state in zip(places(updates).items(), state, strict=True):
+            for (length, chosen), part_state in zip(_places(leaves).items(), state, strict=True):
                 parts = [leaves[i] for i in chosen], part_state, [params_leaves[i] for i in chosen]
                 means, part_state = made(length).composed(phase)(*parts)
                 for i, mean in zip(chosen, means, strict=True):
@@ -163,39 +208,12 @@ def tiles(tile: int) -> Basis:
         element is a chunk of its own, and everything is sent.
     """
     tile = _checked(tile)
-
-    def into(x: Tensor) -> list[Tensor]:
-        if not x.numel():
-            return [x.reshape(0, tile)]
-        matrix, parts, top = x.reshape(_sides(x.shape)), [], 0
-        for down, height in _runs(matrix.shape[0], tile):
-            left = 0
-            for across, width in _runs(matrix.shape[1], tile):
-                part = matrix[top : top + down * height, left : left + across * width]
-                part = part.reshape(down, height, across, width).transpose(1, 2)
-                parts.append(part.reshape(down * across, height * width))
-                left += across * width
-            top += down * height
-        return parts
-
-    def back(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        if not shape.numel():
-            return parts[0].reshape(shape)
-        rest, (rows, columns), bands = iter(parts), _sides(shape), []
-        for down, height in _runs(rows, tile):
-            band = []
-            for across, width in _runs(columns, tile):
-                part = next(rest).reshape(down, across, height, width).transpose(1, 2)
-                band.append(part.reshape(down * height, across * width))
-            bands.append(torch.cat(band, dim=1))
-        return torch.cat(bands).reshape(shape)
-
-    return Basis(into, back)
+    return _basis(_sides, lambda side: tile, cosines=False)
 
 
 def _sides(shape: torch.Size) -> tuple[int, int]:
-    """Return rows and columns of the matrix that a tensor with elements counts as; a vector is one row."""
-    return (1, shape.numel()) if len(shape) < 2 else (shape[0], shape.numel() // shape[0])
+    """Return rows and columns of the matrix that a tensor counts as; a vector is one row."""
+    return (1, shape.numel()) if len(shape) < 2 else (shape[0], shape.numel() // max(1, shape[0]))
 
 
 def _runs(side: int, tile: int) -> list[tuple[int, int]]:
@@ -224,47 +242,8 @@ def dct(tile: int | Callable[[int], int]) -> Basis:
     """
     if not callable(tile):
         _checked(tile)
-
-    def runs(shape: torch.Size) -> list[list[tuple[int, int]]]:
-        """Return how each dimension is cut, see `_runs`."""
-        return [_runs(side, _checked(tile(side) if callable(tile) else tile)) for side in shape or (1,)]
-
-    def into(x: Tensor) -> list[Tensor]:
-        x = x.to(scale_dtype(x))
-        if not x.numel():
-            return [x.reshape(0, 1)]
-        parts, cut = [], runs(x.shape)
-        x = x.reshape(x.shape or (1,))
-        for pieces in itertools.product(*map(_placed, cut)):
-            part = x
-            for dim, (start, count, length) in enumerate(pieces):
-                part = part.narrow(dim, start, count * length)
-            part = part.reshape([n for _, count, length in pieces for n in (count, length)])
-            for dim, (_, _, length) in enumerate(pieces):
-                part = _along(part, 2 * dim + 1, _cosines(length, x.dtype, x.device))
-            order = [*range(0, part.ndim, 2), *range(1, part.ndim, 2)]
-            parts.append(part.permute(order).reshape(-1, math.prod([length for _, _, length in pieces])))
-        return parts
-
-    def back(parts: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        if not shape.numel():
-            return parts[0].reshape(shape)
-        cut, rest = runs(shape), iter(parts)
-
-        def joined(pieces: tuple[tuple[int, int], ...]) -> Tensor:
-            dim = len(pieces)
-            if dim < len(cut):
-                return torch.cat([joined((*pieces, piece)) for piece in cut[dim]], dim=dim)
-            part = next(rest).reshape([count for count, _ in pieces] + [length for _, length in pieces])
-            order = [place for i in range(dim) for place in (i, dim + i)]
-            part = part.permute(order)
-            for i, (_, length) in enumerate(pieces):
-                part = _along(part, 2 * i + 1, _cosines(length, part.dtype, part.device).T)
-            return part.reshape([count * length for count, length in pieces])
-
-        return joined(()).reshape(shape)
-
-    return Basis(into, back)
+    side_of = (lambda side: _checked(tile(side))) if callable(tile) else (lambda side: int(tile))
+    return _basis(lambda shape: tuple(shape) or (1,), side_of, cosines=True)
 
 
 def _checked(tile: int) -> int:
@@ -281,9 +260,245 @@ def _placed(pieces: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return placed
 
 
-def _along(x: Tensor, dim: int, matrix: Tensor) -> Tensor:
-    """Return x with the vectors along a dimension multiplied by a matrix from the right."""
-    return (x.transpose(dim, -1) @ matrix).transpose(dim, -1)
+def _basis(frame: Callable[[torch.Size], tuple[int, ...]], side_of: Callable[[int], int], *, cosines: bool) -> Basis:
+    """Return a basis of tiles, as they are or as their cosines.
+
+    Tensors of a dtype and a device are cut together: equal tiles are copied into one batch, a few megabytes on a CPU,
+    and multiplied together. What is traced, batched or differentiated goes tensor by tensor, through the same lines.
+
+    Args: frame: shape -> that of the view which is cut. side_of: length of a dimension -> side of its tiles.
+    """
+
+    @cached_plan
+    def layout_of(shapes: tuple[torch.Size, ...], most: int) -> _Layout:
+        return _layout([frame(shape) for shape in shapes], side_of, most)
+
+    def all_into(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        return _by_kind(into_alike, tensors)
+
+    def all_back(parts: Sequence[Sequence[Tensor]], shapes: Sequence[torch.Size]) -> list[Tensor]:
+        return _by_kind(back_alike, [of_one[0] for of_one in parts], parts, shapes)
+
+    def into_alike(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        room, dtype = _Room(tensors), scale_dtype(tensors[0]) if cosines else tensors[0].dtype
+        plan = layout_of(tuple(x.shape for x in tensors), room.most)
+        framed = [x.reshape(frame(x.shape)) if x.numel() else x for x in tensors]
+        vectors = {length: room.empty((chunks, length), dtype) for length, chunks in plan.chunks.items()}
+        for batch in plan.batches:
+            place = vectors[batch.length].narrow(0, batch.start, batch.chunks).view(-1, *batch.sides)
+            x, done = room.empty(place.shape, tensors[0].dtype) if cosines else place, 0
+            for counts, pieces in batch.runs:
+                several = math.prod(counts)
+                run = x.narrow(0, done, several).view(*counts, *batch.sides)
+                room.write(run, torch.cat, [piece.of(framed[piece.tensor]) for piece in pieces])
+                done += several
+            if cosines:
+                _transform(x.to(dtype), place, room, inverse=False)
+        empty = [room.empty((0, 1), dtype)]
+        return [[vectors[n].narrow(0, start, chunks) for n, start, chunks in of_one] or empty for of_one in plan.parts]
+
+    def back_alike(
+        first: Sequence[Tensor], parts: Sequence[Sequence[Tensor]], shapes: Sequence[torch.Size]
+    ) -> list[Tensor]:
+        room = _Room(first)
+        plan = layout_of(tuple(shapes), room.most)
+        vector = room.empty((sum(shape.numel() for shape in shapes),), first[0].dtype)
+        ends = [home + shape.numel() for home, shape in zip(plan.homes, shapes, strict=True)]
+        tensors = [vector[home:end].view(s) for home, end, s in zip(plan.homes, ends, shapes, strict=True)]
+        for batch in plan.batches:
+            pieces = [piece for _, of_run in batch.runs for piece in of_run]
+            rows = [parts[p.tensor][p.part].narrow(0, p.first, p.chunks).reshape(-1) for p in pieces]
+            x, done = end_to_end(rows).view(-1, *batch.sides), 0
+            if cosines:
+                made = room.empty(x.shape, x.dtype)
+                _transform(x, made, room, inverse=True)
+                x = made
+            for counts, (piece, *others) in batch.runs:
+                several = math.prod(counts)
+                if others:  # neighbours in the vector of all
+                    assert piece.home is not None
+                    place = _in_tiles(vector[piece.home :][: several * batch.length], counts, batch.sides)
+                else:
+                    place = piece.of(tensors[piece.tensor].view(frame(shapes[piece.tensor])))
+                place.copy_(x.narrow(0, done, several).view(*counts, *batch.sides))
+                done += several
+        return tensors
+
+    return Basis(lambda x: all_into([x])[0], lambda parts, shape: all_back([parts], [shape])[0], all_into, all_back)
+
+
+BATCH_OF_CPU, BATCH = 1 << 18, 1 << 26
+"""Elements of a batch of tiles: on a CPU it stays in a cache, and on others it is a temporary of 256 MiB."""
+
+
+class _Room:
+    """Where results are written: into memory that is there, where nothing traces, batches or differentiates."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.like = tensors[0]
+        self.may_write = is_concrete(*tensors) and not is_recorded(tensors)
+        self.most = BATCH_OF_CPU if self.like.device.type == "cpu" else BATCH
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor without numbers, batched where the tensors are."""
+        if self.may_write:
+            return memory_pool.empty(shape, dtype, self.like.device)
+        return self.like.new_empty(tuple(shape), dtype=dtype)
+
+    def write(self, out: Tensor, f: Callable[..., Tensor], *args: Any) -> None:
+        """Write the result of a function that can take `out`."""
+        if self.may_write:
+            f(*args, out=out)
+        else:
+            out.copy_(f(*args))
+
+
+def _by_kind(f: Callable[..., list[Any]], tensors: Sequence[Tensor], *others: Sequence[Any]) -> list[Any]:
+    """Return f(tensors, others) of those that are alike in dtype and device, and of others one by one; in order."""
+    groups: dict[Any, list[int]] = {}
+    together = is_concrete(*tensors) and not is_recorded(tensors)
+    for i, x in enumerate(tensors):
+        groups.setdefault((x.dtype, x.device) if together else i, []).append(i)
+    results: dict[int, Any] = {}
+    for places in groups.values():
+        chosen = ([of_all[i] for i in places] for of_all in (tensors, *others))
+        results.update(zip(places, f(*chosen), strict=True))
+    return [results[i] for i in range(len(tensors))]
+
+
+class _Piece(NamedTuple):
+    """Tiles of one size that are neighbours in a tensor: a part of it, or some rows of tiles of a part.
+
+    tensor, part: the places of both. first: of its chunks, in the part. starts, counts, sides: for each dimension, the
+    first element, the number of tiles, and their length. home: where its elements begin in the vector of all tensors,
+    if they are neighbours there, too; else None.
+    """
+
+    tensor: int
+    part: int
+    first: int
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    sides: tuple[int, ...]
+    home: int | None
+
+    @property
+    def chunks(self) -> int:
+        """Return the number of tiles."""
+        return math.prod(self.counts)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return a view of these tiles of the tensor, (counts..., sides...)."""
+        for dim, (start, count, side) in enumerate(zip(self.starts, self.counts, self.sides, strict=True)):
+            x = x.narrow(dim, start, count * side)
+        return _in_tiles(x, self.counts, self.sides)
+
+    def leads_to(self, piece: _Piece) -> bool:
+        """Tell whether another piece is as wide, and follows on this one in the vector of all tensors."""
+        if self.home is None or self.counts[1:] != piece.counts[1:]:
+            return False
+        return piece.home == self.home + self.chunks * math.prod(self.sides)
+
+
+class _Batch(NamedTuple):
+    """Tiles that are transformed together: chunks start to start + chunks among those of their length.
+
+    runs: pieces that are copied together, which lead from one to the next, and their counts.
+    """
+
+    length: int
+    start: int
+    chunks: int
+    sides: tuple[int, ...]
+    runs: tuple[tuple[tuple[int, ...], list[_Piece]], ...]
+
+
+class _Layout(NamedTuple):
+    """How tensors are cut. parts: of each tensor, as (length, first chunk, chunks); none if it has no elements.
+
+    chunks: how many there are of each length, those of one tensor after those of another. homes: where each tensor
+    begins in the vector of all, in which tensors of similar tiles are neighbours.
+    """
+
+    parts: list[list[tuple[int, int, int]]]
+    chunks: dict[int, int]
+    homes: list[int]
+    batches: list[_Batch]
+
+
+def _layout(shapes: Sequence[tuple[int, ...]], side_of: Callable[[int], int], most: int) -> _Layout:
+    """Cut tensors into tiles. most: elements of a batch, unless a row of tiles has more."""
+    regions: list[list[Any]] = []  # of each tensor, one for each part: for each dimension (first element, tiles, side)
+    for shape in shapes:
+        cuts = [_placed(_runs(side, side_of(side))) for side in shape]
+        regions.append([*itertools.product(*cuts)] if math.prod(shape) else [])
+    lengths = [[math.prod(side for _, _, side in region) for region in of_one] for of_one in regions]
+    homes, end = [0] * len(shapes), 0
+    for i in sorted(range(len(shapes)), key=lambda i: lengths[i][:1]):
+        homes[i], end = end, end + math.prod(shapes[i])
+    pieces: dict[int, list[_Piece]] = {}
+    chunks: dict[int, int] = {}
+    parts: list[list[tuple[int, int, int]]] = [[] for _ in shapes]
+    for i, shape in enumerate(shapes):
+        width = math.prod(shape[1:])
+        for part, (region, length) in enumerate(zip(regions[i], lengths[i], strict=True)):
+            starts, counts, sides = zip(*region, strict=True)
+            across = math.prod(counts[1:])
+            is_whole = across * length == sides[0] * width  # nothing else lies beside it
+            step = max(1, most // (across * length))
+            for row in range(0, counts[0], step):
+                start = starts[0] + row * sides[0]
+                home = homes[i] + start * width if is_whole else None
+                several = min(step, counts[0] - row), *counts[1:]
+                piece = _Piece(i, part, row * across, (start, *starts[1:]), several, sides, home)
+                pieces.setdefault(length, []).append(piece)
+            first = chunks.get(length, 0)
+            parts[i].append((length, first, counts[0] * across))
+            chunks[length] = first + counts[0] * across
+    batches = []
+    for length, neighbours in pieces.items():
+        start = 0
+        for alike in _grouped(neighbours, lambda a, b: a.sides == b.sides, most // length):
+            count = sum(piece.chunks for piece in alike)
+            runs = [
+                ((sum(piece.counts[0] for piece in run), *run[0].counts[1:]), run)
+                for run in _grouped(alike, _Piece.leads_to, count)
+            ]
+            batches.append(_Batch(length, start, count, alike[0].sides, tuple(runs)))
+            start += count
+    return _Layout(parts, chunks, homes, batches)
+
+
+def _grouped(pieces: list[_Piece], fits: Callable[[_Piece, _Piece], bool], most: int) -> list[list[_Piece]]:
+    """Cut a list where a piece does not fit the one before it, or where it would have more than so many chunks."""
+    lists: list[list[_Piece]] = []
+    count = 0
+    for piece in pieces:
+        if not lists or not fits(lists[-1][-1], piece) or count + piece.chunks > most:
+            lists.append([])
+            count = 0
+        lists[-1].append(piece)
+        count += piece.chunks
+    return lists
+
+
+def _in_tiles(x: Tensor, counts: Sequence[int], sides: Sequence[int]) -> Tensor:
+    """Return a view (counts..., sides...) of elements that are cut along each dimension into whole tiles."""
+    x = x.view([n for pair in zip(counts, sides, strict=True) for n in pair])
+    return x.permute([*range(0, x.ndim, 2), *range(1, x.ndim, 2)])
+
+
+def _transform(x: Tensor, out: Tensor, room: _Room, *, inverse: bool) -> None:
+    """Write the cosines of tiles x (N, sides...) into `out`; inverse: the tiles of which x are the cosines."""
+    *inner, last = x.shape[1:]
+    for i, side in enumerate(inner):
+        matrix = _cosines(side, x.dtype, x.device)
+        rows = x.reshape(-1, side, math.prod(x.shape[i + 2 :]))
+        made = room.empty(rows.shape, x.dtype)
+        room.write(made, torch.bmm, (matrix if inverse else matrix.T).expand(rows.shape[0], side, side), rows)
+        x = made.view(x.shape)
+    matrix = _cosines(last, x.dtype, x.device)
+    room.write(out.view(-1, last), torch.mm, x.view(-1, last), matrix.T if inverse else matrix)
 
 
 @cached_plan

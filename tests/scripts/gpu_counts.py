@@ -122,7 +122,7 @@ CASES = [  # two param groups; so two of each collective
     Case("sparse_loco", fn.sparse_loco, EXCHANGE, Limits(79200, 2097, 6, 57)),
     Case("powersgd_adamw", fn.powersgd_adamw, C, Limits(1450, 1, 4, 8.1)),
     Case("dion", fn.dion, C, Limits(9600, 1, 4, 17.5)),
-    Case("demo", fn.demo, C, Limits(37400, 19, 5, 42)),
+    Case("demo", fn.demo, C, Limits(33900, 19, 5, 34)),
     Case("ef21_sgdm", fn.ef21_sgdm, C, Limits(26500, 13, 2, 34)),
     Case("lion_vote", fn.lion_vote, C, Limits(5900, 9, 4, 26.5)),
     Case("signum_vote", fn.signum_vote, C, Limits(5600, 9, 4, 26.5)),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import fn
 from fn import Phase, Round
+from fn.transforms import bases
 from fn.transforms.bases import Basis
 
 SHAPES = st.lists(st.integers(0, 9), max_size=4)
@@ -48,6 +49,62 @@ def test_tiles_lose_no_number_and_come_back(shape: list[int], tile: int) -> None
     assert parts
     assert torch.equal(torch.cat([part.flatten() for part in parts]).sort().values, x.flatten())
     assert torch.equal(fn.tiles(tile).back(parts, x.shape), x)
+
+
+@pytest.mark.parametrize("batch", [1, 60, 1 << 18])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("kind", [fn.tiles, fn.dct])
+@given(shapes=st.lists(SHAPES, min_size=1, max_size=6), tile=st.integers(1, 11))
+def test_a_list_is_cut_and_put_together_as_its_tensors_are(kind, dtype, batch, shapes, tile) -> None:
+    basis, shapes = kind(tile), [torch.Size(shape) for shape in [*shapes, *shapes[:2]]]
+    tensors = [numbers(shape, i).to(dtype) for i, shape in enumerate(shapes)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bases, "BATCH_OF_CPU", batch)
+        parts = basis.parts_of(tensors)
+        together = basis.tensors_of(parts, shapes)
+    within = {"rtol": 0, "atol": 0} if kind is fn.tiles else {}  # matrices of another height are multiplied otherwise
+    for x, of_one, again in zip(tensors, parts, together, strict=True):
+        torch.testing.assert_close(of_one, basis.into(x), **within)
+        torch.testing.assert_close(again, basis.back(of_one, x.shape), **within)
+
+
+def test_a_list_of_several_dtypes_and_of_ranks_is_cut_as_its_tensors_are() -> None:
+    basis, shapes = fn.dct(3), [torch.Size([4, 7]), torch.Size([5]), torch.Size([4, 7])]
+    tensors = [numbers(shape, i) for i, shape in enumerate(shapes)]
+    tensors[1] = tensors[1].float()
+    for parts, x in zip(basis.parts_of(tensors), tensors, strict=True):
+        torch.testing.assert_close(parts, basis.into(x))
+    ranks = [torch.stack([x, -2 * x]) for x in tensors]
+    again = torch.func.vmap(lambda xs: basis.tensors_of(basis.parts_of(xs), shapes))(ranks)
+    torch.testing.assert_close(again, ranks)
+    x = tensors[0].clone().requires_grad_()
+    basis.tensors_of(basis.parts_of([x, tensors[2]]), [shapes[0], shapes[2]])[0].square().sum().backward()
+    torch.testing.assert_close(x.grad, 2 * x.detach())
+
+
+def test_another_pair_of_functions_leaves_the_functions_of_lists_behind() -> None:
+    basis = fn.tiles(2)._replace(into=lambda x: [x.reshape(1, -1)])
+    assert basis.all_into is None
+    assert basis.parts_of([torch.zeros(2, 3)])[0][0].shape == (1, 6)
+
+
+@pytest.mark.parametrize("sync", [EXACT, lambda n: EXACT])
+def test_params_are_cut_only_for_what_looks_at_them(sync) -> None:
+    cut = []
+
+    def into(x: Tensor) -> list[Tensor]:
+        cut.append(x)
+        return [x.reshape(1, -1)]
+
+    basis, p, g = Basis(into, lambda parts, shape: parts[0].reshape(shape)), torch.ones(3), torch.zeros(3)
+    for links, count in ([], 1), ([fn.add_decayed_weights(0.1)], 2):
+        inner = (lambda n, links=links: fn.chain(sync(n), *links)) if sync is not EXACT else fn.chain(sync, *links)
+        tx = fn.in_basis(basis, inner)
+        state = tx.init(p)
+        cut.clear()
+        update, _ = tx.update(Phase.COMPRESSED)(g, state, p)
+        assert len(cut) == count
+        assert torch.equal(update, 0.1 * p * len(links))
 
 
 @given(SHAPES, st.integers(1, 11))
