@@ -44,6 +44,15 @@ def flatten(tree: Tree) -> tuple[list[Any], Any]:
     return pytree.tree_flatten(tree)
 
 
+def flatten_alike(trees: Sequence[Tree], like: int = 0) -> tuple[list[list[Any]], Any]:
+    """Return the leaves of each tree, in the order of those of one of them, and its structure.
+
+    Raises: ValueError where the structures differ.
+    """
+    first, structure = flatten(trees[like])
+    return [first if i == like else structure.flatten_up_to(tree) for i, tree in enumerate(trees)], structure
+
+
 def unflatten(structure: Any, leaves: Sequence[Any]) -> Tree:
     """Return the tree of this structure with these leaves."""
     return pytree.tree_unflatten(list(leaves), structure)

@@ -21,7 +21,19 @@ from fn.kernels.reference import RESULTS
 from fn.kernels.table import cells
 from fn.kernels.tracing import is_concrete, pooled
 
-Number = float | Tensor
+Number = float | Tensor | Sequence[Tensor]
+
+
+def _lion(m: Tensor, g: Tensor, b1: float, b2: float) -> tuple[Tensor, ...]:
+    return tuple(torch.lerp(g, m, b, **pooled(m, g)) for b in (b1, b2))
+
+
+def _second_moment(v: Tensor, g: Tensor, b2: float, rest2: float) -> Tensor:
+    return torch.addcmul(v * b2, g, g, value=rest2)
+
+
+BY_TORCH: dict[str, Callable[..., Any]] = {"lion": _lion, "second_moment": _second_moment}
+"""Rules that functions of torch follow in fewer passes, or into memory that is used again."""
 
 INTO_POOL: dict[str, Callable[..., Tensor]] = {"lerp": torch.lerp, "scaled": torch.mul}
 """Rules that are one function of torch, whose result can lie in memory that is used again."""
@@ -52,8 +64,8 @@ def elementwise(
     Args:
         rule: a function of `fn.kernels.rules` that takes lists first, then numbers.
         lists: its lists, with as many tensors each; the tensors in a place have the same shape.
-        numbers: floats; 0-d tensors, which the host need not read; or tensors (S,), a number for each
-            tensor. None of them compiles anything anew.
+        numbers: floats; 0-d tensors, which the host need not read; tensors (S,), or lists of S 0-d tensors, a
+            number for each tensor. None of them compiles anything anew.
         like: the list whose dtypes are those of the results. The others are brought to them before they are used.
         wide: calculate in float32 where the results are of half precision, and round once. Kernels always do.
         out: lists to write into, in place of new tensors; they may be among `lists`. None: new ones.
@@ -86,9 +98,9 @@ def _by_tensor(
     wide: bool, out: Sequence[Sequence[Tensor]] | None,
 ) -> list[list[Tensor]]:  # fmt: skip
     """Apply the rule tensor by tensor, as it stands."""
-    into_pool = INTO_POOL.get(rule.__name__)
+    into_pool, rule = INTO_POOL.get(rule.__name__), BY_TORCH.get(rule.__name__, rule)
     columns: list[list[Tensor]] = [[] for _ in range(count)] if out is None else [[*to] for to in out]
-    each = [x.unbind() if isinstance(x, Tensor) and x.ndim else None for x in numbers]
+    each = [x.unbind() if isinstance(x, Tensor) and x.ndim else x if isinstance(x, Sequence) else None for x in numbers]
     for s, row in enumerate(zip(*lists, strict=True)):
         dtype = row[like].dtype
         inside = scale_dtype(row[like]) if wide else dtype
@@ -115,6 +127,7 @@ def _by_kernel(
     if any([x.shape for x in tensors] != [x.shape for x in lists[0]] for tensors in (*lists, *(out or ()))):
         return None  # some are broadcast
     results = [[*map(torch.empty_like, lists[like])] for _ in range(count)] if out is None else [[*to] for to in out]
+    numbers = [torch.stack([*x]) if isinstance(x, Sequence) else x for x in numbers]
     columns = [*results, *lists]
     if {len({x.dtype for x in column}) for column in columns} == {1} and alike_in_memory(*columns):
         _call(rule, results, lists, numbers)
@@ -137,7 +150,7 @@ def _at(number: Tensor, places: list[int]) -> Tensor:
 
 def _call(
     rule: Callable[..., Any], results: Sequence[Sequence[Tensor]], lists: Sequence[Sequence[Tensor]],
-    numbers: Sequence[Number],
+    numbers: Sequence[float | Tensor],
 ) -> None:  # fmt: skip
     device, values, scalars, places = lists[0][0].device, [], [], []
     for place, x in enumerate(numbers):
@@ -149,3 +162,10 @@ def _call(
     flat = ([x for column in side for x in column] for side in (results, lists))
     with torch.no_grad():
         ops.direct("elementwise_", rule.__name__, *flat, scalars, places, values)
+
+
+def peaks(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the largest magnitude of each tensor, 0-d, in its dtype; NaN where one is, 0 of no elements."""
+    if tensors and _has_kernels((tensors,), ()) and all(x.numel() for x in tensors):
+        return [*torch._foreach_norm([*tensors], math.inf)]
+    return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors]

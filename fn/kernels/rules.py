@@ -65,6 +65,11 @@ def kept_at_zero(m: Number, v: Number, instead: Number, zero: Number) -> Number:
     return where(v > zero, m, instead)
 
 
+def kept_unseen(m: Number, v: Number, zero: Number) -> Number:
+    """Return m, but zero where v is zero, and NaN where m is not finite there, so that the step is skipped."""
+    return kept_at_zero(m, v, m - m, zero)
+
+
 # directions and steps
 
 
@@ -73,9 +78,24 @@ def scaled(u: Number, factor: Number) -> Number:
     return u * factor
 
 
+def added(a: Number, b: Number) -> Number:
+    """Return a + b."""
+    return a + b
+
+
+def same(x: Number) -> Number:
+    """Return x: to copy it."""
+    return x
+
+
 def sign_of(x: Number) -> Number:
     """Return the sign; of NaN and infinity it is NaN, so that the step is skipped."""
     return sign(x) + (x - x)
+
+
+def sign_above(x: Number, least: Number) -> Number:
+    """Return the sign, but 0 where a magnitude is at most `least`, which is below 0 if there is no such limit."""
+    return where(x > least, sign_of(x), where(x < -least, sign_of(x), x - x))
 
 
 def lion(m: Number, g: Number, b1: Number, b2: Number) -> tuple[Number, Number]:
@@ -96,6 +116,11 @@ def decayed(u: Number, p: Number, decay: Number) -> Number:
 def direction(m: Number, v: Number, eps: Number) -> Number:
     """Return Adam's direction without correction of biases."""
     return quotient(m, denominator(v, eps))
+
+
+def corrected_direction(m: Number, v: Number, m_weight: Number, v_weight: Number, eps: Number) -> Number:
+    """Return Adam's direction from moments that are divided by their weights first."""
+    return direction(quotient(m, m_weight), quotient(v, v_weight), eps)
 
 
 def clamped(u: Number, limit: Number) -> Number:

@@ -33,8 +33,9 @@ from fn.base import (
 from fn.collectives.primitives import is_recorded
 from fn.errors import expected
 from fn.kernels import reference, rules
-from fn.kernels.tracing import is_concrete, pooled
+from fn.kernels.tracing import is_concrete
 from fn.roles import declare
+from fn.transforms.leafwise import apply
 
 Tree = Any
 
@@ -253,7 +254,7 @@ def zeros_like_moment(p: Tensor) -> Tensor:
 
 def keep_unseen_at_zero(x: Tree, nu: Tree) -> Tree:
     """Return x, but zero where nu is zero. Where it is not finite there, it is NaN, so that the step is skipped."""
-    return tree.map(lambda a, v: rules.kept_at_zero(a, v, a - a, 0.0), x, nu)
+    return apply(rules.kept_unseen, (x, nu), 0.0)
 
 
 def kept_direction(mu: Tree, nu: Tree, eps: float, max_step: float) -> tuple[Tree, Tree]:
@@ -273,17 +274,12 @@ def _kept_direction(m: Tensor, v: Tensor, eps: float, max_step: float) -> tuple[
 
 def moving_average(average: Tree, new: Tree, decay: float) -> Tree:
     """Return decay * average + (1 - decay) * new, leaf by leaf, in the dtype of the average."""
-    return tree.map(lambda a, x: torch.lerp(x.to(a.dtype), a, decay, **pooled(a, x)), average, new)
+    return apply(rules.lerp, (new, average), decay, like=1)
 
 
 def moving_average_of_squares(average: Tree, new: Tree, decay: float) -> Tree:
     """Return decay * average + (1 - decay) * new^2, leaf by leaf, in the dtype of the average."""
-
-    def square(a: Tensor, x: Tensor) -> Tensor:
-        x = x.to(a.dtype)
-        return torch.addcmul(a * decay, x, x, value=1 - decay)
-
-    return tree.map(square, average, new)
+    return apply(rules.second_moment, (average, new), decay, 1 - decay)
 
 
 def adam_direction(
@@ -299,10 +295,17 @@ def adam_direction(
     Args: mu_weight, nu_weight: what the moments are divided by first; None for no bias correction.
     """
 
-    def divide(m: Tensor, v: Tensor) -> Tensor:
-        dtype = m.dtype  # a weight of another dtype would decide that of a 0-d moment
-        m = m if mu_weight is None else m / mu_weight
-        v = v if nu_weight is None else v / nu_weight
-        return reference.clamped(reference.over_root(m, v, eps), max_step).to(dtype)
+    if not all(reference.is_normal(eps, dtype) for dtype in {v.dtype for v in tree.leaves(nu)}):
 
-    return tree.map(divide, mu, nu)
+        def divide(m: Tensor, v: Tensor) -> Tensor:
+            dtype = m.dtype  # a weight of another dtype would decide that of a 0-d moment
+            m = m if mu_weight is None else m / mu_weight
+            v = v if nu_weight is None else v / nu_weight
+            return reference.clamped(reference.over_root(m, v, eps), max_step).to(dtype)
+
+        return tree.map(divide, mu, nu)
+    if mu_weight is None or nu_weight is None:
+        u = apply(rules.direction, (mu, nu), eps)
+    else:
+        u = apply(rules.corrected_direction, (mu, nu), mu_weight, nu_weight, eps)
+    return u if max_step == math.inf else apply(rules.clamped, (u,), max_step)

@@ -12,7 +12,8 @@ from fn.base import Facts, Step, Transform, check_number
 from fn.collectives.axis import AxisNames, names
 from fn.collectives.primitives import pmean
 from fn.errors import expected
-from fn.kernels.tracing import pooled
+from fn.kernels import rules
+from fn.transforms.leafwise import apply
 
 Tree = Any
 
@@ -58,13 +59,7 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
     def scale(updates: Tree, square: Tensor) -> Tree:
         factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
         factor = torch.where(square.isfinite(), factor, torch.nan)  # else what overflows would become zero, unnoticed
-
-        def times(u: Tensor) -> Tensor:
-            if u.element_size() < 4:  # rounded once: the norm stays the one that is asked for
-                return (u.float() * factor.float()).to(u.dtype)
-            return torch.mul(u, factor.to(u.dtype), **pooled(u, factor))
-
-        return tree.map(times, updates)
+        return apply(rules.scaled, (updates,), factor, wide=True)  # rounded once: the norm stays what is asked for
 
     rule = ClipByNorm(max_norm)
     facts = Facts(() if axis is None else names(axis), ("clip_by_global_norm",))

@@ -11,7 +11,8 @@ from torch import Tensor
 from fn import tree
 from fn.base import Step, Transform, check_number, check_params, lift
 from fn.errors import expected
-from fn.kernels.tracing import pooled
+from fn.kernels import rules
+from fn.transforms.leafwise import apply
 
 Tree = Any
 
@@ -59,7 +60,7 @@ def add_decayed_weights(weight_decay: float, cautious: bool = False) -> Transfor
             return updates, state
         check_params(params)
         tree.check_real(updates, "updates")
-        return tree.map(lambda u, p: u + weight_decay * p.to(u.dtype), updates, params), state
+        return apply(rules.decayed, (updates, params), weight_decay), state
 
     return lift(lambda params: (), Step(Decay(weight_decay), update), elementwise=True)
 
@@ -97,10 +98,9 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     Raises: ValueError if lr is negative or not finite, or a tensor with a dimension.
     """
     check_rate(lr)
-    tensors = (lr,) if isinstance(lr, Tensor) else ()
 
     def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         tree.check_real(updates, "updates")
-        return tree.map(lambda u: torch.mul(u, -lr, **pooled(u, *tensors)).to(u.dtype), updates), state
+        return apply(rules.scaled, (updates,), -lr), state
 
     return lift(lambda params: (), Step(Rate(lr), update), elementwise=True)

@@ -6,10 +6,11 @@ from typing import Any, NamedTuple
 
 from fn import tree
 from fn.base import Phase, Transform, UpdateFn, check_is_transform, check_state, combine, lift
+from fn.kernels import rules
 from fn.roles import declare
-from fn.transforms.adam import check_betas, moving_average, zero_moments
+from fn.transforms.adam import check_betas, zero_moments
+from fn.transforms.leafwise import apply
 from fn.transforms.momentum import LocalMomentumState, MomentumState
-from fn.transforms.scaling import sign_of
 
 Tree = Any
 
@@ -37,9 +38,8 @@ def lion_direction(b1: float = 0.9, b2: float = 0.99) -> Transform:
     def update(updates: Tree, state: LocalMomentumState, params: Tree, /) -> tuple[Tree, LocalMomentumState]:
         check_state(state, LocalMomentumState)
         tree.check_updates(updates, state.mu)
-        updates = tree.in_order(updates, state.mu, "updates")
-        mu = moving_average(state.mu, updates, b2)
-        return moving_average(state.mu, updates, b1), LocalMomentumState(mu)
+        direction, mu = apply(rules.lion, (state.mu, updates), b1, b2)
+        return direction, LocalMomentumState(mu)
 
     return lift(lambda params: LocalMomentumState(zero_moments(params)), update, elementwise=True)
 
@@ -75,15 +75,15 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, sync: Transform | None =
     def mixed(updates: Tree, mu: Tree) -> tuple[Tree, Tree]:
         """Return the direction, and the next momentum."""
         tree.check_updates(updates, mu)
-        updates = tree.in_order(updates, mu, "updates")
-        return moving_average(mu, updates, b1), moving_average(mu, updates, b2)
+        direction, after = apply(rules.lion, (mu, updates), b1, b2)
+        return direction, after
 
     if sync is None:
 
         def update(updates: Tree, state: MomentumState, params: Tree, /) -> tuple[Tree, MomentumState]:
             check_state(state, MomentumState)
             direction, mu = mixed(updates, state.mu)
-            return tree.map(sign_of, direction), MomentumState(mu)
+            return apply(rules.sign_of, (direction,)), MomentumState(mu)
 
         return lift(lambda params: MomentumState(zero_moments(params)), update, elementwise=True)
 
@@ -101,7 +101,7 @@ def scale_by_lion(b1: float = 0.9, b2: float = 0.99, *, sync: Transform | None =
             params = params if params is None else tree.in_order(params, state.mu, "params")
             direction, mu = mixed(updates, state.mu)
             mean, sync_state = average(direction, state.sync, params)
-            return tree.map(sign_of, mean), SyncedLionState(mu, sync_state)
+            return apply(rules.sign_of, (mean,)), SyncedLionState(mu, sync_state)
 
         return update
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from fn import tree
 from fn.base import ELEMENTWISE, Phase, Transform, UpdateFn, check_interval, check_state, lift, missing
 from fn.errors import expected
+from fn.kernels import rules
 from fn.roles import declare
 from fn.transforms.adam import moving_average, zero_moments
+from fn.transforms.leafwise import apply
 
 Tree = Any
 
@@ -50,8 +50,8 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
     def update(updates: Tree, state: MomentumState, params: Tree, /) -> tuple[Tree, MomentumState]:
         check_state(state, MomentumState)
         tree.check_updates(updates, state.mu)
-        mu = tree.map(lambda b, d: torch.add(d.to(b.dtype), b, alpha=decay), state.mu, updates)
-        out = tree.map(lambda b, d: torch.add(d.to(b.dtype), b, alpha=decay), mu, updates) if nesterov else mu
+        mu = apply(rules.plus, (updates, state.mu), decay, like=1)
+        out = apply(rules.plus, (updates, mu), decay, like=1) if nesterov else mu
         return out, MomentumState(mu)
 
     return lift(lambda params: MomentumState(zero_moments(params)), update, elementwise=True)
@@ -125,7 +125,10 @@ def running_sum() -> Transform:
         def update(updates: Tree, state: RunningSumState, params: Tree, /) -> tuple[Tree, RunningSumState]:
             check_state(state, RunningSumState)
             tree.check_updates(updates, state.total)
-            total = tree.map(lambda s, u: s + u.to(s.dtype) if adds else u.to(s.dtype), state.total, updates)
+            if adds:
+                total = apply(rules.added, (state.total, updates))
+            else:
+                total = tree.map(lambda s, u: u.to(s.dtype), state.total, updates)
             return total, RunningSumState(total)
 
         return update

@@ -11,6 +11,9 @@ from torch import Tensor
 from fn import tree
 from fn.base import Facts, Transform, check_interval, check_number, stateless
 from fn.errors import expected
+from fn.kernels import rules
+from fn.kernels.lists import peaks
+from fn.transforms.leafwise import apply
 
 Tree = Any
 
@@ -37,7 +40,7 @@ def scale(x: float | Tensor) -> Transform:
 
     def scaled(updates: Tree, params: Tree) -> Tree:
         tree.check_real(updates, "updates")
-        return tree.map(lambda u: torch.mul(u, x).to(u.dtype), updates)
+        return apply(rules.scaled, (updates,), x)
 
     return stateless(scaled, elementwise=True)
 
@@ -60,15 +63,12 @@ def scale_by_sign(noise: float = 0.0) -> Transform:
 
     check_interval("noise", noise, "[0, 1)")
 
-    def clear(u: Tensor) -> Tensor:
-        if not noise or not u.numel():
-            return sign_of(u)
-        least = noise * u.abs().amax()
-        return torch.where((u.abs() <= least) & least.isfinite(), 0.0, sign_of(u))
-
     def signs(updates: Tree, params: Tree) -> Tree:
         tree.check_real(updates, "updates")
-        return tree.map(clear, updates)
+        if not noise:
+            return apply(rules.sign_of, (updates,))
+        least = [noise * peak for peak in peaks(tree.leaves(updates))]
+        return apply(rules.sign_above, (updates,), [torch.where(x.isfinite(), x, -1.0) for x in least])
 
     facts = Facts(whole=("scale_by_sign with noise",) if noise else ())
     return stateless(signs)._replace(facts=facts)
@@ -95,8 +95,3 @@ def scale_by_shape() -> Transform:
         return x * math.sqrt(x.shape[0] / math.prod(x.shape[1:]))
 
     return stateless(lambda updates, params: tree.map(scaled, updates))._replace(facts=Facts(whole=("scale_by_shape",)))
-
-
-def sign_of(x: Tensor) -> Tensor:
-    """Return the sign; of NaN and Inf it is NaN, so that the step is skipped."""
-    return torch.sign(x) + (x - x)
