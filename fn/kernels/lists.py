@@ -127,17 +127,17 @@ def _by_kernel(
     if any([x.shape for x in tensors] != [x.shape for x in lists[0]] for tensors in (*lists, *(out or ()))):
         return None  # some are broadcast
     results = [[*map(torch.empty_like, lists[like])] for _ in range(count)] if out is None else [[*to] for to in out]
-    numbers = [torch.stack([*x]) if isinstance(x, Sequence) else x for x in numbers]
+    values = [torch.stack([*x]) if isinstance(x, Sequence) else x for x in numbers]
     columns = [*results, *lists]
     if {len({x.dtype for x in column}) for column in columns} == {1} and alike_in_memory(*columns):
-        _call(rule, results, lists, numbers)
+        _call(rule, results, lists, values)
         return results
     kinds: dict[Any, list[int]] = {}
     for s, row in enumerate(zip(*columns, strict=True)):
         alike = contiguous(row) or alike_in_memory(*([x] for x in row))
         kinds.setdefault((alike, *(x.dtype for x in row)), []).append(s)
     for places in kinds.values():
-        some = [_at(x, places) if isinstance(x, Tensor) and x.numel() > 1 else x for x in numbers]
+        some = [_at(x, places) if isinstance(x, Tensor) and x.numel() > 1 else x for x in values]
         to, given = ([[column[s] for s in places] for column in side] for side in (results, lists))
         _call(rule, to, given, some)
     return results

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
 from fn import tree
-from fn.kernels.lists import elementwise
+from fn.kernels.lists import Number, elementwise
 
 Tree = Any
 
 
 def apply(
-    rule: Callable[..., Any], trees: tuple[Tree, ...], *numbers: float | Tensor, like: int = 0, wide: bool = False
+    rule: Callable[..., Any], trees: tuple[Tree, ...], *numbers: Number, like: int = 0, wide: bool = False
 ) -> Any:
     """Apply a rule to the corresponding leaves of trees of the same structure.
 

@@ -116,7 +116,7 @@ CASES = [  # two param groups; so two of each collective
     Case("diloco", fn.diloco, EXCHANGE, Limits(3300, 4, 5, 20)),
     Case("local_sgd", fn.local_sgd, LOCAL_STEP, Limits(800, 1, 0, 8.1)),
     Case("local_sgd", fn.local_sgd, EXCHANGE, Limits(3300, 3, 5, 16.5)),
-    Case("muloco", fn.muloco, LOCAL_STEP, Limits(4700, 1, 0, 12.1)),
+    Case("muloco", fn.muloco, LOCAL_STEP, Limits(1050, 1, 0, 12.1)),
     Case("muloco", fn.muloco, EXCHANGE, Limits(7900, 3, 5, 20)),
     Case("sparse_loco", fn.sparse_loco, LOCAL_STEP, Limits(100, 2, 0, 1)),
     Case("sparse_loco", fn.sparse_loco, EXCHANGE, Limits(79200, 2097, 6, 57)),
@@ -124,8 +124,8 @@ CASES = [  # two param groups; so two of each collective
     Case("dion", fn.dion, C, Limits(9600, 1, 4, 17.5)),
     Case("demo", fn.demo, C, Limits(33900, 19, 5, 34)),
     Case("ef21_sgdm", fn.ef21_sgdm, C, Limits(26500, 13, 2, 34)),
-    Case("lion_vote", fn.lion_vote, C, Limits(5900, 9, 4, 26.5)),
-    Case("signum_vote", fn.signum_vote, C, Limits(5600, 9, 4, 26.5)),
+    Case("lion_vote", fn.lion_vote, C, Limits(950, 9, 4, 26.5)),
+    Case("signum_vote", fn.signum_vote, C, Limits(950, 9, 4, 26.5)),
 ]
 
 
