@@ -390,4 +390,4 @@ def sharded_onebit_adam(
     )
     codec = sign() if codec is None else codec
     tx = sharded(inner, axis, codec, feedback, gather=gather, master=master, layout=layout, momentum=b1)
-    return agreed(skip_nonfinite(tx), axis)
+    return agreed(skip_nonfinite(tx), axis, kernel="adamw_into_")

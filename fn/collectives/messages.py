@@ -94,18 +94,21 @@ def _carry(payload: Tree, axis: str, name: RangeName, collective: str) -> Tree:
         return restore(received)
 
 
-def swap_rows(rows: Sequence[Tensor], axis: str) -> list[Tensor]:
+def swap_rows(rows: Sequence[Tensor] | Tensor, axis: str) -> list[Tensor]:
     """Exchange rows: entry r of the result is the row that rank r held for this rank.
 
-    Args: rows: W contiguous tensors of one shape, entry r for rank r. axis: the axis' name.
+    Args: rows: W contiguous tensors of one shape, entry r for rank r; or one tensor that consists of them. axis: the
+        axis' name.
     Returns: as many tensors of that shape; this rank's own is the one that was given.
     Raises: as `all_to_all`.
     """
+    table, rows = rows if isinstance(rows, Tensor) else None, [*rows]
     way = direct(rows, axis)
     with step_range("exchange"):
         if way is None:
-            swapped = primitives.all_to_all(torch.stack(list(rows)), axis) if len(rows) > 1 else rows[0][None]
-            return [*swapped.unbind(0)]
+            if len(rows) == 1:
+                return rows
+            return [*primitives.all_to_all(torch.stack(rows) if table is None else table, axis).unbind(0)]
         received = [
             row if r == way.rank else memory_pool.empty(row.shape, row.dtype, row.device) for r, row in enumerate(rows)
         ]

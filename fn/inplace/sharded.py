@@ -1,4 +1,8 @@
-"""Sharded AdamW's step in place: one kernel updates the shard, in memory of the pool."""
+"""Steps of sharded AdamW and 1-bit Adam in place: one kernel updates the shard, in memory of the pool.
+
+Only the rank that owns a shard sees whether its step is sound. It says so in the shard, which travels anyway: NaN
+throughout where something is not finite, and Inf throughout where only the pure step can judge.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +15,15 @@ from torch import Tensor
 from fn import tree
 from fn.base import Link, Step, links_of
 from fn.collectives.axis import axis_index, axis_size
-from fn.inplace.adam import count_step, kernel_args
+from fn.inplace.adam import Moments, count_step, kernel_args
 from fn.inplace.bounds import MOVE, SMALLEST, MatchedChain
 from fn.inplace.links import Descent, descent_of
 from fn.inplace.memory import successor
-from fn.inplace.protocol import InPlace, Staged, has_kernel
+from fn.inplace.protocol import InPlace, Staged, has_kernel, on_host
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete
 from fn.transforms import flat_layout as layouts
-from fn.transforms.adam import Adam, AdamState
+from fn.transforms.adam import Adam, OnebitAdam
 from fn.transforms.sharded import (
     Kept,
     Sharded,
@@ -30,8 +34,9 @@ from fn.transforms.sharded import (
     kept_of,
     reduce_to_rows,
     shard_of,
+    where_it_travels,
 )
-from fn.transforms.skip_nonfinite import all_addable, all_finite
+from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
 
@@ -39,22 +44,26 @@ Tree = Any
 def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
     """Return how a step of `sharded` over a chain of Adam's moments, weight decays and learning rates is staged.
 
-    The shard's new params and moments are made in fresh memory of the pool and take the old ones' place when all
-    ranks know that they are finite, so nothing has to be bounded. Params travel back, also where the pure chain sends
-    updates.
+    The moments may be 1-bit Adam's, whose second one rests. The shard's new params and moments are made in fresh memory
+    of the pool and take the old ones' place when all ranks know that they are finite, so nothing has to be bounded.
+    Params travel back, also where the pure chain sends updates.
     """
     rules, inner = rule.rules, links_of(rule.inner)
-    adam = inner[0].update.rule if inner and isinstance(inner[0].update, Step) else None
-    if not isinstance(adam, Adam) or rules.momentum is not None:
-        return "fn.sharded has kernels for a chain that begins with scale_by_adam"
-    h, behind = adam, descent_of(inner[1:])
+    h = inner[0].update.rule if inner and isinstance(inner[0].update, Step) else None
+    rests = isinstance(h, OnebitAdam) and h.keep_zeros and not links_of(h.average)
+    if not isinstance(h, Adam | OnebitAdam) or (isinstance(h, OnebitAdam) and not rests):
+        adams = "scale_by_adam, or with scale_by_onebit_adam with keep_zeros and a sync that does nothing"
+        return f"fn.sharded has kernels for a chain that begins with {adams}"
+    b2 = h.b2 if isinstance(h, Adam) else None
+    max_step = h.max_step if isinstance(h, OnebitAdam) else math.inf
+    behind = descent_of(inner[1:])
     if isinstance(behind, Link):
-        return "fn.sharded has kernels for weight decays, then rates, behind scale_by_adam"
+        return "fn.sharded has kernels for weight decays, then rates, behind the moments"
     if chain.descent != Descent(0.0, ()):
         return "expected weight decays and rates inside of fn.sharded, but got one behind it"
 
-    def moments_of(state: Tree) -> AdamState:
-        moments: AdamState = inner[0].state(chain.link.state(state).inner)
+    def moments_of(state: Tree) -> Moments:
+        moments: Moments = inner[0].state(chain.link.state(state).inner)
         return moments
 
     def fits(updates: Tree, state: Tree, params: Tree) -> bool:
@@ -76,9 +85,10 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         codes = rule.codes and axis_size(rules.axis) > 1
         plan, steps = rules.arrange(leaves), []
         check_shards(inside, plan, index)
-        after = moments._replace(  # the weights after this step
-            mu_weight=h.b1 * moments.mu_weight + (1 - h.b1), nu_weight=h.b2 * moments.nu_weight + (1 - h.b2)
-        )
+        after = moments._replace(mu_weight=h.b1 * on_host(moments.mu_weight) + (1 - h.b1))  # the weights after the step
+        if b2 is not None:
+            after = after._replace(nu_weight=b2 * on_host(moments.nu_weight) + (1 - b2))
+        numbers = h.b1, b2 or 0.0, *kernel_args(h, behind.weight_decay, behind.rate, after), max_step, b2 is None
         mus, nus = tree.leaves(moments.mu), tree.leaves(moments.nu)
         for bucket, kept, master, mu, nu in zip(plan, kept_of(inside), inside.master, mus, nus, strict=True):
             rows, kept = reduce_to_rows(grads, kept, bucket, rules, codes)
@@ -87,36 +97,37 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
             if keeps and rules.gather is None:
                 old = followed(master, leaves, bucket, index)
             dtype = leaves[bucket.leaf_indices[0]].dtype if keeps else rows[0].dtype
-            whole = memory_pool.empty((bucket.segments.valid.shape[0], old.shape[0]), dtype, old.device)
-            mine = whole[int(index)]  # params that are not kept are made where they travel from
-            new = [memory_pool.empty(x.shape, x.dtype, x.device) for x in (old, mu, nu)]
-            new[0] = new[0] if keeps or old.dtype != dtype else mine
-            descent = *kernel_args(h, behind.weight_decay, behind.rate, after), math.inf
-            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], h.b1, h.b2, *descent)
-            if not (_are_finite(peaks, dtype) and _is_addable(peaks, new[0], old)):
-                new[0].fill_(float("nan"))  # for all ranks to see
-            full, kept = gather_in_place(new[0], whole, kept, bucket, rules, codes)
+            whole = where_it_travels(old, dtype, bucket)
+            moved = [old, mu] if b2 is None else [old, mu, nu]
+            new = [memory_pool.empty(x.shape, x.dtype, x.device) for x in moved]
+            if whole is not None and not keeps and old.dtype == dtype:
+                new[0] = whole[int(index)]  # params that are not kept are made where they travel from
+            peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], *numbers)
+            del rows, old, moved  # gradients are as large as the params, and the gather makes another vector like that
+            _mark(new[0], peaks, dtype, b2 is None)
+            full, kept = gather_in_place(new[0], dtype, whole, kept, bucket, rules, codes)
             steps.append(_Step(bucket, kept, new, full))
         exact = not codes or rules.gather is None
         masters = tuple(s.new[0] if isinstance(m, Tensor) else () for s, m in zip(steps, inside.master, strict=True))
+        squares = [nu if b2 is None else s.new[2] for s, nu in zip(steps, nus, strict=True)]
         olds = mus, nus, inside.master, kept_of(inside)
-        news = [s.new[1] for s in steps], [s.new[2] for s in steps], masters, [s.kept for s in steps]
-        renew = successor(olds, news)
+        renew = successor(olds, ([s.new[1] for s in steps], squares, masters, [s.kept for s in steps]))
 
         def commit() -> None:
-            count_step(moments, h.b1, h.b2)
+            count_step(moments, h.b1, b2)
             for step in steps:
                 layouts.split_into([leaves[i] for i in step.bucket.leaf_indices], step.whole, step.bucket)
             renew()
             keep()
 
-        return Staged(_agree([s.whole for s in steps], plan, exact), commit)
+        ok, safe = _agree([s.whole for s in steps], plan, exact)
+        return Staged(ok, commit, safe)
 
     return InPlace(chain.update, fits, stage)
 
 
 class _Step(NamedTuple):
-    """A vector's step. kept: by its exchanges. new: param, mu and nu of the shard. whole: the params (n,)."""
+    """A vector's step. kept: by its exchanges. new: of the shard, param, mu and nu unless it rests. whole: params (n,)."""
 
     bucket: layouts.Bucket
     kept: Kept
@@ -124,19 +135,30 @@ class _Step(NamedTuple):
     whole: Tensor
 
 
-def _are_finite(peaks: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the square of the largest gradient and the largest param, in the dtype it travels in, are."""
-    return bool(peaks[0].square().isfinite() & peaks[1].to(dtype).isfinite())
+def _mark(shard: Tensor, peaks: Tensor, dtype: torch.dtype, frozen: bool) -> None:
+    """Make a shard NaN if its step is not finite, Inf if only the pure step can judge; nothing waits for a device.
+
+    Args: shard: the new params. peaks: as `adamw_into_` returns them. dtype: in which params travel.
+    """
+    largest = peaks[0] if frozen else peaks[0].square()  # what the second moment takes in
+    finite = largest.isfinite() & peaks[1].to(dtype).isfinite()
+    sound = finite & (peaks[1] < MOVE)
+    if sound.device.type != "cpu" or not sound:
+        shard.masked_fill_(~sound, torch.where(finite, math.inf, math.nan).to(shard.dtype))
 
 
-def _is_addable(peaks: Tensor, new: Tensor, old: Tensor) -> bool:
-    """Return whether the step is one that a pure one would add, looked at closely only where it may not be."""
-    return bool(peaks[1] < MOVE) or bool(all_addable([new - old.to(new.dtype)]))
+def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> tuple[bool | Tensor, bool | Tensor]:
+    """Return whether all ranks' shards are finite, and whether a pure step would write them: what `_mark` says of them.
 
-
-def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> bool:
-    """Return whether all ranks' shards are finite: one that is not is NaN throughout, padding too if sent exactly."""
+    Args: exact: whether shards travelled as they are, padding included; then each one's first element tells. Codes need
+        not tell NaN and Inf apart, so that the pure step judges both.
+    """
     if not exact:
-        return bool(all_finite(wholes))
+        finite = all_finite(wholes)
+        return True, finite if finite.device.type != "cpu" else bool(finite)
     firsts = [x.view(b.segments.valid.shape[0], -1)[:, 0] for x, b in zip(wholes, plan, strict=True) if x.numel()]
-    return bool(all_finite(firsts))
+    if not firsts:
+        return True, True
+    marks = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
+    ok, safe = ~marks.isnan().any(), ~marks.isinf().any()
+    return (ok, safe) if marks.device.type != "cpu" else (bool(ok), bool(safe))

@@ -274,8 +274,8 @@ def arguments(
         ),
         "lamb_step_": lambda: (leaves(), tensors(), tensors(min=0.0), scales(segments), 1e-6, 0.01, limit),
         "adamw_into_": lambda: (
-            [numbers(wide, n) for _ in range(3)], [numbers(wide, n) for _ in range(2 + strided)],
-            [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent,
+            [numbers(wide, n) for _ in range(3 - frozen)], [numbers(wide, n) for _ in range(2 + strided)],
+            [numbers(wide, n), numbers(wide, n), numbers(wide, n).clamp(min=0.0)], 0.9, 0.99, *descent, frozen,
         ),
         "elementwise_": lambda: (
             ("lion", [*leaves(), *tensors()], [*tensors(), *leaves()], [scales(segments)], [1], [0.9, 0.0])

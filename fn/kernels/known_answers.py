@@ -117,8 +117,11 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (*_momentum(), _wave(_S) / 100, 3e-2, decay, limit) for decay, limit in ((0.1, math.inf), (0.0, 0.7))
     ],
     "adamw_into_": lambda: [
-        ([torch.zeros_like(_wave(n)) for _ in range(3)], [_wave(n, seed=s) for s in range(rows)], _old(n), *_DESCENT)
-        for n, rows in ((4099, 1), (22, 2), (77, 3))
+        (
+            [torch.zeros_like(_wave(n)) for _ in range(3 - frozen)], [_wave(n, seed=s) for s in range(rows)], _old(n),
+            *_DESCENT[:-1], 0.7 if frozen else math.inf, frozen,
+        )
+        for n, rows, frozen in ((4099, 1, False), (22, 2, True), (77, 3, False), (4099, 1, True))
     ],
     "elementwise_": lambda: [
         ("held", _like(2), [*_momentum()[1], *_momentum()[2]], [_wave(_S).abs()], [0], [0.0, 0.7]),

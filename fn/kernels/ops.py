@@ -59,7 +59,7 @@ def check(name: str, args: Sequence[Any]) -> None:
         _check_lengths(named)
     if name == "adamw_into_":
         size = named["new"][0].numel() if named["new"] else 0
-        for key, count in (("new", 3), ("old", 3), ("rows", max(1, len(named["rows"])))):
+        for key, count in (("new", 3 - named["frozen"]), ("old", 3), ("rows", max(1, len(named["rows"])))):
             _check_sizes(key, named[key], [size] * count, "new[0]")
     elif name == "elementwise_":
         _check_places(**named)

@@ -425,18 +425,20 @@ def adamw_into_(
     mu_weight: float,
     nu_weight: float,
     max_step: float,
+    frozen: bool,
 ) -> Tensor:
     """Take AdamW's step with the mean of several gradients, and write it elsewhere.
 
-    Args: new: param, mu and nu after the step, which are written. rows: gradients, added in their order. old: param,
-        mu and nu, which stay as they are. The rest as for `adamw_`, of whose tensors these are one each.
+    Args: new: param, mu and nu after the step, which are written; no nu where it is frozen. rows: gradients, added in
+        their order. old: param, mu and nu, which stay as they are. The rest as for `adamw_`, of whose tensors these are
+        one each.
     Returns: (2,), the largest magnitudes of the mean gradient and of the new param; NaN where one of them is.
     """
     mean = sum(rows[1:], start=rows[0]) * (1.0 / len(rows))
-    for to, x in zip(new, old, strict=True):
+    for to, x in zip(new, old, strict=not frozen):
         to.copy_(x)
-    p, mu, nu = ([to] for to in new)
-    adamw_(p, [mean], mu, nu, b1, b2, eps, weight_decay, lr, mu_weight, nu_weight, max_step, math.inf, False)
+    p, mu, nu = new[:1], new[1:2], old[2:] if frozen else new[2:]
+    adamw_(p, [mean], mu, nu, b1, b2, eps, weight_decay, lr, mu_weight, nu_weight, max_step, math.inf, frozen)
     return torch.stack([x.to(mean.dtype).abs().amax() if x.numel() else mean.new_zeros(()) for x in (mean, new[0])])
 
 

@@ -46,7 +46,8 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "largest_magnitude": "(Tensor[] grads) -> Tensor",
         "elementwise_": "(str rule, Tensor(a!)[] results, Tensor[] operands, Tensor[] scalars, int[] places, "
         "float[] numbers) -> ()",
-        "adamw_into_": f"(Tensor(a!)[] new, Tensor[] rows, Tensor[] old, float b1, float b2, {_DESCENT}) -> Tensor",
+        "adamw_into_": f"(Tensor(a!)[] new, Tensor[] rows, Tensor[] old, float b1, float b2, {_DESCENT}, "
+        "bool frozen) -> Tensor",
     }
 )
 """Every kernel by name, with its schema."""

@@ -140,14 +140,16 @@ def clear_padding(table: Tensor, tensors: Sequence[Tensor], bucket: Bucket) -> N
     layout.clear_padding(table, [flat.shape[0] for flat in tensors], bucket.segments.widths)
 
 
-def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> list[Tensor]:
+def rows_of(leaves: Sequence[Tensor], bucket: Bucket) -> Sequence[Tensor] | Tensor:
     """Return the W rows of what `join` returns, without copying those that are contiguous in memory already.
 
-    Only for tensors on the CPU, outside of vmap and compilation.
+    Outside of vmap and compilation. As one tensor (W, n / W) where they have to be joined: a collective of a device
+    sends it as it is.
     """
     rows, width = bucket.segments.valid.shape[0], bucket.segments.row_length
-    if not bucket.fused and len(bucket.leaf_indices) > 1:
-        return list(join(leaves, bucket).view(rows, width).unbind(0))
+    on_device = leaves[bucket.leaf_indices[0]].device.type != "cpu"
+    if on_device or (not bucket.fused and len(bucket.leaf_indices) > 1):
+        return join(leaves, bucket).view(rows, width)
     flat = end_to_end([leaves[i].reshape(-1) for i in bucket.leaf_indices])
     cuts = [flat[r * width : (r + 1) * width] for r in range(rows)]
     return [row if row.shape[0] == width else _padded(row, width) for row in cuts]
@@ -189,9 +191,21 @@ def split(vector: Tensor, bucket: Bucket) -> list[Tensor]:
         lengths = [shape.numel() for shape in bucket.shapes]
         ends = vector[: sum(lengths)].split(lengths)
         return [piece.view(shape) for piece, shape in zip(ends, bucket.shapes, strict=True)]
-    rows = vector.view(bucket.segments.valid.shape[0], -1)
-    pieces = rows.split(list(bucket.segments.widths), dim=1)
+    pieces = _columns(vector.view(bucket.segments.valid.shape[0], -1), list(bucket.segments.widths))
     return [p.reshape(-1)[: shape.numel()].view(shape) for p, shape in zip(pieces, bucket.shapes, strict=True)]
+
+
+def _columns(rows: Tensor, widths: list[int]) -> Sequence[Tensor]:
+    """Cut rows (W, n / W) into columns (W, width); on a device several rows are copied, by one kernel for all columns.
+
+    Each column would be copied by itself where it is made a vector; one row's is a vector already.
+    """
+    if rows.device.type == "cpu" or rows.shape[0] == 1 or not is_concrete(rows) or is_recorded([rows]):
+        cuts: Sequence[Tensor] = rows.split(widths, dim=1)
+        return cuts
+    columns = [rows.new_empty((rows.shape[0], width)) for width in widths]
+    torch.split_with_sizes_copy(rows, widths, dim=1, out=columns)
+    return columns
 
 
 def split_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> None:
@@ -200,7 +214,14 @@ def split_into(tensors: Sequence[Tensor], vector: Tensor, bucket: Bucket) -> Non
         for tensor, piece in zip(tensors, split(vector, bucket), strict=True):
             tensor.copy_(piece)
         return
-    table = vector.view(bucket.segments.valid.shape[0], -1)
+    table, widths = vector.view(bucket.segments.valid.shape[0], -1), list(bucket.segments.widths)
+    rows = table.shape[0]
+    on_device = table.device.type != "cpu" and all(t.dtype == table.dtype for t in tensors)
+    if on_device and all(t.numel() == rows * width for t, width in zip(tensors, widths, strict=True)):
+        # one kernel; for a list of views with gaps, `_foreach_copy_` launches one each
+        columns = [t.detach().view(rows, width) for t, width in zip(tensors, widths, strict=True)]
+        torch.split_with_sizes_copy(table, widths, dim=1, out=columns)
+        return
     flats, pieces = paired_views([t.view(-1) for t in tensors], table, bucket)
     if flats:
         torch._foreach_copy_(flats, pieces)

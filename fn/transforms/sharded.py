@@ -55,7 +55,7 @@ from fn.collectives.compressed import (
 from fn.collectives.feedback import classic, off
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
 from fn.collectives.messages import fill_rows, swap_rows
-from fn.collectives.primitives import is_recorded
+from fn.collectives.primitives import all_gather, is_recorded
 from fn.errors import expected
 from fn.kernels import memory_pool
 from fn.kernels.tracing import is_concrete
@@ -363,13 +363,16 @@ def start_exchange(x: Tensor, bucket: Bucket, rules: Rules) -> Kept:
     return Kept(worker, server, ())
 
 
-def reduce_to_shard(x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool) -> tuple[Tensor, Kept]:
+def reduce_to_shard(
+    x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool, *, consume: bool = False
+) -> tuple[Tensor, Kept]:
     """Return this rank's shard of the mean gradient, in float32 or wider, and what is kept.
 
-    Args: x: the joined gradients (n,). codes: whether they travel in codes, or exactly.
+    Args: x: the joined gradients (n,). codes: whether they travel in codes, or exactly. consume: x is not needed any
+        more, and its memory may be used.
     """
     if rules.momentum is not None:
-        return _reduce_momentum(x, kept, bucket, rules, codes)
+        return _reduce_momentum(x, kept, bucket, rules, codes, consume)
     if not codes:
         return _exact_shard(x, bucket, rules), kept
     shard, worker = reduce_scatter_wide(
@@ -389,12 +392,16 @@ def reduce_to_rows(
     """
     narrow = leaves[bucket.leaf_indices[0]].element_size() < 4
     if codes or narrow or rules.momentum is not None or not isinstance(rules.axis, str):
-        shard, kept = reduce_to_shard(join(leaves, bucket), kept, bucket, rules, codes)
+        x = join(leaves, bucket)
+        consume = layouts.is_fresh(x, leaves, bucket)
+        shard, kept = reduce_to_shard(x, kept, bucket, rules, codes, consume=consume)
         return [shard], kept
     return swap_rows(layouts.rows_of(leaves, bucket), rules.axis), kept
 
 
-def _reduce_momentum(x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool) -> tuple[Tensor, Kept]:
+def _reduce_momentum(
+    x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool, consume: bool
+) -> tuple[Tensor, Kept]:
     """Average the momentum, and return the shard of the gradient that leads from the old mean mu to the new one mu'.
 
     That is mu + (mu' - mu) / (1 - b1): the inner transform's moving average, with the same decay, then arrives at mu'.
@@ -402,10 +409,12 @@ def _reduce_momentum(x: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes:
     b1, ranks, index = float(rules.momentum or 0.0), bucket.segments.valid.shape[0], axis_index(rules.axis)
     before = row_of(kept.momentum, index, ranks)
     if codes:
-        local = torch.lerp(x.to(kept.momentum.dtype), kept.momentum, b1)
+        wider = x.to(kept.momentum.dtype)
+        local = torch.lerp(wider, kept.momentum, b1, **({"out": wider} if consume else {}))
         errors = kept.worker, kept.server
         rule = rules.axis, rules.codec, rules.feedback
-        mean, errors = compressed_all_reduce(local, errors, *rule, segments=bucket.segments)
+        fresh = is_concrete(local)  # its memory becomes the error's
+        mean, errors = compressed_all_reduce(local, errors, *rule, segments=bucket.segments, consume=fresh)
         return before + (row_of(mean, index, ranks) - before) / (1.0 - b1), Kept(*errors, mean)
     shard = _exact_shard(x, bucket, rules)
     mean = _gather_exactly(torch.lerp(shard, before, b1), shard.dtype, bucket, rules)
@@ -428,15 +437,28 @@ def gather_back(
     return whole, kept._replace(server=server)
 
 
-def gather_in_place(
-    value: Tensor, whole: Tensor, kept: Kept, bucket: Bucket, rules: Rules, codes: bool
-) -> tuple[Tensor, Kept]:
-    """Do what `gather_back` does, in the memory of `whole` where nothing is encoded. On the host, never traced.
+def where_it_travels(shard: Tensor, dtype: torch.dtype, bucket: Bucket) -> Tensor | None:
+    """Return memory (W, n / W) for what `gather_in_place` gathers; None on a device, whose collectives bring their own.
 
-    Args: value: this rank's shard, which may be its row of `whole`. whole: (W, n / W), in the dtype of the messages.
+    Args: shard: (n / W,). dtype: of the messages.
+    """
+    if shard.device.type != "cpu":
+        return None
+    return memory_pool.empty((bucket.segments.valid.shape[0], shard.shape[0]), dtype, shard.device)
+
+
+def gather_in_place(
+    value: Tensor, dtype: torch.dtype, whole: Tensor | None, kept: Kept, bucket: Bucket, rules: Rules, codes: bool
+) -> tuple[Tensor, Kept]:
+    """Do what `gather_back` does, in the memory of `whole` where nothing is encoded. Outside of traces.
+
+    Args: value: this rank's shard, which may be its row of `whole`. dtype: of the messages. whole: as
+        `where_it_travels` returns it.
     """
     if (codes and rules.gather is not None) or not isinstance(rules.axis, str):
-        return gather_back(value, whole.dtype, kept, bucket, rules, codes)
+        return gather_back(value, dtype, kept, bucket, rules, codes)
+    if whole is None:
+        return all_gather(value.to(dtype), rules.axis).view(-1), kept
     row = whole[int(axis_index(rules.axis))]
     if row.data_ptr() != value.data_ptr():
         row.copy_(value)

@@ -136,8 +136,14 @@ WRONG = {
     "adamw_into_: the sum": lambda new, rows, *rest: REFERENCES["adamw_into_"](new, [sum(rows)], *rest),
     "adamw_into_: the first row": lambda new, rows, *rest: REFERENCES["adamw_into_"](new, rows[:1], *rest),
     "adamw_into_: tail": without_the_last("adamw_into_", [0]),
-    "adamw_into_: over the old": lambda new, rows, old, *rest: REFERENCES["adamw_into_"](old, rows, old, *rest),
+    "adamw_into_: over the old": lambda new, rows, old, *rest: REFERENCES["adamw_into_"](
+        old[: len(new)], rows, old, *rest
+    ),
     "adamw_into_: magnitudes": lambda *args: REFERENCES["adamw_into_"](*args).flip(0),
+    "adamw_into_: never frozen": lambda new, *rest: REFERENCES["adamw_into_"](
+        [*new, torch.zeros_like(new[0])][:3], *rest[:-1], False
+    ),
+    "adamw_into_: no clamp": with_argument("adamw_into_", 10, lambda limit: math.inf),
     "adamw_into_: past the end": past_the_end("adamw_into_", lambda args: args[0][0]),
     "largest_magnitude: signs": lambda grads: torch.cat(grads).amax(),
     "largest_magnitude: tail": lambda grads: REFERENCES["largest_magnitude"]([g[: len(g) // 8 * 8] for g in grads]),

@@ -189,16 +189,27 @@ def adamw_into_piece(p, g, mu, nu, b1, b2, rest2, descent, new, new_mu, new_nu, 
         to[j] = adamw(param[j], momentum, square, *descent)
 
 
+@compiled("contract")
+def frozen_into_piece(p, g, mu, nu, b1, descent, new, new_mu, count):
+    """Take a frozen step elsewhere."""
+    param, x, m, v = floats(p), floats(g), floats(mu), floats(nu)
+    to, to_m = floats(new), floats(new_mu)
+    for j in range(count):
+        momentum = kept_at_zero(moved(m[j], x[j], b1), v[j], ZERO, ZERO)
+        to_m[j] = momentum
+        to[j] = adamw(param[j], momentum, v[j], *descent)
+
+
 @compiled()
 def adamw_into_blocks(
-    low, high, grid, news, rows, count_of_rows, share, olds, peaks, b1, b2, rest2, descent, scratch
+    low, high, grid, news, rows, count_of_rows, share, olds, peaks, b1, b2, rest2, descent, frozen, scratch
 ):
     """Take AdamW's step with the mean of gradients, elsewhere; note the largest magnitudes of mean and params."""
     here, here_mu, here_nu = scratch + 4 * STEP, scratch + 8 * STEP, scratch + 12 * STEP
     for k in range(low, high):
         _, first, length, _, _ = block_of(grid, k)
         p, mu, nu = ints(olds)[0], ints(olds)[1], ints(olds)[2]
-        to, to_mu, to_nu = ints(news)[0], ints(news)[1], ints(news)[2]
+        to, to_mu, to_nu = ints(news)[0], ints(news)[1], ints(news)[1 if frozen else 2]
         nontemporal = streams(grid, to | to_mu | to_nu)
         of_mean = of_param = magnitude(ZERO)
         for i in range(first, first + length, STEP):
@@ -207,11 +218,15 @@ def adamw_into_blocks(
             if count_of_rows > 1:
                 mean_of_rows(rows, count_of_rows, share, at, scratch, count)
                 g = scratch
-            adamw_into_piece(p + at, g, mu + at, nu + at, b1, b2, rest2, descent, here, here_mu, here_nu, count)
+            if frozen:
+                frozen_into_piece(p + at, g, mu + at, nu + at, b1, descent, here, here_mu, count)
+            else:
+                adamw_into_piece(p + at, g, mu + at, nu + at, b1, b2, rest2, descent, here, here_mu, here_nu, count)
             of_mean, of_param = larger_magnitude(of_mean, g, count), larger_magnitude(of_param, here, count)
             write(to + at, here, count, nontemporal)
             write(to_mu + at, here_mu, count, nontemporal)
-            write(to_nu + at, here_nu, count, nontemporal)
+            if not frozen:
+                write(to_nu + at, here_nu, count, nontemporal)
         floats(peaks)[2 * k], floats(peaks)[2 * k + 1] = of_magnitude(of_mean), of_magnitude(of_param)
 
 
@@ -286,7 +301,7 @@ def adamw_(
 
 def adamw_into_(
     new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
-    weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
+    weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.adamw_into_`."""
     if not plain(new, rows, old):
@@ -295,7 +310,7 @@ def adamw_into_(
     peaks = torch.zeros((max(1, len(at.table)), 2), dtype=torch.float32, device="cpu")
     descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     run(adamw_into_blocks, at, 1, [*new], [*rows], len(rows), 1.0 / len(rows), [*old], peaks, float(b1), float(b2),
-        float(1 - b2), descent, scratch=16 * STEP)  # fmt: skip
+        float(1 - b2), descent, frozen, scratch=16 * STEP)  # fmt: skip
     return peaks.amax(0)
 
 
