@@ -127,7 +127,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
 
 
 class _Step(NamedTuple):
-    """A vector's step. kept: by its exchanges. new: of the shard, param, mu and nu unless it rests. whole: params (n,)."""
+    """A vector's step. kept: by its exchanges. new: the shard's param, and moments that move. whole: params (n,)."""
 
     bucket: layouts.Bucket
     kept: Kept

@@ -1,4 +1,4 @@
-"""Sharded AdamW and 1-bit Adam in place are the pure chains: the same numbers, bytes and skips, nothing written before all agree."""
+"""Sharded Adams in place are the pure chains: the same numbers, bytes and skips, nothing written before all agree."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def adamw_into_kernel(addresses, table, peaks, rows, share, b1, b2, rest2, eps, 
                       blocks, FROZEN: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Take AdamW's step with the mean of gradients, elsewhere; peaks (blocks, 2), of mean and new params.
 
-    addresses: of the old param, mu and nu, of the new ones, of which nu is missing where it is frozen, of all gradients.
+    addresses: of the old param, mu and nu, of the new ones, without nu where it is frozen, of all gradients.
     """
     _, _, _, length, _, offset = block_of(table, n, blocks, ALIGNED)
     descent, peaks = (eps, weight_decay, lr, c1, c2, max_step), peaks + 2 * tl.program_id(0).to(tl.int64)
