@@ -35,8 +35,12 @@ def _second_moment(v: Tensor, g: Tensor, b2: float, rest2: float) -> Tensor:
 BY_TORCH: dict[str, Callable[..., Any]] = {"lion": _lion, "second_moment": _second_moment}
 """Rules that functions of torch follow in fewer passes, or into memory that is used again."""
 
-INTO_POOL: dict[str, Callable[..., Tensor]] = {"lerp": torch.lerp, "scaled": torch.mul}
-"""Rules that are one function of torch, whose result can lie in memory that is used again."""
+INTO_POOL: dict[str, Callable[..., Tensor]] = {
+    "lerp": torch.lerp,
+    "scaled": torch.mul,
+    "plus": lambda a, b, weight, **room: torch.add(a, b, alpha=weight, **room),
+}
+"""Rules that are one function of torch, whose result can lie in memory that is used again, or where it is wanted."""
 
 
 def elementwise(
@@ -108,13 +112,15 @@ def _by_tensor(
         rest = [x if column is None else column[s] for x, column in zip(numbers, each, strict=True)]
         if into_pool is not None:
             room = pooled(*given, *(x for x in rest if isinstance(x, Tensor)))
+            if room and out is not None and out[0][s].dtype == inside:
+                room = {"out": out[0][s]}
             results: Any = into_pool(*given, *rest, **room)
         else:
             results = rule(*given, *rest)
         for column, x in zip(columns, results if count > 1 else (results,), strict=True):
             if out is None:
                 column.append(x.to(dtype))
-            else:
+            elif x is not column[s]:
                 column[s].copy_(x)
     return columns
 

@@ -36,8 +36,11 @@ from fn.collectives.feedback import Classic, Decayed, Feedback, classic, off
 from fn.collectives.hierarchy import Hop
 from fn.collectives.primitives import is_recorded
 from fn.errors import expected
+from fn.kernels import memory_pool, rules
 from fn.kernels.layout import scale_dtype
-from fn.kernels.tracing import is_concrete, pooled
+from fn.kernels.lists import elementwise
+from fn.kernels.orthonormal import orthonormalized
+from fn.kernels.tracing import cached_plan, is_concrete, pooled
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import average
@@ -74,6 +77,16 @@ class _Plan(NamedTuple):
     rank: int
     in_factors: bool
     transposed: bool
+
+
+class _Stack(NamedTuple):
+    """Tensors that go through all products together. places: theirs among the leaves. plan: how each of them travels.
+
+    In the names below B is their number, (B, n, r) the stack of their P, and (B, m, r) that of their Q.
+    """
+
+    places: tuple[int, ...]
+    plan: _Plan
 
 
 def low_rank_average(
@@ -183,15 +196,33 @@ def low_rank_average(
             reshapes.say((state, _reshape(leaves, plans, axis, feedback)))
         return state
 
+    @cached_plan
+    def stacks_of(kinds: tuple[tuple[torch.Size, torch.dtype, torch.device, bool], ...]) -> list[_Stack]:
+        """Return the stacks of what is iterated, of what is sent in factors first.
+
+        Args: kinds: of each tensor its shape, dtype and device, and whether it is averaged exactly.
+        """
+        alike: dict[Any, list[int]] = {}
+        for i, (shape, dtype, device, exact) in enumerate(kinds):
+            alike.setdefault((plan_of(shape, exact), dtype, device), []).append(i)
+        stacks = [_Stack(tuple(places), plan) for (plan, _, _), places in alike.items() if plan.rank]
+        return sorted(stacks, key=lambda stack: not stack.plan.in_factors)
+
     def with_mean(mean: Transform | None) -> UpdateFn:
-        def exchange(factors: list[Tensor], whole: list[Tensor], state: Tree) -> tuple[list[Tensor], list[Tensor]]:
-            """Return the means of factors and of what travels whole."""
+        def exchange(
+            stacks: list[_Stack], factors: list[Tensor], whole: list[Tensor], state: Tree, *, flipped: bool = False
+        ) -> tuple[list[Tensor], list[Tensor]]:
+            """Return the means of factors, and of what travels whole. flipped: these are the transposes of factors."""
             if mean is None:
                 together = [*factors, *whole]
                 means, _ = exact.warmup_update(together, (), together)
                 return means[: len(factors)], means[len(factors) :]
-            coded, _ = mean.compressed_update(factors, state, factors)
-            return coded, exact.warmup_update(whole, (), whole)[0]
+            pairs = zip(stacks, [x.mT for x in factors] if flipped else factors, strict=True)
+            each = dict(sorted(pair for stack, x in pairs for pair in zip(stack.places, x.unbind(), strict=True)))
+            coded, _ = mean.compressed_update([*each.values()], state, [*each.values()])  # scales are those of a matrix
+            found = dict(zip(each, coded, strict=True))
+            means = [torch.stack([found[i] for i in stack.places]) for stack in stacks]
+            return [x.mT for x in means] if flipped else means, exact.warmup_update(whole, (), whole)[0]
 
         def update(updates: Tree, state: LowRankState, params: Tree, /) -> tuple[Tree, LowRankState]:
             check_state(state, LowRankState)
@@ -203,44 +234,48 @@ def low_rank_average(
             if len(leaves) != len(state.q):
                 cure = "a state belongs to the params that it was made for"
                 raise ValueError(expected("state", f"one for {len(leaves)} tensors", f"{len(state.q)}", cure))
-            plans = [plan_of(g.shape, isinstance(basis, tuple)) for g, basis in zip(leaves, state.q, strict=True)]
-            iterated = [i for i, plan in enumerate(plans) if plan.rank]
-            sent = [i for i in iterated if plans[i].in_factors]
-            whole = [i for i, plan in enumerate(plans) if not plan.in_factors]
-            q: dict[int, Tensor] = {i: state.q[i] for i in iterated}
-            p: dict[int, Tensor] = {}
-            local: dict[int, Tensor] = {}  # R_r of this rank
-            c, errors, bases = list(leaves), list(state.errors), list(state.q)
-            for k in range(iterations):
-                factors: list[Tensor] = []
-                wide: list[Tensor] = []
-                for i, plan in enumerate(plans):  # compensated and multiplied at once, while it is in a cache
-                    if plan.rank and k == 0:
-                        c[i] = _compensated(c[i], errors[i], feedback)
-                    if plan.in_factors:
-                        factors.append(_matrix(c[i], plan) @ _orthonormal(q[i]))
-                    elif k == 0:
-                        wide.append(c[i].to(scale_dtype(c[i])))
-                factors, others = exchange(factors, wide, state.mean[0])
-                for i, x in zip([] if k else whole, others, strict=True):
-                    c[i] = x
-                averaged = dict(zip(sent, factors, strict=True))
-                for i in iterated:
-                    matrix = _matrix(c[i], plans[i])
-                    p[i] = _orthonormal(averaged[i] if i in averaged else matrix @ _orthonormal(q[i]))
-                    local[i] = (p[i].mT @ matrix).mT  # three times as fast as matrix.mT @ p on a CPU
-                    if k + 1 == iterations:
-                        errors[i] = _error(c[i], p[i], local[i], plans[i], errors[i], feedback)
-                factors, _ = exchange([local[i] for i in sent], [], state.mean[1])
-                q = {**local, **dict(zip(sent, factors, strict=True))}
-            outs = []
-            for i, (g, plan) in enumerate(zip(leaves, plans, strict=True)):
-                if plan.rank:
-                    right = q[i] / (q[i].norm(dim=0) + EPS) if orthonormal else q[i]
-                    bases[i] = torch.where((q[i] == 0).all(), bases[i], q[i])
-                    c[i] = _product(p[i], right, plan, c[i])
-                outs.append(c[i].to(g.dtype).view(g.shape))
-            return tree.unflatten(structure, outs), LowRankState(tuple(errors), tuple(bases), state.mean)
+            pairs = zip(leaves, state.q, strict=True)
+            stacks = stacks_of(tuple((g.shape, g.dtype, g.device, isinstance(basis, tuple)) for g, basis in pairs))
+            sent = sum(stack.plan.in_factors for stack in stacks)  # these are the first ones
+            iterated = {i for stack in stacks for i in stack.places}
+            whole = [i for i in range(len(leaves)) if i not in iterated]
+
+            c = _compensated(leaves, state.errors, stacks, feedback)
+            alone = [leaves[i].to(scale_dtype(leaves[i])) for i in whole]
+            bases = [torch.stack([state.q[i] for i in stack.places]) for stack in stacks]
+            q, errors = bases, list(state.errors)
+            for step in range(iterations):
+                q = orthonormalized(q)
+                p = [torch.bmm(_matrix(x, s.plan), right) for x, s, right in zip(c[:sent], stacks, q, strict=False)]
+                exactly = [*c[sent:], *alone] if step == 0 else []
+                p, means = exchange(stacks[:sent], p, exactly, state.mean[0])
+                if step == 0:
+                    c[sent:], alone = means[: len(c) - sent], means[len(c) - sent :]
+                rest = zip(c[sent:], stacks[sent:], q[sent:], strict=True)
+                p += [torch.bmm(_matrix(x, s.plan), right) for x, s, right in rest]
+                p = orthonormalized(p)
+                # R_r^T of this rank; its transpose would take three times as long on a CPU.
+                r = [torch.bmm(left.mT, _matrix(x, s.plan)) for left, x, s in zip(p, c, stacks, strict=True)]
+                if step + 1 == iterations:
+                    for x, left, right, stack in zip(c, p, r, stacks, strict=True):
+                        after = _errors(x, left, right.mT, stack, errors, feedback)
+                        for i, error in zip(stack.places, after, strict=True):
+                            errors[i] = error
+                r[:sent], _ = exchange(stacks[:sent], r[:sent], [], state.mean[1], flipped=True)
+                q = [x.mT for x in r]
+            del exactly, means, r
+
+            outs, q_after = list(leaves), list(state.q)
+            for i, x in zip(whole, alone, strict=True):
+                outs[i] = x.to(leaves[i].dtype).view(leaves[i].shape)
+            for x, left, right, basis, stack in zip(c, p, q, bases, stacks, strict=True):
+                is_zero = torch.linalg.vector_norm(right, math.inf, (1, 2), keepdim=True) == 0
+                basis = torch.where(is_zero, basis, right).contiguous()
+                right = right / (right.norm(dim=1, keepdim=True) + EPS) if orthonormal else right
+                product = _product(left, right, stack.plan, x).to(leaves[stack.places[0]].dtype)
+                for i, *found in zip(stack.places, basis.unbind(), product.unbind(), strict=True):
+                    q_after[i], outs[i] = found[0], found[1].view(leaves[i].shape)
+            return tree.unflatten(structure, outs), LowRankState(tuple(errors), tuple(q_after), state.mean)
 
         return update
 
@@ -279,15 +314,8 @@ def _drawn(p: Tensor, plan: _Plan, generator: np.random.Generator) -> Tensor:
 
 
 def _matrix(x: Tensor, plan: _Plan) -> Tensor:
-    """Return a tensor as the matrix that is iterated, a view."""
-    matrix = x.view(plan.rows, plan.columns)
-    return matrix.mT if plan.transposed else matrix
-
-
-def _orthonormal(x: Tensor) -> Tensor:
-    """Return an orthonormal basis of the columns; of columns of zeros, some unit vectors."""
-    q: Tensor = torch.linalg.qr(x).Q
-    return q
+    """Return the matrices that are iterated, of a stack (B, rows, columns); a view."""
+    return x.mT if plan.transposed else x
 
 
 def _keep_and_deliver(feedback: Feedback) -> tuple[float, float] | None:
@@ -298,31 +326,48 @@ def _keep_and_deliver(feedback: Feedback) -> tuple[float, float] | None:
     return (rule.keep, rule.deliver) if isinstance(rule, Decayed) else None
 
 
-def _compensated(g: Tensor, error: Tree, feedback: Feedback) -> Tensor:
-    """Return c (n,), float32 at least. For a feedback of two numbers it has memory of its own, see `_error`."""
-    flat, rule = g.reshape(-1), _keep_and_deliver(feedback)
+def _compensated(
+    leaves: Sequence[Tensor], errors: Sequence[Tree], stacks: Sequence[_Stack], feedback: Feedback
+) -> list[Tensor]:
+    """Return c of stacks, (B, rows, columns) each, float32 at least, in memory of their own."""
+    places = [i for stack in stacks for i in stack.places]
+    grads, before = [leaves[i].reshape(-1) for i in places], [errors[i] for i in places]
+    rule = _keep_and_deliver(feedback)
     if rule is None:
-        return feedback.compensate(flat, error).to(scale_dtype(flat))
-    compensated: Tensor = torch.add(flat, error, alpha=rule[0], **pooled(error, flat))
-    return compensated
+        found = [feedback.compensate(g, e).to(scale_dtype(g)) for g, e in zip(grads, before, strict=True)]
+    elif is_concrete(*grads, *before) and not is_recorded([*grads, *before]):
+        likes = [leaves[stack.places[0]] for stack in stacks]
+        shapes = [(len(stack.places), stack.plan.rows, stack.plan.columns) for stack in stacks]
+        pairs = zip(shapes, likes, strict=True)
+        c = [memory_pool.empty(shape, scale_dtype(like), like.device) for shape, like in pairs]
+        out = [flat for x in c for flat in x.flatten(1).unbind()]
+        elementwise(rules.plus, (grads, before), rule[0], like=1, out=[out])
+        return c
+    else:
+        found = elementwise(rules.plus, (grads, before), rule[0], like=1)
+    each = iter(found)
+    return [torch.stack([next(each).view(s.plan.rows, s.plan.columns) for _ in s.places]) for s in stacks]
 
 
 def _product(p: Tensor, q: Tensor, plan: _Plan, like: Tensor) -> Tensor:
-    """Return P Q^T as it lies in the tensor, (rows, columns). like: a tensor with as many elements, of its dtype."""
+    """Return P Q^T as it lies in the tensors, (B, rows, columns). like: a tensor of that shape and dtype."""
     left, right = (q, p) if plan.transposed else (p, q)
-    product: Tensor = torch.mm(left, right.mT, **pooled(like.view(plan.rows, plan.columns), left, right))
+    product: Tensor = torch.bmm(left, right.mT, **pooled(like, left, right))
     return product
 
 
-def _error(c: Tensor, p: Tensor, r: Tensor, plan: _Plan, before: Tree, feedback: Feedback) -> Tree:
-    """Return the next error, written into the memory of c where nobody else has that."""
+def _errors(
+    c: Tensor, p: Tensor, r: Tensor, stack: _Stack, before: Sequence[Tree], feedback: Feedback
+) -> Sequence[Tree]:
+    """Return the next errors of a stack, written into the memory of c where nobody else has that."""
     rule = _keep_and_deliver(feedback)
     if rule is None:
-        return feedback.residual(c, _product(p, r, plan, c).reshape(-1), before)
-    left, right = (r, p) if plan.transposed else (p, r)
-    x = c.view(plan.rows, plan.columns)
-    out = x if is_concrete(x) and not is_recorded([x]) else None
-    return torch.addmm(x, left, right.mT, alpha=-rule[1], out=out).view(-1)
+        delivered = _product(p, r, stack.plan, c).flatten(1).unbind()
+        triples = zip(c.flatten(1).unbind(), delivered, stack.places, strict=True)
+        return [feedback.residual(x, sent, before[i]) for x, sent, i in triples]
+    left, right = (r, p) if stack.plan.transposed else (p, r)
+    out = c if is_concrete(c) and not is_recorded([c]) else None
+    return torch.baddbmm(c, left, right.mT, alpha=-rule[1], out=out).flatten(1).unbind()
 
 
 def _reshape(leaves: Sequence[Tensor], plans: Sequence[_Plan], axis: str, feedback: Feedback) -> Reshape:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import LowRankState, Phase, tree
 from fn.adapters import checkpoint
+from fn.kernels import orthonormal
 
 SHAPES = [(12, 8), (12,), (5, 17), (6, 3, 3, 3), (), (0, 4), (3, 2), (4, 0)]
 FOLDER = Path(__file__).parents[1] / "golden" / "compressors"
@@ -228,6 +229,47 @@ def test_seeds_of_a_vmap_around_the_ranks_are_independent():
         torch.testing.assert_close(x, one(each), rtol=1e-4, atol=1e-5)
 
 
+ALIKE = [(12, 8), (8, 12), (12, 8), (6, 3, 3, 3), (12, 8), (5,), (6, 3, 3, 3), (6, 27), (3, 2), (3, 2)]
+OPTIONS = {
+    "classic": {"rank": 2},
+    "a rank by shape": {"rank": 0.3},
+    "stored": {"rank": 2, "feedback": fn.classic(store=torch.int8)},
+    "off": {"rank": 2, "feedback": fn.off()},
+    "two iterations": {"rank": 2, "iterations": 2},
+    "in codes": {"rank": 2, "mean": fn.compressed_average("data", fn.int8(8), fn.off())},
+    "orthonormal": {"rank": 0.5, "feedback": fn.decayed(1, 0.1), "orthonormal": True},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_equal_shapes_together_are_as_each_tensor_alone(options, dtype):
+    """Whatever order they come in, also as (6, 3, 3, 3) and (6, 27), which count as the same matrix."""
+    tx, like = fn.low_rank_average("data", **options), [torch.zeros(shape, dtype=dtype) for shape in ALIKE]
+    grads = [normal(3, 2, *shape, seed=i).to(dtype) for i, shape in enumerate(ALIKE)]
+    drawn = tx.init(like)
+
+    def on_rank(grads: list[Tensor], places: list[int]) -> tuple[list[list[Tensor]], Any]:
+        params, outs = [like[i] for i in places], []
+        state = tx.init(params)._replace(q=tuple(drawn.q[i] for i in places))
+        for t in range(3):
+            out, state = tx.update(Phase.COMPRESSED)([grads[i][t] for i in places], state, params)
+            outs.append(out)
+        return outs, state
+
+    def ran(places: list[int]) -> tuple[list[list[Tensor]], Any]:
+        dims = (None, fn.rank_dims(tx.init([like[i] for i in places])))
+        return fn.simulate(partial(on_rank, places=places), "data", 2, in_dims=1, out_dims=dims)(grads)
+
+    outs, state = ran([*range(len(ALIKE))])
+    for i in range(len(ALIKE)):
+        alone, after = ran([i])
+        found = [out[i] for out in outs], state.errors[i], state.q[i]
+        torch.testing.assert_close(
+            found, ([out[0] for out in alone], after.errors[0], after.q[0]), rtol=1e-3, atol=1e-4
+        )
+
+
 REFUSED = [
     ({"rank": 0}, ValueError, "rank: expected a whole number of at least 1, but got 0"),
     ({"rank": 1.5}, ValueError, "rank: expected"),
@@ -254,7 +296,7 @@ def test_a_mean_that_keeps_errors_is_refused():
         fn.low_rank_average("data", 2, mean=mean).init([normal(12, 8)])
 
 
-# Behind an optimizer, and on another world.
+# Behind an optimizer: where columns are dependent, and on another world.
 
 MAKES = {
     "powersgd": partial(fn.powersgd_adamw, axis="data", rank=2),
@@ -273,6 +315,56 @@ def step(params: list[Tensor], opt: fn.Optimizer, t: int) -> None:
     for i, p in enumerate(params):
         p.grad = normal(*p.shape, seed=100 * t + 10 * i + dist.get_rank())
     opt.step()
+
+
+FIRST = {"powersgd": 1, "dion": 0}
+"""The first step with factors; before it there are no errors."""
+
+
+Steps = tuple[list[list[np.ndarray]], list[int], int]
+
+
+def steps_of(name: str, quick: bool, deficient: bool, far: float = 0.5) -> Steps:
+    """Return params after each step, how many all-reduces it took, and skipped steps. far: `FAR` of the second rank."""
+    orthonormal.BY_QR = frozenset() if quick else frozenset({"cpu"})
+    orthonormal.FAR = far if dist.get_rank() else orthonormal.FAR
+    params, opt = make(name)
+    after, counts, calls, real = [], [], [], dist.all_reduce
+    dist.all_reduce = lambda *a, **k: (calls.append(0), real(*a, **k))[1]
+    for t in range(4):
+        for i, p in enumerate(params):
+            p.grad = normal(*p.shape, seed=100 * t + 10 * i + dist.get_rank())
+            if deficient and t == FIRST[name] and p.ndim > 1:
+                p.grad[1:] = 0  # of rank 1
+            if t == 3 and dist.get_rank():
+                p.grad.fill_(math.nan)
+        calls.clear()
+        opt.step()
+        counts.append(len(calls))
+        after.append([p.detach().numpy().copy() for p in params])
+    dist.all_reduce = real
+    return after, counts, opt.skipped
+
+
+@pytest.mark.parametrize("name", ["powersgd", "dion"])
+def test_where_cholesky_fails_all_ranks_take_the_step_again_by_qr(name):
+    """For a matrix of rank 1; for NaN on one rank, in the last step; where it fails on one rank only, in all steps."""
+    first = FIRST[name]
+    for deficient, far in ((False, 0.5), (True, 0.5), (False, -1.0)):
+        by_qr, once, _ = ranks.run(2, steps_of, name, False, deficient)[0]
+        found = ranks.run(2, steps_of, name, True, deficient, far)
+        again = [t >= first and (far < 0 or t == 3 or (deficient and t == first)) for t in range(4)]
+        for after, counts, skipped in found:
+            if deficient:  # a basis that follows from it may be of too small a rank, too
+                again[first + 1] = counts[first + 1] > once[first + 1]
+            assert counts == [n * (1 + twice) for n, twice in zip(once, again, strict=True)]
+            assert skipped == 1
+            for t, params in enumerate(after):
+                assert all(map(np.array_equal, params, found[0][0][t]))
+                if again[t] and (far < 0 or t == first):
+                    assert all(map(np.array_equal, params, by_qr[t]))
+                elif not deficient:  # behind it directions are free
+                    assert all(np.allclose(x, y, rtol=1e-3, atol=1e-4) for x, y in zip(params, by_qr[t], strict=True))
 
 
 def of_state(opt: fn.Optimizer) -> LowRankState:

@@ -40,6 +40,7 @@ from fn.inplace.match import in_place, refusing, same_links
 from fn.inplace.memory import among, written_into
 from fn.inplace.protocol import InPlace, Staged, settled
 from fn.kernels import flags
+from fn.kernels.orthonormal import attempt
 from fn.transforms.skip_nonfinite import SkipState
 
 Tree = Any
@@ -123,7 +124,14 @@ def stage_all(training: Training, update: Update, phase: Phase | Part, given: Gr
             return [Staged(True, lambda: move(params, moves))]
         groups = [(grads, states, params)] if update.spans else [*zip(grads, states, params, strict=True)]
         slow = partial(say_slow, training, phase, given)
-        steps = settled([stage(of, *args, slow) for of, args in zip(update.groups, groups, strict=True)])
+
+        def staged() -> list[Staged]:
+            return settled([stage(of, *args, slow) for of, args in zip(update.groups, groups, strict=True)])
+
+        with attempt() as begun:
+            steps = staged()
+        if begun.was_quick and not all(step.ok for step in steps):  # for its numbers, or for how it was taken
+            steps = staged()
         if all(step.ok for step in steps) and not all(step.safe for step in steps):
             triples = zip(steps, update.groups, groups, strict=True)
             pure = partial(stage_purely, exactly=True)
@@ -139,7 +147,8 @@ def stage_group(training: Training, index: int, phase: Phase, grads: list[Tensor
     """
     update = update_of(training, phase).groups[index]
     slow = partial(say_slow, training, phase, [grads], index)
-    return stage(update, grads, training.states[index], training.params[index], slow)
+    with attempt():  # if it comes out as NaN, the ranks meet in `take`
+        return stage(update, grads, training.states[index], training.params[index], slow)
 
 
 def stage(update: UpdateFn, grads: Tree, state: Tree, params: Tree, slow: Callable[[], None] = lambda: None) -> Staged:

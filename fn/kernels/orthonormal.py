@@ -1,0 +1,133 @@
+"""Orthonormal bases of the columns of matrices, stack by stack: QR, or on accelerators products and Cholesky's factor.
+
+QR goes column by column, and an accelerator is at its slowest there. Cholesky's way is products of whole stacks, but it
+fails where columns are nearly dependent. Whether it did is known on the device only, and nobody waits for that: a
+matrix that it fails on becomes NaN, which makes the step's result NaN on all ranks. So it is taken only inside of
+`attempt`, by someone who looks at the result, and takes the step again without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fn.kernels.tracing import is_concrete
+
+BY_QR = frozenset({"cpu"})
+"""Types of devices on which QR is as fast."""
+
+SHIFT = 8.0
+"""What is added to the products of columns with themselves, in units of r eps: more than rounding takes from them."""
+
+FAR = 0.5
+"""How far from orthonormal columns may be before the last pass, in the Frobenius norm; below 1 it repairs them."""
+
+
+@dataclass
+class Attempt:
+    """A piece of work that may come out as NaN. was_quick: whether it did what may fail."""
+
+    was_quick: bool = False
+
+
+_attempt: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
+
+
+@contextmanager
+def attempt() -> Iterator[Attempt]:
+    """Let `orthonormalized` be quick inside, and return NaN for what it fails on.
+
+    Who enters it takes the work again outside of it, if what comes out is not finite and `was_quick` is true.
+    """
+    begun = Attempt()
+    token = _attempt.set(begun)
+    try:
+        yield begun
+    finally:
+        _attempt.reset(token)
+
+
+def orthonormalized(stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Return orthonormal bases of the columns of matrices; of columns of zeros, some unit vectors.
+
+    Args: stacks: (b, n, r) each, of b matrices with n >= r. Returns: as many stacks of the same shapes.
+    """
+    if stacks and is_concrete(*stacks) and not any(x.device.type in BY_QR or x.requires_grad for x in stacks):
+        begun = _attempt.get()
+        if begun is not None:
+            begun.was_quick = True
+            return by_cholesky(stacks)
+    return [torch.linalg.qr(x).Q for x in stacks]
+
+
+def by_cholesky(stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Return the same by products of matrices: shifted CholeskyQR3. What it fails on is NaN, a matrix at a time.
+
+        >>> import torch
+        >>> a = torch.tensor([[[3.0, 1.0], [4.0, 2.0], [0.0, 2.0]], [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]])
+        >>> (q,) = by_cholesky([a])                      # the columns of the second matrix are dependent
+        >>> (q[0].mT @ q[0] - torch.eye(2)).abs().max() < 1e-6, q[1].isnan().all()
+        (tensor(True), tensor(True))
+
+    All stacks with as many columns go through the factorisation together.
+
+    Paper: Fukaya et al., Shifted Cholesky QR (arXiv 1809.11085), algorithm 4.2, on columns of length 1.
+    """
+    alike: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    for i, x in enumerate(stacks):
+        alike.setdefault((x.shape[2], x.dtype, x.device), []).append(i)
+    bases = list(stacks)
+    for places in alike.values():
+        for i, basis in zip(places, _by_cholesky([stacks[i] for i in places]), strict=True):
+            bases[i] = basis
+    return bases
+
+
+def _by_cholesky(stacks: list[Tensor]) -> list[Tensor]:
+    """Do it for stacks (b, n, r) of one r. G is A^T A of every matrix, (B, r, r), and L its Cholesky factor."""
+    r, like = stacks[0].shape[2], stacks[0]
+    one, counts = torch.eye(r, dtype=like.dtype, device=like.device), [len(x) for x in stacks]
+
+    # Columns of length 1. Zeros become unit vectors: a step without a gradient would fail, and the next ones with it.
+    lengths = torch.cat([x.norm(dim=1, keepdim=True) for x in stacks])
+    zero = (lengths == 0).to(like.dtype)
+    inverses = (lengths + zero).reciprocal_()
+    stacks = [x * inverse for x, inverse in zip(stacks, inverses.split(counts), strict=True)]
+    for x, is_zero in zip(stacks, zero.squeeze(1).split(counts), strict=True):
+        x.diagonal(dim1=1, dim2=2).add_(is_zero)
+
+    # With the shift G is positive definite, however dependent the columns are, and A L^-T is nearer to orthonormal.
+    gram = _gram(stacks)
+    gram.diagonal(dim1=1, dim2=2).add_(SHIFT * r * torch.finfo(like.dtype).eps)
+    stacks = _times(stacks, _inverse(gram, one))
+    stacks = _times(stacks, _inverse(_gram(stacks), one))
+
+    # The last pass squares how far the columns are from orthonormal, if that is not too far: so this is the only check.
+    gram = _gram(stacks)
+    off = (gram - one).flatten(1).norm(dim=1)  # NaN, if a factorisation has failed, is not below anything
+    failed = torch.where(off < FAR, 0.0, math.nan)
+    return _times(stacks, _inverse(gram, one).add_(failed[:, None, None]))
+
+
+def _gram(stacks: list[Tensor]) -> Tensor:
+    """Return A^T A of all matrices, (B, r, r)."""
+    return torch.cat([torch.bmm(x.mT, x) for x in stacks])
+
+
+def _inverse(gram: Tensor, one: Tensor) -> Tensor:
+    """Return L^-1, (B, r, r); not finite, or of no use, where there is no L."""
+    lower = torch.linalg.cholesky_ex(gram).L
+    inverse: Tensor = torch.linalg.solve_triangular(lower, one.expand_as(lower), upper=False)
+    return inverse
+
+
+def _times(stacks: list[Tensor], inverse: Tensor) -> list[Tensor]:
+    """Return A L^-T of all matrices."""
+    parts = inverse.split([len(x) for x in stacks])
+    return [torch.bmm(x, part.mT) for x, part in zip(stacks, parts, strict=True)]

@@ -1,0 +1,90 @@
+"""Cholesky's way to an orthonormal basis is QR's, but for what it says it fails on, and is taken where that is seen."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fn.kernels import orthonormal
+from fn.kernels.orthonormal import attempt, by_cholesky, orthonormalized
+
+SHAPES = [(3, 12, 4), (1, 30, 4), (2, 5, 5), (4, 9, 1), (1, 64, 16)]
+
+
+def stacks(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in SHAPES]
+
+
+def projections(bases: list[Tensor]) -> list[Tensor]:
+    return [q.double() @ q.double().mT for q in bases]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("graded", [False, True])
+def test_it_is_a_basis_of_what_qr_is_one_of(dtype, graded):
+    """Also where columns are a thousand times as long as others."""
+    given = [x * torch.logspace(0, -3, x.shape[2], dtype=dtype) if graded else x for x in stacks(dtype)]
+    found, tolerance = by_cholesky(given), 50 * torch.finfo(dtype).eps
+    for q, x in zip(found, given, strict=True):
+        assert (q.shape, q.dtype) == (x.shape, dtype)
+        one = torch.eye(x.shape[2], dtype=dtype).expand(len(x), -1, -1)
+        torch.testing.assert_close(q.mT @ q, one, rtol=0, atol=tolerance)
+    wanted = projections([torch.linalg.qr(x.double()).Q for x in given])
+    torch.testing.assert_close(projections(found), wanted, rtol=0, atol=1e3 * tolerance)
+
+
+@pytest.mark.parametrize("spread", [1e2, 1e4])
+def test_columns_that_are_nearly_dependent_come_out_orthonormal(spread):
+    left, right = (torch.linalg.qr(x).Q for x in (stacks(torch.float64)[4], torch.randn(1, 16, 16).double()))
+    sizes = torch.logspace(0, -1, 16).double() ** torch.log10(torch.tensor(spread))
+    (q,) = by_cholesky([((left * sizes) @ right.mT).float()])
+    torch.testing.assert_close(q.mT @ q, torch.eye(16)[None], rtol=0, atol=1e-5)
+
+
+def test_stacks_together_are_as_each_matrix_alone():
+    together = by_cholesky(stacks())
+    for q, x in zip(together, stacks(), strict=True):
+        for matrix, basis in zip(x, q, strict=True):
+            torch.testing.assert_close(by_cholesky([matrix[None]])[0][0], basis, rtol=1e-4, atol=1e-5)
+
+
+def test_zeros_have_unit_vectors_and_a_matrix_of_too_small_a_rank_alone_is_nan():
+    x = stacks()[0]
+    x[0], x[1, 1:] = 0, 0  # in the second matrix only one row is not zero
+    (q,) = by_cholesky([x])
+    torch.testing.assert_close(q[0], torch.eye(12, 4))
+    assert q[1].isnan().all()
+    assert q[2].isfinite().all()
+    assert by_cholesky([torch.full((1, 3, 2), torch.nan)])[0].isnan().all()
+    assert by_cholesky([torch.full((1, 3, 2), torch.inf)])[0].isnan().all()
+
+
+def test_a_column_of_zeros_is_one_that_is_free():
+    x = stacks()[0]
+    x[:, :, 2] = 0
+    (q,) = by_cholesky([x])
+    torch.testing.assert_close(q.mT @ q, torch.eye(4).expand(3, -1, -1), rtol=0, atol=1e-5)
+    torch.testing.assert_close(q @ (q.mT @ x), x, rtol=1e-5, atol=1e-5)
+
+
+def test_it_is_taken_on_accelerators_in_an_attempt_only(monkeypatch):
+    x = stacks()
+    by_qr = [torch.linalg.qr(one).Q for one in x]
+
+    def attempted(x: list[Tensor]) -> tuple[list[Tensor], bool]:
+        with attempt() as begun:
+            return orthonormalized(x), begun.was_quick
+
+    found, was_quick = attempted(x)  # on the CPU
+    assert not was_quick
+    assert all(map(torch.equal, found, by_qr))
+    monkeypatch.setattr(orthonormal, "BY_QR", frozenset())
+    found, was_quick = attempted(x)
+    assert was_quick
+    assert all(map(torch.equal, found, by_cholesky(x)))
+    assert all(map(torch.equal, orthonormalized(x), by_qr))  # outside
+    assert not attempted([])[1]
+    assert not attempted([x[0].requires_grad_()])[1]
+    assert not torch.func.vmap(lambda one: torch.tensor(attempted([one])[1]).expand(1))(torch.ones(2, 1, 3, 2)).any()
