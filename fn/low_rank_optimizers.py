@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Transform, chain, check_interval, check_number, missing, stateless
+from fn.base import Phase, Transform, chain, check_interval, check_number, missing
 from fn.collectives.axis import AxisNames
 from fn.collectives.feedback import Feedback, decayed
 from fn.transforms.adam import scale_by_adam
@@ -15,7 +15,7 @@ from fn.transforms.average import agreed, average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.low_rank import low_rank_average
 from fn.transforms.masking import Labels, hidden_and_other, partition
-from fn.transforms.scaling import scale_by_shape
+from fn.transforms.scaling import scale, scale_by_shape
 from fn.transforms.skip_nonfinite import skip_nonfinite
 
 Tree = Any
@@ -121,9 +121,8 @@ def dion(
         multiple_of=multiple_of, iterations=iterations, seed=seed,
     )  # fmt: skip
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
-    scaled = stateless(lambda updates, params: tree.map(lambda u: u * adamw_rate, updates), elementwise=True)
     kinds = {
         "dion": chain(scale_by_shape(), decay, rate),
-        "adamw": chain(scale_by_adam(b1, b2, eps), decay, scaled, rate),
+        "adamw": chain(scale_by_adam(b1, b2, eps), decay, scale(adamw_rate), rate),
     }
     return agreed(skip_nonfinite(chain(factors, partition(kinds, named))), axis)

@@ -12,7 +12,7 @@ from fn import tree
 from fn.base import Facts, Transform, check_interval, check_number, stateless
 from fn.errors import expected
 from fn.kernels import rules
-from fn.kernels.lists import peaks
+from fn.kernels.lists import elementwise, peaks
 from fn.transforms.leafwise import apply
 
 Tree = Any
@@ -89,9 +89,16 @@ def scale_by_shape() -> Transform:
     Paper: Ahn et al., Dion (arXiv 2504.05295), section 3.2; n / m is fan-out / fan-in of a linear layer's weight.
     """
 
-    def scaled(x: Tensor) -> Tensor:
-        if x.ndim < 2 or not x.numel():
-            return x
-        return x * math.sqrt(x.shape[0] / math.prod(x.shape[1:]))
+    def scaled(updates: Tree, params: Tree) -> Tree:
+        tree.check_real(updates, "updates")
+        leaves, structure = tree.flatten(updates)
+        alike: dict[float, list[int]] = {}  # a call for each factor, which then is a number that is on the host
+        for i, x in enumerate(leaves):
+            if x.ndim > 1 and x.numel():
+                alike.setdefault(math.sqrt(x.shape[0] / math.prod(x.shape[1:])), []).append(i)
+        for factor, places in alike.items():
+            for i, x in zip(places, elementwise(rules.scaled, ([leaves[i] for i in places],), factor), strict=True):
+                leaves[i] = x
+        return tree.unflatten(structure, leaves)
 
-    return stateless(lambda updates, params: tree.map(scaled, updates))._replace(facts=Facts(whole=("scale_by_shape",)))
+    return stateless(scaled)._replace(facts=Facts(whole=("scale_by_shape",)))
