@@ -1,11 +1,11 @@
 """Is a step as fast as it was? Processor time of `fn.Optimizer`'s steps, divided by that of an older commit.
 
-    python benchmarks/against.py 7af5ced --json benchmarks/against.json
+    python benchmarks/against.py 7af5ced --json benchmarks/results/against.json
 
 Ten times a process of either commit is started, both on one core. They take turns, step by step, and the median of the
 steps' ratios is the figure of these two processes: where memory lies, and so what it costs, is another in every one.
 The interval is that of the ten figures (95 %, Student's t, of their logarithms). The steps are those of `step.py`, of
-ten million parameters in 150 tensors, one rank of two, communication apart. It took 2.2 minutes.
+ten million parameters in 150 tensors, one rank of two, communication apart.
 """
 
 from __future__ import annotations
@@ -97,9 +97,10 @@ def ratios(old: Path, new: Path, rounds: int) -> dict[str, dict[str, float]]:
 
 def table(result: dict[str, Any]) -> str:
     """Return the figures as Markdown."""
+    from measure import markdown
     from scipy.stats import t as student
 
-    lines = [f"| step | {result['old']} | {result['new']} | ratio (95 %) |", "|---|---|---|---|"]
+    rows = []
     for step in STEPS:
         pairs = [pair[step] for pair in result["pairs"]]
         logs = [math.log(pair["ratio"]) for pair in pairs]
@@ -108,14 +109,8 @@ def table(result: dict[str, Any]) -> str:
             half = float(student.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / math.sqrt(len(logs))
         low, high = math.exp(middle - half), math.exp(middle + half)
         old, new = (statistics.median(pair[which] for pair in pairs) for which in ("old ms", "new ms"))
-        lines.append(f"| {step} | {old:.1f} ms | {new:.1f} ms | {math.exp(middle):.2f} ({low:.2f} – {high:.2f}) |")
-    return "\n".join(lines)
-
-
-def name_of(*commit: str) -> str:
-    """Return the short name of a commit, or that of this checkout, which says whether something in it was changed."""
-    command = ["git", "describe", "--always", "--exclude=*", *(commit or ["--dirty"])]
-    return subprocess.check_output(command, cwd=ROOT, text=True).strip()
+        rows.append((step, f"{old:.1f}", f"{new:.1f}", f"{math.exp(middle):.2f} ({low:.2f} – {high:.2f})"))
+    return markdown(f"| step | {result['old']}, ms | {result['about']['commit']}, ms | ratio (95 %) |", rows)
 
 
 def main() -> None:
@@ -132,7 +127,7 @@ def main() -> None:
         return
     if args.commit is None:
         parser.error("name the commit to compare with, such as 7af5ced")
-    from measure import machine, write
+    from measure import about, commit, write
     from tqdm import trange
 
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # of the processes, too, which take turns
@@ -143,8 +138,7 @@ def main() -> None:
             pairs = [ratios(old, ROOT, args.rounds) for _ in trange(args.pairs, desc="pairs of processes")]
         finally:
             subprocess.run(["git", "worktree", "remove", "--force", str(old)], cwd=ROOT, check=True)
-    names = {"old": name_of(args.commit), "new": name_of()}
-    result = {"about": machine(), **names, "pairs": pairs}
+    result = {"about": about(), "old": commit(args.commit), "pairs": pairs}
     write(args.json, result)
     print(table(result))
 

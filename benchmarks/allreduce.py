@@ -1,6 +1,6 @@
 """The whole compressed all-reduce on real ranks, against DeepSpeed's sequence and the plain fp32 all-reduce.
 
-    python benchmarks/allreduce.py [--n 16777216] [--rounds 15] [--ranks 2] [--json FILE]
+    python benchmarks/allreduce.py --json benchmarks/results/allreduce.json
 
 Every rank has one thread, or a device (`--device`, `--backend`); all contenders are interleaved in one run, with a
 barrier before each. The time is that of the slowest rank. Once with the default malloc and once with one that keeps its
@@ -21,12 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from devices import add_device, backend_of, device_of, of_rank
-from measure import interleaved, machine, with_both_mallocs, write
+from measure import about, interleaved, markdown, with_both_mallocs, write
 from torch import Tensor
 
 import fn
 from fn.collectives.compressed import compressed_all_reduce
 from fn.collectives.hierarchy import initial_errors
+
+TEXTBOOK, EXACT = "DeepSpeed's sequence, in textbook.py", "float32"
 
 
 def as_deepspeed(x: Tensor, worker: Tensor, server: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -67,8 +69,8 @@ def contenders(n: int, device: torch.device) -> dict[str, Callable[[], Any]]:
         return run
 
     return {
-        "DeepSpeed-like": deepspeed,
-        "fp32 all-reduce": lambda: dist.all_reduce(total),
+        TEXTBOOK: deepspeed,
+        EXACT: lambda: dist.all_reduce(total),
         "fn, sign, lazy error": ours(fn.sign(), fn.classic(lazy=True)),
         "fn, sign, plain error": ours(fn.sign(), fn.classic()),
         "fn, int4, damped error": ours(fn.int4(), fn.damped()),
@@ -85,11 +87,16 @@ def rank(index: int, options: argparse.Namespace, folder: str) -> None:
     dist.init_process_group(backend, store=store, rank=index, world_size=options.ranks)
     with fn.bind({"data": dist.group.WORLD}), fn.ledger() as sent:
         found = contenders(options.n, device)
-        one = {name: _bytes(run, sent) for name, run in found.items()}
+        one = {name: _bytes(run, sent) for name, run in found.items()} | uncounted(options.n, options.ranks)
         passed, spent = interleaved(found, options.rounds, dist.barrier, device)
     result = {"seconds": passed, "processor seconds": spent, "bytes": one}
     Path(f"{folder}/{index}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
+
+
+def uncounted(n: int, ranks: int) -> dict[str, int]:
+    """Return the bytes of those that the ledger does not see: bits and scales in two halves; a ring's float32."""
+    return {TEXTBOOK: 2 * (ranks - 1) * (n // 8 // ranks + 4), EXACT: 2 * (ranks - 1) * 4 * n // ranks}
 
 
 def _bytes(run: Callable[[], Any], sent: fn.Ledger) -> int:
@@ -108,19 +115,15 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     return {**slowest, "bytes": found[0]["bytes"]}
 
 
-def lines(found: dict[str, Any], clock: str) -> list[str]:
-    """Return the table of one clock, as Markdown."""
-    out = [
-        f"| all-reduce, {clock} | ms | x DeepSpeed-like | x fp32 | ms, pages kept | x DeepSpeed-like | x fp32 |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for name in found["default"][clock]:
-        row = [name]
-        for times in (found["default"][clock], found["keeps pages"][clock]):
-            ratios = (times[peer] / times[name] for peer in ("DeepSpeed-like", "fp32 all-reduce"))
-            row += [f"{times[name] * 1e3:.1f}", *(f"{ratio:.1f}" for ratio in ratios)]
-        out.append(f"| {' | '.join(row)} |")
-    return [*out, ""]
+def table(result: dict[str, Any]) -> str:
+    """Return the figures of the default malloc as Markdown."""
+    found, rows = result["malloc"]["default"], []
+    for name, seconds in found["seconds"].items():
+        ratios = [f"{found['seconds'][peer] / seconds:.1f}" for peer in (TEXTBOOK, EXACT)]
+        spent = f"{1e3 * found['processor seconds'][name]:.1f}"
+        rows.append([name, f"{found['bytes'][name] / 1e6:.2f}", f"{1e3 * seconds:.1f}", spent, *ratios])
+    head = "| all-reduce | MB sent | ms | of the processor, ms | times as fast as DeepSpeed's sequence | as float32 |"
+    return markdown(head, rows)
 
 
 def main() -> None:
@@ -138,10 +141,9 @@ def main() -> None:
         return
     arguments = [f"--n={options.n}", f"--rounds={options.rounds}", f"--ranks={options.ranks}"]
     arguments += [f"--device={device_of(options).type}", f"--backend={backend_of(options, options.ranks)}"]
-    found = with_both_mallocs(__file__, arguments)
-    result = {"machine": machine(), "n": options.n, "ranks": options.ranks, "malloc": found}
-    tables = [line for clock in ("seconds", "processor seconds") for line in lines(found, clock)]
-    print("\n".join([str(result["machine"]), "", *tables]))
+    malloc = with_both_mallocs(__file__, arguments)
+    result = {"about": about(), "n": options.n, "ranks": options.ranks, "malloc": malloc}
+    print(table(result))
     write(options.json, result)
 
 

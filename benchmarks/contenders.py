@@ -19,11 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 import fn
 from fn.adapters import ddp
 from fn.collectives.axis import Binding
-from fn.collectives.codecs.codec import identity
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
 from fn.planner import traffic
-from fn.planner.methods import Method, kept_of_demo, kept_of_sparse_loco, parts_of
+from fn.planner.methods import Method, kept_of_demo, parts_of
 from fn.planner.traffic import Model
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -36,12 +35,9 @@ ROUND = 32
 """Steps of a round of DiLoCo, a period of it."""
 
 WARM_UP = 2
-LR = 3e-4
-"""Of a run whose loss is shown."""
-
-LITTLE = 1e-6
-"""Of steps that are only timed. After a warm-up of two steps larger ones make a model diverge, until numbers below the
-smallest normal one slow the backward pass of some contenders: by 60 of 90 ms on an Intel Xeon."""
+LR = 1e-6
+"""Steps are only timed. After a warm-up of two steps larger ones make a model diverge, until numbers below the smallest
+normal one slow the backward pass of some contenders: by 60 of 90 ms on an Intel Xeon."""
 
 EPS = 1e-5
 """As in the demo: after a second moment is frozen, tiny ones make large steps."""
@@ -174,20 +170,10 @@ def _method(send: Any, bucket: int | None = None, interval: int = 1) -> Callable
     return made
 
 
-def rounds(optimizer: Any, send: Any, delay: int = 0) -> Contender:
-    """Return local steps. send: what the planner counts. delay: steps that go on while a mean travels."""
-    schedule = fn.every(ROUND, delay=delay, start=WARM_UP)
-    planned = _method(send, interval=ROUND)
-    return Contender(
-        partial(ours, optimizer, schedule=schedule),
-        lambda model, ranks: planned(model, ranks)._replace(delay=delay),
-        ROUND,
-    )
-
-
-def diloco(codec: Any, delay: int = 0) -> Contender:
-    """Return DiLoCo in a codec."""
-    return rounds(partial(fn.diloco, codec=codec), partial(traffic.codes, codec=codec), delay)
+def rounds(optimizer: Any, send: Any) -> Contender:
+    """Return local steps. send: what the planner counts."""
+    make = partial(ours, optimizer, schedule=fn.every(ROUND, start=WARM_UP))
+    return Contender(make, _method(send, interval=ROUND), ROUND)
 
 
 def without_eps(optimizer: Any) -> Any:
@@ -196,63 +182,29 @@ def without_eps(optimizer: Any) -> Any:
 
 
 _signs = partial(traffic.codes, codec=sign())
-_direct = partial(_signs, servers=False)
 _lazy = partial(fn.onebit_adam, feedback=fn.classic(lazy=True))
-_serverless = partial(_lazy, servers=False)
 _rare = partial(fn.zero_one_adam, feedback=fn.classic(lazy=True))
-_rare_serverless = partial(_rare, servers=False)
-_int8 = partial(fn.onebit_adam, codec=fn.int8(), feedback=fn.damped())
-_loco = partial(traffic.sharded, codec=int4())
 
 NONE = "no communication"
 DDP = "DDP fp32"
+ONEBIT = "fn 1-bit Adam"
+OVERLAPPED = ", overlapped"
 CONTENDERS: Mapping[str, Contender] = {
     NONE: Contender(alone, _method(lambda model, ranks: [])),
     DDP: Contender(exact, _method(traffic.exact, traffic.BUCKET)),
     "DDP bf16": Contender(
-        lambda world, model, lr: exact(world, model, lr, half_precision),
-        _method(partial(traffic.exact, width=2), traffic.BUCKET),
+        partial(exact, hook=half_precision), _method(partial(traffic.exact, width=2), traffic.BUCKET)
     ),
     "DDP PowerSGD 1": Contender(partial(low_rank, 1), _method(partial(traffic.power_sgd, rank=1))),
-    "DDP PowerSGD 2": Contender(partial(low_rank, 2), _method(partial(traffic.power_sgd, rank=2))),
-    "1-bit, tensor by tensor": Contender(textbook, _method(traffic.textbook_onebit)),
-    "fn 1-bit Adam": Contender(partial(ours, _lazy), _method(_signs)),
-    "fn 1-bit Adam, overlapped": Contender(partial(overlapped, _lazy), _method(_signs, 4 * ddp.BUCKET)),
-    "fn 1-bit Adam, no servers": Contender(partial(ours, _serverless), _method(_direct)),
-    "fn 1-bit Adam, no servers, overlapped": Contender(
-        partial(overlapped, _serverless), _method(_direct, 4 * ddp.BUCKET)
-    ),
-    "fn 1-bit LAMB": Contender(
-        partial(ours, partial(fn.onebit_lamb, feedback=fn.classic(lazy=True))),
-        _method(partial(_signs, layout="fused")),
-    ),
+    "1-bit Adam, tensor by tensor": Contender(textbook, _method(traffic.textbook_onebit)),
+    ONEBIT: Contender(partial(ours, _lazy), _method(_signs)),
+    f"{ONEBIT}{OVERLAPPED}": Contender(partial(overlapped, _lazy), _method(_signs, 4 * ddp.BUCKET)),
     "fn 0/1 Adam": Contender(partial(ours, _rare, schedule=rarely), _method(_signs, interval=INTERVAL), INTERVAL),
-    "fn 0/1 Adam, overlapped": Contender(
-        partial(overlapped, _rare, schedule=rarely), _method(_signs, 4 * ddp.BUCKET, interval=INTERVAL), INTERVAL
-    ),
-    "fn 0/1 Adam, no servers": Contender(
-        partial(ours, _rare_serverless, schedule=rarely), _method(_direct, interval=INTERVAL), INTERVAL
-    ),
-    "fn 0/1 Adam, no servers, overlapped": Contender(
-        partial(overlapped, _rare_serverless, schedule=rarely),
-        _method(_direct, 4 * ddp.BUCKET, interval=INTERVAL),
-        INTERVAL,
-    ),
-    "fn LoCo int4": Contender(partial(ours, fn.loco_adamw), _method(partial(_loco, gather=identity()))),
     "fn LoCo int4, int8 back": Contender(
-        partial(ours, partial(fn.loco_adamw, gather=fn.int8(), master=True)), _method(partial(_loco, gather=int8()))
+        partial(ours, partial(fn.loco_adamw, gather=fn.int8(), master=True)),
+        _method(partial(traffic.sharded, codec=int4(), gather=int8())),
     ),
-    "fn int8": Contender(partial(ours, _int8), _method(partial(traffic.codes, codec=int8()))),
-    "fn int8, overlapped": Contender(
-        partial(overlapped, _int8), _method(partial(traffic.codes, codec=int8()), 4 * ddp.BUCKET)
-    ),
-    "fn DiLoCo, int8": diloco(int8()),
-    "fn DiLoCo, int8, late": diloco(int8(), delay=ROUND // 2),
-    "fn DiLoCo, 2 bits": diloco(fn.bins(4, 6)),
-    "fn DiLoCo, 1 bit": diloco(sign()),
-    "fn SparseLoCo": rounds(
-        fn.sparse_loco, partial(traffic.in_basis, basis=fn.tiles(64), codec_of=kept_of_sparse_loco)
-    ),
+    "fn DiLoCo, int8": rounds(partial(fn.diloco, codec=int8()), partial(traffic.codes, codec=int8())),
     "fn PowerSGD 4": Contender(partial(ours, fn.powersgd_adamw), _method(partial(traffic.low_rank, rank=4))),
     "fn Lion, votes": Contender(
         partial(ours, without_eps(fn.lion_vote)), _method(partial(traffic.codes, codec=fn.ballots()))
@@ -260,23 +212,5 @@ CONTENDERS: Mapping[str, Contender] = {
     "fn DeMo": Contender(
         partial(ours, without_eps(fn.demo)), _method(partial(traffic.in_basis, basis=fn.dct(64), codec_of=kept_of_demo))
     ),
-    "fn EF21": Contender(
-        partial(ours, without_eps(fn.ef21_sgdm)),
-        _method(partial(traffic.codes, codec=fn.top_k(0.01), servers=False)),
-    ),
 }
 """What is compared, in the order in which it runs."""
-
-
-IN_PHASES = {
-    "fn 1-bit Adam": partial(_lazy, bias_correction=True),
-    "fn 1-bit Adam, warm-up in int8": partial(_lazy, bias_correction=True, warmup=fn.int8()),
-}
-"""What trains in a warm-up and a compressed phase, where steps alone say little."""
-
-
-def for_training(name: str, warm_up: int) -> Callable[[World, nn.Module], Step]:
-    """Return how a contender trains, not only steps: 1-bit Adam with a warm-up of so many steps."""
-    if name not in IN_PHASES:
-        return partial(CONTENDERS[name].make, lr=LR)
-    return partial(ours, IN_PHASES[name], lr=LR, schedule=fn.freeze_after(warm_up))

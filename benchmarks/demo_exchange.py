@@ -1,6 +1,6 @@
 """A step of DeMo on real ranks, against the same in eager operations, tensor by tensor, as its authors' code takes it.
 
-    OMP_NUM_THREADS=1 python benchmarks/demo_exchange.py [--layers 6] [--width 384] [--rounds 9] [--json FILE]
+    python benchmarks/demo_exchange.py --json benchmarks/results/demo_exchange.json
 
 Gradients are those of a transformer, 10.6 million numbers, in tiles of 64, of which 32 cosines are sent. All contenders
 are interleaved in one run, with a barrier before each; the time is that of the slowest rank.
@@ -21,11 +21,12 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from low_rank import shapes
-from measure import interleaved, machine, write
+from measure import about, interleaved, markdown, write
 from torch import Tensor
 
 import fn
 
+EAGER = "eager, tensor by tensor"
 TILE, KEPT, DECAY, LR = 64, 32, 0.999, 1e-3
 
 
@@ -99,7 +100,7 @@ def rank(index: int, options: argparse.Namespace, folder: str) -> None:
     eager = Eager(fresh())
     with fn.bind({"data": dist.group.WORLD}):
         steps: dict[str, Callable[[], Any]] = {
-            "eager": eager.step,
+            EAGER: eager.step,
             "fn.demo": ours(fresh(), None).step,
             "fn.demo, numbers in int8": ours(fresh(), fn.int8()).step,
         }
@@ -114,6 +115,18 @@ def rank(index: int, options: argparse.Namespace, folder: str) -> None:
     dist.destroy_process_group()
 
 
+def table(result: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    columns, rows = [result[key] for key in ("bytes", "seconds", "processor seconds")], []
+    for name in result["bytes"]:
+        cells = [name]
+        for column, unit in zip(columns, (1e-3, 1e3, 1e3), strict=True):
+            cells += [f"{unit * column[name]:.0f}", f"{column[name] / column[EAGER]:.2f}"]
+        rows.append(cells)
+    head = "| a step | kB sent | of eager | ms | of eager | of the processor, ms | of eager |"
+    return markdown(head, rows)
+
+
 def main() -> None:
     """Measure, print, and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -124,20 +137,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(rank, (options, folder), options.ranks)
         found = [json.loads(Path(f"{folder}/{r}.json").read_text()) for r in range(options.ranks)]
-    rows = []
-    head = "| a step | kB sent | of eager | ms | times faster | processor ms | times fewer |"
-    print(head, "|" + "---|" * 7, sep="\n")
-    for name in found[0]["seconds"]:
-        row = {clock: max(f[clock][name] for f in found) for clock in ("seconds", "processor seconds")}
-        rows.append({"name": name, "bytes": found[0]["bytes"][name], **row})
-        base, (passed, spent) = rows[0], row.values()
-        cells = (
-            name, f"{rows[-1]['bytes'] / 1e3:.0f}", f"{rows[-1]['bytes'] / base['bytes']:.2f}",
-            f"{1e3 * passed:.0f}", f"{base['seconds'] / passed:.2f}",
-            f"{1e3 * spent:.0f}", f"{base['processor seconds'] / spent:.2f}",
-        )  # fmt: skip
-        print(f"| {' | '.join(cells)} |")
-    write(options.json, {"machine": machine(), "options": vars(options), "rows": rows})
+    clocks = ("seconds", "processor seconds")
+    slowest = {clock: {name: max(f[clock][name] for f in found) for name in found[0][clock]} for clock in clocks}
+    result = {"about": about(), "ranks": options.ranks, **slowest, "bytes": found[0]["bytes"]}
+    print(table(result))
+    write(options.json, result)
 
 
 if __name__ == "__main__":

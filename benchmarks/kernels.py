@@ -1,6 +1,6 @@
 """Every kernel of a device against the textbook sequence, np.packbits, Inductor and the copy bandwidth.
 
-    python benchmarks/kernels.py [--n 16777216] [--rounds 15] [--threads 1] [--device cpu] [--json FILE]
+    python benchmarks/kernels.py --json benchmarks/results/kernels.json
 
 Everything is interleaved in one process, once with the default malloc and once with one that keeps its pages. For a GPU
 `gpu.py kernels` has the limits and the device's own clock.
@@ -18,7 +18,7 @@ import numpy as np
 import textbook
 import torch
 from devices import add_device, device_of
-from measure import interleaved, machine, with_both_mallocs, write
+from measure import about, interleaved, markdown, with_both_mallocs, write
 from torch import Tensor
 
 import fn
@@ -138,21 +138,19 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     return {"first use": first, "seconds": passed, "processor seconds": spent}
 
 
-def lines(n: int, found: dict[str, Any], clock: str) -> list[str]:
-    """Return the table of one clock, as Markdown."""
-    out = [
-        f"| kernel, {clock} | ms | textbook, ms | ratio | textbook, pages kept | ratio | of the copy bandwidth |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    default, kept = found["default"][clock], found["keeps pages"][clock]
-    bandwidth = 8 * n / default["copy"]
+def table(result: dict[str, Any]) -> str:
+    """Return the processor time of each kernel as Markdown, beside the textbook's with either malloc."""
+    default, kept = (result["malloc"][malloc]["processor seconds"] for malloc in ("default", "keeps pages"))
+    copy, rows = default["copy"], []
     for name, (book, size) in CELLS.items():
         if name in default:
-            t, k = default[name], kept[name]
-            cells = [f"{t * 1e3:.2f}", f"{default[book] * 1e3:.0f}", f"{default[book] / t:.1f}x"]
-            cells += [f"{kept[book] * 1e3:.0f}", f"{kept[book] / k:.1f}x", f"{size * n / t / bandwidth:.0%}"]
-            out.append(f"| {' | '.join([name, *cells])} |")
-    return [*out, "", f"copy: {default['copy'] * 1e3:.2f} ms, {bandwidth / 1e9:.1f} GB/s", ""]
+            cells = [f"{1e3 * default[name]:.2f}"]
+            for times in (default, kept):
+                cells += [f"{1e3 * times[book]:.1f}", f"{times[book] / times[name]:.1f}"]
+            rows.append([name, *cells, f"{size / 8 * copy / default[name]:.0%}"])
+    rows.append(["a copy", f"{1e3 * copy:.2f}", "", "", "", "", "100%"])
+    head = "| kernel | ms | textbook, ms | times as fast | textbook, pages kept, ms | times as fast | of a copy |"
+    return markdown(head, rows)
 
 
 def main() -> None:
@@ -171,12 +169,9 @@ def main() -> None:
         return
     arguments = [f"--n={options.n}", f"--rounds={options.rounds}", f"--threads={options.threads}"]
     arguments.append(f"--device={device_of(options).type}")
-    found = with_both_mallocs(__file__, arguments + ["--no-inductor"] * options.no_inductor)
-    result = {"machine": machine(), "n": options.n, "threads": options.threads, "malloc": found}
-    tables = [line for clock in ("seconds", "processor seconds") for line in lines(options.n, found, clock)]
-    print("\n".join([str(result["machine"]), "", *tables]))
-    for name, seconds in found["default"]["first use"].items():
-        print(f"first use of {name}: {seconds:.3f} s")
+    malloc = with_both_mallocs(__file__, arguments + ["--no-inductor"] * options.no_inductor)
+    result = {"about": about(), "n": options.n, "threads": options.threads, "malloc": malloc}
+    print(table(result))
     write(options.json, result)
 
 

@@ -1,6 +1,6 @@
 """The mean of gradients as thin factors, on real ranks, against PyTorch's PowerSGD hook and the plain all-reduce.
 
-    python benchmarks/low_rank.py [--layers 6] [--width 384] [--rounds 15] [--ranks 2] [--json FILE]
+    python benchmarks/low_rank.py --json benchmarks/results/low_rank.json
 
 The gradients are those of a transformer, 10.6 million numbers. Each contender leaves the mean in the memory of the
 gradients. All are interleaved in one run, with new gradients and a barrier before each; the time is that of the slowest
@@ -19,13 +19,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measure import interleaved, machine, with_both_mallocs, write
+from measure import about, interleaved, markdown, with_both_mallocs, write
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import fn
 
 RANKS = (1, 4, 32)
+HOOK, OURS = "torch's PowerSGD hook", "fn.low_rank_average"
 
 
 class Bucket:
@@ -64,13 +65,13 @@ def contenders(sizes: list[tuple[int, ...]]) -> tuple[dict[str, Callable[[], Any
     fresh = torch.randn(sum(ends))
     vector = fresh.clone()
     grads = [part.view(size) for part, size in zip(vector.split(ends), sizes, strict=True)]
-    found: dict[str, Callable[[], Any]] = {"all-reduce": lambda: dist.all_reduce(vector)}
+    found: dict[str, Callable[[], Any]] = {"all-reduce in float32": lambda: dist.all_reduce(vector)}
     for r in RANKS:
         state = PowerSGDState(None, r, start_powerSGD_iter=2, min_compression_rate=1, orthogonalization_epsilon=1e-8)
         state.iter = 2
         bucket = Bucket(vector, grads)
-        found[f"hook, rank {r}"] = lambda state=state, bucket=bucket: powerSGD_hook(state, bucket).wait()
-        found[f"fn, rank {r}"] = ours(r, params, grads)
+        found[f"{HOOK}, rank {r}"] = lambda state=state, bucket=bucket: powerSGD_hook(state, bucket).wait()
+        found[f"{OURS}, rank {r}"] = ours(r, params, grads)
 
     def before() -> None:
         vector.copy_(fresh)
@@ -122,7 +123,7 @@ def rank(index: int, options: argparse.Namespace, folder: str) -> None:
             before()
             with fn.ledger() as ledger:
                 sent[name] = counted(run)
-            if name.startswith("fn") and ledger.total != sent[name]:
+            if name.startswith(OURS) and ledger.total != sent[name]:
                 raise AssertionError(f"{name}: the ledger says {ledger.total}, and not {sent[name]}")
         passed, spent = interleaved(found, options.rounds, before)
     result = {"seconds": passed, "processor seconds": spent, "bytes": sent}
@@ -140,16 +141,17 @@ def child(options: argparse.Namespace) -> dict[str, Any]:
     return {**slowest, "bytes": found[0]["bytes"]}
 
 
-def lines(found: dict[str, Any], clock: str) -> list[str]:
-    """Return the table of one clock, as Markdown."""
-    out = [f"| {clock} | kB sent | ms | x hook | ms, pages kept | x hook |", "|---|---|---|---|---|---|"]
-    for name in found["default"][clock]:
-        row = [name, f"{found['default']['bytes'][name] / 1e3:.0f}"]
-        for times in (found["default"][clock], found["keeps pages"][clock]):
-            peer = times.get(name.replace("fn", "hook"), times[name])
-            row += [f"{times[name] * 1e3:.1f}", f"{times[name] / peer:.2f}"]
-        out.append(f"| {' | '.join(row)} |")
-    return [*out, ""]
+def table(result: dict[str, Any]) -> str:
+    """Return the processor time of a rank as Markdown, with either malloc."""
+    default, kept = (result["malloc"][malloc] for malloc in ("default", "keeps pages"))
+    rows = []
+    for name, size in default["bytes"].items():
+        cells = [f"{size / 1e3:.0f}"]
+        for times in (default["processor seconds"], kept["processor seconds"]):
+            peer = times.get(name.replace(OURS, HOOK), times[name])
+            cells += [f"{1e3 * times[name]:.1f}", f"{times[name] / peer:.2f}" if name.startswith(OURS) else ""]
+        rows.append([name, *cells])
+    return markdown("| average | kB sent | ms | of the hook's | pages kept, ms | of the hook's |", rows)
 
 
 def main() -> None:
@@ -164,9 +166,10 @@ def main() -> None:
         print(json.dumps(child(options)))
         return
     given = [f"--{name}={getattr(options, name)}" for name in ("layers", "width", "rounds", "ranks")]
-    found = with_both_mallocs(__file__, given)
-    print("\n".join(line for clock in ("seconds", "processor seconds") for line in lines(found, clock)))
-    write(options.json, {"machine": machine(), "options": vars(options), "found": found})
+    malloc = with_both_mallocs(__file__, given)
+    result = {"about": about(), "ranks": options.ranks, "malloc": malloc}
+    print(table(result))
+    write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,24 @@
-"""What the benchmarks share: interleaved timing, medians, the machine, JSON, and a malloc that keeps its pages."""
+"""What the benchmarks share: interleaved timing, what figures depend on, tables, and a malloc that keeps its pages."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+
+ROOT = Path(__file__).parents[1]
+STARTED = time.monotonic()
 
 KEEP_PAGES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 62), "MALLOC_TOP_PAD_": str(1 << 26)}
 """glibc: large blocks come from the heap, and the heap is never given back."""
@@ -92,6 +97,25 @@ def machine() -> dict[str, Any]:
     }
 
 
+def commit(name: str = "HEAD") -> str:
+    """Return the short name of a commit; of the one that is checked out it says whether a Python file was changed."""
+    git = partial(subprocess.check_output, cwd=ROOT, text=True)
+    short = git(["git", "rev-parse", "--short", name]).strip()
+    changed = name == "HEAD" and git(["git", "status", "--porcelain", "--untracked-files=no", "--", "*.py"])
+    return f"{short} with changes" if changed else short
+
+
+def about(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Return what a figure depends on: the machine, the commit, and the command that measured it, with its minutes.
+
+    Args: arguments: of the command, if they are not those that this process was started with.
+    """
+    script = Path(sys.argv[0]).resolve().relative_to(ROOT)
+    command = shlex.join(["python", str(script), *(sys.argv[1:] if arguments is None else arguments)])
+    minutes = round((time.monotonic() - STARTED) / 60, 1)
+    return {**machine(), "commit": commit(), "command": command, "minutes": minutes}
+
+
 def with_both_mallocs(script: str, arguments: list[str]) -> dict[str, Any]:
     """Run a script with --child under the default malloc and under one that keeps its pages; return what it prints."""
     found = {}
@@ -100,6 +124,12 @@ def with_both_mallocs(script: str, arguments: list[str]) -> dict[str, Any]:
         done = subprocess.run(command, env={**os.environ, **env}, stdout=subprocess.PIPE, text=True, check=True)
         found[name] = json.loads(done.stdout.splitlines()[-1])
     return found
+
+
+def markdown(head: str, rows: Iterable[Iterable[str]]) -> str:
+    """Return a Markdown table. head: the names of its columns, between bars."""
+    names = [name.strip() for name in head.strip("| ").split("|")]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (names, ["---"] * len(names), *rows))
 
 
 def write(path: str | None, result: Any) -> None:

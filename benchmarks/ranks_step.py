@@ -1,6 +1,6 @@
 """A whole optimizer step on real ranks: 1-bit Adam against what people run today, interleaved in one run.
 
-    python benchmarks/ranks_step.py --json ranks_step.json
+    python benchmarks/ranks_step.py --json benchmarks/results/ranks_step.json
 
 Every rank has one thread, or a device (`--device`, `--backend`). The peers: a flat fp32 all-reduce and
 `torch.optim.Adam` (foreach), and the sequence that DeepSpeed's 1-bit Adam runs in its compressed phase, tensor by
@@ -10,12 +10,8 @@ tensor, as `textbook.py` has it.
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
-import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,13 +19,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from devices import add_device, backend_of, device_of, of_rank, threads
-from measure import synchronise
-from textbook import pack, unpack
+from devices import add_device, backend_of, device_of, of_rank
+from measure import about, interleaved, markdown, write
+from textbook import AllReduce
 
 import fn
 
 Step = Callable[[], None]
+
+EXACT = "float32 all-reduce, torch.optim.Adam"
 
 
 def make_parameters(count: int, total: int, device: torch.device) -> list[torch.nn.Parameter]:
@@ -67,42 +65,18 @@ def exact_adam(params: list[torch.nn.Parameter]) -> Step:
 
 
 def textbook_onebit_adam(params: list[torch.nn.Parameter]) -> Step:
-    """Run what DeepSpeed runs, per tensor: compensate, norm, sign, pack, two exchanges, unpack, errors, update."""
-    world = dist.get_world_size()
-    states = []
-    for p in params:
-        n = -(-p.numel() // (world * 8)) * world * 8
-        states.append([torch.zeros_like(p), torch.ones_like(p), p.new_zeros(n), p.new_zeros(n // world)])
+    """Run what DeepSpeed runs, tensor by tensor: the momentum, its average in codes, the update."""
+    means = [AllReduce(p.numel(), dist.group.WORLD, p.device) for p in params]
+    moments = [(torch.zeros_like(p), torch.ones_like(p)) for p in params]
 
     def step() -> None:
         with torch.no_grad():
-            for p, (mu, nu, worker, server) in zip(params, states, strict=True):
+            for p, mean, (mu, nu) in zip(params, means, moments, strict=True):
                 mu.mul_(0.9).add_(p.grad, alpha=0.1)
-                mu.copy_(textbook_all_reduce(mu, worker, server).view_as(mu))
+                mu.copy_(mean(mu.view(-1)).view_as(mu))
                 p.add_(mu / (nu.sqrt() + 1e-8), alpha=-1e-4)
 
     return step
-
-
-def textbook_all_reduce(x: torch.Tensor, worker: torch.Tensor, server: torch.Tensor) -> torch.Tensor:
-    """Average one tensor in codes, as DeepSpeed's backend does."""
-    world, n = dist.get_world_size(), worker.numel()
-    buffer = torch.cat([x.view(-1), x.new_zeros(n - x.numel())]) + worker
-    scale = buffer.norm() / n**0.5
-    worker.copy_(buffer - scale * buffer.sign().add(1).bool().float().add(-0.5).mul(2.0))
-    bits = pack(buffer)
-    received, scales = torch.empty_like(bits), [x.new_empty(1) for _ in range(world)]
-    dist.all_to_all_single(received, bits)
-    dist.all_gather(scales, scale.view(1))
-    mean = unpack(received).view(world, -1).mul(torch.stack(scales) / world).sum(0)
-    mean.add_(server)
-    scale = mean.norm() / mean.numel() ** 0.5
-    server.copy_(mean - scale * mean.sign().add(1).bool().float().add(-0.5).mul(2.0))
-    bits = pack(mean)
-    gathered = [torch.empty_like(bits) for _ in range(world)]
-    dist.all_gather(gathered, bits)
-    dist.all_gather(scales, scale.view(1))
-    return unpack(torch.cat(gathered)).view(world, -1).mul(torch.stack(scales)).view(-1)[: x.numel()]
 
 
 def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
@@ -115,29 +89,30 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> 
     contenders: dict[str, Step] = {}
     with fn.bind(mesh):
         for name, make in {
-            "1-bit Adam (fn)": partial(onebit_adam, compile=False),
-            "1-bit Adam (fn), lazy error": partial(onebit_adam, compile=False, lazy=True),
-            "all-reduce + torch.optim.Adam": exact_adam,
-            "textbook 1-bit Adam": textbook_onebit_adam,
-            **({"1-bit Adam (fn, compiled)": partial(onebit_adam, compile=True)} if arguments.compile else {}),
+            EXACT: exact_adam,
+            "1-bit Adam, fn": partial(onebit_adam, compile=False),
+            "1-bit Adam, fn, lazy errors": partial(onebit_adam, compile=False, lazy=True),
+            "1-bit Adam, tensor by tensor as DeepSpeed does it": textbook_onebit_adam,
+            **({"1-bit Adam, fn, compiled": partial(onebit_adam, compile=True)} if arguments.compile else {}),
         }.items():
             params = make_parameters(arguments.tensors, arguments.parameters, device)
             fill_gradients(params, rank)
             contenders[name] = make(params)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(arguments.repeat + 4):
-        for name, step in contenders.items():
-            dist.barrier()
-            synchronise(device)
-            start = time.perf_counter()
+    for _ in range(2):  # of the warm-up phase
+        for step in contenders.values():
             step()
-            synchronise(device)
-            if turn >= 4:  # two warm-up steps, and two for the first use of the compressed phase
-                times[name].append(time.perf_counter() - start)
+    passed, spent = interleaved(contenders, arguments.repeat, dist.barrier, device)
     if rank == 0:
-        for name, t in times.items():
-            results[name] = {"median_ms": 1e3 * statistics.median(t), "min_ms": 1e3 * min(t)}
+        results.update(seconds=passed, spent=spent)
     dist.destroy_process_group()
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    seconds, spent = result["seconds"], result["spent"]
+    base = seconds[EXACT]
+    rows = ((name, f"{1e3 * t:.1f}", f"{t / base:.2f}", f"{1e3 * spent[name]:.1f}") for name, t in seconds.items())
+    return markdown("| step | ms | of the exact step's | of the processor, ms |", rows)
 
 
 def main() -> None:
@@ -154,16 +129,9 @@ def main() -> None:
     with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
         results = manager.dict()
         mp.spawn(work, (arguments, f"{folder}/store", results), arguments.ranks)
-        rows = dict(results)
-    where = threads(device_of(arguments))
-    ours = rows["1-bit Adam (fn)"]["median_ms"]
-    print(f"{arguments.parameters:,} parameters in {arguments.tensors} tensors, {arguments.ranks} ranks, {where} each")
-    for name, row in rows.items():
-        print(f"{name:32s} {row['median_ms']:8.1f} ms   {row['median_ms'] / ours:6.2f}x")
-    if arguments.json:
-        about = {"machine": platform.machine(), "cores": os.cpu_count(), "torch": torch.__version__, **vars(arguments)}
-        with open(arguments.json, "w") as file:
-            json.dump({"about": about, "rows": rows}, file, indent=1)
+        result = {"about": about(), "parameters": arguments.parameters, "tensors": arguments.tensors, **results}
+    print(table(result))
+    write(arguments.json, result)
 
 
 if __name__ == "__main__":

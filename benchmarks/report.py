@@ -1,28 +1,123 @@
-"""Writes the tables of benchmarks/README.md anew, from the JSON that lies beside it. Everything around them stays.
+"""Measures what benchmarks/README.md reports, and writes its tables anew from JSON. Everything around them stays.
 
-    python benchmarks/report.py
+    python benchmarks/report.py                            # the tables, from the JSON that is there
+    python benchmarks/report.py --measure                  # what has no JSON yet, then the tables
+    python benchmarks/report.py --measure --again          # all of it; about 25 minutes on two quiet cores
+    python benchmarks/report.py --measure --again --only step kernels
+    python benchmarks/report.py --measure --quick out/quick          # tries the scripts: small sizes, the page stays
 
-A table stands between two comments, `<!-- table: NAME -->` and `<!-- end -->`. Tables without such comments are figures
-whose JSON was not kept; the page names their commits.
+A table stands between two comments, `<!-- table: NAME -->` and `<!-- end -->`. What `--measure` runs is `MEASUREMENTS`,
+one script after the other; the JSON of each is in `results/`, with its command, machine and commit, which stand above
+the table. A slow link needs root and iproute2. TorchOpt and optax are timed if they are installed. The runs of the
+atlas, the deep atlas and `max_step`, which take hours, have commands of their own.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import re
-from collections.abc import Callable, Iterator
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import against
+import allreduce
 import atlas_summary
+import convergence
 import deep_atlas
+import demo_exchange
+import kernels
+import low_rank
 import max_step
+import ranks_step
+import sharded
+import simulate
+import slow_link_report
+import step
+from measure import ROOT
+from tqdm import tqdm
 
 HERE = Path(__file__).parent
-PAGE = HERE / "README.md"
+RESULTS = HERE / "results"
+PAGES = (HERE / "README.md", ROOT / "README.md")
 
-BLOCK = re.compile(r"(<!-- table: (.+?) -->\n\n).*?(\n\n<!-- end -->)", re.DOTALL)
+NOT_YET = "not measured yet"
+
+BLOCK = re.compile(r"(<!-- table: (.+?) -->\s*)\S.*?(\s*<!-- end -->)", re.DOTALL)
+
+
+class Measurement(NamedTuple):
+    """A table of the page.
+
+    command: the script and its arguments. table: makes Markdown of its JSON. quick: arguments that make it short.
+    """
+
+    command: str
+    table: Callable[[dict[str, Any]], str]
+    quick: str
+
+
+OPTIMIZERS = "adamw,onebit_adam,onebit_adam_int8,loco_adamw,zero_one_adam"
+FSDP = "fsdp2,identity,qgz,loco"
+TRAIN_LESS = "--layers 1 --width 32 --steps 12"
+MEASUREMENTS: Mapping[str, Measurement] = {
+    "step": Measurement("step.py --rounds 9", step.table, "--parameters 200000 --rounds 1 --no-compile"),
+    "against": Measurement("against.py 7af5ced", against.table, "--pairs 1 --rounds 1"),
+    "ranks_step": Measurement("ranks_step.py", ranks_step.table, "--parameters 200000 --tensors 10 --repeat 1"),
+    "sharded": Measurement("sharded.py", sharded.table, "--parameters 65536 --tensors 10 --rounds 1"),
+    "kernels": Measurement("kernels.py", kernels.table, "--n 65536 --rounds 1 --no-inductor"),
+    "allreduce": Measurement("allreduce.py", allreduce.table, "--n 65536 --rounds 1"),
+    "low_rank": Measurement("low_rank.py", low_rank.table, "--layers 1 --width 64 --rounds 1"),
+    "demo_exchange": Measurement("demo_exchange.py", demo_exchange.table, "--layers 1 --width 128 --rounds 1"),
+    "simulate": Measurement("simulate.py", simulate.table, "--ranks 2 --steps 1"),
+    "slow_link": Measurement(
+        "slow_link.py --png docs/slow_link.png",
+        slow_link_report.table,
+        "--png out/slow_link.png --loopback --rounds 1 --model 1 32 2 --batch 1 --context 8",
+    ),
+    "train_lm": Measurement(
+        f"convergence.py train_lm --optimizers {OPTIMIZERS} --png docs/demo.png",
+        convergence.table_of_train_lm,
+        f"--png out/demo.png {TRAIN_LESS} --freeze-step 4",
+    ),
+    "train_fsdp": Measurement(
+        f"convergence.py train_fsdp --methods {FSDP} --steps 500", convergence.table_of_train_fsdp, TRAIN_LESS
+    ),
+}
+"""What `--measure` runs, in this order, by the name of its table and its file in `results/`."""
+
+
+def result(name: str) -> dict[str, Any] | None:
+    """Return what a measurement found; None if it was not run yet."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def described(about: dict[str, Any]) -> str:
+    """Return the command, the machine and the commit of a result as Markdown."""
+    machine = f"{about['cpu']}, {about['cores']} cores, {about['capability']}"
+    software = f"torch {about['torch']}, Python {about['python']}"
+    facts = f"Commit {about['commit']}; {machine}; {software}; {about['minutes']:.1f} minutes."
+    return f"    {about['command']}\n\n*{facts}*"
+
+
+def measured(name: str) -> str:
+    """Return what stands on the page for a measurement: where its figures come from, and its table."""
+    if (found := result(name)) is None:
+        return f"{NOT_YET}: `python benchmarks/report.py --measure --only {name}`"
+    return f"{described(found['about'])}\n\n{MEASUREMENTS[name].table(found)}"
+
+
+def headline() -> str:
+    """Return what the README says of slow links."""
+    found = result("slow_link")
+    return NOT_YET if found is None else slow_link_report.headline(found)
 
 
 def tables() -> Iterator[tuple[str, Callable[[], str]]]:
@@ -32,16 +127,57 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
         found = atlas_summary.summary(rows, task, workers, steps)
         yield f"{task}, {workers} workers", partial(atlas_summary.table, found)
     yield "deep atlas", partial(deep_atlas.table, deep_atlas.read(HERE / "deep_atlas"))
-    against_commit = json.loads((HERE / "against.json").read_text())
-    yield "against", partial(against.table, against_commit)
     yield "max_step", partial(max_step.table, json.loads((HERE / "max_step.json").read_text()))
+    for name in MEASUREMENTS:
+        yield name, partial(measured, name)
+    yield "headline", headline
 
 
 def renewed(page: str) -> str:
-    """Return the page with its tables made anew. Raises: KeyError for a table that no file has."""
+    """Return the page with its tables made anew. Raises: KeyError for a table that is not known."""
     makers = dict(tables())
     return BLOCK.sub(lambda block: block[1] + makers[block[2]]() + block[3], page)
 
 
+def measure(names: list[str], folder: Path, quick: bool) -> list[str]:
+    """Run the scripts, each with a log in `out/`; return the names of those that failed."""
+    failed, logs = [], ROOT / "out"
+    logs.mkdir(exist_ok=True)
+    with tqdm(names, unit="measurement") as bar:
+        for name in bar:
+            bar.set_postfix_str(name)
+            own, file = MEASUREMENTS[name], os.path.relpath(folder / f"{name}.json", ROOT)
+            command = [*shlex.split(f"benchmarks/{own.command} {own.quick * quick}"), "--json", file]
+            path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+            with open(logs / f"{name}.log", "w") as log:
+                env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+                ended = subprocess.run(
+                    [sys.executable, *command], cwd=ROOT, env=env, stdout=log, stderr=log, check=False
+                )
+            if ended.returncode:
+                failed.append(name)
+                tqdm.write(f"{name} failed: see {logs / name}.log")
+    return failed
+
+
+def main() -> None:
+    """Measure what was asked for, and write the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="run what has no JSON yet")
+    parser.add_argument("--again", action="store_true", help="run what has JSON, too")
+    parser.add_argument("--only", nargs="+", choices=list(MEASUREMENTS), default=list(MEASUREMENTS))
+    parser.add_argument("--quick", metavar="FOLDER", type=Path, help="run with small sizes; the JSON goes there")
+    options = parser.parse_args()
+    folder, failed = (options.quick or RESULTS).resolve(), []
+    if options.measure:
+        names = [name for name in options.only if options.again or not (folder / f"{name}.json").exists()]
+        failed = measure(names, folder, options.quick is not None)
+    if options.quick is None:
+        for page in PAGES:
+            page.write_text(renewed(page.read_text()))
+    if failed:
+        sys.exit(f"report: {', '.join(failed)} failed")
+
+
 if __name__ == "__main__":
-    PAGE.write_text(renewed(PAGE.read_text()))
+    main()

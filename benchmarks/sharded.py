@@ -1,14 +1,14 @@
 """ZeRO-1 as a combinator: a sharded AdamW step against its flat update divided by the ranks, plus communication.
 
-    python benchmarks/sharded.py --json sharded.json
+    python benchmarks/sharded.py --json benchmarks/results/sharded.json
 
 Every rank has one thread, or a device (`--device`, `--backend`). Each round times, interleaved: the whole sharded step;
 its messages alone, that is, the same bytes between the same ranks, from the memory of the gradient and into that of the
 params, nothing added or copied; the public collectives, that is, the shard of the mean gradient and the gathered
 params, written where they belong; the same two by `torch.distributed`; AdamW on one rank over all elements, without any
-exchange; and LoCo, with gradients in 4 bits. With several tensors the gradients are either apart, or views of one
-buffer (`flatten_parameters`) with the layout "fused". Memory is what torch allocates in a step: on the CPU by its
-profiler, where blocks of the pool are not allocations, on a device by its allocator.
+exchange; and LoCo, with gradients in 4 bits. It does so for params in one tensor, for many that are views of one buffer
+(`flatten_parameters`, with the layout "fused"), and for many that lie apart. Memory is what torch allocates in a step:
+on the CPU by its profiler, where blocks of the pool are not allocations, on a device by its allocator.
 """
 
 from __future__ import annotations
@@ -23,14 +23,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from devices import add_device, backend_of, device_of, of_rank, threads
-from measure import interleaved, machine, write
+from devices import add_device, backend_of, device_of, of_rank
+from measure import about, interleaved, markdown, write
 from torch.profiler import ProfilerActivity, profile
 
 import fn
 from fn.collectives.messages import fill_rows, swap_rows
 
 Step = Callable[[], Any]
+
+ONE, BUFFER, APART = "one tensor", "one buffer", "apart"
+ROWS = {
+    "sharded": "the sharded step",
+    "messages": "its messages alone",
+    "exchange": "the collectives: the shard of the mean, the gathered params",
+    "torch": "the same by torch: `reduce_scatter_tensor`, `all_gather_into_tensor`",
+    "flat": "the update of all elements on one rank",
+    "loco": "LoCo, gradients in 4 bits",
+}
 
 
 def optimizer(
@@ -97,17 +107,17 @@ def allocated(step: Step, device: torch.device) -> int:
     return sum(e.nbytes() for e in events if e.nbytes() > 0)
 
 
-def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> None:
-    """Time all contenders in turns, on one rank."""
+def work(rank: int, arguments: argparse.Namespace, lie: str, store: str, results: Any) -> None:
+    """Time all contenders in turns, on one rank. lie: how the params do."""
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    n, ranks, tensors = arguments.parameters, arguments.ranks, arguments.tensors
-    sizes, flat = [n // tensors + (i < n % tensors) for i in range(tensors)], arguments.layout == "fused"
+    n, ranks, tensors, flat = arguments.parameters, arguments.ranks, arguments.tensors, lie == BUFFER
+    sizes = [n] if lie == ONE else [n // tensors + (i < n % tensors) for i in range(tensors)]
     device, backend = of_rank(device_of(arguments), rank), backend_of(arguments, ranks)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     binding = fn.bind(dist.device_mesh.init_device_mesh(device.type, (ranks,), mesh_dim_names=("data",)))
     with binding:
-        make = partial(fn.loco_adamw, axis="data", layout=arguments.layout)
+        make = partial(fn.loco_adamw, axis="data", layout="fused" if flat else "flat")
         contenders = {
             "sharded": optimizer(make, sizes, rank, fn.Phase.WARMUP, flat, device),
             "messages": messages(n, ranks, binding, device),
@@ -124,31 +134,39 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> 
     dist.destroy_process_group()
 
 
+def table(result: dict[str, Any]) -> str:
+    """Return the figures as Markdown: milliseconds, then how far the step is from half an update and its messages."""
+    layouts = result["layouts"].values()
+    rows = [[title, *(f"{1e3 * found['passed'][name]:.1f}" for found in layouts)] for name, title in ROWS.items()]
+    for name, title in (("messages", "messages"), ("exchange", "collectives"), ("torch", "torch's collectives")):
+        rows.append([f"the step / (update / {result['ranks']} + {title})"])
+        for times in (found["passed"] for found in layouts):
+            rows[-1].append(f"{times['sharded'] / (times['flat'] / result['ranks'] + times[name]):.2f}")
+    allocated = (found["allocated"]["sharded"] / result["parameters"] for found in layouts)
+    rows.append(["the step allocates, bytes per parameter", *(f"{size:.1f}" for size in allocated)])
+    return markdown(f"| ms | {' | '.join(result['layouts'])} |", rows)
+
+
 def main() -> None:
     """Run, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=1 << 24)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--tensors", type=int, default=1)
-    parser.add_argument("--layout", choices=("flat", "fused"), default="flat")
+    parser.add_argument("--tensors", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=11)
     add_device(parser, backend=True)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
-    with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
-        shared = manager.dict()
-        mp.spawn(work, (arguments, f"{folder}/store", shared), arguments.ranks)
-        found = dict(shared)
-    where = threads(device_of(arguments))
-    n, ranks, times = arguments.parameters, arguments.ranks, found["passed"]
-    print(f"{n:,} parameters, {arguments.tensors} tensors, {arguments.layout}, {ranks} ranks of {where} each")
-    for name, seconds in times.items():
-        print(f"{name:10s} {1e3 * seconds:8.1f} ms   {found['allocated'][name] / n:6.2f} bytes allocated per parameter")
-    for name in ("messages", "exchange", "torch"):
-        ratio = times["sharded"] / (times["flat"] / ranks + times[name])
-        found[f"against_flat_and_{name}"] = ratio
-        print(f"sharded / (flat / {ranks} + {name}) = {ratio:.2f}")
-    write(arguments.json, {"about": {**machine(), **vars(arguments)}, **found})
+    layouts = {}
+    for lie in (ONE, BUFFER, APART):
+        with mp.Manager() as manager, tempfile.TemporaryDirectory() as folder:
+            shared = manager.dict()
+            mp.spawn(work, (arguments, lie, f"{folder}/store", shared), arguments.ranks)
+            layouts[lie] = dict(shared)
+    sizes = {name: getattr(arguments, name) for name in ("parameters", "ranks", "tensors")}
+    result = {"about": about(), **sizes, "layouts": layouts}
+    print(table(result))
+    write(arguments.json, result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Ranks in one process against ranks that are processes: the same step of the same model, on the same cores.
 
-    python benchmarks/simulate.py [--ranks 16,64] [--steps 20] [--json FILE]
+    python benchmarks/simulate.py --json benchmarks/results/simulate.json
 
 A classifier of 100 k parameters, 1-bit Adam in the compressed phase, a batch of its own on every rank. "simulated"
 is `fn.simulate` over that step, eager and compiled, on one thread; "processes" are gloo ranks on loopback, one thread
@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from devices import add_device, backend_of, device_of, of_rank
-from measure import machine, synchronise, write
+from measure import about, markdown, synchronise, write
 from torch import Tensor
 
 import fn
@@ -176,15 +176,16 @@ def measure(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def lines(ranks: int, found: dict[str, Any]) -> list[str]:
-    """Return the table's rows for one number of ranks, as Markdown."""
-    slow, one = found["processes"]["seconds"], found["simulated, eager"]["one copy"]
-    out = []
-    for name, row in found.items():
-        errors = f"{one / 1e6:.2f} + {row['errors'] / 1e6:.1f}" if "errors" in row else "-"
-        times = f"{row['seconds'] * 1e3:.1f} | {row['seconds'] / slow:.3f}"
-        out.append(f"| {ranks} | {name} | {times} | {row['held'] / 1e6:.1f} | {errors} |")
-    return out
+def table(result: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    rows = []
+    for ranks, found in result["ranks"].items():
+        for name, row in found.items():
+            parts = f"{row['one copy'] / 1e6:.2f} + {row['errors'] / 1e6:.1f}" if "errors" in row else ""
+            share = row["seconds"] / found["processes"]["seconds"]
+            rows.append((ranks, name, f"{1e3 * row['seconds']:.1f}", f"{share:.3f}", f"{row['held'] / 1e6:.1f}", parts))
+    head = "| ranks | world | ms a step | of the processes' | MB held by tensors | one copy + errors, MB |"
+    return markdown(head, rows)
 
 
 def main() -> None:
@@ -195,12 +196,10 @@ def main() -> None:
     add_device(parser, backend=True)
     parser.add_argument("--json")
     options = parser.parse_args()
-    results = {ranks: measure(int(ranks), options) for ranks in options.ranks.split(",")}
-    print(machine(), "", sep="\n")
-    print("| ranks | world | ms a step | of the processes' | MB held by tensors | one copy + errors, MB |")
-    print("|---|---|---|---|---|---|")
-    print("\n".join(line for ranks, found in results.items() for line in lines(int(ranks), found)))
-    write(options.json, {"machine": machine(), "steps": options.steps, "ranks": results})
+    ranks = {ranks: measure(int(ranks), options) for ranks in options.ranks.split(",")}
+    result = {"about": about(), "steps": options.steps, "ranks": ranks}
+    print(table(result))
+    write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Does compression pay on a slow link? Data-parallel steps of two ranks over a veth pair, throttled with `tc tbf`.
 
-    OMP_NUM_THREADS=1 python benchmarks/slow_link.py --json out/slow_link.json --png docs/slow_link.png
+    python benchmarks/slow_link.py --png docs/slow_link.png --json benchmarks/results/slow_link.json
 
 Needs root, network namespaces and iproute2; without them it says so and runs unthrottled over loopback. Contenders are
 interleaved; figures are medians over the counted steps of the slower rank.
@@ -20,15 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import links
-import measure
 import slow_link_report as report
-from contenders import IN_PHASES
 from devices import add_device, device_of
+from measure import about, write
 from slow_link_rank import RATES
 
 RANK = Path(__file__).with_name("slow_link_rank.py")
-
-LOSS_OF = ["DDP fp32", "DDP bf16", "DDP PowerSGD 1", "fn LoCo int4, int8 back", *IN_PHASES]
 
 
 def parse() -> argparse.Namespace:
@@ -38,15 +35,10 @@ def parse() -> argparse.Namespace:
     add("--model", type=int, nargs=3, default=(8, 320, 8), metavar=("LAYERS", "WIDTH", "HEADS"))
     add("--batch", type=int, default=4, help="sequences of a rank's batch")
     add("--context", type=int, default=56, help="bytes of a sequence")
-    add("--rounds", type=int, default=6, help="turns of each contender, 3 counted steps each; half below 200 Mbit/s")
-    usual = [rate for rate in RATES if rate != "10 Mbit/s"]  # at which a step in full precision takes half a minute
-    add("--rates", nargs="+", default=usual, choices=list(RATES))
+    add("--rounds", type=int, default=3, help="turns of each contender, 3 counted steps each")
+    add("--rates", nargs="+", default=["100 Mbit/s", "1 Gbit/s", "10 Gbit/s"], choices=list(RATES))
     add("--loopback", action="store_true", help="do not throttle")
     add("--only", nargs="+", help="names of contenders (all); 'no communication' and 'DDP fp32' must be among them")
-    add("--loss-seconds", type=float, default=0.0, help="train for so long for the curve of the loss (0: not)")
-    add("--loss-warm-up", type=int, default=120, help="steps of 1-bit Adam before its second moment is frozen")
-    add("--loss-rate", default="1 Gbit/s", choices=list(RATES))
-    add("--loss-of", nargs="+", default=LOSS_OF)
     add_device(parser)
     add("--backend", default="gloo", help="of the process groups (gloo, whose messages go over the link on any device)")
     add("--json", metavar="FILE")
@@ -61,7 +53,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     reason = "--loopback" if arguments.loopback else links.missing()
     if reason:
         print(f"no throttled link here ({reason}): both ranks run over loopback, unthrottled", file=sys.stderr)
-        arguments.rates = arguments.rates[-1:] if "unthrottled" in arguments.rates else ["unthrottled"]
+        arguments.rates = ["unthrottled"]
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         spaces = None if reason else stack.enter_context(links.pair(f"fn-{os.getpid()}"))
@@ -77,8 +69,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         if any(process.wait() for process in ranks):
             sys.exit("slow_link: a rank failed")
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
-    about = {**measure.machine(), "throttled": reason is None, **vars(arguments)}
-    return {"about": about, "ranks": found}
+    return {"about": about(), "throttled": reason is None, "model": arguments.model, "rates": report.rates(found)}
 
 
 def main() -> None:
@@ -86,12 +77,10 @@ def main() -> None:
     arguments = parse()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("slow_link: terminated"))  # and nothing is left behind
     result = run(arguments)
-    result["rows"] = report.rows(result["ranks"])
-    print(report.tables(result["rows"], result["ranks"][0]))
-    result["compact"] = report.compact(result["ranks"], result["rows"])
-    measure.write(arguments.json, {k: v for k, v in result.items() if k != "ranks"} | {"raw": result["ranks"]})
+    print(report.table(result))
+    write(arguments.json, result)
     if arguments.png:
-        report.draw(result["rows"], result["ranks"], arguments.png)
+        report.draw(result, arguments.png)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from typing import Any
 import links
 import torch
 import torch.distributed as dist
-from contenders import CONTENDERS, DDP, IN_PHASES, LITTLE, NONE, Batch, Step, World, build, for_training
+from contenders import CONTENDERS, DDP, LR, NONE, OVERLAPPED, Batch, Step, World, build
 from devices import of_rank
 from measure import synchronise
 from train_lm import cut, read_standard_library
@@ -60,7 +60,7 @@ class Bench:
         """Build contenders and let them take the steps in which connections open and kernels compile."""
         steps = {}
         for name in names:
-            steps[name] = CONTENDERS[name].make(world, build(self.size, self.device), lr=LITTLE)
+            steps[name] = CONTENDERS[name].make(world, build(self.size, self.device), lr=LR)
             for _ in range(4):
                 steps[name](self.batch())
         return steps
@@ -104,9 +104,9 @@ class Bench:
         """Return the step of every contender when its messages go nowhere, which shows what coding costs."""
         groups = [dist.new_group([r]) for r in range(self.job.world)]
         nowhere = World(groups[self.rank], calibrate.nowhere("data", self.job.world))
-        names = [name for name in self.names if not name.endswith("overlapped")]
+        names = [name for name in self.names if not name.endswith(OVERLAPPED)]
         steps = self.start(nowhere, names)
-        seconds = self.measure(steps, max(2, self.settings["rounds"] - 2))
+        seconds = self.measure(steps, 2)
         return {name: statistics.median(found["seconds"]) for name, found in seconds.items()}
 
     def calibrated(self, rate: float | None) -> dict[str, dict[str, float]]:
@@ -115,20 +115,6 @@ class Bench:
         with self.together.binding:
             link = calibrate.measure(self.job, sizes, repeat=5)["data"]
         return {name: cost._asdict() for name, cost in link.measured.items()}
-
-    def descent(self, name: str, seconds: float) -> list[tuple[float, float]]:
-        """Train afresh for so many seconds; return (seconds, loss), the mean over ranks, step by step."""
-        self.draw.manual_seed(self.rank)
-        step = for_training(name, self.settings["loss_warm_up"])(self.together, build(self.size, self.device))
-        curve = []
-        start = time.perf_counter()
-        while True:
-            loss = step(self.batch())
-            now = torch.tensor([loss.item(), time.perf_counter() - start], device=self.device)
-            dist.all_reduce(now)
-            curve.append((now[1].item() / self.job.world, now[0].item() / self.job.world))
-            if now[1] > seconds * self.job.world:
-                return curve
 
     def run(self) -> dict[str, Any]:
         """Measure everything."""
@@ -141,17 +127,9 @@ class Bench:
                 continue
             if throttled:
                 links.throttle(rate)
-            rounds = self.settings["rounds"] if rate is None or rate > SLOW else max(3, self.settings["rounds"] // 2)
-            result["rates"][name] = {"calibrated": self.calibrated(rate), "turns": self.measure(steps, rounds)}
+            calibrated, turns = self.calibrated(rate), self.measure(steps, self.settings["rounds"])
+            result["rates"][name] = {"calibrated": calibrated, "turns": turns}
             self.say(f"{name}: done")
-        del steps
-        gc.collect()
-        if self.settings["loss_seconds"]:
-            if throttled:
-                links.throttle(RATES[self.settings["loss_rate"]])
-            names = [n for n in self.settings["loss_of"] if n in (*self.names, *IN_PHASES)]
-            result["loss rate"] = self.settings["loss_rate"] if throttled else "unthrottled"
-            result["loss"] = {name: self.descent(name, self.settings["loss_seconds"]) for name in names}
         model = build(self.size, self.device)
         result["shapes"] = [list(p.shape) for p in model.parameters()]
         return result

@@ -1,8 +1,8 @@
 """The optimizer step itself, on one thread or on a device: every way to run ours against every way to run AdamW.
 
-    python benchmarks/step.py --json out/step.json                          # 10 million parameters, 150 tensors
-    python benchmarks/step.py --parameters 100000000 --json out/step_100m.json
-    python benchmarks/step.py --device cuda --json out/step_cuda.json       # the limits of a GPU are in gpu.py
+    python benchmarks/step.py --json benchmarks/results/step.json       # 10 million parameters, 150 tensors
+    python benchmarks/step.py --parameters 100000000
+    python benchmarks/step.py --device cuda                             # the limits of a GPU are in gpu.py
 
 TorchOpt and optax are timed where they are installed (`pip install torchopt` and `pip install optax`). The compressed
 phase is that of one of two ranks; the other rank's messages are its own, sent back, so no time goes into waiting.
@@ -17,6 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_
 
 import torch
 from devices import add_device, device_of
-from measure import interleaved, machine, write
+from measure import about, interleaved, markdown, write
 
 import fn
 from fn.collectives import transports
@@ -189,14 +190,14 @@ def all_contenders(total: int, compiled: bool, device: torch.device, only: str =
     for phase, streams in ((fn.Phase.WARMUP, 8), (fn.Phase.COMPRESSED, 14)):
         make = partial(adapter, make=onebit_lamb, phase=phase)
         found.add(f"1-bit LAMB {phase.value}, fn.Optimizer", make, streams)
-    others = [("AdamW, TorchOpt functional", torchopt_step)]
+    others = [("torchopt", "AdamW functional, TorchOpt", torchopt_step)]
     if device.type == "cpu":  # where optax shares the tensors
-        others.append(("AdamW, optax under jit, donated", optax_step))
-    for name, make in others:
+        others.append(("optax", "AdamW under jit, donated, optax", optax_step))
+    for package, name, make in others:
         try:
-            found.add(name, make, 7)
+            found.add(f"{name} {version(package)}", make, 7)
         except ImportError as error:
-            print(f"{name}: not timed ({error})")
+            print(f"{name}: not timed ({error})", file=sys.stderr)
     return found
 
 
@@ -241,6 +242,15 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * 4 * x.numel() / seconds["copy"]
 
 
+def table(result: dict[str, Any]) -> str:
+    """Return the figures as Markdown."""
+    head = "| step | ms | of torch's fused AdamW | peak, bytes per parameter |"
+    rows = []
+    for name, row in result["rows"].items():
+        rows.append((name, f"{row['ms']:.1f}", f"{row['of_fused']:.2f}", f"{row['peak_bytes_per_parameter']:.1f}"))
+    return markdown(head, rows)
+
+
 def main() -> None:
     """Run, print the table, write the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -263,16 +273,18 @@ def main() -> None:
     seconds, _ = interleaved(found.steps, options.rounds, device=device)
     bandwidth, base = copy_bandwidth(device), seconds["AdamW fused, torch"]
     rows = {}
-    where = "one thread" if device.type == "cpu" else device.type
-    print(f"{options.parameters:,} parameters in 150 tensors, {where}; copies run at {bandwidth / 1e9:.1f} GB/s")
-    print(f"{'step':44s} {'ms':>8s} {'x fused':>8s} {'of copy bandwidth':>18s} {'peak, B/param':>14s}")
     for name in found.steps:
-        peak = peak_alone(name, options)
         share = found.bytes[name] / seconds[name] / bandwidth
-        rows[name] = {"ms": 1e3 * seconds[name], "of_fused": seconds[name] / base, "of_copy_bandwidth": share,
-                      "floor_bytes": found.bytes[name], "peak_bytes_per_parameter": peak}  # fmt: skip
-        print(f"{name:44s} {1e3 * seconds[name]:8.1f} {seconds[name] / base:8.2f} {share:18.0%} {peak:14.2f}")
-    write(options.json, {"machine": machine(), "parameters": options.parameters, "copy": bandwidth, "rows": rows})
+        rows[name] = {
+            "ms": 1e3 * seconds[name],
+            "of_fused": seconds[name] / base,
+            "of_copy_bandwidth": share,
+            "floor_bytes": found.bytes[name],
+            "peak_bytes_per_parameter": peak_alone(name, options),
+        }
+    result = {"about": about(), "parameters": options.parameters, "copy": bandwidth, "rows": rows}
+    print(table(result))
+    write(options.json, result)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""`benchmarks/report.py`: every table of the pages is what the command writes from the JSON; every script runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import LIMIT
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import report  # noqa: E402
+import slow_link_report  # noqa: E402
+from measure import commit, machine, markdown  # noqa: E402
+
+QUICK = [name for name in report.MEASUREMENTS if name not in ("slow_link", "against")]
+"""What runs below: `test_slow_link.py` has its own runs, and a clone need not have the older commit."""
+
+
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.parent.name)
+def test_the_pages_are_what_the_command_writes(page: Path) -> None:
+    text = page.read_text()
+    assert report.renewed(text) == text
+
+
+def test_every_table_stands_on_the_pages_once() -> None:
+    named = [name for page in report.PAGES for _, name, _ in report.BLOCK.findall(page.read_text())]
+    assert sorted(named) == sorted(name for name, _ in report.tables())
+
+
+def test_no_table_of_figures_stands_beside_those_that_are_written() -> None:
+    own, _ = report.PAGES[0].read_text().split("## On a GPU")
+    heads = [line for line in report.BLOCK.sub("", own).splitlines() if set(line) <= set("|-: ") and line]
+    assert len(heads) == 1, "the list of questions alone"
+
+
+def test_a_table_that_somebody_changed_is_written_anew() -> None:
+    page = report.PAGES[0].read_text()
+    figure = "| adamw | float32 | 0.003 | "
+    assert figure in page
+    assert report.renewed(page.replace(figure, f"{figure}9")) == page
+
+
+def test_a_table_without_a_file_is_an_error() -> None:
+    with pytest.raises(KeyError, match="guessed"):
+        report.renewed("<!-- table: guessed -->\n\n| a |\n\n<!-- end -->")
+
+
+@pytest.mark.parametrize("name", report.MEASUREMENTS)
+def test_above_a_table_stand_its_command_machine_and_commit(name: str) -> None:
+    found, text = report.result(name), report.measured(name)
+    if found is None:
+        assert text.startswith(report.NOT_YET)
+        return
+    about = found["about"]
+    command = report.MEASUREMENTS[name].command
+    assert text.startswith(f"    python benchmarks/{command} --json benchmarks/results/{name}.json\n")
+    assert about["commit"] in text
+    assert "with changes" not in about["commit"]
+    assert about["cpu"] in text
+
+
+def test_the_table_of_slow_links_says_what_its_rows_say() -> None:
+    def row(name: str, seconds: float, predicted: float) -> dict[str, Any]:
+        return {"name": name, "seconds": seconds, "predicted": predicted, "payload": 1.1e6, "planned": 1e6}
+
+    names = (slow_link_report.NONE, slow_link_report.DDP, "fn 1-bit Adam", "fn 1-bit Adam, overlapped")
+    slow = [row(name, seconds, 0.9 * seconds) for name, seconds in zip(names, (1.0, 9.0, 3.0, 1.5), strict=True)]
+    fast = [row(name, seconds, 1.2 * seconds) for name, seconds in zip(names, (1.0, 2.0, 1.5, 1.6), strict=True)]
+    found = {"throttled": True, "rates": {"100 Mbit/s": {"rows": slow}, "1 Gbit/s": {"rows": fast}}}
+    lines = slow_link_report.table(found).splitlines()
+    assert "| fn 1-bit Adam | 1.000 | 1.100 | 3.000 (3.00) | 1.500 (1.33) |" in lines
+    assert "- The planner's predictions are 0.90 to 1.20 of these 8 times." in lines
+    assert lines[-1].endswith("it hides 75% at 100 Mbit/s, nothing at 1 Gbit/s.")
+    said = "was 3.0 times as fast as a float32 step of DDP at 100 Mbit/s and 1.3 times at 1 Gbit/s."
+    assert slow_link_report.headline(found).endswith(said)
+
+
+def test_markdown() -> None:
+    assert markdown("| a | b |", [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUICK)
+def test_a_script_runs_and_its_json_makes_its_table(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/report.py", "--measure", "--quick", str(tmp_path), "--only", name]
+    ended = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert ended.returncode == 0, ended.stderr + (ROOT / "out" / f"{name}.log").read_text()
+    found = json.loads((tmp_path / f"{name}.json").read_text())
+    assert {**found["about"], **machine(), "commit": commit()} == found["about"]
+    head, line, *rows = report.MEASUREMENTS[name].table(found).splitlines()
+    assert len(rows) >= 3
+    assert {row.count(" |") for row in (head, line, *rows)} == {head.count(" |")}
