@@ -394,6 +394,8 @@ def optimizer_of(make=fn.adamw, **more):
         (lambda: fn.zero_one_adam(axis="data", warmup=fn.int8), "warmup: expected a Codec, .*got <function int8"),
         (lambda: fn.loco_adamw(axis="data", gather=fn.int8), "gather: expected a Codec, .*got <function int8"),
         (lambda: fn.sharded(fn.chain(), "d", gather=fn.int8(), gather_feedback=fn.off), "gather_feedback: .*got <func"),
+        (lambda: fn.sharded(fn.chain(), "d", gather_feedback=np.float64(0)), "gather_feedback: .*got np.float64"),
+        (lambda: fn.compressed_average("d", fn.sign(), gather_feedback=np.float64(1)), "gather_feedback: .*got np.f"),
         (lambda: fn.scale_by_onebit_adam(sync=fn.sign()), "sync: expected a transform, .*got Codec"),
         (lambda: fn.scale_by_onebit_lamb(sync=fn.compressed_average), "sync: .*got compressed_average"),
         (lambda: fn.scale_by_zero_one_adam(0.1, sync=fn.average), "sync: expected a transform, .*got average"),

@@ -207,11 +207,11 @@ def test_on_fsdp2_shards_it_is_what_it_is_on_the_whole_or_is_refused():
 
 def test_what_a_sharded_link_takes_for_a_tensor_is_refused_where_it_is_made():
     """The updates of this chain were 2.0 times too large on two ranks."""
-    with pytest.raises(ValueError, match="inner: expected element-wise links, but got scale_by_shape"):
+    with pytest.raises(ValueError, match=r"^inner: .*element-wise.* got scale_by_shape"):
         fn.sharded(fn.chain(fn.scale_by_shape(), fn.scale_by_learning_rate(0.1)), "data")
 
 
 def test_axes_in_a_string_are_refused():
     link = fn.scale(1.0)._replace(facts=fn.Facts(axes="data"))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"facts.axes: expected a tuple of names, but got 'data'; write \('data',\)"):
+    with pytest.raises(TypeError, match=r"facts.axes: .* got 'data'; .*\('data',\)"):
         fn.chain(link)

@@ -222,10 +222,16 @@ def _gather_feedback(axis: AxisNames, feedback: Feedbacks, given: Feedbacks | No
     if any(one.follow is not None for one in _feedbacks_in(given)):
         raise ValueError(expected("gather_feedback", "one for what is sent once, such as fn.classic()", f"{given!r}"))
     if all(one.follow is None for one in _feedbacks_in(feedback)):
-        return None if given == feedback else given
+        return None if _same(given, feedback) else given
     if not isinstance(axis, str):
         raise ValueError(expected("feedback", "fn.differences() to have a single axis", f"{axis!r}"))
     return classic() if given is None and servers else given
+
+
+def _same(given: Feedbacks | None, feedback: Feedbacks) -> bool:
+    """Return whether two are equal. Only feedbacks are compared: `==` of a NumPy number, say, may raise."""
+    several: Any = given if type(given) in (tuple, list) else (given,)
+    return len(_feedbacks_in(given)) == len(several) and given == feedback
 
 
 def _feedbacks_in(feedback: Feedbacks | None) -> list[Feedback]:
@@ -311,7 +317,11 @@ def _in_codes(
             leaves, structure = tree.flatten(_in_order(updates, params))
             means: dict[int, Tensor] = {}
             worker, server = [], []
-            for bucket, worker_error, server_error in zip(arrange(leaves), *state, strict=True):
+            vectors = arrange(leaves)
+            if lengths := {len(errors) for errors in state} - {len(vectors)}:
+                wanted, got = f"errors of the {len(vectors)} vectors that the updates make", f"{lengths.pop()}"
+                raise ValueError(expected("state", wanted, got, "a state belongs to the params that init got"))
+            for bucket, worker_error, server_error in zip(vectors, *state, strict=True):
                 x = layouts.join(leaves, bucket)
                 consume = layouts.is_fresh(x, leaves, bucket)  # else x is the caller's memory
                 mean, errors = mean_of(x, (worker_error, server_error), bucket.segments, consume)

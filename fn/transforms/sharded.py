@@ -235,7 +235,8 @@ def sharded(
         if gather_feedback is not None:
             raise ValueError("gather_feedback: is given together with momentum; send params then, with master=True")
     codec, feedback = (identity(), feedback or off()) if codec is None else (codec, feedback or classic())
-    rules = Rules(axis, codec, feedback, gather, gather_feedback or off(), momentum, master, layout)
+    back = off() if gather_feedback is None else gather_feedback
+    rules = Rules(axis, codec, feedback, gather, back, momentum, master, layout)
     hops(axis, codec, feedback)
     hops(axis, gather or identity(), rules.gather_feedback, ("gather", "gather_feedback"))
 

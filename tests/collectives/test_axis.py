@@ -101,7 +101,7 @@ def test_random_numbers_of_a_simulation_are_each_ranks_own_the_same_or_refused()
     own, same = (fn.simulate(torch.nn.functional.dropout, "data", 3, randomness=r)(x) for r in ("different", "same"))
     assert not torch.equal(own[0], own[1])
     assert torch.equal(same[0], same[1])
-    with pytest.raises(ValueError, match="randomness: expected 'error', 'different' or 'same', but got True"):
+    with pytest.raises(ValueError, match=r"^randomness: .*'different'.* got True"):
         fn.simulate(torch.relu, "data", 3, randomness=True)
 
 

@@ -345,7 +345,7 @@ def test_a_mean_of_integers_is_refused(dtype):
 
 def test_truth_values_are_not_summed():
     right = torch.tensor([[True, True], [True, False]])
-    with pytest.raises(TypeError, match=r"x: expected numbers, but got torch\.bool; convert it, with x\.int\(\)"):
+    with pytest.raises(TypeError, match=r"^x: .* got torch\.bool; .*x\.int\(\)"):
         world(lambda x: fn.psum(x, "data"), 2, out_dims=None)(right)
     assert world(lambda x: fn.psum(x.int(), "data"), 2, out_dims=None)(right).tolist() == [2, 1]
 
@@ -354,5 +354,5 @@ def test_truth_values_are_not_summed():
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_number_of_python_is_refused(collective, size):
     run = fn.simulate(lambda x: collective({"x": x, "one": 1}, "data"), "data", size)
-    with pytest.raises(TypeError, match=r"x: expected tensors, but got a leaf 1; the number of ranks is fn\.axis_size"):
+    with pytest.raises(TypeError, match=r"^x: .* got a leaf 1; .*fn\.axis_size"):
         run(torch.ones(size, size))

@@ -283,6 +283,16 @@ def test_a_state_of_another_world_size_is_refused_not_reinterpreted():
         run(tx, Phase.COMPRESSED, 4, updates(4), bigger)
 
 
+def test_a_state_of_params_of_another_number_is_refused_by_name():
+    tx = fn.compressed_average("data", fn.sign(), layout="per_tensor")
+
+    def step(x):
+        return tx.update(Phase.COMPRESSED)([x, x], tx.init([x]), [x, x])
+
+    with pytest.raises(ValueError, match=r"^state: .*2 vectors.*got 1; .*init"):
+        fn.simulate(step, "data", 2)(torch.ones(2, 3))
+
+
 @pytest.mark.parametrize("leaf", [torch.ones(3, dtype=torch.int64), torch.ones(3, dtype=torch.complex64)])
 def test_params_that_are_no_real_numbers_are_refused_at_init_by_name(leaf):
     with pytest.raises(TypeError, match=r"params: expected leaf 'w'"):

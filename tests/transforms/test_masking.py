@@ -72,7 +72,7 @@ def test_a_mask_of_another_structure_is_refused_by_name():
 
 
 def test_a_mask_of_numbers_is_refused_by_leaf():
-    with pytest.raises(TypeError, match=r"mask: expected leaf 'b' to be True or False, but got int"):
+    with pytest.raises(TypeError, match=r"^mask: .*leaf 'b' .* got int"):
         fn.mask(fn.scale_by_adam(), {"w": True, "b": 0}).init(PARAMS)
 
 

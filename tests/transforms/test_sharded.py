@@ -333,13 +333,13 @@ def test_a_state_of_another_shard_is_refused_and_nothing_is_loaded():
     saved["rank 0 of 1.state.0.inner.place"] = torch.tensor([1, 2])
     saved["rank 0 of 1.state.0.inner.inner.0.mu.0"] += 1
     before = [leaf.clone() for leaf in tree.leaves(opt.states)]
-    with pytest.raises(ValueError, match=r"'state.0.inner.place' says shard 1 of 2, but this rank has shard 0 of 1"):
+    with pytest.raises(ValueError, match=r"'state.0.inner.place' .*shard 1 of 2.*shard 0 of 1"):
         opt.load_state_dict(saved)
     assert all(map(torch.equal, tree.leaves(opt.states), before))
     tx = fn.sharded(adam(), "data")
     params = [torch.randn(8)]
     state = tx.init(params)._replace(place=torch.tensor([1, 2]))
-    with pytest.raises(ValueError, match="state: is of shard 1 of 2, but this rank has shard 0 of 1"):
+    with pytest.raises(ValueError, match=r"^state: .*shard 1 of 2.*shard 0 of 1"):
         tx.warmup_update(params, state, params)
 
 

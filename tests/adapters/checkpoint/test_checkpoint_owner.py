@@ -59,7 +59,7 @@ def test_a_second_job_is_refused_by_name_and_the_first_ones_checkpoint_is_whole(
             process = until(tmp_path / "here")
             params, opt = alone(0)
             name = f"job SLURM_JOB_ID=4711, process {process} on {socket.gethostname()} is saving into it"
-            with pytest.raises(OSError, match=f"checkpoint: {folder} is in use: {name}; give each job a folder"):
+            with pytest.raises(OSError, match=f"^checkpoint: {folder} .*{name}; .*a folder"):
                 checkpoint.save(folder, opt, keep=1)
             with pytest.raises(OSError, match=name):
                 checkpoint.save_async(folder, opt, keep=1).result(60)

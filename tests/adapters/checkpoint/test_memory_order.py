@@ -126,12 +126,12 @@ def test_one_ranks_dict_continues_with_errors_of_zero_and_says_so():
 def test_an_order_that_is_none_is_refused_by_name():
     params = [nn.Parameter(torch.ones(2, 3))]
     opt = fn.Optimizer(params, fn.adamw, lr=1e-2)
-    with pytest.raises(ValueError, match=r"'element order\.0\.0' to be an order of 2 dimensions, but got \(0, 2\)"):
+    with pytest.raises(ValueError, match=r"'element order\.0\.0' .*2 dimensions.* got \(0, 2\)"):
         moved(opt.training, {"element order.0.0": torch.tensor([0, 2])})
 
 
 def test_what_8_bit_errors_had_rounded_off_is_warned_of_with_its_norm():
     params = [nn.Parameter(torch.ones(3))]
     opt = fn.Optimizer(params, fn.adamw, lr=1e-2)
-    with pytest.warns(UserWarning, match="gradients of norm 5 that 8-bit errors had rounded off are not carried on"):
+    with pytest.warns(UserWarning, match="norm 5 .*8-bit errors.* not carried on"):
         opt.load_state_dict({**opt.state_dict(), "carried.0.0": torch.tensor([3.0, 0.0, 4.0])})

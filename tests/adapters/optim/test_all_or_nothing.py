@@ -69,7 +69,7 @@ def test_parameters_that_a_step_cannot_write_are_refused_by_name_at_construction
 def test_a_parameter_in_the_memory_of_another_group_is_refused_and_the_optimizer_is_as_it_was():
     one, other = (torch.nn.Parameter(x) for x in overlapping())
     opt = fn.Optimizer([one], fn.adamw, lr=0.1)
-    with pytest.raises(ValueError, match="parameter 0 of group 1 shares memory with parameter 0 of group 0"):
+    with pytest.raises(ValueError, match=r"parameter 0 of group 1 .*memory.* parameter 0 of group 0"):
         opt.add_param_group({"params": [other]})
     assert len(opt.param_groups) == 1
     one.grad = torch.ones(4)

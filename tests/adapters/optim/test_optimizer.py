@@ -273,7 +273,7 @@ def test_a_learning_rate_that_becomes_negative_or_no_number_is_refused_before_an
     steps(opt, params, 1)
     before = [p.detach().clone() for p in (*params, *tree.leaves(opt.states))]
     opt.param_groups[0]["lr"] = lr
-    with pytest.raises(ValueError, match=r"lr: expected a finite number or a 0-d tensor, of at least 0, but got "):
+    with pytest.raises(ValueError, match=r"^lr: .*at least 0.* got "):
         opt.step()
     assert all(map(torch.equal, before, (*params, *tree.leaves(opt.states))))
     opt.param_groups[0]["lr"] = torch.tensor(0.1)
@@ -763,7 +763,7 @@ def test_a_hyper_parameter_that_is_taken_out_of_a_group_is_named_and_nothing_mov
     opt = grouped(p)
     steps(opt, p, 1)
     before, eps = [x.detach().clone() for x in p], opt.param_groups[0].pop("eps")
-    with pytest.raises(ValueError, match="eps: expected a value in its param group, but got none; change it"):
+    with pytest.raises(ValueError, match=r"^eps: .*param group.* got none; change it"):
         steps(opt, p, 1)
     assert all(map(torch.equal, p, before))
     opt.param_groups[0]["eps"] = eps

@@ -149,7 +149,7 @@ def test_the_drop_ins_of_deepspeed_begin_with_a_warm_up_step_and_warn_of_what_co
                 opt.add_param_group({"params": params[2:]})
         seen.append(opt.phase)
         if step == 2:
-            with pytest.warns(UserWarning, match="params: 1 of group 0: get first gradients after the warm-up"):
+            with pytest.warns(UserWarning, match=r"^params: 1 of group 0: .*after the warm-up"):
                 opt.step()
         else:
             opt.step()
@@ -161,7 +161,7 @@ def test_numbers_that_a_drop_in_of_deepspeed_refuses_are_not_loaded(make):
     opt = make([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     saved = opt.state_dict()
     bad = {**saved, "groups.0.lr": torch.tensor(float("inf"), dtype=torch.float64), "steps": torch.tensor(7)}
-    with pytest.raises(ValueError, match="state_dict: expected numbers of param group 0 that its transform takes"):
+    with pytest.raises(ValueError, match=r"^state_dict: .*param group 0 .*transform"):
         opt.load_state_dict(bad)
     assert opt.steps == 0
     assert opt.param_groups[0]["lr"] == 0.1
