@@ -22,14 +22,15 @@ from fn.collectives.primitives import all_gather, all_to_all, permute, pmean, ps
 from fn.collectives.simulation import simulate
 from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
-from fn.local_optimizers import diloco, local_sgd, muloco, sparse_loco
+from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, sparse_loco, sparta
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
-from fn.schedules import every, freeze_after, freeze_when_stable, zero_one_schedule
+from fn.schedules import every, freeze_after, freeze_when_stable, periods, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
+from fn.transforms.average_params import average_params
 from fn.transforms.bases import dct, in_basis, tiles
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
@@ -43,6 +44,7 @@ from fn.transforms.outer import OuterState, outer
 from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
+from fn.transforms.sparse_average import sparse_average
 from fn.transforms.testing import check_transform
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 from fn.version import __version__ as __version__
@@ -75,6 +77,7 @@ __all__ = [
     "apply_mask",
     "apply_updates",
     "average",
+    "average_params",
     "axis_index",
     "axis_size",
     "ballots",
@@ -90,6 +93,7 @@ __all__ = [
     "dct",
     "decayed",
     "demo",
+    "des_loc",
     "differences",
     "diloco",
     "dion",
@@ -122,6 +126,7 @@ __all__ = [
     "onebit_lamb",
     "outer",
     "partition",
+    "periods",
     "permute",
     "pmean",
     "powersgd_adamw",
@@ -147,7 +152,9 @@ __all__ = [
     "signum_vote",
     "simulate",
     "skip_nonfinite",
+    "sparse_average",
     "sparse_loco",
+    "sparta",
     "stateless",
     "tiles",
     "top_k",

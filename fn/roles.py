@@ -76,6 +76,27 @@ def find(state: Tree, role: str) -> list[Tree]:
     return [deeper for value in inside if not isinstance(value, Tensor) for deeper in find(value, role)]
 
 
+def replace(state: Tree, role: str, f: Callable[[Tree], Tree]) -> Tree:
+    """Return a tree of states with f of each field with a role, such as "second_moment", in the order of `find`.
+
+    Fields inside of those are f's.
+    """
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        named = getattr(roles_of(state), role)
+        values = {name: f(getattr(state, name)) for name in named}
+        deeper = {
+            name: replace(value, role, f)
+            for name, value in zip(state._fields, state, strict=True)
+            if name not in values
+        }
+        return type(state)(**values, **deeper)
+    if isinstance(state, dict):
+        return {key: replace(value, role, f) for key, value in state.items()}
+    if isinstance(state, tuple | list):
+        return type(state)(replace(value, role, f) for value in state)
+    return state
+
+
 def roles_of(state: Tree) -> Roles:
     """Return the roles that the class of a state, a NamedTuple, declares."""
     declared: Roles = _declared(state, "roles", Roles())

@@ -244,22 +244,3 @@ def by_number(choices: Sequence[fn.Transform]) -> fn.Transform:
         return choices[found.end].composed(Round(0, 0))
 
     return choices[0]._replace(rounds=rounds)
-
-
-def averaging_moments(tx: fn.Transform, axis: str, names: Sequence[str], *, params: bool) -> fn.Transform:
-    """Return tx, a transform of `outer` around AdamW, whose round also averages moments by name; params: and them."""
-
-    def rounds(found: Any) -> Any:
-        if not isinstance(found, Round) or found.end is None:
-            return tx.composed(found)
-        update = tx.composed(found if params else Round())
-
-        def run(updates: Tree, state: fn.OuterState, params: Tree, /) -> tuple[Tree, fn.OuterState]:
-            moved, after = update(updates, state, params)
-            adam, *rest = after.inner
-            adam = adam._replace(**{name: fn.pmean(getattr(adam, name), axis) for name in names})
-            return moved, after._replace(inner=(adam, *rest))
-
-        return run
-
-    return tx._replace(rounds=rounds)

@@ -1,4 +1,4 @@
-"""The recorded runs of local steps in `tests/golden/outer`: what they hold, and how ours are run beside them."""
+"""The recorded runs in `tests/golden/outer` and `tests/golden/rounds`: what they hold, how ours are run beside them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import fn
 from fn import Phase, Round
 
 FOLDER = Path(__file__).parent / "golden" / "outer"
+ROUNDS = Path(__file__).parent / "golden" / "rounds"
 
 
 class Case(NamedTuple):
@@ -61,9 +62,9 @@ class Case(NamedTuple):
         return off / allowed
 
 
-def load(index: str) -> list[Case]:
-    rows = json.loads((FOLDER / index).read_text())["cases"]
-    return [Case(row, dict(np.load(FOLDER / row["file"]))) for row in rows]
+def load(index: str, folder: Path = FOLDER) -> list[Case]:
+    rows = json.loads((folder / index).read_text())["cases"]
+    return [Case(row, dict(np.load(folder / row["file"]))) for row in rows]
 
 
 def step_of(tx: fn.Transform, when: Phase | Round, g: Any, s: Any, p: Any) -> tuple[Any, Any]:

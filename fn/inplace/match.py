@@ -27,7 +27,7 @@ from fn.inplace.links import Head, descent_of
 from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged, on_host, settled
 from fn.transforms.adam import Adam, OnebitAdam
 from fn.transforms.lamb import LambHyper, OnebitLamb
-from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, narrows
+from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, PlainWarmup, narrows
 from fn.transforms.sharded import Sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.zero_one_adam import LocalStep, SynchronisingStep, VarianceStep
@@ -58,10 +58,10 @@ def in_place(update: UpdateFn, bounds: dict[Any, Bounds] | None = None) -> InPla
         return "it is not guarded by fn.skip_nonfinite"
     links = links_of(update.inner, (0,))  # 0: `inner` of the guard's state
     last = links[-1].update if links else None
-    if isinstance(last, Step) and isinstance(last.rule, OuterWarmup | OuterLocal):
-        if update.looks != isinstance(last.rule, OuterWarmup):
+    if isinstance(last, Step) and isinstance(last.rule, OuterWarmup | PlainWarmup | OuterLocal):
+        if update.looks == isinstance(last.rule, OuterLocal):
             return _refused_for_guard(update, last)
-        inner = links_of(last.rule.inner, (*links[-1].path, OuterState._fields.index("inner")))
+        inner = links_of(last.rule.inner, (*links[-1].path, 0))  # 0: `inner` of their states
         staged = _match(update, [*links[:-1], *inner], True, bounds)
         staged = staged if isinstance(staged, str) else _around(last.rule, links[-1], staged)
     else:
@@ -142,8 +142,13 @@ def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
     return staged._replace(fits=fits)
 
 
-def _around(rule: OuterWarmup | OuterLocal, link: Link, inner: InPlace) -> InPlace:
-    """Return how a step of `outer` is staged. inner: how that of its inner optimizer is, in the state of the whole."""
+def _around(rule: OuterWarmup | PlainWarmup | OuterLocal, link: Link, inner: InPlace) -> InPlace:
+    """Return how a step of `outer` is staged, or of `average_params`.
+
+    Args: inner: how that of its inner optimizer is, in the state of the whole.
+    """
+    if isinstance(rule, PlainWarmup):
+        return inner
     is_warmup = isinstance(rule, OuterWarmup)
 
     def fits(updates: Tree, state: Tree, params: Tree) -> bool:

@@ -35,6 +35,9 @@ EXCHANGE = 44.0
 """Bytes per parameter of an exchange: anchor and params are read for the difference, which is written, then mean,
 momentum and anchor are read and written, params written."""
 
+SHARE = 16.0
+"""Bytes per parameter of an average of a share: params are read and written, and once more where that is committed."""
+
 TILE = 64
 """The side of the tiles of `fn.demo` and `fn.sparse_loco`."""
 
@@ -182,7 +185,7 @@ def rows(
     codes, low_rank = traffic.codes, traffic.low_rank
     signs, direct = partial(codes, codec=SIGN), partial(codes, codec=SIGN, servers=False)
     thin, thick = (default if rank is None else rank for default in (4, 0.25))
-    part = 0.01 if density is None else density
+    part, some = (default if density is None else density for default in (0.01, 0.005))
     of_demo, of_sparse = (default if density is None else max(1, round(density * TILE**2)) for default in (32, 128))
     cosines = partial(traffic.in_basis, basis=DCT, codec_of=partial(kept_of_demo, kept=of_demo))
     largest = partial(traffic.in_basis, basis=TILES, codec_of=partial(kept_of_sparse_loco, kept=of_sparse))
@@ -218,6 +221,8 @@ def rows(
         round_("diloco, 2 bits", partial(codes, codec=BINS), coded=60),
         round_("diloco, 1 bit", signs, coded=32),
         round_("sparse_loco", largest, passes=EXCHANGE + 100),
+        round_("des_loc, without its moments", partial(traffic.share, density=1.0)),
+        Row("sparta", partial(traffic.share, density=some), SHARE, local=True),
     ]
 
 

@@ -94,6 +94,12 @@ def exact(shapes: Model, ranks: Ranks, width: int | None = None) -> list[Message
     return [*_rows("local", "all_to_all", local, shard), *between, *_rows("local", "all_gather", local, shard)]
 
 
+def share(shapes: Model, ranks: Ranks, density: float) -> list[Message]:
+    """Return an average of one number of each 1/density, as `fn.sparse_average` sends it, in float32 at least."""
+    piece = max(1, round(1 / density))
+    return exact(Model(((sum(-(-n // piece) for n in shapes.lengths),),), max(4, shapes.width)), ranks)
+
+
 def codes(
     shapes: Model, ranks: Ranks, codec: Codec, *, layout: str = "flat", servers: bool = True
 ) -> list[Message]:

@@ -99,6 +99,12 @@ class OuterWarmup(NamedTuple):
     inner: UpdateFn
 
 
+class PlainWarmup(NamedTuple):
+    """The rule of a warm-up step without an anchor. inner: the inner optimizer's update."""
+
+    inner: UpdateFn
+
+
 class OuterLocal(NamedTuple):
     """The rule of a local step, which is left out if it is not finite. inner: the inner optimizer's update."""
 
@@ -210,17 +216,8 @@ def outer(
 
     def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
         updates, params = check_arguments(updates, state, params, OuterState, "anchor")
-        moves, inner_state = inner_update(updates, state.inner, params)
-        ok = (all_addable(tree.leaves(moves)) & all_finite(_floats(inner_state))).to(state.dropped.device)
-        for new, old in zip(roles.find(inner_state, "skips"), roles.find(state.inner, "skips"), strict=True):
-            ok = ok if new is old else ok & (new == old)  # what a guard inside skips counts as dropped
-        if known(ok):
-            return moves, state._replace(inner=inner_state, alone=state.alone + 1)
-        moves = tree.map(lambda u: torch.where(ok.to(u.device), u, -0.0), moves)
-        leaves, structure = tree.flatten(inner_state)  # a guard inside may return another class than it was given
-        chosen = [_chosen(ok, new, old) for new, old in zip(leaves, tree.leaves(state.inner), strict=True)]
-        dropped = state.dropped + (~ok).to(torch.int64)
-        inner_state = tree.unflatten(structure, chosen)
+        moves, inner_state, ok = taken_alone(inner_update, updates, state.inner, params)
+        dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
         return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
 
     def difference(places: Sequence[int], params: list[Tensor], state: OuterState, fragment: int) -> OuterState:
@@ -338,6 +335,23 @@ def outer(
     facts = merged(Facts(local_params=True), *map(facts_of, (inner, outer_tx, sync)))
     together = Step(OuterWarmup(inner.warmup_update), warmup, lambda state, read: check_alike(read(state.alone)))
     return Transform(init, together, rounds(Round(0, 0)), alone, needs, rounds, facts)
+
+
+def taken_alone(update: UpdateFn, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tensor]:
+    """Take a step that this rank alone leaves out where it is not finite: no message tells the others.
+
+    Returns: its updates, -0.0 where it is left out; the state after it; whether it was taken, 0-d bool.
+    """
+    moves, after = update(updates, state, params)
+    ok = all_addable(tree.leaves(moves)) & all_finite(_floats(after))
+    for new, old in zip(roles.find(after, "skips"), roles.find(state, "skips"), strict=True):
+        ok = ok if new is old else ok & (new == old).to(ok.device)  # what a guard inside skips counts as left out
+    if known(ok):
+        return moves, after, ok
+    moves = tree.map(lambda u: torch.where(ok.to(u.device), u, -0.0), moves)
+    leaves, structure = tree.flatten(after)  # a guard inside may return another class than it was given
+    chosen = [_chosen(ok, new, old) for new, old in zip(leaves, tree.leaves(state), strict=True)]
+    return moves, tree.unflatten(structure, chosen), ok
 
 
 def _floats(state: Tree) -> list[Tensor]:

@@ -16,7 +16,6 @@ import torch
 from own_pieces import (
     WHOLE,
     OwnAnchors,
-    averaging_moments,
     by_number,
     encoded_again,
     gossip,
@@ -104,20 +103,8 @@ def coded(case: Case) -> Method:
 
 
 def desloc(case: Case) -> Method:
-    """DES-LoC: params and both moments are averaged, each every so often; the number of a round says which."""
     periods = [case.hyper[name] for name in ("Kx", "Ku", "Kv")]
-    exact = fn.compressed_average("data", fn.identity(), fn.off())
-    tx = fn.outer(adamw(case), fn.scale_by_learning_rate(1.0), exact)
-
-    def choice(number: int) -> fn.Transform:
-        names = [name for bit, name in ((2, "mu"), (4, "nu")) if number & bit]
-        return averaging_moments(tx, "data", names, params=bool(number & 1))
-
-    def schedule(t: int) -> Round:
-        number = sum(2**i for i, period in enumerate(periods) if (t + 1) % period == 0)
-        return Round(number, number) if number else Round()
-
-    return Method(by_number([choice(number) for number in range(8)]), schedule)
+    return Method(fn.average_params(adamw(case), fn.sparse_average("data", 1.0)), fn.periods(*periods))
 
 
 def noloco(case: Case) -> Method:

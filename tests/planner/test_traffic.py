@@ -112,6 +112,8 @@ MAKES = {
     "diloco, 2 bits": [partial(fn.diloco, codec=fn.bins(4, 6))],
     "diloco, 1 bit": [partial(fn.diloco, codec=fn.sign())],
     "sparse_loco": [fn.sparse_loco],
+    "des_loc, without its moments": [fn.des_loc],
+    "sparta": [fn.sparta],
 }
 """What each method of fn in the plan is made with."""
 

@@ -1,0 +1,195 @@
+"""Local steps without an anchor: `average_params` averages what the ranks hold, the params and the moments.
+
+params p_r               each rank's own
+  | local steps          rank r goes its own way; nothing is sent
+  | p_r <- C(p_r)        all params or a share of them; m_r and v_r too, where a round says so
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import roles, tree
+from fn.base import (
+    Facts,
+    NewParams,
+    Part,
+    Phase,
+    Round,
+    Step,
+    Transform,
+    UpdateFn,
+    apply_updates,
+    check_params,
+    check_state,
+    facts_of,
+    has_phase,
+    merged,
+)
+from fn.compiling import memoized
+from fn.errors import expected
+from fn.kernels.flags import known
+from fn.roles import declare
+from fn.transforms.outer import OuterLocal, PlainWarmup, check_alike, check_inner, check_sync, taken_alone
+from fn.transforms.skip_nonfinite import all_addable, all_finite
+
+Tree = Any
+
+AVERAGED = tuple(
+    tuple(kind for bit, kind in enumerate(("params", "first_moment", "second_moment")) if number >> bit & 1)
+    for number in range(1, 8)
+)
+"""What the exchange with a number averages: 0 the params, 1 first moments, 2 both, 3 second moments, ..., 6 all."""
+
+
+@declare(
+    rank_local=("inner", "dropped"),
+    local_params=True,
+    dropped=("dropped",),
+    watched=("fine",),
+    others=("inner", "sync"),
+)
+class AverageParamsState(NamedTuple):
+    """State of `average_params`.
+
+    inner: the state of the inner optimizer, each rank's own. sync: the states of the transform that averages: of the
+    params, and of first and second moments where there are any. alone: local steps since the warm-up, 0-d int64.
+    dropped: local steps that this rank left out because they were not finite, 0-d int64. fine: 0, or NaN in a warm-up
+    step that is not finite, 0-d.
+    """
+
+    inner: Tree
+    sync: Tree
+    alone: Tensor
+    dropped: Tensor
+    fine: Tensor
+
+
+def average_params(inner: Transform, sync: Transform) -> Transform:
+    """Take local steps, and average params, moments or both where a `Round` says so: without an anchor.
+
+    `Round(n, n)` averages what the bits of n + 1 say: 1 the params, 2 the first moments, 4 the second moments of the
+    inner optimizer. So `Round(0, 0)`, as `fn.every` has it, averages the params, and `fn.periods` has all of them.
+
+        >>> import torch, fn
+        >>> sgd = fn.scale_by_learning_rate(0.5)
+        >>> tx = fn.average_params(sgd, fn.sparse_average("data", 1.0))
+        >>> def train(g):                                     # of each rank
+        ...     p, state = torch.zeros(1), tx.init(torch.zeros(1))
+        ...     for step in range(4):
+        ...         updates, state = tx.update(fn.every(2)(step))(g, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.0], [3.0]]))          # 4 steps of 0.5 times 2
+        tensor([[-4.],
+                [-4.]])
+
+    The warm-up is the inner optimizer's, on gradients that a link in front averages. A rank leaves out a local step
+    that is not finite alone, and counts it. An average has no delay.
+
+    Args:
+        inner: the optimizer of the local steps, a chain that ends in a learning rate and does not communicate.
+        sync: the transform whose compressed phase averages, and leaves out a mean that is not finite, as
+            `sparse_average` does.
+    Returns: a transform with a warm-up, rounds, and as phases the local one and the average of the params.
+    Raises: TypeError or ValueError that names the argument; from the update of a round, ValueError if the inner
+        optimizer has no moments of the kind that is to be averaged, or for a round that begins or ends only.
+
+    Paper: McMahan et al., Communication-efficient learning of deep networks from decentralized data (arXiv
+        1602.05629): the average of params; Iacob et al., DES-LoC (arXiv 2505.22549): that of moments.
+    """
+    check_inner(inner)
+    check_sync(sync)
+    inner_update = inner.local_update if has_phase(inner, Phase.LOCAL) else inner.warmup_update
+
+    def init(params: Tree) -> AverageParamsState:
+        tree.check_real(params, "params")
+        inner_state = inner.init(params)
+        device = next((p.device for p in tree.leaves(params)), torch.device("cpu"))
+        alone, dropped = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+        kinds = params, *(roles.find(inner_state, kind) for kind in ("first_moment", "second_moment"))
+        syncs = tuple(sync.init(kind) if tree.leaves(kind) else () for kind in kinds)
+        fine = torch.zeros((), dtype=torch.float32, device=device)
+        return AverageParamsState(inner_state, syncs, alone, dropped, fine)
+
+    def warmup(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[Tree, AverageParamsState]:
+        check_state(state, AverageParamsState)
+        check_params(params)
+        check_alike(state.alone)
+        moves, inner_state = inner.warmup_update(updates, state.inner, params)
+        floats = [x for x in tree.leaves(inner_state) if x.is_floating_point()]
+        ok = all_addable(tree.leaves(moves), tree.leaves(params)) & all_finite(floats)
+        # a guard around it looks at `fine` only, since the rest differs between ranks in rounds
+        fine = torch.where(ok.to(state.fine.device), state.fine, torch.nan)
+        return moves, state._replace(inner=inner_state, fine=fine)
+
+    def local(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[Tree, AverageParamsState]:
+        check_state(state, AverageParamsState)
+        check_params(params)
+        moves, inner_state, ok = taken_alone(inner_update, updates, state.inner, params)
+        dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
+        return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
+
+    def averaged(number: int, params: Tree, state: AverageParamsState) -> tuple[Tree, AverageParamsState]:
+        if number >= len(AVERAGED):
+            raise ValueError(expected("phase.begin", f"a number below {len(AVERAGED)}", f"{number}"))
+        inner_state, syncs = state.inner, [*state.sync]
+        for kind in AVERAGED[number]:
+            place = ("params", "first_moment", "second_moment").index(kind)
+            before = params if kind == "params" else roles.find(inner_state, kind)
+            if kind != "params" and not before and tree.leaves(params):
+                wanted = f"one whose average has what the inner optimizer has, which has no {kind.replace('_', ' ')}"
+                raise ValueError(expected("phase", wanted, f"Round({number}, {number})"))
+            if not tree.leaves(before):
+                continue
+            after, syncs[place] = sync.compressed_update(before, syncs[place], before)
+            if kind == "params":
+                params = after
+            else:
+                inner_state = roles.replace(inner_state, kind, partial(_next, iter(after)))
+        return params, state._replace(inner=inner_state, sync=tuple(syncs))
+
+    def exchange(round_: Round) -> UpdateFn:
+        def update(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[NewParams, AverageParamsState]:
+            _check_at_once(round_)
+            moves, state = local(updates, state, params)
+            new, state = averaged(round_.begin or 0, apply_updates(params, moves), state)
+            return NewParams(new), state
+
+        return update
+
+    def of_part(part: Part) -> UpdateFn:
+        def update(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[NewParams, AverageParamsState]:
+            check_state(state, AverageParamsState)
+            new, state = averaged(part.fragment, params, state) if part.kind == "mean" else (params, state)
+            return NewParams(new), state
+
+        return update
+
+    @memoized
+    def rounds(key: Round | Part) -> UpdateFn:
+        if key == Round() or (isinstance(key, Part) and key.kind == "local"):
+            return alone
+        return of_part(key) if isinstance(key, Part) else exchange(key)
+
+    alone = Step(OuterLocal(inner_update), local)
+    needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
+    facts = merged(Facts(local_params=True), facts_of(inner), facts_of(sync))
+    rule = PlainWarmup(inner.warmup_update)
+    together = Step(rule, warmup, lambda state, read: check_alike(read(state.alone)))
+    return Transform(init, together, rounds(Round(0, 0)), alone, needs, rounds, facts)
+
+
+def _next(values: Iterator[Tree], old: Tree) -> Tree:
+    return next(values)
+
+
+def _check_at_once(round_: Round) -> None:
+    if round_.begin != round_.end:
+        wanted = "an average that begins and ends in one step, for it moves the params themselves"
+        raise ValueError(expected("phase", wanted, f"{round_}", "leave out delay= of fn.every"))

@@ -1,0 +1,175 @@
+"""A share of the numbers is averaged in turn: which one follows from seed and turn, on all ranks alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fn
+from fn.transforms.sparse_average import SparseAverageState, chosen
+
+HOST = torch.device("cpu")
+
+
+def places(n: int, piece: int, turn: int, number: int = 0, seed: int = 0) -> list[int]:
+    found = chosen(n, piece, torch.tensor(turn), number, seed, HOST)
+    assert found is not None
+    return [int(i) for i in found]
+
+
+def test_one_number_of_each_piece_is_chosen() -> None:
+    for turn in range(50):
+        found = places(23, 5, turn)
+        assert [i // 5 for i in found] == [0, 1, 2, 3, 4]
+        assert max(found) < 23
+
+
+def test_turns_tensors_and_seeds_have_other_shares() -> None:
+    first = places(2000, 10, 7)
+    for other in (places(2000, 10, 8), places(2000, 10, 7, number=1), places(2000, 10, 7, seed=1)):
+        alike = sum(a == b for a, b in zip(first, other, strict=True))
+        assert 5 <= alike <= 40  # of 200 pieces a tenth by chance: 20, give or take 4.2
+
+
+def test_each_number_has_the_same_chance() -> None:
+    """Of a shorter last piece the chance is greater.
+
+    Differs: fn.transforms.sparse_average.sparse_average: the number of elements is the same in every turn; the
+        authors' code draws each element by itself, and broadcasts a mask of a byte per element.
+    """
+    counts = torch.zeros(23)
+    for turn in range(4000):
+        counts[places(23, 5, turn)] += 1
+    assert counts.sum() == 5 * 4000
+    assert (counts[:20] - 800).abs().max() < 110  # 4.3 standard deviations of 25.3
+    assert (counts[20:] - 4000 / 3).abs().max() < 130
+
+
+def two_turns(density: float, x: Any) -> tuple[Any, SparseAverageState]:
+    tx = fn.sparse_average("data", density, seed=3)
+    state = tx.init(x)
+    for _ in range(2):
+        x, state = tx.compressed_update(x, state, x)
+    return x, state
+
+
+SHAPES = ((7, 3), (), (0, 4), (50,))
+DTYPES = (torch.float32, torch.bfloat16, torch.float32, torch.float16)
+
+
+def of_rank(rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    found = [torch.randn(s, generator=generator).to(d) for s, d in zip(SHAPES, DTYPES, strict=True)]
+    return [*found, torch.randn(4, 6, generator=generator).t()]
+
+
+def by_hand(density: float, world: int, rank: int) -> list[Tensor]:
+    """Return what a rank has after two turns, from positions."""
+    held = [of_rank(r) for r in range(world)]
+    for turn in range(2):
+        for number, rows in enumerate(zip(*held, strict=True)):
+            flat = torch.stack([x.reshape(-1) for x in rows])
+            at = chosen(flat.shape[1], round(1 / density), torch.tensor(turn), number, 3, HOST)
+            at = torch.arange(flat.shape[1]) if at is None else at
+            wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+            flat[:, at] = (wide.sum(0) / world)[at].to(flat.dtype)
+            for r, x in enumerate(rows):
+                held[r][number] = flat[r].view(x.shape)
+    return held[rank]
+
+
+@pytest.mark.parametrize("density", [0.2, 1.0])
+def test_simulated_ranks_average_the_chosen_numbers_and_keep_the_others(density: float) -> None:
+    x = [torch.stack(rows) for rows in zip(*map(of_rank, range(3)), strict=True)]
+    state = fn.sparse_average("data", density).init(of_rank(0))
+    dims = fn.rank_dims(state)
+    with fn.ledger() as sent:
+        found, state = fn.simulate(lambda x: two_turns(density, x), "data", 3, out_dims=(0, dims))(x)
+    for rank in range(3):
+        for ours, theirs in zip(found, by_hand(density, 3, rank), strict=True):
+            torch.testing.assert_close(ours[rank], theirs, rtol=0, atol=0 if theirs.dtype.itemsize < 4 else 1e-6)
+    assert int(state.turn) == 2
+    sizes = (21, 1, 0, 50, 24) if density == 1 else (5, 1, 0, 10, 5)
+    numbers = 4 * sum(sizes)  # bytes: half precision is sent in float32
+    assert sent.total == 2 * -(-numbers * 4 // 3)  # two turns, each 2 (W - 1) / W of the bytes
+
+
+def on_rank(density: float) -> tuple[Any, int]:
+    with fn.bind({"data": dist.group.WORLD}):
+        x, state = two_turns(density, of_rank(dist.get_rank()))
+        return x, int(state.turn)
+
+
+def test_real_ranks_average_what_simulated_ones_average() -> None:
+    for rank, (x, turn) in enumerate(ranks.run(3, on_rank, 0.2)):
+        assert turn == 2
+        for ours, theirs in zip(x, by_hand(0.2, 3, rank), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0 if theirs.dtype.itemsize < 4 else 1e-6)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_mean_that_is_not_finite_is_left_out_by_all_ranks_and_the_turn_counts(bad: float) -> None:
+    tx = fn.sparse_average("data", 1.0)
+
+    def run(x: Tensor) -> Any:
+        return tx.compressed_update(x, tx.init(x), x)
+
+    x = torch.tensor([[1.0, 2.0], [3.0, bad]])
+    found, state = fn.simulate(run, "data", 2, out_dims=(0, None))(x)
+    assert torch.equal(found.nan_to_num(5), x.nan_to_num(5))
+    assert (int(state.turn), int(state.left_out)) == (1, 1)
+
+
+def test_other_phases_pass_and_count_no_turn() -> None:
+    tx, x = fn.sparse_average("data", 0.5), torch.ones(3)
+    for phase in (fn.Phase.WARMUP, fn.Phase.LOCAL):
+        found, state = tx.update(phase)(x, tx.init(x), x)
+        assert found is x
+        assert state.turn == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"density": 0.0}, r"density: expected a number in \(0, 1\]"),
+        ({"density": 1.5}, r"density: expected a number in \(0, 1\]"),
+        ({"density": "a"}, "density: expected a number"),
+        ({"density": 0.5, "seed": 0.5}, "seed: expected a whole number"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(arguments: Any, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        fn.sparse_average("data", **arguments)
+
+
+def disagreeing() -> str:
+    with fn.bind({"data": dist.group.WORLD}):
+        try:
+            fn.sparse_average("data", 0.1, seed=dist.get_rank()).init(torch.ones(3))
+        except fn.RanksDisagree as error:
+            return str(error)
+    return ""
+
+
+def test_ranks_with_other_seeds_are_refused() -> None:
+    for text in ranks.run(2, disagreeing):
+        assert "seed" in text
+
+
+def test_a_turn_compiles_to_one_graph_for_all_turns(graphs: Any) -> None:
+    tx, x = fn.sparse_average("data", 0.25), torch.randn(2, 12)
+    dims = fn.rank_dims(tx.init(x[0]))
+    run = fn.simulate(lambda x, s: tx.compressed_update(x, s, x), "data", 2, in_dims=(0, dims), out_dims=(0, dims))
+    compiled = torch.compile(run, fullgraph=True, backend=graphs)
+    state = tx.init(x[0])
+    for turn in range(4):
+        moved, after = compiled(x, state)
+        plain, state = run(x, state)
+        assert torch.equal(moved, plain)
+        assert int(after.turn) == int(state.turn) == turn + 1
+    assert graphs.count == 1
