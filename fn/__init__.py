@@ -41,6 +41,7 @@ from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import OuterState, outer
+from fn.transforms.primal_average import primal_average, primal_params
 from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
@@ -130,6 +131,8 @@ __all__ = [
     "permute",
     "pmean",
     "powersgd_adamw",
+    "primal_average",
+    "primal_params",
     "psum",
     "rank_dims",
     "reduce_scatter_mean",

@@ -1,0 +1,106 @@
+"""The average of the params along the way; `tests/golden/test_golden_rounds.py` replays its authors' code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import fn
+from fn import Phase, tree
+
+
+def sgd(lr: float = 0.1) -> fn.Transform:
+    return fn.scale_by_learning_rate(lr)
+
+
+def by_hand(mu: float, c: float | None, gradients: list[float]) -> tuple[float, float, float]:
+    """Return x, y and z after steps of 0.1 from 1, by the three sequences."""
+    x = y = z = 1.0
+    for k, g in enumerate(gradients, 1):
+        keep = 1 - 1 / k if c is None else c
+        z = z - 0.1 * g
+        x = keep * x + (1 - keep) * z
+        y = mu * x + (1 - mu) * z
+    return x, y, z
+
+
+@pytest.mark.parametrize("mu", [0.3, 1.0])
+@pytest.mark.parametrize("c", [0.0, 0.9, None])
+def test_the_params_are_the_three_sequences(mu: float, c: float | None) -> None:
+    gradients = [1.0, -3.0, 0.5, 2.0, 4.0]
+    tx = fn.primal_average(sgd(), interpolation=mu, averaging=c)
+    p = torch.ones(1, dtype=torch.float64)
+    state = tx.init(p)
+    for g in gradients:
+        updates, state = tx.update(Phase.WARMUP)(torch.full((1,), g, dtype=torch.float64), state, p)
+        p = fn.apply_updates(p, updates)
+    x, y, z = by_hand(mu, c, gradients)
+    for ours, theirs in ((fn.primal_params(state, p), x), (p, y), (state.fast, z)):
+        assert float(ours) == pytest.approx(theirs, rel=1e-12)
+
+
+def test_half_precision_has_its_fast_params_in_float32() -> None:
+    tx, p = fn.primal_average(sgd(1e-3)), torch.ones(3, dtype=torch.bfloat16)
+    state = tx.init(p)
+    for _ in range(8):
+        updates, state = tx.update(Phase.WARMUP)(torch.ones_like(p), state, p)
+        p = fn.apply_updates(p, updates)
+    torch.testing.assert_close(state.fast, torch.full((3,), 0.992))
+    assert fn.primal_params(state, p).dtype == torch.bfloat16
+
+
+def named(lr: Any) -> fn.Transform:
+    inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
+    decay = fn.chain(fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(lr))
+    return fn.skip_nonfinite(fn.chain(fn.average("data"), fn.primal_average(inner, decay=decay)))
+
+
+def test_it_is_what_loops_and_adapters_rely_on() -> None:
+    report = fn.check_transform(named(0.01), {"w": torch.ones(4, 3), "b": torch.ones(3)}, lambda step: Phase.WARMUP)
+    assert report, report
+
+
+def test_a_step_that_is_not_finite_moves_nothing() -> None:
+    tx, p = named(0.1), torch.ones(2)
+    state = tx.init(p)
+    updates, after = tx.warmup_update(torch.tensor([1.0, torch.nan]), state, p)
+    assert torch.equal(fn.apply_updates(p, updates), p)
+    assert torch.equal(tree.fields(after, "fast")[0], p)
+    assert int(after.skipped) == 1
+
+
+def test_the_optimizer_takes_the_steps_of_a_pure_loop() -> None:
+    p = torch.nn.Parameter(torch.ones(4))
+    opt, pure, tx = fn.Optimizer([p], named, lr=0.05), torch.ones(4), named(0.05)
+    state = tx.init(pure)
+    for t in range(5):
+        g = torch.randn(4, generator=torch.Generator().manual_seed(t))
+        p.grad = g.clone()
+        opt.step()
+        updates, state = tx.warmup_update(g, state, pure)
+        pure = fn.apply_updates(pure, updates)
+    torch.testing.assert_close(p.detach(), pure)
+    found = fn.primal_params(opt.states[0], [p.detach()])
+    torch.testing.assert_close(found[0], fn.primal_params(state, pure))
+
+
+def refusals() -> dict[str, Any]:
+    return {
+        "interpolation: expected a number in": lambda: fn.primal_average(sgd(), interpolation=0.0),
+        "averaging: expected a number in": lambda: fn.primal_average(sgd(), averaging=1.0),
+        "decays: expected 'fast' or 'params'": lambda: fn.primal_average(sgd(), decays="z"),  # type: ignore[arg-type]
+        "inner: expected a transform": lambda: fn.primal_average(sgd),  # type: ignore[arg-type]
+        "state: expected that of one fn.primal_average": lambda: fn.primal_params((), torch.ones(1)),
+    }
+
+
+@pytest.mark.parametrize("text", refusals())
+def test_what_does_not_fit_is_refused_by_name(text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        refusals()[text]()
+
+
+def test_its_facts_are_those_of_the_inner_optimizer() -> None:
+    assert fn.primal_average(sgd()).facts == fn.Facts()
