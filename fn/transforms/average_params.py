@@ -31,6 +31,8 @@ from fn.base import (
     has_phase,
     merged,
 )
+from fn.collectives.axis import current_binding
+from fn.collectives.simulation import found_alike
 from fn.compiling import memoized
 from fn.errors import expected
 from fn.kernels.flags import known
@@ -126,6 +128,8 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
         ok = all_addable(tree.leaves(moves), tree.leaves(params)) & all_finite(floats)
         # a guard around it looks at `fine` only, since the rest differs between ranks in rounds
         fine = torch.where(ok.to(state.fine.device), state.fine, torch.nan)
+        axes = tuple(current_binding().axes)  # of averaged gradients all ranks make the same, which vmap cannot know
+        fine = found_alike(fine, axes) if axes else fine
         return moves, state._replace(inner=inner_state, fine=fine)
 
     def local(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[Tree, AverageParamsState]:

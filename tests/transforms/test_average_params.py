@@ -199,6 +199,14 @@ def test_a_named_method_is_what_loops_and_adapters_rely_on(name: str) -> None:
     assert report, report
 
 
+@pytest.mark.parametrize("name", CHECKED)
+def test_a_warm_up_in_a_simulated_loop_takes_params_that_are_each_ranks_own(name: str) -> None:
+    """Whether that step is sound is the same on all ranks, which vmap cannot know from params that have a rank each."""
+    make, schedule = CHECKED[name]
+    params, _ = run(make(0.1), schedule, gradients())
+    assert not params.isnan().any()
+
+
 def trained(name: str) -> dict[str, Any]:
     """Return what a rank of two has after steps of `fn.Optimizer`, of a pure loop, and resumed in the middle."""
     make, schedule = CHECKED[name]
