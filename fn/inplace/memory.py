@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.kernels import rules
+from fn.kernels.lists import elementwise
 from fn.kernels.tracing import is_concrete
 
 Tree = Any
@@ -46,8 +48,13 @@ def copy_into(to: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
     for (x, y), is_listed in zip(pairs, listed, strict=True):
         if not is_listed:
             x.copy_(y)
-    if any(listed):
-        torch._foreach_copy_([*compress(to, listed)], [*compress(tensors, listed)])
+    for are_floats in (False, True):  # what counts steps is no float
+        places = [is_listed and x.is_floating_point() is are_floats for x, is_listed in zip(to, listed, strict=True)]
+        news, olds = [*compress(tensors, places)], [*compress(to, places)]
+        if news and are_floats:
+            elementwise(rules.same, (news,), out=[olds])
+        elif news:
+            torch._foreach_copy_(olds, news)
 
 
 def successor(old: Tree, new: Tree) -> Callable[[], None]:

@@ -283,6 +283,7 @@ def arguments(
             else ("adamw", leaves(), [*leaves(), *tensors(), *tensors(min=0.0)], [], [],
                   [1e-6, 0.01, 1e-2, 0.5, 0.25, limit])
         ),
+        "sums_of_squares": lambda: (leaves(),),
         "largest_magnitude": lambda: ([-x.abs().sort().values for x in leaves()],),
         "dequantize_mean": lambda: (coded, scales(2, 3, segments), *segmented, width),
     }  # fmt: skip

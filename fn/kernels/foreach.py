@@ -11,7 +11,7 @@ With operators for lists, in place wherever that can be, `rules.adamw` took 1.2 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -212,6 +212,98 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     return torch.stack(torch._foreach_norm(some, float("inf"))).amax()
 
 
+# any rule
+
+
+class Many:
+    """A list of tensors as a number of a rule: what a rule does with it is a function of torch's for lists."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.tensors = [*tensors]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Many:
+        on_lists = LISTED.get(func) if isinstance(args[0], Many) else None
+        if on_lists is not None and (func in WITH_TENSORS or not any(isinstance(x, Tensor) for x in args)):
+            return cls(on_lists(*(x.tensors if isinstance(x, Many) else x for x in args), **(kwargs or {})))
+        size = max(len(x.tensors) for x in args if isinstance(x, Many))
+        columns = [x.tensors if isinstance(x, Many) else [x] * size for x in args]
+        return cls([func(*row, **(kwargs or {})) for row in zip(*columns, strict=True)])
+
+    def __add__(self, other: Any) -> Any:
+        return torch.add(self, other)  # type: ignore[call-overload]
+
+    def __sub__(self, other: Any) -> Any:
+        return torch.sub(self, other)  # type: ignore[call-overload]
+
+    def __rsub__(self, other: Any) -> Any:
+        return torch.add(-self, other)
+
+    def __mul__(self, other: Any) -> Any:
+        return torch.mul(self, other)  # type: ignore[arg-type]
+
+    def __truediv__(self, other: Any) -> Any:
+        return torch.div(self, other)  # type: ignore[arg-type]
+
+    def __neg__(self) -> Any:
+        return torch.neg(self)  # type: ignore[arg-type]
+
+    def __gt__(self, other: Any) -> Any:
+        return torch.gt(self, other)  # type: ignore[call-overload]
+
+    def __lt__(self, other: Any) -> Any:
+        return torch.lt(self, other)  # type: ignore[call-overload]
+
+    def __ge__(self, other: Any) -> Any:
+        return torch.ge(self, other)  # type: ignore[call-overload]
+
+    def __eq__(self, other: object) -> Any:
+        return torch.eq(self, other)  # type: ignore[call-overload]
+
+    def sqrt(self) -> Any:
+        """Return the square roots."""
+        return torch.sqrt(self)  # type: ignore[arg-type]
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+LISTED: dict[Any, Callable[..., Any]] = {
+    torch.add: torch._foreach_add, torch.sub: torch._foreach_sub, torch.mul: torch._foreach_mul,
+    torch.div: torch._foreach_div, torch.neg: torch._foreach_neg, torch.sqrt: torch._foreach_sqrt,
+    torch.sign: torch._foreach_sign, torch.lerp: torch._foreach_lerp,
+}  # fmt: skip
+"""torch's functions of lists, by those of a tensor; all others are called tensor by tensor."""
+
+WITH_TENSORS = (torch.mul, torch.div)
+"""Those that take a 0-d tensor in place of a list."""
+
+
+def elementwise_(
+    rule: str, results: Sequence[Tensor], operands: Sequence[Tensor], scalars: Sequence[Tensor], places: Sequence[int],
+    numbers: Sequence[float],
+) -> Any:  # fmt: skip
+    """See `reference.elementwise_`."""
+    count = reference.RESULTS[rule]
+    size = len(results) // count
+    if not size or not plain(results, operands):
+        return NotImplemented
+    columns = [operands[first : first + size] for first in range(0, len(operands), size)]
+    given: list[Any] = [*numbers]
+    for place, scalar in zip(places, scalars, strict=True):
+        given[place] = Many(scalar.unbind()) if scalar.numel() > 1 else scalar.reshape(())
+    found = reference.rule_of(rule)(*map(Many, columns), *given)
+    flat = [x for many in (found if count > 1 else (found,)) for x in many.tensors]
+    torch._foreach_copy_([*results], flat)
+    return None
+
+
+def sums_of_squares(tensors: Sequence[Tensor]) -> Any:
+    """See `reference.sums_of_squares`."""
+    return _squares([*tensors]) if _fit(tensors) else NotImplemented
+
+
 # LAMB and 1-bit LAMB, on whole tensors
 
 
@@ -372,7 +464,9 @@ def _counts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 EVERYWHERE = (momentum_rows, momentum_encode, quantize_feedback, onebit_adam_, adamw_)
-ON_ACCELERATORS = (drift, largest_magnitude, lamb_moments_, onebit_lamb_moments_, lamb_step_)
+ON_ACCELERATORS = (
+    elementwise_, sums_of_squares, drift, largest_magnitude, lamb_moments_, onebit_lamb_moments_, lamb_step_,
+)  # fmt: skip
 ON_CPU = (reference.drift, reference.lamb_moments_, reference.onebit_lamb_moments_, reference.lamb_step_)
 """References that are good enough for a CPU: their temporaries are those of one tensor, and without these LAMB's and
 0/1 Adam's steps would be the pure ones."""

@@ -129,6 +129,7 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         ("sign_of", _momentum()[0], _momentum()[0], [], [], []),
         ("plus", _like(0), [*_momentum()[0], *_momentum()[1]], [], [], [0.3]),
     ],
+    "sums_of_squares": lambda: [(_momentum()[0],), ([_wave(5)],)],
     "largest_magnitude": lambda: [
         ([_wave(n) for n in (22, 4099, 5)],), ([_wave(77), -9 * _wave(3), _wave(64)],), ([_wave(40), -9 * _wave(40)],)
     ],
@@ -230,7 +231,7 @@ def outcome(op: str, kernel: Callable[..., Any], args: Sequence[Any], device: to
 
 def of_sums(op: str) -> bool:
     """Return whether the results of a kernel are sums of terms, whose rounding is not the same in all kernels."""
-    return op.endswith("_") or op in ("drift", "momentum_encode", "momentum_rows")
+    return op.endswith("_") or op in ("drift", "momentum_encode", "momentum_rows", "sums_of_squares")
 
 
 def difference(actual: Any, expected: Any, rtol: float = 1e-6, *, sums: bool = False) -> str | None:

@@ -79,22 +79,26 @@ def elementwise(
     if not lists[0]:
         made: list[list[Tensor]] = [[] for _ in range(count)]
         return made[0] if count == 1 else tuple(made)
-    found = _by_kernel(rule, count, lists, numbers, like, out) if _has_kernels(lists, out or ()) else None
+    found = None
+    if has_kernels([x for column in (*lists, *(out or ())) for x in column]):
+        found = _by_kernel(rule, count, lists, numbers, like, out)
     if found is None:
         found = _by_tensor(rule, count, lists, numbers, like, wide, out)
     return found[0] if count == 1 else tuple(found)
 
 
-def _has_kernels(lists: Sequence[Sequence[Tensor]], out: Sequence[Sequence[Tensor]]) -> bool:
-    device = lists[0][0].device
+def has_kernels(tensors: Sequence[Tensor], op: str = "elementwise_") -> bool:
+    """Return whether an op has kernels for tensors: floats of one device that is no CPU, that hold numbers now."""
+    device = tensors[0].device
     if device.type in ("cpu", "meta"):
         return False
-    tensors = [x for tensors in (*lists, *out) for x in tensors]
     if not is_concrete(*tensors) or forward_ad._current_level >= 0:
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return False
-    return bool(cells("elementwise_", device.type)) and {x.device for x in tensors} == {device}
+    if not cells(op, device.type) or {x.device for x in tensors} != {device}:
+        return False
+    return all(map(Tensor.is_floating_point, tensors))
 
 
 def _by_tensor(
@@ -170,8 +174,30 @@ def _call(
         ops.direct("elementwise_", rule.__name__, *flat, scalars, places, values)
 
 
+def squared_norms(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each tensor, (S,), in float32 or the wider of the dtypes, on the first one's device.
+
+    Where one overflows it is infinite.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.float32, device="cpu")
+    if not has_kernels(tensors, "sums_of_squares"):
+        norms = [torch.linalg.vector_norm(x.to(scale_dtype(x))).square() for x in tensors]
+        return torch.stack([x.to(norms[0].device) for x in norms])
+    kinds: dict[torch.dtype, list[int]] = {}
+    for place, x in enumerate(tensors):
+        kinds.setdefault(x.dtype, []).append(place)
+    alike = ([tensors[place] for place in places] for places in kinds.values())
+    sums: list[Tensor] = [ops.direct("sums_of_squares", some) for some in alike]
+    wide = torch.float64 if torch.float64 in kinds else torch.float32
+    if len(sums) == 1:
+        return sums[0].to(wide)
+    each = dict(zip((place for places in kinds.values() for place in places), torch.cat(sums).unbind(), strict=True))
+    return torch.stack([each[place] for place in range(len(tensors))]).to(wide)
+
+
 def peaks(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return the largest magnitude of each tensor, 0-d, in its dtype; NaN where one is, 0 of no elements."""
-    if tensors and _has_kernels((tensors,), ()) and all(x.numel() for x in tensors):
+    if tensors and has_kernels(tensors) and all(x.numel() for x in tensors):
         return [*torch._foreach_norm([*tensors], math.inf)]
     return [x.abs().amax() if x.numel() else x.new_zeros(()) for x in tensors]

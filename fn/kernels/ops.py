@@ -28,7 +28,7 @@ _OF_MOMENTA = ("mu", "nu", "params", "anchors", "grads", "averages", "fresh")
 
 _FLOATING = (
     *_OF_MOMENTA, "copies", "x", "b", "buffer", "sent", "scales", "error_scales", "new", "rows", "old", "scaling",
-    "rates", "results", "operands", "scalars",
+    "rates", "results", "operands", "scalars", "tensors",
 )  # fmt: skip
 _INTEGERS = {
     "bits": (torch.uint8,),

@@ -579,6 +579,11 @@ def elementwise_(
             to.copy_(x)
 
 
+def sums_of_squares(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of every tensor, (S,) float64. Args: tensors: S of one dtype."""
+    return torch.stack([_squares(x) for x in tensors]) if tensors else torch.zeros(0, dtype=torch.float64, device="cpu")
+
+
 def rule_of(name: str) -> Callable[..., Any]:
     """Return a rule by name. Raises: ValueError if there is none."""
     if name not in RESULTS:

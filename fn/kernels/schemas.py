@@ -46,6 +46,7 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "largest_magnitude": "(Tensor[] grads) -> Tensor",
         "elementwise_": "(str rule, Tensor(a!)[] results, Tensor[] operands, Tensor[] scalars, int[] places, "
         "float[] numbers) -> ()",
+        "sums_of_squares": "(Tensor[] tensors) -> Tensor",
         "adamw_into_": f"(Tensor(a!)[] new, Tensor[] rows, Tensor[] old, float b1, float b2, {_DESCENT}, "
         "bool frozen) -> Tensor",
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fn import tree
@@ -13,6 +12,7 @@ from fn.collectives.axis import AxisNames, names
 from fn.collectives.primitives import pmean
 from fn.errors import expected
 from fn.kernels import rules
+from fn.kernels.lists import squared_norms
 from fn.transforms.leafwise import apply
 
 Tree = Any
@@ -58,7 +58,7 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
 
     def scale(updates: Tree, square: Tensor) -> Tree:
         factor = (max_norm / (square.sqrt() + 1e-6)).clamp(max=1.0)
-        factor = torch.where(square.isfinite(), factor, torch.nan)  # else what overflows would become zero, unnoticed
+        factor = factor + (square - square)  # NaN for what overflows, which would become zero, unnoticed
         return apply(rules.scaled, (updates,), factor, wide=True)  # rounded once: the norm stays what is asked for
 
     rule = ClipByNorm(max_norm)
@@ -68,8 +68,4 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
 
 def squared_norm(updates: Tree) -> Tensor:
     """Return the sum of squares over all leaves, 0-d, in float32 or wider."""
-    wide = [u.float() if u.element_size() < 4 else u for u in tree.leaves(updates)]
-    squares = [torch.linalg.vector_norm(u).square() for u in wide]
-    if not squares:
-        return torch.zeros((), dtype=torch.float32, device="cpu")
-    return torch.stack([s.to(squares[0].device) for s in squares]).sum()
+    return squared_norms(tree.leaves(updates)).sum()

@@ -28,6 +28,7 @@ from fn.base import (
 )
 from fn.errors import expected
 from fn.kernels import layout, reference, rules
+from fn.kernels.lists import squared_norms
 from fn.roles import declare
 from fn.transforms.adam import (
     adam_direction,
@@ -39,6 +40,7 @@ from fn.transforms.adam import (
     start_moments,
 )
 from fn.transforms.decay_and_lr import check_decay
+from fn.transforms.leafwise import apply
 
 Tree = Any
 
@@ -82,13 +84,12 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
     """
     _check_bounds(min_coeff, max_coeff)
 
-    def scaled(u: Tensor, p: Tensor) -> Tensor:
-        return (u * trust_ratio(p, u, min_coeff, max_coeff)).to(u.dtype)
-
     def scale(updates: Tree, params: Tree) -> Tree:
         check_params(params)
         tree.check_real(updates, "updates")
-        return tree.map(scaled, updates, params)
+        leaves, weights = tree.flatten_alike((updates, params))[0]
+        ratios = ratio_of(squared_norms(weights).sqrt(), squared_norms(leaves).sqrt(), min_coeff, max_coeff)
+        return apply(rules.scaled, (updates,), ratios)
 
     return stateless(scale)._replace(facts=Facts(whole=("scale_by_trust_ratio",)))
 

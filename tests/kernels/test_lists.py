@@ -23,7 +23,7 @@ def way(request):
     if request.param == "by tensor":
         yield request.param
     else:
-        with mock.patch.object(lists, "_has_kernels", return_value=True):
+        with mock.patch.object(lists, "has_kernels", return_value=True):
             yield request.param
 
 
@@ -80,7 +80,7 @@ def test_other_layouts_and_shapes_are_taken_too(way):
 
 
 def test_one_call_for_each_kind_of_tensors():
-    with mock.patch.object(lists, "_has_kernels", return_value=True), mock.patch.object(lists.ops, "direct") as direct:
+    with mock.patch.object(lists, "has_kernels", return_value=True), mock.patch.object(lists.ops, "direct") as direct:
         lists.elementwise(rules.decayed, (tensors(), tensors()), 0.1)
         assert direct.call_count == 1
         lists.elementwise(rules.decayed, (tensors(torch.float32, torch.bfloat16), tensors()), 0.1)
@@ -89,7 +89,7 @@ def test_one_call_for_each_kind_of_tensors():
 
 def test_gradients_vmap_and_traces_see_the_rule():
     x, y = tensors(), tensors()
-    assert not lists._has_kernels((x, y), ())
+    assert not lists.has_kernels([*x, *y])
     batch = torch.func.vmap(lambda a, b: lists.elementwise(rules.decayed, ([a], [b]), 0.1)[0])
     assert torch.equal(batch(x[0], y[0]), x[0] + 0.1 * y[0])
 

@@ -84,6 +84,7 @@ def anywhere(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
     for frozen in (False, True):
         yield "adamw_", (tensors(dtype), tensors(dtype), *moments, 0.9, 0.99, *DESCENT, MOST, frozen)
     yield "largest_magnitude", (tensors(dtype),)
+    yield "sums_of_squares", (tensors(dtype),)
     lion = [*tensors(), *tensors(dtype)], [*tensors(), *tensors(dtype)]
     yield "elementwise_", ("lion", *lion, (torch.rand((), generator=draw),), [1], [0.9, 0.0])
     held = tensors(dtype), [*tensors(dtype), *tensors(min=0.0)]

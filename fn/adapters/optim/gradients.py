@@ -33,6 +33,9 @@ from fn.collectives.axis import ALONE, Axis, Binding, axis_index, axis_size
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
+from fn.kernels import rules
+from fn.kernels.layout import scale_dtype
+from fn.kernels.lists import elementwise
 from fn.transforms.average import CodedAverageState, average
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.sharded import ShardedState
@@ -214,14 +217,22 @@ def unscaled(grads: Grads, scale: Tensor | float | None, found_inf: Tensor | Non
         found_inf: more than 0 if the scaler found an Inf or a NaN on this rank; None if it did not look.
     Returns: the gradients, half precision widened to float32 where a scale is taken out, or as they are.
     """
-    if scale is None and (found_inf is None or not float(found_inf)):
-        return grads
     device = next((g.device for group in grads for g in group), torch.device("cpu"))
+    if scale is None and (found_inf is None or (found_inf.device.type == "cpu" and not float(found_inf))):
+        return grads
     factor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float64, device=device).reciprocal()
     if found_inf is not None:
         factor = torch.where(found_inf.to(device).reshape(()) > 0, float("nan"), factor.reshape(()))
     factor = factor.float()
-    return tuple([(g.float() if g.element_size() < 4 else g) * factor.to(g.device) for g in group] for group in grads)
+    return tuple(_scaled(group, factor) for group in grads)
+
+
+def _scaled(grads: list[Tensor], factor: Tensor) -> list[Tensor]:
+    """Return gradients times a 0-d factor, in float32 or wider, without a round to half precision in between."""
+    widened = any(g.element_size() < 4 for g in grads)
+    out = [[torch.empty_like(g, dtype=scale_dtype(g)) for g in grads]] if widened else None
+    found: list[Tensor] = elementwise(rules.scaled, (grads,), factor, wide=True, out=out)
+    return found
 
 
 CLOSE = 1e-5

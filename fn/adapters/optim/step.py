@@ -37,9 +37,10 @@ from fn.base import Guarded, NewParams, Part, Phase, Round, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
 from fn.errors import expected
 from fn.inplace.match import in_place, refusing, same_links
-from fn.inplace.memory import among, written_into
+from fn.inplace.memory import among, copy_into, written_into
 from fn.inplace.protocol import InPlace, Staged, settled
-from fn.kernels import flags
+from fn.kernels import flags, rules
+from fn.kernels.lists import elementwise
 from fn.kernels.orthonormal import attempt
 from fn.transforms.skip_nonfinite import SkipState
 
@@ -215,8 +216,11 @@ def move(params: Tree, moves: Tree) -> None:
     """Add updates to parameters, in the wider of the two dtypes, rounded once; or copy `NewParams`, rounded."""
     pairs = [*zip(tree.leaves(params), tree.leaves(moves), strict=True)]
     if isinstance(moves, NewParams):
-        for p, x in pairs:
-            p.copy_(x)
+        copy_into(*([pair[side] for pair in pairs] for side in (0, 1)))
+        return
+    if pairs and all(x.device.type != "cpu" for x in pairs[0]):
+        olds, news = map(list, zip(*pairs, strict=True))
+        elementwise(rules.added, (olds, news), wide=True, out=[olds])
         return
     alike = [(p, u) for p, u in pairs if p.dtype == u.dtype]
     if alike:

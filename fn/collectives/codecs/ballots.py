@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn.collectives.codecs.codec import Codec, Segments, pack, unpack
+from fn.collectives.codecs.codec import Codec, Segments, segments_of
 from fn.errors import expected
+from fn.kernels import ops  # noqa: F401  it defines torch.ops.fn
 from fn.kernels.tracing import cached_plan
 
 Tree = Any
@@ -61,17 +62,29 @@ def is_vote(codec: Codec) -> bool:
 
 
 def _ballots(ties: str, segments: Segments | None) -> Codec:
+    @cached_plan
+    def ties_of(dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return what two zeros in a row stand for; tensors begin at multiples of 8 in a row."""
+        return torch.tensor([1.0, -1.0 if ties == "even" else 1.0], dtype=dtype, device=device)
+
+    @cached_plan
+    def lay_out(rows: int, n: int, device: torch.device) -> tuple[Tensor, list[int]]:
+        cut = segments_of(segments, rows, n, device)
+        return cut.valid.contiguous(), cut.runs
+
     def encode(x: Tensor) -> Ballots:
-        index = torch.arange(x.shape[1], dtype=torch.int64, device=x.device)  # tensors begin at multiples of 8 in a row
-        undecided = (index % 2 == 0) if ties == "even" else torch.ones_like(index, dtype=torch.bool)
-        votes = (x > 0) | ((x == 0) & undecided)
-        return Ballots(pack(votes.to(torch.uint8), 1), x.isfinite().all(1, keepdim=True).to(torch.uint8))
+        pairs = x.unflatten(1, (x.shape[1] // 2, 2))
+        decided = torch.where(pairs == 0, ties_of(x.dtype, x.device), pairs).flatten(1)
+        ends = [x.amin(1, keepdim=True), x.amax(1, keepdim=True)] if x.shape[1] else [x.new_zeros(len(x), 1)]
+        finite = torch.stack([end.isfinite() for end in ends]).all(0)
+        return Ballots(torch.ops.fn.pack_bits(decided), finite.to(torch.uint8))
 
     def decode(payload: Ballots) -> Tensor:
-        n = 8 * payload.bits.shape[1]
-        votes = 2.0 * unpack(payload.bits, 1, n).to(torch.float32) - 1.0
-        votes = torch.where(payload.valid == 1, votes, torch.nan)
-        return votes if segments is None else segments.clear(votes)
+        rows, n = payload.bits.shape[0], 8 * payload.bits.shape[1]
+        valid, runs = lay_out(rows, n, payload.bits.device)
+        scales = torch.where(payload.valid == 1, 1.0, torch.nan).expand(rows, valid.shape[1]).contiguous()
+        votes: Tensor = torch.ops.fn.sign_decode(payload.bits, scales, valid, runs)
+        return votes
 
     made = cached_plan(lambda s: _ballots(ties, s))
     return Codec(encode, decode, align=8, bits=1.0, segmented=made)

@@ -1,5 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, assignment"
-"""Any rule of `fn.kernels.rules` on lists of tensors in the Triton row: one kernel, compiled once for each rule.
+"""Any rule of `fn.kernels.rules` on lists of tensors in the Triton row; sums of squares.
+
+There is one kernel for all rules, compiled once for each.
 
 The rule, the dtypes of its lists and what kind of number each number is are constants of the kernel. The numbers
 themselves are arguments, so that a rate which changes from step to step compiles nothing.
@@ -10,10 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import triton.language as tl
 from torch import Tensor
 
-from fn.kernels.gpu.triton.blocks import block_of, jit, kernel, launch, lists_of, load, pointer, store
+from fn.kernels.gpu.triton.blocks import (
+    add_up,
+    block_of,
+    jit,
+    kernel,
+    launch,
+    lists_of,
+    load,
+    pointer,
+    store,
+)
 from fn.kernels.gpu.triton.rules import RULES
 from fn.kernels.reference import RESULTS as COUNTS
 
@@ -66,6 +79,15 @@ def elementwise_kernel(addresses, table, numbers, n, blocks, RULE: tl.constexpr,
                           BLOCK)  # fmt: skip
 
 
+@kernel
+def squares_kernel(addresses, table, squares, n, blocks, P: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    """Write the sum of squares of every block."""
+    _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    x, i = pointer(addresses + s * 3, offset, P, ALIGNED), tl.arange(0, BLOCK)
+    x = load(x, i, length, True) if length == BLOCK else load(x, i, length, False)
+    tl.store(squares + tl.program_id(0), tl.sum(x * x).to(tl.float64))
+
+
 def elementwise_(
     rule: str, results: Sequence[Tensor], operands: Sequence[Tensor], scalars: Sequence[Tensor], places: Sequence[int],
     numbers: Sequence[float],
@@ -95,4 +117,15 @@ def _apart(results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
     return {*map(Tensor.data_ptr, results)}.isdisjoint(map(Tensor.data_ptr, operands))
 
 
-KERNELS = (elementwise_,)
+def sums_of_squares(tensors: Sequence[Tensor]) -> Any:
+    """See `reference.sums_of_squares`."""
+    lists = lists_of(tensors, P=tensors)
+    if lists is None:
+        return NotImplemented
+    squares = torch.empty((1, lists.row.blocks), dtype=torch.float64, device=tensors[0].device)
+    args = lists.addresses, lists.row.table, squares, *lists.row.sizes
+    launch(squares_kernel, squares, squares.numel(), *args, **lists.constants)
+    return add_up(squares, lists.row)[0]
+
+
+KERNELS = (elementwise_, sums_of_squares)
