@@ -44,7 +44,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "means of pairs": ("dequantize", {"WIDTH": 4}),
     "signs of averages": ("encode_averages", {"G": tl.bfloat16}),
     "half precision": ("adamw", {"P": tl.bfloat16, "G": tl.float16, "FROZEN": True}),
-    "little tensors": ("onebit", {"BLOCK": 16}),
     "anywhere": ("adamw", {"ALIGNED": False}),
     "a rule of half precision, in place": (
         "elementwise",
@@ -78,8 +77,7 @@ def compile_ahead(case: str, target: str) -> Any:
     pointers = [isinstance(kind, str) and kind.startswith("*") for kind in signature.values()]
     attrs = {(i,): [["tt.divisibility", 16]] for i, is_pointer in enumerate(pointers) if is_pointer}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
-    warps = max(1, min(constants.get("COUNT", 1) * constants["BLOCK"] // 256, 16))
-    options = {"num_warps": warps, "enable_fp_fusion": False}
+    options = blocks.options_of(kernel, constants, bounded=target.startswith("sm_"))
     return triton.compile(source, target=GPUTarget(*TARGETS[target]), options=options)
 
 

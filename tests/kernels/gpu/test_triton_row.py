@@ -19,6 +19,8 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 import ahead  # noqa: E402  it needs triton
 
+from fn.kernels.gpu.triton import launches  # noqa: E402
+
 ROOT = Path(__file__).parents[3]
 
 CONFORMS = """
@@ -71,21 +73,52 @@ def test_nothing_is_spilled(case):
     found = ahead.compile_ahead(case, "sm_90").asm
     needs = ahead.memory_of(found["cubin"])
     assert ".local" not in found["ptx"]
-    assert (needs.stack, needs.local) == (0, 0)
-    assert needs.registers <= 128, "of 512 threads: no program would fit on a processor"
+    # Within 64 registers Triton 3.9 has no room for one pair of addresses where copies of params are written, too.
+    assert needs.local == 0
+    assert needs.stack <= (8 if case == "onebit" else 0)
+    assert needs.registers <= 64, "of 512 threads: two programs would not fit on a processor"
 
 
 @compiled
 @pytest.mark.parametrize("case", ["encode", "residual", "encode_averages", "onebit", "adamw", "adamw_into",
-                                  "magnitude", "lamb_moments", "onebit_lamb_moments", "lamb_step", "drift",
-                                  "momentum_rows", "elementwise", "squares"])  # fmt: skip
+                                  "lamb_step", "drift", "momentum_rows", "elementwise"])  # fmt: skip
 def test_whole_blocks_are_read_in_vectors(case):
     """Each list is read once by fours, in whole blocks, and once one by one, at ends; all else is a few scales."""
     words = ahead.compile_ahead(case, "sm_90").asm["ptx"].split()
     fours, ones = words.count("ld.global.v4.b32"), words.count("ld.global.b32")
     assert fours
     assert 4 * fours <= ones <= 4 * fours + 6
-    assert "st.global.v4.b32" in words or case in ("magnitude", "squares")
+    assert "st.global.v4.b32" in words
+
+
+@compiled
+@pytest.mark.parametrize("case", ["magnitude", "squares", "lamb_moments", "onebit_lamb_moments"])
+def test_norms_of_a_tensor_do_not_depend_on_where_it_lies(case):
+    """Ranks would otherwise step by other last digits, and scales of codes would compile one more kernel at a freeze.
+
+    With vectors a thread adds up four elements in a row; without, those that are 512 apart.
+    """
+    assert "ALIGNED" not in ahead.KERNELS[case].arg_names
+    found = ahead.compile_ahead(case, "sm_90").asm
+    assert not re.search(r"(ld|st)\.global\.v", found["ptx"])
+    assert {*re.findall(r"sizePerThread = \[(\d+)\]", found["ttgir"])} == {"1"}
+
+
+@compiled
+def test_nobody_writes_moments_before_all_have_read_where_a_list_is_of_half_precision():
+    for case, barriers in (("adamw", 0), ("half precision", 2)):  # one for whole blocks, one for ends
+        lines = ahead.compile_ahead(case, "sm_90").asm["ttir"].splitlines()
+        kinds = [kind for line in lines for kind in ("tt.load", "tt.store", "barrier") if f"{kind} " in f"{line} "]
+        assert kinds.count("barrier") == barriers
+        assert all(kinds[i - 1] == "tt.load" for i, kind in enumerate(kinds) if kind == "barrier")
+
+
+@pytest.mark.parametrize("name", launches.LAUNCHES)
+def test_the_table_of_launches_names_kernels_and_powers_of_two(name):
+    launch = launches.LAUNCHES[name]
+    assert name.removesuffix("_kernel") in ahead.KERNELS
+    assert launch.block.bit_count() == launch.per_warp.bit_count() == 1
+    assert launch.per_warp <= launch.block
 
 
 @pytest.mark.parametrize("name", ahead.KERNELS)

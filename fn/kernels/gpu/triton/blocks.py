@@ -10,7 +10,7 @@ All launches go through `launch`; whatever else is done on the device is an ordi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from itertools import chain
@@ -24,16 +24,13 @@ from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, runs_of_tensors
 from fn.kernels.devices import pin_memory
+from fn.kernels.gpu.triton.launches import Launch, launch_of
 from fn.kernels.gpu.triton.rules import compensated, signed
 from fn.kernels.layout import alike_in_memory, bytes_for, contiguous, dtypes_of
 from fn.kernels.tracing import PLANS
 
-BLOCK = 1 << 12
+BLOCK = Launch().block
 """Elements of a block, but for the integer codecs: eight a thread, in two vectors."""
-
-PER_WARP = 256
-"""Elements that a warp works on. A block is 16 warps, on NVIDIA's GPUs 512 threads, which share the 65,536 registers
-of a processor: a kernel that needs more than 128 a thread would not run at all."""
 
 WARPS = 16
 """The most warps of a program: 1024 threads, as many as a program may have, where a warp has 64."""
@@ -165,14 +162,26 @@ class Lists(NamedTuple):
     addresses: Tensor
     constants: dict[str, Any]
 
+    @property
+    def of_one_shape(self) -> dict[str, Any]:
+        """Return constants for kernels that do not ask whether addresses are aligned: they are compiled once.
+
+        Vectors of other widths would add numbers up in another order. Ranks, whose tensors need not lie alike, would
+        get norms of other last digits; and the scales of the first codes would compile the kernel once more.
+        """
+        return {name: value for name, value in self.constants.items() if name != "ALIGNED"}
+
 
 def lists_of(
-    *lists: Sequence[Tensor], runs: Sequence[int] | None = None, **dtyped: Sequence[Tensor]
+    *lists: Sequence[Tensor], runs: Sequence[int] | None = None, block: int = BLOCK, **dtyped: Sequence[Tensor]
 ) -> Lists | None:
     """Return what kernels take of lists of as many tensors each; None for tensors that they do not take.
 
+    All blocks have one size, however small the tensors are: what was compiled for the known answers is what runs.
+
     Args: runs: of the rows of a message in which the tensors lie in pieces. None: every tensor is a segment of one row.
-        dtyped: the lists whose dtype is a constant of the kernel, by its name; all others must be float32.
+        block: elements of a program. dtyped: the lists whose dtype is a constant of the kernel, by its name; all others
+        must be float32.
     """
     dtypes = {name: dtype_of(tensors) for name, tensors in dtyped.items()}
     others = [tensors for tensors in lists if not any(tensors is t for t in dtyped.values())]
@@ -181,10 +190,10 @@ def lists_of(
     # in messages the order of elements is that of all ranks; otherwise it may be any, if all lists have the same
     if not (alike_in_memory(*lists) if runs is None else contiguous(*lists)):
         return None
-    row = cut(runs_of_tensors(lists[0]) if runs is None else runs, lists[0][0].device)
+    row = cut(runs_of_tensors(lists[0]) if runs is None else runs, lists[0][0].device, block)
     table = addresses(*lists, widths=() if runs is None else row.host.widths.tolist())
     aligned = table.aligned and (runs is None or row.host.whole)
-    return Lists(row, table.table, {**dtypes, "ALIGNED": aligned, "BLOCK": row.block})
+    return Lists(row, table.table, {**dtypes, "ALIGNED": aligned, "BLOCK": block})
 
 
 def floats(*numbers: float) -> tuple[float, ...]:
@@ -200,10 +209,22 @@ def launch(kernel: Any, like: Tensor, programs: int, *args: Any, **constants: An
     if not programs:
         return
     on_device = nullcontext() if like.device.type == "cpu" else torch.accelerator.device_index(like.device.index or 0)
-    warps = max(1, min(constants.get("COUNT", 1) * constants["BLOCK"] // PER_WARP, WARPS))
     with on_device:
-        # a product and a sum are rounded one by one, as in the reference
-        kernel[(programs,)](*args, **constants, num_warps=warps, enable_fp_fusion=False)
+        kernel[(programs,)](*args, **constants, **options_of(kernel, constants, bounded=is_nvidia(like.device)))
+
+
+def options_of(kernel: Any, constants: Mapping[str, Any], *, bounded: bool) -> dict[str, Any]:
+    """Return what a kernel is compiled with. Args: constants: its own. bounded: whether registers can be bounded."""
+    _, per_warp, registers = launch_of(kernel)
+    warps = max(1, min(constants.get("COUNT", 1) * constants["BLOCK"] // per_warp, WARPS))
+    # a product and a sum are rounded one by one, as in the reference
+    options = {"num_warps": warps, "enable_fp_fusion": False}
+    return {**options, "maxnreg": registers} if bounded and registers else options
+
+
+def is_nvidia(device: torch.device) -> bool:
+    """Return whether a device is a GPU of NVIDIA's, whose compiler alone takes a bound for registers."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def outputs(rows: int, row: Cut) -> tuple[Tensor, Tensor]:
@@ -260,7 +281,8 @@ def _add_up(parts: Tensor, row: Cut, sums: Tensor, *, peaks: bool) -> None:
 # that no element is left out. So a kernel has two versions of its work: FULL, for whole blocks, and one for ends.
 #
 # Offsets are int64: all messages of a step can be more than 2**31 bytes. A program reads its block before it writes it,
-# and no program touches another's, so that kernels may write over what they read without a barrier.
+# and no program touches another's, so that kernels may write over what they read without a barrier;
+# but for `steps.adamw_block`, which says why.
 
 
 @kernel

@@ -69,12 +69,12 @@ def moments_block(p, g, mu, nu, b1, b2, rest2, eps, weight_decay, sums, blocks, 
 
 @kernel
 def lamb_moments_kernel(addresses, table, sums, b1, b2, rest2, eps, weight_decay, n, blocks, P: tl.constexpr,
-                        G: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                        G: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Move Adam's moments; sums of squares of params, directions and mu. addresses: of params, gradients, mu, nu."""
-    _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    _, _, _, length, s, offset = block_of(table, n, blocks, False)
     tensor = addresses + s * 6
-    p, g = pointer(tensor, offset, P, ALIGNED), pointer(tensor + 1, offset, G, ALIGNED)
-    mu, nu = pointer(tensor + 2, offset, tl.float32, ALIGNED), pointer(tensor + 3, offset, tl.float32, ALIGNED)
+    p, g = pointer(tensor, offset, P, False), pointer(tensor + 1, offset, G, False)
+    mu, nu = pointer(tensor + 2, offset, tl.float32, False), pointer(tensor + 3, offset, tl.float32, False)
     if length == BLOCK:
         moments_block(p, g, mu, nu, b1, b2, rest2, eps, weight_decay, sums, blocks, length, True, BLOCK)
     else:
@@ -104,16 +104,16 @@ def onebit_moments_block(p, x, mu, nu, fresh, scaling, b1, rest1, b2, rest2, eps
 @kernel
 def onebit_lamb_moments_kernel(addresses, table, scaling, sums, b1, rest1, b2, rest2, eps, weight_decay, max_step, n,
                                blocks, P: tl.constexpr, G: tl.constexpr, KEEP_ZEROS: tl.constexpr,
-                               ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                               BLOCK: tl.constexpr):  # fmt: skip
     """Take 1-bit LAMB's momentum; sums: the largest ratio, squares of q and u.
 
     addresses: of params, averages, mu, nu, fresh.
     """
-    _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
+    _, _, _, length, s, offset = block_of(table, n, blocks, False)
     tensor, factor = addresses + s * 7, tl.load(scaling + s).to(tl.float32)
-    p, x = pointer(tensor, offset, P, ALIGNED), pointer(tensor + 1, offset, G, ALIGNED)
-    mu, nu = pointer(tensor + 2, offset, tl.float32, ALIGNED), pointer(tensor + 3, offset, tl.float32, ALIGNED)
-    fresh = pointer(tensor + 4, offset, tl.float32, ALIGNED)
+    p, x = pointer(tensor, offset, P, False), pointer(tensor + 1, offset, G, False)
+    mu, nu = pointer(tensor + 2, offset, tl.float32, False), pointer(tensor + 3, offset, tl.float32, False)
+    fresh = pointer(tensor + 4, offset, tl.float32, False)
     block = p, x, mu, nu, fresh, factor, b1, rest1, b2, rest2, eps, weight_decay, max_step, sums, blocks, length
     if length == BLOCK:
         onebit_moments_block(*block, KEEP_ZEROS, True, BLOCK)
@@ -207,7 +207,7 @@ def lamb_moments_(
     sums = _sums(lists.row)
     numbers = floats(b1, b2, 1 - b2, eps, weight_decay)
     args = lists.addresses, lists.row.table, sums, *numbers, *lists.row.sizes
-    launch(lamb_moments_kernel, sums, lists.row.blocks, *args, **lists.constants)
+    launch(lamb_moments_kernel, sums, lists.row.blocks, *args, **lists.of_one_shape)
     return add_up_columns(sums, lists.row, peaks=False)
 
 
@@ -223,7 +223,7 @@ def onebit_lamb_moments_(
     sums = _sums(lists.row)
     numbers = floats(b1, 1 - b1, b2, 1 - b2, eps, weight_decay, max_step)
     args = lists.addresses, lists.row.table, scaling.contiguous(), sums, *numbers, *lists.row.sizes
-    launch(onebit_lamb_moments_kernel, sums, lists.row.blocks, *args, **lists.constants, KEEP_ZEROS=keep_zeros)
+    launch(onebit_lamb_moments_kernel, sums, lists.row.blocks, *args, **lists.of_one_shape, KEEP_ZEROS=keep_zeros)
     return add_up_columns(sums, lists.row, peaks=True)
 
 

@@ -80,10 +80,10 @@ def elementwise_kernel(addresses, table, numbers, n, blocks, RULE: tl.constexpr,
 
 
 @kernel
-def squares_kernel(addresses, table, squares, n, blocks, P: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def squares_kernel(addresses, table, squares, n, blocks, P: tl.constexpr, BLOCK: tl.constexpr):
     """Write the sum of squares of every block."""
-    _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    x, i = pointer(addresses + s * 3, offset, P, ALIGNED), tl.arange(0, BLOCK)
+    _, _, _, length, s, offset = block_of(table, n, blocks, False)
+    x, i = pointer(addresses + s * 3, offset, P, False), tl.arange(0, BLOCK)
     x = load(x, i, length, True) if length == BLOCK else load(x, i, length, False)
     tl.store(squares + tl.program_id(0), tl.sum(x * x).to(tl.float64))
 
@@ -124,7 +124,7 @@ def sums_of_squares(tensors: Sequence[Tensor]) -> Any:
         return NotImplemented
     squares = torch.empty((1, lists.row.blocks), dtype=torch.float64, device=tensors[0].device)
     args = lists.addresses, lists.row.table, squares, *lists.row.sizes
-    launch(squares_kernel, squares, squares.numel(), *args, **lists.constants)
+    launch(squares_kernel, squares, squares.numel(), *args, **lists.of_one_shape)
     return add_up(squares, lists.row)[0]
 
 

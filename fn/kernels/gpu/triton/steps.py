@@ -36,6 +36,7 @@ from fn.kernels.gpu.triton.blocks import (
     pointer,
     store,
 )
+from fn.kernels.gpu.triton.launches import launch_of
 from fn.kernels.gpu.triton.rules import adamw, held, kept_at_zero, lerp, second_moment
 from fn.kernels.layout import plain
 
@@ -113,6 +114,12 @@ def adamw_block(p, g, mu, nu, b1, b2, rest2, descent, max_momentum, length, FROZ
     i = tl.arange(0, BLOCK)
     x, v = load(g, i, length, FULL), load(nu, i, length, FULL)
     m = lerp(x, load(mu, i, length, FULL), b1)
+    # Loads of half precision give a thread eight elements in a row, of mu and nu, too; their stores give it four. So a
+    # thread writes elements that another one has read. Where the compiler reads mu once, it passes numbers between
+    # threads, which wait for each other. But it may as well read mu a second time for those who write, for whom nobody
+    # would wait: some threads would then read the momentum after this step.
+    if p.dtype.element_ty != tl.float32 or g.dtype.element_ty != tl.float32:
+        tl.debug_barrier()
     if FROZEN:
         m = held(kept_at_zero(m, v, 0.0, 0.0), v, descent[0], max_momentum)
     else:
@@ -177,10 +184,10 @@ def adamw_into_kernel(addresses, table, peaks, rows, share, b1, b2, rest2, eps, 
 
 
 @kernel
-def magnitude_kernel(addresses, table, peaks, n, blocks, G: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def magnitude_kernel(addresses, table, peaks, n, blocks, G: tl.constexpr, BLOCK: tl.constexpr):
     """Write the largest magnitude of every block."""
-    _, _, _, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    x, i, to = pointer(addresses + s * 3, offset, G, ALIGNED), tl.arange(0, BLOCK), peaks + tl.program_id(0)
+    _, _, _, length, s, offset = block_of(table, n, blocks, False)
+    x, i, to = pointer(addresses + s * 3, offset, G, False), tl.arange(0, BLOCK), peaks + tl.program_id(0)
     if length == BLOCK:
         tl.store(to, peak_of(load(x, i, length, True)).to(tl.float32, bitcast=True))
     else:
@@ -203,7 +210,7 @@ def adamw_(
     max_momentum: float, frozen: bool,
 ) -> Any:  # fmt: skip
     """See `reference.adamw_`."""
-    lists = lists_of(params, grads, mu, nu, P=params, G=grads)
+    lists = lists_of(params, grads, mu, nu, block=launch_of(adamw_kernel).block, P=params, G=grads)
     if lists is None:
         return NotImplemented
     descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
@@ -235,7 +242,7 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
         return NotImplemented
     peaks = torch.empty(lists.row.blocks, dtype=torch.float32, device=grads[0].device)
     args = lists.addresses, lists.row.table, peaks, *lists.row.sizes
-    launch(magnitude_kernel, grads[0], len(peaks), *args, **lists.constants)
+    launch(magnitude_kernel, grads[0], len(peaks), *args, **lists.of_one_shape)
     largest = peaks.amax() if len(peaks) else peaks.new_zeros(())
     return largest.to(grads[0].dtype)
 
@@ -265,7 +272,8 @@ def onebit_adam_(
     """See `reference.onebit_adam_`."""
     if not cut(runs, bits.device).host.aligned or scales.dtype != torch.float32:
         return NotImplemented
-    lists = lists_of(params, mu, nu, copies or params, runs=runs, P=params, C=copies)
+    block = launch_of(onebit_kernel).block
+    lists = lists_of(params, mu, nu, copies or params, runs=runs, block=block, P=params, C=copies)
     if lists is None:
         return NotImplemented
     bits = evenly(bits)
