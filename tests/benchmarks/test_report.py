@@ -19,7 +19,12 @@ import report  # noqa: E402
 import slow_link_report  # noqa: E402
 from measure import commit, machine, markdown  # noqa: E402
 
-QUICK = [name for name in report.MEASUREMENTS if name not in ("slow_link", "against")]
+LONG = ("step", "sharded", "simulate")
+QUICK = [
+    pytest.param(name, marks=pytest.mark.reliability) if name in LONG else name
+    for name in report.MEASUREMENTS
+    if name not in ("slow_link", "against")
+]
 """What runs below: `test_slow_link.py` has its own runs, and a clone need not have the older commit."""
 
 
