@@ -41,6 +41,7 @@ from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import OuterState, outer
+from fn.transforms.owned import OwnedState, owned
 from fn.transforms.primal_average import primal_average, primal_params
 from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
 from fn.transforms.sharded import ShardedState, sharded
@@ -61,6 +62,7 @@ __all__ = [
     "LowRankState",
     "Optimizer",
     "OuterState",
+    "OwnedState",
     "PeerLost",
     "Phase",
     "RanksDisagree",
@@ -126,6 +128,7 @@ __all__ = [
     "onebit_adam",
     "onebit_lamb",
     "outer",
+    "owned",
     "partition",
     "periods",
     "permute",

@@ -192,10 +192,11 @@ class Facts(NamedTuple):
     local_params: whether the params differ between ranks between two exchanges.
     silent: whether one of its links has no facts (`Transform.facts` is None), so that it may communicate over any axis.
     unclamped: whether a frozen second moment divides codes without a `max_step`, so that a step may be of any size.
+    tree: the names of its links that need all tensors, because they use a norm of the whole tree, say.
 
     >>> import fn
     >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
-    Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False, unclamped=False)
+    Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False, unclamped=False, tree=())
     """
 
     axes: tuple[str, ...] = ()
@@ -203,6 +204,7 @@ class Facts(NamedTuple):
     local_params: bool = False
     silent: bool = False
     unclamped: bool = False
+    tree: tuple[str, ...] = ()
 
 
 ELEMENTWISE = Facts()
@@ -212,7 +214,8 @@ ELEMENTWISE = Facts()
 def facts_of(transform: Transform) -> Facts:
     """Return the facts of a transform. One without any is taken to need whole tensors, and may communicate."""
     if transform.facts is None:
-        return Facts(whole=(name_of(transform.warmup_update),), silent=True)
+        unknown = (name_of(transform.warmup_update),)
+        return Facts(whole=unknown, silent=True, tree=unknown)
     return transform.facts
 
 
@@ -230,7 +233,7 @@ def merged(*facts: Facts) -> Facts:
         return (*dict.fromkeys(name for value in values for name in value),)
 
     flags = (any(getattr(said, field) for said in facts) for field in ("local_params", "silent", "unclamped"))
-    return Facts(names("axes"), names("whole"), *flags)
+    return Facts(names("axes"), names("whole"), *flags, names("tree"))
 
 
 def chain(*links: Transform) -> Transform:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fn import tree
 from fn.base import Transform, chain, check_interval, check_number
-from fn.collectives.axis import AxisNames
+from fn.collectives.codecs.codec import Codec
+from fn.collectives.feedback import Feedback
 from fn.errors import expected
 from fn.transforms import scaling
 from fn.transforms.adam import scale_by_adam
@@ -18,7 +20,11 @@ from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_ra
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.masking import Labels, hidden_and_other, partition
 from fn.transforms.muon import Scale, Triple, scale_by_muon
+from fn.transforms.owned import newton_schulz_costs
+from fn.transforms.owned import owned as by_owners
 from fn.transforms.skip_nonfinite import skip_nonfinite
+
+Tree = Any
 
 
 def muon(
@@ -29,8 +35,9 @@ def muon(
     b2: float = 0.95,
     eps: float = 1e-8,
     *,
-    axis: AxisNames | None = None,
+    axis: str | None = None,
     labels: Labels = None,
+    owned: bool = True,
     nesterov: bool = True,
     scale: Scale = "spectral_norm",
     coefficients: str | Sequence[Triple] = "polar_express",
@@ -39,6 +46,9 @@ def muon(
     cautious: bool = False,
     other: Literal["adamw", "lion"] = "adamw",
     other_rate: float = 1.0,
+    codec: Codec | None = None,
+    feedback: Feedback | None = None,
+    gather: Codec | None = None,
 ) -> Transform:
     """Muon: matrices of hidden layers move along their momentum, made orthogonal; AdamW, or Lion, moves the others.
 
@@ -61,11 +71,15 @@ def muon(
         momentum, nesterov, scale, coefficients, dtype, flatten: as for `scale_by_muon`; with scale="rms_norm" a rate of
             AdamW fits both kinds.
         weight_decay, cautious: of all tensors, as for `add_decayed_weights`.
-        axis: over which the gradients are averaged, exactly; None for none.
+        axis: the ranks that train together; None for none.
+        owned: whether each tensor's step is taken by one rank, see `fn.owned`, which keeps its state. False: all ranks
+            take all steps. The params are the same up to rounding.
+        codec, feedback, gather: as for `fn.owned`, where tensors are owned.
         labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
             and the head to AdamW. None: all matrices are Muon's, for their shapes do not tell.
         other: what moves the others. b1, b2: of it. eps: of AdamW and of Muon.
-    Returns: a transform with a warm-up phase only.
+    Returns: a transform with a warm-up; where tensors are owned also with a compressed phase, which is exact, too, if
+        there is neither codec nor gather.
 
     Paper: Jordan et al., Muon: an optimizer for hidden layers in neural networks (2024); coefficients of Amsel et al.,
         The Polar Express (arXiv 2505.16932).
@@ -75,6 +89,8 @@ def muon(
     check_number("other_rate", other_rate)
     if other not in ("adamw", "lion"):
         raise ValueError(expected("other", "'adamw' or 'lion'", f"{other!r}"))
+    if not isinstance(owned, bool):
+        raise TypeError(expected("owned", "True or False", f"{owned!r}"))
     decay, rate = add_decayed_weights(weight_decay, cautious), scale_by_learning_rate(lr)
     direction = scale_by_adam(b1, b2, eps) if other == "adamw" else scale_by_lion(b1, b2)
     iterations = scale_by_muon(
@@ -88,4 +104,16 @@ def muon(
     }
     is_matrix = (lambda p: p.ndim >= 2) if flatten else (lambda p: p.ndim == 2)
     named = hidden_and_other(labels, {"hidden": "muon", "other": other}, is_matrix)
-    return agreed(skip_nonfinite(chain(always_average(axis), partition(kinds, named))), axis)
+    inner = partition(kinds, named)
+
+    def costs(params: Tree) -> Tree:
+        pairs = named(params), newton_schulz_costs(params), params
+        return tree.map(lambda label, cost, p: cost if label == "muon" else p.numel(), *pairs)
+
+    if owned and axis is not None:
+        tx = by_owners(inner, axis, codec=codec, feedback=feedback, gather=gather, cost=costs)
+        return agreed(skip_nonfinite(tx), axis)
+    for name, given in (("codec", codec), ("feedback", feedback), ("gather", gather)):
+        if given is not None:
+            raise ValueError(f"{name}: is given where no tensors are owned; pass owned=True and an axis")
+    return agreed(skip_nonfinite(chain(always_average(axis), inner)), axis)

@@ -66,7 +66,12 @@ OPTIMIZERS = (
         adamw={Phase.WARMUP: {"bias_correction": True}},
         coded_warmup=True,
     ),
-    Named("muon", fn.muon, (Phase.WARMUP,), lambda step: Phase.WARMUP),
+    Named(
+        "muon, int8",
+        partial(fn.muon, codec=fn.int8(), gather=fn.int8()),
+        (Phase.WARMUP, Phase.COMPRESSED),
+        fn.freeze_after(20),
+    ),
     Named("lamb", fn.lamb, (Phase.WARMUP,), lambda step: Phase.WARMUP),
     Named("onebit_lamb", fn.onebit_lamb, (Phase.WARMUP, Phase.COMPRESSED), fn.freeze_after(20)),
     Named(
@@ -90,6 +95,8 @@ CODED = Phase.WARMUP, Phase.COMPRESSED
 ROUNDS = Phase.WARMUP, Round(), Round(0, 0)
 
 OTHERS = (
+    Named("muon", fn.muon, CODED, fn.freeze_after(2)),
+    Named("muon, replicated", partial(fn.muon, owned=False), (Phase.WARMUP,), lambda step: Phase.WARMUP),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("diloco, int8", partial(fn.diloco, codec=fn.int8()), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("local_sgd", partial(fn.local_sgd, momentum=0.9), ROUNDS, fn.every(3, start=2), replicated=False),

@@ -50,6 +50,7 @@ LINKS: dict[str, Make] = {
     "low_rank_average": lambda axis: fn.low_rank_average(axis, 1),
     "mask": lambda axis: fn.mask(fn.trace(0.9), matrices),
     "outer": lambda axis: fn.outer(sgd(axis), sgd(axis), mean(axis)),
+    "owned": lambda axis: fn.owned(fn.adamw(0.1), axis),
     "partition": lambda axis: fn.partition({"matrix": fn.trace(0.9), "vector": fn.scale(2.0)}, labels),
     "running_sum": lambda axis: fn.running_sum(),
     "scale": lambda axis: fn.scale(0.5),
@@ -74,13 +75,13 @@ LINKS: dict[str, Make] = {
 """Each link of `fn`, over an axis."""
 
 WHOLE = {
-    "apply_mask", "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "partition", "scale_by_muon",
+    "apply_mask", "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "owned", "partition", "scale_by_muon",
     "scale_by_onebit_lamb", "scale_by_shape", "scale_by_sign with noise", "scale_by_trust_ratio",
     "a link that says nothing",
 }  # fmt: skip
 """Those that need whole tensors."""
 
-OVER_THE_AXIS = {"average", "compressed_average", "low_rank_average", "outer", "sharded"}
+OVER_THE_AXIS = {"average", "compressed_average", "low_rank_average", "outer", "owned", "sharded"}
 
 each_link = pytest.mark.parametrize("name", LINKS)
 
@@ -117,6 +118,26 @@ def updates_of(tx: fn.Transform, params: Any, grads: list[Any]) -> list[torch.Te
         updates, state = tx.update(Phase.WARMUP)(g, state, params)
         found += tree.leaves(updates)
     return found
+
+
+TREE = {"apply_mask", "clip_by_global_norm", "a link that says nothing"}
+"""Those that need all tensors."""
+
+
+@each_link
+def test_on_owned_tensors_it_is_what_it_is_on_all_or_is_refused(name):
+    link = LINKS[name]("data")
+    facts = facts_of(link)
+    assert bool(facts.tree) == (name in TREE)
+    if facts.tree or facts.axes or facts.local_params:
+        named = "|".join(["over the axis 'data'", "each rank's own", "with rounds", *facts.tree])
+        with pytest.raises(ValueError, match=f"inner: expected .*({named})"):
+            fn.owned(link, "data")
+        return
+    owned = fn.owned(link, "data")
+    found = fn.simulate(lambda g: updates_of(owned, PARAMS, g), "data", 2, in_dims=None, out_dims=None)(GRADS)
+    for a, b in zip(found, updates_of(link, PARAMS, GRADS), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 @each_link

@@ -180,6 +180,26 @@ def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], li
     return torch.cat(parts, dim=1), unpack
 
 
+def joined(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return tensors as one vector (n,): of their own dtype, or uint8 with the widest dtypes first."""
+    flat = [leaves[i].reshape(-1) for i in _wide_first(leaves)]
+    if not flat:
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.cat([x if x.dtype == dtype else x.contiguous().view(dtype) for x in flat])
+
+
+def apart(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors in shape and dtype like these, of which `joined` made a message; they may share its memory."""
+    order = _wide_first(like)
+    lengths = [like[i].numel() * like[i].element_size() // message.element_size() for i in order]
+    unpacked: list[Any] = [None] * len(like)
+    for i, part in zip(order, message.split(lengths), strict=True):
+        if like[i].dtype != message.dtype:  # a float begins where it may only in memory of its own
+            part = part.clone().view(like[i].dtype) if part.numel() else part.to(like[i].dtype)
+        unpacked[i] = part.view(like[i].shape)
+    return unpacked
+
+
 _VMAP_CAN_VIEW = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 
 

@@ -242,6 +242,58 @@ def mean_in_place(x: Tensor, axis: str) -> Tensor:
     return x if x.element_size() < 4 else x.div_(size)
 
 
+def exchange_ragged(
+    rows: Sequence[Tensor], lengths: Sequence[int], longest: int, axis: str, collective: str
+) -> list[Tensor]:
+    """Send row r to rank r, and return what came from each rank: as `all_to_all`, with rows of any length.
+
+    Not among simulated ranks. Transports that are registered carry rows of one length, the longest.
+
+    Args: rows: W vectors of one dtype and device. lengths: of what comes from each rank. longest: of all rows of all
+        ranks. collective: as which it is counted.
+    Raises: as `all_to_all`.
+    """
+    size, rank, transport = axes.resolve(axis)
+    for row in rows:
+        refuse_to_differentiate(row, collective, axis)
+    like = next((row for row in rows if row.numel()), rows[0])
+    if transport in registered:
+        table = torch.stack([torch.cat([row.to(like.device), like.new_zeros(longest - row.shape[0])]) for row in rows])
+        count(table, axis, collective, size - 1, size)
+        return [row[:n] for row, n in zip(carry(table, size, "all_to_all", transport), lengths, strict=True)]
+    message, sent = torch.cat([row.to(like.device) for row in rows]), [row.shape[0] for row in rows]
+    own = sent[int(rank)]
+    count(message[: message.shape[0] - own], axis, collective, 1, 1)
+    try:
+        if is_concrete(message):
+            out = memory_pool.empty((sum(lengths),), message.dtype, message.device)
+            group, splits = group_of(transport), (list(lengths), sent)
+            _finish(dist.all_to_all_single(out, message, *splits, group=group, async_op=True), out, transport)
+        else:
+            ragged = torch.ops._c10d_functional.all_to_all_single(message, list(lengths), sent, transport)
+            out = _wait(ragged)
+    except RuntimeError as error:
+        raise_if_lost(error, collective, transport)
+        raise
+    return [*out.split(list(lengths))]
+
+
+def gather_simulated(x: Tensor, axis: str, collective: str, length: int) -> Tensor:
+    """Return the vectors of all simulated ranks, (W, n), the same on all.
+
+    Args: x: (n,). collective, length: as which one of them is counted, and the bytes of what all ranks own together, of
+        which a rank sends (W - 1) / W in the mean; 0 for none.
+    """
+    size, rank, transport = axes.resolve(axis)
+    refuse_to_differentiate(x, collective, axis)
+    if length and runs_as_written():
+        record(axis, collective, -(-length * (size - 1) // size))
+    elif length and (torch.compiler.is_compiling() or watchers().ledgers):
+        torch.ops.fn.count(x, axes.all_ranks(), _tally, axis, collective, length * (size - 1), size)
+    gathered: Tensor = torch.ops.fn.all_gather(x.contiguous(), rank, size, transport)
+    return gathered
+
+
 def _check_tensors(x: Tree) -> None:
     for leaf in tree.leaves(x):
         if not isinstance(leaf, Tensor):

@@ -211,6 +211,8 @@ def rows(
         Row("SDP4Bit", partial(traffic.sharded, codec=ROTATED, gather=COARSE), coded=60),
         Row(f"powersgd_adamw, rank {show_part(thin)}", partial(low_rank, rank=thin), 60),
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
+        Row("muon", traffic.owned, 16, compressed=False, two_level=False),
+        Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36, two_level=False),
         Row("lion_vote", partial(codes, codec=BALLOTS), coded=24, alike=("signum_vote",)),
         Row("demo", cosines, 120),
         Row("ef21_sgdm", partial(direct, codec=_top_k_once(part)), 80, two_level=False, fits=_can_be_searched),

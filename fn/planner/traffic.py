@@ -136,6 +136,16 @@ def sharded(shapes: Model, ranks: Ranks, codec: Codec, gather: Codec) -> list[Me
     return to + _back(shapes, ranks, gather, align)
 
 
+def owned(shapes: Model, ranks: int, codec: Codec = EXACTLY, gather: Codec = EXACTLY) -> list[Message]:
+    """Return what `fn.owned` sends in the mean over the ranks: gradients to owners, updates back, float32 at least."""
+
+    def message(collective: str, codec: Codec, width: int) -> list[Message]:
+        size = sum(_piece_bytes(codec, _padded([n], 1, codec.align), _DTYPES[width]) for n in shapes.lengths)
+        return [Message("data", collective, -(-size * (ranks - 1) // ranks))] if ranks > 1 and size else []
+
+    return message("all_to_all", codec, shapes.width) + message("all_gather", gather, max(4, shapes.width))
+
+
 def sharded_momentum(shapes: Model, ranks: Ranks, codec: Codec) -> list[Message]:
     """Return a compressed all-reduce of the momentum, in float32, and an exact all-gather of the updates' shards."""
     wide = shapes._replace(width=max(4, shapes.width))

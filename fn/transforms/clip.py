@@ -62,7 +62,7 @@ def clip_by_global_norm(max_norm: float, axis: AxisNames | None = None) -> Trans
         return apply(rules.scaled, (updates,), factor, wide=True)  # rounded once: the norm stays what is asked for
 
     rule = ClipByNorm(max_norm)
-    facts = Facts(() if axis is None else names(axis), ("clip_by_global_norm",))
+    facts = Facts(() if axis is None else names(axis), ("clip_by_global_norm",), tree=("clip_by_global_norm",))
     return Transform(lambda params: (), Step(rule, by_rank), Step(rule, shared), Step(rule, by_rank), facts=facts)
 
 

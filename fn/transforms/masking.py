@@ -224,4 +224,5 @@ def apply_mask(mask: Tree) -> Transform:
             return tree.map(lambda u: keep(u, mask), updates), state
         return tree.map(keep, updates, mask), state
 
-    return Transform(lambda params: (), unchanged, multiply, unchanged, facts=Facts(whole=("apply_mask",)))
+    facts = Facts(whole=("apply_mask",), tree=("apply_mask",))
+    return Transform(lambda params: (), unchanged, multiply, unchanged, facts=facts)

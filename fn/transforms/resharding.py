@@ -254,7 +254,8 @@ class Move(NamedTuple):
         for i, (state, reshape) in enumerate(self.notes):
             if state is fresh:
                 return reshape.adopt(self._total(reshape, fresh, saved, self.orders[i] if self.orders else ()), fresh)
-        if isinstance(fresh, ErrorFeedbackState) or (hasattr(fresh, "_fields") and roles.roles_of(fresh).shard):
+        has_errors = isinstance(fresh, ErrorFeedbackState) and tree.leaves(fresh)
+        if has_errors or (hasattr(fresh, "_fields") and roles.roles_of(fresh).shard):
             raise ValueError("state: is of another world, and nothing says how errors of several axes move")
         if isinstance(saved, Rows):
             return mean_of_rows(saved, self.add).to(fresh)

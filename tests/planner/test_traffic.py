@@ -102,6 +102,8 @@ MAKES = {
     "loco_adamw, int4, int8 back": [partial(fn.loco_adamw, gather=fn.int8(), master=True)],
     "powersgd_adamw, rank 4": [fn.powersgd_adamw],
     "dion, rank 1/4": [fn.dion],
+    "muon": [fn.muon],
+    "muon, int8": [partial(fn.muon, codec=fn.int8(), gather=fn.int8())],
     "lion_vote": [fn.lion_vote, fn.signum_vote],
     "demo": [fn.demo],
     "ef21_sgdm": [fn.ef21_sgdm],
@@ -137,6 +139,8 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
     if not row.two_level and isinstance(ranks, tuple):
         with pytest.raises(ValueError, match="single axis"):
             fn.ef21_sgdm(axis=("local", "node"))
+        with pytest.raises(TypeError, match="the name of one axis"):
+            fn.muon(axis=("local", "node"))
         return
     method = method_of(row, MODEL, ranks)
     axis = "data" if isinstance(ranks, int) else ("local", "node")

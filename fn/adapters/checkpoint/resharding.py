@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fn import tree
-from fn.adapters.optim.consistency import OWN, SAME, by_path, device_among, kinds
+from fn.adapters.optim.consistency import OF_EACH_RANK, OWN, by_path, device_among, kinds, owned_paths
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.signals import inside_step
 from fn.adapters.optim.state_dict import ORDER, SAVED_BY, flat_state, place_of
@@ -60,7 +60,7 @@ def own_rows(training: Training) -> set[str]:
     Raises: ValueError if there are some, but the optimizer's axes are not all ranks of the world.
     """
     marks = by_path(kinds(training.states))
-    keys = {path for path, mark in marks.items() if mark != SAME}
+    keys = {path for path, mark in marks.items() if mark in OF_EACH_RANK}
     if OWN in marks.values():  # these go with parameters of its own
         keys |= {key for key in everything(training) if key.startswith("params.")}
     _, reached = place_of(training)
@@ -87,12 +87,14 @@ class Snapshot(NamedTuple):
     """What is saved: copies on the CPU, of what is a rank's own as its row of a DTensor.
 
     steps: that the optimizer has taken. device: of the parameters. as_row: a tensor -> this rank's row of a DTensor.
+    owned: the keys of what one rank saves for all, the one that owns it.
     """
 
     tensors: dict[str, Tensor]
     steps: int
     device: torch.device
     as_row: Callable[[Tensor], Tensor]
+    owned: set[str]
 
 
 def to_save(training: Training, extra: Tree = None) -> Snapshot:
@@ -102,7 +104,7 @@ def to_save(training: Training, extra: Tree = None) -> Snapshot:
     live = everything(training, extra).items()
     copies = {k: torch.empty(v.shape, dtype=v.dtype, device="cpu").copy_(v.detach()) for k, v in live}
     tensors = {k: as_row(v) if k in own_keys else v for k, v in copies.items()}
-    return Snapshot(tensors, training.steps, device_among(training.groups), as_row)
+    return Snapshot(tensors, training.steps, device_among(training.groups), as_row, owned_paths(training.states))
 
 
 def to_fill(own_keys: set[str], shapes: Mapping[str, tuple[torch.Size, torch.dtype]]) -> dict[str, Tensor]:
@@ -169,7 +171,7 @@ def moved(training: Training, saved: Mapping[str, Any]) -> dict[str, Tensor]:
         some_rows = next((x for x in saved.values() if isinstance(x, Rows)), no_rows)
         move = Move(notes, some_rows, add, order_of_note)
         structure = tree.flatten(tuple(fresh))[1]
-        saved_state = {path: saved[path] for path in by_path(tuple(fresh))}
+        saved_state = {path: saved.get(path, x) for path, x in by_path(tuple(fresh)).items()}  # others own the rest
         here = by_path(move.walk(tuple(fresh), tree.unflatten(structure, [*saved_state.values()])))
         for key, value in saved.items():
             if not key.startswith(("state.", ORDER)):

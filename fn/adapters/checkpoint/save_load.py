@@ -33,7 +33,7 @@ from fn import roles, tree
 from fn.adapters.checkpoint import replicated, resharding
 from fn.adapters.checkpoint import storage as files
 from fn.adapters.checkpoint.owner import Claim
-from fn.adapters.optim.consistency import by_path, check_paths, device_among
+from fn.adapters.optim.consistency import by_path, check_paths, device_among, owned_elsewhere, owned_paths
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.signals import begin_writing, defer_signals, writing
 from fn.adapters.optim.state_dict import (
@@ -145,7 +145,8 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
         checkpoint, reader, old = _verified(Path(folder), name, rank, size)
     of_extra = (replicated.SAME, replicated.EACH)
     forms = {k: form for k, form in reader.forms.items() if extra is not None or not k.startswith(of_extra)}
-    own_keys = resharding.own_rows(training)
+    own_keys, elsewhere = resharding.own_rows(training), owned_elsewhere(training.states)
+    forms = {key: form for key, form in forms.items() if key not in elsewhere}
     added = roles.added(training.states, forms, "state.")
     _check_keys(optimizer, extra, {**replicated.join_extra(forms), **added})
     if old == size or place_of(training)[1] == size:  # else no axis adds up what all ranks have read
@@ -200,7 +201,8 @@ def gather(optimizer: Optimizer, *, group: dist.ProcessGroup | None = None) -> d
     local_params = any(key.startswith("params.") for key in resharding.own_rows(optimizer.training))
     flat: dict[str, Tensor] = optimizer.state_dict()
     own = {key: x for key, x in flat.items() if OF_RANK.fullmatch(key)}
-    same = {key: x for key, x in flat.items() if key not in own}
+    owned = {key: flat[key] for key in sorted(owned_paths(optimizer.training.states) & flat.keys())}
+    same = {key: x for key, x in flat.items() if key not in own and key not in owned}
     rank, size = resharding.world()
     whole = {key: _on_cpu(x) for key, x in (same if size > 1 else flat).items()} if rank == 0 else {}
     if size == 1:
@@ -217,6 +219,10 @@ def gather(optimizer: Optimizer, *, group: dist.ProcessGroup | None = None) -> d
             rows: list[Any] | None = [None] * size if rank == 0 else None
             dist.gather_object((key, _on_cpu(x)), rows, dst=0, group=everyone)
             whole.update(rows or [])
+        of_ranks: list[Any] | None = [None] * size if rank == 0 else None
+        dist.gather_object({key: _on_cpu(x) for key, x in owned.items()}, of_ranks, dst=0, group=everyone)
+        for tensors in of_ranks or []:
+            whole.update(tensors)
     return whole if rank == 0 else None
 
 
@@ -263,7 +269,8 @@ def _write(folder: Path, snapshot: resharding.Snapshot, keep: int, group: Group,
                 f"the optimizer has taken {here} steps on rank {difference.rank} and {first} on rank 0; call "
                 f"checkpoint.save on all ranks after the same step; nothing was saved"
             )
-        replicated.check_replicated(snapshot.tensors, snapshot.device, gather_values)
+        replicated_ones = {key: x for key, x in snapshot.tensors.items() if key not in snapshot.owned}
+        replicated.check_replicated(replicated_ones, snapshot.device, gather_values)
         state = replicated.split_extra(snapshot.tensors, snapshot.as_row, do)
     with warnings.catch_warnings(), raising_peer_lost(wires, where="checkpoint.save"), Claim(folder) as claim:
         warnings.simplefilter("ignore")

@@ -19,16 +19,21 @@ from fn.errors import RanksDisagree, expected
 from fn.roles import has_local_params, rank_local
 from fn.schedules import Every
 from fn.transforms.outer import OuterState
+from fn.transforms.owned import OwnedState
 from fn.transforms.sharded import ShardedState
 
 Tree = Any
 
-SAME, OWN, ERROR, SHARD = "same", "own", "error", "shard"
-"""A leaf is the same on all ranks, or one rank's own: an error, a shard, or what goes with params of its own."""
+SAME, OWN, ERROR, SHARD, OWNED, PLAN = "same", "own", "error", "shard", "owned", "plan"
+"""A leaf is the same on all ranks, or one rank's own: an error, a shard, or what goes with params of its own. Or it is
+owned: whole on one rank, and without elements on the others; a plan says on which."""
+
+OF_EACH_RANK = frozenset((OWN, ERROR, SHARD))
+"""What every rank has another of, under one path."""
 
 
 def kinds(states: Tree, mark: str = SAME) -> Tree:
-    """Return a tree like the states with SAME, OWN, ERROR or SHARD at every leaf.
+    """Return a tree like the states with SAME, OWN, ERROR, SHARD, OWNED or PLAN at every leaf.
 
     What a class names in `rank_local` are errors, unless it says `local_params`: that each rank goes to params of its
     own. Args: mark: of what no class names.
@@ -39,8 +44,10 @@ def kinds(states: Tree, mark: str = SAME) -> Tree:
             own = ERROR if isinstance(states, ErrorFeedbackState) else SHARD
         elif has_local_params(states):
             own = OWN
+        marks = dict.fromkeys(local, own)
+        marks |= {"inner": OWNED, "back": OWNED, "owners": PLAN} if isinstance(states, OwnedState) else {}
         fields = zip(states._fields, states, strict=True)
-        return type(states)(*(kinds(value, own if name in local else mark) for name, value in fields))
+        return type(states)(*(kinds(value, marks.get(name, mark)) for name, value in fields))
     if isinstance(states, tuple | list):
         return type(states)(kinds(value, mark) for value in states)
     if isinstance(states, dict):
@@ -56,6 +63,21 @@ def worker_errors(states: Tree) -> list[Tree]:
 def by_path(states: Tree, prefix: str = "state.") -> dict[str, Any]:
     """Return the leaves of a tree by their paths."""
     return {f"{prefix}{path}": leaf for path, leaf in zip(tree.paths(states), tree.leaves(states), strict=True)}
+
+
+def owned_paths(states: Tree) -> set[str]:
+    """Return the paths of what is owned, by this rank or another one."""
+    return {path for path, mark in by_path(kinds(states)).items() if mark == OWNED}
+
+
+def owned_elsewhere(states: Tree) -> set[str]:
+    """Return the paths of what other ranks own. It has no elements here; an error in codes has an age beside them."""
+    elsewhere = set[int]()
+    for state in tree.instances(states, OwnedState):
+        entries = [*state.back, *tree.leaves(state.inner)]
+        without = [tree.leaves(x) for x in entries if any(not leaf.numel() for leaf in tree.leaves(x))]
+        elsewhere |= {id(leaf) for leaves in without for leaf in leaves}
+    return {path for path, leaf in by_path(states).items() if id(leaf) in elsewhere}
 
 
 def paths_of(states: Tree, role: str) -> set[str]:

@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.consistency import ERROR, SAME, SHARD, by_path, kinds, paths_of
+from fn.adapters.optim.consistency import (
+    ERROR,
+    OF_EACH_RANK,
+    OWNED,
+    PLAN,
+    SHARD,
+    by_path,
+    kinds,
+    owned_elsewhere,
+    paths_of,
+)
 from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
 from fn.adapters.optim.signals import defer_signals, writing
 from fn.adapters.optim.training import Training
@@ -39,14 +49,15 @@ and of what 8-bit errors had rounded off when the number of ranks changed."""
 def flat_state(training: Training) -> dict[str, Tensor]:
     """Return the steps, every group's numbers and state, and a schedule's memory, by path.
 
-    A mean that is on its way is waited for.
+    A mean that is on its way is waited for. What other ranks own is left out: its owner has it under the same path.
     """
     training.settle()
     counts = {"steps": training.steps, SAVED_BY: place_of(training)}
     flat = {name: torch.tensor(count, dtype=torch.int64, device="cpu") for name, count in counts.items()}
     for i, (group, hypers) in enumerate(zip(training.groups, training.hypers, strict=True)):
         flat.update({f"groups.{i}.{name}": x for name, x in saved_numbers(group, hypers).items()})
-    flat.update(by_path(training.states))
+    elsewhere = owned_elsewhere(training.states)
+    flat.update({path: x for path, x in by_path(training.states).items() if path not in elsewhere})
     # They are compared with what is loaded, which some loaders write into the tensors that they were given.
     flat.update({path: flat[path].clone() for path in paths_of(training.states, "shard")})
     schedule = training.schedule
@@ -66,7 +77,7 @@ def of_rank(training: Training) -> dict[str, Tensor]:
     training.check_whole("state_dict")
     (rank, size), flat = place_of(training), flat_state(training)
     del flat[SAVED_BY]
-    of_this_rank = {path for path, mark in by_path(kinds(training.states)).items() if mark != SAME}
+    of_this_rank = {path for path, mark in by_path(kinds(training.states)).items() if mark in OF_EACH_RANK}
     return {f"rank {rank} of {size}.{path}" if path in of_this_rank else path: x for path, x in flat.items()}
 
 
@@ -111,6 +122,7 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
         raise ValueError(expected("state_dict", wanted, got, cure))
     live = flat_state(training)
     saved = {**saved, **roles.added(training.states, saved, "state.")}
+    saved = _own_part(training, live, saved)
     saved, texts = _without_foreign_errors(training, live, saved)
     check_fits(live, saved)
     _check_states(training, live, saved)
@@ -126,6 +138,21 @@ def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
         warnings.warn(text, stacklevel=4)
     with defer_signals():
         _write(training, saved, numbers)
+
+
+def _own_part(training: Training, live: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what was saved without what other ranks own now; owners stay as they are here.
+
+    Raises: ValueError for a state dict without a tensor that this rank owns.
+    """
+    marks = by_path(kinds(training.states))
+    own = {path: x for path, x in saved.items() if marks.get(path) != OWNED or path in live}
+    missing = next((path for path, mark in marks.items() if mark == OWNED and path in live and path not in own), None)
+    if missing is not None and any(marks.get(path) == OWNED for path in saved):
+        wanted = f"{missing!r}, which this rank owns"
+        cure = "save with fn.adapters.checkpoint, whose save and gather have the tensors of all ranks"
+        raise ValueError(expected("state_dict", wanted, "the tensors of another rank", cure))
+    return own | {path: live[path] for path, mark in marks.items() if mark == PLAN and path in own}
 
 
 def _unsaved_numbers(training: Training, live: Mapping[str, Tensor], saved: Mapping[str, Any]) -> str:
@@ -292,7 +319,7 @@ def _between_nodes(servers: Tree) -> bool:
 
 def _write(training: Training, saved: Mapping[str, Any], numbers: list[dict[str, Any]]) -> None:
     """Write what was found to fit: numbers into the param groups."""
-    state = by_path(training.states)
+    state = {path: x for path, x in by_path(training.states).items() if path in saved}
     write_state = written_into([*state.values()], [saved[path] for path in state])
     with writing(training), torch.no_grad():
         write_state()

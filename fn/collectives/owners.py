@@ -1,0 +1,143 @@
+"""Messages between all ranks and the owners of tensors: `to_owners` and `from_owners`.
+
+Every tensor has one owner. What is sent of it is an item, a tree of tensors (1, ...): numbers, or codes of them.
+
+    to_owners     each rank has an item of every tensor     -> its owner has the items of all ranks, W rows
+    from_owners   the owner of a tensor has an item of it   -> every rank has it
+
+Each is one message from each rank to each other one, whose length is that of what the receiver owns, or the sender. It
+lies in no table of equal rows, which would be as long as the longest. Only transports that are registered, such as MPI,
+carry rows of one length. Simulated ranks exchange all items, because vmap knows no lengths that depend on the rank.
+
+Ledgers count what a rank sends. Simulated ranks, which have one ledger, count the mean over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.collectives import axis as axes
+from fn.collectives import messages, primitives
+from fn.collectives.profiling import RangeName, step_range
+from fn.kernels import memory_pool
+
+Tree = Any
+Collective = Literal["all_to_all", "all_gather"]
+
+
+def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
+    """Send each item to its owner; return the items of own tensors with a row from each rank, (W, ...).
+
+        >>> import torch, fn
+        >>> from fn.collectives.owners import to_owners
+        >>> def on_rank(a, b):                      # rank 0 owns a, rank 1 owns b; here all see all
+        ...     return to_owners([a[None], b[None]], [0, 1], "data")
+        >>> a, b = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[5.0], [6.0]])     # a row for each rank
+        >>> fn.simulate(on_rank, "data", 2, out_dims=None)(a, b)[1]
+        tensor([[5.],
+                [6.]])
+
+    Args: items: of all tensors. owners: the rank of each. axis: the axis' name.
+    Returns: an entry for each tensor: None for those of others, but under `simulate`, where ranks get all of them.
+    Raises: as `all_to_all`.
+    """
+    size, rank, transport = axes.resolve(axis)
+    if transport == axes.SIMULATED:
+        return _simulated(items, axis, "all_to_all")
+    if size == 1:
+        return [*items]
+    flat = [tree.flatten(item) for item in items]
+    of_owner = [[leaf for i, owner in enumerate(owners) if owner == r for leaf in flat[i][0]] for r in range(size)]
+    own, forms = [i for i, owner in enumerate(owners) if owner == int(rank)], of_owner[int(rank)]
+    received = _exchange(of_owner, [forms] * size, of_owner, axis, "all_to_all", "exchange")
+    rows = iter([torch.cat([received[r][k] for r in range(size)]) for k in range(len(forms))])
+    found: list[Tree] = [None] * len(items)
+    for i in own:
+        found[i] = tree.unflatten(flat[i][1], [next(rows) for _ in flat[i][0]])
+    return found
+
+
+def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
+    """Send the items of own tensors to all ranks; return those of all tensors, the same on every rank.
+
+        >>> import torch, fn
+        >>> from fn.collectives.owners import from_owners
+        >>> on_rank = lambda x: from_owners([x[None, :1], x[None, 1:]], [0, 1], "data")     # rank 1 owns the rest
+        >>> fn.simulate(on_rank, "data", 2, out_dims=None)(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+        [tensor([[1.]]), tensor([[5., 6.]])]
+
+    Args: items: of all tensors; of those of others only shapes and dtypes matter. owners, axis: as for `to_owners`.
+    Raises: as `all_gather`.
+    """
+    size, rank, transport = axes.resolve(axis)
+    if transport == axes.SIMULATED:
+        of_ranks = _simulated(items, axis, "all_gather")
+        return [tree.map(lambda x, o=o: x[o : o + 1], rows) for rows, o in zip(of_ranks, owners, strict=True)]
+    if size == 1:
+        return [*items]
+    flat = [tree.flatten(item) for item in items]
+    of_owner = [[leaf for i, owner in enumerate(owners) if owner == r for leaf in flat[i][0]] for r in range(size)]
+    sent = [of_owner[int(rank)]] * size
+    received = _exchange(sent, of_owner, of_owner, axis, "all_gather", "gather")
+    rest = [iter(leaves) for leaves in received]
+    return [
+        tree.unflatten(structure, [next(rest[owner]) for _ in leaves])
+        for (leaves, structure), owner in zip(flat, owners, strict=True)
+    ]
+
+
+def _bytes(leaves: Sequence[Tensor]) -> int:
+    return sum(x.numel() * x.element_size() for x in leaves)
+
+
+def _exchange(
+    sent: Sequence[Sequence[Tensor]], forms: Sequence[Sequence[Tensor]], every: Sequence[Sequence[Tensor]], axis: str,
+    collective: Collective, name: RangeName,
+) -> list[list[Tensor]]:  # fmt: skip
+    """Send tensors to each rank; return what came from each.
+
+    Args: sent: for each rank. forms: what comes from each, in shape, dtype and device. every: what each rank owns, from
+        which all ranks tell the dtype of the messages and the longest of them.
+    """
+    size, me, _ = axes.resolve(axis)
+    rank = int(me)
+    with step_range(name):
+        way = messages.direct([*sent[rank], *(x for leaves in sent for x in leaves)], axis)
+        if way is not None:
+            received = [
+                [*sent[r]] if r == rank else [memory_pool.empty(x.shape, x.dtype, x.device) for x in forms[r]]
+                for r in range(size)
+            ]
+            contiguous = {p: [x.contiguous() for x in sent[p]] for p in way.peers}
+            way.pass_rows(collective, contiguous, {p: received[p] for p in way.peers})
+            return received
+        dtypes = {x.dtype for leaves in every for x in leaves}
+        dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        lengths = [_bytes(leaves) // dtype.itemsize for leaves in forms]
+        longest = max(map(_bytes, every)) // dtype.itemsize
+        rows = [messages.joined(leaves, dtype) for leaves in sent]
+        received = primitives.exchange_ragged(rows, lengths, longest, axis, collective)
+        return [messages.apart(row, leaves) for row, leaves in zip(received, forms, strict=True)]
+
+
+def _simulated(items: Sequence[Tree], axis: str, collective: Collective) -> list[Tree]:
+    """Return all items of all simulated ranks, W rows each, and count what real ranks would send in the mean."""
+    size = axes.axis_size(axis)
+    leaves, structure = tree.flatten([*items])
+    kinds: dict[torch.dtype, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        kinds.setdefault(leaf.dtype, []).append(i)
+    found: dict[int, Tensor] = {}
+    length = _bytes(leaves)
+    for places in kinds.values():  # one message on real ranks, so it is counted once
+        message = torch.cat([leaves[i].reshape(-1) for i in places])
+        rows = primitives.gather_simulated(message, axis, collective, length)
+        length = 0
+        for i, part in zip(places, rows.split([leaves[i].numel() for i in places], dim=1), strict=True):
+            found[i] = part.reshape(size, *leaves[i].shape[1:])
+    return tree.unflatten(structure, [found[i] for i in range(len(leaves))])

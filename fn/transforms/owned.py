@@ -1,0 +1,391 @@
+"""ZeRO by whole tensors, as a combinator: each rank updates the tensors that it owns, and the updates are gathered.
+
+    gradients of all tensors on each rank
+      | to their owners, exactly or in codes with feedback      -> the mean, on one rank each
+      | inner's update of the own tensors and their states      -> the updates of these
+      | to all ranks, exactly or in codes with feedback         -> all updates, the same on every rank
+
+`fn.sharded` cuts tensors into pieces, which is what element-wise links can have. Muon, LAMB and all that needs whole
+matrices can have this. The inner links see a tree like the params, in which tensors of other ranks have no elements;
+under `simulate`, where all ranks have equal shapes, they are zeros.
+
+    >>> import torch, fn
+    >>> tx = fn.owned(fn.chain(fn.scale_by_muon(), fn.scale_by_learning_rate(0.1)), "data")
+    >>> params = [torch.zeros(4, 2), torch.zeros(2, 4), torch.zeros(4, 2)]
+    >>> fn.transforms.owned.plan(params, 2)                        # each of two ranks has one of the equal shapes
+    (0, 0, 1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import (
+    Facts,
+    Phase,
+    Transform,
+    UpdateFn,
+    check_is_transform,
+    check_params,
+    check_state,
+    facts_of,
+    has_phase,
+    merged,
+    missing,
+)
+from fn.collectives import axis as axes
+from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
+from fn.collectives.axis import axis_index, axis_size
+from fn.collectives.codecs.codec import Codec, identity, mean_of_rows
+from fn.collectives.compressed import ErrorFeedbackState, check_vector, encode
+from fn.collectives.feedback import Feedback, classic, off
+from fn.collectives.hierarchy import Hop, hops
+from fn.collectives.owners import from_owners, to_owners
+from fn.errors import expected
+from fn.kernels.tracing import cached_plan, is_concrete
+from fn.roles import declare
+from fn.transforms import flat_layout as layouts
+from fn.transforms.flat_layout import Bucket
+from fn.transforms.resharding import errors_reshape, reshapes
+from fn.transforms.sharded import show_failures, wide
+
+Tree = Any
+Costs = Tree | Callable[[Tree], Tree] | None
+"""A number for each tensor, in a tree like the params, or a function of them. None: `newton_schulz_costs`."""
+
+
+@declare(rank_local=("inner", "back"), others=("inner",))
+class OwnedState(NamedTuple):
+    """What a rank keeps of an optimizer whose tensors have owners. Tuples have an entry for each tensor.
+
+    inner: the inner state, of own tensors; those of others have no elements.
+    errors: residual errors of the gradients, of all tensors; () where they travel exactly. There are no servers.
+    back: residual errors of the updates, at their owners; () where these travel exactly.
+    owners: the rank that owns each tensor, (n,) int64.
+    """
+
+    inner: Tree
+    errors: ErrorFeedbackState
+    back: tuple[Tree, ...]
+    owners: Tensor
+
+
+def owned(
+    inner: Transform,
+    axis: str,
+    *,
+    codec: Codec | None = None,
+    feedback: Feedback | None = None,
+    gather: Codec | None = None,
+    cost: Costs = None,
+) -> Transform:
+    """Run `inner` on whole tensors, each on the rank that owns it: ZeRO stage 1 for Muon and all that needs matrices.
+
+        m = mean_r C(g_r + e_r)   at the owner of the tensor,      u = inner(m),      updates = gather of C(u + d)
+
+    The step of a tensor is computed once, and its state is kept once, while `inner` alone would do both on every rank.
+    An exact step sends as many bytes as an all-reduce of the gradients.
+
+        >>> import torch, fn
+        >>> tx = fn.owned(fn.chain(fn.scale_by_muon(), fn.scale_by_learning_rate(0.1)), "data")
+        >>> def step(g, p):
+        ...     return tx.update(fn.Phase.WARMUP)(g, tx.init(p), p)[0]
+        >>> params = [torch.zeros(2, 2), torch.zeros(2, 2)]
+        >>> grads = [torch.eye(2).repeat(2, 1, 1), torch.ones(2, 2, 2)]              # the same on both ranks
+        >>> u = fn.simulate(step, "data", 2, in_dims=(0, None), out_dims=None)(grads, params)
+        >>> alone = fn.chain(fn.scale_by_muon(), fn.scale_by_learning_rate(0.1))
+        >>> torch.equal(u[1], alone.warmup_update([g[0] for g in grads], alone.init(params), params)[0][1])
+        True
+
+    Args:
+        inner: what updates own tensors. It must not communicate over `axis`, on which every rank has other tensors, nor
+            need all of them, as a norm of the whole tree does. A link of your own says so in its facts (`fn.Facts`).
+            One without a compressed phase takes its warm-up steps in every phase.
+        axis: the axis' name.
+        codec: how gradients travel to the owners in the compressed phase; None is exactly.
+        gather: how updates travel back in the compressed phase; None is exactly.
+        feedback: what becomes of what codes leave out, at the rank that sends, of both; None is `classic()`.
+        cost: what the step of each tensor costs its owner, by which the ranks get equal shares: a tree of numbers like
+            the params, or a function from params to one. None: of matrices what Newton-Schulz costs, the smaller side
+            squared times the larger, of vectors their elements. Tensors of a shape are spread evenly, so that each
+            owner has a batch of them.
+    Returns: a transform with a warm-up and a compressed phase and an `OwnedState`.
+    Raises: ValueError if inner communicates over `axis`, needs all tensors (see `fn.Facts`), has rounds or lets each
+        rank go to params of its own; TypeError for an axis that is no name; from init, if the ranks disagree; from the
+        update, if the state belongs to other params or another number of ranks.
+
+    Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.1, by tensors in place of pieces.
+    Differs: an owner has whole tensors, so that shares are as equal as costs of tensors allow; a tensor that is larger
+        than all others together is one rank's.
+    """
+    _check_inner(inner, axis)
+    exact = Hop(axis, identity(), off())
+    kept = classic() if feedback is None else feedback
+    (there,) = hops(axis, codec, kept) if codec is not None else [exact]
+    (back,) = hops(axis, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
+    if feedback is not None and codec is None and gather is None:
+        raise ValueError("feedback: is given without a codec; what travels exactly leaves nothing undelivered")
+
+    def errors_of(leaves: Sequence[Tensor], hop: Hop) -> tuple[Tree, ...]:
+        if hop.exact:
+            return tuple(() for _ in leaves)
+        zeros = [x.new_zeros(row.segments.row_length) for x, row in zip(leaves, rows_of(leaves, hop), strict=True)]
+        return tuple(hop.feedback.init(x) for x in zeros)
+
+    def init(params: Tree) -> OwnedState:
+        tree.check_real(params, "params")
+        params = tree.map(Tensor.detach, params)
+        leaves, structure = tree.flatten(params)
+        owners = plan(params, axis_size(axis), cost)
+        fields = {**describe((there, back, inner)), **describe_leaves(params), "owners": owners}
+        check_agreement(axis, fields, device_of(params))
+        own = _own(leaves, owners, axis)
+        state = inner.init(tree.unflatten(structure, [x.clone() for x in own]))
+        # labels that are made from sizes would be others where tensors have no elements
+        check_agreement(axis, {"paths of the inner state": tree.paths(state)}, device_of(params))
+        errors = ErrorFeedbackState(errors_of(leaves, there), tuple(() for _ in leaves))
+        if not there.exact:
+            reshapes.say((errors, errors_reshape(leaves, axis, lambda world: rows_of(leaves, there), there, there)))
+        of_owners = errors_of([x.to(wide(x.dtype)) for x in own], back)
+        return OwnedState(state, errors, of_owners, torch.tensor(owners, dtype=torch.int64, device="cpu"))
+
+    def step(phase: Phase) -> UpdateFn:
+        inner_phase = phase if has_phase(inner, phase) else Phase.WARMUP
+        move: UpdateFn = getattr(inner, f"{inner_phase.value}_update")
+
+        def update(updates: Tree, state: OwnedState, params: Tree, /) -> tuple[Tree, OwnedState]:
+            check_state(state, OwnedState)
+            check_params(params)
+            tree.check_updates(updates, params)
+            leaves, structure = tree.flatten(params)
+            grads = tree.leaves(tree.in_order(updates, params, "updates"))
+            owners = plan(params, axis_size(axis), cost)
+            _check_owners(state, owners)
+            codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
+            worker, of_owners = state.errors.worker, state.back
+            if codes and not there.exact:
+                means, worker = _means_in_codes(grads, worker, owners, there)
+            else:
+                means = _exact_means(grads, owners, axis)
+            own_params = tree.unflatten(structure, _own(leaves, owners, axis))
+            moves, inside = move(tree.unflatten(structure, means), state.inner, own_params)
+            moves, inside = show_failures(moves, state.inner, inside)
+            if codes and not back.exact:
+                found, of_owners = _updates_in_codes(tree.leaves(moves), leaves, of_owners, owners, back)
+            else:
+                found = _exact_updates(tree.leaves(moves), leaves, owners, axis)
+            errors = state.errors._replace(worker=worker)
+            return tree.unflatten(structure, found), OwnedState(inside, errors, of_owners, state.owners)
+
+        return update
+
+    local = missing(Phase.LOCAL, "an optimizer of owned tensors")
+    facts = merged(facts_of(inner), Facts((axis,), ("owned",)))
+    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts)
+
+
+def _check_inner(inner: Any, axis: Any) -> None:
+    check_is_transform("inner", inner)
+    if not isinstance(axis, str):
+        raise TypeError(expected("axis", "the name of one axis", f"{axis!r}"))
+    facts = facts_of(inner)
+    if inner.rounds is not None:
+        raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
+    if axis in facts.axes:
+        wanted = f"no communication over the axis {axis!r}, on which every rank has other tensors"
+        cure = "make it without an axis; fn.owned averages the gradients"
+        raise ValueError(expected("inner", wanted, "a link that does", cure))
+    if facts.local_params:
+        raise ValueError(expected("inner", "params that are the same on all ranks", "each rank's own"))
+    if facts.tree:
+        got = f"{', '.join(facts.tree)}, which would see this rank's tensors only"
+        cure = (
+            "to clip, use fn.Optimizer(max_norm=...) or a link in front of fn.owned; a link of your own that needs no "
+        )
+        cure += "more than single tensors says so: link._replace(facts=fn.Facts(whole=('its name',)))"
+        raise ValueError(expected("inner", "links that treat each tensor by itself", got, cure))
+
+
+def newton_schulz_costs(params: Tree) -> Tree:
+    """Return what orthogonalising each matrix costs: the smaller side squared times the larger; of others elements.
+
+    >>> import torch
+    >>> newton_schulz_costs([torch.zeros(6, 2), torch.zeros(2, 6), torch.zeros(5)])
+    [24, 24, 5]
+    """
+
+    def cost(p: Tensor) -> int:
+        rows = p.shape[0] if p.ndim > 1 else 1
+        return p.numel() * (min(rows, p.numel() // max(1, rows)) if p.ndim > 1 else 1)
+
+    return tree.map(cost, params)
+
+
+def plan(params: Tree, world: int, cost: Costs = None) -> tuple[int, ...]:
+    """Return the rank that owns each leaf, the same on all ranks.
+
+    Leaves of a shape and cost go to all ranks in turn. Those that are left over, fewer than there are ranks, go to the
+    ranks that have least to do, the costliest shapes first.
+
+    Args: params: whose shapes matter. world: the number of ranks. cost: as for `owned`.
+    Raises: ValueError or TypeError for costs that are no finite numbers of at least 0, one for each leaf.
+    """
+    leaves = tree.leaves(params)
+    costs = tree.leaves(_costs(params, cost))
+    return _planned(tuple((leaf.shape, float(price)) for leaf, price in zip(leaves, costs, strict=True)), world)
+
+
+def _costs(params: Tree, cost: Costs) -> Tree:
+    made = newton_schulz_costs(params) if cost is None else cost(params) if callable(cost) else cost
+    made = tree.in_order(made, params, "cost")
+    for path, price in zip(tree.paths(made), tree.leaves(made), strict=True) if cost is not None else ():
+        if isinstance(price, bool) or not isinstance(price, int | float) or not 0 <= price < math.inf:
+            raise ValueError(expected("cost", f"leaf {path!r} to be a finite number of at least 0", f"{price!r}"))
+    return made
+
+
+@cached_plan
+def _planned(shapes: tuple[tuple[torch.Size, float], ...], world: int) -> tuple[int, ...]:
+    kinds: dict[Any, list[int]] = {}
+    for i, kind in enumerate(shapes):
+        kinds.setdefault(kind, []).append(i)
+    owners, loads = [0] * len(shapes), [0.0] * world
+    by_cost = sorted(kinds.items(), key=lambda entry: -entry[0][1])
+    for (_, price), places in by_cost:
+        whole_rounds = len(places) // world * world
+        for j, i in enumerate(places[:whole_rounds]):
+            owners[i] = j % world
+        for i in places[whole_rounds:]:
+            owners[i] = min(range(world), key=lambda r: (loads[r], r))
+            loads[owners[i]] += price or 1e-9  # what costs nothing is spread, too
+    return tuple(owners)
+
+
+def _check_owners(state: OwnedState, owners: tuple[int, ...]) -> None:
+    if is_concrete(state.owners) and state.owners.device.type == "cpu" and tuple(state.owners.tolist()) != owners:
+        wanted, got = (f"{len(o)} tensors, of which ranks own {_shares(o)}" for o in (owners, state.owners.tolist()))
+        cure = "a state belongs to the params, the costs and the number of ranks that it was made for"
+        raise ValueError(expected("state.owners", wanted, got, cure))
+
+
+def _shares(owners: Sequence[int]) -> list[int]:
+    return [owners.count(r) for r in range(max(owners, default=0) + 1)]
+
+
+def _own(leaves: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
+    """Return own leaves as they are, and tensors without elements for those of others; zeros under `simulate`."""
+    size, rank, transport = axes.resolve(axis)
+    if transport == axes.SIMULATED:
+        return [torch.where(rank.to(x.device) == owner, x, 0.0) for x, owner in zip(leaves, owners, strict=True)]
+    mine = [size == 1 or owner == int(rank) for owner in owners]
+    return [x if is_mine else _without_elements(x, x.dtype) for x, is_mine in zip(leaves, mine, strict=True)]
+
+
+def _without_elements(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return like.new_empty((0, *like.shape[1:]), dtype=dtype)
+
+
+def rows_of(leaves: Sequence[Tensor], hop: Hop) -> list[Bucket]:
+    """Return a row for each tensor, padded for the codec."""
+    return layouts.buckets(leaves, 1, hop.codec.align, "per_tensor")
+
+
+class _Parcel(NamedTuple):
+    """Tensors that travel as one vector. owner: the rank that owns them. places: among all leaves."""
+
+    owner: int
+    places: list[int]
+
+
+def _parcels(leaves: Sequence[Tensor], owners: Sequence[int]) -> list[_Parcel]:
+    kinds: dict[Any, list[int]] = {}
+    for i, (x, owner) in enumerate(zip(leaves, owners, strict=True)):
+        kinds.setdefault((owner, x.dtype, x.device), []).append(i)
+    return [_Parcel(owner, places) for (owner, *_), places in kinds.items()]
+
+
+def _cut(vector: Tensor, places: Sequence[int], like: Sequence[Tensor]) -> dict[int, Tensor]:
+    parts = vector.split([like[i].numel() for i in places])
+    return {i: part.view(like[i].shape) for i, part in zip(places, parts, strict=True)}
+
+
+def _exact_means(grads: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
+    """Return the means of own tensors, float32 for half precision, and tensors without elements for those of others."""
+    parcels = _parcels(grads, owners)
+    items = [layouts.end_to_end([grads[i].reshape(-1) for i in parcel.places])[None] for parcel in parcels]
+    found: dict[int, Tensor] = {}
+    for parcel, rows in zip(parcels, to_owners(items, [parcel.owner for parcel in parcels], axis), strict=True):
+        if rows is not None:
+            found.update(_cut(mean_of_rows(identity(), rows), parcel.places, grads))
+    return _own([found.get(i, g) for i, g in enumerate(grads)], owners, axis)
+
+
+def _means_in_codes(
+    grads: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
+) -> tuple[list[Tensor], tuple[Tree, ...]]:
+    """Do what `_exact_means` does in codes; return the next errors, too."""
+    rows, items, after = rows_of(grads, hop), [], []
+    for row, error in zip(rows, errors, strict=True):
+        x = layouts.join(grads, row)
+        check_vector(x, error, hop.codec.align, "updates")
+        payload, error = encode(hop.for_rows(row.segments), hop.feedback, x.view(1, -1), error)
+        items.append(payload)
+        after.append(error)
+    means = []
+    for row, g, received in zip(rows, grads, to_owners(items, owners, hop.axis), strict=True):
+        if received is None:
+            means.append(_without_elements(g, wide(g.dtype)))
+        else:
+            (mean,) = layouts.split(mean_of_rows(hop.for_rows(row.segments), received), row)
+            means.append(mean.to(wide(g.dtype)))
+    return _own(means, owners, hop.axis), tuple(after)
+
+
+def _exact_updates(moves: Sequence[Tensor], like: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
+    """Return the updates of all tensors. Args: moves: of own tensors. like: the params, for their shapes."""
+    parcels, simulated = _parcels(moves, owners), axes.resolve(axis).transport == axes.SIMULATED
+    here, items = None if simulated else int(axis_index(axis)), []
+    for owner, places in parcels:
+        if here is None or owner == here or axis_size(axis) == 1:
+            items.append(layouts.end_to_end([moves[i].reshape(-1) for i in places])[None])
+        else:
+            items.append(moves[places[0]].new_empty(1).expand(1, sum(like[i].numel() for i in places)))
+    found: dict[int, Tensor] = {}
+    for parcel, row in zip(parcels, from_owners(items, [parcel.owner for parcel in parcels], axis), strict=True):
+        found.update(_cut(row[0], parcel.places, like))
+    return [found[i] for i in range(len(like))]
+
+
+def _updates_in_codes(
+    moves: Sequence[Tensor], like: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
+) -> tuple[list[Tensor], tuple[Tree, ...]]:
+    """Do what `_exact_updates` does in codes; return the next errors, too."""
+    _, rank, transport = axes.resolve(hop.axis)
+    rows, items, after = rows_of(like, hop), [], [*errors]
+    for i, (row, move, owner) in enumerate(zip(rows, moves, owners, strict=True)):
+        codec, width = hop.for_rows(row.segments), row.segments.row_length
+        if transport == axes.SIMULATED or owner == int(rank):
+            x = layouts.join(moves, row)
+            check_vector(x, errors[i], hop.codec.align, "updates")
+            payload, after[i] = encode(codec, hop.feedback, x.view(1, -1), errors[i], worker=False)
+        else:
+            payload = _form(codec, width, move.dtype, move.device)
+        items.append(payload)
+    found = []
+    for row, move, payload in zip(rows, moves, from_owners(items, owners, hop.axis), strict=True):
+        (whole,) = layouts.split(hop.for_rows(row.segments).decode(payload).reshape(-1), row)
+        found.append(whole.to(move.dtype))
+    return found, tuple(after)
+
+
+@cached_plan
+def _form(codec: Codec, width: int, dtype: torch.dtype, device: torch.device) -> Tree:
+    """Return a payload in which only shapes and dtypes matter."""
+    payload = codec.encode(torch.zeros((1, width), dtype=dtype, device=device))
+    return tree.map(lambda x: x.new_empty(1).expand(x.shape), payload)
