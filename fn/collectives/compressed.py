@@ -208,6 +208,7 @@ def through_servers(
         with step_range("decode"):
             mean = mean_of_rows(codec, received).to(shard.dtype)
         payload, server = encode(codec, hop.feedback, mean.view(1, -1), server, worker=False)
+    del received  # as large as what is gathered
     return messages.gather(payload, hop.axis), server
 
 

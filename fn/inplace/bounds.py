@@ -323,9 +323,7 @@ def bounded(
             otherwise()
             keep_front()
 
-        is_within = bool(within)
-        is_finite = is_within or bool(finite)
-        return Staged(True, commit if is_finite else drop, is_within or not is_finite)
+        return Staged(finite, commit, within, drop)
 
     return InPlace(update, is_safe, staged)
 

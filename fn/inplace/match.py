@@ -24,7 +24,7 @@ from fn.base import Guarded, Link, Phase, Step, Transform, UpdateFn, has_phase, 
 from fn.inplace import adam, lamb, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds, MatchedChain
 from fn.inplace.links import Head, descent_of
-from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged, on_host, settled
+from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged, on_host
 from fn.transforms.adam import Adam, OnebitAdam
 from fn.transforms.lamb import LambHyper, OnebitLamb
 from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, PlainWarmup, narrows
@@ -179,16 +179,19 @@ def _with_anchor(step: Staged, state: OuterState, params: Tree) -> Staged:
 
 def _alone(step: Staged, state: OuterState, params: Tree) -> Staged:
     """Leave out what is not finite, on this rank alone, and count it: no message tells the others."""
-    ((ok, write, safe),) = settled([step])
 
     def commit() -> None:
         state.alone.add_(1)
-        if ok:
-            write()
-        else:
-            state.dropped.add_(1)
+        step.commit()
 
-    return Staged(True, commit, safe)
+    def drop() -> None:
+        state.alone.add_(1)
+        if step.otherwise is None:
+            state.dropped.add_(1)
+        else:
+            step.otherwise()
+
+    return step._replace(commit=commit, otherwise=drop)
 
 
 CURE = (

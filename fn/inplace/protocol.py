@@ -33,11 +33,13 @@ class Staged(NamedTuple):
 
     ok: what it is taken from is finite; if not, it is skipped. safe: so is what it writes (see `bounds`); if it may not
     be, the pure step is taken instead. On all ranks alike; 0-d bools where nobody has waited for the device yet.
+    otherwise: what to write if it is not ok, in a step of which no other rank hears; None: all ranks skip the step.
     """
 
     ok: bool | Tensor
     commit: Callable[[], None]
     safe: bool | Tensor = True
+    otherwise: Callable[[], None] | None = None
 
 
 def settled(steps: Sequence[Staged]) -> list[Staged]:
@@ -47,8 +49,11 @@ def settled(steps: Sequence[Staged]) -> list[Staged]:
     if len({flag.device for flag in on_device.values()}) == 1:
         numbers = dict(zip(on_device, torch.stack([*on_device.values()]).cpu().tolist(), strict=True))
         flags = [numbers.get(id(flag), flag) for flag in flags]
-    triples = zip(steps, map(bool, flags[::2]), map(bool, flags[1::2]), strict=True)
-    return [Staged(ok, step.commit, safe or not ok) for step, ok, safe in triples]
+    triples = [*zip(steps, map(bool, flags[::2]), map(bool, flags[1::2]), strict=True)]
+    return [
+        Staged(ok, step.commit, safe or not ok) if ok or step.otherwise is None else Staged(True, step.otherwise)
+        for step, ok, safe in triples
+    ]
 
 
 class InPlace(NamedTuple):

@@ -325,6 +325,7 @@ def _in_codes(
                 x = layouts.join(leaves, bucket)
                 consume = layouts.is_fresh(x, leaves, bucket)  # else x is the caller's memory
                 mean, errors = mean_of(x, (worker_error, server_error), bucket.segments, consume)
+                del x  # as large as what is split
                 means.update(zip(bucket.leaf_indices, layouts.split(mean, bucket), strict=True))
                 worker.append(errors[0])
                 server.append(errors[1])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
+from inspect import unwrap
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.base import (
+    Chained,
     Facts,
     NewParams,
     Part,
@@ -41,6 +43,7 @@ from fn.collectives.axis import current_binding
 from fn.collectives.simulation import found_alike
 from fn.compiling import memoized
 from fn.errors import expected
+from fn.kernels import lists, rules
 from fn.kernels.flags import are_assumed, known, read
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
@@ -181,6 +184,7 @@ def outer(
     check_store(store)
     if on_skip not in ("keep", "anchor"):
         raise ValueError(expected("on_skip", "'keep' or 'anchor'", f"{on_skip!r}"))
+    move = moves_of(outer_tx)
     inner_update = inner.local_update if has_phase(inner, Phase.LOCAL) else inner.warmup_update
     dtype, host = (None, torch.device("cpu")) if store == "cpu" else (store, None)
 
@@ -225,7 +229,8 @@ def outer(
         anchor, structure = tree.flatten(state.anchor)
         pending = tree.leaves(state.pending)
         starts = [anchor[i].to(params[i]).to(pending[i].dtype) for i in places]  # on the device of the params
-        steps = [(x - params[i].to(x.dtype)).to(host) for i, x in zip(places, starts, strict=True)]
+        steps = lists.elementwise(rules.plus, (starts, [params[i] for i in places]), -1.0)
+        steps = [x.to(host) for x in steps]
         begun = _with(state.begun, fragment, torch.ones_like(state.begun[fragment]))
         return state._replace(pending=tree.unflatten(structure, put(pending, places, steps)), begun=begun)
 
@@ -252,8 +257,8 @@ def outer(
         pending = tree.leaves(state.pending)
         before, means = [anchor[i] for i in places], [pending[i] for i in places]
         wide = [x.to(d.dtype) for x, d in zip(before, means, strict=True)]
-        moves, outer_state = outer_tx.local_update(means, state.outer[fragment], wide)
-        new = [x + u.to(x.dtype) for x, u in zip(wide, tree.leaves(moves), strict=True)]
+        moves, outer_state = move(means, state.outer[fragment], wide)
+        new = lists.elementwise(rules.plus, (wide, moves), 1.0, out=room_in(moves, [*means, *wide]))
         rounded = [x.to(params[i].dtype) for i, x in zip(places, new, strict=True)]
         stored = [x.to(old.dtype) for x, old in zip(new, before, strict=True)]
         results = [*means, *new, *rounded, *stored, *_floats(outer_state)]
@@ -265,7 +270,7 @@ def outer(
         after = [_chosen(taken, x, old) for x, old in zip(stored, before, strict=True)]
         state = state._replace(
             anchor=tree.unflatten(structure, put(anchor, places, after)),
-            pending=tree.unflatten(structure, put(pending, places, [_zeros_like(d) for d in means])),
+            pending=tree.unflatten(structure, put(pending, places, _zeros_like(means))),
             outer=_with(state.outer, fragment, outer_state),
             left_out=state.left_out if _is_known(ok) else state.left_out + (begun & ~ok.to(begun.device)).long(),
             begun=_with(state.begun, fragment, torch.zeros_like(begun)),
@@ -354,6 +359,42 @@ def taken_alone(update: UpdateFn, updates: Tree, state: Tree, params: Tree) -> t
     return moves, tree.unflatten(structure, chosen), ok
 
 
+def moves_of(outer_tx: Transform) -> Callable[[list[Tensor], Tree, list[Tensor]], tuple[list[Tensor], Tree]]:
+    """Return the update of an outer optimizer, whose last link, the rate, writes over what the others made.
+
+    An exchange is when memory is full: what is written over is a copy of the params less.
+    """
+    update = unwrap(outer_tx.local_update)
+    *front, last = update.links if isinstance(update, Chained) else [update]
+    if not (isinstance(last, Step) and isinstance(last.rule, Rate)):  # in a chain inside of the chain
+        return lambda means, state, params: _leaves_first(outer_tx.local_update(means, state, params))
+    lr = last.rule.lr
+
+    def move(means: list[Tensor], state: Tree, params: list[Tensor]) -> tuple[list[Tensor], Tree]:
+        directions, after = _leaves_first(Chained((*front,))(means, state[:-1], params)) if front else (means, ())
+        room = room_in(directions, [*means, *params, *tree.leaves(after)])
+        moves = lists.elementwise(rules.scaled, (directions,), -lr, out=room)
+        return moves, (*after, state[-1]) if front else state
+
+    return move
+
+
+def _leaves_first(result: tuple[Tree, Tree]) -> tuple[list[Tensor], Tree]:
+    return tree.leaves(result[0]), result[1]
+
+
+def room_in(tensors: list[Tensor], others: list[Tensor]) -> list[list[Tensor]] | None:
+    """Return tensors of a device as what may be written over; None if they lie in the memory of others, or elsewhere.
+
+    On a CPU results lie in memory that is used again, and a tensor at a time is enough.
+    """
+    on_device = all(x.device.type != "cpu" for x in tensors) and is_concrete(*tensors, *others)
+    if not on_device or any(x.requires_grad for x in (*tensors, *others)) or len({x.dtype for x in tensors}) > 1:
+        return None
+    taken = {x.untyped_storage()._cdata for x in others}
+    return None if any(x.untyped_storage()._cdata in taken for x in tensors) else [tensors]
+
+
 def _floats(state: Tree) -> list[Tensor]:
     return [x for x in tree.leaves(state) if x.is_floating_point()]
 
@@ -367,9 +408,13 @@ def _between(anchor: Tensor, p: Tensor, alpha: float) -> Tensor:
     return anchor + alpha * (p.to(anchor.dtype) - anchor) if alpha else anchor
 
 
-def _zeros_like(x: Tensor) -> Tensor:
+def _zeros_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return zeros, without memory for them where they are copied into the state at once."""
-    return x.new_zeros(()).expand_as(x) if are_assumed() and x.device.type != "cpu" else torch.zeros_like(x)
+    if not are_assumed() or {x.device.type for x in tensors} <= {"cpu"}:
+        return [*map(torch.zeros_like, tensors)]
+    kinds = {(x.dtype, x.device): x for x in tensors}
+    zeros = {kind: x.new_zeros(()) for kind, x in kinds.items()}
+    return [zeros[x.dtype, x.device].expand_as(x) for x in tensors]
 
 
 def _is_known(ok: Tensor) -> bool:

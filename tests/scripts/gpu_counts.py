@@ -197,6 +197,7 @@ class Watch(TorchDispatchMode):
         self.waits: collections.Counter[str] = collections.Counter()
         self.launches: collections.Counter[str] = collections.Counter()
         self.collectives = self.live = self.peak = 0
+        self.peak_at = ""
         self._known: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -240,7 +241,8 @@ class Watch(TorchDispatchMode):
         key, size = storage._cdata, storage.nbytes()
         self._known.add(key)
         self.live += size
-        self.peak = max(self.peak, self.live)
+        if self.live > self.peak:
+            self.peak, self.peak_at = self.live, place()
         weakref.finalize(storage, self._end, key, size)
 
     def _end(self, key: int, size: int) -> None:
@@ -341,13 +343,13 @@ def overlapped(opt: fn.Optimizer, phase: fn.Phase) -> None:
         write(opt.training, phase, settled(steps))
 
 
-def count(place: int) -> tuple[Limits, dict[str, int], list[tuple[str, int]]]:
-    """Return what a case costs, and where it waits and launches. Args: place: among `CASES`."""
+def count(place: int) -> tuple[Limits, dict[str, Any], list[tuple[str, int]]]:
+    """Return what a case costs, and where it waits, has its peak, and launches. Args: place: among `CASES`."""
     case = CASES[place]
     with echo(*case.axes, size=8), FakeTensorMode(allow_non_fake_inputs=True):
         watch, new = steady(case)
     counted = Limits(watch.launches.total(), watch.waits.total(), watch.collectives, round(new, 2))
-    return counted, dict(watch.waits), watch.launches.most_common(40)
+    return counted, {**watch.waits, "peak": watch.peak_at}, watch.launches.most_common(40)
 
 
 def main() -> None:

@@ -81,8 +81,8 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
     states, after, parts = training.states, params, {part.kind: part for part in round_.exchange}
     take_over: Callable[[], Tree] | None = None
     if "mean" in parts:
-        differences, after = run(parts["difference"], states, after)
-        differences = _weighed(states, differences, weight)
+        states, after = run(parts["difference"], states, after)
+        states = _weighed(training.states, states, weight)
         fragment, steps = parts["mean"].fragment, training.steps  # of now: a mean that travels is sent later
         # Whoever has heard the announcement waits in the mean. A rank that is interrupted before its own mean, and
         # lives on, would keep the others waiting until the group's time-out.
@@ -90,27 +90,27 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
         if round_.end == round_.begin:
             with heard_if_broken:
                 _announce(training, fragment, steps)()
-                states, after = run(parts["mean"], differences, after)
+                states, after = run(parts["mean"], states, after)  # the differences are freed behind it
         else:
             # Local steps write the params while the mean travels, so it is shown none: what it read would depend on
             # the time, and params that it returned would undo those steps.
-            unknown = _filled(params, torch.nan)
+            unknown, differences = _filled(params, torch.nan), states
 
             def mean() -> tuple[Tree, Callable[[], None]]:
                 with heard_if_broken:  # in this thread, on an accelerator; others hear no signals
                     compare = _announce(training, fragment, steps)
                     if device_among(training.groups).type == "cpu":
                         compare()  # on an accelerator the training would wait here for the other ranks
-                    states, new = run(parts["mean"], differences, unknown)
+                    averaged, new = run(parts["mean"], differences, unknown)
                 _check_unmoved(unknown, new)
-                return states, compare
+                return averaged, compare
 
             wait = in_background(training, mean)
 
             def take_over() -> Tree:
-                states, compare = wait()
+                averaged, compare = wait()
                 compare()
-                return states
+                return averaged
 
     if "outer" in parts:
         with flags.assumed() as assumed:
@@ -173,7 +173,9 @@ def _hang_up(training: Training) -> None:
 
 def _filled(params: Params, value: float) -> Params:
     """Return trees like the params that hold one number everywhere, without memory for more."""
-    return tuple([p.new_full((), value).expand_as(p) for p in group] for group in params)
+    numbers = {(p.dtype, p.device): p for group in params for p in group}
+    numbers = {kind: p.new_full((), value) for kind, p in numbers.items()}
+    return tuple([numbers[p.dtype, p.device].expand_as(p) for p in group] for group in params)
 
 
 def _moved(params: Params, moves: Any, nothing: Params) -> Params:

@@ -113,10 +113,12 @@ def mean_of_rows(codec: Codec, payload: Tree) -> Tensor:
         return codec.decode_mean(payload)
     # Added in the order of the rows: a sum in another order rounds otherwise, and the replicas would drift apart.
     rows = codec.decode(payload)
-    total = rows[0]
-    for row in rows[1:].unbind(0):
-        total = torch.add(total, row, out=pooled(total, row).get("out"))
-    return torch.mul(total, 1.0 / rows.shape[0], out=pooled(total).get("out"))
+    total, in_place = rows[0], rows.device.type != "cpu" and is_concrete(rows) and not rows.requires_grad
+    for place, row in enumerate(rows[1:].unbind(0)):
+        out = total if in_place and place else pooled(total, row).get("out")
+        total = torch.add(total, row, out=out)
+    out = total if in_place and len(rows) > 1 else pooled(total).get("out")
+    return torch.mul(total, 1.0 / rows.shape[0], out=out)
 
 
 class Segments(NamedTuple):
