@@ -11,6 +11,7 @@ for an optimizer that is made elsewhere; `overlap` takes a model without DDP, to
 from __future__ import annotations
 
 import inspect
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -22,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fn.adapters.ddp.backward_pass import DdpHook, GradientHooks
@@ -134,6 +136,7 @@ def overlap(
     if not in_ddp and any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         wanted, got = "a module without a DistributedDataParallel inside", f"{type(model).__name__}, which holds one"
         raise TypeError(expected("model", wanted, got, "pass that part itself, for it averages gradients"))
+    _refuse_shards(model)
     params: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     _check_params(params, optimizer.param_groups)
     _warn_of_others(model, optimizer)
@@ -363,13 +366,33 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     return str(group._get_backend(device).name())
 
 
+def _refuse_shards(model: nn.Module) -> None:
+    """Refuse DTensors, of which a rank has shards: FSDP2 sends their gradients itself, inside of the backward pass."""
+    for name, p in model.named_parameters():
+        if isinstance(p, DTensor):
+            wanted = "a model of whole tensors, whose gradients nobody else reduces"
+            got = f"the parameter {name!r}, a DTensor on {p.device_mesh}"
+            cure = "use fn.adapters.fsdp.compress, which sends them in codes behind the backward pass"
+            raise TypeError(expected("model", wanted, got, cure))
+
+
 def check_alone(model: nn.Module, backend: str) -> None:
     """Refuse a model that communicates in its backward pass, too, other than over gloo.
 
     Ranks may start its exchanges and those of our thread in different orders, and then wait for each other for good.
 
-    Raises: ValueError that names what communicates.
+    Nor are a device's queues shared then: with one connection, an exchange waits for the kernels that were queued
+    before it on any stream, and these for another exchange, whose order on other ranks is another one.
+
+    Raises: ValueError that names what communicates, or what lets kernels wait for it.
     """
+    if backend == "nccl" and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        wanted = f"to be more than 1 where fn communicates over {backend} behind the backward pass"
+        cure = (
+            "with one connection its kernels share a queue with those of the backward pass, so that nothing overlaps "
+            "and ranks may wait for each other for good; unset it before CUDA starts, or use fn.adapters.ddp.keep_local"
+        )
+        raise ValueError(expected("CUDA_DEVICE_MAX_CONNECTIONS", wanted, "1", cure))
     norms = (name for name, part in model.named_modules() if isinstance(part, nn.SyncBatchNorm))
     communicating = next((f"SyncBatchNorm {name!r}" for name in norms), "")
     if isinstance(model, DistributedDataParallel) and model.find_unused_parameters:

@@ -158,18 +158,20 @@ class Overlap:
         Raises: ValueError if hyper-parameters or the state were changed since, or the loss is scaled and nobody said
             so; what was raised while communicating.
         """
-        changed = self._changes.of_gradients(self.maker)
-        changed = changed if phase is self._phase else None
+        is_of_pass = phase is self._phase
+        unchanged, error_of = self._changes.of_gradients(self.maker)
         self._send_the_rest(phase)
         if self._pass is None or phase is not self._phase:
-            return None, changed
+            return None, None if unchanged or not is_of_pass else error_of()
         gradients, groups = self._optimizer.training.gradients, self._optimizer.param_groups
         others_absent = any(gradients.are_others_absent(g, group["params"]) for g, group in enumerate(groups))
         problem = self._changes.of_settings(self.maker)  # while the last codes are on the wire
         ended, self._pass = self._pass, None
         steps = ended.results()
         self._threads.catch_up()
-        steps = settled(steps)
+        # One wait for all: whether the numbers of each step are finite, and whether the gradients are as they were.
+        *steps, compared = settled([*steps, Staged(unchanged, lambda: None)])
+        changed = None if compared.ok or not is_of_pass else error_of()
         if len(steps) < len(groups) or not all(step.ok and step.safe for step in steps):
             return None, changed
         if others_absent:
@@ -261,30 +263,33 @@ class Changes:
             return ValueError(f"scaler: {text}")
         return None
 
-    def of_gradients(self, maker: str) -> ValueError | None:
-        """Return what is wrong if gradients are others than those that were noted; asked once for a pass.
+    def of_gradients(self, maker: str) -> tuple[bool | Tensor, Callable[[], ValueError | None]]:
+        """Return whether gradients are those that were noted, and what is wrong if they are not; asked once for a pass.
 
-        Args: maker: the function that the user called.
+        The former is a flag of the device, 0-d, where the gradients are there. Args: maker: the function that the user
+        called.
         """
         left, self._left = self._left, []
-        if len(left) != len(self._optimizer.param_groups):  # none, or a group came since, and all is sent in the step
-            return None
         by_scaler = self._scaler is not None or hasattr(self._optimizer, "found_inf")
         unscaled = by_scaler and getattr(self._optimizer, "grad_scale", None) is None
-        if unscaled and self.scale is None:  # by a number that is not known here
-            return None
         factor = 1.0 / self.scale if unscaled and self.scale else 1.0
+        # Where nothing was noted, or a group came since, all is sent in the step. Or it is a scale nobody told us.
+        if len(left) != len(self._optimizer.param_groups) or (unscaled and self.scale is None):
+            return True, lambda: None
         now = self._sampled()
-        if _near(now, left, factor):
-            return None
-        changed = next(g for g, pair in enumerate(zip(now, left, strict=True)) if not _near(pair[:1], pair[1:], factor))
-        clips = "fn.Optimizer(..., max_norm=...) and keep_local(model) in the place of overlap"
-        clips = clips if maker == "overlap" else f"{maker}(..., max_norm=...)"
-        return ValueError(
-            f"gradients of param group {changed}: expected those that backward left, from which the step is taken, but "
-            f"they were changed between backward and step; leave out what changes them, clip_grad_norm_ or a trainer's "
-            f"max_grad_norm perhaps, and clip with {clips}; torch.nn.utils.get_total_norm only reads"
-        )
+
+        def error() -> ValueError:
+            pairs = enumerate(zip(now, left, strict=True))
+            changed = next(g for g, pair in pairs if not _near(pair[:1], pair[1:], factor))
+            clips = "fn.Optimizer(..., max_norm=...) and keep_local(model) in the place of overlap"
+            clips = clips if maker == "overlap" else f"{maker}(..., max_norm=...)"
+            return ValueError(
+                f"gradients of param group {changed}: expected those that backward left, from which the step is taken, "
+                f"but they were changed between backward and step; leave out what changes them, clip_grad_norm_ or a "
+                f"trainer's max_grad_norm perhaps, and clip with {clips}; torch.nn.utils.get_total_norm only reads"
+            )
+
+        return _near(now, left, factor), error
 
     def _read_settings(self) -> list[Any]:
         training = self._optimizer.training
@@ -303,7 +308,15 @@ def _sample(params: Sequence[Tensor]) -> Tensor:
     return torch.cat(flat) if flat else torch.zeros(0, dtype=torch.float32, device="cpu")
 
 
-def _near(now: Sequence[Tensor], before: Sequence[Tensor], factor: float) -> bool:
-    """Tell whether samples are `factor` times what they were, but for rounding."""
-    ours, theirs = (torch.cat([x.cpu().double() for x in samples]) for samples in (now, before))
-    return torch.allclose(ours, theirs * factor, rtol=0.0 if factor == 1.0 else 1e-3, atol=0.0, equal_nan=True)
+def _near(now: Sequence[Tensor], before: Sequence[Tensor], factor: float) -> Tensor:
+    """Return whether samples are `factor` times what they were, but for rounding; 0-d, on the device of the first."""
+    ours, theirs = map(_end_to_end, (now, before))
+    tolerance = 0.0 if factor == 1.0 else 1e-3
+    return torch.isclose(ours, theirs * factor, rtol=tolerance, atol=0.0, equal_nan=True).all()
+
+
+def _end_to_end(samples: Sequence[Tensor]) -> Tensor:
+    """Return samples as one vector, in float64, or in float32 on a device, which may have no float64."""
+    device = next((x.device for x in samples if x.numel()), samples[0].device)
+    x = torch.cat([x.to(device) for x in samples])
+    return x.to(torch.float64 if device.type == "cpu" else torch.promote_types(x.dtype, torch.float32))
