@@ -45,6 +45,8 @@ _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
 WIDTH, LAYERS, WORDS, CONTEXT = 2048, 24, 50257, 2048
 GROUPS = 2
+FIRST = 100
+"""The step from which on steps are taken."""
 HOME = str(Path(fn.__file__).parent)
 
 TENSORS_OF_A_LAUNCH = {1: 110, 2: 64, 3: 48, 4: 36, 5: 30}  # lists that a function reads and writes -> tensors
@@ -121,11 +123,11 @@ CASES = [  # two param groups; so two of each collective
     Case("1-bit shards", fn.sharded_onebit_adam, C, Limits(160, 1, 6, 13.6)),
     # What follows goes tensor by tensor today: the limits are what is counted, so that they are noticed if they grow.
     Case("diloco", fn.diloco, LOCAL_STEP, Limits(50, 1, 0, 1)),
-    Case("diloco", fn.diloco, EXCHANGE, Limits(1500, 3, 5, 12.5)),
+    Case("diloco", fn.diloco, EXCHANGE, Limits(500, 3, 5, 12.5)),
     Case("local_sgd", fn.local_sgd, LOCAL_STEP, Limits(200, 1, 0, 8.1)),
-    Case("local_sgd", fn.local_sgd, EXCHANGE, Limits(1500, 3, 5, 12.5)),
+    Case("local_sgd", fn.local_sgd, EXCHANGE, Limits(500, 3, 5, 12.5)),
     Case("muloco", fn.muloco, LOCAL_STEP, Limits(1050, 1, 0, 12.1)),
-    Case("muloco", fn.muloco, EXCHANGE, Limits(2200, 3, 5, 12.5)),
+    Case("muloco", fn.muloco, EXCHANGE, Limits(1500, 3, 5, 12.5)),
     Case("sparse_loco", fn.sparse_loco, LOCAL_STEP, Limits(50, 1, 0, 1)),
     Case("sparse_loco", fn.sparse_loco, EXCHANGE, Limits(79200, 2097, 6, 57)),
     Case("powersgd_adamw", fn.powersgd_adamw, C, Limits(300, 1, 2, 8.1), groups=1),
@@ -315,7 +317,11 @@ def shapes() -> list[tuple[int, ...]]:
 
 
 def steady(case: Case) -> tuple[Watch, float]:
-    """Return what the third step costs, and its new bytes per parameter."""
+    """Return what the third step costs, and its new bytes per parameter.
+
+    An exchange stands behind a step that is local only, as nearly all do: that one has looked at the new params.
+    """
+    phases = [case.phase, LOCAL_STEP if case.phase == EXCHANGE else case.phase, case.phase]
     params = [torch.nn.Parameter(torch.empty(shape, dtype=case.dtype, device=DEVICE)) for shape in shapes()]
     groups = [{"params": params[g :: case.groups]} for g in range(case.groups)]
     groups = bucketed(params) if case.kind == "overlapped" else groups
@@ -324,8 +330,8 @@ def steady(case: Case) -> tuple[Watch, float]:
     with Watch():
         opt = fn.Optimizer(groups, partial(case.make, axis=axis, **case.hyper), lr=1e-3, refuse_averaged=False,
                            max_norm=1.0 if case.kind == "clipped" else None,
-                           schedule=watched if case.kind == "watched" else lambda step: case.phase)  # fmt: skip
-    opt.steps = 100
+                           schedule=watched if case.kind == "watched" else lambda step: phases[(step - FIRST) % 3])  # fmt: skip
+    opt.steps = FIRST
     for p in params:
         p.grad = torch.empty_like(p)
     if case.kind == "scaled":
