@@ -326,11 +326,10 @@ def steady(case: Case) -> tuple[Watch, float]:
     groups = [{"params": params[g :: case.groups]} for g in range(case.groups)]
     groups = bucketed(params) if case.kind == "overlapped" else groups
     axis: Any = case.axes if len(case.axes) > 1 else case.axes[0]
-    watched = fn.freeze_when_stable(0.9)
+    schedule = fn.freeze_when_stable(0.9) if case.kind == "watched" else lambda step: phases[(step - FIRST) % 3]
     with Watch():
         opt = fn.Optimizer(groups, partial(case.make, axis=axis, **case.hyper), lr=1e-3, refuse_averaged=False,
-                           max_norm=1.0 if case.kind == "clipped" else None,
-                           schedule=watched if case.kind == "watched" else lambda step: phases[(step - FIRST) % 3])  # fmt: skip
+                           max_norm=1.0 if case.kind == "clipped" else None, schedule=schedule)  # fmt: skip
     opt.steps = FIRST
     for p in params:
         p.grad = torch.empty_like(p)
