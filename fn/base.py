@@ -401,12 +401,13 @@ class Guarded(NamedTuple):
     """The update of `skip_nonfinite`, whose state has that of `inner` in its first field.
 
     inner: the update that is guarded. looks: whether its results are checked, as they are in all but local steps.
-    run: the guarded update.
+    run: the guarded update. around: guards another update in the same way.
     """
 
     inner: UpdateFn
     looks: bool
     run: UpdateFn
+    around: Callable[[UpdateFn], UpdateFn]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return what the guarded update returns."""

@@ -22,11 +22,24 @@ class Decay(NamedTuple):
 
     weight_decay: float
 
+    def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
+        """Return what becomes of the updates. out: as for `leafwise.apply`."""
+        if self.weight_decay == 0:
+            return updates
+        check_params(params)
+        tree.check_real(updates, "updates")
+        return apply(rules.decayed, (updates, params), self.weight_decay, out=out)
+
 
 class Rate(NamedTuple):
     """The rule -lr u."""
 
     lr: float | Tensor
+
+    def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
+        """Return what becomes of the updates. out: as for `leafwise.apply`."""
+        tree.check_real(updates, "updates")
+        return apply(rules.scaled, (updates,), -self.lr, out=out)
 
 
 def add_decayed_weights(weight_decay: float, cautious: bool = False) -> Transform:
@@ -55,14 +68,12 @@ def add_decayed_weights(weight_decay: float, cautious: bool = False) -> Transfor
     if cautious:
         return lift(lambda params: (), cautiously, elementwise=True)
 
-    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        if weight_decay == 0:
-            return updates, state
-        check_params(params)
-        tree.check_real(updates, "updates")
-        return apply(rules.decayed, (updates, params), weight_decay), state
+    rule = Decay(weight_decay)
 
-    return lift(lambda params: (), Step(Decay(weight_decay), update), elementwise=True)
+    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        return rule.applied(updates, params), state
+
+    return lift(lambda params: (), Step(rule, update), elementwise=True)
 
 
 def check_decay(weight_decay: float) -> None:
@@ -99,8 +110,9 @@ def scale_by_learning_rate(lr: float | Tensor) -> Transform:
     """
     check_rate(lr)
 
-    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        tree.check_real(updates, "updates")
-        return apply(rules.scaled, (updates,), -lr), state
+    rule = Rate(lr)
 
-    return lift(lambda params: (), Step(Rate(lr), update), elementwise=True)
+    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        return rule.applied(updates, params), state
+
+    return lift(lambda params: (), Step(rule, update), elementwise=True)

@@ -12,7 +12,12 @@ Tree = Any
 
 
 def apply(
-    rule: Callable[..., Any], trees: tuple[Tree, ...], *numbers: Number, like: int = 0, wide: bool = False
+    rule: Callable[..., Any],
+    trees: tuple[Tree, ...],
+    *numbers: Number,
+    like: int = 0,
+    wide: bool = False,
+    out: Tree | None = None,
 ) -> Any:
     """Apply a rule to the corresponding leaves of trees of the same structure.
 
@@ -21,12 +26,13 @@ def apply(
         >>> apply(rules.decayed, ({"w": torch.ones(2)}, {"w": torch.tensor([1.0, -3.0])}), 0.5)     # u + 0.5 p
         {'w': tensor([ 1.5000, -0.5000])}
 
-    Args: as for `fn.kernels.lists.elementwise`, with trees in place of lists.
+    Args: as for `fn.kernels.lists.elementwise`, with trees in place of lists. out: for a rule with one result.
     Returns: a tree, or a tuple of trees for a rule with several results.
     Raises: ValueError where the structures differ.
     """
     lists, structure = tree.flatten_alike(trees, like)
-    found = elementwise(rule, lists, *numbers, like=like, wide=wide)
+    to = None if out is None else [tree.leaves(out)]
+    found = elementwise(rule, lists, *numbers, like=like, wide=wide, out=to)
     if isinstance(found, tuple):
         return tuple(tree.unflatten(structure, leaves) for leaves in found)
     return tree.unflatten(structure, found)

@@ -15,6 +15,7 @@ from fn import tree
 from fn.base import (
     Facts,
     Phase,
+    Step,
     Transform,
     UpdateFn,
     check_is_transform,
@@ -63,6 +64,12 @@ class LowRankState(NamedTuple):
     errors: tuple[Tree, ...]
     q: tuple[Tree, ...]
     mean: tuple[Tree, Tree]
+
+
+class LowRankAverage(NamedTuple):
+    """The rule of `low_rank_average`. axis: its argument."""
+
+    axis: AxisNames
 
 
 class _Plan(NamedTuple):
@@ -277,7 +284,7 @@ def low_rank_average(
                     q_after[i], outs[i] = found[0], found[1].view(leaves[i].shape)
             return tree.unflatten(structure, outs), LowRankState(tuple(errors), tuple(q_after), state.mean)
 
-        return update
+        return Step(LowRankAverage(axis), update)
 
     said = [] if mean is None else [facts_of(mean)]
     facts = merged(facts_of(exact), *said, Facts(whole=("low_rank_average",)))

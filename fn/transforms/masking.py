@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,6 +12,7 @@ from fn.base import (
     Facts,
     NewParams,
     Phase,
+    Step,
     Transform,
     UpdateFn,
     apply_updates,
@@ -21,6 +22,7 @@ from fn.base import (
     combine,
     unchanged,
 )
+from fn.compiling import own_code
 from fn.errors import expected
 
 Tree = Any
@@ -124,28 +126,28 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         return {label: transforms[label].init(_pick(params, chosen)) for label, chosen in places(params).items()}
 
     def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        update_of = dict(zip(transforms, updates_of, strict=True))
+        def of(update_of: Mapping[str, UpdateFn]) -> UpdateFn:
+            def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+                _check_labels(state, update_of)
+                moves: dict[int, Any] = {}
+                new_params: dict[int, Any] = {}  # of labels whose update returns `NewParams`
+                after = {}
+                chosen_of, updates = places(params), tree.in_order(updates, params, "updates")
+                for label, chosen in chosen_of.items():
+                    new, after[label] = update_of[label](_pick(updates, chosen), state[label], _pick(params, chosen))
+                    if isinstance(new, NewParams):
+                        new_params.update(zip(chosen, new.params, strict=True))
+                    else:
+                        moves.update(zip(chosen, new, strict=True))
+                if new_params:
+                    leaves = tree.leaves(params)
+                    new_params.update((i, *apply_updates([leaves[i]], [u])) for i, u in moves.items())
+                    return NewParams(_put(params, new_params)), after
+                return _put(updates, moves), after
 
-        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-            _check_labels(state, update_of)
-            moves: dict[int, Any] = {}
-            new_params: dict[int, Any] = {}  # of labels whose update returns `NewParams`
-            after = {}
-            chosen_of, updates = places(params), tree.in_order(updates, params, "updates")
-            tree.check_updates(updates, params)  # a label's own list would name a place in the list
-            for label, chosen in chosen_of.items():
-                new, after[label] = update_of[label](_pick(updates, chosen), state[label], _pick(params, chosen))
-                if isinstance(new, NewParams):
-                    new_params.update(zip(chosen, new.params, strict=True))
-                else:
-                    moves.update(zip(chosen, new, strict=True))
-            if new_params:
-                leaves = tree.leaves(params)
-                new_params.update((i, *apply_updates([leaves[i]], [u])) for i, u in moves.items())
-                return NewParams(_put(params, new_params)), after
-            return _put(updates, moves), after
+            return Step(Partitioned(update_of, of), own_code(update))
 
-        return update
+        return of(dict(zip(transforms, updates_of, strict=True)))
 
     facts = Facts(whole=("partition by a function",) if callable(labels) else ())
     return combine([*transforms.values()], init, compose, facts)
@@ -156,6 +158,13 @@ def _check_labels(state: Tree, labels: Iterable[str]) -> None:
     if set(state) != set(labels):
         wanted = f"the labels of the transforms, {sorted(labels)}, as init of the same partition returned"
         raise ValueError(expected("state", wanted, f"{sorted(map(str, state))}"))
+
+
+class Partitioned(NamedTuple):
+    """The rule of `partition`. update_of: of each label. of: partitions others in the same way."""
+
+    update_of: Mapping[str, UpdateFn]
+    of: Callable[[Mapping[str, UpdateFn]], UpdateFn]
 
 
 Labels = Tree | Callable[[Tree], Tree] | None

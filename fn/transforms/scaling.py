@@ -3,19 +3,38 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Transform, check_interval, check_number, stateless
+from fn.base import Facts, Step, Transform, check_interval, check_number, lift, stateless
 from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.lists import elementwise, peaks
 from fn.transforms.leafwise import apply
 
 Tree = Any
+
+
+class ByShape(NamedTuple):
+    """The rule of `scale_by_shape`."""
+
+    def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
+        """Return what becomes of the updates. out: the updates themselves, to write into them."""
+        tree.check_real(updates, "updates")
+        leaves, structure = tree.flatten(updates)
+        alike: dict[float, list[int]] = {}  # a call for each factor, which then is a number that is on the host
+        for i, x in enumerate(leaves):
+            if x.ndim > 1 and x.numel():
+                alike.setdefault(math.sqrt(x.shape[0] / math.prod(x.shape[1:])), []).append(i)
+        for factor, places in alike.items():
+            some = [leaves[i] for i in places]
+            found = elementwise(rules.scaled, (some,), factor, out=None if out is None else [some])
+            for i, x in zip(places, found, strict=True):
+                leaves[i] = x
+        return tree.unflatten(structure, leaves)
 
 
 def scale(x: float | Tensor) -> Transform:
@@ -89,16 +108,9 @@ def scale_by_shape() -> Transform:
     Paper: Ahn et al., Dion (arXiv 2504.05295), section 3.2; n / m is fan-out / fan-in of a linear layer's weight.
     """
 
-    def scaled(updates: Tree, params: Tree) -> Tree:
-        tree.check_real(updates, "updates")
-        leaves, structure = tree.flatten(updates)
-        alike: dict[float, list[int]] = {}  # a call for each factor, which then is a number that is on the host
-        for i, x in enumerate(leaves):
-            if x.ndim > 1 and x.numel():
-                alike.setdefault(math.sqrt(x.shape[0] / math.prod(x.shape[1:])), []).append(i)
-        for factor, places in alike.items():
-            for i, x in zip(places, elementwise(rules.scaled, ([leaves[i] for i in places],), factor), strict=True):
-                leaves[i] = x
-        return tree.unflatten(structure, leaves)
+    rule = ByShape()
 
-    return stateless(scaled)._replace(facts=Facts(whole=("scale_by_shape",)))
+    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        return rule.applied(updates, params), state
+
+    return lift(lambda params: (), Step(rule, update))._replace(facts=Facts(whole=("scale_by_shape",)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -90,9 +91,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
         device = leaves[0].device if leaves else torch.device("cpu")
         return SkipState(inner.init(params), torch.zeros((), dtype=torch.int64, device=device))
 
-    def guard(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        (inner_update,) = updates_of
-
+    def guarded(phase: Phase, inner_update: UpdateFn) -> UpdateFn:
         def local(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
             check_state(state, SkipState)
             out, after = inner_update(updates, state.inner, params)
@@ -112,9 +111,10 @@ def skip_nonfinite(inner: Transform) -> Transform:
             ok = _is_fine(out, after, state.inner, params)
             return _keep_or_skip(ok, out, after, state, params, math.nan if is_inside else None)
 
-        return Guarded(inner_update, False, local) if phase is Phase.LOCAL else Guarded(inner_update, True, update)
+        looks = phase is not Phase.LOCAL
+        return Guarded(inner_update, looks, update if looks else local, partial(guarded, phase))
 
-    return combine([inner], init, guard)
+    return combine([inner], init, lambda phase, updates_of: guarded(phase, *updates_of))
 
 
 def together(transforms: Sequence[Transform]) -> Transform:

@@ -131,7 +131,7 @@ CASES = [  # two param groups; so two of each collective
     Case("sparse_loco", fn.sparse_loco, LOCAL_STEP, Limits(50, 1, 0, 1)),
     Case("sparse_loco", fn.sparse_loco, EXCHANGE, Limits(79200, 2097, 6, 57)),
     Case("powersgd_adamw", fn.powersgd_adamw, C, Limits(300, 1, 2, 8.1), groups=1),
-    Case("dion", fn.dion, C, Limits(600, 1, 2, 17.5), groups=1),
+    Case("dion", fn.dion, C, Limits(600, 1, 2, 12), groups=1),
     Case("demo", fn.demo, C, Limits(33900, 19, 5, 34)),
     Case("ef21_sgdm", fn.ef21_sgdm, C, Limits(26500, 13, 2, 34)),
     Case("lion_vote", fn.lion_vote, C, Limits(170, 1, 4, 20)),

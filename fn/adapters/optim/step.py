@@ -38,6 +38,7 @@ from fn.collectives.profiling import step_range
 from fn.errors import expected
 from fn.inplace.match import in_place, refusing, same_links
 from fn.inplace.memory import among, copy_into, written_into
+from fn.inplace.own_memory import in_own_memory
 from fn.inplace.protocol import InPlace, Staged, settled
 from fn.kernels import flags, rules
 from fn.kernels.lists import elementwise
@@ -176,8 +177,9 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree, *, ex
     """
     params = tree.map(Tensor.detach, params)
     check_apart(state, params)
+    pure = unwrap(update.pure if isinstance(update, InPlace) else update)
     with nullcontext(list[Tensor]()) if exactly else flags.assumed() as assumed:
-        moves, after = checked(update)(grads, state, params)
+        moves, after = checked(pure if exactly else in_own_memory(pure))(grads, state, params)
     is_old = among(tree.leaves(state))
     moves = tree.map(lambda u: u.clone() if is_old(u) else u, moves)
     taken = after.skipped is state.skipped or after.skipped == state.skipped
@@ -189,7 +191,6 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree, *, ex
         write_state()
         move(params, moves)
 
-    pure = unwrap(update.pure if isinstance(update, InPlace) else update)
     if isinstance(pure, Guarded) and not pure.looks:
         return Staged(taken, commit, holds)
     return Staged(taken if holds is True else holds & taken, commit)
