@@ -8,7 +8,9 @@ read by the host waits for what was queued on the device; so does a copy to it f
 
 from __future__ import annotations
 
+import argparse
 import collections
+import json
 import sys
 import weakref
 from concurrent.futures import Future
@@ -26,6 +28,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import gpu_table
 from other_device import NAME, echo
 
 import fn
@@ -86,7 +89,7 @@ class Case(NamedTuple):
         when = PARTS_OF_A_ROUND[self.phase] if isinstance(self.phase, fn.Round) else self.phase.value
         parts = [self.name, when, *(f"{k}={v}" for k, v in self.hyper.items())]
         halves = {torch.bfloat16: ["bf16"], torch.float16: ["fp16"]}
-        parts += ["two axes"] * (len(self.axes) > 1) + halves.get(self.dtype, [])
+        parts += ["two axes"] * (len(self.axes) > 1) + halves.get(self.dtype, []) + ["one group"] * (self.groups == 1)
         return ", ".join([*parts, *[self.kind] * bool(self.kind)])
 
 
@@ -397,23 +400,32 @@ def count(place: int) -> tuple[Limits, dict[str, Any], list[tuple[str, int]]]:
 
 def main() -> None:
     """Count all cases, or those whose name holds an argument, which are then shown by place."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("only", nargs="*", help="parts of names of cases")
+    arguments.add_argument("--json", type=Path, help="write the counts here; docs/gpu_counts.json: docs/gpu.md, too")
+    chosen = arguments.parse_args()
     pretend()
-    wrong = 0
-    only = sys.argv[1:]
-    places = [i for i, case in enumerate(CASES) if not only or any(word in str(case) for word in only)]
+    wrong, found = 0, {}
+    places = [i for i, case in enumerate(CASES) if not chosen.only or any(word in str(case) for word in chosen.only)]
     # A process for each: plans are kept, and the tensors in them are fake ones of the case that made them.
     with get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         for place, (counted, waits, launches) in zip(places, pool.imap(count, places), strict=True):
             case = CASES[place]
+            found[str(case)] = counted._asdict()
             ok = all(a <= b for a, b in zip(counted, case.limits, strict=True))
             wrong += not ok
             counts = (f"{v} of {m} {k}" for k, v, m in zip(Limits._fields, counted, case.limits, strict=True))
             print(f"{'ok   ' if ok else 'WRONG'} {case}: {', '.join(counts)}", flush=True)
-            if only or not ok:
+            if chosen.only or not ok:
                 print("      waits", waits)
-            if only:
+            if chosen.only and chosen.json is None:
                 for where, n in launches:
                     print("     ", n, where)
+            if chosen.json is not None:  # after each, for all of them take minutes
+                gpu_table.write(chosen.json, found, [*map(str, CASES)])
+    if chosen.json is None and not chosen.only and [*json.loads(gpu_table.COUNTS.read_text())] != [*map(str, CASES)]:
+        wrong += 1
+        print("WRONG docs/gpu_counts.json: other cases; write it anew with --json")
     print(f"{wrong} cost more than they may")
     sys.exit(1 if wrong else 0)
 

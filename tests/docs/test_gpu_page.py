@@ -1,0 +1,32 @@
+"""docs/gpu.md: its table is what `gpu_counts.py` has counted, and nobody writes it by hand."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+import gpu_table
+
+
+def test_the_table_of_the_page_is_that_of_its_counts():
+    page, rows = gpu_table.PAGE.read_text(), json.loads(gpu_table.COUNTS.read_text())
+    assert len(gpu_table.BLOCK.findall(page)) == 1
+    assert gpu_table.with_table(page, rows) == page
+    assert "python tests/scripts/gpu_counts.py --json docs/gpu_counts.json" in page
+
+
+def test_a_figure_that_is_changed_by_hand_is_noticed():
+    page, rows = gpu_table.PAGE.read_text(), json.loads(gpu_table.COUNTS.read_text())
+    first = next(iter(rows.values()))
+    first["launches"] += 1
+    assert gpu_table.with_table(page, rows) != page
+
+
+def test_what_was_not_counted_again_stays_as_it_was(tmp_path):
+    counts, row = tmp_path / "counts.json", {"launches": 1, "waits": 1, "collectives": 2, "bytes": 4.0}
+    gpu_table.write(counts, {"b": row, "gone": row}, ["a", "b", "gone"])
+    gpu_table.write(counts, {"a": {**row, "launches": 9}}, ["a", "b"])
+    assert [*json.loads(counts.read_text()).items()] == [("a", {**row, "launches": 9}), ("b", row)]
