@@ -49,7 +49,8 @@ PAGES = (HERE / "README.md", ROOT / "README.md")
 
 NOT_YET = "not measured yet"
 
-BLOCK = re.compile(r"(<!-- table: (.+?) -->\s*)\S.*?(\s*<!-- end -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- table: (.+?) -->(?:\n\n| )).*?((?:\n\n| )<!-- end -->)", re.DOTALL)
+"""A block of its own, or a part of a line."""
 
 
 class Measurement(NamedTuple):

@@ -52,6 +52,14 @@ def test_a_table_that_somebody_changed_is_written_anew() -> None:
     assert report.renewed(page.replace(figure, f"{figure}9")) == page
 
 
+@pytest.mark.parametrize("gap", ["\n\n", " "])
+def test_what_is_written_twice_is_written_once(gap: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "tables", lambda: iter([("code", lambda: "    python a.py\n\n| a |")]))
+    once = report.renewed(f"x <!-- table: code -->{gap}old{gap}<!-- end --> y")
+    assert once == f"x <!-- table: code -->{gap}    python a.py\n\n| a |{gap}<!-- end --> y"
+    assert report.renewed(once) == once
+
+
 def test_a_table_without_a_file_is_an_error() -> None:
     with pytest.raises(KeyError, match="guessed"):
         report.renewed("<!-- table: guessed -->\n\n| a |\n\n<!-- end -->")
