@@ -1,11 +1,22 @@
 """The proof on a GPU: kernels, steps, overlap and correctness, each against a limit that was set before it ran.
 
-    python benchmarks/gpu.py all --json out/gpu.json               # four parts of at most 8 minutes on one GPU
-    python benchmarks/gpu.py kernels --json out/gpu_kernels.json   # or step, overlap, deep
+    python benchmarks/gpu.py all --json out/gpu.json               # nine parts of at most 9 minutes, by value
+    python benchmarks/gpu.py alike --json out/gpu_alike.json       # one of them
     python benchmarks/gpu.py all --device cpu --quick              # tries the script itself where there is no GPU
 
+    alike      every named optimizer steps as on the CPU, in place as purely, and an Inf changes nothing
+    overlap    two ranks on one GPU: over NCCL, over gloo where that fails; steps behind the backward pass
+    step       time, launches, waits and memory of steps at 1.3 billion parameters
+    sweep      warps, blocks and registers of the hottest kernels; --write keeps the best
+    deep       vectors above 2**31 elements, NaN, memory that is misaligned or strided, compute-sanitizer
+    kernels    conformance, and the share of a copy's bandwidth
+    methods    exchanges of local steps, low rank, cosines, votes, at 124 million and 1.3 billion parameters
+    cold       an empty cache of kernels: construction, the first step, the freeze
+    curve      a training run against AdamW, and against the same on the CPU
+
 Checks run in another process, one after the other. One that raises, crashes or takes too long is a row that failed, and
-the next one gets a fresh process. The exit code is 1 if a limit was missed, a check failed or a kernel was refused.
+the next one gets a fresh process. What a check found is in the JSON before the next one begins. The exit code is 1 if a
+limit was missed, a check failed or a kernel was refused.
 """
 
 from __future__ import annotations
@@ -21,7 +32,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +41,8 @@ from measure import machine, write
 
 HERE = Path(__file__).resolve().parent
 FOLDERS = [str(HERE.parent), str(HERE), str(HERE.parent / "tests"), str(HERE.parent / "tests" / "gpu")]
-PARTS = ("kernels", "step", "overlap", "deep")
-SECONDS_OF_A_PART = 480.0
+PARTS = ("alike", "overlap", "step", "sweep", "deep", "kernels", "methods", "cold", "curve")
+SECONDS_OF_A_PART = 520.0
 SECONDS_OF_A_CHECK = 240.0
 MARK = "@gpu "
 """In front of the lines in which a child tells its parent what it does."""
@@ -105,14 +116,17 @@ def heard(command: list[str], until: float) -> Iterator[dict[str, Any]]:
         process.stdout.close()
 
 
-def run_part(part: str, options: Options) -> list[dict[str, Any]]:
-    """Run all checks of a part; return their rows."""
+def run_part(
+    part: str, options: Options, keep: Callable[[list[dict[str, Any]]], None] = lambda rows: None
+) -> list[dict[str, Any]]:
+    """Run all checks of a part; return their rows. keep: is given those that there are, after every check."""
     names, found, begun = [*checks_of(part, options)], list[dict[str, Any]](), time.monotonic()
     until, total, pending = begun + SECONDS_OF_A_PART, len(names), list(names)
 
     def add(name: str, rows: list[dict[str, Any]], start: float) -> None:
         seconds = time.monotonic() - start
         found.extend({"part": part, "check": name, "seconds": seconds, **row} for row in rows)
+        keep(found)
         bad = [row for row in rows if row["ok"] is False]
         word = f"{len(bad)} NOT met" if bad else "ok"
         progress(f"[{part} {total - len(pending)}/{total}] {name}: {word}, {seconds:.1f} s")
@@ -161,7 +175,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     given = {name: getattr(arguments, name) for name in ("elements", "layers", "width", "vocabulary", "rounds")}
     small = {"elements": 1 << 14, "layers": 24, "width": 8, "vocabulary": 32, "rounds": 2} if arguments.quick else {}
     chosen = {**small, **{name: value for name, value in given.items() if value is not None}}
-    return Options(device=device, quick=arguments.quick, **chosen)
+    return Options(device=device, quick=arguments.quick, write=arguments.write, **chosen)
 
 
 def about(options: Options) -> dict[str, Any]:
@@ -183,7 +197,8 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small sizes and few cases, to try the script itself")
     parser.add_argument("--elements", type=int, help="of the vectors of `kernels`; 2**28")
     parser.add_argument("--layers", type=int, help="of the model of `step`; 24, which makes 292 tensors")
-    parser.add_argument("--width", type=int, help="of that model; 1024, which takes about 50 GB for all contenders")
+    parser.add_argument("--width", type=int, help="of that model; 2048, which makes 1.3 billion parameters")
+    parser.add_argument("--write", action="store_true", help="let `sweep` write the fastest launches into the table")
     parser.add_argument("--vocabulary", type=int, help="of that model; 50257")
     parser.add_argument("--rounds", type=int, help="of interleaved timing; 15")
     parser.add_argument("--json", metavar="FILE")
@@ -197,9 +212,15 @@ def main() -> None:
         parser.error(f"PART: expected one of {', '.join(PARTS)} or all, but got {arguments.part}")
     options = options_of(arguments)
     rows: list[dict[str, Any]] = []
+    whereof = about(options)
     for part in PARTS if arguments.part == "all" else (arguments.part,):
-        rows += run_part(part, options)
-        write(arguments.json, {"about": about(options), "rows": rows})  # what is known stays, whatever comes next
+        before = [*rows]
+
+        def keep(found: list[dict[str, Any]], before: list[dict[str, Any]] = before) -> None:
+            write(arguments.json, {"about": whereof, "rows": [*before, *found]})  # it stays, whatever comes next
+
+        rows += run_part(part, options, keep)
+        keep(rows[len(before) :])
     print(table(rows))
     failed = [row for row in rows if row["ok"] is False]
     print(f"\n{len(rows)} rows, {len(failed)} not met")

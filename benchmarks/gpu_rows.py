@@ -14,16 +14,17 @@ class Options(NamedTuple):
     """What the checks are told.
 
     device: to run on. quick: small sizes, to try the script itself. elements: of the vectors of `kernels`. layers,
-    width, vocabulary: of the model of `step`. rounds: of interleaved timing.
+    width, vocabulary: of the model of `step`. rounds: of interleaved timing. write: what `sweep` finds into the table.
     """
 
     device: str = "cuda"
     quick: bool = False
     elements: int = 1 << 28
     layers: int = 24
-    width: int = 1024
+    width: int = 2048
     vocabulary: int = 50257
     rounds: int = 15
+    write: bool = False
 
     @property
     def torch_device(self) -> torch.device:

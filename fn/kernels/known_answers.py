@@ -56,6 +56,10 @@ _N = sum(_WIDTHS)
 _WHOLE = _N + 2
 """Elements of rows in which the last segment, too, is a multiple of 8: kernels may then read in wider vectors."""
 
+_BOTH = (None, _WHOLE)
+"""Rows whose last segment ends anywhere, and rows of a model: kernels that read those in wider vectors are compiled
+here, and not when a run goes over to codes."""
+
 _S = len(_WIDTHS)
 _BITS = (_N + 7) // 8  # and those of `_WHOLE`
 
@@ -71,11 +75,15 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         (torch.tensor([KNOWN_SIGNS] * 2, dtype=torch.float32, device="cpu"),), (_wave(2, 77),), (_wave(2, LONG),)
     ],
     "unpack_bits": lambda: [(_bytes(2, (n + 7) // 8), n, torch.float32) for n in (19, LONG)],
-    "sign_encode": lambda: [(_wave(2, _N), *_rows())],
-    "sign_encode_feedback": lambda: [(_wave(2, _N), _wave(2, _N, seed=2), _wave(2, _S).abs(), *_rows())],
-    "sign_residual": lambda: [(_wave(2, _N), _wave(2, _S).abs(), *_rows())],
-    "sign_serve": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, _N), _wave(2, _S).abs(), *_rows())],
-    "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), *_rows())],
+    "sign_encode": lambda: [(_wave(2, n or _N), *_rows(n)) for n in _BOTH],
+    "sign_encode_feedback": lambda: [
+        (_wave(2, n or _N), _wave(2, n or _N, seed=2), _wave(2, _S).abs(), *_rows(n)) for n in _BOTH
+    ],
+    "sign_residual": lambda: [(_wave(2, n or _N), _wave(2, _S).abs(), *_rows(n)) for n in _BOTH],
+    "sign_serve": lambda: [
+        (_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), _wave(2, n or _N), _wave(2, _S).abs(), *_rows(n)) for n in _BOTH
+    ],
+    "sign_decode": lambda: [(_bytes(2, _BITS), _wave(2, _S).abs(), *_rows(n)) for n in _BOTH],
     "sign_decode_mean": lambda: [(_bytes(2, 3, _BITS), _wave(2, 3, _S).abs(), *_rows(n)) for n in (_N, _WHOLE)],
     "direction": lambda: [
         (_wave(2, _N), (_wave(2, _N, seed=2) - 1).clamp(min=0), 3e-2, limit) for limit in (math.inf, 0.7)

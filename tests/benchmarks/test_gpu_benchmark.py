@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from ranks import LIMIT
 
+PARTS = ("alike", "overlap", "step", "sweep", "deep", "kernels", "methods", "cold", "curve")
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +37,7 @@ def checks(options):
 
 
 @pytest.mark.parametrize(
-    "part", ["kernels", *(pytest.param(part, marks=pytest.mark.reliability) for part in ("step", "overlap", "deep"))]
+    "part", ["sweep", *(pytest.param(part, marks=pytest.mark.reliability) for part in PARTS if part != "sweep")]
 )
 def test_a_part_runs_on_the_cpu_and_judges_no_speed_there(part, tmp_path):
     command = [sys.executable, str(BENCHMARKS / "gpu.py"), part, "--device", "cpu", "--quick"]
@@ -49,7 +51,7 @@ def test_a_part_runs_on_the_cpu_and_judges_no_speed_there(part, tmp_path):
     assert ended.returncode == 0, ended.stdout + ended.stderr
     found = json.loads((tmp_path / "x.json").read_text())
     assert found["about"]["device"] == "cpu"
-    assert len(found["rows"]) >= 3
+    assert len(found["rows"]) >= 2
     for row in found["rows"]:
         assert f"| {part} | {row['name']} |" in ended.stdout
         assert row["ok"] is not False
@@ -63,7 +65,11 @@ def test_a_check_that_raises_dies_or_hangs_is_a_row_and_the_others_run(tmp_path,
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     gpu = importlib.import_module("gpu")
     monkeypatch.setattr(gpu, "SECONDS_OF_A_CHECK", 5.0)
-    rows = {row["name"]: row for row in gpu.run_part("faulty", gpu.Options(device="cpu"))}
+    assert gpu.PARTS == PARTS
+    kept: list[int] = []
+    found = gpu.run_part("faulty", gpu.Options(device="cpu"), lambda rows: kept.append(len(rows)))
+    rows = {row["name"]: row for row in found}
+    assert kept == [1, 2, 3, 4, 5, 6]  # what is known is kept before the next check begins
     assert [name for name, row in rows.items() if row["ok"] is False] == ["fails", "dies", "hangs", "slow"]
     assert rows["good"]["ok"] is True
     assert rows["last"]["value"] == 1.0
@@ -71,3 +77,19 @@ def test_a_check_that_raises_dies_or_hangs_is_a_row_and_the_others_run(tmp_path,
     assert "ended with 7" in rows["dies"]["note"]
     assert "took too long" in rows["hangs"]["note"]
     assert "**NO**" in gpu.table(rows.values())
+
+
+def test_the_fastest_launch_takes_the_line_of_the_one_before(monkeypatch):
+    pytest.importorskip("triton", reason="triton is not installed")
+    for folder in (BENCHMARKS, ROOT / "tests" / "gpu"):
+        monkeypatch.syspath_prepend(str(folder))
+    sweep = importlib.import_module("gpu_sweep")
+    launches = importlib.import_module("fn.kernels.gpu.triton.launches")
+    text = sweep.TABLE.read_text()
+    for name in sweep.CALLS:
+        assert sweep.written(text, name, sweep.shown(launches.launch_of(type("K", (), {"__name__": name})))) == text
+    other = launches.Launch(2048, registers=48)
+    scope: dict[str, object] = {"__name__": "launches"}
+    exec(sweep.written(text, "onebit_kernel", sweep.shown(other)), scope)
+    found = scope["LAUNCHES"]
+    assert found == {**launches.LAUNCHES, "onebit_kernel": other}

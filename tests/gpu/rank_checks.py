@@ -1,4 +1,4 @@
-"""Checks of two processes on one device, over gloo: overlap, DDP, a plain module, averaged gradients, FSDP2.
+"""Checks of two processes on one device, over gloo or NCCL: overlap, DDP, a plain module, averaged gradients, FSDP2.
 
 Each rank has a process that is spawned, not forked, since a fork cannot go on with a GPU. A check returns what is
 wrong, or None.
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from gpu_device import dawdle, poison, synchronise
+from gpu_device import BACKEND, dawdle, join, poison, synchronise
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -174,12 +174,12 @@ CHECKS: dict[str, Callable[[torch.device], str | None]] = {
 }
 
 
-def on_two_ranks(names: Sequence[str], device: torch.device) -> dict[str, str | None]:
+def on_two_ranks(names: Sequence[str], device: torch.device, backend: str = BACKEND) -> dict[str, str | None]:
     """Run checks in two processes on one device; return what is wrong with each. A fault leaves out those behind it."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else its sums may differ from stream to stream
     with tempfile.TemporaryDirectory() as folder:
         try:
-            mp.spawn(_rank, (list(names), str(device), folder), 2)
+            mp.spawn(_rank, (list(names), str(device), folder, backend), 2)
             died = "no answer"
         except Exception as error:
             died = str(error)
@@ -187,15 +187,10 @@ def on_two_ranks(names: Sequence[str], device: torch.device) -> dict[str, str | 
     return {name: next((f for a in answers if (f := a.get(name, died)) is not None), None) for name in names}
 
 
-def _rank(rank: int, names: list[str], where: str, folder: str) -> None:
+def _rank(rank: int, names: list[str], where: str, folder: str, backend: str) -> None:
     torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device = torch.device(where)
-    if device.type != "cpu":
-        device = torch.device(device.type, device.index or 0)
-        torch.accelerator.set_device_index(device.index)
     store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=LIMIT)
+    device = join(rank, torch.device(where), store, backend, timeout=LIMIT)
     found: dict[str, str | None] = {}
     for name in names:
         try:

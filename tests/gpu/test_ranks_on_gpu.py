@@ -1,4 +1,4 @@
-"""Two processes on one device over gloo: overlap, DDP, a plain module, averaged gradients, FSDP2."""
+"""Two processes on one device, over gloo or FN_TEST_BACKEND: overlap, DDP, plain modules, averaged gradients, FSDP2."""
 
 from __future__ import annotations
 

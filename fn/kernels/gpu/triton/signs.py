@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fn.kernels.gpu.triton.blocks import (
+    BLOCK,
     add_up,
     block_of,
     cut,
@@ -141,7 +142,7 @@ def _encode(
         out = torch.empty((rows, row.host.n) if error else (1,), dtype=torch.float32, device=x.device)
     bits, squares = outputs(rows, row)
     args = x, buffer, sent, out, bits, squares, *row.segments(valid)
-    constants = {"FEEDBACK": error is not None, "ALIGNED": row.host.whole, "BLOCK": row.block}
+    constants = {"FEEDBACK": error is not None, "ALIGNED": row.host.whole, "BLOCK": BLOCK}
     launch(encode_kernel, x, squares.numel(), *args, **constants)
     return out, bits, add_up(squares, row)
 
@@ -196,7 +197,7 @@ def _residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], out
     if b.dtype != torch.float32 or scales.dtype != torch.float32:
         return NotImplemented
     args = b.contiguous(), scales.contiguous(), out, *row.segments(valid)
-    launch(residual_kernel, b, b.shape[0] * row.blocks, *args, ALIGNED=row.host.whole, BLOCK=row.block)
+    launch(residual_kernel, b, b.shape[0] * row.blocks, *args, ALIGNED=row.host.whole, BLOCK=BLOCK)
     return out
 
 
@@ -210,7 +211,7 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
     bits = evenly(bits)
     inputs = bits, scales.contiguous(), buffer.contiguous(), sent.contiguous()
     args = *inputs, b, codes, squares, *row.segments(valid), *messages(bits)
-    launch(serve_kernel, bits, squares.numel(), *args, ALIGNED=row.host.whole, BLOCK=row.block)
+    launch(serve_kernel, bits, squares.numel(), *args, ALIGNED=row.host.whole, BLOCK=BLOCK)
     return b, codes, add_up(squares, row)
 
 
@@ -227,7 +228,7 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     out = torch.empty((bits.shape[0], row.host.n), dtype=torch.float32, device=bits.device)
     bits = evenly(bits)
     args = bits, scales.contiguous(), out, *row.segments(valid), *messages(bits)
-    launch(decode_kernel, bits, bits.shape[0] * row.blocks, *args, ALIGNED=row.host.whole, BLOCK=row.block)
+    launch(decode_kernel, bits, bits.shape[0] * row.blocks, *args, ALIGNED=row.host.whole, BLOCK=BLOCK)
     return out
 
 
