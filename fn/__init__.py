@@ -22,7 +22,7 @@ from fn.collectives.primitives import all_gather, all_to_all, permute, pmean, ps
 from fn.collectives.simulation import simulate
 from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
-from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, sparse_loco, sparta
+from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
@@ -42,6 +42,7 @@ from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import OuterState, outer
 from fn.transforms.owned import OwnedState, owned
+from fn.transforms.pair_average import own_anchors, pair_average
 from fn.transforms.primal_average import primal_average, primal_params
 from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
 from fn.transforms.sharded import ShardedState, sharded
@@ -124,11 +125,14 @@ __all__ = [
     "mask",
     "muloco",
     "muon",
+    "no_loco",
     "off",
     "onebit_adam",
     "onebit_lamb",
     "outer",
+    "own_anchors",
     "owned",
+    "pair_average",
     "partition",
     "periods",
     "permute",

@@ -23,6 +23,7 @@ from fn.transforms.masking import Labels, hidden_and_other, partition
 from fn.transforms.momentum import trace
 from fn.transforms.muon import scale_by_muon
 from fn.transforms.outer import Fragments, Store, outer
+from fn.transforms.pair_average import own_anchors, pair_average
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.sparse_average import sparse_average
 
@@ -331,6 +332,48 @@ def des_loc(
     """
     adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     return agreed(skip_nonfinite(chain(average(axis), average_params(adamw, sparse_average(axis, 1.0)))), axis)
+
+
+def no_loco(
+    lr: float | Tensor = 4e-4,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.1,
+    *,
+    axis: str,
+    outer_lr: float | Tensor = 0.7,
+    outer_momentum: float = 0.5,
+    pull: float = 0.9,
+    seed: int = 0,
+) -> Transform:
+    """NoLoCo: local AdamW steps, then an exchange with one other rank, another one each time; no global exchange.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.no_loco(0.1, axis="data"), fn.every(5)
+        >>> def train(target):                # of each rank; their mean is [2, -1, 1]
+        ...     p = torch.zeros(3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
+        tensor([ 2.1634, -0.6737,  0.6737])
+
+    Args:
+        lr, b1, b2, eps, weight_decay: of AdamW. axis: the ranks that train together.
+        outer_lr, outer_momentum: of the outer step. pull: how strongly the anchors of a pair attract each other, in
+            units of the outer rate. seed: of the pairs, which follow from it and from the number of the exchange.
+    Returns: a transform with a warm-up, exact, and rounds; `every(50)` is its schedule. The ranks' params and anchors
+        differ for good, by less the more they exchange.
+
+    Paper: Kolehmainen et al., NoLoCo (arXiv 2506.10911): b <- mu b + lr d + gamma (x - mean x); x <- x - b.
+    Differs: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
+    """
+    adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
+    outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov=False)
+    return agreed(own_anchors(average(axis), outer(adamw, outer_tx, pair_average(axis, pull=pull, seed=seed))), axis)
 
 
 def _outer_sgd(outer_lr: float | Tensor, outer_momentum: float, nesterov: bool) -> Transform:

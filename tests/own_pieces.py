@@ -6,7 +6,7 @@ into `outer` as its `sync`, a schedule's rounds into `Transform.update`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -120,53 +120,6 @@ def ring(axis: str, codec: fn.Codec) -> fn.Transform:
     return fn.stateless(lambda updates, params: tree.map(mean, updates, params))
 
 
-def gossip(axis: str, groups: Sequence[Sequence[int]], pull: float) -> fn.Transform:
-    """Average differences within groups of ranks, and pull the anchors of a group together: d + pull (x_r - mean x).
-
-    It is a `sync` of `outer`, whose params are the anchors. A message goes to all, and its group reads it.
-    """
-    world = sum(len(group) for group in groups)
-    weights = torch.zeros(world, world)
-    for group in groups:
-        for rank in group:
-            weights[rank, [*group]] = 1 / len(group)
-
-    def in_group(x: Tensor) -> Tensor:
-        mine = row_of(weights, fn.axis_index(axis))[0].to(x.dtype)
-        return torch.tensordot(mine, fn.all_gather(x, axis), 1)
-
-    return fn.stateless(
-        lambda updates, anchors: tree.map(lambda d, x: in_group(d) + pull * (x - in_group(x)), updates, anchors)
-    )
-
-
-class OwnAnchors(NamedTuple):
-    """The state of `outer` where the ranks never agree on an anchor."""
-
-    outer: fn.OuterState
-
-    @property
-    def rank_local(self) -> frozenset[str]:
-        """Return the fields that are one rank's own: here all of them."""
-        return frozenset({"outer"})
-
-
-def with_own_anchors(tx: fn.Transform) -> fn.Transform:
-    """Return a transform like tx, a transform of `outer`, whose anchors may differ between the ranks."""
-
-    def own(update: Callable[..., Any]) -> Callable[..., Any]:
-        def run(updates: Tree, state: OwnAnchors, params: Tree, /) -> tuple[Tree, OwnAnchors]:
-            found, after = update(updates, state.outer, params)
-            return found, OwnAnchors(after)
-
-        return run
-
-    updates = own(tx.warmup_update), own(tx.compressed_update), own(tx.local_update)
-    return fn.Transform(
-        lambda params: OwnAnchors(tx.init(params)), *updates, tx.needs_warmup, lambda found: own(tx.composed(found))
-    )
-
-
 class MetState(NamedTuple):
     """The state of `meeting`. inner: of the local steps. noted: the params where an exchange began, then their mean."""
 
@@ -230,17 +183,3 @@ def meeting(inner: fn.Transform, axis: str, parts: Sequence[str], *, new: bool =
         return local if found == Round() else whole
 
     return fn.Transform(init, local, rounds(Round(0, 0)), local, rounds=rounds)
-
-
-def by_number(choices: Sequence[fn.Transform]) -> fn.Transform:
-    """Return a transform that in Round(j, j) does what choices[j] does in Round(0, 0). Their states are alike.
-
-    It is for loops of pure functions: the parts of a round, in which `fn.Optimizer` takes one, it does not tell apart.
-    """
-
-    def rounds(found: Any) -> Any:
-        if not isinstance(found, Round) or found.end is None:
-            return choices[0].composed(found)
-        return choices[found.end].composed(Round(0, 0))
-
-    return choices[0]._replace(rounds=rounds)

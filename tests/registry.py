@@ -103,6 +103,7 @@ OTHERS = (
     Named("sparse_loco", partial(fn.sparse_loco, k=4, tile=4), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("muloco", partial(fn.muloco, codec=fn.bins(4, 6)), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("des_loc", fn.des_loc, (*ROUNDS, Round(6, 6)), fn.periods(3, 3, 6, start=2), replicated=False),
+    Named("no_loco", fn.no_loco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("sparta", partial(fn.sparta, density=0.2), ROUNDS, fn.every(1, start=2), replicated=False),
     Named("powersgd_adamw", fn.powersgd_adamw, CODED, fn.freeze_after(2)),
     Named("dion", fn.dion, CODED, fn.freeze_after(2)),

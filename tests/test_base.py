@@ -202,6 +202,7 @@ NEED_PARAMS = {
     "muloco": fn.muloco(0.1, axis="data"),
     "sparse_loco": fn.sparse_loco(0.1, axis="data"),
     "sparta": fn.sparta(0.1, axis="data"),
+    "no_loco": fn.no_loco(0.1, axis="data"),
 }
 
 

@@ -224,6 +224,7 @@ def rows(
         round_("diloco, 1 bit", signs, coded=32),
         round_("sparse_loco", largest, passes=EXCHANGE + 100),
         round_("des_loc, without its moments", partial(traffic.share, density=1.0)),
+        round_("no_loco", traffic.pairs, passes=EXCHANGE + 32, two_level=False),
         Row("sparta", partial(traffic.share, density=some), SHARE, local=True),
     ]
 

@@ -134,13 +134,15 @@ def leaving(message: Message, net: Network) -> float:
         return 0.0
     if message.axis == "node":
         return float(net.per_node * message.size)
-    if message.collective == "all_to_all":  # every rank to every other: most of it leaves the node
+    if message.collective in ("all_to_all", "permute"):  # to every other rank, or one by chance: most leaves the node
         return net.per_node * message.size * (net.world - net.per_node) / (net.world - 1)
     return float(message.size)  # a ring enters and leaves every node once
 
 
 def _alternatives(message: Message, ranks: int, depth: int) -> list[tuple[int, float]]:
     """Return (hops, bytes) of a ring, and for an all-reduce of a double tree that is so deep."""
+    if message.collective == "permute":
+        return [(1, message.size)]
     if message.collective != "all_reduce":
         return [(ranks - 1, message.size)]
     return [(2 * (ranks - 1), message.size), (2 * depth, message.size * ranks / (ranks - 1))]
@@ -152,6 +154,8 @@ def _across(message: Message, net: Network) -> list[Way]:
     if message.collective == "all_to_all":
         inside = message.size - out / net.per_node
         return [Way(net.per_node - 1, net.world - net.per_node, inside, out)]
+    if message.collective == "permute":
+        return [Way(0, 1, float(message.size), out)]
     inner, outer = (math.ceil(math.log2(ranks)) for ranks in (net.per_node, net.nodes))
     (hops, _), *tree = _alternatives(message, net.world, 0)
     return [Way(0, hops, out, out), *(Way(2 * inner, 2 * outer, size, size) for _, size in tree)]

@@ -100,6 +100,12 @@ def share(shapes: Model, ranks: Ranks, density: float) -> list[Message]:
     return exact(Model(((sum(-(-n // piece) for n in shapes.lengths),),), max(4, shapes.width)), ranks)
 
 
+def pairs(shapes: Model, ranks: int) -> list[Message]:
+    """Return what `fn.pair_average` sends to one other rank: differences and anchors."""
+    size = 2 * shapes.params * max(4, shapes.width)
+    return [Message("data", "permute", size)] if ranks > 1 else []
+
+
 def codes(
     shapes: Model, ranks: Ranks, codec: Codec, *, layout: str = "flat", servers: bool = True
 ) -> list[Message]:

@@ -15,15 +15,11 @@ import ranks
 import torch
 from own_pieces import (
     WHOLE,
-    OwnAnchors,
-    by_number,
     encoded_again,
-    gossip,
     linear,
     ring,
     times,
     whole,
-    with_own_anchors,
 )
 from recorded_rounds import FOLDER, Case, in_simulation, load, on_this_rank, step_of
 from torch import Tensor
@@ -31,6 +27,8 @@ from torch import Tensor
 import fn
 from fn import Round, tree
 from fn.collectives.codecs.codec import unpack
+from fn.transforms.average_params import AverageParamsState
+from fn.transforms.pair_average import OwnAnchorState
 
 
 class Method(NamedTuple):
@@ -108,18 +106,20 @@ def desloc(case: Case) -> Method:
 
 
 def noloco(case: Case) -> Method:
-    """NoLoCo: pairs of ranks average; the number of a round says which are the pairs. The momentum there is lr b."""
-    outer, pairs, h = case.hyper["outer"], case.hyper["pairs"], case.hyper["H"]
+    """NoLoCo, in the recorded pairs. The momentum there is lr b.
+
+    Differs: fn.local_optimizers.no_loco: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
+    """
+    outer = case.hyper["outer"]
     rule = fn.chain(fn.trace(outer["momentum"]), fn.scale_by_learning_rate(outer["lr"]))
-    choices = [
-        fn.outer(adamw(case), rule, gossip("data", groups, pull=outer["gamma"] / outer["lr"])) for groups in pairs
-    ]
 
-    def schedule(t: int) -> Round:
-        number = t // h % len(pairs)
-        return Round(number, number) if (t + 1) % h == 0 else Round()
+    def partners(turn: int, ranks: int) -> list[int]:
+        groups = case.hyper["pairs"][turn % len(case.hyper["pairs"])]
+        return [next(p for group in groups for p in group if rank in group and p != rank) for rank in range(ranks)]
 
-    return Method(with_own_anchors(by_number(choices)), schedule, momentum=outer["lr"])
+    mean = fn.pair_average("data", pull=outer["gamma"] / outer["lr"], pairs=partners)
+    tx = fn.own_anchors(fn.average("data"), fn.outer(adamw(case), rule, mean))
+    return Method(tx, fn.every(case.hyper["H"]), momentum=outer["lr"])
 
 
 METHODS: dict[str, Callable[[Case], Method]] = {
@@ -134,8 +134,9 @@ CASES = [c for name in ("codecs", "methods") for c in load(f"index_{name}.json")
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.row["name"] for case in CASES])
 
 
-def outer_state(state: Any) -> fn.OuterState:
-    return state.outer if isinstance(state, OwnAnchors) else state
+def outer_state(state: Any) -> Any:
+    """Return the state of local steps, whatever is around it."""
+    return tree.instances(state, (fn.OuterState, AverageParamsState))[0]
 
 
 def errors_of(state: fn.OuterState, case: Case) -> list[tuple[int, Tensor]]:
@@ -157,7 +158,7 @@ def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tenso
         assert (sent.total > 0) == (when.begin is not None)
         assert (-1 if when.end is None else when.end % len(parts)) == case.arrays["applied"][t]
         own = outer_state(state)
-        whose = rank if isinstance(state, OwnAnchors) else (rank or 0)
+        whose = rank if isinstance(own, OwnAnchorState) else (rank or 0)
         (mu,), (nu,) = tree.fields(own.inner, "mu"), tree.fields(own.inner, "nu")
         for name, found in (("param", params), ("exp_avg", mu), ("exp_avg_sq", nu)):
             worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(found)]

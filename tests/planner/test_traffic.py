@@ -115,6 +115,7 @@ MAKES = {
     "diloco, 1 bit": [partial(fn.diloco, codec=fn.sign())],
     "sparse_loco": [fn.sparse_loco],
     "des_loc, without its moments": [fn.des_loc],
+    "no_loco": [fn.no_loco],
     "sparta": [fn.sparta],
 }
 """What each method of fn in the plan is made with."""
@@ -141,6 +142,8 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
             fn.ef21_sgdm(axis=("local", "node"))
         with pytest.raises(TypeError, match="the name of one axis"):
             fn.muon(axis=("local", "node"))
+        with pytest.raises(ValueError, match="the name of one axis"):
+            fn.no_loco(axis=("local", "node"))
         return
     method = method_of(row, MODEL, ranks)
     axis = "data" if isinstance(ranks, int) else ("local", "node")

@@ -21,6 +21,7 @@ from fn.collectives.axis import ALONE, Axis, Binding
 from fn.errors import expected
 from fn.roles import has_local_params, rank_local
 from fn.transforms.outer import OuterState
+from fn.transforms.pair_average import OwnAnchorState
 from fn.transforms.zero_one_adam import ZeroOneAdamState
 
 Tree = Any
@@ -109,7 +110,7 @@ def _apart(state: Tree, own: bool = False) -> Iterator[Apart]:
     """
     if isinstance(state, Tensor):
         return
-    known = isinstance(state, OuterState | ZeroOneAdamState)
+    known = isinstance(state, OuterState | ZeroOneAdamState) and not isinstance(state, OwnAnchorState)
     declares = isinstance(state, tuple) and hasattr(state, "_fields")
     if declares and has_local_params(state) and (own or not known):
         wanted = "a transform whose state has what all ranks agree on, as that of fn.outer"

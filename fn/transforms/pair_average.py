@@ -1,0 +1,209 @@
+"""Averages of two ranks: `pair_average`, and `own_anchors`, local steps whose ranks never agree on one anchor.
+
+turn k     pairs of ranks, by a hash of (seed, k) that all ranks compute
+ranks a, b  d <- mean(d_a, d_b) + pull (x - mean(x_a, x_b))       one message from a to b and one back; nobody else
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import (
+    Facts,
+    Guarded,
+    Part,
+    Phase,
+    Round,
+    Transform,
+    UpdateFn,
+    chain,
+    check_is_transform,
+    check_number,
+    check_params,
+    check_state,
+    check_whole,
+    unchanged,
+)
+from fn.collectives.agreement import check_agreement, describe, device_of
+from fn.collectives.axis import axis_size
+from fn.collectives.primitives import permute
+from fn.collectives.simulation import found_alike
+from fn.compiling import memoized
+from fn.errors import expected
+from fn.kernels.tracing import is_concrete
+from fn.roles import declare
+from fn.transforms.outer import OuterState
+from fn.transforms.skip_nonfinite import SkipState, all_finite, skip_nonfinite
+from fn.transforms.sparse_average import MASK, hashed
+
+Tree = Any
+Pairs = Callable[[int, int], Sequence[int]]
+"""(turn, ranks) -> for each rank the one that it averages with, which may be itself."""
+
+
+@declare(rank_local=("left_out",), left_out=("left_out",))
+class PairAverageState(NamedTuple):
+    """State of `pair_average`.
+
+    turn: averages so far, 0-d int64 in the host's memory, where it says who the pairs are. left_out: those of this
+    rank's that were not finite, 0-d int64.
+    """
+
+    turn: Tensor
+    left_out: Tensor
+
+
+def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | None = None) -> Transform:
+    """Average differences between two ranks, and pull their anchors together, in every compressed step with others.
+
+        d <- mean(d) + pull (x - mean(x))        the means of this rank and another one; x: the params, in float32
+
+    It is a `sync` of `outer`, whose params are the anchors, inside of `own_anchors`.
+
+        >>> import torch, fn
+        >>> tx = fn.pair_average("data", pull=0.5)
+        >>> def turn(d, x):
+        ...     return tx.update(fn.Phase.COMPRESSED)(d, tx.init(x), x)[0]
+        >>> fn.simulate(turn, "data", 2)(torch.tensor([[1.0], [3.0]]), torch.tensor([[0.0], [4.0]]))
+        tensor([[1.],
+                [3.]])
+
+    Where the numbers of one of the two are not finite, a rank keeps its own d, and d = 0 if that is not finite, and
+    counts it: others know nothing of it, and go on. In the warm-up and the local phase the updates pass.
+
+    Args:
+        axis: the axis' name. pull: how strongly anchors attract each other, at least 0.
+        seed: of the pairs, which are others in every turn. With an odd number of ranks one stays alone.
+        pairs: (turn, ranks) -> for each rank its partner, in place of random ones; the same on all ranks.
+    Returns: a transform with a `PairAverageState`. Its compressed update runs where the turn is a number that the host
+        knows, so not inside of torch.compile.
+    Raises: TypeError or ValueError that names the argument; from the update, if the partners are no pairs.
+
+    Paper: Kolehmainen et al., NoLoCo (arXiv 2506.10911), section 3.
+    """
+    check_number("pull", pull)
+    if not 0 <= pull < float("inf"):
+        raise ValueError(expected("pull", "a number of at least 0", f"{pull}"))
+    check_whole("seed", seed)
+    if not isinstance(axis, str):
+        raise ValueError(expected("axis", "the name of one axis", f"{axis!r}"))
+    partners_in = pairs if pairs is not None else lambda turn, ranks: random_pairs(turn, ranks, seed)
+
+    def init(params: Tree) -> PairAverageState:
+        tree.check_real(params, "params")
+        check_agreement(axis, {"pull": float(pull), "seed": seed, "pairs": describe(pairs)}, device_of(params))
+        turn = torch.zeros((), dtype=torch.int64, device="cpu")
+        return PairAverageState(turn, torch.zeros((), dtype=torch.int64, device=device_of(params)))
+
+    def compressed(updates: Tree, state: PairAverageState, params: Tree, /) -> tuple[Tree, PairAverageState]:
+        check_state(state, PairAverageState)
+        check_params(params)
+        turn = found_alike(state.turn, axis)
+        if not is_concrete(turn):
+            wanted = "a number that the host knows, for it says which ranks are pairs"
+            raise ValueError(expected("state.turn", wanted, "one that is traced or batched", "run it uncompiled"))
+        partners = [*partners_in(int(turn), axis_size(axis))]
+        if any(partners[p] != r for r, p in enumerate(partners)):
+            raise ValueError(expected("pairs", "partners that have each other", f"{partners}"))
+        own, structure = tree.flatten(updates)
+        anchors = [x.to(d.dtype) for x, d in zip(tree.leaves(params), own, strict=True)]
+        theirs = _swapped([*own, *anchors], axis, partners)
+        means = [(x + y) / 2 for x, y in zip([*own, *anchors], theirs, strict=True)]
+        ok = all_finite(means)
+        kept = [torch.where(all_finite(own).to(d.device), d, 0.0) for d in own]
+        pulled = [d + pull * (x - y) for d, x, y in zip(means[: len(own)], anchors, means[len(own) :], strict=True)]
+        # Selected without a look: the flag is another one in another pair, and a step that is run again would send.
+        found = [torch.where(ok.to(d.device), d, old) for d, old in zip(pulled, kept, strict=True)]
+        after = PairAverageState(state.turn + 1, state.left_out + (~ok).to(state.left_out))
+        return tree.unflatten(structure, found), after
+
+    return Transform(init, unchanged, compressed, unchanged, facts=Facts(axes=(axis,)))
+
+
+def random_pairs(turn: int, ranks: int, seed: int) -> list[int]:
+    """Return for each rank its partner in a turn; of an odd number one is its own."""
+    key = hashed(hashed(seed % MASK) + turn % MASK)
+    order = sorted(range(ranks), key=lambda rank: (hashed(key + rank), rank))
+    partners = [*range(ranks)]
+    for a, b in zip(order[::2], order[1::2], strict=False):
+        partners[a], partners[b] = b, a
+    return partners
+
+
+def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]:
+    """Exchange tensors with the partner, those of one dtype and device in one message."""
+    alike: dict[Any, list[int]] = {}
+    for i, x in enumerate(mine):
+        alike.setdefault((x.dtype, x.device), []).append(i)
+    found = [*mine]
+    for places in alike.values():
+        message = permute(torch.cat([mine[i].reshape(-1) for i in places]), axis, partners)
+        for i, part in zip(places, message.split([mine[i].numel() for i in places]), strict=True):
+            found[i] = part.view(mine[i].shape)
+    return found
+
+
+def _counted(state: PairAverageState, old: PairAverageState) -> PairAverageState:
+    """Let an average count as a turn also where this rank leaves it out, or its pairs would be others than theirs."""
+    return state if state.turn is old.turn else state._replace(turn=old.turn + 1)
+
+
+@declare(
+    rank_local=("inner", "anchor", "pending", "outer", "dropped", "left_out"),
+    local_params=True,
+    dropped=("dropped",),
+    left_out=("left_out",),
+    copies=("anchor",),
+    watched=("anchor",),
+    others=("inner", "sync"),
+)
+class OwnAnchorState(OuterState):
+    """State of `own_anchors`: that of `outer`, whose anchors and outer states are each rank's own."""
+
+
+def own_anchors(average: Transform, outer: Transform) -> Transform:
+    """Return local steps whose anchors may differ between the ranks, guarded in the warm-up.
+
+    Later each rank guards itself: an exchange that is not finite is left out by those who take part in it.
+
+    Args: average: the average of gradients in the warm-up. outer: what `fn.outer` returns, with `pair_average` as sync.
+    Raises: TypeError that names what is no transform.
+
+        >>> import torch, fn
+        >>> sgd, rate = fn.scale_by_learning_rate(0.5), fn.scale_by_learning_rate(1.0)
+        >>> tx = fn.own_anchors(fn.average("data"), fn.outer(sgd, rate, fn.pair_average("data")))
+        >>> def train(g):                                     # of each rank
+        ...     p, state = torch.zeros(1), tx.init(torch.zeros(1))
+        ...     for step in range(2):
+        ...         updates, state = tx.update(fn.every(2)(step))(g, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> fn.simulate(train, "data", 2)(torch.tensor([[1.0], [3.0]]))          # 2 steps of 0.5 times 2
+        tensor([[-2.],
+                [-2.]])
+    """
+    check_is_transform("average", average)
+    check_is_transform("outer", outer)
+    own = outer._replace(init=lambda params: OwnAnchorState(*outer.init(params)))
+    inner = chain(average, own)
+    guarded = skip_nonfinite(inner)
+
+    def around(update: UpdateFn) -> UpdateFn:
+        def run(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
+            check_state(state, SkipState)
+            moves, after = update(updates, state.inner, params)
+            olds = iter(tree.instances(state.inner, PairAverageState))
+            return moves, state._replace(inner=tree.replace(after, PairAverageState, lambda s: _counted(s, next(olds))))
+
+        return Guarded(update, False, run, around)
+
+    def unguarded(key: Phase | Round | Part) -> UpdateFn:
+        return around(inner.composed(key))
+
+    rounds = memoized(unguarded)
+    return guarded._replace(compressed_update=rounds(Phase.COMPRESSED), rounds=rounds)

@@ -1,0 +1,163 @@
+"""Averages of two ranks, and local steps whose anchors differ. `test_golden_more_rounds` replays NoLoCo."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import fn
+from fn import tree
+from fn.transforms.pair_average import OwnAnchorState, PairAverageState, random_pairs
+
+
+@pytest.mark.parametrize("world", [1, 2, 5, 8])
+def test_every_rank_has_a_partner_but_one_of_an_odd_number(world: int) -> None:
+    for turn in range(50):
+        partners = random_pairs(turn, world, 0)
+        assert [partners[p] for p in partners] == [*range(world)]
+        assert sum(p == r for r, p in enumerate(partners)) == world % 2
+
+
+def test_all_pairs_come_as_often() -> None:
+    counts = torch.zeros(6, 6)
+    for turn in range(5000):
+        for rank, partner in enumerate(random_pairs(turn, 6, 3)):
+            counts[rank, partner] += 1
+    assert counts.diagonal().sum() == 0
+    others = counts[~torch.eye(6, dtype=torch.bool)]
+    assert (others - 1000).abs().max() < 130  # 4.6 standard deviations of 28.3
+    assert random_pairs(0, 64, 0) != random_pairs(0, 64, 1) != random_pairs(1, 64, 1)
+
+
+def turn_of(world: int, d: Tensor, x: Tensor, **arguments: Any) -> tuple[Tensor, PairAverageState]:
+    tx = fn.pair_average("data", **arguments)
+    dims = fn.rank_dims(tx.init(d[0]))
+    run = fn.simulate(lambda d, x: tx.compressed_update(d, tx.init(d), x), "data", world, out_dims=(0, dims))
+    found: tuple[Tensor, PairAverageState] = run(d, x)
+    return found
+
+
+def test_a_pair_has_the_mean_of_its_differences_and_pulls_its_anchors_together() -> None:
+    d, x = torch.randn(5, 3), torch.randn(5, 3)
+    with fn.ledger() as sent:
+        found, state = turn_of(5, d, x, pull=0.3, seed=2)
+    partners = random_pairs(0, 5, 2)
+    expected = (d + d[partners]) / 2 + 0.3 * (x - (x + x[partners]) / 2)
+    torch.testing.assert_close(found, expected)
+    assert int(state.turn) == 1
+    assert sent.sent == {("data", "permute"): 2 * 3 * 4}
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_what_is_not_finite_stays_in_its_pair(bad: float) -> None:
+    d, x = torch.randn(4, 3), torch.randn(4, 3)
+    d[2, 1] = bad
+    found, state = turn_of(4, d, x, pairs=lambda turn, world: [1, 0, 3, 2])
+    torch.testing.assert_close(found[:2], d[:2].mean(0).expand(2, 3))
+    assert torch.equal(found[2], torch.zeros(3))
+    assert torch.equal(found[3], d[3])
+    assert state.left_out.tolist() == [0, 0, 1, 1]
+
+
+def refusals() -> dict[str, Any]:
+    one = torch.ones(2, 1)
+    return {
+        "pull: expected a number": lambda: fn.pair_average("data", pull=-1.0),
+        "seed: expected a whole number": lambda: fn.pair_average("data", seed=0.5),  # type: ignore[arg-type]
+        "axis: expected the name of one axis": lambda: fn.pair_average(("a", "b")),  # type: ignore[arg-type]
+        "pairs: expected partners that have": lambda: turn_of(2, one, one, pairs=lambda turn, world: [1, 1]),
+        "outer: expected a transform": lambda: fn.own_anchors(fn.average("data"), "outer"),  # type: ignore[arg-type]
+    }
+
+
+@pytest.mark.parametrize("text", refusals())
+def test_what_does_not_fit_is_refused_by_name(text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        refusals()[text]()
+
+
+def test_a_turn_that_differs_between_ranks_is_refused() -> None:
+    tx, d = fn.pair_average("data"), torch.ones(2, 3)
+    run = fn.simulate(lambda s, d: tx.compressed_update(d, s, d)[0], "data", 2, in_dims=(0, 0))
+    state = PairAverageState(torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"state\.turn: expected a number that the host knows"):
+        run(state, d)
+
+
+def test_no_loco_is_what_loops_and_adapters_rely_on() -> None:
+    report = fn.check_transform(
+        fn.no_loco(0.01, axis="data"), {"w": torch.ones(4, 3), "b": torch.ones(3)}, fn.every(3, start=2)
+    )
+    assert report, report
+
+
+SHAPES = ((4, 3), (3,))
+
+
+def gradients(rank: int, step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def trained(bad: bool) -> Any:
+    """Return params of a rank of three after 12 steps of `fn.Optimizer`, its turn and its counts."""
+    rank = dist.get_rank()
+    with fn.bind({"data": dist.group.WORLD}):
+        params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+        opt = fn.Optimizer(params, lambda lr: fn.no_loco(lr, axis="data"), schedule=fn.every(3, start=2), lr=0.05)
+        for step in range(14):
+            for p, g in zip(params, gradients(rank, step), strict=True):
+                p.grad = g
+            if bad and rank == 1 and step == 7:  # in the middle of a round
+                params[0].data[0, 0] = torch.nan
+            opt.step()
+        (state,) = tree.instances(opt.states, OwnAnchorState)
+        return [p.detach().clone() for p in params], int(state.sync[0].turn), int(state.sync[0].left_out), opt.skipped
+
+
+def simulated() -> list[Tensor]:
+    tx, schedule = fn.no_loco(0.05, axis="data"), fn.every(3, start=2)
+    start = [torch.ones(shape) for shape in SHAPES]
+    dims = fn.rank_dims(tx.init(start))
+    state = fn.simulate(tx.init, "data", 3, in_dims=None, out_dims=dims)(start)
+    params = [x.expand(3, *x.shape).clone() for x in start]
+    for t in range(14):
+
+        def step(g: Any, s: Any, p: Any, t: int = t) -> Any:
+            updates, s = tx.update(schedule(t))(g, s, p)
+            return fn.apply_updates(p, updates), s
+
+        g = [torch.stack(rows) for rows in zip(*(gradients(rank, t) for rank in range(3)), strict=True)]
+        params, state = fn.simulate(step, "data", 3, in_dims=(0, dims, 0), out_dims=(0, dims))(g, state, params)
+    return params
+
+
+def test_the_optimizer_takes_the_steps_of_simulated_ranks() -> None:
+    found = ranks.run(3, trained, False)
+    for rank, (params, turn, left_out, _) in enumerate(found):
+        assert (turn, left_out) == (4, 0)
+        for ours, theirs in zip(params, simulated(), strict=True):
+            torch.testing.assert_close(ours, theirs[rank], rtol=0, atol=2e-6)
+
+
+def test_a_rank_whose_params_are_not_finite_returns_to_its_anchor_and_the_others_go_on() -> None:
+    found = ranks.run(3, trained, True)
+    partners = random_pairs(1, 3, 0)
+    for rank, (params, turn, left_out, _) in enumerate(found):
+        assert turn == 4
+        assert left_out == (rank in (1, partners[1]))
+        assert all(x.isfinite().all() for x in params)
+
+
+def test_there_is_nothing_that_all_ranks_agree_on() -> None:
+    p = torch.nn.Parameter(torch.ones(2))
+    opt = fn.Optimizer([p], lambda lr: fn.no_loco(lr, axis="data"), schedule=fn.every(3), lr=0.05)
+    p.grad = torch.ones(2)
+    opt.step()
+    with pytest.raises(ValueError, match="OwnAnchorState, which has local_params"), fn.adapters.agreed_params(opt):
+        pass
