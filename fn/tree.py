@@ -53,6 +53,22 @@ def flatten_alike(trees: Sequence[Tree], like: int = 0) -> tuple[list[list[Any]]
     return [first if i == like else structure.flatten_up_to(tree) for i, tree in enumerate(trees)], structure
 
 
+def map_lists(f: Callable[[list[list[Any]]], Any], trees: Sequence[Tree], like: int = 0) -> Any:
+    """Apply f to the leaves of several trees, lists of as many each, and put what it returns in the structure of one.
+
+    Args: f: returns a list of as many leaves, or a tuple of such lists, which becomes a tuple of trees.
+    Raises: ValueError where the structures differ.
+    """
+    flat = all(type(tree) is list and {*_map(type, tree)} <= _TENSORS for tree in trees)
+    if flat and len({*_map(len, trees)}) == 1:
+        return f([*trees])  # what optimizers are given, without a walk
+    lists, structure = flatten_alike(trees, like)
+    found = f(lists)
+    if isinstance(found, tuple):
+        return tuple(unflatten(structure, leaves) for leaves in found)
+    return unflatten(structure, found)
+
+
 def unflatten(structure: Any, leaves: Sequence[Any]) -> Tree:
     """Return the tree of this structure with these leaves."""
     return pytree.tree_unflatten(list(leaves), structure)

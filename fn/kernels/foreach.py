@@ -287,7 +287,7 @@ def elementwise_(
     """See `reference.elementwise_`."""
     count = reference.RESULTS[rule]
     size = len(results) // count
-    if not size or not plain(results, operands):
+    if not size or not _fit(results, operands):
         return NotImplemented
     columns = [operands[first : first + size] for first in range(0, len(operands), size)]
     given: list[Any] = [*numbers]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fn.kernels import ops
+from fn.kernels import memory_pool, ops
 from fn.kernels.layout import alike_in_memory, contiguous, scale_dtype
 from fn.kernels.reference import RESULTS
 from fn.kernels.table import cells
@@ -25,7 +25,8 @@ Number = float | Tensor | Sequence[Tensor]
 
 
 def _lion(m: Tensor, g: Tensor, b1: float, b2: float) -> tuple[Tensor, ...]:
-    return tuple(torch.lerp(g, m, b, **pooled(m, g)) for b in (b1, b2))
+    lerp = _into_pool(torch.lerp)
+    return lerp(g, m, b1), lerp(g, m, b2)
 
 
 def _second_moment(v: Tensor, g: Tensor, b2: float, rest2: float) -> Tensor:
@@ -106,27 +107,43 @@ def _by_tensor(
     wide: bool, out: Sequence[Sequence[Tensor]] | None,
 ) -> list[list[Tensor]]:  # fmt: skip
     """Apply the rule tensor by tensor, as it stands."""
-    into_pool, rule = INTO_POOL.get(rule.__name__), BY_TORCH.get(rule.__name__, rule)
-    columns: list[list[Tensor]] = [[] for _ in range(count)] if out is None else [[*to] for to in out]
-    each = [x.unbind() if isinstance(x, Tensor) and x.ndim else x if isinstance(x, Sequence) else None for x in numbers]
-    for s, row in enumerate(zip(*lists, strict=True)):
-        dtype = row[like].dtype
-        inside = scale_dtype(row[like]) if wide else dtype
-        given = [x if x.dtype == inside else x.to(inside) for x in row]
-        rest = [x if column is None else column[s] for x, column in zip(numbers, each, strict=True)]
-        if into_pool is not None:
-            room = pooled(*given, *(x for x in rest if isinstance(x, Tensor)))
-            if room and out is not None and out[0][s].dtype == inside:
-                room = {"out": out[0][s]}
-            results: Any = into_pool(*given, *rest, **room)
-        else:
-            results = rule(*given, *rest)
-        for column, x in zip(columns, results if count > 1 else (results,), strict=True):
-            if out is None:
-                column.append(x.to(dtype))
-            elif x is not column[s]:
-                column[s].copy_(x)
-    return columns
+    name, dtypes = rule.__name__, [x.dtype for x in lists[like]]
+    inside = [*map(scale_dtype, lists[like])] if wide else dtypes
+    if {x.dtype for tensors in lists for x in tensors} != {*inside[:1]}:
+        lists = [[x.to(dtype) for x, dtype in zip(tensors, inside, strict=True)] for tensors in lists]
+    call = _into_pool(INTO_POOL[name]) if name in INTO_POOL else BY_TORCH.get(name, rule)
+    rows: Any = zip(*lists, strict=True)
+    if any(isinstance(x, Sequence) or (isinstance(x, Tensor) and x.ndim) for x in numbers):
+        each = [x if isinstance(x, Sequence) else x.unbind() if isinstance(x, Tensor) and x.ndim else [x] * len(dtypes)
+                for x in numbers]  # fmt: skip
+        rows, numbers = zip(*lists, *each, strict=True), ()
+    if out is not None:
+        for row, *to in zip(rows, *out, strict=True):
+            if name in INTO_POOL and to[0].dtype == row[0].dtype and _room(*row, *numbers):
+                INTO_POOL[name](*row, *numbers, out=to[0])
+                continue
+            found = call(*row, *numbers)
+            for x, y in zip(to, found if count > 1 else (found,), strict=True):
+                x.copy_(y)
+        return [[*to] for to in out]
+    found = [call(*row, *numbers) for row in rows]
+    columns = [[row[k] for row in found] for k in range(count)] if count > 1 else [found]
+    if all([x.dtype for x in column] == dtypes for column in columns):
+        return columns
+    return [[x.to(dtype) for x, dtype in zip(column, dtypes, strict=True)] for column in columns]
+
+
+def _into_pool(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def call(*args: Any) -> Tensor:
+        if args[0].numel() * args[0].element_size() < memory_pool.SMALLEST:
+            return function(*args)  # the pool has none so small, and to ask takes longer than the arithmetic
+        return function(*args, **_room(*args))
+
+    return call
+
+
+def _room(*args: Any) -> dict[str, Tensor]:
+    return pooled(*(x for x in args if isinstance(x, Tensor)))
 
 
 def _by_kernel(

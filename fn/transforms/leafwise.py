@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
+
 from fn import tree
 from fn.kernels.lists import Number, elementwise
 
@@ -30,9 +32,9 @@ def apply(
     Returns: a tree, or a tuple of trees for a rule with several results.
     Raises: ValueError where the structures differ.
     """
-    lists, structure = tree.flatten_alike(trees, like)
     to = None if out is None else [tree.leaves(out)]
-    found = elementwise(rule, lists, *numbers, like=like, wide=wide, out=to)
-    if isinstance(found, tuple):
-        return tuple(tree.unflatten(structure, leaves) for leaves in found)
-    return tree.unflatten(structure, found)
+
+    def on_lists(lists: list[list[Tensor]]) -> Any:
+        return elementwise(rule, lists, *numbers, like=like, wide=wide, out=to)
+
+    return tree.map_lists(on_lists, trees, like)
