@@ -86,8 +86,11 @@ def scale_by_sign(noise: float = 0.0) -> Transform:
         tree.check_real(updates, "updates")
         if not noise:
             return apply(rules.sign_of, (updates,))
-        least = [noise * peak for peak in peaks(tree.leaves(updates))]
-        return apply(rules.sign_above, (updates,), [torch.where(x.isfinite(), x, -1.0) for x in least])
+        tops = peaks(tree.leaves(updates))
+        alike = len({(x.dtype, x.device) for x in tops}) == 1  # then a few operations do for all of them
+        each = [torch.stack(tops)] if alike else tops
+        least = [torch.where(x.isfinite(), x, -1.0) for x in (noise * top for top in each)]
+        return apply(rules.sign_above, (updates,), least[0] if alike else least)
 
     facts = Facts(whole=("scale_by_sign with noise",) if noise else ())
     return stateless(signs)._replace(facts=facts)

@@ -132,11 +132,11 @@ CASES = [  # two param groups; so two of each collective
     Case("muloco", fn.muloco, LOCAL_STEP, Limits(1050, 1, 0, 12.1)),
     Case("muloco", fn.muloco, EXCHANGE, Limits(1500, 3, 5, 12.5)),
     Case("sparse_loco", fn.sparse_loco, LOCAL_STEP, Limits(50, 1, 0, 1)),
-    Case("sparse_loco", fn.sparse_loco, EXCHANGE, Limits(79200, 2097, 6, 57)),
+    Case("sparse_loco", fn.sparse_loco, EXCHANGE, Limits(3950, 6, 6, 39.1)),
     Case("powersgd_adamw", fn.powersgd_adamw, C, Limits(300, 1, 2, 8.1), groups=1),
     Case("dion", fn.dion, C, Limits(600, 1, 2, 12), groups=1),
-    Case("demo", fn.demo, C, Limits(33900, 19, 5, 34)),
-    Case("ef21_sgdm", fn.ef21_sgdm, C, Limits(26500, 13, 2, 34)),
+    Case("demo", fn.demo, C, Limits(1080, 1, 5, 35.3)),
+    Case("ef21_sgdm", fn.ef21_sgdm, C, Limits(560, 1, 2, 30.8)),
     Case("lion_vote", fn.lion_vote, C, Limits(170, 1, 4, 20)),
     Case("signum_vote", fn.signum_vote, C, Limits(170, 1, 4, 20)),
 ]
@@ -302,7 +302,8 @@ def pretend() -> None:
     made = torch.tensor
 
     def tensor(data: Any, *, dtype: Any = None, device: Any = None) -> Tensor:
-        found = made(data, dtype=dtype)
+        with _disable_current_modes():  # what the host makes it can read
+            found = made(data, dtype=dtype)
         if device is None or torch.device(device).type != NAME:
             return found
         for watch in watches:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fn.base import check_number, check_whole
-from fn.collectives.codecs.codec import Codec, by_tensor, pack, unpack
+from fn.collectives.codecs.codec import Codec, by_width, pack, unpack
 from fn.errors import expected
 from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan
@@ -65,10 +65,7 @@ def bins(levels: int = 4, sigmas: float = 6.0) -> Codec:
         raise ValueError(expected("sigmas", "a positive number", f"{sigmas}"))
     levels, sigmas = int(levels), float(sigmas)
 
-    def of_tensor(n: int, valid: Tensor) -> Codec:
-        return _bins(levels, sigmas, valid)
-
-    segmented = cached_plan(lambda s: by_tensor(of_tensor, s))
+    segmented = cached_plan(lambda s: by_width(lambda n, valid: _bins(levels, sigmas, valid), s))
     return _bins(levels, sigmas, None)._replace(segmented=segmented, make=partial(bins, levels, sigmas))
 
 

@@ -18,8 +18,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fn import tree
 from fn.collectives.codecs.pickling import invalidates, reduced
 from fn.errors import expected
 from fn.kernels.tracing import cached_plan, is_concrete, pooled
@@ -147,10 +149,23 @@ class Segments(NamedTuple):
             return _row(self, int(index))
         return Segments(self.widths, self.valid.to(index.device).index_select(0, index.view(1)))
 
+    @property
+    def places(self) -> dict[int, list[int]]:
+        """Return where the segments of each width are; empty ones have nothing to say, but one, where all are empty."""
+        places: dict[int, list[int]] = {}
+        for s, width in enumerate(self.widths):
+            if width:
+                places.setdefault(width, []).append(s)
+        return places or {0: [0]}
+
+    @property
+    def padded(self) -> bool:
+        """Return whether some elements may be padding; what is traced or batched may."""
+        return _is_padded(self) if is_concrete(self.valid) else True
+
     def mask(self, device: torch.device) -> Tensor:
         """Return (R, n) bool, true at real elements."""
-        widths = torch.tensor(self.widths, dtype=torch.int64, device=device)
-        ends = widths.cumsum(0) - widths + self.valid.to(device)  # (R, S), of what is real in each segment
+        widths, ends = _ends(self, device)
         ends = ends.repeat_interleave(widths, dim=1, output_size=self.row_length)
         return torch.arange(self.row_length, dtype=torch.int64, device=device) < ends
 
@@ -158,12 +173,28 @@ class Segments(NamedTuple):
         """Return x with zeros for the padding, x being all rows, or the one given."""
         return torch.where(self.mask(x.device)[rows], x, 0.0)
 
+    def cleared(self, x: Tensor, rows: slice | int = slice(None)) -> Tensor:
+        """Do what `clear` does where there is padding: a mask of all elements costs more memory than they do."""
+        return self.clear(x, rows) if self.padded else x
+
 
 def segments_of(segments: Segments | None, rows: int, n: int, device: torch.device) -> Segments:
     """Return the segments of so many rows (n,) on a device; None: each row is one tensor."""
     if segments is None:
         return Segments((n,), torch.full((rows, 1), n, dtype=torch.int64, device=device))
     return Segments(segments.widths, segments.valid.to(device).expand(rows, -1))
+
+
+@cached_plan
+def _is_padded(segments: Segments) -> bool:
+    return any(row != [*segments.widths] for row in segments.valid.tolist())
+
+
+@cached_plan
+def _ends(segments: Segments, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the widths (S,), and where what is real in each segment ends (R, S)."""
+    widths = torch.tensor(segments.widths, dtype=torch.int64, device=device)
+    return widths, widths.cumsum(0) - widths + segments.valid.to(device)
 
 
 @cached_plan  # the same object in every step, so that the plans of kernels, which are kept by object, are found again
@@ -191,23 +222,58 @@ def by_tensor(of_tensor: Callable[[int, Tensor], Codec], segments: Segments) -> 
     widths = [segments.widths[s] for s in with_elements] or [0]
     counts = [segments.valid[:, s : s + 1] for s in with_elements] or [segments.valid.new_zeros(1, 1)]
     codecs = [of_tensor(width, valid) for width, valid in zip(widths, counts, strict=True)]
-    padded = not is_concrete(segments.valid) or any(row != [*segments.widths] for row in segments.valid.tolist())
-
-    def clear(x: Tensor, rows: slice | int = slice(None)) -> Tensor:
-        return segments.clear(x, rows) if padded else x  # a mask of all elements costs more memory than they do
 
     def encode(x: Tensor) -> Tree:
-        parts = clear(x).split(widths, dim=1)
+        parts = segments.cleared(x).split(widths, dim=1)
         return tuple(codec.encode(part) for codec, part in zip(codecs, parts, strict=True))
 
     def decode(payload: Tree) -> Tensor:
-        return clear(torch.cat([codec.decode(part) for codec, part in zip(codecs, payload, strict=True)], dim=1))
+        rows = torch.cat([codec.decode(part) for codec, part in zip(codecs, payload, strict=True)], dim=1)
+        return segments.cleared(rows)
 
     def decode_mean(payload: Tree) -> Tensor:
-        return clear(torch.cat([mean_of_rows(codec, part) for codec, part in zip(codecs, payload, strict=True)]), 0)
+        row = torch.cat([mean_of_rows(codec, part) for codec, part in zip(codecs, payload, strict=True)])
+        return segments.cleared(row, 0)
 
     with_mean = codecs[0].decode_mean is not None
     return Codec(encode, decode, codecs[0].align, codecs[0].bits, decode_mean if with_mean else None)
+
+
+def by_width(of_rows: Callable[[int, Tensor], Codec], segments: Segments) -> Codec:
+    """Return a codec for rows in which several tensors lie side by side; those of one width are encoded at once.
+
+    Args: of_rows: (width, valid (rows, 1)) -> a codec that looks at each row alone; the rest as for `by_tensor`. Its
+        rows are those of all tensors of a width.
+    Returns: the codec; its payload is a tuple with an entry for each width, whose leaves are (R, tensors, ...).
+    """
+    places = segments.places
+    order = [s for chosen in places.values() for s in chosen]
+    back = sorted(range(len(order)), key=order.__getitem__)
+
+    @cached_plan
+    def codec_of(width: int, rows: int, device: torch.device) -> Codec:
+        valid = segments.valid[:, places[width]]
+        return of_rows(width, valid.expand(rows, -1).reshape(-1, 1).to(device))
+
+    def encode(x: Tensor) -> Tree:
+        parts, payload = segments.cleared(x).split([*segments.widths], dim=1), []
+        for width, chosen in places.items():
+            rows = torch.stack([parts[s] for s in chosen], dim=1)
+            coded = codec_of(width, x.shape[0], x.device).encode(rows.flatten(0, 1))
+            payload.append(tree.map(lambda leaf, shape=rows.shape[:2]: leaf.unflatten(0, shape), coded))
+        return tuple(payload)
+
+    def decode(payload: Tree) -> Tensor:
+        parts: list[Tensor] = []
+        for (width, chosen), part in zip(places.items(), payload, strict=True):
+            first = tree.leaves(part)[0]
+            rows = tree.map(lambda leaf: leaf.flatten(0, 1), part)
+            decoded = codec_of(width, first.shape[0], first.device).decode(rows)
+            parts += decoded.unflatten(0, (-1, len(chosen))).unbind(1)
+        return segments.cleared(torch.cat([parts[i] for i in back], dim=1))
+
+    one = of_rows(0, segments.valid.new_zeros(1, 1))
+    return Codec(encode, decode, one.align, one.bits)
 
 
 def tile(widths: tuple[int, ...], valid: Tensor, block: int) -> tuple[Tensor, list[int]]:
@@ -246,25 +312,60 @@ def pack(numbers: Tensor, width: int) -> Tensor:
     rows, n = numbers.shape
     if width == 8:
         return numbers.to(torch.uint8)
-    per_byte, apart = (8 // width, width) if 8 % width == 0 else (8, 1)  # whole numbers in a byte, or single bits
-    if apart < width:
-        numbers = (numbers[:, :, None] >> torch.arange(width, dtype=torch.int64, device=numbers.device)) & 1
-        numbers = numbers.reshape(rows, n * width)
-    numbers = torch.nn.functional.pad(numbers.to(torch.uint8), (0, -numbers.shape[1] % per_byte))
-    shifts = apart * torch.arange(per_byte, device=numbers.device, dtype=torch.uint8)
-    in_bytes = numbers.reshape(rows, numbers.shape[1] // per_byte, per_byte)
-    return (in_bytes << shifts).sum(-1, dtype=torch.uint8)
+    if 8 % width:
+        return _packed_across(numbers, width)
+    per_byte = 8 // width
+    numbers = F.pad(numbers.to(torch.uint8), (0, -n % per_byte)).view(rows, -1, per_byte)
+    shifts = width * torch.arange(per_byte, device=numbers.device, dtype=torch.uint8)
+    return (numbers << shifts).sum(-1, dtype=torch.uint8)
 
 
 def unpack(packed: Tensor, width: int, n: int) -> Tensor:
     """Return the n numbers (R, n) int64 of `width` bits that `pack` made bytes (R, ceil(n width / 8)) of."""
-    rows = packed.shape[0]
     if width == 8:
         return packed.long()
-    per_byte, apart = (8 // width, width) if 8 % width == 0 else (8, 1)
-    shifts = apart * torch.arange(per_byte, device=packed.device, dtype=torch.uint8)
-    numbers: Tensor = ((packed[:, :, None] >> shifts) & (2**apart - 1)).reshape(rows, packed.shape[1] * per_byte)
-    if apart < width:
-        bits = numbers[:, : n * width].reshape(rows, n, width).long()
-        numbers = (bits << torch.arange(width, dtype=torch.int64, device=packed.device)).sum(-1)
-    return numbers[:, :n].to(torch.int64)
+    if 8 % width:
+        return _unpacked_across(packed, width, n)
+    shifts = width * torch.arange(8 // width, device=packed.device, dtype=torch.uint8)
+    return ((packed[:, :, None] >> shifts) & (2**width - 1)).flatten(1)[:, :n].to(torch.int64)
+
+
+def _packed_across(numbers: Tensor, width: int) -> Tensor:
+    """Pack numbers that lie across the bounds of bytes, groups of 8: each byte takes bits from a few numbers."""
+    n, packed = numbers.shape[1], torch.zeros((), dtype=torch.int64, device=numbers.device)
+    groups = F.pad(numbers, (0, -n % 8)).unflatten(1, (-1, 8))
+    for places, left, right in _numbers_of_bytes(width, numbers.device):
+        packed = packed | (groups.index_select(2, places) << left >> right)
+    return packed.to(torch.uint8).flatten(1)[:, : -(-n * width // 8)]  # of a number its lowest 8 bits
+
+
+def _unpacked_across(packed: Tensor, width: int, n: int) -> Tensor:
+    """Unpack numbers that lie across the bounds of bytes, groups of 8: each takes bits from a few bytes."""
+    groups = F.pad(packed, (0, -packed.shape[1] % width)).unflatten(1, (-1, width))
+    places, right = _bytes_of_numbers(width, packed.device)
+    numbers = groups.index_select(2, places[0]).long()
+    for k, several in enumerate(places[1:], 1):
+        numbers = torch.add(numbers, groups.index_select(2, several), alpha=1 << 8 * k)
+    return ((numbers >> right) & (2**width - 1)).flatten(1)[:, :n]
+
+
+@cached_plan
+def _numbers_of_bytes(width: int, device: torch.device) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Return for each byte of 8 numbers the places of a few of them, and how far each is shifted left and right."""
+    first_bit = 8 * torch.arange(width, dtype=torch.int64, device="cpu")
+    plans = []
+    for k in range(-(-7 // width) + 1):
+        place = first_bit // width + k
+        shift = place * width - first_bit
+        left = torch.where(place < 8, shift.clamp(0, 8), 8)  # 8 bits further to the left nothing of it is in the byte
+        plans.append((place.clamp(max=7).to(device), left.to(device), (-shift).clamp(min=0).to(device)))
+    return plans
+
+
+@cached_plan
+def _bytes_of_numbers(width: int, device: torch.device) -> tuple[list[Tensor], Tensor]:
+    """Return for each of 8 numbers the places of a few bytes, and how far what they are is shifted right."""
+    first_bit = width * torch.arange(8, dtype=torch.int64, device="cpu")
+    several = max(width * i % 8 + width + 7 for i in range(8)) // 8
+    places = [(first_bit // 8 + k).clamp(max=width - 1).to(device) for k in range(several)]
+    return places, (first_bit % 8).to(device)

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 import math
-import numbers
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from fn import tree
 from fn.base import check_number, check_whole
 from fn.collectives.codecs.ballots import is_vote
-from fn.collectives.codecs.codec import Codec, Segments, by_tensor, identity, pack, segmented, segments_of, tile, unpack
+from fn.collectives.codecs.codec import (
+    Codec,
+    Fused,
+    Segments,
+    identity,
+    pack,
+    segmented,
+    segments_of,
+    tile,
+    unpack,
+)
+from fn.collectives.feedback import Classic, Decayed, Differences
 from fn.errors import expected
+from fn.kernels import memory_pool
 from fn.kernels.layout import scale_dtype
-from fn.kernels.tracing import cached_plan
+from fn.kernels.tracing import cached_plan, is_concrete, pooled
 
 Tree = Any
 
@@ -27,7 +43,11 @@ AS_THEY_ARE = identity()
 
 
 class TopKPayload(NamedTuple):
-    """indices: (R, bytes) uint8, of each kept element in its block; values: what they are, a codec's payload."""
+    """What S tensors of one length send.
+
+    indices: (R, S, bytes) uint8, of each kept element in its block. values: what they are, (R, S, kept), or the payload
+    of a codec.
+    """
 
     indices: Tensor
     values: Tree
@@ -82,17 +102,17 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
     if values is not None and is_vote(values):
         raise ValueError(expected("values", "a codec that keeps magnitudes, such as fn.int8()", f"{values!r}"))
 
-    k = int(k) if isinstance(k, numbers.Integral) else float(k)
+    k = int(k) if isinstance(k, Integral) else float(k)
     block = None if block is None else int(block)  # also NumPy's whole numbers, which have no bit_length
     codec = AS_THEY_ARE if values is None else values
     bits = _bits(k, block, codec)
 
-    def of_tensor(width: int, valid: Tensor) -> Codec:
-        return _top_k(_blocks(width, block, k), over, codec, valid)._replace(bits=bits)
+    def of(segments: Segments) -> Codec:
+        return _segmented(segments, k, block, over, codec)._replace(bits=bits)
 
     @cached_plan
     def whole(n: int) -> Codec:
-        return by_tensor(of_tensor, segments_of(None, 1, n, torch.device("cpu")))
+        return of(segments_of(None, 1, n, torch.device("cpu")))
 
     def encode(x: Tensor) -> WholePayload:
         rows, n = x.shape
@@ -107,9 +127,7 @@ def top_k(k: int | float, block: int | None = None, *, over: str = "ranks", valu
         return mean(payload.tensor)
 
     make = partial(top_k, k, block, over=over, values=values)
-    return Codec(
-        encode, decode, 1, bits, decode_mean, segmented=cached_plan(lambda s: by_tensor(of_tensor, s)), make=make
-    )
+    return Codec(encode, decode, 1, bits, decode_mean, segmented=cached_plan(of), make=make)
 
 
 def _check(k: int | float, block: int | None) -> None:
@@ -118,7 +136,7 @@ def _check(k: int | float, block: int | None) -> None:
         if block < 1:
             raise ValueError(expected("block", "None or a whole number of at least 1", f"{block}"))
     check_number("k", k)
-    if isinstance(k, numbers.Integral):
+    if isinstance(k, Integral):
         most = "" if block is None else f" and at most {block}, the block"
         if k < 1 or (block is not None and k > block):
             raise ValueError(expected("k", f"a whole number of at least 1{most}", f"{k}"))
@@ -169,12 +187,6 @@ class _Blocks(NamedTuple):
         """Return how many elements of each block are sent (blocks,)."""
         return torch.cat([torch.full((n,), kept, dtype=torch.int64, device=device) for n, _, kept in self.runs])
 
-    def starts(self, device: torch.device) -> Tensor:
-        """Return for each kept element where its block begins (kept,)."""
-        counts = self.kept_of_each(device)
-        first = torch.arange(counts.shape[0], dtype=torch.int64, device=device) * self.length
-        return first.repeat_interleave(counts, output_size=self.kept)
-
 
 def _blocks(width: int, block: int | None, k: int | float) -> _Blocks:
     length = max(1, width if block is None else min(block, width))
@@ -183,73 +195,263 @@ def _blocks(width: int, block: int | None, k: int | float) -> _Blocks:
     return _Blocks(runs or ((0, length, 1),), length)
 
 
-def _top_k(blocks: _Blocks, over: str, codec: Codec, valid: Tensor) -> Codec:
-    """Return the codec for one tensor, of which valid (R, 1) elements are real in each row. codec: of the values."""
-    inner, pad = _for_kept(codec, blocks, valid), -blocks.kept % codec.align
+class _Alike(NamedTuple):
+    """The tensors of one length in a row: what is done to them is done at once.
 
-    def encode(x: Tensor) -> TopKPayload:
-        x = x.to(scale_dtype(x))
-        chosen, start = [], 0
-        for count, length, kept in blocks.runs:
-            part = x[:, start : start + count * length].reshape(x.shape[0], count, length)
-            chosen.append(_largest(part, kept).flatten(1))
-            start += count * length
-        indices = torch.cat(chosen, dim=1)  # (R, kept), in their blocks
-        numbers = x.gather(1, indices + blocks.starts(x.device))
-        if not blocks.index_bits:
-            indices = indices[:, :0]
-        values = inner.encode(torch.nn.functional.pad(numbers, (0, pad)) if pad else numbers)
-        return TopKPayload(pack(indices, blocks.index_bits or 8), values)
+    starts: where each of them begins. valid: (R, S), how many elements of each are real. values: the codec of what is
+    sent of one tensor.
+    """
 
-    def sent(payload: TopKPayload) -> tuple[Tensor, Tensor]:
-        """Return the positions in the tensor, and the numbers (R, kept), of what was sent."""
-        numbers = inner.decode(payload.values)[:, : blocks.kept]
-        if not blocks.index_bits:
-            return torch.arange(blocks.kept, dtype=torch.int64, device=numbers.device).expand(numbers.shape), numbers
-        indices = unpack(payload.indices, blocks.index_bits, blocks.kept)
-        return indices + blocks.starts(indices.device), numbers
+    starts: tuple[int, ...]
+    blocks: _Blocks
+    valid: Tensor
+    values: Codec
 
-    def decode(payload: TopKPayload) -> Tensor:
-        positions, numbers = sent(payload)
-        return numbers.new_zeros(numbers.shape[0], blocks.width).scatter(1, positions, numbers)
+    def choose(self, x: Tensor) -> Tensor:
+        """Return which elements of x (R, n) are sent: their indices in their blocks (R, S, kept), in order."""
+        rows, chosen, offset = x.shape[0], [], 0
+        for count, length, kept in self.blocks.runs:
+            if kept == length or not count:
+                indices = torch.arange(length, dtype=torch.int64, device=x.device)[:kept]
+                indices = indices.expand(rows, len(self.starts), count, kept)
+            else:
+                indices = _largest(_batches(x, self.starts, offset, count, length), length, kept)
+            chosen.append(indices.reshape(rows, len(self.starts), count * kept))
+            offset += count * length
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=2)
 
-    def decode_mean(payload: TopKPayload) -> Tensor:
-        positions, numbers = sent(payload)
-        total = count = numbers.new_zeros(blocks.width)
-        for index, row in zip(positions.unbind(0), numbers.unbind(0), strict=True):  # so that all ranks round alike
-            total = total.scatter_add(0, index, row)
-            if over == "senders":
-                count = count.scatter_add(0, index, torch.ones_like(row))
-        return total / count.clamp(min=1) if over == "senders" else total * (1.0 / numbers.shape[0])
+    def positions(self, indices: Tensor) -> Tensor:
+        """Return the positions in the row (R, S kept) of indices in blocks."""
+        parts, done = [], 0
+        firsts = _first_elements(self.starts, self.blocks, indices.device)
+        for (count, _, kept), first in zip(self.blocks.runs, firsts, strict=True):
+            part = indices[:, :, done : done + count * kept]
+            parts.append((part.unflatten(2, (count, kept)) + first).flatten(2))
+            done += count * kept
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)).flatten(1)
 
-    return Codec(encode, decode, 1, math.nan, decode_mean)
+    def encode(self, x: Tensor) -> tuple[TopKPayload, Tensor, Tensor]:
+        """Return the payload of x (R, n), and the positions and numbers (R, S kept) of what is sent."""
+        indices = self.choose(x)
+        positions = self.positions(indices)
+        numbers = x.gather(1, positions)
+        values = numbers.view(indices.shape)
+        if self.values is not AS_THEY_ARE:
+            row = F.pad(values, (0, -self.blocks.kept % self.values.align)).flatten(1)
+            values = _of_kept(self).encode(row)
+        if not self.blocks.index_bits:
+            indices = indices[:, :, :0]
+        width = self.blocks.index_bits or 8
+        packed = pack(indices.flatten(0, 1), width).unflatten(0, indices.shape[:2])
+        return TopKPayload(packed, values), positions, numbers
+
+    def numbers(self, payload: TopKPayload) -> Tensor:
+        """Return the numbers (R, S kept) that were sent."""
+        values = payload.values
+        if self.values is not AS_THEY_ARE:
+            row = _of_kept(self).decode(values)
+            values = row.unflatten(1, (len(self.starts), -1))[:, :, : self.blocks.kept]
+        numbers: Tensor = values.flatten(1)
+        return numbers
+
+    def sent(self, payload: TopKPayload) -> tuple[Tensor, Tensor]:
+        """Return the positions in the row and the numbers (R, S kept) of what was sent."""
+        shape = *payload.indices.shape[:2], self.blocks.kept
+        if self.blocks.index_bits:
+            indices = unpack(payload.indices.flatten(0, 1), self.blocks.index_bits, shape[2]).view(shape)
+        else:
+            each = [torch.arange(length, dtype=torch.int64, device=payload.indices.device).repeat(count)
+                    for count, length, _ in self.blocks.runs]  # fmt: skip
+            indices = torch.cat(each).expand(shape)
+        return self.positions(indices), self.numbers(payload)
 
 
-def _for_kept(values: Codec, blocks: _Blocks, valid: Tensor) -> Codec:
-    """Return the values' codec for a tensor's kept elements; among them padding comes last, and does not count."""
-    if values is AS_THEY_ARE:
-        return values
-    real = tile((blocks.width,), valid, blocks.length)[0]
-    counts = real.minimum(blocks.kept_of_each(valid.device)).sum(1, keepdim=True)
-    widths = blocks.kept + -blocks.kept % values.align, 0  # with a second one no row is taken for the rest of another
-    return segmented(values, Segments(widths, torch.cat([counts, torch.zeros_like(counts)], dim=1)))
+def _segmented(segments: Segments, k: int | float, block: int | None, over: str, values: Codec) -> Codec:
+    """Return the codec for tensors side by side in a row; a payload has an entry for each length."""
+    starts = [0, *accumulate(segments.widths)]
+    lengths = [
+        _Alike(tuple(starts[s] for s in chosen), _blocks(width, block, k), segments.valid[:, chosen], values)
+        for width, chosen in segments.places.items()
+    ]
+    n = segments.row_length
+
+    def encode(x: Tensor) -> tuple[TopKPayload, ...]:
+        x = segments.cleared(x.to(scale_dtype(x)))
+        return tuple([alike.encode(x)[0] for alike in lengths])
+
+    def decode(payload: tuple[TopKPayload, ...]) -> Tensor:
+        sent = [alike.sent(part) for alike, part in zip(lengths, payload, strict=True)]
+        rows = sent[0][1].shape[0]
+        out = _zeros(rows * n, sent[0][1], sent[0][1].dtype).view(rows, n)
+        for positions, numbers in sent:
+            out = _into(out, Tensor.scatter, positions, numbers)
+        return segments.cleared(out)
+
+    def sent_by_ranks(payload: tuple[TopKPayload, ...], most: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield positions and numbers (some ranks, S kept), about so many of them at a time."""
+        for alike, part in zip(lengths, payload, strict=True):
+            several = max(1, most // max(1, alike.blocks.kept * len(alike.starts)))
+            for first in range(0, part.indices.shape[0], several):
+                yield alike.sent(tree.map(lambda leaf, some=slice(first, first + several): leaf[some], part))
+
+    def decode_mean(payload: tuple[TopKPayload, ...]) -> Tensor:
+        ranks, like = payload[0].indices.shape[0], tree.leaves(payload[0].values)[0]
+        together = ranks * sum(alike.blocks.kept * len(alike.starts) for alike in lengths) <= BATCH
+        sent = [*sent_by_ranks(payload, BATCH)] if together else None
+        counts = torch.uint8 if ranks < 256 else torch.int64
+        one = torch.ones((), dtype=counts, device=payload[0].indices.device)
+        total = count = None
+        for positions, numbers in sent_by_ranks(payload, BATCH) if sent is None else sent:
+            if total is None:
+                total = _zeros(n, numbers, numbers.dtype)
+                count = _zeros(n, numbers, counts) if over == "senders" else like.new_empty(0)
+            for index, row in zip(positions.unbind(0), numbers.unbind(0), strict=True):  # so that all ranks round alike
+                total = _into(total, Tensor.scatter_add, index, row)
+                if over == "senders":
+                    count = _into(count, Tensor.scatter_add, index, one.expand_as(index))
+        assert total is not None
+        assert count is not None
+
+        def share(total: Tensor, count: Tensor) -> Tensor:
+            return total / count.clamp(min=1) if over == "senders" else total * (1.0 / ranks)
+
+        if sent is None:
+            return segments.cleared(share(total, count), 0)
+        at = [positions.flatten() for positions, _ in sent]
+        means = [share(total.gather(0, p), count.gather(0, p) if over == "senders" else count) for p in at]
+        for positions, mean in zip(at, means, strict=True):  # elsewhere there is nothing to share
+            total = _into(total, Tensor.scatter, positions, mean)
+        return segments.cleared(total, 0)
+
+    def fused(rule: Any) -> Fused | None:
+        knows = isinstance(rule, Classic | Decayed | Differences) and not segments.padded
+        return _with_feedback(lengths, rule) if knows else None
+
+    return Codec(encode, decode, 1, math.nan, decode_mean, fused=fused)
+
+
+def _with_feedback(lengths: Sequence[_Alike], rule: Classic | Decayed | Differences) -> Fused:
+    """Return the codec and a feedback in one: of the vector that is decoded only what was sent is looked at."""
+
+    def init(x: Tensor) -> Tensor:
+        return torch.zeros_like(x.reshape(-1), dtype=scale_dtype(x))
+
+    def accepts(x: Tensor, error: Tree) -> bool:
+        return isinstance(error, Tensor) and error.shape == (x.numel(),) and error.dtype == scale_dtype(x)
+
+    def encode(x: Tensor, error: Tensor, *, over: bool = False) -> tuple[Tree, Tensor]:
+        vector, room = x.reshape(-1), pooled(error, x)
+        if isinstance(rule, Differences):
+            may_write = over and vector.dtype == error.dtype and is_concrete(vector, error)
+            message = torch.sub(vector, error, **({"out": vector} if may_write else room))
+        elif isinstance(rule, Decayed):
+            faded = torch.mul(error, rule.keep, **room)
+            message = faded.add_(vector) if is_concrete(vector, error) else vector + faded
+        else:
+            message = torch.add(vector, error, **room)
+        rows = message.view(x.shape)
+        sent = [alike.encode(rows) for alike in lengths]
+        if isinstance(rule, Differences):  # a zero of either sign is 0 then, as in the sum with a vector of zeros
+            rows = torch.add(error, 0.0, **({"out": message} if is_concrete(message, error) else {})).view(x.shape)
+        for alike, (payload, positions, values) in zip(lengths, sent, strict=True):
+            delivered = alike.numbers(payload)
+            if isinstance(rule, Differences):
+                kept = rows.gather(1, positions) + delivered.to(rows.dtype)
+            else:
+                kept = values - (rule.deliver * delivered if isinstance(rule, Decayed) else delivered)
+            rows = _into(rows, Tensor.scatter, positions, kept.to(rows.dtype))
+        return tuple([payload for payload, _, _ in sent]), rows.reshape(-1)
+
+    def settle(error: Tensor, rows: int) -> Tensor:
+        if isinstance(rule, Decayed):
+            return rule.keep * error
+        return -error if isinstance(rule, Differences) else error
+
+    return Fused(init, accepts, encode, settle, encode_over=partial(encode, over=True))
+
+
+def _zeros(n: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return (n,) zeros on the device of a tensor, in memory of the pool where it may be."""
+    return memory_pool.empty((n,), dtype, like.device).zero_() if is_concrete(like) else like.new_zeros(n, dtype=dtype)
+
+
+def _into(x: Tensor, scatter: Callable[..., Tensor], positions: Tensor, numbers: Tensor) -> Tensor:
+    """Scatter numbers into x, which nobody else holds: in place where tensors hold numbers."""
+    if is_concrete(x, positions, numbers):
+        scatter = Tensor.scatter_ if scatter is Tensor.scatter else Tensor.scatter_add_
+    return scatter(x, x.ndim - 1, positions, numbers)
+
+
+@cached_plan
+def _first_elements(starts: tuple[int, ...], blocks: _Blocks, device: torch.device) -> list[Tensor]:
+    """Return for each run where the blocks of each tensor begin (S, count, 1)."""
+    firsts, offset = [], 0
+    begin = torch.tensor(starts, dtype=torch.int64, device="cpu")[:, None]
+    for count, length, _ in blocks.runs:
+        first = begin + offset + length * torch.arange(count, dtype=torch.int64, device="cpu")
+        firsts.append(first[:, :, None].to(device))
+        offset += count * length
+    return firsts
+
+
+@cached_plan
+def _of_kept(alike: _Alike) -> Codec:
+    """Return the values' codec for what is kept of each tensor; among it padding comes last, and does not count."""
+    blocks, values, (rows, tensors) = alike.blocks, alike.values, alike.valid.shape
+    real = tile((blocks.width,), alike.valid.reshape(-1, 1), blocks.length)[0]
+    counts = real.minimum(blocks.kept_of_each(real.device)).sum(1).view(rows, tensors)
+    # Behind each lies an empty one: so no row is taken for the rest of another.
+    counts = torch.stack([counts, torch.zeros_like(counts)], dim=2).flatten(1)
+    return segmented(values, Segments((blocks.kept + -blocks.kept % values.align, 0) * tensors, counts))
+
+
+BATCH_OF_CPU, BATCH = 1 << 17, 1 << 27
+"""Elements among which is chosen at once: on a CPU their keys stay in a cache, on others they take a GiB."""
+
+
+def _batches(x: Tensor, starts: Sequence[int], offset: int, count: int, length: int) -> list[Tensor]:
+    """Return blocks (R, blocks, length) of x (R, n): `count` of each tensor, a list of as many as are taken at once."""
+    most = BATCH_OF_CPU if x.device.type == "cpu" else BATCH
+    together = max(1, most // max(1, length * x.shape[0]))
+    if not is_concrete(x):
+        together = count * len(starts)
+    runs: list[list[tuple[int, int]]] = [[]]  # (first element, blocks) of what is taken at once
+    room = together
+    for start in starts:
+        first, left = start + offset, count
+        while left:
+            taken = min(left, room)
+            before = runs[-1][-1] if runs[-1] else (0, 0)
+            if runs[-1] and before[0] + before[1] * length == first:
+                runs[-1][-1] = before[0], before[1] + taken  # neighbours are a view
+            else:
+                runs[-1].append((first, taken))
+            first, left, room = first + taken * length, left - taken, room - taken
+            if not room:
+                runs.append([])
+                room = together
+    views = [[x.narrow(1, first, n * length).unflatten(1, (n, length)) for first, n in run] for run in runs if run]
+    return [run[0] if len(run) == 1 else torch.cat(run, dim=1) for run in views]
 
 
 _INDEX_BITS = 29
 """Of a key, which has the 31 bits of a float32 without its sign in front of them."""
 
 
-def _largest(x: Tensor, k: int) -> Tensor:
-    """Return the indices (..., k), ascending, of the k largest sizes in x (..., n); of equal ones the first are taken.
+def _largest(batches: Iterable[Tensor], n: int, k: int) -> Tensor:
+    """Return the indices (..., k), ascending, of the k largest sizes in each x (R, blocks, n), end to end along blocks.
 
-    `topk` alone leaves open which of equal ones it takes, and ranks and devices would differ. NaN is the largest.
+    Of equal ones the first are taken: `topk` alone leaves open which, and ranks and devices would differ. NaN is the
+    largest.
     """
-    n = x.shape[-1]
-    indices = torch.arange(n, dtype=torch.int64, device=x.device)
-    if k == n:
-        return indices.expand(x.shape)
-    if x.dtype != torch.float32 or n > 2**_INDEX_BITS:
-        return x.abs().sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(dim=-1).values
-    keys = (x.abs().view(torch.int32).long() << _INDEX_BITS) | (n - 1 - indices)  # no two are equal
-    largest = keys.topk(k, dim=-1, sorted=False).values & (2**_INDEX_BITS - 1)
-    return torch.sort(n - 1 - largest, dim=-1).values
+    chosen = []
+    for x in batches:
+        if x.dtype != torch.float32 or n > 2**_INDEX_BITS:
+            chosen.append(x.abs().sort(dim=-1, descending=True, stable=True).indices[..., :k].sort(dim=-1).values)
+            continue
+        last = 2**_INDEX_BITS - 1
+        backwards = torch.arange(last, last - n, -1, dtype=torch.int64, device=x.device)
+        keys = torch.add(backwards, x.abs().view(torch.int32), alpha=1 << _INDEX_BITS)  # no two are equal
+        chosen.append(last - (keys.topk(k, dim=-1, sorted=False).values & last))
+    indices = chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=1)
+    return indices.sort(dim=-1).values

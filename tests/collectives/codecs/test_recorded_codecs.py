@@ -154,16 +154,16 @@ def same_wire(case: Case, i: int, payloads: list[Any], k: int, length: int, leve
         for rank in range(world):
             payload, theirs = payloads[rank][step], indices[step, rank]
             if k < length:
-                found = unpack(payload.indices, (length - 1).bit_length(), theirs.numel())
+                found = unpack(payload.indices[:, 0], (length - 1).bit_length(), theirs.numel())
                 assert torch.equal(found.view_as(theirs), theirs)
             if levels is None:
                 continue
             codes = case[f"p{i}.codes"].reshape(indices.shape)[step, rank].gather(-1, order[step, rank]).flatten()
             width = levels.bit_length() - 1
-            found = unpack(payload.values[0].codes, width, codes.numel())[0]
+            found = unpack(payload.values[0].codes[:, 0], width, codes.numel())[0]
             assert torch.equal(found, codes.long())
             stands_for = case[f"p{i}.lookup"][step, rank] + case[f"p{i}.shift"][step, rank]
-            torch.testing.assert_close(payload.values[0].lookup[0], stands_for, rtol=0, atol=2e-6)
+            torch.testing.assert_close(payload.values[0].lookup[0, 0], stands_for, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("case", cases("outer", "muloco_quantized"))
@@ -185,7 +185,7 @@ def test_mu_locos_messages_are_replayed(case):
         if outer["use_ef"]:
             case.close(errors, f"p{i}.error")
         if not sparse:
-            found = torch.stack([torch.stack([p.codes[0] for p in each]) for each in payloads], 1)
+            found = torch.stack([torch.stack([p.codes[0, 0] for p in each]) for each in payloads], 1)
             width, theirs = bins.bits, case[f"p{i}.payload"]
             codes = [unpack(each.flatten(0, 1), int(width), n) for each in (found, theirs)]
             assert torch.equal(*codes)

@@ -85,8 +85,8 @@ def test_a_prime_length_is_cut_into_blocks_as_any_other():
     codec, x = fn.top_k(3, 16), torch.arange(1.0, 68.0)
     payload = codec.encode(x[None])
     (part,) = payload.tensor
-    assert part.values.shape == (1, 15)
-    assert part.indices.shape == (1, 8)  # 15 indices of 4 bits
+    assert part.values.shape == (1, 1, 15)
+    assert part.indices.shape == (1, 1, 8)  # 15 indices of 4 bits
     assert codec.decode(payload).count_nonzero() == 15
     assert codec.decode(payload)[0, -3:].tolist() == [65.0, 66.0, 67.0]  # the last block, whole
 
