@@ -209,6 +209,15 @@ def axis_index(axis: AxisNames) -> Tensor:
     return index
 
 
+def own_rank(axis: str) -> int:
+    """Return the rank of this process on an axis that is not simulated, as a number.
+
+    >>> own_rank("data")
+    0
+    """
+    return int(resolve(axis).rank)
+
+
 def all_ranks() -> Tensor:
     """Return a 0-d tensor that is batched at the levels of all simulated axes in force, and at no other."""
     total = torch.tensor(0, dtype=torch.int64, device="cpu")

@@ -46,14 +46,15 @@ def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[T
     Returns: an entry for each tensor: None for those of others, but under `simulate`, where ranks get all of them.
     Raises: as `all_to_all`.
     """
-    size, rank, transport = axes.resolve(axis)
+    size, _, transport = axes.resolve(axis)
     if transport == axes.SIMULATED:
         return _simulated(items, axis, "all_to_all")
     if size == 1:
         return [*items]
     flat = [tree.flatten(item) for item in items]
     of_owner = [[leaf for i, owner in enumerate(owners) if owner == r for leaf in flat[i][0]] for r in range(size)]
-    own, forms = [i for i, owner in enumerate(owners) if owner == int(rank)], of_owner[int(rank)]
+    rank = axes.own_rank(axis)
+    own, forms = [i for i, owner in enumerate(owners) if owner == rank], of_owner[rank]
     received = _exchange(of_owner, [forms] * size, of_owner, axis, "all_to_all", "exchange")
     rows = iter([torch.cat([received[r][k] for r in range(size)]) for k in range(len(forms))])
     found: list[Tree] = [None] * len(items)
@@ -74,7 +75,7 @@ def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list
     Args: items: of all tensors; of those of others only shapes and dtypes matter. owners, axis: as for `to_owners`.
     Raises: as `all_gather`.
     """
-    size, rank, transport = axes.resolve(axis)
+    size, _, transport = axes.resolve(axis)
     if transport == axes.SIMULATED:
         of_ranks = _simulated(items, axis, "all_gather")
         return [tree.map(lambda x, o=o: x[o : o + 1], rows) for rows, o in zip(of_ranks, owners, strict=True)]
@@ -82,7 +83,7 @@ def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list
         return [*items]
     flat = [tree.flatten(item) for item in items]
     of_owner = [[leaf for i, owner in enumerate(owners) if owner == r for leaf in flat[i][0]] for r in range(size)]
-    sent = [of_owner[int(rank)]] * size
+    sent = [of_owner[axes.own_rank(axis)]] * size
     received = _exchange(sent, of_owner, of_owner, axis, "all_gather", "gather")
     rest = [iter(leaves) for leaves in received]
     return [
@@ -104,8 +105,7 @@ def _exchange(
     Args: sent: for each rank. forms: what comes from each, in shape, dtype and device. every: what each rank owns, from
         which all ranks tell the dtype of the messages and the longest of them.
     """
-    size, me, _ = axes.resolve(axis)
-    rank = int(me)
+    size, rank = axes.axis_size(axis), axes.own_rank(axis)
     with step_range(name):
         way = messages.direct([*sent[rank], *(x for leaves in sent for x in leaves)], axis)
         if way is not None:

@@ -253,7 +253,7 @@ def exchange_ragged(
         ranks. collective: as which it is counted.
     Raises: as `all_to_all`.
     """
-    size, rank, transport = axes.resolve(axis)
+    size, _, transport = axes.resolve(axis)
     for row in rows:
         refuse_to_differentiate(row, collective, axis)
     like = next((row for row in rows if row.numel()), rows[0])
@@ -262,7 +262,7 @@ def exchange_ragged(
         count(table, axis, collective, size - 1, size)
         return [row[:n] for row, n in zip(carry(table, size, "all_to_all", transport), lengths, strict=True)]
     message, sent = torch.cat([row.to(like.device) for row in rows]), [row.shape[0] for row in rows]
-    own = sent[int(rank)]
+    own = sent[axes.own_rank(axis)]
     count(message[: message.shape[0] - own], axis, collective, 1, 1)
     try:
         if is_concrete(message):

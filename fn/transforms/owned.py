@@ -41,7 +41,7 @@ from fn.base import (
 )
 from fn.collectives import axis as axes
 from fn.collectives.agreement import check_agreement, describe, describe_leaves, device_of
-from fn.collectives.axis import axis_index, axis_size
+from fn.collectives.axis import axis_size
 from fn.collectives.codecs.codec import Codec, identity, mean_of_rows
 from fn.collectives.compressed import ErrorFeedbackState, check_vector, encode
 from fn.collectives.feedback import Feedback, classic, off
@@ -166,7 +166,7 @@ def owned(
             leaves, structure = tree.flatten(params)
             grads = tree.leaves(tree.in_order(updates, params, "updates"))
             owners = plan(params, axis_size(axis), cost)
-            _check_owners(state, owners)
+            check_owners(state, owners)
             codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
             worker, of_owners = state.errors.worker, state.back
             if codes and not there.exact:
@@ -267,7 +267,8 @@ def _planned(shapes: tuple[tuple[torch.Size, float], ...], world: int) -> tuple[
     return tuple(owners)
 
 
-def _check_owners(state: OwnedState, owners: tuple[int, ...]) -> None:
+def check_owners(state: OwnedState, owners: tuple[int, ...]) -> None:
+    """Refuse a state of other params, of other costs or of another number of ranks with a ValueError."""
     if is_concrete(state.owners) and state.owners.device.type == "cpu" and tuple(state.owners.tolist()) != owners:
         wanted, got = (f"{len(o)} tensors, of which ranks own {_shares(o)}" for o in (owners, state.owners.tolist()))
         cure = "a state belongs to the params, the costs and the number of ranks that it was made for"
@@ -283,7 +284,8 @@ def _own(leaves: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Ten
     size, rank, transport = axes.resolve(axis)
     if transport == axes.SIMULATED:
         return [torch.where(rank.to(x.device) == owner, x, 0.0) for x, owner in zip(leaves, owners, strict=True)]
-    mine = [size == 1 or owner == int(rank) for owner in owners]
+    here = axes.own_rank(axis)
+    mine = [size == 1 or owner == here for owner in owners]
     return [x if is_mine else _without_elements(x, x.dtype) for x, is_mine in zip(leaves, mine, strict=True)]
 
 
@@ -350,7 +352,7 @@ def _means_in_codes(
 def _exact_updates(moves: Sequence[Tensor], like: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
     """Return the updates of all tensors. Args: moves: of own tensors. like: the params, for their shapes."""
     parcels, simulated = _parcels(moves, owners), axes.resolve(axis).transport == axes.SIMULATED
-    here, items = None if simulated else int(axis_index(axis)), []
+    here, items = None if simulated else axes.own_rank(axis), []
     for owner, places in parcels:
         if here is None or owner == here or axis_size(axis) == 1:
             items.append(layouts.end_to_end([moves[i].reshape(-1) for i in places])[None])
@@ -366,11 +368,11 @@ def _updates_in_codes(
     moves: Sequence[Tensor], like: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
     """Do what `_exact_updates` does in codes; return the next errors, too."""
-    _, rank, transport = axes.resolve(hop.axis)
+    here = None if axes.resolve(hop.axis).transport == axes.SIMULATED else axes.own_rank(hop.axis)
     rows, items, after = rows_of(like, hop), [], [*errors]
     for i, (row, move, owner) in enumerate(zip(rows, moves, owners, strict=True)):
         codec, width = hop.for_rows(row.segments), row.segments.row_length
-        if transport == axes.SIMULATED or owner == int(rank):
+        if here is None or owner == here:
             x = layouts.join(moves, row)
             check_vector(x, errors[i], hop.codec.align, "updates")
             payload, after[i] = encode(codec, hop.feedback, x.view(1, -1), errors[i], worker=False)
