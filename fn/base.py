@@ -232,8 +232,10 @@ def merged(*facts: Facts) -> Facts:
                 raise TypeError(expected(f"facts.{field}", "a tuple of names", f"{value!r}", f"write ({value!r},)"))
         return (*dict.fromkeys(name for value in values for name in value),)
 
-    flags = (any(getattr(said, field) for said in facts) for field in ("local_params", "silent", "unclamped"))
-    return Facts(names("axes"), names("whole"), *flags, names("tree"))
+    local_params, silent, unclamped = (
+        any(getattr(said, field) for said in facts) for field in ("local_params", "silent", "unclamped")
+    )
+    return Facts(names("axes"), names("whole"), local_params, silent, unclamped, names("tree"))
 
 
 def chain(*links: Transform) -> Transform:

@@ -121,8 +121,8 @@ def _exchange(
         lengths = [_bytes(leaves) // dtype.itemsize for leaves in forms]
         longest = max(map(_bytes, every)) // dtype.itemsize
         rows = [messages.joined(leaves, dtype) for leaves in sent]
-        received = primitives.exchange_ragged(rows, lengths, longest, axis, collective)
-        return [messages.apart(row, leaves) for row, leaves in zip(received, forms, strict=True)]
+        arrived = primitives.exchange_ragged(rows, lengths, longest, axis, collective)
+        return [messages.apart(row, leaves) for row, leaves in zip(arrived, forms, strict=True)]
 
 
 def _simulated(items: Sequence[Tree], axis: str, collective: Collective) -> list[Tree]:
@@ -140,4 +140,5 @@ def _simulated(items: Sequence[Tree], axis: str, collective: Collective) -> list
         length = 0
         for i, part in zip(places, rows.split([leaves[i].numel() for i in places], dim=1), strict=True):
             found[i] = part.reshape(size, *leaves[i].shape[1:])
-    return tree.unflatten(structure, [found[i] for i in range(len(leaves))])
+    made: list[Tree] = tree.unflatten(structure, [found[i] for i in range(len(leaves))])
+    return made

@@ -327,12 +327,13 @@ def unpack(packed: Tensor, width: int, n: int) -> Tensor:
     if 8 % width:
         return _unpacked_across(packed, width, n)
     shifts = width * torch.arange(8 // width, device=packed.device, dtype=torch.uint8)
-    return ((packed[:, :, None] >> shifts) & (2**width - 1)).flatten(1)[:, :n].to(torch.int64)
+    return ((packed[:, :, None] >> shifts) & ((1 << width) - 1)).flatten(1)[:, :n].to(torch.int64)
 
 
 def _packed_across(numbers: Tensor, width: int) -> Tensor:
     """Pack numbers that lie across the bounds of bytes, groups of 8: each byte takes bits from a few numbers."""
-    n, packed = numbers.shape[1], torch.zeros((), dtype=torch.int64, device=numbers.device)
+    n = numbers.shape[1]
+    packed = torch.zeros((), dtype=torch.int64, device=numbers.device)
     groups = F.pad(numbers, (0, -n % 8)).unflatten(1, (-1, 8))
     for places, left, right in _numbers_of_bytes(width, numbers.device):
         packed = packed | (groups.index_select(2, places) << left >> right)
@@ -343,10 +344,10 @@ def _unpacked_across(packed: Tensor, width: int, n: int) -> Tensor:
     """Unpack numbers that lie across the bounds of bytes, groups of 8: each takes bits from a few bytes."""
     groups = F.pad(packed, (0, -packed.shape[1] % width)).unflatten(1, (-1, width))
     places, right = _bytes_of_numbers(width, packed.device)
-    numbers = groups.index_select(2, places[0]).long()
+    numbers: Tensor = groups.index_select(2, places[0]).long()
     for k, several in enumerate(places[1:], 1):
         numbers = torch.add(numbers, groups.index_select(2, several), alpha=1 << 8 * k)
-    return ((numbers >> right) & (2**width - 1)).flatten(1)[:, :n]
+    return ((numbers >> right) & ((1 << width) - 1)).flatten(1)[:, :n]
 
 
 @cached_plan

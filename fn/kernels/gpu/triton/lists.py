@@ -98,7 +98,8 @@ def elementwise_(
     if not size:
         return NotImplemented
     columns = [flat[first : first + size] for flat in (results, operands) for first in range(0, len(flat), size)]
-    lists = lists_of(*columns, runs=None, **{str(place): column for place, column in enumerate(columns)})
+    dtyped: dict[str, Any] = {str(place): column for place, column in enumerate(columns)}
+    lists = lists_of(*columns, runs=None, **dtyped)
     if lists is None:
         return NotImplemented
     dtypes = tuple(lists.constants.pop(str(place)) for place in range(len(columns)))
