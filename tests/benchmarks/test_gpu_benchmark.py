@@ -87,7 +87,7 @@ def test_the_fastest_launch_takes_the_line_of_the_one_before(monkeypatch):
     launches = importlib.import_module("fn.kernels.gpu.triton.launches")
     text = sweep.TABLE.read_text()
     for name in sweep.CALLS:
-        assert sweep.written(text, name, sweep.shown(launches.launch_of(type("K", (), {"__name__": name})))) == text
+        assert sweep.written(text, name, sweep.shown(launches.LAUNCHES[name])) == text
     other = launches.Launch(2048, registers=48)
     scope: dict[str, object] = {"__name__": "launches"}
     exec(sweep.written(text, "onebit_kernel", sweep.shown(other)), scope)
