@@ -43,6 +43,7 @@ LINKS: dict[str, Make] = {
     "add_decayed_weights": lambda axis: fn.add_decayed_weights(0.1),
     "apply_mask": lambda axis: fn.apply_mask([torch.tensor([[1.0], [0.0], [1.0]]), None]),
     "average": fn.average,
+    "average_params": lambda axis: fn.average_params(sgd(axis), fn.sparse_average(axis, 1.0)),
     "clip_by_global_norm": lambda axis: fn.clip_by_global_norm(0.1),
     "compressed_average": mean,
     "in_basis": lambda axis: fn.in_basis(fn.tiles(2), fn.chain()),
@@ -50,8 +51,11 @@ LINKS: dict[str, Make] = {
     "low_rank_average": lambda axis: fn.low_rank_average(axis, 1),
     "mask": lambda axis: fn.mask(fn.trace(0.9), matrices),
     "outer": lambda axis: fn.outer(sgd(axis), sgd(axis), mean(axis)),
+    "own_anchors": lambda axis: fn.own_anchors(fn.average(axis), fn.outer(sgd(axis), sgd(axis), fn.pair_average(axis))),
     "owned": lambda axis: fn.owned(fn.adamw(0.1), axis),
+    "pair_average": fn.pair_average,
     "partition": lambda axis: fn.partition({"matrix": fn.trace(0.9), "vector": fn.scale(2.0)}, labels),
+    "primal_average": lambda axis: fn.primal_average(sgd(axis)),
     "running_sum": lambda axis: fn.running_sum(),
     "scale": lambda axis: fn.scale(0.5),
     "scale_by_adam": lambda axis: fn.scale_by_adam(),
@@ -67,6 +71,7 @@ LINKS: dict[str, Make] = {
     "scale_by_zero_one_adam": lambda axis: fn.scale_by_zero_one_adam(0.1, sync=fn.chain()),
     "sharded": lambda axis: fn.sharded(fn.adamw(0.1), axis),
     "skip_nonfinite": lambda axis: fn.skip_nonfinite(fn.trace(0.9)),
+    "sparse_average": lambda axis: fn.sparse_average(axis, 1 / 3),
     "trace": lambda axis: fn.trace(0.9),
     "unfrozen": lambda axis: fn.unfrozen(fn.scale_by_adam()),
     "a link that says nothing": lambda axis: fn.lift(lambda params: (), lambda u, state, params: (u, state)),
@@ -81,7 +86,13 @@ WHOLE = {
 }  # fmt: skip
 """Those that need whole tensors."""
 
-OVER_THE_AXIS = {"average", "compressed_average", "low_rank_average", "outer", "owned", "sharded"}
+OVER_THE_AXIS = {
+    "average", "average_params", "compressed_average", "low_rank_average", "outer", "own_anchors", "owned",
+    "pair_average", "sharded", "sparse_average",
+}  # fmt: skip
+
+ROUNDS = {"average_params", "outer", "own_anchors"}
+"""Those that take rounds."""
 
 each_link = pytest.mark.parametrize("name", LINKS)
 
@@ -103,7 +114,7 @@ def test_a_link_says_what_it_is(name):
     facts = facts_of(LINKS[name]("data"))
     assert bool(facts.whole) == (name in WHOLE)
     assert facts.axes == (("data",) if name in OVER_THE_AXIS else ())
-    assert facts.local_params == (name in ("outer", "scale_by_zero_one_adam"))
+    assert facts.local_params == (name in ROUNDS | {"scale_by_zero_one_adam"})
     assert facts_of(fn.chain(fn.average("node"), fn.skip_nonfinite(LINKS[name]("data")))).whole == facts.whole
 
 
@@ -196,9 +207,9 @@ def on_shards() -> dict[str, tuple[str, float]]:
                 for p, start in zip(module.parameters(), PARAMS, strict=True):
                     p.copy_(start)
         fully_shard(model, mesh=mesh["shard"])
-        schedule = fn.every(2) if name == "outer" else None
+        schedule = fn.every(2) if name in ROUNDS else None
         made = functools.partial(lambda lr, link: fn.chain(link("data"), fn.scale(lr)), link=make)
-        made = (lambda lr, link=make: link("data")) if name == "outer" else made
+        made = (lambda lr, link=make: link("data")) if name in ROUNDS else made
         with fn.bind(mesh["data"]):
             twin = fn.Optimizer(whole.parameters(), made, schedule=schedule, lr=0.1)
             try:
