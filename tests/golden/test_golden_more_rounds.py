@@ -105,11 +105,8 @@ def desloc(case: Case) -> Method:
     return Method(fn.average_params(adamw(case), fn.sparse_average("data", 1.0)), fn.periods(*periods))
 
 
-def noloco(case: Case) -> Method:
-    """NoLoCo, in the recorded pairs. The momentum there is lr b.
-
-    Differs: fn.local_optimizers.no_loco: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
-    """
+def noloco(case: Case, *, over_rate: bool = True) -> Method:
+    """NoLoCo, in the recorded pairs. The momentum there is lr b. over_rate: whether `pull` is gamma / lr, or gamma."""
     outer = case.hyper["outer"]
     rule = fn.chain(fn.trace(outer["momentum"]), fn.scale_by_learning_rate(outer["lr"]))
 
@@ -117,7 +114,8 @@ def noloco(case: Case) -> Method:
         groups = case.hyper["pairs"][turn % len(case.hyper["pairs"])]
         return [next(p for group in groups for p in group if rank in group and p != rank) for rank in range(ranks)]
 
-    mean = fn.pair_average("data", pull=outer["gamma"] / outer["lr"], pairs=partners)
+    pull = outer["gamma"] / outer["lr"] if over_rate else outer["gamma"]
+    mean = fn.pair_average("data", pull=pull, pairs=partners)
     tx = fn.own_anchors(fn.average("data"), fn.outer(adamw(case), rule, mean))
     return Method(tx, fn.every(case.hyper["H"]), momentum=outer["lr"])
 
@@ -250,6 +248,23 @@ def test_the_outer_rate_counts_once_here(case: Case) -> None:
     for p, ours, theirs in zip(start, state.anchor, case.each("anchor"), strict=True):
         torch.testing.assert_close(theirs[0, 0] - p, case.hyper["outer"]["lr"] * (ours - p), rtol=0, atol=2e-6)
         assert (theirs[0, 0] - ours).abs().max() > 1e-3
+
+
+def of_noloco() -> pytest.MarkDecorator:
+    found = [c for c in CASES if c.row["method"] == "noloco" and c.hyper["outer"]["lr"] != 1]
+    assert found
+    return pytest.mark.parametrize("case", found, ids=[case.row["name"] for case in found])
+
+
+@of_noloco()
+def test_the_recorded_gamma_is_pull_times_the_outer_rate(case: Case) -> None:
+    """With gamma itself as `pull` the params leave the recorded ones; with gamma / lr the run is replayed above.
+
+    Differs: fn.local_optimizers.no_loco: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
+    """
+    method = noloco(case, over_rate=False)
+    with pytest.raises(AssertionError, match=r"p0\.param row \d+: off by"):
+        replay(case, method, *in_simulation(case, method.tx))
 
 
 SHAPES = [(6, 10), (7,), (4, 3)]

@@ -22,7 +22,7 @@ import registry
 
 import fn
 from fn import tree
-from fn.collectives import axis, messages, transports
+from fn.collectives import axis, messages, primitives, transports
 from fn.collectives.axis import Axis, Binding
 from fn.collectives.codecs.codec import Segments
 from fn.inplace import bounds, match, sharded
@@ -72,7 +72,7 @@ def pretend(device: torch.device) -> None:
         table._accepted[op, NAME] = (table.Cell("torch", kernel),)
     tracing._PLAIN.add(FakeTensor)
     Segments.row = lambda self, index: Segments(self.widths, self.valid[:1])
-    for module in (pure_sharded, sharded, messages):
+    for module in (pure_sharded, sharded, messages, primitives):
         vars(module)["int"] = lambda index: 0  # of a rank, which is a real tensor
     Segments.mask = lambda self, device: torch.empty(
         (len(self.valid), self.row_length), dtype=torch.bool, device=device
