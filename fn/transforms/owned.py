@@ -325,7 +325,8 @@ def _exact_means(grads: Sequence[Tensor], owners: Sequence[int], axis: str) -> l
     for parcel, rows in zip(parcels, to_owners(items, [parcel.owner for parcel in parcels], axis), strict=True):
         if rows is not None:
             found.update(_cut(mean_of_rows(identity(), rows), parcel.places, grads))
-    return _own([found.get(i, g) for i, g in enumerate(grads)], owners, axis)
+    elsewhere = (_without_elements(g, wide(g.dtype)) for g in grads)
+    return _own([found.get(i, none) for i, none in enumerate(elsewhere)], owners, axis)
 
 
 def _means_in_codes(

@@ -54,6 +54,7 @@ MAKES = {
     "signs": lambda: fn.owned(inner(), "data", codec=fn.sign()),
     "int4 damped": lambda: fn.owned(inner(), "data", codec=fn.int4(), gather=fn.int8(), feedback=fn.damped()),
     "few": lambda: fn.owned(inner(), "data", codec=fn.top_k(0.5), gather=fn.e3m0()),
+    "no moments": lambda: fn.owned(fn.scale_by_learning_rate(0.05), "data"),
 }
 
 
@@ -125,9 +126,8 @@ def on_real_ranks(name: str, tcp: bool, dtype: torch.dtype) -> tuple[list[Any], 
 
 def all_ways(world: int) -> dict[Any, Any]:
     """Return what `on_real_ranks` returns in each way."""
-    ways = [(name, tcp, torch.float32) for name in MAKES for tcp in (True, False)] + [
-        ("int8 both ways", True, torch.bfloat16)
-    ]
+    ways = [(name, tcp, torch.float32) for name in MAKES for tcp in (True, False)]
+    ways += [("int8 both ways", True, torch.bfloat16), *(("no moments", tcp, torch.bfloat16) for tcp in (True, False))]
     return {way: on_real_ranks(*way) for way in ways}
 
 
@@ -160,6 +160,8 @@ def hold_own(state: OwnedState, simulated: OwnedState, rank: int) -> None:
     ):
         assert f"state.{path}" in elsewhere or torch.equal(ours, theirs if dim is None else theirs[rank]), path
     owners = dict(zip(SHAPES, state.owners.tolist(), strict=True))
+    if not tree.fields(state.inner, "mu"):
+        return
     for label, names in (("muon", ("a", "b", "c", "wide", "d")), ("adam", ("vector", "scalar"))):
         (moments,) = tree.fields(state.inner[label], "mu")
         found = dict(zip([k for k in SHAPES if (len(SHAPES[k]) == 2) == (label == "muon")], moments, strict=True))
