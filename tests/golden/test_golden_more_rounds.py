@@ -230,7 +230,7 @@ def test_mu_locos_codes_are_the_recorded_ones(case: Case) -> None:
         for x, theirs in zip(told.flatten(0, 1), packed.flatten(0, 1), strict=True):
             found, _ = whole(QUANTISERS[outer["compressor_type"]](outer, x.numel()), x)
             (codes,) = tree.fields(found, "codes")
-            codes, theirs = (unpack(each, width, x.numel()) for each in (codes, theirs[None]))
+            codes, theirs = (unpack(each.view(1, -1), width, x.numel()) for each in (codes, theirs))
             assert torch.equal(codes, theirs), f"tensor {i}"
 
 
