@@ -372,7 +372,7 @@ def moves_of(outer_tx: Transform) -> Callable[[list[Tensor], Tree, list[Tensor]]
 
     def move(means: list[Tensor], state: Tree, params: list[Tensor]) -> tuple[list[Tensor], Tree]:
         directions, after = _leaves_first(Chained((*front,))(means, state[:-1], params)) if front else (means, ())
-        room = room_in(directions, [*means, *params, *tree.leaves(after)])
+        room = room_in(directions, [*means, *params, *tree.leaves((state, after))])
         moves = lists.elementwise(rules.scaled, (directions,), -lr, out=room)
         return moves, (*after, state[-1]) if front else state
 

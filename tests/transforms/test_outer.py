@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, Round, tree
+from fn.transforms import outer
 
 SHAPES = {"a": (5,), "b": (4, 3), "c": (), "d": (7,)}
 BOTH = Round(0, 0)
@@ -494,3 +495,20 @@ def test_trace_is_the_momentum_of_torch() -> None:
             updates, state = tx.update(Phase.LOCAL)({"p": g}, state, ours)
             ours = fn.apply_updates(ours, updates)
             torch.testing.assert_close(ours["p"], p.detach())
+
+
+def test_an_outer_step_in_place_leaves_the_state_that_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a link hands on what its old state holds. Tensors of the CPU take the place of a device's."""
+
+    def room_in(tensors: list[Tensor], others: list[Tensor]) -> list[list[Tensor]] | None:
+        taken = {x.untyped_storage().data_ptr() for x in others}
+        return None if any(x.untyped_storage().data_ptr() in taken for x in tensors) else [tensors]
+
+    monkeypatch.setattr(outer, "room_in", room_in)
+    late = fn.lift(lambda params: tree.map(torch.zeros_like, params), lambda updates, state, params: (state, updates))
+    move = outer.moves_of(fn.chain(late, fn.scale_by_learning_rate(0.5)))
+    before, now = torch.full((3,), 4.0), torch.ones(3)
+    moves, after = move([now], ([before], ()), [torch.zeros(3)])
+    assert torch.equal(before, torch.full((3,), 4.0))
+    assert torch.equal(moves[0], torch.full((3,), -2.0))
+    assert after[0][0] is now
