@@ -146,7 +146,7 @@ class Segments(NamedTuple):
     def row(self, index: Tensor | int) -> Segments:
         """Return the segments of one row, chosen by a 0-d index or a number."""
         if isinstance(index, int) or is_concrete(index, self.valid):
-            return _row(self, int(index))
+            return self if self.valid.shape[0] == 1 else _row(self, int(index))
         return Segments(self.widths, self.valid.to(index.device).index_select(0, index.view(1)))
 
     @property
@@ -327,13 +327,13 @@ def unpack(packed: Tensor, width: int, n: int) -> Tensor:
     if 8 % width:
         return _unpacked_across(packed, width, n)
     shifts = width * torch.arange(8 // width, device=packed.device, dtype=torch.uint8)
-    return ((packed[:, :, None] >> shifts) & ((1 << width) - 1)).flatten(1)[:, :n].to(torch.int64)
+    numbers: Tensor = ((packed[:, :, None] >> shifts) & (2**width - 1)).flatten(1)
+    return numbers[:, :n].to(torch.int64)
 
 
 def _packed_across(numbers: Tensor, width: int) -> Tensor:
     """Pack numbers that lie across the bounds of bytes, groups of 8: each byte takes bits from a few numbers."""
-    n = numbers.shape[1]
-    packed = torch.zeros((), dtype=torch.int64, device=numbers.device)
+    n, packed = numbers.shape[1], torch.zeros((), dtype=torch.int64, device=numbers.device)
     groups = F.pad(numbers, (0, -n % 8)).unflatten(1, (-1, 8))
     for places, left, right in _numbers_of_bytes(width, numbers.device):
         packed = packed | (groups.index_select(2, places) << left >> right)
@@ -344,10 +344,11 @@ def _unpacked_across(packed: Tensor, width: int, n: int) -> Tensor:
     """Unpack numbers that lie across the bounds of bytes, groups of 8: each takes bits from a few bytes."""
     groups = F.pad(packed, (0, -packed.shape[1] % width)).unflatten(1, (-1, width))
     places, right = _bytes_of_numbers(width, packed.device)
-    numbers: Tensor = groups.index_select(2, places[0]).long()
+    numbers = groups.index_select(2, places[0]).long()
     for k, several in enumerate(places[1:], 1):
         numbers = torch.add(numbers, groups.index_select(2, several), alpha=1 << 8 * k)
-    return ((numbers >> right) & ((1 << width) - 1)).flatten(1)[:, :n]
+    unpacked: Tensor = ((numbers >> right) & (2**width - 1)).flatten(1)
+    return unpacked[:, :n]
 
 
 @cached_plan

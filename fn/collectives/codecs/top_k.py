@@ -300,10 +300,10 @@ def _segmented(segments: Segments, k: int | float, block: int | None, over: str,
         sent = [*sent_by_ranks(payload, BATCH)] if together else None
         counts = torch.uint8 if ranks < 256 else torch.int64
         one = torch.ones((), dtype=counts, device=payload[0].indices.device)
-        total: Tensor | None = None
-        count: Tensor | None = None
+        total: Any = None
+        count: Any = None
         for positions, numbers in sent_by_ranks(payload, BATCH) if sent is None else sent:
-            if total is None or count is None:
+            if total is None:
                 total = _zeros(n, numbers, numbers.dtype)
                 count = _zeros(n, numbers, counts) if over == "senders" else like.new_empty(0)
             for index, row in zip(positions.unbind(0), numbers.unbind(0), strict=True):  # so that all ranks round alike
@@ -341,21 +341,19 @@ def _with_feedback(lengths: Sequence[_Alike], rule: Classic | Decayed | Differen
         return isinstance(error, Tensor) and error.shape == (x.numel(),) and error.dtype == scale_dtype(x)
 
     def encode(x: Tensor, error: Tensor, *, over: bool = False) -> tuple[Tree, Tensor]:
-        vector = x.reshape(-1)
-        room: dict[str, Any] = {**pooled(error, x)}
+        vector, room = x.reshape(-1), pooled(error, x)
         if isinstance(rule, Differences):
             may_write = over and vector.dtype == error.dtype and is_concrete(vector, error)
-            message = torch.sub(vector, error, out=vector) if may_write else torch.sub(vector, error, **room)
+            message = torch.sub(vector, error, out=vector if may_write else room.get("out"))
         elif isinstance(rule, Decayed):
             faded = torch.mul(error, rule.keep, **room)
             message = faded.add_(vector) if is_concrete(vector, error) else vector + faded
         else:
-            message = torch.add(vector, error, **room)
+            message = torch.add(vector, error, out=room.get("out"))
         rows = message.view(x.shape)
         sent = [alike.encode(rows) for alike in lengths]
         if isinstance(rule, Differences):  # a zero of either sign is 0 then, as in the sum with a vector of zeros
-            sums = torch.add(error, 0.0, out=message) if is_concrete(message, error) else torch.add(error, 0.0)
-            rows = sums.view(x.shape)
+            rows = torch.add(error, 0.0, out=message if is_concrete(message, error) else None).view(x.shape)
         for alike, (payload, positions, values) in zip(lengths, sent, strict=True):
             delivered = alike.numbers(payload)
             if isinstance(rule, Differences):
