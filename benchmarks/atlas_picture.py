@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 from atlas_methods import METHODS, H
-from atlas_methods import Method as AtlasMethod
-from atlas_summary import MAIN, Row, summary
+from atlas_summary import DEEPER, MAIN, Row, runs, summary
 from atlas_tasks import TASKS
 from matplotlib.axes import Axes
 from matplotlib.text import Text
@@ -33,8 +32,8 @@ PARAMS, COMPUTE, MEMORY = 124_000_000, 0.25, 1.6e13
 """Of the model whose steps are predicted: GPT-2's smallest, a quarter of a second a step without communication."""
 
 COLORS = {
-    "exact": "black", "integers": "C0", "signs": "C3", "local steps": "C2", "low rank": "C4", "sparse": "C1",
-    "votes": "C5",
+    "exact": "black", "baseline": "0.45", "integers": "C0", "signs": "C3", "local steps": "C2", "low rank": "C4",
+    "sparse": "C1", "votes": "C5",
 }  # fmt: skip
 
 
@@ -62,9 +61,17 @@ Panel = tuple[Axes, list[Point], list[tuple[float, float]]]
 
 
 def scatter(axes: Axes, found: list[Row], xs: Sequence[float], top: float) -> Panel:
-    """Draw methods, the range of their seeds, and the Pareto front. Losses above `top` lie on its line."""
+    """Draw methods, the range of their seeds, and the Pareto front. Losses above `top` lie on its line.
+
+    A method of which nothing is sent is a line across the panel.
+    """
     points = []
     for row, x in zip(found, xs, strict=True):
+        if not x:  # no place on an axis of powers of ten
+            axes.axhline(min(row["loss"], top), color=COLORS[row["family"]], linewidth=1, linestyle=":")
+            text, where = f"{row['method']}: {row['loss']:.3f}", (0.99, min(row["loss"], top))
+            axes.text(*where, text, transform=axes.get_yaxis_transform(), ha="right", va="bottom", fontsize=8)
+            continue
         color, (low, high), above = COLORS[row["family"]], row["range"], not row["loss"] <= top
         y = top if above else row["loss"]
         if not above:
@@ -74,7 +81,7 @@ def scatter(axes: Axes, found: list[Row], xs: Sequence[float], top: float) -> Pa
     best = front([(p.x, p.y) for p in points if not p.above])
     if best:
         axes.step(*zip(*best, strict=True), where="post", color="0.6", linewidth=1, linestyle="--", zorder=0)
-    if max(xs) > 2 * min(xs):
+    if max(xs) > 2 * min(x for x in xs if x):
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:g}")
@@ -176,14 +183,17 @@ def predicted(ranks: int, rate: float) -> Plan:
 
 def slowdown(name: str, made: Plan, steps: int) -> float:
     """Return the predicted time of a run, as a multiple of its computation alone."""
-    return times(METHODS[name], made, steps)[-1] / steps
+    return times(name, made, steps)[-1] / steps
 
 
-def times(method: AtlasMethod, made: Plan, steps: int) -> list[float]:
+def times(name: str, made: Plan, steps: int) -> list[float]:
     """Return the predicted time after each step, in steps of computation alone.
 
     Each step costs what its phase sends: a warm-up, an exchange, or nothing.
     """
+    method = METHODS[name]
+    if method.alone:
+        return [float(step + 1) for step in range(steps)]
     warm, own, schedule = made.of(method.warm_up), made.of(method.row), method.schedule(steps)
     costs = {
         "warm-up": COMPUTE + (warm.step - COMPUTE) * method.more,
@@ -197,6 +207,8 @@ def times(method: AtlasMethod, made: Plan, steps: int) -> list[float]:
     ]
     if method.schedule.__name__ == "never":
         kinds = ["exchange"] * steps
+    if method.accumulate > 1:
+        kinds = ["exchange" if (step + 1) % method.accumulate == 0 else "alone" for step in range(steps)]
     return [cost / COMPUTE for cost in accumulate(costs[kind] for kind in kinds)]
 
 
@@ -212,24 +224,68 @@ def over_time(found: list[Row], ranks: int, path: Path) -> None:
     finish(figure, drawn, found, path)
 
 
+def curves(rows: list[Row], path: Path) -> None:
+    """Draw the losses on the way of the deeper model: over steps, over bytes, and over predicted time on four links."""
+    setting = TASKS[DEEPER]
+    figure, all_axes = plt.subplots(2, 3, figsize=(17, 9), layout="constrained", sharey=True)
+    panels: list[tuple[str, str, Callable[[str], Callable[[int, float], float]]]] = [
+        ("the same tokens", "steps", lambda name: lambda step, sent: step),
+        ("the same bytes", "MB that a rank has sent", lambda name: lambda step, sent: sent / 1e6),
+    ]
+    for title, bits in LINKS.items():
+        made = predicted(setting.workers, bits)
+
+        def clock(name: str, made: Plan = made) -> Callable[[int, float], float]:
+            after = times(name, made, setting.steps)
+            return lambda step, sent: after[step - 1]
+
+        panels.append((title, "predicted time, a step of computation = 1", clock))
+    for axes, (title, label, clock_of) in zip(all_axes.flat, panels, strict=True):
+        for row in summary(rows, DEEPER, setting.workers, setting.steps):
+            name, color = row["method"], COLORS[METHODS[row["method"]].family]
+            line = "--" if METHODS[name].alone else "-"
+            found = runs(rows, task=DEEPER, method=name, steps=setting.steps, lr=row["lr"])
+            looks = [[math.nan if loss is None else loss for _, _, loss in each["curve"]] for each in found]
+            xs = [clock_of(name)(step, sent) for step, sent, _ in found[0]["curve"]]
+            if not xs[-1]:
+                axes.axhline(row["loss"], color=color, linestyle=line)
+                continue
+            axes.fill_between(xs, [*map(min, zip(*looks, strict=True))], [*map(max, zip(*looks, strict=True))],
+                              color=color, alpha=0.2, linewidth=0)  # fmt: skip
+            axes.plot(xs, [*map(statistics.fmean, zip(*looks, strict=True))], color=color, linestyle=line, label=name)
+        axes.set(title=title, xlabel=label, xscale="linear" if title == "the same tokens" else "log")
+        axes.grid(alpha=0.25)
+    for axes in all_axes[:, 0]:
+        axes.set_ylabel(f"loss on held-out data, {setting.unit}")
+    handles, names = all_axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def draw(rows: list[Row], folder: Path) -> list[str]:
     """Write the pictures that the rows allow, of the longest runs of each task; return a line about each."""
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {task: max(((r["steps"], r["workers"]) for r in rows if r["task"] == task), default=None) for task in TASKS}
+    shown = [row for row in rows if row["seed"] in TASKS[row["task"]].seeds]
+    lengths = {task: [(row["steps"], row["workers"]) for row in shown if row["task"] == task] for task in TASKS}
+    sizes = {task: max(found, default=None) for task, found in lengths.items()}
     lines = []
     if sizes[MAIN]:
         steps, ranks = sizes[MAIN]
         found = summary(rows, MAIN, ranks, steps)
         title = f"{MAIN}, {ranks} workers, {steps} steps, seeds: {max(row['seeds'] for row in found)}"
-        over_bytes([(title, TASKS[MAIN][2], found)], folder / "atlas.png")
+        over_bytes([(title, TASKS[MAIN].unit, found)], folder / "atlas.png")
         over_time(found, ranks, folder / "atlas_links.png")
         lines += [f"picture: {folder / name}" for name in ("atlas.png", "atlas_links.png")]
     panels = [
-        (f"{task}, {size[1]} workers, {size[0]} steps", TASKS[task][2], summary(rows, task, size[1], size[0]))
+        (f"{task}, {size[1]} workers, {size[0]} steps", TASKS[task].unit, summary(rows, task, size[1], size[0]))
         for task, size in sizes.items()
-        if size and task != MAIN
+        if size and task not in (MAIN, DEEPER)
     ]
     if panels:
         over_bytes(panels, folder / "atlas_tasks.png")
         lines.append(f"picture: {folder / 'atlas_tasks.png'}")
+    if sizes[DEEPER]:
+        curves(rows, folder / "atlas_deep.png")
+        lines.append(f"picture: {folder / 'atlas_deep.png'}")
     return lines

@@ -1,13 +1,15 @@
 """What the atlas trains: a language model from scratch, the same one on another kind of text, and digits.
 
-All tasks have as many samples in a step whatever the number of workers, so all runs of a task have equal tokens.
+All tasks have as many samples in a step whatever the number of workers, so all runs of a task have equal tokens. Each
+has three splits: one is trained on, learning rates are chosen on the second, and tables show the third.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,55 +26,95 @@ from train_lm import Transformer, cut, loss_of, read_standard_library
 Params = dict[str, Tensor]
 Batch = tuple[Tensor, Tensor]
 
-CONTEXT, SEQUENCES = 64, 8
-MODEL = (2, 64, 4)
-"""Layers, width, heads."""
+
+class Size(NamedTuple):
+    """A language model and its batch. context: bytes of a sequence. sequences: in a step, of all workers."""
+
+    layers: int
+    width: int
+    heads: int
+    context: int
+    sequences: int
+
+
+SMALL, DEEP = Size(2, 64, 4, context=64, sequences=8), Size(4, 128, 4, context=128, sequences=16)
+"""0.13 and 0.85 million parameters."""
+
+
+class Score(NamedTuple):
+    """What trained params are worth on data that they never saw.
+
+    tuning: the loss on the split that learning rates are chosen on. loss: on the split that tables show. accuracy: on
+    that split, the part that is right; None where nothing is classified.
+    """
+
+    tuning: float
+    loss: float
+    accuracy: float | None = None
 
 
 class Task(NamedTuple):
-    """params: of a seed. loss: a scalar of one rank's batch. batches: (seed, workers) -> draw of the next batch, whose
-    leading dimension is the ranks. score: the loss on what is held out.
+    """What a run trains.
+
+    params: of a seed. loss: a scalar of one rank's batch. batches: (seed, workers) -> draw of the next batch, whose
+    leading dimension is the ranks. score: params -> what they are worth.
     """
 
     params: Callable[[int], Params]
     loss: Callable[[Params, Batch], Tensor]
     batches: Callable[[int, int], Callable[[], Batch]]
-    score: Callable[[Params], float]
+    score: Callable[[Params], Score]
 
 
-def _text_task(params: Callable[[int], Params], text: Tensor, held_out: Tensor) -> Task:
-    model = Transformer(*MODEL)
+def _text_task(
+    params: Callable[[int], Params], size: Size, text: Tensor, tuning: Tensor, test: Tensor, *, own_kinds: bool = False
+) -> Task:
+    """Return a task on text. own_kinds: each worker draws from a part of the text of its own, not from all of it."""
+    model, context = Transformer(size.layers, size.width, size.heads), size.context
 
     def loss(params: Params, batch: Batch) -> Tensor:
         return loss_of(lambda tokens: functional_call(model, params, (tokens,)), batch)
 
     def batches(seed: int, workers: int) -> Callable[[], Batch]:
         generator = torch.Generator().manual_seed(seed)
+        part = len(text) // workers
 
         def draw() -> Batch:
-            x, y = cut(text, torch.randint(len(text) - CONTEXT, (SEQUENCES,), generator=generator), CONTEXT)
+            end = (part if own_kinds else len(text)) - context
+            starts = torch.randint(end, (workers, size.sequences // workers), generator=generator)
+            if own_kinds:
+                starts += part * torch.arange(workers)[:, None]
+            x, y = cut(text, starts.flatten(), context)
             return x.unflatten(0, (workers, -1)), y.unflatten(0, (workers, -1))
 
         return draw
 
-    def score(params: Params) -> float:
-        starts = torch.arange(256) * ((len(held_out) - CONTEXT - 1) // 256)
+    def loss_on(params: Params, split: Tensor) -> float:
+        starts = torch.arange(256) * ((len(split) - context - 1) // 256)
         with torch.no_grad():
-            return float(loss(params, cut(held_out, starts, CONTEXT)))
+            return float(loss(params, cut(split, starts, context)))
+
+    def score(params: Params) -> Score:
+        return Score(loss_on(params, tuning), loss_on(params, test))
 
     return Task(params, loss, batches, score)
 
 
-def fresh(seed: int) -> Params:
+def fresh(seed: int, size: Size = SMALL) -> Params:
     """Return the language model's params before training."""
     torch.manual_seed(seed)
-    return {name: p.detach() for name, p in Transformer(*MODEL).named_parameters()}
+    model = Transformer(size.layers, size.width, size.heads)
+    return {name: p.detach() for name, p in model.named_parameters()}
 
 
 @cache
-def language_model() -> Task:
-    """Train on the source code of Python's standard library, from scratch."""
-    return _text_task(fresh, *read_standard_library(without={PROSE}))
+def language_model(size: Size = SMALL, *, own_kinds: bool = False) -> Task:
+    """Train on the source code of Python's standard library, from scratch; halves of the held-out files are splits.
+
+    The text has one package after the other, so that with own_kinds each worker has packages of its own.
+    """
+    text, held_out = read_standard_library(without={PROSE})
+    return _text_task(partial(fresh, size=size), size, text, *held_out.tensor_split(2), own_kinds=own_kinds)
 
 
 PROSE = "pydoc_data"
@@ -81,13 +123,13 @@ PROSE = "pydoc_data"
 
 @cache
 def fine_tuning() -> Task:
-    """Train the trained language model on another kind of text: the reference manual, the last eighth held out."""
+    """Train the trained language model on another kind of text: the reference manual, its last quarter held out."""
     from pydoc_data.topics import topics
 
     prose = "\n".join(topics[name] for name in sorted(topics)).encode()
     text = torch.frombuffer(bytearray(prose), dtype=torch.uint8)
-    end = 7 * len(text) // 8
-    return _text_task(trained, text[:end], text[end:])
+    text, tuning, test = text.split([n := len(text) * 3 // 4, (len(text) - n) // 2, -(-(len(text) - n) // 2)])
+    return _text_task(trained, SMALL, text, tuning, test)
 
 
 @cache
@@ -122,14 +164,15 @@ class Digits(nn.Module):
 
 @cache
 def digits() -> Task:
-    """Train a convolutional network on scikit-learn's handwritten digits, a quarter held out."""
+    """Train a convolutional network on scikit-learn's handwritten digits, 15 % held out for rates, 25 % for tables."""
     from sklearn.datasets import load_digits
 
     found = load_digits()
     order = torch.randperm(len(found.target), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(found.images, dtype=torch.float32)[order, None] / 16
     y = torch.tensor(found.target)[order]
-    end, model = 3 * len(y) // 4, Digits()
+    end, model = 60 * len(y) // 100, Digits()
+    tuning, test = slice(end, end + 15 * len(y) // 100), slice(end + 15 * len(y) // 100, None)
 
     def params(seed: int) -> Params:
         torch.manual_seed(seed)
@@ -147,24 +190,57 @@ def digits() -> Task:
 
         return draw
 
-    def score(params: Params) -> float:
+    def score(params: Params) -> Score:
         with torch.no_grad():
-            return float(loss(params, (x[end:], y[end:])))
+            right = functional_call(model, params, (x[test],)).argmax(1) == y[test]
+            losses = (float(loss(params, (x[split], y[split]))) for split in (tuning, test))
+            return Score(*losses, accuracy=float(right.float().mean()))
 
     return Task(params, loss, batches, score)
 
 
-TASKS: dict[str, tuple[Callable[[], Task], int, str]] = {
-    "language model": (language_model, 400, "nats per byte"),
-    "fine-tuning": (fine_tuning, 300, "nats per byte"),
-    "digits": (digits, 300, "nats per image"),
+class Setting(NamedTuple):
+    """How the atlas runs a task.
+
+    make: the task. steps, unit: of a run, of its loss. workers, seeds: of the runs that tables show. choosing: seeds
+    that choose learning rates, with `atlas_summary.TUNED_ON` workers, and are in no table. tuned_for: steps of the runs
+    that choose; None is as many. looks: steps between two scores on the way; None is at the end only. clip: the norm to
+    which each worker's gradient is clipped, or None. rate: (step, steps) -> the part of the peak learning rate.
+    """
+
+    make: Callable[[], Task]
+    steps: int
+    unit: str
+    workers: int
+    seeds: tuple[int, ...]
+    tuned_for: int | None = None
+    looks: int | None = None
+    clip: float | None = None
+    choosing: tuple[int, ...] = (0,)
+    rate: Callable[[int, int], float] = lambda step, steps: min((step + 1) / 10, 1.0) * (1 - 0.9 * step / steps)
+
+    @property
+    def search_steps(self) -> int:
+        """Return the steps of a run that chooses a learning rate."""
+        return self.tuned_for or self.steps
+
+
+def cosine(step: int, steps: int) -> float:
+    """Return the part of the peak learning rate: a rise over 2 % of the steps, then half a cosine to a tenth."""
+    done = step / steps
+    return min((step + 1) / (0.02 * steps), 1.0) * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+TASKS = {
+    "language model": Setting(language_model, 400, "nats per byte", 8, (1, 2, 3)),
+    "fine-tuning": Setting(fine_tuning, 300, "nats per byte", 4, (1, 2, 3)),
+    "digits": Setting(digits, 300, "nats per image", 4, (1, 2, 3, 4, 5), choosing=(0, 6, 7)),
+    "own packages": Setting(partial(language_model, own_kinds=True), 400, "nats per byte", 8, (1, 2, 3)),
+    "deep": Setting(
+        partial(language_model, DEEP), 5000, "nats per byte", 4, (1, 2, 3), 750, looks=250, clip=1.0, rate=cosine
+    ),
 }
-"""By name: the task, its steps, and the unit of its loss."""
-
-
-def rate(step: int, steps: int, rise: int = 10) -> float:
-    """Return the part of the peak learning rate: a short rise, then a line to a tenth."""
-    return min((step + 1) / rise, 1.0) * (1 - 0.9 * step / steps)
+"""In "own packages" each worker of the language model has packages of its own; "deep" is a larger, longer run."""
 
 
 def tree_mean(params: dict[str, Any]) -> Params:

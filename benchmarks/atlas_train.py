@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from atlas_methods import METHODS
-from atlas_tasks import TASKS, rate, tree_mean
+from atlas_tasks import TASKS, Score, tree_mean
 from torch.func import grad_and_value
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -28,32 +28,54 @@ class Run(NamedTuple):
 
 
 def train(run: Run) -> dict[str, Any]:
-    """Train afresh; return the run with its loss on held-out data, the bytes that a rank sent, and its seconds.
+    """Train afresh; return the run with its `Score`, the bytes that a rank sent, and its seconds.
 
-    The loss is None where it is not finite.
+    Losses are None where they are not finite. Where the task looks on the way, "curve" has for each look: the steps,
+    the bytes so far, and the loss on the split that tables show.
     """
     torch.set_num_threads(1)
-    method, task = METHODS[run.method], TASKS[run.task][0]()
+    method, setting = METHODS[run.method], TASKS[run.task]
+    task = setting.make()
+    workers = 1 if method.alone else run.workers
     params, lr = task.params(run.seed), torch.tensor(0.0)
     tx, schedule = method.make(lr=lr, axis="data"), method.schedule(run.steps)
     draw = task.batches(run.seed, run.workers)
     dims = fn.rank_dims(tx.init(params))
-    state = fn.simulate(tx.init, "data", run.workers, in_dims=None, out_dims=dims)(params)
+    state = fn.simulate(tx.init, "data", workers, in_dims=None, out_dims=dims)(params)
     own = None if method.alike else 0
     if not method.alike:
-        params = {name: p.expand(run.workers, *p.shape).clone() for name, p in params.items()}
+        params = {name: p.expand(workers, *p.shape).clone() for name, p in params.items()}
 
     def step(when: Any, params: Any, state: Any, batch: Any) -> Any:
         grads, value = grad_and_value(task.loss)(params, batch)
+        if setting.clip is not None:
+            total = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
+            grads = {name: g * (setting.clip / total.clamp(min=setting.clip)) for name, g in grads.items()}
         updates, state = tx.update(when)(grads, state, params)
         return fn.apply_updates(params, updates), state, value
 
+    def score() -> Score:
+        return task.score(params if method.alike else tree_mean(params))
+
     places, start = (own, dims, 0), time.perf_counter()
+    curve: list[tuple[int, int, float | None]] = []
     with fn.ledger() as sent, sdpa_kernel(SDPBackend.MATH):  # the fused attention cannot be batched over workers
-        for t in range(run.steps):
-            lr.fill_(run.lr * rate(t, run.steps))
-            turn = fn.simulate(partial(step, schedule(t)), "data", run.workers, in_dims=places, out_dims=places)
-            params, state, _ = turn(params, state, draw())
-    loss = task.score(params if method.alike else tree_mean(params))
+        for t in range(0, run.steps, method.accumulate):
+            lr.fill_(run.lr * setting.rate(t, run.steps))
+            draws = [draw() for _ in range(min(method.accumulate, run.steps - t))]
+            batch = tuple(torch.cat([part[:workers] for part in parts], dim=1) for parts in zip(*draws, strict=True))
+            turn = fn.simulate(partial(step, schedule(t)), "data", workers, in_dims=places, out_dims=places)
+            params, state, _ = turn(params, state, batch)
+            taken = min(t + method.accumulate, run.steps)
+            if setting.looks and taken // setting.looks > t // setting.looks:
+                curve.append((taken, sent.total, _finite(score().loss)))
+        if method.ends_apart:
+            params = fn.simulate(partial(fn.pmean, axis="data"), "data", workers, in_dims=0, out_dims=0)(params)
     seconds = round(time.perf_counter() - start, 1)
-    return {**run._asdict(), "loss": loss if math.isfinite(loss) else None, "bytes": sent.total, "seconds": seconds}
+    row = {**run._asdict(), **{name: _finite(x) for name, x in score()._asdict().items()}}
+    return {**row, "bytes": sent.total, "seconds": seconds, **({"curve": curve} if setting.looks else {})}
+
+
+def _finite(x: float | None) -> float | None:
+    """Return a number that JSON has."""
+    return x if x is not None and math.isfinite(x) else None

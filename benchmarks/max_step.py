@@ -20,6 +20,8 @@ from typing import Any
 
 import atlas_methods
 from atlas_methods import METHODS
+from atlas_summary import by_seed
+from atlas_summary import runs as runs_of
 from atlas_train import Run, train
 from paired import difference
 from tqdm import tqdm
@@ -44,22 +46,24 @@ def runs() -> Iterator[Run]:
                     yield Run(task, name, workers, seed, steps, lr)
 
 
-def of_seeds(losses: dict[tuple[str, float, str, int], float], *of: Any) -> dict[int, float]:
-    """Return the losses of a (task, learning rate, method) by their seeds."""
-    return {seed: loss for (*key, seed), loss in losses.items() if tuple(key) == of}
-
-
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the losses of each method, its worst as a multiple of AdamW's, and the differences."""
-    losses = {(r["task"], r["lr"], r["method"], r["seed"]): math.inf if r["loss"] is None else r["loss"] for r in rows}
-    lines = ["| task | lr | method | loss | worst / AdamW | loss - AdamW's |", "|---|---|---|---|---|---|"]
-    for task, lr, method in dict.fromkeys(key[:3] for key in losses):
-        own, base = (of_seeds(losses, task, lr, name) for name in (method, "adamw"))
-        loss, worst = statistics.fmean(own.values()), max(own[seed] / base[seed] for seed in own)
-        bad = sum(not math.isfinite(x) for x in own.values())
-        gap = f"{bad} of {len(own)} runs not finite" if bad else f"{difference(own, base):.3f}"
-        cells = f"{loss:.3f}", f"{worst:.2f}", gap
-        lines.append(f"| {task} | {lr:g} | {method} | {' | '.join(cells)} |")
+    """Return the losses of each method, its worst as a multiple of AdamW's, and differences that are paired by seed."""
+    head = ["task", "lr", "method", "loss", "worst / AdamW", "loss - AdamW's", "accuracy - AdamW's, points"]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for task, lr, method in dict.fromkeys((row["task"], row["lr"], row["method"]) for row in rows):
+        own, base = (runs_of(rows, task=task, lr=lr, method=name) for name in (method, "adamw"))
+        losses, others = by_seed(own, "loss"), by_seed(base, "loss")
+        bad = sum(math.isnan(loss) for loss in losses.values())
+        cells = [task, f"{lr:g}", method, "" if bad else f"{statistics.fmean(losses.values()):.3f}"]
+        gap, points = (difference(by_seed(own, field), by_seed(base, field)) for field in ("loss", "accuracy"))
+        if method == "adamw" or gap is None:
+            cells += ["", "", ""]
+        elif bad:
+            cells += ["", f"{bad} of {len(losses)} runs not finite", ""]
+        else:
+            cells += [f"{max(losses[seed] / others[seed] for seed in losses):.2f}", f"{gap:.3f}"]
+            cells += ["" if own[0]["accuracy"] is None else f"{100 * points.mean:+.1f} ± {100 * points.half:.1f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

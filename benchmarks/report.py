@@ -28,9 +28,10 @@ from typing import Any, NamedTuple
 
 import against
 import allreduce
+import atlas
 import atlas_summary
+import choices
 import convergence
-import deep_atlas
 import demo_exchange
 import kernels
 import low_rank
@@ -40,12 +41,14 @@ import sharded
 import simulate
 import slow_link_report
 import step
+from atlas_summary import DEEPER
+from atlas_tasks import TASKS
 from measure import ROOT
 from tqdm import tqdm
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGES = (HERE / "README.md", ROOT / "README.md")
+PAGES = (HERE / "README.md", ROOT / "README.md", ROOT / "docs" / "choosing.md")
 
 NOT_YET = "not measured yet"
 
@@ -123,11 +126,11 @@ def headline() -> str:
 
 def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     """Yield the name of each table, and what makes it."""
-    rows = json.loads((HERE / "atlas.json").read_text())["rows"]
-    for task, workers, steps in dict.fromkeys((row["task"], row["workers"], row["steps"]) for row in rows):
-        found = atlas_summary.summary(rows, task, workers, steps)
-        yield f"{task}, {workers} workers", partial(atlas_summary.table, found)
-    yield "deep atlas", partial(deep_atlas.table, deep_atlas.read(HERE / "deep_atlas"))
+    rows, deep = atlas.read(HERE / "atlas.json"), atlas.read(HERE / "atlas_deep")
+    for task in TASKS:
+        yield task, partial(atlas_summary.report, deep if task == DEEPER else rows, task)
+    yield "choices", partial(choices.table, rows)
+    yield "rates", partial(choices.rates, rows)
     yield "max_step", partial(max_step.table, json.loads((HERE / "max_step.json").read_text()))
     for name in MEASUREMENTS:
         yield name, partial(measured, name)

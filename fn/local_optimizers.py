@@ -62,7 +62,8 @@ def diloco(
         tensor([ 1.8741, -0.6640,  0.6640])
 
     Args:
-        lr: of the local steps, a float or a 0-d tensor. b1, b2, eps, weight_decay: of AdamW.
+        lr: of the local steps, a float or a 0-d tensor; start with AdamW's rate times 0.6. b1, b2, eps, weight_decay:
+            of AdamW.
         axis: the ranks that train together. outer_lr, outer_momentum, nesterov: of the outer step; for short runs a
             momentum of 0.6 is better.
         codec: how the pseudo-gradients (differences to the anchor) are quantized; None is full precision. feedback:
@@ -110,7 +111,8 @@ def local_sgd(
         tensor([ 1.9704, -0.9852,  0.9852])
 
     Args:
-        lr: of the local steps, a float or a 0-d tensor. momentum: of them, each rank's own. weight_decay: decoupled.
+        lr: of the local steps, a float or a 0-d tensor; start with AdamW's rate times 20. momentum: of them, each
+            rank's own. weight_decay: decoupled.
         axis, codec, feedback, servers: as for `diloco`. store, on_skip: as for `outer`.
     Returns: a transform with a warm-up, exact, and rounds; `every(h)` is its schedule, `every(h, start=n)` that of
         post-local SGD.
@@ -160,7 +162,8 @@ def sparse_loco(
         tensor([ 1.6395, -1.5137,  0.7989])
 
     Args:
-        lr, b1, b2, eps, weight_decay, axis: as for `diloco`. outer_lr: of the outer step.
+        lr, b1, b2, eps, weight_decay, axis: as for `diloco`. lr: start with AdamW's rate times 0.6. outer_lr: of the
+            outer step.
         k: how many numbers of a whole tile are sent; of n numbers round(n k / tile^2), and at least one.
         tile: the side of a tile, as for `tiles`. over: what a mean is taken over, as for `top_k`.
         values: how these numbers are quantized. None: `bins(4, 6)`; `identity()`: full precision.
@@ -229,7 +232,7 @@ def muloco(
         0.450 -> 0.069
 
     Args:
-        lr: of the local steps, of both kinds.
+        lr: of the local steps, of both kinds; start with AdamW's rate times 0.6 where scale="rms_norm".
         labels: which tensors are "hidden", Muon's, and which "other": `fn.labels_of(model)`, which leaves embeddings
             and the head to AdamW. None: all matrices are Muon's, for their shapes do not tell.
         momentum, inner_nesterov, scale, dtype: Muon's, as for `scale_by_muon`; with scale="rms_norm" a rate of AdamW
@@ -285,7 +288,8 @@ def sparta(
         tensor([ 1.7536, -0.7125,  0.4447])
 
     Args:
-        lr, b1, b2, eps, weight_decay: of AdamW. axis: the ranks that train together.
+        lr, b1, b2, eps, weight_decay: of AdamW. lr: start with AdamW's rate times 0.6. axis: the ranks that train
+            together.
         density, seed: which share of the params, as for `sparse_average`.
     Returns: a transform with a warm-up, exact, and rounds; `every(1)` is its schedule. The ranks' params differ in what
         was not averaged lately, and nothing in the state is what they agree on.
@@ -322,7 +326,7 @@ def des_loc(
         >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
         tensor([ 2.2121, -0.9443,  0.9443])
 
-    Args: lr, b1, b2, eps, weight_decay: of AdamW. axis: the ranks that train together.
+    Args: lr, b1, b2, eps, weight_decay: of AdamW. lr: start with AdamW's rate. axis: the ranks that train together.
     Returns: a transform with a warm-up, exact, and rounds; `periods(64, 192, 692)` is its schedule: the slower a moment
         changes, the more rarely it is averaged.
 
@@ -362,7 +366,7 @@ def no_loco(
         tensor([ 2.1634, -0.6737,  0.6737])
 
     Args:
-        lr, b1, b2, eps, weight_decay: of AdamW. axis: the ranks that train together.
+        lr, b1, b2, eps, weight_decay: of AdamW. lr: start with AdamW's rate. axis: the ranks that train together.
         outer_lr, outer_momentum: of the outer step. pull: how strongly the anchors of a pair attract each other, in
             units of the outer rate. seed: of the pairs, which follow from it and from the number of the exchange.
     Returns: a transform with a warm-up, exact, and rounds; `every(50)` is its schedule. The ranks' params and anchors

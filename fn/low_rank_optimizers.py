@@ -52,7 +52,7 @@ def powersgd_adamw(
         0.450 -> 0.013
 
     Args:
-        lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as for `adamw`.
+        lr: a float or a 0-d tensor; start with AdamW's rate. b1, b2, eps, weight_decay: as for `adamw`.
         axis: the ranks that train together. rank, feedback, mean, min_rate, seed: as for `low_rank_average`.
     Returns: a transform with a warm-up, which is exact, and a compressed phase; `freeze_after(n)` is its schedule.
         Nothing is frozen, so n may be small.
@@ -99,7 +99,8 @@ def dion(
         0.450 -> 0.021
 
     Args:
-        lr: of matrices, a float or a 0-d tensor. adamw_rate: AdamW's learning rate, as a multiple of it.
+        lr: of matrices, a float or a 0-d tensor; start with AdamW's rate times 3. adamw_rate: AdamW's learning rate, as
+            a multiple of it.
         labels: which tensors are "hidden", Dion's, and which "other", averaged exactly for AdamW:
             `fn.labels_of(model)`, which leaves it embeddings and the head. None: all tensors of two dimensions and more
             are Dion's, for their shapes do not tell.

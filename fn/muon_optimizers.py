@@ -67,7 +67,8 @@ def muon(
         0.450 -> 0.007
 
     Args:
-        lr: of matrices, a float or a 0-d tensor. other_rate: the rate of the others, as a multiple of it.
+        lr: of matrices, a float or a 0-d tensor; start with AdamW's rate times 2 where scale="rms_norm". other_rate:
+            the rate of the others, as a multiple of it.
         momentum, nesterov, scale, coefficients, dtype, flatten: as for `scale_by_muon`; with scale="rms_norm" a rate of
             AdamW fits both kinds.
         weight_decay, cautious: of all tensors, as for `add_decayed_weights`.

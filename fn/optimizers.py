@@ -118,7 +118,7 @@ def onebit_adam(
         tensor([ 2.2957, -1.1156,  0.9715])
 
     Args:
-        lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
+        lr: a float or a 0-d tensor; start with AdamW's rate times 2. b1, b2, eps: as for Adam. weight_decay: decoupled.
         axis: the ranks that train together; `("local", "node")` averages exactly within a node, in codes across them.
         codec: how the momentum is quantized; None is `sign()`, one bit per element and one scale per tensor.
         feedback: what becomes of the residual errors; None is `classic()`: they are sent with the next momentum.
@@ -170,8 +170,8 @@ def lamb(
         >>> fn.simulate(train, "data", 2)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5]]))[0]
         tensor([ 1.8326, -1.4248,  1.4248])
 
-    Args: lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as for Adam. axis: over which the gradients are
-        averaged; None for none. max_coeff, min_coeff: bounds of the trust ratio.
+    Args: lr: a float or a 0-d tensor; start with AdamW's rate times 2. b1, b2, eps, weight_decay: as for Adam. axis:
+        over which the gradients are averaged; None for none. max_coeff, min_coeff: bounds of the trust ratio.
     Returns: a transform with a warm-up phase only.
 
     Paper: You et al., LAMB (arXiv 1904.00962), algorithm 2, phi the identity within the bounds.
@@ -223,7 +223,7 @@ def onebit_lamb(
         tensor([ 1.3636, -0.8136,  1.1490])
 
     Args:
-        lr: a float or a 0-d tensor. axis: the ranks that train together.
+        lr: a float or a 0-d tensor; start with AdamW's rate times 2. axis: the ranks that train together.
         codec, feedback, warmup: as for `onebit_adam`. layout: "fused" is one scale for the whole model, as in
             the paper; "flat" keeps one per tensor, which the momentum scaling then does not change. servers: as for
             `onebit_adam`.
@@ -273,7 +273,8 @@ def zero_one_adam(
         tensor([ 2.4710, -1.1555,  1.0592])
 
     Args:
-        lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
+        lr: a float or a 0-d tensor; start with AdamW's rate times 0.6. b1, b2, eps: as for Adam. weight_decay:
+            decoupled.
         axis: the ranks that train together. codec, feedback: as for `onebit_adam`. warmup: as there, for the variance
             steps. layout, servers: as for `compressed_average`.
         compress, keep_zeros, max_step: as for `scale_by_zero_one_adam`; max_step=None is the paper's step. The default
@@ -321,7 +322,7 @@ def loco_adamw(
         tensor([ 2.2234, -0.9045,  0.8857])
 
     Args:
-        lr: a float or a 0-d tensor. b1, b2, eps, weight_decay: as for `adamw`.
+        lr: a float or a 0-d tensor; start with AdamW's rate. b1, b2, eps, weight_decay: as for `adamw`.
         axis: the ranks that train together, among which moments and master params are divided; with several names,
             such as ("local", "node"), a tuple of codecs has one for each network, see
             `fn.collectives.hierarchy.hops`.
@@ -374,7 +375,8 @@ def sharded_onebit_adam(
         tensor([ 2.2957, -1.1156,  0.9715])
 
     Args:
-        lr: a float or a 0-d tensor. b1, b2, eps: as for Adam. weight_decay: decoupled.
+        lr: a float or a 0-d tensor; start with AdamW's rate times 0.6. b1, b2, eps: as for Adam. weight_decay:
+            decoupled.
         axis, codec, feedback, max_step: as for `onebit_adam`. gather, master, layout: as for `sharded`.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 

@@ -52,7 +52,7 @@ def demo(
         0.450 -> 0.030
 
     Args:
-        lr: a float or a 0-d tensor. weight_decay: decoupled.
+        lr: a float or a 0-d tensor; start with AdamW's rate. weight_decay: decoupled.
         axis: the ranks that train together. All send to all others, so it is for few of them.
         k: how many coefficients of a tile are sent; of a smaller one all. tile: the side of a tile, as for `dct`.
         keep: b, weight of the old momentum.
@@ -106,7 +106,8 @@ def ef21_sgdm(
         tensor([ 2.0001, -1.0001,  1.0001])
 
     Args:
-        lr: a float or a 0-d tensor. eta: weight of the new gradient in the momentum. weight_decay: decoupled.
+        lr: a float or a 0-d tensor; start with AdamW's rate times 100. eta: weight of the new gradient in the momentum.
+            weight_decay: decoupled.
         axis: the ranks that train together, one name. All send to all others.
         k, block, values: as for `top_k`; by default a hundredth of each tensor is sent.
     Returns: a transform with a warm-up, exact, and a compressed phase; `freeze_after(1)` starts at the gradient.
@@ -146,7 +147,8 @@ def lion_vote(
         tensor([ 2.5000, -1.1000,  1.1000])
 
     Args:
-        lr: a float or a 0-d tensor. b1, b2: as for `scale_by_lion`. weight_decay: decoupled.
+        lr: a float or a 0-d tensor; start with AdamW's rate times 0.3. b1, b2: as for `scale_by_lion`. weight_decay:
+            decoupled.
         axis: the ranks that train together. ties: as for `ballots`.
         servers: True is the majority, in one bit both ways. False is the mean of the votes, which each rank sends to
             all others.
@@ -185,8 +187,8 @@ def signum_vote(
         >>> fn.simulate(train, "data", 3)(torch.tensor([[1.5, -1.5, 0.5], [2.5, -0.5, 1.5], [2.0, -1.0, 1.0]]))[0]
         tensor([ 2.5000, -0.7000,  0.7000])
 
-    Args: b: weight of the old momentum, in [0, 1); 0 is signSGD. lr, weight_decay, axis, ties, servers: as for
-        `lion_vote`.
+    Args: lr: start with AdamW's rate times 0.2. b: weight of the old momentum, in [0, 1); 0 is signSGD. lr,
+        weight_decay, axis, ties, servers: as for `lion_vote`.
     Returns: a transform with the phases of `lion_vote`.
     Raises: ValueError if b is out of range.
 

@@ -28,7 +28,7 @@ QUICK = [
 """What runs below: `test_slow_link.py` has its own runs, and a clone need not have the older commit."""
 
 
-@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: page.parent.name)
+@pytest.mark.parametrize("page", report.PAGES, ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_the_pages_are_what_the_command_writes(page: Path) -> None:
     text = page.read_text()
     assert report.renewed(text) == text
@@ -47,9 +47,9 @@ def test_no_table_of_figures_stands_beside_those_that_are_written() -> None:
 
 def test_a_table_that_somebody_changed_is_written_anew() -> None:
     page = report.PAGES[0].read_text()
-    figure = "| adamw | float32 | 0.003 | "
+    figure = "| adamw | float32 | "
     assert figure in page
-    assert report.renewed(page.replace(figure, f"{figure}9")) == page
+    assert report.renewed(page.replace(figure, f"{figure}9", 1)) == page
 
 
 @pytest.mark.parametrize("gap", ["\n\n", " "])

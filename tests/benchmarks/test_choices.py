@@ -1,0 +1,32 @@
+"""What docstrings and pages say of the learning rate is what the atlas measured."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import fn
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import atlas  # noqa: E402
+import choices  # noqa: E402
+from atlas_methods import METHODS  # noqa: E402
+
+NAMED = {name: name for name in METHODS if hasattr(fn, name) and name != "adamw"} | {"muloco": "muloco, 2 bits"}
+"""By the name of an optimizer: its row of the atlas."""
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_a_docstring_says_which_learning_rate_to_start_with(name: str) -> None:
+    said = re.search(r"start with AdamW's rate(?: times (\d+(?:\.\d+)?))?", " ".join(getattr(fn, name).__doc__.split()))
+    assert said is not None
+    assert float(said[1] or 1) == choices.start(atlas.read(atlas.FULL), NAMED[name])
+
+
+def test_every_optimizer_has_a_factor() -> None:
+    assert len(NAMED) >= 16
