@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import atlas_picture
-from atlas_methods import METHODS
-from atlas_summary import BASE, MAIN, Row, chosen_rate, summary, two_digits
+from atlas_methods import METHODS, H
+from atlas_summary import BASE, MAIN, Row, by_seed, chosen_rate, runs, summary, two_digits
 from atlas_tasks import TASKS
+from paired import difference
 
 LINKS = {"100 Mbit/s": 1e8, "1 Gbit/s": 1e9, "10 Gbit/s": 1e10}
 
@@ -67,6 +68,43 @@ def table(rows: Sequence[Row]) -> str:
             cells.append(f"{slow / own:.1f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+COUNTERPARTS = (
+    ("adamw, int8", "adamw"),
+    ("adamw, int4", "adamw"),
+    ("muon, int8", "muon"),
+    ("dion", "muon"),
+    ("muloco, 2 bits", "muon"),
+    ("lion_vote", "lion"),
+    ("onebit_lamb", "lamb"),
+    ("diloco, int8", "diloco"),
+    ("diloco", "adamw, one worker"),
+    ("diloco", f"adamw, a step in {H}"),
+)
+"""Methods, and what each is compared with: the same without codes, or the same bytes and no method."""
+
+
+def counterparts(rows: Sequence[Row]) -> str:
+    """Return how far the losses of methods are from those of what they are to be compared with, paired by seed."""
+    tasks = RATE_TASKS[:2]
+    head = ["method", "compared with", *(part for task in tasks for part in (task, "which is"))]
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for pair in COUNTERPARTS:
+        cells = [*pair]
+        for task in tasks:
+            own, other = (by_seed(shown(rows, task, method), "loss") for method in pair)
+            gap = difference(own, other)
+            cells += ["", ""] if gap is None else [str(gap), gap.verdict]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def shown(rows: Sequence[Row], task: str, method: str) -> list[Row]:
+    """Return the runs of a method that the table of a task shows."""
+    setting, lr = TASKS[task], chosen_rate(rows, task, method)
+    own = runs(rows, task=task, method=method, workers=setting.workers, steps=setting.steps, lr=lr)
+    return [row for row in own if row["seed"] in setting.seeds]
 
 
 def start(rows: Sequence[Row], method: str) -> float:

@@ -130,6 +130,7 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     for task in TASKS:
         yield task, partial(atlas_summary.report, deep if task == DEEPER else rows, task)
     yield "choices", partial(choices.table, rows)
+    yield "counterparts", partial(choices.counterparts, rows)
     yield "rates", partial(choices.rates, rows)
     yield "max_step", partial(max_step.table, json.loads((HERE / "max_step.json").read_text()))
     for name in MEASUREMENTS:
