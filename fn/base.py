@@ -19,7 +19,6 @@ import enum
 import numbers
 from collections.abc import Callable, Sequence
 from functools import reduce
-from inspect import unwrap
 from operator import getitem
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.compiling import compilable, memoized, own_code
+from fn.compiling import compilable, memoized, original, own_code
 from fn.errors import expected
 
 Tree = Any
@@ -283,7 +282,7 @@ class Chained(NamedTuple):
 
 def _hands_on(update: UpdateFn) -> bool:
     """Tell whether a link can follow one that returns `NewParams`: it does nothing, guards, or is a chain of such."""
-    update = unwrap(update)
+    update = original(update)
     update = update.inner if isinstance(update, Guarded) else update
     return update is unchanged or isinstance(update, Chained)
 
@@ -440,7 +439,7 @@ class Link(NamedTuple):
 
 def links_of(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
     """Return the links of an update: chains inside of chains are flattened, links that do nothing are left out."""
-    update = unwrap(update)
+    update = original(update)
     if isinstance(update, Chained):
         return [link for i, inner in enumerate(update.links) for link in links_of(inner, (*path, i))]
     return [] if update is unchanged else [Link(update, path)]

@@ -49,7 +49,7 @@ def memoized(f: Callable[[K], R]) -> Callable[[K], R]:
 
 
 def compilable(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function as it is, and of another object a function, its own for good, that calls it: `__wrapped__`."""
+    """Return a function as it is, and of another object a function, its own for good, that calls it: see `original`."""
     if isinstance(f, FunctionType) or torch.compiler.is_compiling():  # the second: it is part of what is compiled
         return f
     if id(f) not in _kept:
@@ -57,7 +57,17 @@ def compilable(f: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             return f(*args)
 
-        _kept[id(f)] = own_code(update_wrapper(call, f))  # which keeps f, so that no other one has its id
+        made: Any = own_code(update_wrapper(call, f))  # which keeps f, so that no other one has its id
+        _kept[id(f)] = made.itself = made  # a wrapper of somebody else's has a copy of this, but is not it
         for oldest in [*_kept][:-KEPT]:
             _kept.pop(oldest, None)
     return _kept[id(f)]
+
+
+def original(f: Any) -> Any:
+    """Return the object for which `compilable` made this function; whatever else it is, as it is.
+
+    `inspect.unwrap` would also drop what somebody does in a wrapper of their own.
+    """
+    is_made_here = f is not None and getattr(f, "itself", None) is f
+    return f.__wrapped__ if is_made_here else f

@@ -13,7 +13,6 @@ Where the last link is `fn.outer`, its inner optimizer's links stand in its plac
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from inspect import unwrap
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.base import Guarded, Link, Phase, Step, Transform, UpdateFn, has_phase, links_of, name_of
+from fn.compiling import original
 from fn.inplace import adam, lamb, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds, MatchedChain
 from fn.inplace.links import Head, descent_of
@@ -53,7 +53,7 @@ def in_place(update: UpdateFn, bounds: dict[Any, Bounds] | None = None) -> InPla
     Args: update: of a transform that `skip_nonfinite` made, in one phase. bounds: of the tensors of each link by its
         path, which the phases of one optimizer share; it is filled here. None: nobody shares them.
     """
-    bounds, update = {} if bounds is None else bounds, unwrap(update)
+    bounds, update = {} if bounds is None else bounds, original(update)
     if not isinstance(update, Guarded):
         return "it is not guarded by fn.skip_nonfinite"
     links = links_of(update.inner, (0,))  # 0: `inner` of the guard's state
@@ -89,11 +89,11 @@ def refusing(
 
 def _links_in(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
     """Return the links of an update, those inside of guards, too."""
-    update = unwrap(update)
+    update = original(update)
     if isinstance(update, Guarded):
         return _links_in(update.inner, (*path, 0))  # 0: `inner` of the guard's state
     links = links_of(update, path)
-    inside = [link for link in links if isinstance(unwrap(link.update), Guarded)]
+    inside = [link for link in links if isinstance(original(link.update), Guarded)]
     return [link for link in links if link not in inside] + [x for link in inside for x in _links_in(*link)]
 
 
@@ -121,7 +121,7 @@ def _refused_for_guard(guard: Guarded, update: UpdateFn) -> str:
 
 def same_links(a: UpdateFn, b: UpdateFn) -> bool:
     """Tell whether updates are the same links, in the same guards."""
-    a, b = unwrap(a), unwrap(b)
+    a, b = original(a), original(b)
     if isinstance(a, Guarded) and isinstance(b, Guarded):
         return a.looks == b.looks and same_links(a.inner, b.inner)
     return links_of(a) == links_of(b)

@@ -9,13 +9,13 @@ same. Any other link may keep what it is given, in its state say: what has gone 
 from __future__ import annotations
 
 from functools import partial
-from inspect import unwrap
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fn import tree
 from fn.base import Chained, Guarded, Step, UpdateFn, unchanged
+from fn.compiling import original
 from fn.inplace.memory import memory_of
 from fn.kernels.tracing import is_concrete
 from fn.transforms.decay_and_lr import Decay, Rate
@@ -39,7 +39,7 @@ def in_own_memory(update: UpdateFn) -> UpdateFn:
 
 def _within(update: UpdateFn, own: Any) -> UpdateFn:
     """Args: own: the tensors that may be written, as keys."""
-    update = unwrap(update)
+    update = original(update)
     if isinstance(update, Guarded):
         return update.around(_within(update.inner, own))
     if isinstance(update, Chained):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence
-from inspect import unwrap
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -41,7 +40,7 @@ from fn.base import (
 )
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import found_alike
-from fn.compiling import memoized
+from fn.compiling import memoized, original
 from fn.errors import expected
 from fn.kernels import lists, rules
 from fn.kernels.flags import are_assumed, known, read
@@ -364,7 +363,7 @@ def moves_of(outer_tx: Transform) -> Callable[[list[Tensor], Tree, list[Tensor]]
 
     An exchange is when memory is full: what is written over is a copy of the params less.
     """
-    update = unwrap(outer_tx.local_update)
+    update = original(outer_tx.local_update)
     *front, last = update.links if isinstance(update, Chained) else [update]
     if not (isinstance(last, Step) and isinstance(last.rule, Rate)):  # in a chain inside of the chain
         return lambda means, state, params: _leaves_first(outer_tx.local_update(means, state, params))

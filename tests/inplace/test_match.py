@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import in_place_steps
@@ -233,3 +233,32 @@ def test_explain_is_a_command(tmp_path):
     wrong = call([sys.executable, "-m", "fn", "explain", "train.make"])
     assert wrong.returncode == 2
     assert "make: expected module:function, such as train:make_optimizer, but got 'train.make'" in wrong.stderr
+
+
+def halved(tx: fn.Transform) -> fn.Transform:
+    """Return a transform whose updates somebody has wrapped, as `functools.wraps` does."""
+
+    def wrapped(update: fn.UpdateFn) -> fn.UpdateFn:
+        @wraps(update)
+        def half(updates: Any, state: Any, params: Any) -> Any:
+            moves, after = update(updates, state, params)
+            return tree.map(lambda x: x / 2, moves), after
+
+        return half
+
+    return fn.Transform(tx.init, *map(wrapped, (tx.warmup_update, tx.compressed_update, tx.local_update)))
+
+
+WRAPPED = {
+    "a link": lambda lr: fn.chain(fn.scale(1.0), halved(fn.scale_by_learning_rate(lr))),
+    "a link with kernels": lambda lr: fn.chain(halved(fn.scale_by_adam()), fn.scale_by_learning_rate(lr)),
+    "a chain": lambda lr: halved(fn.chain(fn.scale(1.0), fn.scale_by_learning_rate(lr))),
+}
+
+
+@pytest.mark.parametrize("make", WRAPPED.values(), ids=WRAPPED)
+def test_what_somebody_wraps_around_an_update_takes_part_in_the_step(make):
+    p = torch.nn.Parameter(torch.zeros(2))
+    p.grad = torch.ones(2)
+    fn.Optimizer([p], lambda lr: fn.skip_nonfinite(make(lr)), lr=1.0).step()
+    torch.testing.assert_close(p.detach(), torch.full((2,), -0.5))

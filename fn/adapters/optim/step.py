@@ -20,7 +20,6 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from inspect import unwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +34,7 @@ from fn.adapters.optim.training import Training
 from fn.adapters.optim.warnings import say_slow, warn_of_thawed
 from fn.base import Guarded, NewParams, Part, Phase, Round, SideBySide, UpdateFn
 from fn.collectives.profiling import step_range
+from fn.compiling import original
 from fn.errors import expected
 from fn.inplace.match import in_place, refusing, same_links
 from fn.inplace.memory import among, copy_into, written_into
@@ -177,7 +177,7 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree, *, ex
     """
     params = tree.map(Tensor.detach, params)
     check_apart(state, params)
-    pure = unwrap(update.pure if isinstance(update, InPlace) else update)
+    pure = original(update.pure if isinstance(update, InPlace) else update)
     with nullcontext(list[Tensor]()) if exactly else flags.assumed() as assumed:
         moves, after = checked(pure if exactly else in_own_memory(pure))(grads, state, params)
     is_old = among(tree.leaves(state))
