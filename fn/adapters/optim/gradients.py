@@ -231,7 +231,10 @@ def _scaled(grads: list[Tensor], factor: Tensor) -> list[Tensor]:
     """Return gradients times a 0-d factor, in float32 or wider, without a round to half precision in between."""
     widened = any(g.element_size() < 4 for g in grads)
     out = [[torch.empty_like(g, dtype=scale_dtype(g)) for g in grads]] if widened else None
-    found: list[Tensor] = elementwise(rules.scaled, (grads,), factor, wide=True, out=out)
+    devices = {g.device for g in grads}
+    factors = {device: factor.to(device) for device in devices}
+    each = [factors[g.device] for g in grads] if len(devices) > 1 else next(iter(factors.values()), factor)
+    found: list[Tensor] = elementwise(rules.scaled, (grads,), each, wide=True, out=out)
     return found
 
 

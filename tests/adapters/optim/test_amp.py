@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from ddp_cases import MAKES, arrays, backward, build, same, wrapped
 from ranks import Cases
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import fn
@@ -230,3 +231,11 @@ def test_one_rank_clips_like_torch():
 def test_a_norm_that_is_not_positive_is_refused(bad):
     with pytest.raises(ValueError, match="max_norm: expected a number above 0, but got"):
         fn.Optimizer([torch.nn.Parameter(torch.ones(2))], fn.adamw, max_norm=bad)
+
+
+@pytest.mark.parametrize("devices", [[["cuda:0"], ["cpu"]], [["cuda:0", "cuda:1"]], [["cuda:0"], ["cuda:1"]]])
+def test_gradients_on_several_devices_are_unscaled_where_they_are(devices):
+    with FakeTensorMode():
+        grads = tuple([torch.ones(3, device=device) for device in group] for group in devices)
+        found = unscaled(grads, torch.tensor(2.0, device=devices[0][0]), None)
+    assert [[str(x.device) for x in group] for group in found] == devices
