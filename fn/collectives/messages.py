@@ -180,11 +180,14 @@ def _as_message(leaves: Sequence[Tensor]) -> tuple[Tensor, Callable[[Tensor], li
     return torch.cat(parts, dim=1), unpack
 
 
-def joined(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """Return tensors as one vector (n,): of their own dtype, or uint8 with the widest dtypes first."""
+def joined(leaves: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return tensors as one vector (n,): of their own dtype, or uint8 with the widest dtypes first.
+
+    Args: device: of a vector of no tensors, which a rank that sends nothing hands to the collective of the others.
+    """
     flat = [leaves[i].reshape(-1) for i in _wide_first(leaves)]
     if not flat:
-        return torch.empty(0, dtype=dtype, device="cpu")
+        return torch.empty(0, dtype=dtype, device=device)
     return torch.cat([x if x.dtype == dtype else x.contiguous().view(dtype) for x in flat])
 
 

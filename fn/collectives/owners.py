@@ -107,7 +107,8 @@ def _exchange(
     """
     size, rank = axes.axis_size(axis), axes.own_rank(axis)
     with step_range(name):
-        way = messages.direct([*sent[rank], *(x for leaves in sent for x in leaves)], axis)
+        # by what all ranks own: one that owns nothing, and sends nothing, has to take the way of the others
+        way = messages.direct([x for leaves in every for x in leaves], axis)
         if way is not None:
             received = [
                 [*sent[r]] if r == rank else [memory_pool.empty(x.shape, x.dtype, x.device) for x in forms[r]]
@@ -120,7 +121,8 @@ def _exchange(
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
         lengths = [_bytes(leaves) // dtype.itemsize for leaves in forms]
         longest = max(map(_bytes, every)) // dtype.itemsize
-        rows = [messages.joined(leaves, dtype) for leaves in sent]
+        device = next((x.device for leaves in every for x in leaves if x.numel()), torch.device("cpu"))
+        rows = [messages.joined(leaves, dtype, device) for leaves in sent]
         arrived = primitives.exchange_ragged(rows, lengths, longest, axis, collective)
         return [messages.apart(row, leaves) for row, leaves in zip(arrived, forms, strict=True)]
 

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import OwnedState, Phase, tree
 from fn.adapters.optim.consistency import owned_elsewhere
+from fn.collectives import messages
 from fn.transforms.owned import plan
 
 SHAPES = {
@@ -149,6 +150,35 @@ def test_real_ranks_take_the_steps_of_simulated_ones(world: int) -> None:
             hold_own(state, simulated.state, rank)
         for key, total in sent.sent.items():  # a rank that owns little receives little, and sends more
             assert sum(book[key] for book in books) == pytest.approx(world * total, abs=world * 4 * 4), (way, key)
+
+
+def with_few_tensors() -> list[Any]:
+    found = []
+    for tcp in (True, False):
+        with fn.bind({"data": dist.group.WORLD}, tcp=tcp):
+            for name in ("no moments", "int8 both ways"):
+                for start in ({"a": torch.zeros(3, 2)}, {"a": torch.zeros(3, 2), "empty": torch.zeros(0, 2)}):
+                    tx, g = MAKES[name](), {k: torch.full_like(x, 1.0 + dist.get_rank()) for k, x in start.items()}
+                    state = tx.init(start)
+                    for phase in (W, C):
+                        updates, state = tx.update(phase)(g, state, start)
+                    found.append(updates["a"])
+    return found
+
+
+def test_ranks_that_own_nothing_or_no_elements_take_part() -> None:
+    """They send no update, and receive those of the others on the same way, TCP or gloo."""
+    first, *rest = ranks.run(3, with_few_tensors)
+    assert len(first) == 8
+    assert all(x.abs().min() > 0 for x in first)
+    for found in rest:
+        assert all(map(torch.equal, first, found))
+
+
+def test_a_message_of_no_tensors_lies_where_those_of_others_do() -> None:
+    """NCCL carries none that lies in the host's memory."""
+    empty = messages.joined([], torch.float32, torch.device("meta"))
+    assert (empty.shape, empty.dtype, empty.device.type) == ((0,), torch.float32, "meta")
 
 
 def hold_own(state: OwnedState, simulated: OwnedState, rank: int) -> None:
