@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Transform, chain, check_interval, check_number
+from fn.base import Transform, chain, check_interval
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback
 from fn.errors import expected
@@ -87,7 +87,7 @@ def muon(
     Differs: the iterations are in float32 unless dtype=torch.bfloat16 is given, which all originals use.
     """
     check_interval("momentum", momentum, "[0, 1)")
-    check_number("other_rate", other_rate)
+    check_interval("other_rate", other_rate, "[0, inf)")
     if other not in ("adamw", "lion"):
         raise ValueError(expected("other", "'adamw' or 'lion'", f"{other!r}"))
     if not isinstance(owned, bool):

@@ -11,6 +11,7 @@ Collectives are not differentiable, and say so: torch's own would give gradients
 
 from __future__ import annotations
 
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -127,15 +128,18 @@ def permute(x: Tree, axis: str, perm: Sequence[int]) -> Tree:
     Args: x: tree of tensors of any shape. axis: the axis' name. perm: for each rank the one that it sends to, known on
         the host and the same on all ranks. A rank that is its own destination keeps its value.
     Returns: the same shapes and dtypes.
-    Raises: TypeError for a leaf that is no tensor; ValueError if perm is no permutation of the ranks, or the axis is
-        not bound although others are, or although there are other processes (without any an axis has one rank);
-        `PeerLost` if one of the two ranks ends or does not answer in time.
+    Raises: TypeError for a leaf that is no tensor, or a perm of other than whole numbers; ValueError if perm is no
+        permutation of the ranks, or the axis is not bound although others are, or although there are other processes
+        (without any an axis has one rank); `PeerLost` if one of the two ranks ends or does not answer in time.
 
     Not differentiable: ValueError for an x that is being differentiated, wherever ranks exchange, real or simulated.
     """
     _check_tensors(x)
     size, rank, transport = axes.resolve(axis)
-    to = [*perm]
+    try:
+        to = [operator.index(r) for r in perm]
+    except TypeError:
+        raise TypeError(expected("perm", "a whole number for each rank", f"{perm!r}")) from None
     if sorted(to) != [*range(size)]:
         raise ValueError(expected("perm", f"each of the {size} ranks of {axis!r} once", f"{to}"))
     simulated = transport == axes.SIMULATED or torch.compiler.is_compiling()  # no rank in particular

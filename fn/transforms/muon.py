@@ -119,7 +119,7 @@ def orthogonalize(
     check_number("eps", eps)
     if not 0 < eps < math.inf:
         raise ValueError(expected("eps", "a positive number", f"{eps}"))
-    if scale not in FACTORS:
+    if scale not in tuple(FACTORS):
         raise ValueError(expected("scale", f"one of {', '.join(map(repr, FACTORS))}", f"{scale!r}"))
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise TypeError(expected("dtype", "a floating dtype, or None", f"{dtype}"))
@@ -207,7 +207,10 @@ def _triples(coefficients: str | Sequence[Triple]) -> tuple[Triple, ...]:
             wanted = f"one of {', '.join(map(repr, COEFFICIENTS))}, or three numbers for each iteration"
             raise ValueError(expected("coefficients", wanted, f"{coefficients!r}"))
         return COEFFICIENTS[coefficients]
-    triples = [tuple(map(float, triple)) for triple in coefficients]
-    if not triples or any(len(triple) != 3 for triple in triples):
+    try:
+        triples = tuple((float(a), float(b), float(c)) for a, b, c in coefficients)
+    except (TypeError, ValueError):
+        triples = ()
+    if not triples or not all(math.isfinite(x) for triple in triples for x in triple):
         raise ValueError(expected("coefficients", "three numbers for each iteration", f"{coefficients}"))
-    return tuple((a, b, c) for a, b, c in triples)
+    return triples

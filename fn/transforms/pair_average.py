@@ -92,6 +92,8 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
     check_whole("seed", seed)
     if not isinstance(axis, str):
         raise ValueError(expected("axis", "the name of one axis", f"{axis!r}"))
+    if pairs is not None and not callable(pairs):
+        raise TypeError(expected("pairs", "a function of (turn, ranks), or None", f"{pairs!r}"))
     partners_in = pairs if pairs is not None else lambda turn, ranks: random_pairs(turn, ranks, seed)
 
     def init(params: Tree) -> PairAverageState:
@@ -107,9 +109,11 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
         if not is_concrete(turn):
             wanted = "a number that the host knows, for it says which ranks are pairs"
             raise ValueError(expected("state.turn", wanted, "one that is traced or batched", "run it uncompiled"))
-        partners = [*partners_in(int(turn), axis_size(axis))]
-        if any(partners[p] != r for r, p in enumerate(partners)):
-            raise ValueError(expected("pairs", "partners that have each other", f"{partners}"))
+        size = axis_size(axis)
+        partners = [*partners_in(int(turn), size)]
+        if sorted(partners) != [*range(size)] or any(partners[p] != r for r, p in enumerate(partners)):
+            wanted = f"for each of the {size} ranks its partner, and partners that have each other"
+            raise ValueError(expected("pairs", wanted, f"{partners}"))
         own, structure = tree.flatten(updates)
         anchors = [x.to(d.dtype) for x, d in zip(tree.leaves(params), own, strict=True)]
         theirs = _swapped([*own, *anchors], axis, partners)
@@ -172,7 +176,7 @@ def own_anchors(average: Transform, outer: Transform) -> Transform:
     Later each rank guards itself: an exchange that is not finite is left out by those who take part in it.
 
     Args: average: the average of gradients in the warm-up. outer: what `fn.outer` returns, with `pair_average` as sync.
-    Raises: TypeError that names what is no transform.
+    Raises: TypeError that names what is no transform, or has no rounds.
 
         >>> import torch, fn
         >>> sgd, rate = fn.scale_by_learning_rate(0.5), fn.scale_by_learning_rate(1.0)
@@ -189,6 +193,8 @@ def own_anchors(average: Transform, outer: Transform) -> Transform:
     """
     check_is_transform("average", average)
     check_is_transform("outer", outer)
+    if outer.rounds is None:
+        raise TypeError(expected("outer", "what fn.outer returns", "a transform without rounds"))
     own = outer._replace(init=lambda params: OwnAnchorState(*outer.init(params)))
     inner = chain(average, own)
     guarded = skip_nonfinite(inner)

@@ -79,6 +79,8 @@ def primal_average(
         rate so far, which is the same where the rate is constant.
     """
     check_is_transform("inner", inner)
+    if inner.rounds is not None:
+        raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
     check_interval("interpolation", interpolation, "(0, 1]")
     if averaging is not None:
         check_interval("averaging", averaging, "[0, 1)")

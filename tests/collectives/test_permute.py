@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 import ranks
@@ -132,6 +133,12 @@ def test_simulated_ranks_compile_to_one_graph(graphs) -> None:  # type: ignore[n
 @pytest.mark.parametrize("perm", [[0], [0, 0], [1, 2], [0, 1, 2], [-1, 0]])
 def test_what_is_no_permutation_of_the_ranks_is_refused(perm: list[int]) -> None:
     with pytest.raises(ValueError, match=r"perm: expected each of the 2 ranks of 'data' once, but got \["):
+        fn.simulate(lambda x: fn.permute(x, "data", perm), "data", 2)(torch.ones(2))
+
+
+@pytest.mark.parametrize("perm", [None, [1.0, 0.0], "10", 1])
+def test_what_has_no_numbers_is_refused_by_name(perm: Any) -> None:
+    with pytest.raises(TypeError, match="perm: expected a whole number for each rank, but got"):
         fn.simulate(lambda x: fn.permute(x, "data", perm), "data", 2)(torch.ones(2))
 
 

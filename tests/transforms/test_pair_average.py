@@ -70,7 +70,11 @@ def refusals() -> dict[str, Any]:
         "pull: expected a number": lambda: fn.pair_average("data", pull=-1.0),
         "seed: expected a whole number": lambda: fn.pair_average("data", seed=0.5),  # type: ignore[arg-type]
         "axis: expected the name of one axis": lambda: fn.pair_average(("a", "b")),  # type: ignore[arg-type]
-        "pairs: expected partners that have": lambda: turn_of(2, one, one, pairs=lambda turn, world: [1, 1]),
+        "and partners that have each other, but got": lambda: turn_of(2, one, one, pairs=lambda turn, world: [1, 1]),
+        "pairs: expected a function of": lambda: fn.pair_average("data", pairs=[1, 0]),  # type: ignore[arg-type]
+        "pairs: expected for each of the 2 ranks": lambda: turn_of(2, one, one, pairs=lambda turn, world: [1]),
+        "its partner, and partners that have each other": lambda: turn_of(2, one, one, pairs=lambda t, world: [1, 2]),
+        "outer: expected what fn.outer returns": lambda: fn.own_anchors(fn.average("data"), fn.scale(1.0)),
         "outer: expected a transform": lambda: fn.own_anchors(fn.average("data"), "outer"),  # type: ignore[arg-type]
     }
 

@@ -91,7 +91,8 @@ def refusals() -> dict[str, Any]:
         "interpolation: expected a number in": lambda: fn.primal_average(sgd(), interpolation=0.0),
         "averaging: expected a number in": lambda: fn.primal_average(sgd(), averaging=1.0),
         "decays: expected 'fast' or 'params'": lambda: fn.primal_average(sgd(), decays="z"),  # type: ignore[arg-type]
-        "inner: expected a transform": lambda: fn.primal_average(sgd),  # type: ignore[arg-type]
+        "inner: expected a transform with phases only": lambda: fn.primal_average(fn.diloco(axis="data")),
+        "inner: expected a transform, such as": lambda: fn.primal_average(sgd),  # type: ignore[arg-type]
         "state: expected that of one fn.primal_average": lambda: fn.primal_params((), torch.ones(1)),
     }
 
