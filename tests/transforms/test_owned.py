@@ -280,7 +280,7 @@ def test_a_guard_inside_that_skips_on_the_owner_skips_on_all() -> None:
 
 
 def optimizers() -> dict[str, Any]:
-    """Replicated and owned Muon on real ranks; a gradient that one rank lacks; a NaN on one rank."""
+    """Replicated and owned Muon on real ranks, also clipped; a gradient that one rank lacks; a NaN on one rank."""
     rank, world = dist.get_rank(), dist.get_world_size()
     mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("data",)), {}
 
@@ -299,6 +299,14 @@ def optimizers() -> dict[str, Any]:
                 set_gradients(ours, t)
                 opt.step()
             found[name] = [p.detach().clone() for p in ours]
+        for name, hyper in {"clipped": {"owned": False}, "owned, clipped": {}}.items():
+            clipped = [torch.nn.Parameter(x.detach().clone()) for x in params()]
+            groups = [{"params": clipped[:2]}, {"params": clipped[2:]}]
+            clips = fn.Optimizer(groups, partial(fn.muon, axis="data", other="lion", **hyper), lr=0.05, max_norm=0.1)
+            for t in range(3):
+                set_gradients(clipped, t)
+                clips.step()
+            found[name] = [p.detach().clone() for p in clipped]
         set_gradients(ours, 3)
         if rank == 1:
             ours[1].grad = None
@@ -321,8 +329,9 @@ def optimizers() -> dict[str, Any]:
 
 def test_an_optimizer_of_owned_tensors_is_the_replicated_one() -> None:
     for found in ranks.run(2, optimizers):
-        for a, b in zip(found["replicated"], found["owned"], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        for ours, theirs in (("replicated", "owned"), ("clipped", "owned, clipped")):
+            for a, b in zip(found[ours], found[theirs], strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
         assert "gradient of param group 0, parameter 1" in found["missing"]
         assert found["unmoved"]
         assert found["skipped"] == (1, True)

@@ -38,6 +38,7 @@ from fn.kernels.layout import scale_dtype
 from fn.kernels.lists import elementwise
 from fn.transforms.average import CodedAverageState, average
 from fn.transforms.clip import clip_by_global_norm
+from fn.transforms.owned import OwnedState
 from fn.transforms.sharded import ShardedState
 from fn.transforms.zero_one_adam import ZeroOneAdamState
 
@@ -378,13 +379,13 @@ def clipping(phase: Phase, max_norm: float | None, axis: str | None, state: Tree
 
     In the warm-up the gradients are averaged first, those of all groups in one message, and their norm is that of the
     averaged gradient. The update is then that of one rank on the mean gradient; a sharded one, in which every rank has
-    a piece of its own, averages the mean once more, which costs its bytes again. In the compressed phase the averaged
-    gradient is not known before it has been sent; all ranks scale by one factor, from the root of the mean squared
-    norm, which is an upper bound of the norm of the mean. It is a 4-byte message ahead of the others. So it is in a
-    warm-up in codes.
+    a piece of its own, and one of owned tensors average the mean once more, which costs its bytes again. In the
+    compressed phase the averaged gradient is not known before it has been sent; all ranks scale by one factor, from the
+    root of the mean squared norm, which is an upper bound of the norm of the mean. It is a 4-byte message ahead of the
+    others. So it is in a warm-up in codes.
 
     Args: phase: of the update. max_norm: positive; None: gradients stay as they are. axis: the ranks. state: of the
-        transform; it tells whether the warm-up is in codes, and whether it is sharded.
+        transform; it tells whether the warm-up is in codes, and whether ranks have parts of it.
     """
     if max_norm is None:
         return Clipping(None, nullcontext())
@@ -392,7 +393,7 @@ def clipping(phase: Phase, max_norm: float | None, axis: str | None, state: Tree
         phase = Phase.COMPRESSED
     clip = chain(average(axis), clip_by_global_norm(max_norm, axis)).update(phase)
     alone = Binding({})
-    sharded = bool(tree.instances(state, ShardedState))  # the norm of a shard is of all ranks
-    if axis is not None and phase is Phase.WARMUP and not sharded:
+    divided = bool(tree.instances(state, (ShardedState, OwnedState)))  # a part's update needs all ranks
+    if axis is not None and phase is Phase.WARMUP and not divided:
         alone = Binding({axis: Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)})
     return Clipping(lambda grads, params: clip(grads, ((), ()), params)[0], alone)
