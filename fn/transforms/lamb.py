@@ -89,7 +89,10 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
         tree.check_real(updates, "updates")
         leaves, weights = tree.flatten_alike((updates, params))[0]
         ratios = ratio_of(squared_norms(weights).sqrt(), squared_norms(leaves).sqrt(), min_coeff, max_coeff)
-        return apply(rules.scaled, (updates,), ratios)
+        if len({u.device for u in leaves}) < 2:
+            return apply(rules.scaled, (updates,), ratios)
+        each = [ratio.to(u.device) for ratio, u in zip(ratios.unbind(), leaves, strict=True)]  # they are on the first's
+        return apply(rules.scaled, (updates,), each)
 
     return stateless(scale)._replace(facts=Facts(whole=("scale_by_trust_ratio",)))
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from oracle_family import OnebitLamb
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fn
 from fn import tree
@@ -168,3 +169,11 @@ def test_a_second_warm_up_forgets_how_far_the_ratios_had_moved(dtype: torch.dtyp
         opt.step()
         for (factors,) in (tree.fields(state, "factor"), tree.fields(opt.states, "factor")):
             assert (torch.stack(factors) == 1).all() == (phase is fn.Phase.WARMUP)
+
+
+@pytest.mark.parametrize("devices", [("cuda:0", "cuda:1"), ("cuda:0", "cpu")])
+def test_trust_ratios_reach_params_on_several_devices(devices):
+    with FakeTensorMode():
+        params = [torch.ones(3, 4, device=device) for device in devices]
+        scaled, _ = fn.scale_by_trust_ratio().update(fn.Phase.WARMUP)(params, (), params)
+    assert [str(x.device) for x in scaled] == [*devices]
