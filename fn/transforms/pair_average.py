@@ -63,7 +63,8 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
 
         d <- mean(d) + pull (x - mean(x))        the means of this rank and another one; x: the params, in float32
 
-    It is a `sync` of `outer`, whose params are the anchors, inside of `own_anchors`.
+    It is a `sync` of `outer`, whose params are the anchors, inside of `own_anchors`. Without that the anchors differ
+    between the ranks as well, but the state of `outer` is taken to be the same on all, and nothing says so.
 
         >>> import torch, fn
         >>> tx = fn.pair_average("data", pull=0.5)

@@ -124,7 +124,7 @@ def primal_params(state: Tree, params: Tree) -> Tree:
 
     Args: state: of a transform with one `primal_average` over all params; of an `fn.Optimizer`, `opt.states[0]` with
         the list of the first group's params. params: y, where it stands.
-    Raises: ValueError if there is none, or several.
+    Raises: ValueError if there is none, or several, or one of other shapes, such as that of owned tensors.
     """
     found = tree.instances(state, PrimalAverageState)
     if len(found) != 1:
@@ -132,6 +132,10 @@ def primal_params(state: Tree, params: Tree) -> Tree:
     factor = 1 - 1 / float(found[0].interpolation)
 
     def averaged(p: Tensor, z: Tensor) -> Tensor:
+        if p.shape != z.shape:
+            wanted = f"z in the shapes of params, {tuple(p.shape)}"
+            cure = "put fn.primal_average around fn.owned, not inside"
+            raise ValueError(expected("state", wanted, f"{tuple(z.shape)}", cure))
         y = p.to(z.dtype)
         return (y + factor * (z - y)).to(p.dtype)
 

@@ -94,6 +94,9 @@ def refusals() -> dict[str, Any]:
         "inner: expected a transform with phases only": lambda: fn.primal_average(fn.diloco(axis="data")),
         "inner: expected a transform, such as": lambda: fn.primal_average(sgd),  # type: ignore[arg-type]
         "state: expected that of one fn.primal_average": lambda: fn.primal_params((), torch.ones(1)),
+        r"state: expected z in the shapes of params, \(2, 3\), but got \(3,\)": lambda: fn.primal_params(
+            fn.primal_average(sgd()).init(torch.ones(3)), torch.ones(2, 3)
+        ),
     }
 
 
