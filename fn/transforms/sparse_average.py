@@ -51,7 +51,8 @@ def sparse_average(axis: AxisNames, density: float, *, seed: int = 0) -> Transfo
     Args:
         axis: the axis' name, or several.
         density: the share of each tensor, in (0, 1]; 1 averages all. The pieces are of round(1 / density) neighbours,
-            the last one of a tensor may be shorter.
+            the last one of a tensor may be shorter. So a density that is no 1/k is rounded to one: 0.7 averages all,
+            0.6 a half.
         seed: of the hash, a whole number.
     Returns: a transform with a `SparseAverageState`.
     Raises: TypeError or ValueError that names the argument; from `init`, if the ranks have other arguments.

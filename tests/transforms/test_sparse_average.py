@@ -173,3 +173,14 @@ def test_a_turn_compiles_to_one_graph_for_all_turns(graphs: Any) -> None:
         assert torch.equal(moved, plain)
         assert int(after.turn) == int(state.turn) == turn + 1
     assert graphs.count == 1
+
+
+def test_a_density_is_rounded_to_one_over_a_whole_number() -> None:
+    totals = {}
+    for density in (1.0, 0.7, 0.6, 0.4, 0.25):
+        tx = fn.sparse_average("data", density)
+        with fn.ledger() as sent:
+            fn.simulate(lambda x, tx=tx: tx.compressed_update(x, tx.init(x), x)[0], "data", 2)(torch.ones(2, 120))
+        totals[density] = sent.total
+    whole = totals[1.0]
+    assert totals == {1.0: whole, 0.7: whole, 0.6: whole / 2, 0.4: whole / 2, 0.25: whole / 4}
