@@ -185,6 +185,6 @@ def test_a_deep_run_is_a_file_and_is_not_made_again(tmp_path: Path) -> None:
 def test_every_method_learns(name: str) -> None:
     pytest.importorskip("sklearn")
     task = TASKS["digits"].make()
-    found = train(Run("digits", name, 4, 1, 60, METHODS[name].rate))
+    found = train(Run("digits", name, 4, 1, 60 * METHODS[name].accumulate, METHODS[name].rate))
     assert found["loss"] < task.score(task.params(1)).loss - 0.05
     assert found["bytes"] > 0 or METHODS[name].alone

@@ -57,7 +57,7 @@ def test_ranks_with_other_kernels_are_warned_once_and_drift_by_rounding_only():
     assert [text in said for said, *_ in first] == [True, *[False] * (len(OPTIMIZERS) - 1)]
     assert not any("kernels:" in said for said, *_ in second)
     for optimizer, (_, found, together) in zip(OPTIMIZERS, first, strict=True):
-        if optimizer.name == "loco_adamw":
+        if optimizer.name in ("loco_adamw", "sharded_onebit_adam"):  # the same kernel takes their steps
             assert "ranks disagree: kernel 'adamw_into_'" in str(found)
             assert "missing for 'cpu' on rank 1 and there on rank 0" in str(found)
         else:

@@ -95,6 +95,7 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
             # Local steps write the params while the mean travels, so it is shown none: what it read would depend on
             # the time, and params that it returned would undo those steps.
             unknown, differences = _filled(params, torch.nan), states
+            states = training.states  # the differences are kept when the mean has come, not before
 
             def mean() -> tuple[Tree, Callable[[], None]]:
                 with heard_if_broken:  # in this thread, on an accelerator; others hear no signals
