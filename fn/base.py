@@ -192,10 +192,12 @@ class Facts(NamedTuple):
     silent: whether one of its links has no facts (`Transform.facts` is None), so that it may communicate over any axis.
     unclamped: whether a frozen second moment divides codes without a `max_step`, so that a step may be of any size.
     tree: the names of its links that need all tensors, because they use a norm of the whole tree, say.
+    unequal: whether what it averages differs between the ranks, as the mean of two of them does.
 
     >>> import fn
     >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
-    Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False, unclamped=False, tree=())
+    Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False, unclamped=False, tree=(),
+    unequal=False)
     """
 
     axes: tuple[str, ...] = ()
@@ -204,6 +206,7 @@ class Facts(NamedTuple):
     silent: bool = False
     unclamped: bool = False
     tree: tuple[str, ...] = ()
+    unequal: bool = False
 
 
 ELEMENTWISE = Facts()
@@ -231,10 +234,10 @@ def merged(*facts: Facts) -> Facts:
                 raise TypeError(expected(f"facts.{field}", "a tuple of names", f"{value!r}", f"write ({value!r},)"))
         return (*dict.fromkeys(name for value in values for name in value),)
 
-    local_params, silent, unclamped = (
-        any(getattr(said, field) for said in facts) for field in ("local_params", "silent", "unclamped")
+    local_params, silent, unclamped, unequal = (
+        any(getattr(said, field) for said in facts) for field in ("local_params", "silent", "unclamped", "unequal")
     )
-    return Facts(names("axes"), names("whole"), local_params, silent, unclamped, names("tree"))
+    return Facts(names("axes"), names("whole"), local_params, silent, unclamped, names("tree"), unequal)
 
 
 def chain(*links: Transform) -> Transform:

@@ -377,7 +377,7 @@ def no_loco(
     """
     adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov=False)
-    return agreed(own_anchors(average(axis), outer(adamw, outer_tx, pair_average(axis, pull=pull, seed=seed))), axis)
+    return agreed(own_anchors(average(axis), adamw, outer_tx, pair_average(axis, pull=pull, seed=seed)), axis)
 
 
 def _outer_sgd(outer_lr: float | Tensor, outer_momentum: float, nesterov: bool) -> Transform:

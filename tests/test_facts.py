@@ -51,7 +51,7 @@ LINKS: dict[str, Make] = {
     "low_rank_average": lambda axis: fn.low_rank_average(axis, 1),
     "mask": lambda axis: fn.mask(fn.trace(0.9), matrices),
     "outer": lambda axis: fn.outer(sgd(axis), sgd(axis), mean(axis)),
-    "own_anchors": lambda axis: fn.own_anchors(fn.average(axis), fn.outer(sgd(axis), sgd(axis), fn.pair_average(axis))),
+    "own_anchors": lambda axis: fn.own_anchors(fn.average(axis), sgd(axis), sgd(axis), fn.pair_average(axis)),
     "owned": lambda axis: fn.owned(fn.adamw(0.1), axis),
     "pair_average": fn.pair_average,
     "partition": lambda axis: fn.partition({"matrix": fn.trace(0.9), "vector": fn.scale(2.0)}, labels),

@@ -27,6 +27,7 @@ from fn.base import (
     check_params,
     check_state,
     check_whole,
+    facts_of,
     unchanged,
 )
 from fn.collectives.agreement import check_agreement, describe, device_of
@@ -37,7 +38,7 @@ from fn.compiling import memoized
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
-from fn.transforms.outer import OuterState
+from fn.transforms.outer import OuterState, outer
 from fn.transforms.skip_nonfinite import SkipState, all_finite, skip_nonfinite
 from fn.transforms.sparse_average import MASK, hashed
 
@@ -63,8 +64,8 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
 
         d <- mean(d) + pull (x - mean(x))        the means of this rank and another one; x: the params, in float32
 
-    It is a `sync` of `outer`, whose params are the anchors, inside of `own_anchors`. Without that the anchors differ
-    between the ranks as well, but the state of `outer` is taken to be the same on all, and nothing says so.
+    It is a `sync` of `own_anchors`, whose params are the anchors. `outer` refuses it: its anchor is the same on
+    all ranks.
 
         >>> import torch, fn
         >>> tx = fn.pair_average("data", pull=0.5)
@@ -127,7 +128,7 @@ def pair_average(axis: str, *, pull: float = 0.0, seed: int = 0, pairs: Pairs | 
         after = PairAverageState(state.turn + 1, state.left_out + (~ok).to(state.left_out))
         return tree.unflatten(structure, found), after
 
-    return Transform(init, unchanged, compressed, unchanged, facts=Facts(axes=(axis,)))
+    return Transform(init, unchanged, compressed, unchanged, facts=Facts(axes=(axis,), unequal=True))
 
 
 def random_pairs(turn: int, ranks: int, seed: int) -> list[int]:
@@ -171,17 +172,20 @@ class OwnAnchorState(OuterState):
     """State of `own_anchors`: that of `outer`, whose anchors and outer states are each rank's own."""
 
 
-def own_anchors(average: Transform, outer: Transform) -> Transform:
-    """Return local steps whose anchors may differ between the ranks, guarded in the warm-up.
+def own_anchors(
+    average: Transform, inner: Transform, outer_tx: Transform, sync: Transform, **settings: Any
+) -> Transform:
+    """Return `outer` with anchors that may differ between the ranks, guarded in the warm-up.
 
     Later each rank guards itself: an exchange that is not finite is left out by those who take part in it.
 
-    Args: average: the average of gradients in the warm-up. outer: what `fn.outer` returns, with `pair_average` as sync.
-    Raises: TypeError that names what is no transform, or has no rounds.
+    Args: average: the average of gradients in the warm-up. inner, outer_tx, settings: as for `outer`. sync: an average
+        that may differ between the ranks, such as `pair_average`.
+    Raises: TypeError that names what is no transform; others as `outer`.
 
         >>> import torch, fn
         >>> sgd, rate = fn.scale_by_learning_rate(0.5), fn.scale_by_learning_rate(1.0)
-        >>> tx = fn.own_anchors(fn.average("data"), fn.outer(sgd, rate, fn.pair_average("data")))
+        >>> tx = fn.own_anchors(fn.average("data"), sgd, rate, fn.pair_average("data"))
         >>> def train(g):                                     # of each rank
         ...     p, state = torch.zeros(1), tx.init(torch.zeros(1))
         ...     for step in range(2):
@@ -193,12 +197,10 @@ def own_anchors(average: Transform, outer: Transform) -> Transform:
                 [-2.]])
     """
     check_is_transform("average", average)
-    check_is_transform("outer", outer)
-    if outer.rounds is None:
-        raise TypeError(expected("outer", "what fn.outer returns", "a transform without rounds"))
-    own = outer._replace(init=lambda params: OwnAnchorState(*outer.init(params)))
-    inner = chain(average, own)
-    guarded = skip_nonfinite(inner)
+    check_is_transform("sync", sync)
+    made = outer(inner, outer_tx, sync._replace(facts=facts_of(sync)._replace(unequal=False)), **settings)
+    whole = chain(average, made._replace(init=lambda params: OwnAnchorState(*made.init(params))))
+    guarded = skip_nonfinite(whole)
 
     def around(update: UpdateFn) -> UpdateFn:
         def run(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
@@ -210,7 +212,7 @@ def own_anchors(average: Transform, outer: Transform) -> Transform:
         return Guarded(update, False, run, around)
 
     def unguarded(key: Phase | Round | Part) -> UpdateFn:
-        return around(inner.composed(key))
+        return around(whole.composed(key))
 
     rounds = memoized(unguarded)
     return guarded._replace(compressed_update=rounds(Phase.COMPRESSED), rounds=rounds)

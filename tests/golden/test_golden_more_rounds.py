@@ -116,7 +116,7 @@ def noloco(case: Case, *, over_rate: bool = True) -> Method:
 
     pull = outer["gamma"] / outer["lr"] if over_rate else outer["gamma"]
     mean = fn.pair_average("data", pull=pull, pairs=partners)
-    tx = fn.own_anchors(fn.average("data"), fn.outer(adamw(case), rule, mean))
+    tx = fn.own_anchors(fn.average("data"), adamw(case), rule, mean)
     return Method(tx, fn.every(case.hyper["H"]), momentum=outer["lr"])
 
 

@@ -64,6 +64,9 @@ def test_what_is_not_finite_stays_in_its_pair(bad: float) -> None:
     assert state.left_out.tolist() == [0, 0, 1, 1]
 
 
+SGD = fn.scale_by_learning_rate(0.1)
+
+
 def refusals() -> dict[str, Any]:
     one = torch.ones(2, 1)
     return {
@@ -74,8 +77,10 @@ def refusals() -> dict[str, Any]:
         "pairs: expected a function of": lambda: fn.pair_average("data", pairs=[1, 0]),  # type: ignore[arg-type]
         "pairs: expected for each of the 2 ranks": lambda: turn_of(2, one, one, pairs=lambda turn, world: [1]),
         "its partner, and partners that have each other": lambda: turn_of(2, one, one, pairs=lambda t, world: [1, 2]),
-        "outer: expected what fn.outer returns": lambda: fn.own_anchors(fn.average("data"), fn.scale(1.0)),
-        "outer: expected a transform": lambda: fn.own_anchors(fn.average("data"), "outer"),  # type: ignore[arg-type]
+        "sync: expected an average that is the same on all ranks": lambda: fn.outer(SGD, SGD, fn.pair_average("data")),
+        r"one that differs.*fn\.own_anchors": lambda: fn.outer(SGD, SGD, fn.chain(fn.pair_average("data"))),
+        "sync: expected a transform": lambda: fn.own_anchors(fn.average("data"), SGD, SGD, "pairs"),  # type: ignore[arg-type]
+        "outer_tx: expected": lambda: fn.own_anchors(fn.average("data"), SGD, fn.scale(1.0), fn.pair_average("data")),
     }
 
 

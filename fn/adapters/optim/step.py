@@ -220,9 +220,12 @@ def move(params: Tree, moves: Tree) -> None:
         copy_into(*([pair[side] for pair in pairs] for side in (0, 1)))
         return
     if pairs and all(x.device.type != "cpu" for x in pairs[0]):
-        olds, news = map(list, zip(*pairs, strict=True))
-        elementwise(rules.added, (olds, news), wide=True, out=[olds])
-        return
+        # kernels calculate in float32, which would round a float64 update before it is added, and once more after
+        fits = [(p, u) for p, u in pairs if p.dtype == u.dtype or u.dtype != torch.float64]
+        if fits:
+            olds, news = map(list, zip(*fits, strict=True))
+            elementwise(rules.added, (olds, news), wide=True, out=[olds])
+        pairs = [(p, u) for p, u in pairs if p.dtype != u.dtype and u.dtype == torch.float64]
     alike = [(p, u) for p, u in pairs if p.dtype == u.dtype]
     if alike:
         torch._foreach_add_(*map(list, zip(*alike, strict=True)))
