@@ -26,6 +26,8 @@ TEXT = SHORT[:2]
 LONG = (*SHORT, "deep")
 ALL = (*LONG, "own packages")
 """Tasks."""
+NOT_YET: tuple[str, ...] = ()
+"""Of a method that has not run: TEXT, once it is to."""
 
 
 class Method(NamedTuple):
@@ -84,6 +86,11 @@ def of_moments(steps: int) -> Schedule:
     """Average params every H steps, first moments every 3 H, second moments every 11 H, after 8 % of the steps."""
     start = round(0.08 * steps)
     return fn.periods(H, 3 * H, 11 * H, start=start + (steps - start) % H)
+
+
+def often(steps: int) -> Schedule:
+    """Take one step in five in the warm-up's way."""
+    return fn.periodic(5)
 
 
 def always(steps: int) -> Schedule:
@@ -173,6 +180,10 @@ METHODS = {
     ),
     "muon, int8": Method(
         "integers", _int8_muon, first(10), ADAM_RATE, "owned, int8 both ways", "muon, int8", warm_up="muon", tasks=TEXT
+    ),
+    "lion_muon": Method(
+        "votes", partial(fn.lion_muon, labels=labels), often, ADAM_RATE, "Muon one step in 5, votes between",
+        "lion_muon", tasks=NOT_YET,
     ),
     "lion": Method("exact", lion, never, LION_RATE, "float32", "adamw"),
     "lamb": Method("exact", partial(fn.lamb, **LAMB), never, LAMB_RATE, "float32", "adamw"),

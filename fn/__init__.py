@@ -25,9 +25,10 @@ from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon
+from fn.muon_variant_optimizers import lion_muon
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
-from fn.schedules import every, freeze_after, freeze_when_stable, periods, zero_one_schedule
+from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
 from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.average_params import average_params
@@ -39,7 +40,7 @@ from fn.transforms.lion import scale_by_lion
 from fn.transforms.low_rank import LowRankState, low_rank_average
 from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
-from fn.transforms.muon import scale_by_muon
+from fn.transforms.muon import orthogonalize, scale_by_muon
 from fn.transforms.outer import OuterState, outer
 from fn.transforms.owned import OwnedState, owned
 from fn.transforms.pair_average import own_anchors, pair_average
@@ -117,6 +118,7 @@ __all__ = [
     "lamb",
     "ledger",
     "lift",
+    "lion_muon",
     "lion_vote",
     "local_momentum",
     "local_sgd",
@@ -129,11 +131,13 @@ __all__ = [
     "off",
     "onebit_adam",
     "onebit_lamb",
+    "orthogonalize",
     "outer",
     "own_anchors",
     "owned",
     "pair_average",
     "partition",
+    "periodic",
     "periods",
     "permute",
     "pmean",

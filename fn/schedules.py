@@ -70,6 +70,8 @@ def phases_of(schedule: Schedule) -> tuple[Phase, ...]:
     if isinstance(schedule, Periods):
         always = 1 in (schedule.params, schedule.first_moment, schedule.second_moment)
         return (Phase.COMPRESSED,) if always else (Phase.COMPRESSED, Phase.LOCAL)
+    if isinstance(schedule, Periodic):
+        return (Phase.COMPRESSED,) if schedule.period > 1 else ()
     known = isinstance(schedule, FreezeAfter | FreezeWhenStable | ZeroOneSchedule)
     return (Phase.COMPRESSED,) if known else ()
 
@@ -232,6 +234,31 @@ class Periods:
         each = (self.params, self.first_moment, self.second_moment)
         bits = sum(2**bit for bit, period in enumerate(each) if (step - self.start + 1) % period == 0)
         return Round(bits - 1, bits - 1) if bits else Round()
+
+
+def periodic(period: int) -> Schedule:
+    """Take one step in so many in the warm-up, which is exact, and those between in the compressed phase.
+
+    Of methods with two rules over one momentum, such as `fn.lion_muon`: a costly one now and then, a cheap one between.
+
+        >>> import fn
+        >>> "".join(fn.periodic(3)(step).name[0] for step in range(8))          # Warm-up, Compressed
+        'WCCWCCWC'
+
+    Raises: ValueError if period is no whole number of at least 1.
+    """
+    return Periodic(_whole("period", period, 1))
+
+
+@dataclass(frozen=True)
+class Periodic:
+    """What `periodic` returns: a function that can be pickled. period: as its argument."""
+
+    period: int
+
+    def __call__(self, step: int) -> Phase:
+        """Return the phase of a step."""
+        return Phase.COMPRESSED if step % self.period else Phase.WARMUP
 
 
 UNFED = 10

@@ -97,6 +97,7 @@ ROUNDS = Phase.WARMUP, Round(), Round(0, 0)
 OTHERS = (
     Named("muon", fn.muon, CODED, fn.freeze_after(2)),
     Named("muon, replicated", partial(fn.muon, owned=False), (Phase.WARMUP,), lambda step: Phase.WARMUP),
+    Named("lion_muon", fn.lion_muon, CODED, fn.periodic(3)),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("diloco, int8", partial(fn.diloco, codec=fn.int8()), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("local_sgd", partial(fn.local_sgd, momentum=0.9), ROUNDS, fn.every(3, start=2), replicated=False),

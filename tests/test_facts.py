@@ -50,6 +50,7 @@ LINKS: dict[str, Make] = {
     "local_momentum": lambda axis: fn.local_momentum(0.5),
     "low_rank_average": lambda axis: fn.low_rank_average(axis, 1),
     "mask": lambda axis: fn.mask(fn.trace(0.9), matrices),
+    "orthogonalize": lambda axis: fn.mask(fn.orthogonalize(), [True, False]),
     "outer": lambda axis: fn.outer(sgd(axis), sgd(axis), mean(axis)),
     "own_anchors": lambda axis: fn.own_anchors(fn.average(axis), sgd(axis), sgd(axis), fn.pair_average(axis)),
     "owned": lambda axis: fn.owned(fn.adamw(0.1), axis),
@@ -80,8 +81,8 @@ LINKS: dict[str, Make] = {
 """Each link of `fn`, over an axis."""
 
 WHOLE = {
-    "apply_mask", "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "owned", "partition", "scale_by_muon",
-    "scale_by_onebit_lamb", "scale_by_shape", "scale_by_sign with noise", "scale_by_trust_ratio",
+    "apply_mask", "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "orthogonalize", "owned", "partition",
+    "scale_by_muon", "scale_by_onebit_lamb", "scale_by_shape", "scale_by_sign with noise", "scale_by_trust_ratio",
     "a link that says nothing",
 }  # fmt: skip
 """Those that need whole tensors."""
@@ -173,8 +174,8 @@ def test_in_a_mask_or_a_partition_it_is_what_it_is_on_these_leaves_alone(name):
         return
     one = lambda: LINKS[name]("data")  # noqa: E731
     grads = [[g[0]] for g in GRADS]
-    if name == "scale_by_muon":
-        one = fn.scale_by_muon
+    if name in ("orthogonalize", "scale_by_muon"):
+        one = getattr(fn, name)
     with fn.collectives.axis.Binding({"data": fn.collectives.axis.Axis(1, torch.tensor(0), "alone")}):
         wanted = updates_of(one(), [PARAMS[0]], grads)
         masked = updates_of(fn.mask(one(), [True, False]), PARAMS, GRADS)

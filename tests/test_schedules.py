@@ -54,6 +54,19 @@ def test_every_exchanges_each_fragment_once_in_h_steps(fragments, length, data):
         assert sum(r.phase is Phase.LOCAL for r in found) == h - len({*begun.values(), *ended.values()})
 
 
+@given(st.integers(1, 9), st.integers(0, 100))
+def test_periodic_is_exact_in_one_step_of_so_many(period, step):
+    schedule = fn.periodic(period)
+    assert pickle.loads(pickle.dumps(schedule)) == schedule
+    assert schedule(step) is (Phase.COMPRESSED if step % period else Phase.WARMUP)
+
+
+@pytest.mark.parametrize("period", [0, -1, 2.5, "3"])
+def test_periodic_refuses_what_is_no_number_of_steps(period):
+    with pytest.raises(ValueError, match=rf"period: expected a whole number of at least 1, .* got {period!r}"):
+        fn.periodic(period)
+
+
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [

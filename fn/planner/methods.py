@@ -38,6 +38,9 @@ momentum and anchor are read and written, params written."""
 SHARE = 16.0
 """Bytes per parameter of an average of a share: params are read and written, and once more where that is committed."""
 
+PERIOD = 5
+"""Steps from one whole step of `fn.lion_muon` to the next."""
+
 TILE = 64
 """The side of the tiles of `fn.demo` and `fn.sparse_loco`."""
 
@@ -64,6 +67,7 @@ class Method(NamedTuple):
     interval: it communicates in one of so many steps.
     local: ranks train alone in between. delay: steps that go on while a part travels.
     each_step: parts that are averaged in every step, behind the backward pass, whatever the interval.
+    exact: what is sent in place of the parts in one step of so many, the period.
     """
 
     name: str
@@ -77,6 +81,8 @@ class Method(NamedTuple):
     delay: int = 0
     each_step: Parts = ()
     alike: tuple[str, ...] = ()
+    exact: tuple[Message, ...] = ()
+    period: int = 0
 
     @property
     def in_every_step(self) -> bool:
@@ -89,10 +95,16 @@ class Method(NamedTuple):
         return [message for _, part in self.parts for message in part]
 
     @property
-    def sent(self) -> list[tuple[Message, int]]:
-        """Return all messages, each with the steps from one such message to the next."""
-        in_each_step = [(message, 1) for _, part in self.each_step for message in part]
-        return in_each_step + [(message, self.interval) for message in self.messages]
+    def often(self) -> float:
+        """Return in which part of the steps that communicate the parts are sent, and not what is exact."""
+        return 1 - 1 / self.period if self.period else 1.0
+
+    @property
+    def sent(self) -> list[tuple[Message, float]]:
+        """Return all messages, each with the steps from one such message to the next, in the mean."""
+        in_each_step = [(message, 1.0) for _, part in self.each_step for message in part]
+        seldom = [(message, float(self.period)) for message in self.exact]
+        return in_each_step + seldom + [(message, self.interval / self.often) for message in self.messages]
 
     @property
     def size(self) -> float:
@@ -146,6 +158,7 @@ class Row(NamedTuple):
         fragments, each a part of its own.
     delay: the part of an interval that goes on while a part travels.
     two_level: fn runs it over two axes. fits: whether it can take a model.
+    exact: (model, ranks) -> messages of one step of so many, the period, in place of those of `send`.
     """
 
     name: str
@@ -160,6 +173,8 @@ class Row(NamedTuple):
     alike: tuple[str, ...] = ()
     two_level: bool = True
     fits: Callable[[Model], bool] = lambda model: True
+    exact: Send | None = None
+    period: int = 0
 
     def passes_on(self, ranks: Ranks) -> float:
         """Return the bytes of memory for each parameter."""
@@ -192,6 +207,7 @@ def rows(
     rare = partial(Row, interval=interval)
     round_ = partial(Row, interval=local_steps, local=True, passes=EXCHANGE)
     without = passes_without_servers
+    exactly, votes = traffic.exact, partial(codes, codec=BALLOTS)
     return [
         Row("adamw", traffic.exact, cut="bucket", compressed=False, alike=("lamb",)),
         Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
@@ -213,7 +229,11 @@ def rows(
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
         Row("muon", traffic.owned, 16, compressed=False, two_level=False),
         Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36, two_level=False),
-        Row("lion_vote", partial(codes, codec=BALLOTS), coded=24, alike=("signum_vote",)),
+        Row(
+            "lion_muon", partial(traffic.apart, hidden=votes, other=votes), 16, coded=24,
+            exact=partial(traffic.apart, hidden=exactly, other=exactly), period=PERIOD,
+        ),
+        Row("lion_vote", votes, coded=24, alike=("signum_vote",)),
         Row("demo", cosines, 120),
         Row("ef21_sgdm", partial(direct, codec=_top_k_once(part)), 80, two_level=False, fits=_can_be_searched),
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
@@ -278,9 +298,10 @@ def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -
     else:
         parts = parts_of(model, sends, bucket if row.cut == "bucket" else None)
     overlapped, delay = row.cut == "bucket", row.delay_of(row.interval)
+    exact = () if row.exact is None else tuple(row.exact(model, ranks=ranks))
     return Method(
         row.name, topology, row.compressed, parts, overlapped, row.passes_on(ranks), row.interval, row.local,
-        delay, step, row.alike,
+        delay, step, row.alike, exact, row.period,
     )  # fmt: skip
 
 

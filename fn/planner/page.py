@@ -115,12 +115,13 @@ def coefficients(
                 each_step = known(within, False, "bucket", node, last) if in_node else []
                 cut = row.cut if isinstance(row.cut, str) else "whole"  # fragments are equal parts of all of it
                 sent = known(row.send, row.local, cut, ranks, last)
-                on_ranks[_key(ranks)] = [row.passes_on(ranks), sent, each_step]
+                exact = known(row.exact, False, "whole", ranks, last) if row.exact is not None else []
+                on_ranks[_key(ranks)] = [row.passes_on(ranks), sent, each_step, exact]
             if on_ranks:
                 rows.append(
                     {
                         "name": row.name, "alike": row.alike, "topology": topology, "compressed": row.compressed,
-                        "local": row.local, "every": row.interval, "delay": row.delay,
+                        "local": row.local, "every": row.interval, "delay": row.delay, "period": row.period,
                         "cut": row.cut, "last": last, "at": on_ranks,
                     }
                 )  # fmt: skip

@@ -87,12 +87,14 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
     total, interval = sum(time for _, time in sent), method.interval
     exposed = sum(max(0.0, time - method.delay * compute) for _, time in sent)
     exposed = _behind_backward(sent, compute) if method.overlapped else exposed
+    share = method.often / interval  # of the steps, in which the parts are sent
+    exact = sum(duration(message, net) for message in method.exact) * (1 - method.often)
     return Prediction(
         method,
         compute,
-        sum(time for _, time in each_step) + total / interval,
-        _behind_backward(each_step, compute) + exposed / interval,
-        coding / interval if method.size else 0.0,
+        sum(time for _, time in each_step) + total * share + exact,
+        _behind_backward(each_step, compute) + exposed * share + exact,
+        coding * share if method.size else 0.0,
     )
 
 

@@ -152,6 +152,17 @@ def owned(shapes: Model, ranks: int, codec: Codec = EXACTLY, gather: Codec = EXA
     return message("all_to_all", codec, shapes.width) + message("all_gather", gather, max(4, shapes.width))
 
 
+def apart(
+    shapes: Model, ranks: Ranks, hidden: Callable[..., list[Message]], other: Callable[..., list[Message]]
+) -> list[Message]:
+    """Return what is sent of matrices, and behind it what is sent of the others.
+
+    Args: hidden, other: (model, ranks) -> messages.
+    """
+    kinds = [Model(tuple(s for s in shapes.shapes if (len(s) == 2) is hid), shapes.width) for hid in (True, False)]
+    return [m for kind, send in zip(kinds, (hidden, other), strict=True) if kind.shapes for m in send(kind, ranks)]
+
+
 def sharded_momentum(shapes: Model, ranks: Ranks, codec: Codec) -> list[Message]:
     """Return a compressed all-reduce of the momentum, in float32, and an exact all-gather of the updates' shards."""
     wide = shapes._replace(width=max(4, shapes.width))

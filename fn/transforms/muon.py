@@ -114,6 +114,14 @@ def orthogonalize(
 
         X = z / (|z|_F + eps);    X <- a X + (b A + c A^2) X,  A = X X^T,  for each (a, b, c);    u = s X
 
+    It follows a momentum of another kind, such as one that ranks have voted on.
+
+        >>> import torch, fn
+        >>> votes = torch.tensor([[1.0, 1.0], [1.0, -1.0]])
+        >>> fn.orthogonalize(scale=None).update(fn.Phase.WARMUP)(votes, (), votes)[0]
+        tensor([[ 0.7252,  0.7252],
+                [ 0.7252, -0.7252]])
+
     Args: as for `scale_by_muon`. Raises: as it.
     """
     check_number("eps", eps)

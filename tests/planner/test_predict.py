@@ -266,6 +266,18 @@ def test_exact_means_in_every_step_come_on_top_of_a_round():
     assert found.method.size == 6000 + 3000 / 4
 
 
+def test_what_is_exact_in_one_step_of_so_many_counts_in_the_mean():
+    exact = (Message("data", "all_reduce", 30_000),)
+    method = Method("m", "flat", True, (part(1.0, 3000),), False, exact=exact, period=5)
+    found = predict(method, FLAT, 0.1, 0.01)
+    assert found.method.size == 0.8 * 3000 + 30_000 / 5
+    every = [predict(method._replace(exact=(), period=0, parts=parts), FLAT, 0.1, 0.01).communication
+             for parts in (method.parts, ((1.0, exact),))]  # fmt: skip
+    assert found.communication == found.exposed == pytest.approx(0.8 * every[0] + 0.2 * every[1])
+    assert found.coding == pytest.approx(0.008)
+    assert found.method.in_every_step
+
+
 def test_a_plan_knows_optimizers_by_every_name():
     found = planned(10**8, NODES, 0.1)
     assert found.of("lamb") == found.of("adamw")

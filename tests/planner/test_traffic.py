@@ -104,6 +104,7 @@ MAKES = {
     "dion, rank 1/4": [fn.dion],
     "muon": [fn.muon],
     "muon, int8": [partial(fn.muon, codec=fn.int8(), gather=fn.int8())],
+    "lion_muon": [fn.lion_muon],
     "lion_vote": [fn.lion_vote, fn.signum_vote],
     "demo": [fn.demo],
     "ef21_sgdm": [fn.ef21_sgdm],
@@ -155,6 +156,8 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
         assert sent == counted_of(method.messages)
         if row.local:
             assert not step(tx, fn.Round(), ranks).total
+        if row.period:
+            assert Counter(step(tx, fn.Phase.WARMUP, ranks).sent) == counted_of([*method.exact])
     if row.local and isinstance(ranks, tuple):
         each = [message for _, part in method.each_step for message in part]
         assert counted_of(each) == Counter(step(fn.average("local"), fn.Phase.WARMUP, ranks).sent)

@@ -1,0 +1,118 @@
+"""Named variants of Muon that send less, or compute less: each is a chain under its docstring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn.base import Phase, Transform, chain, check_interval, check_is_transform, missing, unchanged
+from fn.collectives.axis import AxisNames
+from fn.collectives.codecs.ballots import ballots
+from fn.collectives.feedback import off
+from fn.errors import expected
+from fn.transforms.average import agreed, average, compressed_average
+from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.lion import lion_direction
+from fn.transforms.masking import Labels, hidden_and_other, partition, unfrozen
+from fn.transforms.muon import Scale, Triple, orthogonalize
+from fn.transforms.scaling import scale as scale_by
+from fn.transforms.scaling import scale_by_sign
+from fn.transforms.skip_nonfinite import skip_nonfinite
+
+Tree = Any
+
+
+def lion_muon(
+    lr: float | Tensor = 1e-3,
+    b1: float = 0.95,
+    b2: float = 0.99,
+    weight_decay: float = 0.1,
+    eps: float = 1e-7,
+    *,
+    axis: AxisNames | None = None,
+    labels: Labels = None,
+    lion_rate: float = 0.2,
+    votes: bool = True,
+    servers: bool = True,
+    other: Transform | None = None,
+    other_rate: float = 1.0,
+    scale: Scale = "rms_norm",
+    coefficients: str | Sequence[Triple] = "jordan",
+    dtype: torch.dtype | None = None,
+    flatten: bool = False,
+) -> Transform:
+    """LionMuon: Muon one step in P, Lion between, both along one momentum; between, ranks vote with one bit a number.
+
+        z_r = b1 m_r + (1 - b1) g_r;    m_r <- b2 m_r + (1 - b2) g_r
+        warm-up:     p <- p - lr (s NS(mean_r z_r) + weight_decay p)
+        compressed:  p <- p - lion_rate lr (majority_r sgn(z_r) + weight_decay p)
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.lion_muon(0.2, axis="data"), fn.periodic(5)
+        >>> def train(target):                # of each rank; ranks differ little, so that votes agree
+        ...     p = torch.zeros(4, 3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> noise = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(0))
+        >>> targets = noise[0] + 0.1 * noise
+        >>> best, p = targets.mean(0), fn.simulate(train, "data", 3)(targets)[0]
+        >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
+        0.944 -> 0.060
+
+    Args:
+        lr: of Muon's steps, a float or a 0-d tensor; with scale="rms_norm" a rate of AdamW fits. lion_rate: of Lion's,
+            as a multiple of it; with 0.2 both are equally long then. weight_decay: of all tensors, at the step's rate.
+        b1: weight of the old momentum in the step. b2: its weight in the momentum that is kept.
+        axis: the ranks that train together; None for none.
+        labels: which tensors are "hidden", Muon's, and which "other", as for `muon`.
+        votes: between, ranks vote with one bit a number, and keep momenta of their own, whose mean is that of one
+            momentum over mean gradients. False: all that ranks send is exact, in every step. servers: as for
+            `lion_vote`.
+        other: what gives the direction of the others, `scale_by_adam()` say, from gradients that are averaged exactly
+            in every step; other_rate: its rate, as a multiple of lr. None: Lion, with the votes of the rest.
+        eps, scale, coefficients, dtype, flatten: Muon's, as for `scale_by_muon`.
+    Returns: a transform with a warm-up, Muon's steps, and a compressed phase, Lion's; `periodic(p)` is its schedule.
+
+    Paper: LionMuon: alternating spectral and sign descent (arXiv 2609.35297, of which the authors' code names
+        2605.19811); Liu et al., Distributed Lion (arXiv 2404.00438), for the votes.
+    Differs: ranks vote between; in the authors' code they average gradients exactly in every step. Every rank takes
+        Muon's step of all matrices; there owners take it, and an all-reduce adds up their updates.
+    """
+    check_interval("lion_rate", lion_rate, "(0, inf)")
+    check_interval("other_rate", other_rate, "[0, inf)")
+    if not isinstance(votes, bool):
+        raise TypeError(expected("votes", "True or False", f"{votes!r}"))
+    if other is not None:
+        check_is_transform("other", other)
+    exact, direction, sign = unfrozen(average(axis)), lion_direction(b1, b2), scale_by_sign()
+    mean, majority = (average(axis) if votes else exact), chain()
+    if votes and axis is not None:  # a sign in front of the vote changes no ballot, and is all of it on one rank
+        majority = compressed_average(axis, ballots(), off(), servers=servers)
+    muon_step = orthogonalize(eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
+    muon_step = muon_step._replace(compressed_update=unchanged)
+    decay, slower, rate = add_decayed_weights(weight_decay), scale_by(lion_rate), scale_by_learning_rate(lr)
+    lion_step = chain(sign, majority)._replace(warmup_update=unchanged)
+    slower_lion = slower._replace(warmup_update=unchanged)
+    lion = chain(direction, mean, sign, majority, decay, slower, rate)
+    kinds = {
+        "muon": chain(direction, mean, muon_step, lion_step, decay, slower_lion, rate),
+        "other": lion if other is None else chain(exact, other, decay, scale_by(other_rate), rate),
+    }
+    return _finished(partition(kinds, _named(labels, flatten)), axis, "lion_muon")
+
+
+def _named(labels: Labels, flatten: bool) -> Callable[[Tree], Tree]:
+    """Return the labels of `partition`: "muon" for hidden matrices, "other" for the rest."""
+    is_matrix = (lambda p: p.ndim >= 2) if flatten else (lambda p: p.ndim == 2)
+    return hidden_and_other(labels, {"hidden": "muon", "other": "other"}, is_matrix)
+
+
+def _finished(tx: Transform, axis: AxisNames | None, name: str) -> Transform:
+    """Return an optimizer in the usual wrappers, and without a local phase."""
+    return agreed(skip_nonfinite(tx._replace(local_update=missing(Phase.LOCAL, name))), axis)

@@ -1,0 +1,163 @@
+"""What methods on Muon promise beside the recorded runs; the contract of `registry` asks that zeros stay zero, which a
+vote cannot say, so they keep one of their own."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fn
+from fn import Phase, tree
+
+W, C = Phase.WARMUP, Phase.COMPRESSED
+SHAPES = {"matrix": (6, 5), "vector": (7,), "wide": (4, 9), "kernel": (2, 3, 3), "scalar": (), "empty": (0, 3)}
+MAKES = {
+    "lion_muon": fn.lion_muon,
+    "lion_muon, no servers": partial(fn.lion_muon, servers=False),
+    "lion_muon, exact, adamw": partial(fn.lion_muon, votes=False, other=fn.scale_by_adam()),
+    "lion_muon, kernels": partial(fn.lion_muon, flatten=True),
+}
+each = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+Tree = Any
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class World:
+    """An optimizer on simulated ranks, whose params `simulate` shows to be the same on all."""
+
+    def __init__(self, tx: fn.Transform, params: Tree, world: int = 2):
+        self.tx, self.world, self.params, self.taken = tx, world, params, 0
+        self.dims = fn.rank_dims(tx.init(params))
+        self.state = fn.simulate(tx.init, "data", world, in_dims=None, out_dims=self.dims)(params)
+
+    def gradients(self) -> Tree:
+        self.taken += 1
+        leaves, structure = tree.flatten(self.params)
+        made = [normal(self.world, *p.shape, seed=100 * self.taken + i).to(p.dtype) for i, p in enumerate(leaves)]
+        return tree.unflatten(structure, made)
+
+    def step(self, phase: Phase, g: Tree = None) -> World:
+        def on_rank(g: Tree, s: Tree, p: Tree) -> tuple[Tree, Tree]:
+            u, s = self.tx.update(phase)(g, s, p)
+            return fn.apply_updates(p, u), s
+
+        run = fn.simulate(on_rank, "data", self.world, in_dims=(0, self.dims, None), out_dims=(None, self.dims))
+        self.params, self.state = run(self.gradients() if g is None else g, self.state, self.params)
+        return self
+
+
+def some_params(dtype: torch.dtype = torch.float32) -> Tree:
+    return {name: normal(*shape, seed=i).to(dtype) for i, (name, shape) in enumerate(SHAPES.items())}
+
+
+def same(a: Tree, b: Tree) -> bool:
+    return all(map(torch.equal, tree.leaves(a), tree.leaves(b)))
+
+
+def form(t: Tree) -> list[Any]:
+    return [(x.dtype, x.shape) for x in tree.leaves(t)]
+
+
+@each
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("world", [1, 3])
+def test_phases_come_in_any_order_and_params_stay_alike_on_all_ranks(make: Any, dtype: torch.dtype, world: int) -> None:
+    w = World(make(0.02, axis="data", weight_decay=0.1), some_params(dtype), world)
+    start = form((w.params, w.state))
+    for phase in (C, W, C, W):
+        before = w.params
+        w.step(phase)
+        assert form((w.params, w.state)) == start
+        assert all(torch.isfinite(p).all() for p in w.params.values())
+        assert not same(w.params, before)
+    with pytest.raises(ValueError, match="has only WARMUP, COMPRESSED"):
+        w.tx.update(Phase.LOCAL)
+
+
+@each
+@pytest.mark.parametrize("phase", [W, C])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["matrix", "vector"])
+def test_a_bad_gradient_on_any_rank_moves_nothing(make: Any, phase: Phase, bad: float, name: str) -> None:
+    w = World(make(0.02, axis="data"), some_params()).step(W).step(C)
+    g, params, inner = w.gradients(), w.params, w.state.inner
+    g[name][1, 3] = bad
+    w.step(phase, g)
+    assert same(w.params, params)
+    assert same(w.state.inner, inner)
+    assert w.state.skipped == 1
+    assert not same(w.step(phase).params, params)
+
+
+@each
+def test_it_finds_the_common_minimum_of_ranks_that_pull_apart(make: Any) -> None:
+    """By little: a majority finds the median of their minima."""
+    lr, centers = torch.tensor(0.0), normal(6, 5) + 0.2 * normal(3, 6, 5)
+    goal = centers.mean(0)
+    w = World(make(lr, axis="data", weight_decay=0.0), {"matrix": goal + 1.0}, 3)
+    schedule = fn.periodic(4)
+    for t in range(120):
+        lr.fill_(0.5 * (1 - t / 120))
+        w.step(schedule(t), {"matrix": w.params["matrix"] - centers})
+    assert (w.params["matrix"] - goal).square().mean() < 0.05
+
+
+def test_lion_votes_between_the_steps_of_muon() -> None:
+    """Of momenta that are alike on all ranks the majority is the sign, so that votes change nothing."""
+    params = [normal(6, 5), normal(4, seed=1)]
+    votes, exact = (World(fn.lion_muon(0.1, axis="data", votes=votes), params, 3) for votes in (True, False))
+    for t in range(6):
+        g = [normal(*p.shape, seed=t).expand(3, *p.shape) for p in params]
+        for w in (votes, exact):
+            w.step(fn.periodic(3)(t), g)
+    torch.testing.assert_close(votes.params, exact.params)
+    before = exact.params
+    after = exact.step(C).params
+    moved = [(a - b * (1 - 0.1 * 0.2 * 0.1)).abs() for a, b in zip(after, before, strict=True)]
+    for x in moved:
+        torch.testing.assert_close(x, torch.full_like(x, 0.1 * 0.2))
+
+
+def test_votes_are_on_momenta_whose_mean_is_that_of_mean_gradients() -> None:
+    votes, exact = (World(fn.lion_muon(0.1, axis="data", votes=votes), [normal(6, 5)], 3) for votes in (True, False))
+    for t in range(4):
+        g = [normal(3, 6, 5, seed=t)]
+        for w in (votes, exact):
+            w.step(fn.periodic(4)(t), g)
+    means = [fn.roles.find(w.state, "first_moment")[0][0].mean(0) for w in (votes, exact)]
+    torch.testing.assert_close(*means)
+    assert not torch.equal(votes.params[0], exact.params[0])
+
+
+def test_bytes_between_are_a_bit_a_number() -> None:
+    params = [torch.zeros(64, 64), torch.zeros(512)]
+    tx, sent = fn.lion_muon(axis="data"), {}
+    for phase in (W, C):
+        with fn.ledger() as book:
+            fn.simulate(lambda g: tx.update(phase)(g, tx.init(params), params)[0], "data", 2)(  # noqa: B023
+                [torch.ones(2, *p.shape) for p in params]
+            )
+        sent[phase] = book.total
+    assert 31 < sent[W] / sent[C] <= 32
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "match"),
+    [
+        (lambda: fn.lion_muon(lion_rate=0.0), ValueError, r"lion_rate: expected a number in \(0, inf\), but got 0.0"),
+        (lambda: fn.lion_muon(votes=1), TypeError, "votes: expected True or False, but got 1"),
+        (lambda: fn.lion_muon(other=fn.scale_by_adam), TypeError, "other: expected a transform"),
+        (lambda: fn.lion_muon(other_rate=-1.0), ValueError, "other_rate: expected"),
+        (lambda: fn.lion_muon(b1=1.0), ValueError, "b1: expected"),
+    ],
+)
+def test_what_is_wrong_is_named(make: Any, kind: type[Exception], match: str) -> None:
+    with pytest.raises(kind, match=match):
+        make()
