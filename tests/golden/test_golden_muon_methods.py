@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,14 @@ def replayed(
     params = case.each("init")
     dims = fn.rank_dims(tx.init(params))
     state = fn.simulate(tx.init, "data", case.world, in_dims=None, out_dims=dims)(params)
-    for t in range(int(case.hyper["steps"])):
-        def step(g: Any, s: Any, p: Any, phase: Phase = schedule(t)) -> Any:
-            updates, s = tx.update(phase)(g, s, p)
-            return fn.apply_updates(p, updates), s
 
-        run = fn.simulate(step, "data", case.world, in_dims=(0, dims, None), out_dims=(None, dims))
+    def step(phase: Phase, g: Any, s: Any, p: Any) -> Any:
+        updates, s = tx.update(phase)(g, s, p)
+        return fn.apply_updates(p, updates), s
+
+    for t in range(int(case.hyper["steps"])):
+        on_rank = partial(step, schedule(t))
+        run = fn.simulate(on_rank, "data", case.world, in_dims=(0, dims, None), out_dims=(None, dims))
         params, state = run(case.gradients(params, t), state, params)
         yield t, params, state
 
@@ -58,9 +61,9 @@ def labels(case: Case) -> list[str]:
 def test_lion_muon_follows_its_authors_code(row: dict[str, Any]) -> None:
     """Whose ranks average gradients; a momentum of each rank has the same mean.
 
-    Differs: fn.muon_variant_optimizers.lion_muon: ranks vote between; in the authors' code they average gradients exactly in
-        every step. Every rank takes Muon's step of all matrices; there owners take it, and an all-reduce adds up their
-        updates.
+    Differs: fn.muon_variant_optimizers.lion_muon: ranks vote between; in the authors' code they average gradients
+        exactly in every step. Every rank takes Muon's step of all matrices; there owners take it, and an all-reduce
+        adds up their updates.
     """
     case = loaded(row)
     hyper, others = case.hyper, case.places("adamw")
