@@ -11,6 +11,7 @@ from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
 from fn.collectives.codecs.codec import Codec, identity
 from fn.collectives.codecs.e3m0 import e3m0
+from fn.collectives.codecs.fp8 import fp8
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.rotated import rotated
 from fn.collectives.codecs.sign import sign
@@ -107,6 +108,7 @@ __all__ = [
     "ef21_sgdm",
     "every",
     "flatten_parameters",
+    "fp8",
     "freeze_after",
     "freeze_when_stable",
     "identity",

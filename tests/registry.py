@@ -106,6 +106,7 @@ OTHERS = (
     Named("des_loc", fn.des_loc, (*ROUNDS, Round(6, 6)), fn.periods(3, 3, 6, start=2), replicated=False),
     Named("no_loco", fn.no_loco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("sparta", partial(fn.sparta, density=0.2), ROUNDS, fn.every(1, start=2), replicated=False),
+    Named("onebit_adam, fp8", partial(fn.onebit_adam, codec=fn.fp8()), CODED, fn.freeze_after(2)),
     Named("powersgd_adamw", fn.powersgd_adamw, CODED, fn.freeze_after(2)),
     Named("dion", fn.dion, CODED, fn.freeze_after(2)),
     Named("demo", partial(fn.demo, k=3, tile=4), CODED, fn.freeze_after(2)),

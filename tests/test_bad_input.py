@@ -104,7 +104,8 @@ def test_params_in_the_place_of_the_state_are_refused_by_name(optimizer, phase, 
 
 
 @pytest.mark.parametrize(
-    "make", [fn.sign, fn.int4, fn.int8, lambda b: fn.damped(block=b), lambda b: fn.classic(store="int8", block=b)]
+    "make",
+    [fn.sign, fn.int4, fn.int8, fn.fp8, lambda b: fn.damped(block=b), lambda b: fn.classic(store="int8", block=b)],
 )
 def test_a_block_that_is_no_whole_number_is_refused_by_name(make):
     with pytest.raises(TypeError, match=r"block: expected a whole number, but got 8\.0"):

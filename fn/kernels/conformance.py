@@ -19,13 +19,15 @@ from torch import Tensor
 from fn.kernels import known_answers
 from fn.kernels.layout import bytes_for
 from fn.kernels.reference import REFERENCES
-from fn.kernels.schemas import ON_LISTS
+from fn.kernels.schemas import ARGUMENTS, ON_LISTS
 from fn.kernels.table import Accelerator, check_row, register, unregister
 
 SIZES = (0, 1, 7, 8, 9, 1023, 2**20 + 3)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _WIDE = (torch.float32, torch.float64)
-_OF_ANY_DTYPE = ("pack_bits", "unpack_bits", "sign_encode", "sign_encode_feedback", "quantize", "quantize_feedback")
+_OF_ANY_DTYPE = (
+    "pack_bits", "unpack_bits", "sign_encode", "sign_encode_feedback", "quantize", "quantize_feedback", "quantize_fp8",
+)  # fmt: skip
 """Kernels that see vectors as they come. Those on lists see params and gradients so; all else is float32, or float64,
 whatever the dtype of a model."""
 
@@ -131,7 +133,7 @@ def _compare(op: str, kernel: Callable[..., Any], case: Callable[[], Any], devic
 
 def widths_of(op: str) -> tuple[int, ...]:
     """Return how many bits its codes may take."""
-    return (4, 8) if "quantize" in op else (8,)
+    return (4, 8) if "width" in ARGUMENTS[op] else (8,)
 
 
 def _op(op: str) -> Any:
@@ -253,6 +255,11 @@ def arguments(
             numbers(dtype, 2, n), integers(torch.int8, 2, n), scales(2, segments) / 99, 0.75, *segmented, width,
         ),
         "dequantize": lambda: (coded[:, 0], scales(2, segments), *segmented, width),
+        "quantize_fp8": lambda: (numbers(dtype, 2, n), *segmented, 2 if strided else 3),
+        "dequantize_fp8": lambda: (
+            known_answers.finite_fp8(integers(torch.uint8, 2, 3, n)), scales(2, 3, segments), *segmented,
+            2 if strided else 3,
+        ),
         "momentum_encode": lambda: (
             tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *of_tensors,
         ),

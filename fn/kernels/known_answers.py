@@ -94,6 +94,10 @@ _EXAMPLES: dict[str, Callable[[], list[tuple[Any, ...]]]] = {
         for w in (4, 8)
     ],
     "dequantize": lambda: [(_codes(w, 2), _wave(2, _S).abs(), *_rows(), w) for w in (4, 8)],
+    "quantize_fp8": lambda: [(_wave(2, _N), *_rows(), m) for m in (3, 2)],
+    "dequantize_fp8": lambda: [
+        (finite_fp8(_bytes(2, ranks, _N)), _wave(2, ranks, _S).abs(), *_rows(), m) for m, ranks in ((3, 3), (2, 1))
+    ],
     "momentum_encode": lambda: [
         (*_momentum()[:2], 0.9, _wave(2, n, seed=2), _wave(2, _S).abs(), *_rows(n)) for n in (_N, _WHOLE)
     ],
@@ -171,6 +175,11 @@ def _drift() -> tuple[Any, ...]:
 
 def _codes(width: int, *rows: int) -> Tensor:
     return _bytes(*rows, _N // 2) if width == 4 else _bytes(*rows, _N).view(torch.int8)
+
+
+def finite_fp8(codes: Tensor) -> Tensor:
+    """Return bytes of which those that may be a NaN or an Inf, which no codec makes, are another number."""
+    return torch.where((codes & 127) > 123, codes - 4, codes)
 
 
 def complaint(op: str, kernel: Callable[..., Any], device: torch.device) -> str | None:

@@ -55,6 +55,8 @@ def check(name: str, args: Sequence[Any]) -> None:
                     raise ValueError(expected(key, wanted, f"one on {tensor.device}"))
     if named.get("width", 8) not in (4, 8):
         raise ValueError(expected("width", "4 or 8", f"{named['width']}"))
+    if named.get("mantissa", 3) not in (2, 3):
+        raise ValueError(expected("mantissa", "2 or 3 bits", f"{named['mantissa']}"))
     if "runs" in named:
         _check_lengths(named)
     if name == "adamw_into_":

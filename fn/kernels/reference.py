@@ -17,6 +17,14 @@ The largest positive element comes back as 7/8 of itself in 4 bits, and as 127/1
 exact. Codes of 4 bits lie two to a byte, the even element in the high half: (R, n / 2) uint8. Codes of 8 bits are
 (R, n) int8. Padding is coded as zero.
 
+Floating codes are the same with 8-bit floating numbers in place of integers, a sign, an exponent and 2 or 3 bits of
+mantissa: torch's float8_e5m2 and float8_e4m3fn, whose largest number is 57344 or 448:
+
+    scale = largest / M,   code = x * scale rounded half to even,   decoded = code * (1 / scale)
+
+They are (R, n) uint8. A code is never NaN or infinite: in a block that has a NaN or an Inf all are zero, and its scale
+makes NaN of them.
+
 Kernels on lists take an optimizer's step in place. They work on lists of S tensors, a list per role, and write into
 params and moments. The pure updates of `transforms` say the same thing without writing; adapters, which own their
 buffers, run these.
@@ -166,13 +174,19 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> tuple
     Returns: codes; scales (R, S) float32, or float64 for float64.
     """
     x = torch.where(padding_mask(x, valid, runs), x.to(scale_dtype(x)), 0.0)
-    peaks = per_run(x, runs, lambda p, a, b: p.abs().amax(-1) if p.numel() else p.new_zeros(p.shape[:2]))
-    peak = torch.cat([*peaks, x[:, :0]], -1)
-    top = torch.full_like(peak, 2.0 ** (width - 1))  # number / tensor would round twice
-    scale = rules.code_scale(peak, top, 1.0, float("inf"))
+    scale = _code_scales(x, 2.0 ** (width - 1), runs)
     code = (x * spread(scale, runs)).round().clamp(-(2 ** (width - 1)), 2 ** (width - 1) - 1)
     code = code.nan_to_num(0.0).to(torch.int8)
     return (_pack_pairs(code) if width == 4 else code), 1.0 / scale
+
+
+def _code_scales(x: Tensor, largest: float, runs: Sequence[int]) -> Tensor:
+    """Return what the numbers of each segment are multiplied by, so that the largest becomes `largest`."""
+    peaks = per_run(x, runs, lambda p, a, b: p.abs().amax(-1) if p.numel() else p.new_zeros(p.shape[:2]))
+    peak = torch.cat([*peaks, x[:, :0]], -1)
+    top = torch.full_like(peak, largest)  # number / tensor would round twice
+    scale: Tensor = rules.code_scale(peak, top, 1.0, float("inf"))
+    return scale
 
 
 def _pack_pairs(code: Tensor) -> Tensor:
@@ -229,6 +243,41 @@ def quantize_feedback(
     lost = h.to(scales.dtype) - dequantize(codes, scales, valid, runs, width).to(x.dtype).to(scales.dtype)
     kept: Tensor = rules.damped(e.to(scales.dtype), lost, beta, 1.0 - beta)
     return (codes, scales, *quantize(kept.to(x.dtype), valid, runs, 8))
+
+
+# floating numbers of 8 bits
+
+FP8 = {2: torch.float8_e5m2, 3: torch.float8_e4m3fn}
+"""The formats, by the bits of their mantissa."""
+
+
+def quantize_fp8(x: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> tuple[Tensor, Tensor]:
+    """Return x (R, n) as 8-bit floating numbers, and the factor 1 / scale of each segment, which decodes them.
+
+    Args: x (R, n) floating; valid (R, S) int64; runs; mantissa 3 bits for e4m3, 2 for e5m2.
+    Returns: codes (R, n) uint8; scales (R, S) float32, or float64 for float64.
+    """
+    x = torch.where(padding_mask(x, valid, runs), x.to(scale_dtype(x)), 0.0)
+    scale = _code_scales(x, torch.finfo(FP8[mantissa]).max, runs)
+    factor = spread(scale, runs)
+    code = torch.where(factor > 0, x * factor, 0.0).float().to(FP8[mantissa])  # no block with a NaN or an Inf has one
+    return code.view(torch.uint8), 1.0 / scale
+
+
+def dequantize_fp8(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Tensor:
+    """Return the mean of W decoded messages: the sum of code * scale in rank order, times 1 / W. Padding is zero.
+
+    Args: codes (R, W, n), scales (R, W, S) as `quantize_fp8` returns them; valid (R, S) int64; runs; mantissa.
+    Returns: (R, n) in the dtype of the scales.
+    """
+
+    def decoded(rank: int) -> Tensor:
+        return codes[:, rank].view(FP8[mantissa]).to(scales.dtype) * spread(scales[:, rank], runs)
+
+    ranks, total = codes.shape[1], decoded(0)
+    for rank in range(1, ranks):
+        total = total + decoded(rank)
+    return torch.where(padding_mask(total, valid, runs), total * (1.0 / ranks), 0.0)
 
 
 # Adam and 1-bit Adam. In the rows (R, n) of a message, segment s of row r is piece r of tensor s, see `layout`

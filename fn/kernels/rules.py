@@ -1,10 +1,10 @@
 """The arithmetic of every step, once: on tensors, batches under `vmap`, in traces, and on numbers in compiled loops.
 
 The reference calls these functions with tensors, the loops of `cpu` with single float32 numbers: Numba compiles the
-same source, and so does Triton. Six words are no operators: `where`, `root`, `sign`, `quotient`, `lerp` and `plus`. The
-first three are named otherwise in torch and in NumPy. `/` is not rounded correctly everywhere. `lerp` and `plus` are
-torch's, because they round once. Numbers come in as arguments, `zero` among them: a literal would be float64 in a
-compiled loop.
+same source, and so does Triton. Seven words are no operators: `where`, `root`, `sign`, `power`, `quotient`, `lerp` and
+`plus`. The first three are named otherwise in torch and in NumPy; `power` looks at bits. `/` is not rounded correctly
+everywhere. `lerp` and `plus` are torch's, because they round once. Numbers come in as arguments, `zero` among them: a
+literal would be float64 in a compiled loop.
 
 Symbols: p params, g gradient, m momentum, v second moment, u direction, b what is encoded; decay: of weights.
 """
@@ -32,6 +32,11 @@ def root(x: Number) -> Number:
 def sign(x: Number) -> Number:
     """Return 1, 0 or -1; 0 for NaN."""
     return torch.sign(x)
+
+
+def power(x: Number) -> Number:
+    """Return the largest power of two that is at most |x|; 0 below the normal numbers. x is float32."""
+    return (x.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 def quotient(a: Number, b: Number) -> Number:
@@ -183,6 +188,17 @@ def code_scale(peak: Number, top: Number, one: Number, infinity: Number) -> Numb
     """Return what numbers are multiplied by to become codes: top / peak, and 1 where that overflows."""
     scale = quotient(top, peak)
     return where(scale == infinity, one, scale)
+
+
+def shortened(x: Number, least: Number, anchor: Number) -> Number:
+    """Return x rounded half to even to a few bits behind the first, and below `least` to the steps that `least` has.
+
+    anchor: 1.5 * 2**(23 - bits). Times a power of two it is a number whose neighbours are so many steps away, and the
+    sum of it and x is rounded to them.
+    """
+    size = power(x)
+    far = where(size > least, size, least) * anchor
+    return (x + far) - far
 
 
 def damped(error: Number, lost: Number, beta: Number, rest: Number) -> Number:

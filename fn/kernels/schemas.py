@@ -27,6 +27,8 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "(Tensor, Tensor, Tensor, Tensor)",
         "dequantize": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int width) -> Tensor",
         "dequantize_mean": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int width) -> Tensor",
+        "quantize_fp8": f"(Tensor x, {_SEGMENTS}, int mantissa) -> (Tensor, Tensor)",
+        "dequantize_fp8": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int mantissa) -> Tensor",
         "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_SEGMENTS}) -> "
         "(Tensor, Tensor, Tensor)",
         "momentum_rows": "(Tensor[] mu, Tensor[] grads, float decay, Tensor? factors, int rows, int[] runs) -> Tensor",

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fn.collectives import primitives, transports
 from fn.collectives.axis import Axis, Binding, axis_size, bind
 from fn.collectives.codecs.codec import Codec
+from fn.collectives.codecs.fp8 import fp8
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.sign import sign
 from fn.collectives.compressed import compressed_all_reduce
@@ -145,11 +146,13 @@ def coding(params: int, device: torch.device, repeat: int = REPEAT) -> Callable[
     """
     signs = _coding(sign(), classic(), device, repeat)
     two, four = (_coding(sign(), classic(), device, repeat, ranks=w, servers=False) for w in (2, 4))
+    floats = _coding(fp8(), off(), device, repeat)
     bytes_, nibbles = _coding(int8(), off(), device, repeat), _coding(int4(), damped(), device, repeat)
     named = ("onebit_adam", "onebit_adam, overlapped", "onebit_lamb", "zero_one_adam", "sharded_onebit_adam")
     seconds = {
         **dict.fromkeys(named, signs),
         **dict.fromkeys(("onebit_adam, int8", "adamw, int8 gradients"), bytes_),
+        "adamw, fp8 gradients": floats,
         **dict.fromkeys(("loco_adamw, int4", "loco_adamw, int4, int8 back", "adamw, int4 gradients"), nibbles),
     }
 

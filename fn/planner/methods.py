@@ -10,6 +10,7 @@ from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.codecs.e3m0 import e3m0
+from fn.collectives.codecs.fp8 import fp8
 from fn.collectives.codecs.integer import int4, int8
 from fn.collectives.codecs.rotated import rotated
 from fn.collectives.codecs.sign import sign
@@ -46,7 +47,7 @@ TILE = 64
 
 DCT, TILES = dct(TILE), tiles(TILE)
 
-SIGN, INT4, INT8, BINS, E3M0, BALLOTS = sign(), int4(), int8(), bins(4, 6), e3m0(), ballots()
+SIGN, INT4, INT8, FP8, BINS, E3M0, BALLOTS = sign(), int4(), int8(), fp8(), bins(4, 6), e3m0(), ballots()
 ROTATED, COARSE = rotated(int4(128)), int4(2048)
 """The codecs, each made once: what is known of one is found again by the object."""
 
@@ -212,6 +213,7 @@ def rows(
         Row("adamw", traffic.exact, cut="bucket", compressed=False, alike=("lamb",)),
         Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
         Row("adamw, int8 gradients", partial(codes, codec=INT8), coded=36, cut="bucket"),
+        Row("adamw, fp8 gradients", partial(codes, codec=FP8), coded=36, cut="bucket"),
         Row("adamw, int4 gradients", partial(codes, codec=INT4), coded=36, cut="bucket"),
         Row("onebit_adam", signs, coded=32),
         Row("onebit_adam, overlapped", signs, coded=32, cut="bucket"),

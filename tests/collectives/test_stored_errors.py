@@ -23,6 +23,7 @@ CODECS = {
     "sign(8)": partial(fn.sign, 8),
     "int4": partial(fn.int4, 8),
     "int8": partial(fn.int8, 8),
+    "fp8": partial(fn.fp8, 8),
     "bf16": partial(fn.identity, torch.bfloat16),
 }
 STORES = (None, torch.bfloat16, torch.int8)

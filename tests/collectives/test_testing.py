@@ -18,6 +18,8 @@ OURS = {
     "sign(padding_counts)": fn.sign(padding_counts=True),
     "int4": fn.int4(),
     "int8(block=64)": fn.int8(block=64),
+    "fp8": fn.fp8(),
+    "fp8(64, e5m2)": fn.fp8(64, "e5m2"),
     "identity": fn.identity(),
     "identity(bf16)": fn.identity(torch.bfloat16),
 }

@@ -24,6 +24,7 @@ CODECS = {
     "sign(padding_counts)": partial(fn.sign, padding_counts=True),
     "int8": partial(fn.int8, 16),
     "int4": partial(fn.int4, 16),
+    "fp8": partial(fn.fp8, 16),
     "identity(bf16)": partial(fn.identity, torch.bfloat16),
 }
 SHAPES = {"matrix": (5, 3), "vector": (9,), "scalar": (), "empty": (0,)}

@@ -17,7 +17,7 @@ from torch import Tensor
 from fn.kernels.conformance import arguments
 from fn.kernels.known_answers import difference
 from fn.kernels.reference import REFERENCES
-from fn.kernels.schemas import WRITTEN
+from fn.kernels.schemas import ARGUMENTS, WRITTEN
 from fn.kernels.table import cells
 
 LARGE = (1 << 26) + 3
@@ -36,7 +36,7 @@ def against_the_reference(
     Args: special: zeros of both signs, subnormal numbers, Inf and NaN among the numbers. on_device: run the reference
         there, and not on the CPU.
     """
-    for width in (4, 8) if "quantize" in op else (8,):
+    for width in (4, 8) if "width" in ARGUMENTS[op] else (8,):
         args = arguments(op, n, torch.float32, width=width, special=special)
         expected = _run(REFERENCES[op], op, args, device if on_device else torch.device("cpu"), "aligned")
         for cell in cells(op, device.type):

@@ -9,7 +9,7 @@ import torch
 
 from fn.kernels import rules
 
-WORDS = ("where", "root", "sign", "quotient", "lerp", "plus")
+WORDS = ("where", "root", "sign", "power", "quotient", "lerp", "plus")
 RULES = {name: f for name, f in vars(rules).items() if inspect.isfunction(f)}
 NUMBERS = {"zero": 0.0, "one": 1.0, "infinity": float("inf"), "top": 8.0, "instead": 0.0, "eps": 1e-3}
 

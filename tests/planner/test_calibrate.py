@@ -43,7 +43,7 @@ def test_messages_to_nowhere_come_back():
         assert fn.pmean(x, "data").allclose(x)
 
 
-CODED = ("onebit", "zero_one", "loco", "sharded_onebit", "adamw, int")
+CODED = ("onebit", "zero_one", "loco", "sharded_onebit", "adamw, int", "adamw, fp8")
 
 
 def test_coding_is_measured_for_the_methods_that_code():

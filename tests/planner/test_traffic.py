@@ -19,7 +19,9 @@ from fn.planner.network import Cost, Message, network
 
 SHAPES = ((5,), (3, 7), (16, 16), (300,), (1,), (40, 9))
 MODEL = traffic.Model(SHAPES)
-CODECS = {"sign": fn.sign, "sign(block=16)": partial(fn.sign, block=16), "int4": fn.int4, "int8": fn.int8}
+CODECS = {
+    "sign": fn.sign, "sign(block=16)": partial(fn.sign, block=16), "int4": fn.int4, "int8": fn.int8, "fp8": fn.fp8
+}  # fmt: skip
 
 
 def counted(book: fn.Ledger) -> dict[str, int]:
@@ -83,6 +85,7 @@ RECIPES = {
     "SDP4Bit": [sdp4bit],
     "adamw, int8 gradients": [partial(in_codes, fn.int8())],
     "adamw, int4 gradients": [partial(in_codes, fn.int4())],
+    "adamw, fp8 gradients": [partial(in_codes, fn.fp8())],
 }
 """Rows of what is no named optimizer, but something that a user writes."""
 

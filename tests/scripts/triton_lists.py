@@ -190,6 +190,17 @@ def check_integers() -> None:
         compare("quantize_feedback", (x, *error, 0.75, valid, runs, width))
 
 
+def check_floats_of_8_bits() -> None:
+    """Numbers of every size, many small segments a program, whole and with ends."""
+    for mantissa, segments, size, real in ((3, 40, 64, 64), (2, 9, 256, 256), (3, 3, 64, 63), (2, 1, 4096, 4096)):
+        runs, valid = [segments, size], torch.full((2, segments), real)
+        x = torch.randn((2, segments * size), generator=draw).double()
+        x = (x * 10.0 ** torch.randint(-8, 3, x.shape, generator=draw)).float()
+        compare("quantize_fp8", (x, valid, runs, mantissa))
+        codes, scales = reference.quantize_fp8(x, valid, runs, mantissa)
+        compare("dequantize_fp8", (torch.stack([codes] * 2, 1), torch.stack([scales] * 2, 1), valid, runs, mantissa))
+
+
 def check_addresses() -> None:
     """A table is sent once, and again when an address or a width is another."""
     lists = tensors(), tensors()

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call, operator"
-"""The integer kernels on a CPU, bit for bit those of the reference, but for float64. Loops first, then the cells.
+"""The kernels of integers and of 8-bit floats on a CPU, bit for bit the reference, but for float64. Loops first.
 
-A block is a whole segment, because it has one scale. No product and sum become one operation here: they would round
+A block is a whole segment, because it has one scale. What codes are is said by `width`: 4 or 8 bits of an integer, or
+E4M3 or E5M2. No product and sum become one operation here: they would round
 once, where the reference rounds twice.
 """
 
@@ -15,21 +16,37 @@ import torch
 from torch import Tensor
 
 from fn.kernels.cpu.blocks import WHOLE_SEGMENTS, BlockTable, block_table, run
-from fn.kernels.cpu.intrinsics import floats, ints, magnitude, octets, of_magnitude
+from fn.kernels.cpu.intrinsics import bits_of, floats, ints, magnitude, octets, of_magnitude
 from fn.kernels.cpu.loops import INFINITY, ONE, STEP, ZERO, block_of, compiled, pad, streams, within, write
 from fn.kernels.cpu.signs import messages
 from fn.kernels.cpu.steps import larger_magnitude
 from fn.kernels.memory_pool import empty
-from fn.kernels.rules import code_scale, damped
+from fn.kernels.rules import code_scale, damped, shortened
 
 ROUNDER = np.float32(1.5 * 2**23)
 """The floats around it are the integers, so that adding it rounds half to even."""
 
 
+E4M3, E5M2 = 43, 52
+"""The formats of 8-bit floating numbers, where integers have their bits."""
+
+
 @compiled()
 def scale_of(peak, width):
     """Return what elements are multiplied by before they are rounded."""
-    return code_scale(peak, np.float32(8) if width == 4 else np.float32(128), ONE, INFINITY)
+    if width == E4M3:
+        top = np.float32(448)
+    elif width == E5M2:
+        top = np.float32(57344)
+    else:
+        top = np.float32(8) if width == 4 else np.float32(128)
+    return code_scale(peak, top, ONE, INFINITY)
+
+
+@compiled()
+def bytes_of(count, width):
+    """Return the bytes that the codes of `count` elements take."""
+    return count // 2 if width == 4 else count
 
 
 @compiled()
@@ -39,10 +56,44 @@ def rounded(x, top):
 
 
 @compiled()
+def put_fp8(x, codes, scale, count, mantissa, first):
+    """Write 8-bit floating numbers: a sign, an exponent that begins at 2**first, and so many bits behind the first."""
+    value, to = floats(x), octets(codes)
+    least, anchor = np.float32(2.0**first), np.float32(1.5 * 2.0 ** (23 - mantissa))
+    drop, below = 23 - mantissa, (126 + first) << mantissa
+    for j in range(count):
+        y = value[j] * scale
+        short = of_magnitude(magnitude(shortened(y, least, anchor)))
+        # A number below `least` is a few of its steps. Behind `least` they are the bits of the mantissa.
+        small = short < least
+        code = (magnitude(short + least if small else short) >> drop) - below - ((1 << mantissa) if small else 0)
+        to[j] = np.int8(code | ((bits_of(y) >> 24) & 128))
+
+
+@compiled()
+def get_fp8(codes, factor, out, count, add, mantissa, first):
+    """Write number times factor, or add it."""
+    code, to = octets(codes), floats(out)
+    least = np.float32(2.0**first)
+    drop, below = 23 - mantissa, (126 + first) << mantissa
+    for j in range(count):
+        size = np.int32(code[j]) & 127
+        small = size < 1 << mantissa
+        number = of_magnitude(np.int32((size + below + ((1 << mantissa) if small else 0)) << drop))
+        number -= least if small else ZERO
+        value = (-number if code[j] < 0 else number) * factor
+        to[j] = to[j] + value if add else value
+
+
+@compiled()
 def put_codes(x, codes, scale, width, count):
     """Write the codes of `count` elements, an even number of them if two are in a byte."""
     value, to = floats(x), octets(codes)
-    if width == 8:
+    if width == E4M3:
+        put_fp8(x, codes, scale, count, 3, -6)
+    elif width == E5M2:
+        put_fp8(x, codes, scale, count, 2, -14)
+    elif width == 8:
         for j in range(count):
             to[j] = np.int8(rounded(value[j] * scale, np.float32(127)))
     else:
@@ -56,7 +107,11 @@ def put_codes(x, codes, scale, width, count):
 def get_codes(codes, factor, out, width, count, add):
     """Write code times factor, or add it."""
     code, to = octets(codes), floats(out)
-    if width == 8:
+    if width == E4M3:
+        get_fp8(codes, factor, out, count, add, 3, -6)
+    elif width == E5M2:
+        get_fp8(codes, factor, out, count, add, 2, -14)
+    elif width == 8:
         for j in range(count):
             value = np.float32(code[j]) * factor
             to[j] = to[j] + value if add else value
@@ -74,7 +129,7 @@ def quantize_segment(x, codes, width, length, peak):
     if np.isfinite(peak):
         put_codes(x, codes, scale, width, length)
     else:
-        for j in range(length * width // 8):
+        for j in range(bytes_of(length, width)):
             to[j] = 0
     return ONE / scale
 
@@ -96,7 +151,7 @@ def quantize_blocks(low, high, grid, x, codes, scales, width, scratch):
             write(scratch, row, real, False)
             pad(scratch, real, length)
             row = scratch
-        to = codes + (r * grid.n + first) * width // 8
+        to = codes + bytes_of(r * grid.n + first, width)
         floats(scales)[here] = quantize_segment(row, to, width, length, peak_of(row, length))
 
 
@@ -128,11 +183,11 @@ def feedback_blocks(
         real, old = within(ints(grid.valid)[here], length), floats(error_scales)[here]
         compensate(x + 4 * place, error + place, old, h, real)
         pad(h, real, length)
-        to = codes + place * width // 8
+        to = codes + bytes_of(place, width)
         factor = quantize_segment(h, to, width, length, peak_of(h, length))
         for i in range(0, real, STEP):
             count = min(STEP, real - i)
-            get_codes(to + i * width // 8, factor, scratch, width, count, False)
+            get_codes(to + bytes_of(i, width), factor, scratch, width, count, False)
             damp(h + 4 * i, scratch, error + place + i, old, beta, rest, count)
         floats(scales)[here] = factor
         floats(kept_scales)[here] = quantize_segment(h, kept + place, 8, length, peak_of(h, length))
@@ -150,7 +205,7 @@ def decode_blocks(low, high, grid, codes, row_stride, stride, ranks, scales, wid
         for i in range(0, length, STEP):
             count = min(STEP, length - i)
             for w in range(ranks):
-                here = theirs + w * stride + (first + i) * width // 8
+                here = theirs + w * stride + bytes_of(first + i, width)
                 get_codes(here, factors[w * grid.segments], scratch, width, count, w > 0)
             if ranks > 1:
                 for j in range(count):
@@ -161,12 +216,12 @@ def decode_blocks(low, high, grid, codes, row_stride, stride, ranks, scales, wid
 
 def _table(runs: Sequence[int], width: int) -> BlockTable | None:
     at = block_table(runs, WHOLE_SEGMENTS)
-    return at if width == 8 or at.even else None
+    return at if width != 4 or at.even else None
 
 
 def _codes(rows: int, valid: Tensor, n: int, width: int) -> list[Tensor]:
     """Return memory for codes and scales."""
-    codes = empty((rows, n * width // 8), torch.uint8 if width == 4 else torch.int8, valid.device)
+    codes = empty((rows, n // 2 if width == 4 else n), torch.int8 if width == 8 else torch.uint8, valid.device)
     return [codes, torch.ones(valid.shape, dtype=torch.float32, device="cpu")]
 
 
@@ -214,4 +269,15 @@ def dequantize(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]
     return dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
 
 
-KERNELS = {f.__name__: f for f in (quantize, quantize_feedback, dequantize, dequantize_mean)}
+def quantize_fp8(x: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Any:
+    """See `reference.quantize_fp8`."""
+    return quantize(x, valid, runs, E4M3 if mantissa == 3 else E5M2)
+
+
+def dequantize_fp8(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Any:
+    """See `reference.dequantize_fp8`."""
+    return dequantize_mean(codes, scales, valid, runs, E4M3 if mantissa == 3 else E5M2)
+
+
+CELLS = quantize, quantize_feedback, dequantize, dequantize_mean, quantize_fp8, dequantize_fp8
+KERNELS = {f.__name__: f for f in CELLS}

@@ -21,7 +21,7 @@ from numba import njit
 from numba.extending import overload, register_jitable
 
 from fn.kernels import rules
-from fn.kernels.cpu.intrinsics import floats, ints, stream
+from fn.kernels.cpu.intrinsics import floats, ints, magnitude, of_magnitude, stream
 
 STEP = 256
 """Elements of a piece: enough to pay for the checks in front of a loop."""
@@ -36,6 +36,7 @@ LINE = 16
 
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
 INFINITY = np.float32(np.inf)
+EXPONENT = np.int32(0x7F800000)
 SMALLEST = np.finfo(np.float32).smallest_normal
 
 
@@ -82,6 +83,11 @@ def _sign(x):
     return lambda x: ONE if x > ZERO else (-ONE if x < ZERO else ZERO)
 
 
+@overload(rules.power)
+def _power(x):
+    return lambda x: of_magnitude(np.int32(magnitude(x) & EXPONENT))
+
+
 @overload(rules.plus)
 def _plus(a, b, weight):
     return lambda a, b, weight: a + weight * b
@@ -101,7 +107,7 @@ def _lerp(start, end, weight):
 
 
 for _name in (name for name, f in vars(rules).items() if getattr(f, "__module__", "") == rules.__name__):
-    if _name not in ("where", "root", "sign", "quotient", "lerp", "plus"):
+    if _name not in ("where", "root", "sign", "power", "quotient", "lerp", "plus"):
         register_jitable(getattr(rules, _name))
 
 

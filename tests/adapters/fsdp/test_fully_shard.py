@@ -154,7 +154,7 @@ def totals(model, part=whole) -> dict[str, torch.Tensor]:
     return found
 
 
-CODECS = {"int4": partial(fn.int4, 8), "sign": fn.sign, "int8": partial(fn.int8, 16)}
+CODECS = {"int4": partial(fn.int4, 8), "sign": fn.sign, "int8": partial(fn.int8, 16), "fp8": partial(fn.fp8, 16)}
 
 
 def without_rank(state):

@@ -21,6 +21,7 @@ from fn.collectives.hierarchy import initial_errors
 from fn.collectives.testing import settle_errors
 
 CODECS = [fn.sign(), fn.sign(block=64), fn.int4(block=64), fn.int8(block=64), fn.identity(torch.bfloat16)]
+CODECS += [fn.fp8(block=64), fn.fp8(64, "e5m2")]
 SEGMENTS = Segments((64, 8, 264, 16), torch.tensor([[64, 8, 264, 16], [64, 3, 200, 0]]))
 
 
@@ -117,7 +118,7 @@ def test_the_sign_kernels_compute_the_algebra(codec, segments, dtype):
 
 
 @pytest.mark.parametrize("make", [
-    fn.sign, fn.int4, fn.int8, fn.bins, lambda: fn.top_k(2, 8, values=fn.bins()),
+    fn.sign, fn.int4, fn.int8, fn.fp8, fn.bins, lambda: fn.top_k(2, 8, values=fn.bins()),
     lambda: fn.sign()._replace(segmented=None),
 ])  # fmt: skip
 def test_what_is_planned_for_a_codec_ends_with_the_codec(make):
@@ -262,7 +263,7 @@ def test_the_whole_all_reduce_is_its_two_halves(codec, segments, lazy):
         same(fn.simulate(whole, "data", 2)(x), fn.simulate(halves, "data", 2)(x))
 
 
-@pytest.mark.parametrize("codec", [fn.int4(), fn.int8()], ids=["int4", "int8"])
+@pytest.mark.parametrize("codec", [fn.int4(), fn.int8(), fn.fp8()], ids=["int4", "int8", "fp8"])
 def test_a_shard_is_the_mean_of_the_decoded_rows(codec):
     rows = torch.randn(3, 512)
     generic = codec._replace(decode_mean=None)
@@ -288,6 +289,7 @@ def test_the_first_stage_of_loco_is_replayed_bit_for_bit(rank, fused):
 
 @pytest.mark.parametrize(("make", "argument"), [
     (lambda: fn.sign(block=12), "block"), (lambda: fn.int4(block=0), "block"), (lambda: fn.int8(block=9), "block"),
+    (lambda: fn.fp8(block=4), "block"), (lambda: fn.fp8(format="e3m4"), "format"),
     (lambda: fn.damped(beta=1.0), "beta"), (lambda: fn.damped(every=0), "every"), (lambda: fn.damped(block=0), "block"),
 ])  # fmt: skip
 def test_bad_arguments_are_named(make, argument):
@@ -304,7 +306,7 @@ def test_a_lazy_error_is_refused_by_a_codec_without_a_kernel_for_it():
 def test_a_block_that_is_not_finite_comes_back_as_nan():
     x = torch.ones(1, 512)
     x[0, 3] = float("inf")
-    for codec in (fn.int4(), fn.int8()):
+    for codec in (fn.int4(), fn.int8(), fn.fp8(), fn.fp8(format="e5m2")):
         found = codec.decode(codec.encode(x))
         assert found[0, :256].isnan().all()
         assert found[0, 256:].isfinite().all()

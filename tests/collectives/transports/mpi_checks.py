@@ -84,7 +84,8 @@ def rounds(tx: fn.Transform, sent: list[Tensor], state: object) -> tuple[list[Te
 def check_compressed_is_bitwise_the_simulation() -> None:
     generator = torch.Generator().manual_seed(1)
     sent = [torch.randn(SIZE, 1001, generator=generator) for _ in range(3)]
-    codecs = {"sign": fn.sign(), "sign of blocks": fn.sign(block=64), "int4": fn.int4(block=64), "int8": fn.int8()}
+    codecs = {"sign": fn.sign(), "sign of blocks": fn.sign(block=64), "int4": fn.int4(block=64)}
+    codecs |= {"int8": fn.int8(), "fp8": fn.fp8()}
     for name, codec in codecs.items():
         tx = fn.compressed_average("data", codec)
 

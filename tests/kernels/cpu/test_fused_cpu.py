@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fn
-from fn.kernels import foreach, layout, reference
+from fn.kernels import foreach, known_answers, layout, reference
 from fn.kernels.cpu import blocks
 
 numba = pytest.importorskip("numba", reason="the extra `cpu` is not installed")
@@ -115,6 +115,47 @@ def test_special_values_in_integers(value, width):
     same(ints.quantize(x, valid, runs, width), reference.quantize(x, valid, runs, width))
     args = (x, torch.ones(2, 40, dtype=torch.int8), torch.ones(2, 2), 0.5, valid, runs, width)
     same(ints.quantize_feedback(*args), reference.quantize_feedback(*args))
+
+
+@pytest.mark.parametrize("runs", RUNS, ids=str)
+@pytest.mark.parametrize("mantissa", [2, 3])
+def test_cells_of_8_bit_floats_equal_the_reference(runs, mantissa):
+    for seed in range(3):
+        x, valid, segments, g = inputs(runs, 3, seed)
+        x = x * 10.0 ** torch.randint(-8, 1, x.shape, generator=g)
+        for given in (x, x.bfloat16(), x.half()):
+            same(ints.quantize_fp8(given, valid, runs, mantissa), reference.quantize_fp8(given, valid, runs, mantissa))
+        assert ints.quantize_fp8(x.double(), valid, runs, mantissa) is NotImplemented
+        bytes_ = torch.randint(0, 256, (3, 2, x.shape[1]), generator=g).to(torch.uint8)
+        args = (known_answers.finite_fp8(bytes_), torch.rand((3, 2, segments), generator=g), valid, runs, mantissa)
+        same([ints.dequantize_fp8(*args)], [reference.dequantize_fp8(*args)])
+
+
+@pytest.mark.parametrize("value", SPECIAL)
+@pytest.mark.parametrize("mantissa", [2, 3])
+def test_special_values_in_8_bit_floats(value, mantissa):
+    x = torch.randn(2, 40)
+    x[0, [0, 9, 33, 38]] = value
+    x[1] = value
+    valid, runs = torch.tensor([[8, 31], [8, 32]]), [1, 8, 1, 32]
+    codes, scales = reference.quantize_fp8(x, valid, runs, mantissa)
+    same(ints.quantize_fp8(x, valid, runs, mantissa), (codes, scales))
+    args = (codes[:, None], scales[:, None], valid, runs, mantissa)
+    same([ints.dequantize_fp8(*args)], [reference.dequantize_fp8(*args)])
+
+
+@pytest.mark.parametrize("mantissa", [2, 3])
+def test_every_8_bit_float_is_written_and_read(mantissa):
+    """And every number halfway between two of them, which goes to the even one."""
+    numbers = torch.arange(124, dtype=torch.uint8).view(reference.FP8[mantissa]).float()
+    largest = torch.finfo(reference.FP8[mantissa]).max  # beside which numbers are multiplied by 1
+    x = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, torch.tensor([largest])])
+    x = torch.stack([x, -x])
+    valid, runs = torch.tensor([[x.shape[1]]] * 2), [1, x.shape[1]]
+    codes, scales = ints.quantize_fp8(x, valid, runs, mantissa)
+    same([codes, scales], [x.to(reference.FP8[mantissa]).view(torch.uint8), torch.ones(2, 1)])
+    found = ints.dequantize_fp8(codes[:, None], scales[:, None], valid, runs, mantissa)
+    same([found[:, :124]], [torch.stack([numbers, -numbers])])
 
 
 @pytest.mark.parametrize("value", SPECIAL)

@@ -1,7 +1,8 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
-"""The integer kernels of the Triton row: in Triton's language first, then the functions of the table that launch them.
+"""The kernels of integers and of 8-bit floats of the Triton row: in Triton's language first, then what launches them.
 
-Blocks of a codec are small, so that a program works on COUNT of them at a time, as rows of (COUNT, BLOCK).
+Blocks of a codec are small, so that a program works on COUNT of them at a time, as rows of (COUNT, BLOCK). What codes
+are is said by WIDTH: 4 or 8 bits of an integer, or 43 or 52 for E4M3 and E5M2.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from torch import Tensor
 
 from fn.kernels.cpu.blocks import WHOLE_SEGMENTS
 from fn.kernels.gpu.triton.blocks import Cut, cut, jit, kernel, launch, load, store
-from fn.kernels.gpu.triton.rules import code_scale, damped, quotient
+from fn.kernels.gpu.triton.rules import code_scale, damped, quotient, shortened
 
 LARGEST = 1 << 15
 """Elements that one program may hold: a larger segment is left to the next row."""
+
+FORMATS = {3: 43, 2: 52}
+"""WIDTH of 8-bit floating numbers, by the bits of their mantissa."""
 
 TOGETHER = 1 << 11
 """Elements of small blocks that a program takes together."""
@@ -49,6 +53,42 @@ def scale_of(x, top):
 
 
 @jit
+def largest_of(WIDTH: tl.constexpr):
+    """Return what the largest number of a block becomes."""
+    LARGEST: tl.constexpr = 448.0 if WIDTH == 43 else (57344.0 if WIDTH == 52 else 2.0 ** (WIDTH - 1))
+    return LARGEST + tl.zeros((), tl.float32)
+
+
+@jit
+def fp8_of(x, top, WIDTH: tl.constexpr):
+    """Return 8-bit floating numbers: a sign, an exponent that begins at LEAST, and BITS behind the first.
+
+    It takes no conversion of Triton's, which knows e4m3 from sm_89 on.
+    """
+    BITS: tl.constexpr = 3 if WIDTH == 43 else 2
+    LEAST: tl.constexpr = 2.0**-6 if WIDTH == 43 else 2.0**-14
+    BELOW: tl.constexpr = (120 << 3) if WIDTH == 43 else (112 << 2)
+    x = tl.minimum(tl.maximum(x, -top), top)
+    short = tl.abs(shortened(x, LEAST, 1.5 * 2.0 ** (23 - BITS)))
+    small = short < LEAST  # a few of its steps: behind LEAST they are the bits of the mantissa
+    code = (tl.where(small, short + LEAST, short).to(tl.int32, bitcast=True) >> (23 - BITS)) - BELOW
+    return (code - tl.where(small, 1 << BITS, 0)) | ((x.to(tl.int32, bitcast=True) >> 24) & 128)
+
+
+@jit
+def of_fp8(code, WIDTH: tl.constexpr):
+    """Return the numbers of codes that are below 2**8."""
+    BITS: tl.constexpr = 3 if WIDTH == 43 else 2
+    LEAST: tl.constexpr = 2.0**-6 if WIDTH == 43 else 2.0**-14
+    BELOW: tl.constexpr = (120 << 3) if WIDTH == 43 else (112 << 2)
+    size = code & 127
+    small = size < (1 << BITS)
+    number = ((size + BELOW + tl.where(small, 1 << BITS, 0)) << (23 - BITS)).to(tl.float32, bitcast=True)
+    number = number - tl.where(small, LEAST, 0.0)
+    return tl.where(code >= 128, -number, number)
+
+
+@jit
 def code_of(x, top):
     """Return x clamped and rounded half to even, 0 for NaN."""
     x = tl.where(x == x, x, 0.0)
@@ -60,7 +100,7 @@ def code_of(x, top):
 def store_codes(codes, position, length, q, WIDTH: tl.constexpr, FULL: tl.constexpr, COUNT: tl.constexpr,
                 BLOCK: tl.constexpr):  # fmt: skip
     """Write codes; of 4 bits two to a byte, the even one high. Lengths are even then."""
-    if WIDTH == 8:
+    if WIDTH != 4:
         store(codes + position[:, None], tl.arange(0, BLOCK)[None, :], q, length[:, None], FULL)
     else:
         even, odd = tl.split(tl.reshape(q, (COUNT, BLOCK // 2, 2)))
@@ -73,10 +113,12 @@ def quantize_blocks(x, codes, scales, exists, position, length, rs, real, WIDTH:
                     COUNT: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Write the codes and factors of blocks."""
     i, one = tl.arange(0, BLOCK)[None, :], 1.0 + tl.zeros((), tl.float32)
-    top = one * 2.0 ** (WIDTH - 1)
+    top = largest_of(WIDTH)
     value = load(x + position[:, None], i, real[:, None], FULL)
     scale = scale_of(value, top)
-    store_codes(codes, position, length, code_of(value * scale[:, None], top), WIDTH, FULL, COUNT, BLOCK)
+    scaled = value * scale[:, None]
+    q = code_of(scaled, top) if WIDTH <= 8 else fp8_of(tl.where(scale[:, None] > 0.0, scaled, 0.0), top, WIDTH)
+    store_codes(codes, position, length, q, WIDTH, FULL, COUNT, BLOCK)
     tl.store(scales + rs, quotient(one, scale), mask=exists)
 
 
@@ -128,7 +170,10 @@ def quantize_feedback_kernel(x, error, error_scales, beta, rest, codes, scales, 
 @jit
 def load_codes(codes, byte, length, WIDTH: tl.constexpr, FULL: tl.constexpr, BLOCK: tl.constexpr):
     """Return the codes of blocks, which begin at a byte, as float32."""
-    if WIDTH == 8:
+    if WIDTH > 8:
+        code = load(codes + byte[:, None], tl.arange(0, BLOCK)[None, :], length[:, None], FULL)
+        code = of_fp8(code.to(tl.int32), WIDTH)
+    elif WIDTH == 8:
         code = load(codes + byte[:, None], tl.arange(0, BLOCK)[None, :], length[:, None], FULL)
     else:
         i = tl.arange(0, BLOCK // 2)[None, :]
@@ -147,7 +192,7 @@ def mean_blocks(codes, scales, out, byte, factor, position, length, real, segmen
     for w in range(ranks):
         start = byte + w * width.to(tl.int64)
         if ALIGNED:
-            start = tl.multiple_of(start, WIDTH)
+            start = tl.multiple_of(start, 4 if WIDTH == 4 else 8)
         q = load_codes(codes, start, length, WIDTH, FULL, BLOCK)
         decoded = q * tl.load(scales + factor, mask=length > 0, other=0.0)[:, None]
         total = tl.where(w == 0, decoded, total + decoded)
@@ -162,7 +207,7 @@ def dequantize_kernel(codes, scales, out, table, valid, n, blocks, segments, wid
                       BLOCK: tl.constexpr):  # fmt: skip
     """Write the mean over the ranks of code * scale; codes (R, W, .), scales (R, W, S)."""
     _, r, position, length, rs, real = blocks_of(table, valid, n, blocks, segments, total, ALIGNED, COUNT)
-    byte = r * ranks * width + (position - r * n) // (8 // WIDTH)
+    byte = r * ranks * width + (position - r * n) // (2 if WIDTH == 4 else 1)
     factor = r * ranks * segments + rs - r * segments
     means = codes, scales, out, byte, factor, position, length, real, segments, width, ranks, share
     if tl.min(real) == BLOCK:
@@ -175,8 +220,8 @@ def dequantize_kernel(codes, scales, out, table, valid, n, blocks, segments, wid
 
 
 def _codes(x: Tensor, n: int, width: int) -> Tensor:
-    dtype = torch.uint8 if width == 4 else torch.int8
-    return torch.empty((x.shape[0], n * width // 8), dtype=dtype, device=x.device)
+    dtype = torch.int8 if width == 8 else torch.uint8
+    return torch.empty((x.shape[0], n // 2 if width == 4 else n), dtype=dtype, device=x.device)
 
 
 def _factors(row: Cut, valid: Tensor) -> Tensor:
@@ -235,4 +280,14 @@ def dequantize(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]
     return dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
 
 
-KERNELS = (quantize, quantize_feedback, dequantize, dequantize_mean)
+def quantize_fp8(x: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Any:
+    """See `reference.quantize_fp8`."""
+    return quantize(x, valid, runs, FORMATS[mantissa])
+
+
+def dequantize_fp8(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Any:
+    """See `reference.dequantize_fp8`."""
+    return dequantize_mean(codes, scales, valid, runs, FORMATS[mantissa])
+
+
+KERNELS = (quantize, quantize_feedback, dequantize, dequantize_mean, quantize_fp8, dequantize_fp8)

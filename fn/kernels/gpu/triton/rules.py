@@ -1,7 +1,7 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator, no-untyped-call"
 """The arithmetic of every step, in Triton: the functions of `fn.kernels.rules`, compiled as they stand.
 
-A rule is copied with other globals, in which the six words that are no operators are Triton's.
+A rule is copied with other globals, in which the seven words that are no operators are Triton's.
 """
 
 from __future__ import annotations
@@ -36,6 +36,12 @@ def sign(x):
 
 
 @jit
+def power(x):
+    """See `rules.power`."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@jit
 def quotient(a, b):
     """See `rules.quotient`. `/` is an approximation."""
     return tl.div_rn(a, b)
@@ -60,7 +66,7 @@ _scope: dict[str, Any] = {
     "__name__": __name__,
     "tl": tl,  # the interpreter looks for it
     "Number": tl.tensor,
-    **{word.__name__: word for word in (where, root, sign, quotient, lerp, plus)},
+    **{word.__name__: word for word in (where, root, sign, power, quotient, lerp, plus)},
 }
 for _name, _rule in vars(rules).items():
     if getattr(_rule, "__module__", "") == rules.__name__ and _name not in _scope:
@@ -75,6 +81,6 @@ adamw, clamped, decayed, denominator, descended, direction, drift = (
 held, implied_gradient, kept_at_zero, second_moment = (
     _scope[name] for name in ("held", "implied_gradient", "kept_at_zero", "second_moment")
 )
-code_scale, compensated, damped, residual, signed = (
-    _scope[name] for name in ("code_scale", "compensated", "damped", "residual", "signed")
+code_scale, compensated, damped, residual, shortened, signed = (
+    _scope[name] for name in ("code_scale", "compensated", "damped", "residual", "shortened", "signed")
 )
