@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 RANKS  ?= 2
+MINUTES ?= 1
 OUT    ?= out
 
 # What pip is asked for when there is no usable torch. Which build comes, for CPU or for CUDA, is decided by the
@@ -27,8 +28,8 @@ help:
 	@echo "make reliability-test   kills, damaged files, drift, long runs; the figures are in docs/reliability.md"
 	@echo "make deepspeed-test   the drop-ins inside the current DeepSpeed, in an environment of their own"
 	@echo "make trainers-test    the recipes for accelerate, transformers and Lightning"
-	@echo "make torchft-test     islands that are killed and return, in an environment of their own"
-	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)"
+	@echo "make torchft-test     islands that are killed and return, at random for $(MINUTES) minutes, in an environment of their own"
+	@echo "Variables:  PYTHON=$(PYTHON)  TORCH='$(TORCH)'  RANKS=$(RANKS)  OUT=$(OUT)  MINUTES=$(MINUTES)"
 
 demo: .venv/.demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $(RANKS) \
@@ -91,12 +92,12 @@ trainers-test: .venv/.test .venv/.trainers
 # torchft brings its lighthouse along, and many packages that nothing else here needs.
 .PHONY: torchft-test
 torchft-test: .venv-torchft/.done
-	OMP_NUM_THREADS=1 RUST_LOG=error .venv-torchft/bin/python -m pytest -m torchft tests/adapters/test_torchft.py
+	OMP_NUM_THREADS=1 RUST_LOG=error ISLANDS_MINUTES=$(MINUTES) .venv-torchft/bin/python -m pytest -m torchft tests/adapters/test_torchft*.py
 
 .venv-torchft/.done: pyproject.toml
 	test -x .venv-torchft/bin/python || $(PYTHON) -m venv .venv-torchft
 	.venv-torchft/bin/python -m pip install $(TORCH)
-	.venv-torchft/bin/python -m pip install hypothesis pytest --editable '.[torchft]'
+	.venv-torchft/bin/python -m pip install hypothesis pytest --editable '.[demo,torchft]'
 	@touch $@
 
 # Each stamp is as new as the pyproject.toml that was installed.

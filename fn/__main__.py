@@ -1,6 +1,7 @@
 """`python -m fn`: what is here, what is missing, who computes what on which device.
 
 `python -m fn plan` says what pays on a network; `python -m fn explain` says which steps of an optimizer are fast.
+`python -m fn lighthouse` and `python -m fn island` start what islands need that come and go.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import cast
 import torch
 
 import fn
+from fn.adapters.torchft import command as islands
 from fn.base import Transform, check_is_transform
 from fn.inplace.match import explain
 from fn.kernels import devices
@@ -62,9 +64,19 @@ def _run(arguments: list[str] | None) -> None:
     explaining = commands.add_parser("explain", help="which steps of an optimizer are taken in place, and why not")
     explaining.add_argument("make", help="module:function that returns a transform, such as train:make_optimizer")
     explaining.add_argument("--axis", help="handed to the function as axis=, where it takes one")
+    lighthouse = commands.add_parser("lighthouse", help="where islands of torchft find each other")
+    islands.add_lighthouse(lighthouse)
+    island = commands.add_parser("island", help="run a script as an island, which is started again if it fails")
+    islands.add_island(island)
     flags = parser.parse_args(arguments)
     if flags.command == "plan":
         plan.run(planning, flags)
+        return
+    if flags.command == "lighthouse":
+        islands.run_lighthouse(lighthouse, flags)
+        return
+    if flags.command == "island":
+        islands.run_island(island, flags)
         return
     if flags.command == "explain":
         print(explain(_made(explaining, flags.make, {} if flags.axis is None else {"axis": flags.axis})))

@@ -14,7 +14,6 @@ import signal
 import time
 from datetime import timedelta
 from functools import partial
-from multiprocessing.connection import wait
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -22,6 +21,7 @@ import pytest
 import ranks
 import torch
 import torch.distributed as dist
+from sea import Sea
 from torch import Tensor
 
 import fn
@@ -35,7 +35,6 @@ pytestmark = [
 
 H = 4
 SHAPES = [(5, 7), (7,), ()]
-JOIN_MS = 1000
 LOST_IN = 2
 """The round in which something happens, counted by the manager's steps; 0 is the one in which all meet."""
 
@@ -82,7 +81,7 @@ def fill(params: list[torch.nn.Parameter], step: int, island: int) -> None:
 def island(job: Job, end: Any) -> None:
     import torchft
 
-    import fn.adapters.torchft as adapter
+    import fn.adapters.torchft.islands as adapter
 
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
@@ -154,60 +153,12 @@ def digest(leaves: list[Tensor]) -> str:
     return hashlib.sha256(b"".join(x.numpy().tobytes() for x in leaves)).hexdigest()
 
 
-class Sea:
-    """A lighthouse, and the islands around it."""
+class Islands(Sea):
+    """Islands of one rank, by number."""
 
-    def __init__(self, least: int = 2):
-        from torchft.coordination import LighthouseServer
-
-        self.lighthouse = LighthouseServer(
-            bind="[::]:0", min_replicas=least, join_timeout_ms=JOIN_MS, quorum_tick_ms=50, heartbeat_timeout_ms=3000
-        )
-        self.islands: dict[int, tuple[Any, Any]] = {}
-
-    def __enter__(self) -> Sea:
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        for process, end in self.islands.values():
-            process.kill()
-            process.join()
-            end.close()
-        self.lighthouse.shutdown()
-
-    def begin(self, jobs: dict[int, dict[str, Any]]) -> None:
+    def start(self, jobs: dict[int, dict[str, Any]]) -> None:
         """Let islands begin together, number -> what they do."""
-        context = ranks.server()
-        for number, job in jobs.items():
-            ours, theirs = context.Pipe()
-            asked = Job(number, self.lighthouse.address(), **job)
-            process = context.Process(target=island, args=(asked, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self.islands[number] = process, ours
-        ends = [self.islands[number][1] for number in jobs]
-        assert all(end.poll(ranks.LIMIT) and end.recv_bytes() == b"" for end in ends)
-        for end in ends:
-            end.send_bytes(b"")
-
-    def lost(self, number: int) -> None:
-        """Wait until an island has been killed."""
-        process, end = self.islands.pop(number)
-        assert end.poll(ranks.LIMIT), "the island was not killed"
-        assert pickle.loads(end.recv_bytes()) is None
-        process.join(10)
-        assert process.exitcode == -signal.SIGKILL
-
-    def end(self) -> dict[int, Told]:
-        """Return what the islands tell."""
-        found: dict[int, Told] = {}
-        until = time.monotonic() + ranks.LIMIT
-        while len(found) < len(self.islands):
-            waiting = {end: n for n, (_, end) in self.islands.items() if n not in found}
-            ready = wait(list(waiting), max(0.0, until - time.monotonic()))
-            assert ready, f"no answer from islands {sorted(waiting.values())}"
-            found.update({waiting[end]: pickle.loads(end.recv_bytes()) for end in ready})
-        return found
+        self.begin(island, {number: Job(number, self.lighthouse.address(), **job) for number, job in jobs.items()})
 
 
 def check_alike(found: dict[int, Told], fragments: int = 1) -> None:
@@ -228,8 +179,8 @@ POINTS = [*range(H), "quorum", "counted", "staged", "commit", "written"]
 @pytest.mark.parametrize("point", POINTS)
 def test_the_others_go_on_when_an_island_is_killed(point):
     victim = POINTS.index(point) % 3
-    with Sea() as sea:
-        sea.begin({number: {"full": 2, "at": point if number == victim else None} for number in range(3)})
+    with Islands() as sea:
+        sea.start({number: {"full": 2, "at": point if number == victim else None} for number in range(3)})
         sea.lost(victim)
         found = sea.end()
     check_alike(found)
@@ -249,10 +200,10 @@ RETURNS = {"exact": (EXACT, 1), "codes": (CODES, 1), "fragments": (partial(CODES
 def test_an_island_that_returns_is_healed_and_agrees_with_the_others(method):
     make, fragments = RETURNS[method]
     job = {"full": 3, "make": make, "least": LOST_IN + 3, "fragments": fragments}
-    with Sea() as sea:
-        sea.begin({number: {**job, "at": "quorum" if number == 1 else None} for number in range(3)})
+    with Islands() as sea:
+        sea.start({number: {**job, "at": "quorum" if number == 1 else None} for number in range(3)})
         sea.lost(1)
-        sea.begin({1: job})
+        sea.start({1: job})
         found = sea.end()
     check_alike(found, fragments)
     assert all(len(told.anchors) >= 2 for told in found.values())
@@ -265,10 +216,10 @@ TOKENS = (300, 100, 200)
 
 @pytest.mark.parametrize("point", ["counted", "staged"])
 def test_an_exchange_that_fails_is_dropped_and_nothing_is_lost(point):
-    with Sea(least=3) as sea:
+    with Islands(least=3) as sea:
         job = {"full": 3, "init_sync": False}
         fails = {"at": point, "fails": True}
-        sea.begin({n: {**job, "tokens": TOKENS[n], **(fails if n == 1 else {})} for n in range(3)})
+        sea.start({n: {**job, "tokens": TOKENS[n], **(fails if n == 1 else {})} for n in range(3)})
         found = sea.end()
     check_alike(found)
     for told in found.values():

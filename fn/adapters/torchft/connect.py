@@ -1,0 +1,136 @@
+"""How an island finds the others: a store and a manager of torchft, from the environment that torchrun makes."""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from fn.collectives.axis import ranks_around
+from fn.errors import expected
+from fn.schedules import Every, Schedule
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+"""The variable of the environment in which torchft looks for the lighthouse's address."""
+
+PORT = 29510
+"""Where torchft's lighthouse listens, if nothing else is said."""
+
+
+def connect(
+    schedule: Schedule,
+    *,
+    lighthouse: str | None = None,
+    host: str | None = None,
+    name: str | None = None,
+    step_seconds: float = 10.0,
+    patience: float = 120.0,
+    pg: Any = None,
+) -> Any:
+    """Return the manager with which an island finds the others, for `fn.adapters.torchft.optimizer`.
+
+        manager = fn.adapters.torchft.connect(schedule)
+        opt = fn.adapters.torchft.optimizer(model.parameters(), make, manager, schedule=schedule, lr=4e-4)
+
+    `python -m fn island --lighthouse host:port train.py` sets what it needs. Several ranks of an island call it
+    together behind `init_process_group`.
+
+    Args:
+        schedule: `fn.every(h)`. A quorum waits for islands in the middle of a round: an hour, or two rounds of
+            `step_seconds` a step if that is longer.
+        lighthouse: its host:port; None: what TORCHFT_LIGHTHOUSE says.
+        host: under which the other islands reach this machine; None: its address on the way to the lighthouse.
+        name: of the island, in logs; None: the machine's.
+        patience: seconds that a message between islands may take, before the exchange is dropped.
+        pg: torchft's process group that exchanges; None: gloo's.
+    Returns: torchft's Manager.
+    Raises: ValueError without a lighthouse, or for one of several processes without a process group; TypeError for a
+        schedule whose rounds are not known; what torchft raises if no lighthouse answers.
+    """
+    if not isinstance(schedule, Every):
+        cure = "make torchft's Manager yourself, with a quorum_timeout that is longer than a round"
+        raise TypeError(expected("schedule", "fn.every(h), whose rounds are known", type(schedule).__name__, cure))
+    address = address_of(lighthouse or os.environ.get(LIGHTHOUSE) or "")
+    if not dist.is_initialized() and ranks_around() > 1:
+        got = f"one of {ranks_around()} processes without a process group"
+        raise ValueError(expected("connect", "the ranks of an island", got, "call init_process_group first"))
+    import torchft
+
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    host = host or address_towards(*address)
+    # torchrun's own store stays over a restart. In it a rank would find the manager of the time before.
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if rank == 0 else None  # type: ignore[attr-defined]
+    place = [host, store.port if store is not None else 0]
+    if size > 1:
+        dist.broadcast_object_list(place, src=0)
+    seconds = max(3600.0, 2 * schedule.h / schedule.fragments * step_seconds)
+    limit = timedelta(seconds=2 * patience)  # a rank may be as late as an exchange that fails
+    manager = torchft.Manager(
+        pg=pg or torchft.ProcessGroupGloo(timeout=timedelta(seconds=patience)),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=1,
+        use_async_quorum=False,
+        init_sync=False,  # the optimizer does that, from the same island for all ranks
+        timeout=limit,
+        quorum_timeout=timedelta(seconds=seconds),
+        rank=rank,
+        world_size=size,
+        store_addr=place[0],
+        store_port=place[1],
+        lighthouse_addr=f"http://{address[0]}:{address[1]}",
+        replica_id=name or socket.gethostname(),
+        hostname=host,
+        checkpoint_transport=_reachable(host, limit),
+    )
+    if store is not None:
+        _stores[manager] = store
+    return manager
+
+
+_stores: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""Manager -> the store that it hosts, which ends with the object."""
+
+
+def address_of(lighthouse: str) -> tuple[str, int]:
+    """Return host and port of a lighthouse.
+
+        >>> address_of("10.0.0.5"), address_of("http://paris:4000")
+        (('10.0.0.5', 29510), ('paris', 4000))
+
+    Raises: ValueError for what is no address.
+    """
+    text = lighthouse if "//" in lighthouse else f"//{lighthouse}"
+    try:
+        host, port = urlsplit(text).hostname, urlsplit(text).port
+    except ValueError:
+        host, port = None, None
+    if not host:
+        cure = f"start one with python -m fn lighthouse; {LIGHTHOUSE} says where it is, too"
+        raise ValueError(expected("lighthouse", "host:port", f"{lighthouse!r}", cure))
+    return host, port or PORT
+
+
+def address_towards(host: str, port: int) -> str:
+    """Return this machine's own address on the way to another one. Nothing is sent."""
+    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(place)
+        return str(probe.getsockname()[0])
+
+
+def _reachable(host: str, timeout: timedelta) -> Any:
+    """Return torchft's transport of checkpoints under a host that others reach; its own takes the machine's name."""
+    from torchft.checkpointing import HTTPTransport
+
+    class Reachable(HTTPTransport):  # type: ignore[misc]
+        def address(self) -> str:
+            theirs = urlsplit(super().address())
+            return str(theirs._replace(netloc=f"{host}:{theirs.port}").geturl())
+
+    return Reachable(timeout, num_chunks=0)

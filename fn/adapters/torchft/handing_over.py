@@ -1,0 +1,119 @@
+"""How an island that is behind becomes a copy of one that is not.
+
+Each of its ranks gets the state of the rank in the same place of one other island, over the process group of the
+quorum. It is the same island for all ranks: torchft's own healing takes another one for each, so that ranks of one
+island would go on from the moments of different ones, and drift apart in silence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.distributed_c10d import AllToAllOptions
+
+from fn import tree
+from fn.adapters.optim.consistency import ERROR, by_path, device_among, kinds
+from fn.adapters.optim.optimizer import Optimizer
+from fn.collectives.agreement import describe, describe_numbers, gather_values
+from fn.errors import expected
+from fn.transforms.outer import OuterState
+
+CHUNK = 1 << 22
+"""Bytes that travel in one message: at 20 Mbit/s two seconds, far from any time-out."""
+
+
+def made_of(optimizer: Optimizer) -> dict[str, str]:
+    """Return what islands must have alike: method and schedule, and the shape of each tensor of the state."""
+    state = optimizer.state_dict()
+    layout = {f"the layout of {path}": f"{x.dtype} {tuple(x.shape)}" for path, x in state.items()}
+    return {**describe((optimizer.make, optimizer.schedule)), **layout}
+
+
+def check_made(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
+    """Refuse an island that was made otherwise than the others, with a ValueError that names what differs."""
+    for name in (n for n in {**ours, **theirs} if ours.get(n) != theirs.get(n)):
+        wanted = f"{name} to be {theirs.get(name, 'nothing')}, as on the other islands"
+        raise ValueError(expected("make", wanted, ours.get(name, "nothing")))
+
+
+@torch.no_grad()
+def become(optimizer: Optimizer, state: Mapping[str, Tensor]) -> None:
+    """Become a copy of another island at its anchor, with nothing undelivered. Args: state: its state dict."""
+    training = optimizer.training
+    optimizer.load_state_dict(state)
+    marks = by_path(kinds(training.states))
+    for path, x in by_path(training.states).items():
+        if marks[path] == ERROR:
+            x.zero_()
+    for params, of_params in zip(training.params, training.states, strict=True):
+        (outer,) = tree.instances(of_params, OuterState)
+        for p, x in zip(params, tree.leaves(outer.anchor), strict=True):
+            p.copy_(x)
+
+
+def takers_of(optimizer: Optimizer, axis: str, source: int, behind: Sequence[int], rank: int) -> list[int]:
+    """Return the islands that get the state of `source` in this place: those behind whose numbers are others.
+
+    Islands that start alike get nothing. All islands call it, with the axis bound.
+
+    Args: source, behind: numbers of islands. rank: this island's.
+    Raises: ValueError on an island that is behind, if it was made otherwise than the source.
+    """
+    made, device = made_of(optimizer), device_among(optimizer.training.groups)
+    numbers = describe_numbers(optimizer.state_dict())
+    told = gather_values([_digest(made), _digest(numbers)], axis, device)
+    if len({of_made for of_made, _ in told}) > 1:
+        every = gather_values(made, axis, device)
+        if rank in behind:
+            check_made(made, every[source])
+    return [i for i in behind if i != source and told[i][1] != told[source][1]]
+
+
+def _digest(values: Mapping[str, str]) -> str:
+    return hashlib.blake2b(repr(sorted(values.items())).encode(), digest_size=8).hexdigest()
+
+
+def hand_over(
+    state: Mapping[str, Tensor], group: Any, rank: int, source: int, takers: Sequence[int], device: torch.device
+) -> dict[str, Tensor]:
+    """Return the state of the island `source` on its takers, elsewhere what it was given. All islands call it.
+
+    Args: state: this island's. group: torchft's process group of this quorum, which does not know that this is `rank`.
+        device: where it exchanges.
+    Raises: RuntimeError if communication fails.
+    """
+    size, nothing = group.size(), [0] * group.size()
+    taken = {path: x.new_empty(x.shape) for path, x in state.items()} if rank in takers else dict(state)
+    for pieces in _messages([_bytes_of(x) for x in taken.values()] if takers else []):
+        lengths = [piece.numel() for piece in pieces]
+        sends = [sum(lengths) if i in takers else 0 for i in range(size)] if rank == source else nothing
+        gets = [sum(lengths) if i == source else 0 for i in range(size)] if rank in takers else nothing
+        message = torch.cat([piece.to(device) for piece in pieces]) if rank == source else pieces[0][:0].to(device)
+        received = message.new_empty(sum(gets))
+        group.alltoall_base(received, message.repeat(len(takers)), gets, sends, AllToAllOptions()).wait()
+        if rank in takers:
+            for piece, x in zip(pieces, received.split(lengths), strict=True):
+                piece.copy_(x)
+    return taken
+
+
+def _bytes_of(x: Tensor) -> Tensor:
+    """Return the elements of a tensor as bytes; those of a contiguous one are its memory."""
+    return x.detach().reshape(-1).view(torch.uint8)
+
+
+def _messages(parts: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield views of vectors in groups of at most `CHUNK` elements."""
+    message, length = list[Tensor](), 0
+    for piece in (piece for part in parts for piece in part.split(CHUNK)):
+        if message and length + piece.numel() > CHUNK:
+            yield message
+            message, length = [], 0
+        message.append(piece)
+        length += piece.numel()
+    if length:
+        yield message

@@ -1,0 +1,81 @@
+"""`python -m fn lighthouse` and `island`, and what `connect` refuses. torchft is not needed for this."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import Any
+
+import pytest
+
+import fn
+import fn.adapters.torchft as adapter
+from fn.__main__ import main
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the list of the programs that would have been run: the command, and the environment."""
+    programs: list[Any] = []
+    monkeypatch.setattr("os.execvpe", lambda path, command, environment: programs.append((command, environment)))
+    for name in ("GLOO_SOCKET_IFNAME", "TORCHFT_LIGHTHOUSE", "RUST_LOG"):
+        monkeypatch.delenv(name, raising=False)
+    return programs
+
+
+def test_island_prints_the_line_that_it_runs(ran, capsys):
+    main(["island", "--lighthouse", "127.0.0.1:4000", "--ranks", "2", "train.py", "--steps", "a b"])
+    ((command, environment),) = ran
+    assert command == [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "100", "train.py", "--steps", "a b"]
+    there, interface = environment["TORCHFT_LIGHTHOUSE"], environment["GLOO_SOCKET_IFNAME"]
+    assert (there, interface) == ("http://127.0.0.1:4000", "lo")
+    line = f"TORCHFT_LIGHTHOUSE=http://127.0.0.1:4000 RUST_LOG=error GLOO_SOCKET_IFNAME=lo {shlex.join(command)}\n"
+    assert capsys.readouterr().out == line
+
+
+def test_the_lighthouse_prints_what_is_typed_elsewhere(ran, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name, path: f"/bin/{name}")
+    main(["lighthouse", "--port", "4000", "--islands", "2", "--wait", "1.5"])
+    ((command, _),) = ran
+    options = {"--bind": "[::]:4000", "--min_replicas": "2", "--join_timeout_ms": "1500"}
+    assert {**options, "--heartbeat_timeout_ms": "10000"} == dict(zip(command[1::2], command[2::2], strict=True))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("on each machine:  python -m fn island --lighthouse ")
+    assert first.endswith(":4000 train.py")
+    assert second == f"RUST_LOG=error {shlex.join(command)}"
+
+
+def test_an_island_takes_the_lighthouse_of_the_environment(ran, monkeypatch):
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://127.0.0.1:5000")
+    main(["island", "train.py"])
+    assert ran[0][1]["TORCHFT_LIGHTHOUSE"] == "http://127.0.0.1:5000"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("island", "script: expected a script, such as train.py"),
+        ("island --lighthouse :4000 train.py", "lighthouse: expected host:port, but got ':4000'"),
+        ("island --lighthouse 127.0.0.1:port train.py", "lighthouse: expected host:port"),
+        ("lighthouse", "expected an installed torchft"),
+    ],
+)
+def test_what_cannot_be_run_is_said_in_a_line(line, said, ran, capsys, monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name, path: None)
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    assert not ran
+    assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_connect_says_what_it_needs(monkeypatch):
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(TypeError, match=r"schedule: expected fn.every\(h\), .* quorum_timeout that is longer"):
+        adapter.connect(fn.freeze_after(3))
+    with pytest.raises(ValueError, match=r"lighthouse: expected host:port, but got ''; start one with python -m fn"):
+        adapter.connect(fn.every(3))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"connect: expected the ranks .* one of 2 processes .* init_process_group"):
+        adapter.connect(fn.every(3), lighthouse="127.0.0.1")

@@ -1,0 +1,157 @@
+"""Three islands of two ranks train the demo's model while they are killed at random and return.
+
+`make torchft-test` runs it for a minute, `make torchft-test MINUTES=10` for ten. Islands are started as a user does:
+`python -m fn lighthouse`, and `python -m fn island` for each.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import LIMIT
+
+pytestmark = [
+    pytest.mark.torchft,
+    pytest.mark.skipif(not importlib.util.find_spec("torchft"), reason="torchft is not installed: make torchft-test"),
+]
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "tests" / "scripts" / "island_run.py"
+ISLANDS, RANKS, EVERY = 3, 2, 10
+MINUTES = float(os.environ.get("ISLANDS_MINUTES", 1))
+
+
+class Run:
+    """A lighthouse and islands, all of them programs that somebody types. least: islands that an exchange waits for."""
+
+    def __init__(self, folder: Path, least: int = 1):
+        self.folder = folder
+        folder.mkdir()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            self.port = probe.getsockname()[1]
+        self.programs: dict[int | str, subprocess.Popen[bytes]] = {}
+        self.old = set[int]()
+        self.type("lighthouse", "lighthouse", "--port", str(self.port), "--wait", "20", "--islands", str(least))
+        for island in range(ISLANDS):
+            self.launch(island)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        for name in [*self.programs]:
+            self.kill(name)
+
+    def type(self, name: int | str, *words: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "RUST_LOG": "error"}
+        with open(self.folder / f"log-{name}", "ab") as log:
+            self.programs[name] = subprocess.Popen(
+                [sys.executable, "-m", "fn", *words], env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+
+    def launch(self, island: int) -> None:
+        there = ["--lighthouse", f"localhost:{self.port}", "--ranks", str(RANKS)]
+        mine = ["--island", str(island), "--islands", str(ISLANDS), "--folder", str(self.folder)]
+        self.type(island, "island", *there, str(SCRIPT), *mine)
+
+    def kill(self, name: int | str) -> None:
+        """Kill a program and all that it has started, as when a machine is switched off."""
+        program = self.programs.pop(name)
+        for pid in [program.pid, *descendants(program.pid)]:
+            kill(pid)
+        program.wait()
+
+    def read(self, name: str) -> Any:
+        path = self.folder / name
+        return json.loads(path.read_text()) if path.exists() else None
+
+    def states(self) -> dict[tuple[int, int], Any]:
+        """Return what each rank said last."""
+        names = [(island, rank) for island in range(ISLANDS) for rank in range(RANKS)]
+        return {name: state for name in names if (state := self.read(f"rank-{name[0]}-{name[1]}")) is not None}
+
+    def forget(self, island: int) -> None:
+        """Take an island for absent until other processes have taken a step."""
+        self.old |= {state["pid"] for (number, _), state in self.states().items() if number == island}
+
+    def present(self) -> set[int]:
+        """Return the islands of which all ranks have taken a step since they began."""
+        there = {name for name, state in self.states().items() if state["pid"] not in self.old}
+        return {island for island in range(ISLANDS) if all((island, rank) in there for rank in range(RANKS))}
+
+    def wait(self, what: str, until: Callable[[], bool]) -> None:
+        end = time.monotonic() + LIMIT
+        while not until():
+            if time.monotonic() > end:
+                tails = [f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("log-*"))]
+                pytest.fail(f"{what}: not in {LIMIT} s; {self.states()}\n" + "\n".join(tails))
+            time.sleep(0.1)
+
+    def finish(self, steps: int) -> list[Any]:
+        """Let all islands stop after so many steps, with an exchange among all; return what their ranks tell."""
+        (self.folder / ".stop").write_text(str(steps))
+        (self.folder / ".stop").rename(self.folder / "stop")
+        names = [f"end-{island}-{rank}" for island in range(ISLANDS) for rank in range(RANKS)]
+        self.wait("the end", lambda: all((self.folder / name).exists() for name in names))
+        return [self.read(name) for name in names]
+
+
+def kill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, and those that these have."""
+    children = list[int]()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            if int(path.read_text().rpartition(")")[2].split()[1]) == pid:
+                children.append(int(path.parent.name))
+    return [*children, *(below for child in children for below in descendants(child))]
+
+
+def test_islands_that_are_killed_at_random_train_as_well_as_others(tmp_path):
+    draw, killed = random.Random(0), 0
+    with Run(tmp_path / "disturbed") as run:
+        run.wait("the start", lambda: len(run.present()) == ISLANDS)
+        until = time.monotonic() + 60 * MINUTES
+        while time.monotonic() < until:
+            time.sleep(draw.uniform(1, 15))
+            present = sorted(run.present())
+            if len(present) < 2:  # an island has to be left, for they keep what was trained
+                continue
+            island, rank, states = draw.choice(present), draw.randrange(RANKS), run.states()
+            if draw.random() < 0.3:  # the whole machine; somebody starts it again
+                run.forget(island)
+                run.kill(island)
+                run.launch(island)
+            else:
+                run.forget(island)
+                kill(states[island, rank]["pid"])
+            killed += 1
+        run.wait("the return of all", lambda: len(run.present()) == ISLANDS)
+        told = run.finish(max(state["steps"] for state in run.states().values()) + 5 * EVERY)
+    steps = told[0]["steps"]
+    with Run(tmp_path / "undisturbed", ISLANDS) as run:
+        others = run.finish(steps)
+    for ends in (told, others):
+        assert len({(end["steps"], end["anchor"]) for end in ends}) == 1
+    disturbed, undisturbed = told[0]["loss"], others[0]["loss"]
+    print(f"{killed} kills in {steps} steps: loss {disturbed:.4f}, undisturbed {undisturbed:.4f}")
+    assert killed > 0
+    assert disturbed < 1.02 * undisturbed
