@@ -185,6 +185,14 @@ METHODS = {
         "votes", partial(fn.lion_muon, labels=labels), often, ADAM_RATE, "Muon one step in 5, votes between",
         "lion_muon", tasks=NOT_YET,
     ),
+    "sign_muon": Method(
+        "votes", partial(fn.sign_muon, labels=labels, weight_decay=0.1), first(0), ADAM_RATE, "votes on momenta",
+        "sign_muon", tasks=NOT_YET,
+    ),
+    "ef21_muon": Method(
+        "sparse", partial(fn.ef21_muon, labels=labels, weight_decay=0.1), first(1), ADAM_RATE, "k = 1/20", "ef21_muon",
+        tasks=NOT_YET,
+    ),
     "lion": Method("exact", lion, never, LION_RATE, "float32", "adamw"),
     "lamb": Method("exact", partial(fn.lamb, **LAMB), never, LAMB_RATE, "float32", "adamw"),
     "adamw, int8": Method(

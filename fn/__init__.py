@@ -26,7 +26,7 @@ from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon
-from fn.muon_variant_optimizers import lion_muon
+from fn.muon_variant_optimizers import ef21_muon, lion_muon, sign_muon
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
@@ -105,6 +105,7 @@ __all__ = [
     "dion",
     "donate",
     "e3m0",
+    "ef21_muon",
     "ef21_sgdm",
     "every",
     "flatten_parameters",
@@ -165,6 +166,7 @@ __all__ = [
     "sharded",
     "sharded_onebit_adam",
     "sign",
+    "sign_muon",
     "signum_vote",
     "simulate",
     "skip_nonfinite",

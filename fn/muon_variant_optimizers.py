@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,12 +11,15 @@ from torch import Tensor
 from fn.base import Phase, Transform, chain, check_interval, check_is_transform, missing, unchanged
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.ballots import ballots
-from fn.collectives.feedback import off
+from fn.collectives.codecs.codec import Codec
+from fn.collectives.codecs.top_k import top_k
+from fn.collectives.feedback import differences, off
 from fn.errors import expected
 from fn.transforms.average import agreed, average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.lion import lion_direction
 from fn.transforms.masking import Labels, hidden_and_other, partition, unfrozen
+from fn.transforms.momentum import local_momentum, running_sum
 from fn.transforms.muon import Scale, Triple, orthogonalize
 from fn.transforms.scaling import scale as scale_by
 from fn.transforms.scaling import scale_by_sign
@@ -105,6 +108,151 @@ def lion_muon(
         "other": lion if other is None else chain(exact, other, decay, scale_by(other_rate), rate),
     }
     return _finished(partition(kinds, _named(labels, flatten)), axis, "lion_muon")
+
+
+def sign_muon(
+    lr: float | Tensor = 1e-3,
+    momentum: float = 0.9,
+    weight_decay: float = 0.0,
+    eps: float = 1e-7,
+    *,
+    axis: AxisNames,
+    labels: Labels = None,
+    votes: Literal["momenta", "directions"] = "momenta",
+    servers: bool = True,
+    other_rate: float = 0.2,
+    scale: Scale = "rms_norm",
+    coefficients: str | Sequence[Triple] = "jordan",
+    dtype: torch.dtype | None = None,
+    flatten: bool = False,
+) -> Transform:
+    """Muon by majority: ranks vote on the signs of their momenta, with one bit a number, and Muon steps along the vote.
+
+        m_r <- mu m_r + (1 - mu) g_r
+        p <- p - lr (s NS(majority_r sgn(m_r)) + weight_decay p)        votes="momenta"
+        p <- p - lr (majority_r sgn(NS(m_r)) + weight_decay p)          votes="directions"
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.sign_muon(0.3, axis="data"), fn.freeze_after(0)
+        >>> def train(target):                # of each rank; ranks differ little, so that votes agree
+        ...     p = torch.zeros(4, 3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> noise = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(0))
+        >>> targets = noise[0] + 0.1 * noise
+        >>> best, p = targets.mean(0), fn.simulate(train, "data", 3)(targets)[0]
+        >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
+        0.944 -> 0.011
+
+    Args:
+        lr: a float or a 0-d tensor; with scale="rms_norm" a rate of AdamW fits. momentum: mu. weight_decay: decoupled.
+        axis: the ranks that train together.
+        labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others step along the sign of
+            their vote. other_rate: their rate, as a multiple of lr; with 0.2 all are equally long where
+            scale="rms_norm".
+        votes: on what ranks vote, their momenta, which are orthogonalised after it, or on directions that each rank
+            has orthogonalised by itself. Then every number of a step is lr or -lr, and `scale` changes nothing.
+        servers: as for `lion_vote`; where there are none, a tie is 0.
+        eps, scale, coefficients, dtype, flatten: Muon's, as for `scale_by_muon`.
+    Returns: a transform with a warm-up, in which the mean of what ranks vote on is exact, and a compressed phase;
+        `freeze_after(n)` is its schedule, and n may be 0.
+
+    Paper: SignMuon and MuonUSign of github intsystems/SignMuon; Bernstein et al., signSGD with majority vote (arXiv
+        1810.05291).
+    Differs: with servers, ties and zeros vote by their index; there they are 0.
+    """
+    check_interval("momentum", momentum, "[0, 1)")
+    _check_sent("votes", votes)
+    sign, exact = scale_by_sign(), average(axis)
+    vote = chain(exact, sign, compressed_average(axis, ballots(), off(), servers=servers), sign)
+    muon_step = orthogonalize(eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
+    return _sent_and_stepped(
+        local_momentum(1 - momentum), vote, muon_step, votes, _named(labels, flatten), other_rate,
+        weight_decay, lr, axis, "sign_muon",
+    )  # fmt: skip
+
+
+def ef21_muon(
+    lr: float | Tensor = 1e-3,
+    eta: float = 0.1,
+    weight_decay: float = 0.0,
+    eps: float = 1e-7,
+    *,
+    axis: str,
+    labels: Labels = None,
+    codec: Codec | None = None,
+    sends: Literal["momenta", "directions"] = "momenta",
+    other_rate: float = 0.2,
+    scale: Scale = "rms_norm",
+    coefficients: str | Sequence[Triple] = "jordan",
+    dtype: torch.dtype | None = None,
+    flatten: bool = False,
+) -> Transform:
+    """EF21-Muon: ranks send, in codes, the difference between their momentum and what they have sent of it.
+
+        m_r <- (1 - eta) m_r + eta g_r;    c_r = C(m_r - h_r);    h_r <- h_r + c_r;    G <- G + mean_r c_r
+        p <- p - lr (s NS(G) + weight_decay p)
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.ef21_muon(0.1, 0.5, axis="data", codec=fn.top_k(0.25)), fn.freeze_after(1)
+        >>> def train(target):                # of each rank; the best p is their mean
+        ...     p = torch.zeros(4, 3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> targets = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+        >>> best, p = targets.mean(0), fn.simulate(train, "data", 2)(targets)[0]
+        >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
+        0.450 -> 0.000
+
+    Args:
+        lr: a float or a 0-d tensor; with scale="rms_norm" a rate of AdamW fits. eta: weight of the new gradient in the
+            momentum. weight_decay: decoupled.
+        axis: the ranks that train together. All send to all others, so it is for few of them.
+        labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others step along the sign of G.
+            other_rate: their rate, as a multiple of lr; with 0.2 all are equally long where scale="rms_norm".
+        codec: C; None is `top_k(0.05)`.
+        sends: "momenta", as above; or "directions", where each rank orthogonalises its momentum before it is sent, and
+            the step goes along G itself.
+        eps, scale, coefficients, dtype, flatten: Muon's, as for `scale_by_muon`.
+    Returns: a transform with a warm-up, in which m_r arrives exactly, and a compressed phase; `freeze_after(n)` is its
+        schedule, and n may be 0.
+
+    Paper: Gruntkowska et al., Error feedback for Muon and friends (arXiv 2510.00643), with momentum and identical
+        clients; github intsystems/SignMuon for "directions".
+    Differs: ranks add up what all send and take the step themselves; in the paper a server takes it and sends the model
+        back, in codes as well.
+    """
+    _check_sent("sends", sends)
+    mean = compressed_average(axis, top_k(0.05) if codec is None else codec, differences(), servers=False)
+    muon_step = orthogonalize(eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
+    return _sent_and_stepped(
+        local_momentum(eta), chain(mean, running_sum()), muon_step, sends, _named(labels, flatten),
+        other_rate, weight_decay, lr, axis, "ef21_muon",
+    )  # fmt: skip
+
+
+def _check_sent(argument: str, value: str) -> None:
+    if value not in ("momenta", "directions"):
+        raise ValueError(expected(argument, "'momenta' or 'directions'", f"{value!r}"))
+
+
+def _sent_and_stepped(
+    momentum: Transform, exchange: Transform, muon_step: Transform, sent: str, named: Callable[[Tree], Tree],
+    other_rate: float, weight_decay: float, lr: float | Tensor, axis: AxisNames, name: str,
+) -> Transform:  # fmt: skip
+    """Return momentum, exchange and step: Muon's of hidden matrices, the sign of others, which may come first."""
+    check_interval("other_rate", other_rate, "[0, inf)")
+    step = partition({"muon": muon_step, "other": scale_by_sign()}, named)
+    rates = partition({"muon": chain(), "other": scale_by(other_rate)}, named)
+    links = (exchange, step) if sent == "momenta" else (step, exchange)
+    ends = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    return _finished(chain(momentum, *links, rates, *ends), axis, name)
 
 
 def _named(labels: Labels, flatten: bool) -> Callable[[Tree], Tree]:

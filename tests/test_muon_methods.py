@@ -19,6 +19,10 @@ MAKES = {
     "lion_muon": fn.lion_muon,
     "lion_muon, no servers": partial(fn.lion_muon, servers=False),
     "lion_muon, exact, adamw": partial(fn.lion_muon, votes=False, other=fn.scale_by_adam()),
+    "sign_muon": fn.sign_muon,
+    "sign_muon, directions, no servers": partial(fn.sign_muon, votes="directions", servers=False),
+    "ef21_muon": partial(fn.ef21_muon, codec=fn.top_k(0.2)),
+    "ef21_muon, directions": partial(fn.ef21_muon, codec=fn.int8(), sends="directions"),
     "lion_muon, kernels": partial(fn.lion_muon, flatten=True),
 }
 each = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
@@ -148,6 +152,39 @@ def test_bytes_between_are_a_bit_a_number() -> None:
     assert 31 < sent[W] / sent[C] <= 32
 
 
+def one_step(tx: fn.Transform, g: Tensor, phase: Phase = C) -> Tensor:
+    """Return the update of the first step from zero params."""
+    p = torch.zeros(g.shape[1:])
+    return fn.simulate(lambda g: tx.update(phase)(g, tx.init(p), p)[0], "data", len(g), out_dims=None)(g)
+
+
+def test_a_tie_votes_by_its_index_where_there_are_servers() -> None:
+    """Of two ranks that disagree everywhere nothing is left without servers.
+
+    Differs: fn.muon_variant_optimizers.sign_muon: with servers, ties and zeros vote by their index; there they are 0.
+    """
+    x = normal(6, 5)
+    g = torch.stack([x, -x])
+    assert not one_step(fn.sign_muon(0.1, axis="data", servers=False), g).any()
+    assert one_step(fn.sign_muon(0.1, axis="data", votes="directions"), g).abs().eq(0.1).all()
+
+
+def test_votes_on_directions_are_signs_of_orthogonal_momenta() -> None:
+    g = normal(3, 6, 5)
+    each = [fn.orthogonalize(eps=1e-7, coefficients="jordan").local_update(0.1 * x, (), x)[0].sign() for x in g]
+    found = one_step(fn.sign_muon(0.1, axis="data", votes="directions"), g)
+    torch.testing.assert_close(found, -0.1 * sum(each).sign())
+
+
+def test_other_tensors_step_along_signs() -> None:
+    """A rate of 0.2 makes them as long as Muon's steps where scale="rms_norm"."""
+    g = normal(3, 7)
+    for make in (fn.sign_muon, fn.ef21_muon):
+        assert one_step(make(0.1, axis="data"), g).abs().max() == pytest.approx(0.02)
+    long = one_step(fn.sign_muon(0.1, axis="data"), normal(3, 40, 40))
+    assert long.square().mean().sqrt() == pytest.approx(0.02, rel=0.2)
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "match"),
     [
@@ -155,6 +192,11 @@ def test_bytes_between_are_a_bit_a_number() -> None:
         (lambda: fn.lion_muon(votes=1), TypeError, "votes: expected True or False, but got 1"),
         (lambda: fn.lion_muon(other=fn.scale_by_adam), TypeError, "other: expected a transform"),
         (lambda: fn.lion_muon(other_rate=-1.0), ValueError, "other_rate: expected"),
+        (lambda: fn.sign_muon(axis="data", votes="all"), ValueError, "votes: expected .momenta. or .directions."),
+        (lambda: fn.sign_muon(axis="data", momentum=1.0), ValueError, "momentum: expected"),
+        (lambda: fn.ef21_muon(axis="data", sends=1), ValueError, "sends: expected .momenta. or .directions."),
+        (lambda: fn.ef21_muon(axis="data", eta=0.0), ValueError, "eta: expected"),
+        (lambda: fn.ef21_muon(axis=("local", "node")), ValueError, "feedback: expected .* to have a single axis"),
         (lambda: fn.lion_muon(b1=1.0), ValueError, "b1: expected"),
     ],
 )

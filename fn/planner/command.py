@@ -59,8 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=LOCAL_STEPS)  # fmt: skip
     add("--rank", units.rank, "R", "rank of factors, such as 4, or 1/4 of the smaller side (default: 4 for "
         "powersgd_adamw, 1/4 for dion)")  # fmt: skip
-    add("--density", units.part, "PART", "part of the numbers that ef21_sgdm, demo, sparse_loco and sparta send, such "
-        "as 1/100 (default: 1/100, 1/128, 1/32 and 1/200)")  # fmt: skip
+    add("--density", units.part, "PART", "part of the numbers that ef21_sgdm, ef21_muon, demo, sparse_loco and sparta "
+        "send, such as 1/100 (default: 1/100, 1/20, 1/128, 1/32 and 1/200)")  # fmt: skip
     parser.add_argument("--dtype", choices=sorted(WIDTHS), default="fp32", help="of the gradients (default: fp32)")
     parser.add_argument("--calibrate", action="store_true",
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip

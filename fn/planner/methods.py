@@ -201,7 +201,7 @@ def rows(
     codes, low_rank = traffic.codes, traffic.low_rank
     signs, direct = partial(codes, codec=SIGN), partial(codes, codec=SIGN, servers=False)
     thin, thick = (default if rank is None else rank for default in (4, 0.25))
-    part, some = (default if density is None else density for default in (0.01, 0.005))
+    part, more, some = (default if density is None else density for default in (0.01, 0.05, 0.005))
     of_demo, of_sparse = (default if density is None else max(1, round(density * TILE**2)) for default in (32, 128))
     cosines = partial(traffic.in_basis, basis=DCT, codec_of=partial(kept_of_demo, kept=of_demo))
     largest = partial(traffic.in_basis, basis=TILES, codec_of=partial(kept_of_sparse_loco, kept=of_sparse))
@@ -235,6 +235,8 @@ def rows(
             "lion_muon", partial(traffic.apart, hidden=votes, other=votes), 16, coded=24,
             exact=partial(traffic.apart, hidden=exactly, other=exactly), period=PERIOD,
         ),
+        Row("sign_muon", votes, 16, coded=24),
+        Row("ef21_muon", partial(direct, codec=_top_k_once(more)), 96, two_level=False, fits=_can_be_searched),
         Row("lion_vote", votes, coded=24, alike=("signum_vote",)),
         Row("demo", cosines, 120),
         Row("ef21_sgdm", partial(direct, codec=_top_k_once(part)), 80, two_level=False, fits=_can_be_searched),

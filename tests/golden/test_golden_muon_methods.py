@@ -15,7 +15,7 @@ from torch import Tensor
 import fn
 from fn import Phase, roles
 
-METHODS = ("lion_muon",)
+METHODS = ("lion_muon", "sign_muon", "ef21_muon")
 ROWS = {method: json.loads((FOLDER / f"index_{method}.json").read_text())["cases"] for method in METHODS}
 
 
@@ -78,3 +78,79 @@ def test_lion_muon_follows_its_authors_code(row: dict[str, Any]) -> None:
             case.hold(p, f"p{i}.param", t)
         for i, v in zip(others, roles.find(state, "second_moment")[0], strict=True):
             case.hold(v, f"p{i}.variance", t)
+
+
+def replayed_at(
+    case: Case, tx: fn.Transform, codec: fn.Codec | None
+) -> Iterator[tuple[int, list[Tensor], list[Tensor], Any]]:
+    """Take compressed steps from gradients at the clients' model w; yield each with that w, params and state after it.
+
+    codec: of what a server sends back, w <- w + C(p - w). Ranks of ours have no server: they take its step themselves,
+    and w is made here. None: w is p.
+    """
+    params = w = case.each("init")
+    dims = fn.rank_dims(tx.init(params))
+    state = fn.simulate(tx.init, "data", case.world, in_dims=None, out_dims=dims)(params)
+
+    def step(g: Any, s: Any, p: Any) -> Any:
+        updates, s = tx.update(Phase.COMPRESSED)(g, s, p)
+        return fn.apply_updates(p, updates), s
+
+    run = fn.simulate(step, "data", case.world, in_dims=(0, dims, None), out_dims=(None, dims))
+    for t in range(int(case.hyper["steps"])):
+        params, state = run(case.gradients(w, t), state, params)
+        yield t, w, params, state
+        w = params if codec is None else [x + coded(codec, p - x) for x, p in zip(w, params, strict=True)]
+
+
+def coded(codec: fn.Codec, x: Tensor) -> Tensor:
+    return codec.decode(codec.encode(x.reshape(1, -1))).view(x.shape)
+
+
+def mean_sign() -> fn.Codec:
+    """Return C(x) = mean |x| sign x of a tensor, as numbers."""
+    return fn.Codec(lambda x: x.abs().mean(1, keepdim=True) * x.sign(), lambda sent: sent, 1, 1.0)
+
+
+@each_of("sign_muon")
+def test_signs_of_muon_follow_their_authors_code(row: dict[str, Any]) -> None:
+    """Where ties are 0, without servers; with an odd number of ranks there are none.
+
+    Differs: fn.muon_variant_optimizers.ef21_muon: ranks add up what all send and take the step themselves; in the paper
+        a server takes it and sends the model back, in codes as well.
+    """
+    case = loaded(row)
+    hyper, variant = case.hyper, case.hyper["variant"]
+    sent = "directions" if variant.endswith("signmuon") else "momenta"
+    same: dict[str, Any] = {"axis": "data", "scale": None, "flatten": True}
+    if variant.startswith("ef21"):
+        beta = 1 - hyper["mu"]
+        tx = fn.ef21_muon(hyper["lr"], beta, hyper["weight_decay"], codec=mean_sign(), sends=sent, **same)
+    else:
+        servers = case.world % 2 == 1
+        tx = fn.sign_muon(hyper["lr"], hyper["mu"], hyper["weight_decay"], votes=sent, servers=servers, **same)
+    for t, w, params, _ in replayed_at(case, tx, mean_sign() if variant == "ef21muonsign" else None):
+        for i, (x, p) in enumerate(zip(w, params, strict=True)):
+            case.hold(p, f"p{i}.param", t)
+            case.hold(x, f"p{i}.at", t)
+
+
+@each_of("ef21_muon")
+def test_ef21_muon_follows_the_equations_of_its_paper(row: dict[str, Any]) -> None:
+    """Both ways: params, clients' models, momenta, what was sent of them, and its sum."""
+    case = loaded(row)
+    hyper = case.hyper
+    tx = fn.ef21_muon(
+        hyper["lr"], hyper["beta"], hyper["weight_decay"], hyper["eps"], axis="data", codec=fn.top_k(hyper["density"]),
+        scale=None,
+    )  # fmt: skip
+    back = None if hyper["down"] == 1 else fn.top_k(hyper["down"])
+    for t, w, params, state in replayed_at(case, tx, back):
+        momentum, (mean, total), *_ = state.inner
+        sizes, shapes = [p.numel() for p in params], [p.shape for p in params]
+        sent = [x.view(-1, *shape) for x, shape in zip(mean.worker[0].split(sizes, 1), shapes, strict=True)]
+        for name, leaves in {
+            "param": params, "at": w, "estimate": total.total, "client_momentum": momentum.mu, "client_estimate": sent,
+        }.items():  # fmt: skip
+            for i, x in enumerate(leaves):
+                case.hold(x, f"p{i}.{name}", t)

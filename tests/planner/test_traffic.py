@@ -108,6 +108,8 @@ MAKES = {
     "muon": [fn.muon],
     "muon, int8": [partial(fn.muon, codec=fn.int8(), gather=fn.int8())],
     "lion_muon": [fn.lion_muon],
+    "sign_muon": [fn.sign_muon],
+    "ef21_muon": [fn.ef21_muon],
     "lion_vote": [fn.lion_vote, fn.signum_vote],
     "demo": [fn.demo],
     "ef21_sgdm": [fn.ef21_sgdm],
@@ -144,6 +146,8 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
     if not row.two_level and isinstance(ranks, tuple):
         with pytest.raises(ValueError, match="single axis"):
             fn.ef21_sgdm(axis=("local", "node"))
+        with pytest.raises(ValueError, match="single axis"):
+            fn.ef21_muon(axis=("local", "node"))
         with pytest.raises(TypeError, match="the name of one axis"):
             fn.muon(axis=("local", "node"))
         with pytest.raises(ValueError, match="the name of one axis"):

@@ -27,6 +27,8 @@ METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
         for make in (fn.powersgd_adamw, fn.dion, fn.demo, fn.ef21_sgdm, fn.lion_vote, fn.signum_vote)
     },
     "lion_muon": (fn.lion_muon, fn.periodic(3)),
+    "sign_muon": (fn.sign_muon, fn.freeze_after(10)),
+    "ef21_muon": (fn.ef21_muon, fn.freeze_after(10)),
     "diloco": (fn.diloco, fn.every(500, start=10)),
     "streaming": (partial(fn.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
     "local_sgd": (fn.local_sgd, fn.every(4)),
