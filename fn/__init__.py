@@ -51,6 +51,7 @@ from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.sparse_average import sparse_average
 from fn.transforms.testing import check_transform
+from fn.transforms.unsharded import Shards, unsharded
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 from fn.version import __version__ as __version__
 from fn.vote_optimizers import demo, ef21_sgdm, lion_vote, signum_vote
@@ -73,6 +74,7 @@ __all__ = [
     "Roles",
     "Round",
     "ShardedState",
+    "Shards",
     "Transform",
     "UpdateFn",
     "adamw",
@@ -178,6 +180,7 @@ __all__ = [
     "top_k",
     "trace",
     "unfrozen",
+    "unsharded",
     "zero_one_adam",
     "zero_one_schedule",
 ]

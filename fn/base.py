@@ -193,11 +193,13 @@ class Facts(NamedTuple):
     unclamped: whether a frozen second moment divides codes without a `max_step`, so that a step may be of any size.
     tree: the names of its links that need all tensors, because they use a norm of the whole tree, say.
     unequal: whether what it averages differs between the ranks, as the mean of two of them does.
+    shards: the names of the axes over whose ranks the tensors are divided that it is given. It brings whole tensors
+        together there, so it can be given rows of them, and the ranks skip a step together.
 
     >>> import fn
     >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
     Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False, unclamped=False, tree=(),
-    unequal=False)
+    unequal=False, shards=())
     """
 
     axes: tuple[str, ...] = ()
@@ -207,6 +209,7 @@ class Facts(NamedTuple):
     unclamped: bool = False
     tree: tuple[str, ...] = ()
     unequal: bool = False
+    shards: tuple[str, ...] = ()
 
 
 ELEMENTWISE = Facts()
@@ -237,7 +240,8 @@ def merged(*facts: Facts) -> Facts:
     local_params, silent, unclamped, unequal = (
         any(getattr(said, field) for said in facts) for field in ("local_params", "silent", "unclamped", "unequal")
     )
-    return Facts(names("axes"), names("whole"), local_params, silent, unclamped, names("tree"), unequal)
+    flags = local_params, silent, unclamped
+    return Facts(names("axes"), names("whole"), *flags, names("tree"), unequal, names("shards"))
 
 
 def chain(*links: Transform) -> Transform:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,11 +22,14 @@ from fn.transforms.bases import in_basis, tiles
 from fn.transforms.decay_and_lr import add_decayed_weights, check_rate, scale_by_learning_rate
 from fn.transforms.masking import Labels, hidden_and_other, partition
 from fn.transforms.momentum import trace
-from fn.transforms.muon import scale_by_muon
+from fn.transforms.muon import orthogonalize, scale_by_muon
 from fn.transforms.outer import Fragments, Store, outer
 from fn.transforms.pair_average import own_anchors, pair_average
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.sparse_average import sparse_average
+from fn.transforms.unsharded import Shards, labelled, unsharded
+
+Tree = Any
 
 
 def diloco(
@@ -214,6 +218,7 @@ def muloco(
     alpha: float = 0.0,
     store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
+    shards: Shards | str | None = None,
 ) -> Transform:
     """MuLoCo: DiLoCo whose local steps are Muon's for matrices of hidden layers, and AdamW's for all other tensors.
 
@@ -241,6 +246,8 @@ def muloco(
         outer_lr, outer_momentum: of the outer step, which is Nesterov's.
         axis, codec, feedback, servers, fragments, alpha, store, on_skip: as for `diloco`; in 2 bits it is
             `codec=bins(4, 6)`.
+        shards: as for `fn.muon`: the axis over which the params of an island are divided. `fn.Optimizer` gives it for
+            params of FSDP2.
     Returns: a transform with a warm-up, exact, and rounds; `every(30)` is its schedule.
 
     Paper: Therien et al., MuLoCo (arXiv 2505.23725), whose values for several workers are the defaults.
@@ -250,12 +257,16 @@ def muloco(
     """
     check_interval("momentum", momentum, "[0, 1)")
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
-    kinds = {
-        "muon": chain(scale_by_muon(momentum, inner_nesterov, eps=eps, scale=scale, dtype=dtype), decay, rate),
-        "adamw": chain(scale_by_adam(b1, b2, eps), decay, rate),
-    }
     named = hidden_and_other(labels, {"hidden": "muon", "other": "adamw"}, lambda p: p.ndim == 2)
-    inner = partition(kinds, named)
+    kind_of: Tree | Callable[[Tree], Tree] = named
+    if shards is None:
+        iterations = scale_by_muon(momentum, inner_nesterov, eps=eps, scale=scale, dtype=dtype)
+    else:
+        kind_of, shards_of = labelled(shards, named, labels)
+        whole = unsharded(orthogonalize(eps=eps, scale=scale, dtype=dtype), shards_of("muon"))
+        iterations = chain(trace(momentum, inner_nesterov), whole)
+    kinds = {"muon": chain(iterations, decay, rate), "adamw": chain(scale_by_adam(b1, b2, eps), decay, rate)}
+    inner = partition(kinds, kind_of)
     outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov=True)
     sync = _mean(axis, codec, feedback, servers)
     tx = outer(inner, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip)

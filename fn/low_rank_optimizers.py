@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,9 +15,10 @@ from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.low_rank import low_rank_average
-from fn.transforms.masking import Labels, hidden_and_other, partition
+from fn.transforms.masking import Labels, hidden_and_other, partition, unfrozen
 from fn.transforms.scaling import scale, scale_by_shape
 from fn.transforms.skip_nonfinite import skip_nonfinite
+from fn.transforms.unsharded import Shards, labelled, unsharded
 
 Tree = Any
 
@@ -81,6 +83,7 @@ def dion(
     mean: Transform | None = None,
     iterations: int = 1,
     seed: int = 0,
+    shards: Shards | str | None = None,
 ) -> Transform:
     """Dion: steps along orthonormal factors of a momentum, which travels in these factors; AdamW for other tensors.
 
@@ -108,6 +111,8 @@ def dion(
         b1, b2, eps: of AdamW, which updates the tensors that are "other".
         axis: the ranks that train together. rank, multiple_of, mean, iterations, seed: as for `low_rank_average`. The
             authors' code begins at rank=1.0, which saves no bytes; they train 3 billion parameters with 1/4.
+        shards: the axis over which params are divided by rows, as for `fn.unsharded`, another one than `axis`: matrices
+            are brought whole to one rank, which keeps their momentum. `fn.Optimizer` gives it for params of FSDP2.
     Returns: a transform with two phases, which differ only where `mean` is given: factors are exact in the warm-up.
 
     Paper: Ahn et al., Dion (arXiv 2504.05295), algorithm 3.
@@ -116,12 +121,18 @@ def dion(
     check_interval("momentum", momentum, "[0, 1)")
     check_number("adamw_rate", adamw_rate)
     named = hidden_and_other(labels, {"hidden": "dion", "other": "adamw"}, lambda p: p.ndim > 1)
-    factors = low_rank_average(
-        axis, rank, feedback=decayed(1.0, 1.0 - momentum), mean=mean, orthonormal=True,
-        exactly=lambda params: tree.map(lambda label: label == "adamw", named(params)),
+    low_rank = partial(
+        low_rank_average, axis, rank, feedback=decayed(1.0, 1.0 - momentum), mean=mean, orthonormal=True,
         multiple_of=multiple_of, iterations=iterations, seed=seed,
     )  # fmt: skip
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    if shards is not None:
+        kind_of, shards_of = labelled(shards, named, labels)
+        whole = unsharded(chain(low_rank(), scale_by_shape()), shards_of("dion"))
+        adam = unfrozen(average(axis)), scale_by_adam(b1, b2, eps), decay, scale(adamw_rate), rate
+        inner = partition({"dion": chain(whole, decay, rate), "adamw": chain(*adam)}, kind_of)
+        return agreed(skip_nonfinite(inner), axis)
+    factors = low_rank(exactly=lambda params: tree.map(lambda label: label == "adamw", named(params)))
     kinds = {
         "dion": chain(scale_by_shape(), decay, rate),
         "adamw": chain(scale_by_adam(b1, b2, eps), decay, scale(adamw_rate), rate),

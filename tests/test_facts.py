@@ -75,6 +75,7 @@ LINKS: dict[str, Make] = {
     "sparse_average": lambda axis: fn.sparse_average(axis, 1 / 3),
     "trace": lambda axis: fn.trace(0.9),
     "unfrozen": lambda axis: fn.unfrozen(fn.scale_by_adam()),
+    "unsharded": lambda axis: fn.unsharded(fn.scale(2.0), axis),
     "a link that says nothing": lambda axis: fn.lift(lambda params: (), lambda u, state, params: (u, state)),
     "one that is element-wise": lambda axis: fn.stateless(lambda u, p: tree.map(torch.neg, u), elementwise=True),
 }
@@ -115,6 +116,7 @@ def test_a_link_says_what_it_is(name):
     facts = facts_of(LINKS[name]("data"))
     assert bool(facts.whole) == (name in WHOLE)
     assert facts.axes == (("data",) if name in OVER_THE_AXIS else ())
+    assert facts.shards == (("data",) if name == "unsharded" else ())
     assert facts.local_params == (name in ROUNDS | {"scale_by_zero_one_adam"})
     assert facts_of(fn.chain(fn.average("node"), fn.skip_nonfinite(LINKS[name]("data")))).whole == facts.whole
 
@@ -141,7 +143,7 @@ def test_on_owned_tensors_it_is_what_it_is_on_all_or_is_refused(name):
     link = LINKS[name]("data")
     facts = facts_of(link)
     assert bool(facts.tree) == (name in TREE)
-    if facts.tree or facts.axes or facts.local_params:
+    if facts.tree or facts.axes or facts.shards or facts.local_params:
         named = "|".join(["over the axis 'data'", "each rank's own", "with rounds", *facts.tree])
         with pytest.raises(ValueError, match=f"inner: expected .*({named})"):
             fn.owned(link, "data")
@@ -156,7 +158,7 @@ def test_on_owned_tensors_it_is_what_it_is_on_all_or_is_refused(name):
 def test_in_shards_it_is_what_it_is_on_the_whole_or_is_refused(name):
     link = LINKS[name]("data")
     facts = facts_of(link)
-    if facts.whole or facts.axes or facts.local_params:
+    if facts.whole or facts.axes or facts.shards or facts.local_params:
         named = "|".join(["over the axis 'data'", "each rank's own", "with rounds", *facts.whole])
         with pytest.raises(ValueError, match=f"inner: expected .*({named})"):
             fn.sharded(link, "data")
@@ -232,10 +234,11 @@ def on_shards() -> dict[str, tuple[str, float]]:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_on_fsdp2_shards_it_is_what_it_is_on_the_whole_or_is_refused():
     for found in ranks.run(2, on_shards):
-        assert {name for name, (text, _) in found.items() if text} == WHOLE
+        assert {name for name, (text, _) in found.items() if text} == WHOLE | {"unsharded"}
         for name, (text, far) in found.items():
             assert far < 1e-5, name
-            assert not text or facts_of(LINKS[name]("data")).whole[0] in text
+            facts = facts_of(LINKS[name]("data"))
+            assert not text or (facts.whole + facts.shards)[0] in text
 
 
 def test_what_a_sharded_link_takes_for_a_tensor_is_refused_where_it_is_made():

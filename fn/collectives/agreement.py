@@ -34,7 +34,7 @@ from fn.collectives.axis import (  # fmt: skip
 )
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.feedback import Feedback
-from fn.collectives.primitives import all_gather
+from fn.collectives.primitives import all_gather, psum
 from fn.errors import RanksDisagree
 from fn.kernels.table import rows
 from fn.kernels.tracing import is_concrete
@@ -98,6 +98,23 @@ def differences(named: Mapping[str, Any], gather: Callable[[Any], list[Any]]) ->
     rows = [Difference(name, [values.get(name, "missing") for values in of_ranks]) for name in names]
     differing = [row for row in rows if any(value != row.values[0] for value in row.values)]
     return sorted(differing, key=lambda row: row.rank)
+
+
+def true_on_all(flag: Tensor, axes: Sequence[str], device: torch.device) -> Tensor:
+    """Return whether a flag, 0-d bool, is true on all ranks of some axes: four bytes a rank and axis.
+
+        >>> import torch, fn
+        >>> from fn.collectives.agreement import true_on_all
+        >>> all_true = lambda flag: true_on_all(flag, ["shard"], flag.device)
+        >>> fn.simulate(all_true, "shard", 2, out_dims=None)(torch.tensor([True, False]))
+        tensor(False)
+
+    Args: device: where the axes' groups exchange; the same kind on all ranks, although a flag may lie on the host.
+    """
+    for axis in axes:
+        if axis_size(axis) > 1:
+            flag = psum((~flag).to(device, torch.int32), axis) == 0
+    return flag
 
 
 def gather_values(value: Any, axis: AxisNames, device: torch.device | str = "cpu") -> list[Any]:

@@ -1,9 +1,10 @@
-"""Messages between all ranks and the owners of tensors: `to_owners` and `from_owners`.
+"""Messages between all ranks and the owners of tensors: `to_owners`, `from_owners` and `rows_from_owners`.
 
 Every tensor has one owner. What is sent of it is an item, a tree of tensors (1, ...): numbers, or codes of them.
 
-    to_owners     each rank has an item of every tensor     -> its owner has the items of all ranks, W rows
-    from_owners   the owner of a tensor has an item of it   -> every rank has it
+    to_owners          each rank has an item of every tensor       -> its owner has the items of all ranks, W rows
+    from_owners        the owner of a tensor has an item of it     -> every rank has it
+    rows_from_owners   the owner of a tensor has W items, as rows  -> every rank has its own row
 
 Each is one message from each rank to each other one, whose length is that of what the receiver owns, or the sender. It
 lies in no table of equal rows, which would be as long as the longest. Only transports that are registered, such as MPI,
@@ -92,6 +93,38 @@ def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list
     ]
 
 
+def rows_from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
+    """Send row r of the items of own tensors to rank r; return this rank's row of all tensors, (1, ...).
+
+        >>> import torch, fn
+        >>> from fn.collectives.owners import rows_from_owners
+        >>> on_rank = lambda x: rows_from_owners([x, 10 * x], [0, 1], "data")       # rank 1 owns the second tensor
+        >>> fn.simulate(on_rank, "data", 2)(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        [tensor([[1.],
+                [2.]]), tensor([[30.],
+                [40.]])]
+
+    Args: items: of all tensors, trees of tensors (W, ...); of those of others only shapes and dtypes matter. owners,
+        axis: as for `to_owners`.
+    Raises: as `all_to_all`.
+    """
+    size, _, transport = axes.resolve(axis)
+    if transport == axes.SIMULATED:
+        return _simulated_rows(items, owners, axis)
+    if size == 1:
+        return [*items]
+    flat, rank = [tree.flatten(item) for item in items], axes.own_rank(axis)
+    of_owner = [[leaf[:1] for i, owner in enumerate(owners) if owner == r for leaf in flat[i][0]] for r in range(size)]
+    own = [leaf for i, owner in enumerate(owners) if owner == rank for leaf in flat[i][0]]
+    sent = [[leaf[r : r + 1] for leaf in own] for r in range(size)]
+    received = _exchange(sent, of_owner, of_owner, axis, "all_to_all", "exchange")
+    rest = [iter(leaves) for leaves in received]
+    return [
+        tree.unflatten(structure, [next(rest[owner]) for _ in leaves])
+        for (leaves, structure), owner in zip(flat, owners, strict=True)
+    ]
+
+
 def _bytes(leaves: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in leaves)
 
@@ -142,5 +175,26 @@ def _simulated(items: Sequence[Tree], axis: str, collective: Collective) -> list
         length = 0
         for i, part in zip(places, rows.split([leaves[i].numel() for i in places], dim=1), strict=True):
             found[i] = part.reshape(size, *leaves[i].shape[1:])
+    made: list[Tree] = tree.unflatten(structure, [found[i] for i in range(len(leaves))])
+    return made
+
+
+def _simulated_rows(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
+    """Return this simulated rank's row of each item of its owner, and count as `_simulated` does."""
+    size = axes.axis_size(axis)
+    leaves, structure = tree.flatten([*items])
+    owner_of = [owner for item, owner in zip(items, owners, strict=True) for _ in tree.leaves(item)]
+    kinds: dict[torch.dtype, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        kinds.setdefault(leaf.dtype, []).append(i)
+    found: dict[int, Tensor] = {}
+    length = _bytes(leaves) // size
+    for places in kinds.values():  # one message on real ranks, so it is counted once
+        message = torch.cat([leaves[i].reshape(size, -1) for i in places], dim=1)
+        rows = primitives.exchange_simulated(message, axis, length)
+        length = 0
+        widths = [leaves[i].numel() // size for i in places]
+        for i, part in zip(places, rows.split(widths, dim=1), strict=True):
+            found[i] = part[owner_of[i]].reshape(1, *leaves[i].shape[1:])
     made: list[Tree] = tree.unflatten(structure, [found[i] for i in range(len(leaves))])
     return made

@@ -289,13 +289,26 @@ def gather_simulated(x: Tensor, axis: str, collective: str, length: int) -> Tens
         which a rank sends (W - 1) / W in the mean; 0 for none.
     """
     size, rank, transport = axes.resolve(axis)
+    _count_simulated(x, axis, collective, length)
+    gathered: Tensor = torch.ops.fn.all_gather(x.contiguous(), rank, size, transport)
+    return gathered
+
+
+def exchange_simulated(x: Tensor, axis: str, length: int) -> Tensor:
+    """Do what `all_to_all` does with the rows of a tensor (W, n), counted as `gather_simulated` counts."""
+    size, rank, transport = axes.resolve(axis)
+    _count_simulated(x, axis, "all_to_all", length)
+    received: Tensor = torch.ops.fn.all_to_all(x.contiguous(), rank, size, transport)
+    return received
+
+
+def _count_simulated(x: Tensor, axis: str, collective: str, length: int) -> None:
+    size = axes.axis_size(axis)
     refuse_to_differentiate(x, collective, axis)
     if length and runs_as_written():
         record(axis, collective, -(-length * (size - 1) // size))
     elif length and (torch.compiler.is_compiling() or watchers().ledgers):
         torch.ops.fn.count(x, axes.all_ranks(), _tally, axis, collective, length * (size - 1), size)
-    gathered: Tensor = torch.ops.fn.all_gather(x.contiguous(), rank, size, transport)
-    return gathered
 
 
 def _check_tensors(x: Tree) -> None:

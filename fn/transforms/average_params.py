@@ -108,6 +108,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
     check_inner(inner)
     check_sync(sync)
     inner_update = inner.local_update if has_phase(inner, Phase.LOCAL) else inner.warmup_update
+    shards = facts_of(inner).shards
 
     def init(params: Tree) -> AverageParamsState:
         tree.check_real(params, "params")
@@ -135,7 +136,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
     def local(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[Tree, AverageParamsState]:
         check_state(state, AverageParamsState)
         check_params(params)
-        moves, inner_state, ok = taken_alone(inner_update, updates, state.inner, params)
+        moves, inner_state, ok = taken_alone(inner_update, updates, state.inner, params, shards)
         dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
         return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
 

@@ -38,6 +38,7 @@ from fn.base import (
     merged,
     name_of,
 )
+from fn.collectives.agreement import device_of, true_on_all
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import found_alike
 from fn.compiling import memoized, original
@@ -189,6 +190,7 @@ def outer(
     move = moves_of(outer_tx)
     inner_update = inner.local_update if has_phase(inner, Phase.LOCAL) else inner.warmup_update
     dtype, host = (None, torch.device("cpu")) if store == "cpu" else (store, None)
+    shards = facts_of(inner).shards  # the ranks of an island, which leave out together
 
     def as_anchor(x: Tensor) -> Tensor:
         return x.to(host, dtype or torch.promote_types(x.dtype, torch.float32))
@@ -222,7 +224,7 @@ def outer(
 
     def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
         updates, params = check_arguments(updates, state, params, OuterState, "anchor")
-        moves, inner_state, ok = taken_alone(inner_update, updates, state.inner, params)
+        moves, inner_state, ok = taken_alone(inner_update, updates, state.inner, params, shards)
         dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
         return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
 
@@ -242,7 +244,7 @@ def outer(
         pending = tree.leaves(state.pending)
         steps, before = [pending[i].to(params[i].device) for i in places], state.sync[fragment]
         averaged, after = sync.compressed_update(steps, before, [anchor[i] for i in places])
-        ok = all_finite(tree.leaves(averaged))
+        ok = true_on_all(all_finite(tree.leaves(averaged)), shards, device_of(params))
         after = tree.map(lambda new, old: _chosen(ok, new, old), after, before)
         means = [d.to(pending[i]) for i, d in zip(places, tree.leaves(averaged), strict=True)]
         pending_tree = tree.unflatten(structure, put(pending, places, means))
@@ -265,6 +267,7 @@ def outer(
         stored = [x.to(old.dtype) for x, old in zip(new, before, strict=True)]
         results = [*means, *new, *rounded, *stored, *_floats(outer_state)]
         ok = all_finite([*{id(x): x for x in results}.values()])  # mostly, what was rounded is the same tensor
+        ok = true_on_all(ok, shards, device_of(params))
         taken = ok & begun.to(ok.device)
         if read(taken):  # then nothing below is selected, which would take a pass and memory for each tensor
             ok = taken = torch.ones_like(taken, device="cpu")
@@ -295,7 +298,7 @@ def outer(
 
         Its params would otherwise make every later mean not finite, and no exchange would ever be taken again.
         """
-        is_finite = all_finite([*params, *_floats(state.inner)])
+        is_finite = true_on_all(all_finite([*params, *_floats(state.inner)]), shards, device_of(params))
         fine = ok.to(is_finite.device) | is_finite
         anchor, structure = tree.flatten(state.anchor)
         moved = [_chosen(fine, x, a.to(x)) for x, a in zip(moved, anchor, strict=True)]
@@ -344,15 +347,19 @@ def outer(
     return Transform(init, together, rounds(Round(0, 0)), alone, needs, rounds, facts)
 
 
-def taken_alone(update: UpdateFn, updates: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree, Tensor]:
+def taken_alone(
+    update: UpdateFn, updates: Tree, state: Tree, params: Tree, shards: Sequence[str] = ()
+) -> tuple[Tree, Tree, Tensor]:
     """Take a step that this rank alone leaves out where it is not finite: no message tells the others.
 
+    Args: shards: axes over which the tensors are divided, whose ranks leave it out together. The others: of an update.
     Returns: its updates, -0.0 where it is left out; the state after it; whether it was taken, 0-d bool.
     """
     moves, after = update(updates, state, params)
     ok = all_addable(tree.leaves(moves)) & all_finite(_floats(after))
     for new, old in zip(roles.find(after, "skips"), roles.find(state, "skips"), strict=True):
         ok = ok if new is old else ok & (new == old).to(ok.device)  # what a guard inside skips counts as left out
+    ok = true_on_all(ok, shards, device_of(params))
     if known(ok):
         return moves, after, ok
     moves = tree.map(lambda u: torch.where(ok.to(u.device), u, -0.0), moves)

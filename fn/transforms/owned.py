@@ -197,7 +197,7 @@ def _check_inner(inner: Any, axis: Any) -> None:
     facts = facts_of(inner)
     if inner.rounds is not None:
         raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
-    if axis in facts.axes:
+    if axis in facts.axes + facts.shards:
         wanted = f"no communication over the axis {axis!r}, on which every rank has other tensors"
         cure = "make it without an axis; fn.owned averages the gradients"
         raise ValueError(expected("inner", wanted, "a link that does", cure))

@@ -159,7 +159,7 @@ def _check_inner(inner: Any, axis: AxisNames) -> None:
     facts = facts_of(inner)
     if inner.rounds is not None:
         raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
-    if shared := [name for name in names(axis) if name in facts.axes]:
+    if shared := [name for name in names(axis) if name in facts.axes + facts.shards]:
         wanted = f"no communication over the axis {shared[0]!r}, on which every rank has another shard"
         cure = "make it without an axis, such as fn.adamw(lr); fn.sharded averages the gradients"
         raise ValueError(expected("inner", wanted, "a link that does", cure))

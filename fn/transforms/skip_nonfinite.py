@@ -22,7 +22,10 @@ from fn.base import (
     check_is_transform,
     check_state,
     combine,
+    facts_of,
+    merged,
 )
+from fn.collectives.agreement import device_of, true_on_all
 from fn.collectives.axis import rank_dims
 from fn.errors import expected
 from fn.kernels import ops
@@ -72,6 +75,8 @@ def skip_nonfinite(inner: Transform) -> Transform:
     updates, and no other rank would know: the mean takes zeros from that rank. With a second guard around the whole, as
     `fn.Optimizer` has one, such a rank sends NaN instead, and all ranks skip.
 
+    Where the tensors are divided over the ranks of an axis (`Facts.shards`), these tell each other, in four bytes.
+
     The local phase is not guarded, because no rank can know there what another saw. Transforms with local steps, such
     as 0/1 Adam, leave out non-finite ones themselves.
 
@@ -84,6 +89,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
     """
 
     check_is_transform("inner", inner)
+    shards = facts_of(inner).shards  # whose ranks have other elements of one model each, and cannot see those of others
 
     def init(params: Tree) -> SkipState:
         tree.check_real(params, "params")
@@ -108,7 +114,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
                 after = tree.replace(after, _InsideState, lambda s: SkipState(*s))
             else:
                 out, after = inner_update(updates, before, params)
-            ok = _is_fine(out, after, state.inner, params)
+            ok = true_on_all(_is_fine(out, after, state.inner, params), shards, device_of(out))
             return _keep_or_skip(ok, out, after, state, params, math.nan if is_inside else None)
 
         looks = phase is not Phase.LOCAL
@@ -124,6 +130,8 @@ def together(transforms: Sequence[Transform]) -> Transform:
     Returns: a transform of tuples, one entry per tree, with the phases that all of them have.
     """
 
+    shards = merged(*map(facts_of, transforms)).shards
+
     def init(params: tuple[Tree, ...]) -> tuple[Tree, ...]:
         return tuple(t.init(p) for t, p in zip(transforms, params, strict=True))
 
@@ -132,8 +140,9 @@ def together(transforms: Sequence[Transform]) -> Transform:
             results = [f(*args) for f, args in zip(updates_of, zip(updates, state, params, strict=True), strict=True)]
             guards = [(new, old) for (_, new), old in zip(results, state, strict=True) if isinstance(old, SkipState)]
             counts = [(new.skipped, old.skipped) for new, old in guards if new.skipped is not old.skipped]
-            if len(results) > 1 and counts:
-                ok = torch.stack([new == old for new, old in counts]).all()
+            if len(results) > 1 and (counts or shards):
+                flags = [new == old for new, old in counts] or [torch.tensor(True, dtype=torch.bool, device="cpu")]
+                ok = true_on_all(torch.stack(flags).all(), shards, device_of(params))
                 results = [
                     _keep_or_skip(ok, out, new.inner, old, p) if isinstance(old, SkipState) else (out, new)
                     for (out, new), old, p in zip(results, state, params, strict=True)

@@ -122,3 +122,41 @@ def test_the_recorded_run_is_replayed(row: dict[str, Any], owned: bool) -> None:
     case = case_of(row)
     for kind in sorted({*case.hyper["kinds"]}):
         replay(case, muon(case, kind, owned=owned), kind)
+
+
+def test_the_run_of_shards_is_replayed_on_shards() -> None:
+    """Each of four ranks has its rows of params and momenta; of the vector of 11 elements the last one has two."""
+    (row,) = [row for row in ROWS if row["hyper"].get("shard") is not None]
+    case = case_of(row)
+    assert case.hyper["shard"] == 0
+    tx = muon(case, "matrix", shards=fn.Shards("shard", *shapes_and_dims(case)))
+    params, shapes = case.each("init"), [tuple(shape) for shape in case.hyper["shapes"]]
+    pieces = [in_rows(p, case.world) for p in params]
+    with fn.collectives.axis.Binding({"data": fn.collectives.axis.Axis(1, torch.tensor(0), "alone")}):
+        state = fn.simulate(tx.init, "shard", case.world)(pieces)
+
+        def step(g: Any, s: Any, p: Any) -> Any:
+            updates, s = tx.update(Phase.WARMUP)(g, s, p)
+            return fn.apply_updates(p, updates), s
+
+        for t in range(int(case.hyper["steps"])):
+            grads = [in_rows(g.mean(0), case.world) for g in case.gradients(params, t)]
+            pieces, state = fn.simulate(step, "shard", case.world)(grads, state, pieces)
+            params = [p.flatten(0, 1)[: shape[0]] for p, shape in zip(pieces, shapes, strict=True)]
+            for i, p in enumerate(params):
+                case.hold(p, f"p{i}.param", t)
+            (momenta,) = roles.find(state.inner[1]["muon"], "first_moment")
+            for i, mu in zip(case.places("matrix"), momenta, strict=True):
+                case.hold(mu.flatten(0, 1)[: shapes[i][0]], f"p{i}.momentum", t)
+
+
+def shapes_and_dims(case: Case) -> tuple[Any, Any]:
+    shapes = tuple(tuple(shape) for shape in case.hyper["shapes"])
+    return shapes, tuple(0 for _ in shapes)
+
+
+def in_rows(x: Tensor, world: int) -> Tensor:
+    """Return the rows of each rank, (W, n / W, ...), zeros behind the last."""
+    rows = -(-x.shape[0] // world)
+    padding = x.new_zeros((world * rows - x.shape[0], *x.shape[1:]))
+    return torch.cat([x, padding]).view(world, rows, *x.shape[1:])

@@ -40,6 +40,10 @@ def check_optimizer(optimizer: object) -> None:
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(expected("optimizer", "an fn.Optimizer, after the folder", type(optimizer).__name__))
+    if optimizer.training.shards.pairs:
+        cure = "save opt.state_dict() with torch.distributed.checkpoint, which loads it on any number of ranks"
+        wanted, got = "an optimizer of whole parameters", "one of DTensors, of which a rank has shards"
+        raise ValueError(expected("optimizer", wanted, got, cure))
     optimizer.training.check_own_params("checkpoint")
     if inside_step():
         raise RuntimeError(

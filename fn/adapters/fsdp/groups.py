@@ -100,7 +100,12 @@ def _inside(module: FSDPModule) -> list[Any]:
 def _group(name: str, module: FSDPModule, inside: Any, names: dict[int, str]) -> Group:
     mesh = inside.mesh_info
     if not hasattr(mesh, "shard_process_group"):
-        raise TypeError(expected("module", f"{name} to be sharded by fully_shard", "one that is replicated"))
+        # torch.distributed._composable.replicate_with_fsdp: a group without reduce-scatter. Its hook comes behind the
+        # all-reduce; without that, by set_requires_all_reduce(False), it is not called.
+        got = "one that torch's replicate has replicated, which averages gradients before any public hook sees them"
+        cure = "shard it over one rank in place of that, fully_shard(module, mesh=mesh['shard']) on a mesh of (W, 1) "
+        cure += "ranks, and give compress replicas=mesh['replica']; or use DistributedDataParallel and fn.adapters.ddp"
+        raise TypeError(expected("module", f"{name} to be sharded by fully_shard", got, cure))
     params = inside.fsdp_params
     trained = [p for p in params if p.sharded_param.requires_grad]
     kinds = {p.sharded_param.dtype for p in trained}

@@ -333,9 +333,13 @@ def _axes_of(
 ) -> list[str]:
     """Return the bound axes over which the transforms of the param groups communicate; all of them if there are none.
 
-    Also all if one cannot be made: what is wrong with it is said, and told to other ranks, where it is made for good.
+    Of params of FSDP2, which averages their gradients itself, an optimizer may communicate over none. Also all if one
+    cannot be made: what is wrong with it is said, and told to other ranks, where it is made for good.
     """
-    if len(binding.axes) < 2:
+    listed_groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    members = [p for group in listed_groups for p in _as_tuple(group.get("params", ()))]
+    has_shards = any(hasattr(p[1] if isinstance(p, tuple) else p, "device_mesh") for p in members)
+    if len(binding.axes) < 2 and not has_shards:
         return list(binding.axes)  # there is nothing to choose, so `make` is called once only
     named = set[str]()
     for group in listed if listed and isinstance(listed[0], dict) else [{}]:
@@ -348,4 +352,8 @@ def _axes_of(
                 named |= {*facts_of(made).axes}
         except Exception:
             return list(binding.axes)
-    return [axis for axis in binding.axes if axis in named] or list(binding.axes)
+    return [axis for axis in binding.axes if axis in named] or ([] if has_shards else list(binding.axes))
+
+
+def _as_tuple(params: Any) -> tuple[Any, ...]:
+    return (params,) if isinstance(params, Tensor) else tuple(params)

@@ -128,6 +128,12 @@ def hyper_parameters(group: Mapping[str, Any], make: Callable[..., Any]) -> dict
     return given
 
 
+def leaves_open(make: Callable[..., Any], name: str) -> bool:
+    """Tell whether a function takes an argument that is None unless it is given."""
+    argument = inspect.signature(make).parameters.get(name)
+    return argument is not None and argument.default is None
+
+
 def _refuse_unknown(given: Mapping[str, Any], make: Callable[..., Any]) -> None:
     names, takes_any = _arguments(make)
     for name in () if takes_any else given.keys() - set(names):

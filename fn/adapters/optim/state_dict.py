@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from fn.adapters.optim.consistency import (
     owned_elsewhere,
     paths_of,
 )
+from fn.adapters.optim.local_shards import as_dtensor, as_local
 from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
 from fn.adapters.optim.signals import defer_signals, writing
 from fn.adapters.optim.training import Training
@@ -34,6 +35,7 @@ from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.inplace.memory import written_into
 from fn.schedules import FreezeWhenStable
+from fn.transforms.owned import OwnedState
 
 Tree = Any
 
@@ -59,7 +61,8 @@ def flat_state(training: Training) -> dict[str, Tensor]:
     elsewhere = owned_elsewhere(training.states)
     flat.update({path: x for path, x in by_path(training.states).items() if path not in elsewhere})
     # They are compared with what is loaded, which some loaders write into the tensors that they were given.
-    flat.update({path: flat[path].clone() for path in paths_of(training.states, "shard")})
+    plans = {path for path, mark in by_path(kinds(training.states)).items() if mark == PLAN}
+    flat.update({path: flat[path].clone() for path in paths_of(training.states, "shard") | plans})
     schedule = training.schedule
     if isinstance(schedule, FreezeWhenStable):
         flat["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64, device="cpu")
@@ -77,6 +80,7 @@ def of_rank(training: Training) -> dict[str, Tensor]:
     training.check_whole("state_dict")
     (rank, size), flat = place_of(training), flat_state(training)
     del flat[SAVED_BY]
+    flat.update({path: as_dtensor(flat[path], like) for path, like in training.divided.items() if path in flat})
     of_this_rank = {path for path, mark in by_path(kinds(training.states)).items() if mark in OF_EACH_RANK}
     return {f"rank {rank} of {size}.{path}" if path in of_this_rank else path: x for path, x in flat.items()}
 
@@ -87,6 +91,7 @@ def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
     Raises: as `restore_flat`; ValueError if it holds what belongs to other numbers of ranks.
     """
     check_keys(saved, "fn.Optimizer")
+    saved = {path: as_local(x) for path, x in saved.items()}
     matches = {path: OF_RANK.fullmatch(path) for path in saved}
     places = {(int(m[1]), int(m[2])) for m in matches.values() if m}
     if len({size for _, size in places}) > 1:
@@ -101,10 +106,17 @@ def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
     restore_flat(training, {SAVED_BY: torch.tensor(place, dtype=torch.int64, device="cpu"), **same, **of_place})
 
 
-def place_of(training: Training) -> tuple[int, int]:
-    """Return this rank's number among those of the optimizer's axes, and how many these are."""
+def place_of(training: Training, axes: Sequence[str] | None = None) -> tuple[int, int]:
+    """Return this rank's number among those of some axes, and how many these are.
+
+    Args: axes: None: those of the optimizer. Ranks of an axis that tensors are divided over count where they have
+        residual errors of their own.
+    """
     rank, size = 0, 1
-    for axis in training.axes:
+    if axes is None:
+        divided = tree.leaves([state.errors for state in tree.instances(training.states, OwnedState)])
+        axes = training.all_axes if divided else training.axes
+    for axis in axes:
         bound = training.binding.axes[axis]
         rank, size = rank * bound.size + int(bound.rank), size * bound.size
     return rank, size

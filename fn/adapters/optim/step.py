@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.adapters.optim.consistency import device_among
 from fn.adapters.optim.donate import check_apart, compile_update, donate
 from fn.adapters.optim.gradients import Clipping, Grads, Kept, clipping, still_in_doubt, unscaled
 from fn.adapters.optim.param_groups import names_of
@@ -33,6 +34,7 @@ from fn.adapters.optim.signals import writing
 from fn.adapters.optim.training import Training
 from fn.adapters.optim.warnings import say_slow, warn_of_thawed
 from fn.base import Guarded, NewParams, Part, Phase, Round, SideBySide, UpdateFn
+from fn.collectives.agreement import true_on_all
 from fn.collectives.profiling import step_range
 from fn.compiling import original
 from fn.errors import expected
@@ -104,7 +106,7 @@ def ask(training: Training, counts: Sequence[int]) -> bool:
     names = [names_of(group) for group in training.groups]
     absent, again = training.gradients.absent, True
     try:
-        again = training.gradients.agree_on_missing(training.axes, training.params, names)
+        again = training.gradients.agree_on_missing(training.all_axes, training.params, names)
         warn_of_thawed(training, absent - training.gradients.absent)
     finally:
         if again:
@@ -128,7 +130,15 @@ def stage_all(training: Training, update: Update, phase: Phase | Part, given: Gr
         slow = partial(say_slow, training, phase, given)
 
         def staged() -> list[Staged]:
-            return settled([stage(of, *args, slow) for of, args in zip(update.groups, groups, strict=True)])
+            return together(settled([stage(of, *args, slow) for of, args in zip(update.groups, groups, strict=True)]))
+
+        def together(steps: list[Staged]) -> list[Staged]:
+            shards = [axis for axis in training.all_axes if axis not in training.axes]
+            if len(steps) < 2 or not shards:  # a group's own guard asks the ranks that have the rest of its tensors
+                return steps
+            ok = torch.tensor(all(step.ok for step in steps), dtype=torch.bool, device="cpu")
+            taken = bool(true_on_all(ok, shards, device_among(training.groups)))
+            return [step._replace(ok=step.ok and taken) for step in steps]
 
         with attempt() as begun:
             steps = staged()

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.adapters.optim import param_groups
-from fn.adapters.optim.consistency import check_paths, check_start
+from fn.adapters.optim.consistency import by_path, check_paths, check_start
 from fn.adapters.optim.donate import check_changes, owned
 from fn.adapters.optim.gradients import Gradients
 from fn.adapters.optim.local_shards import LocalShards
 from fn.adapters.optim.param_groups import check_writable
 from fn.adapters.optim.signals import TORN, writing
-from fn.base import Part, Phase, Round, Transform
+from fn.base import Part, Phase, Round, Transform, facts_of
 from fn.collectives.axis import Binding, rank_dims
 from fn.errors import expected
 from fn.inplace.memory import written_into
@@ -67,6 +67,8 @@ class Training:
     """What each param group held when it was followed last, by its number."""
     gradients: Gradients = field(default_factory=Gradients)
     shards: LocalShards = field(default_factory=LocalShards)
+    divided: dict[str, Any] = field(default_factory=dict)
+    """The paths of what is in the state and divided as a parameter is, and its DTensor."""
     scale: tuple[Tensor | None, Tensor | None] = None, None
     """What `torch.amp.GradScaler` says of this step: the scale of the loss, and whether it found an Inf."""
     updates: dict[Phase | Part, Any] = field(default_factory=dict)
@@ -156,9 +158,15 @@ class Training:
             raise RuntimeError(f"{what}: refused, for an exception came {TORN}")
 
     @property
+    def all_axes(self) -> list[str]:
+        """Return the axes, and those over which the params are divided and the ranks take steps together."""
+        divided = [axis for t in self.transforms if t is not None for axis in facts_of(t).shards]
+        return [*self.axes, *dict.fromkeys(axis for axis in divided if axis not in self.axes)]
+
+    @property
     def transports(self) -> dict[str, str]:
         """Return what the axes travel over."""
-        return {axis: self.binding.axes[axis].transport for axis in self.axes}
+        return {axis: self.binding.axes[axis].transport for axis in self.all_axes}
 
     @property
     def params(self) -> list[list[Tensor]]:
@@ -231,10 +239,17 @@ class Training:
     def prepare(self, group: dict[str, Any]) -> tuple[Tensor, Transform | None]:
         """Return a group's learning rate as a tensor and its transform; asks no other rank."""
         lr = param_groups.learning_rate(group)
-        with self.binding:
-            made = self.make(lr=lr, **param_groups.shown(group, self.make))
-        self.shards.check(made, self.max_norm)
+        made = self.made(group["params"], lr, param_groups.shown(group, self.make))
+        self.shards.check(made, self.max_norm, group["params"])
         return lr, param_groups.check_made(made, self.schedule)
+
+    def made(self, params: Sequence[Tensor], lr: Tensor, hyper: Mapping[str, Any]) -> Any:
+        """Return what `make` makes for a param group, which is told how DTensors are divided if it takes that."""
+        more = {}
+        if param_groups.leaves_open(self.make, "shards") and (division := self.shards.division(params)) is not None:
+            self.binding, more = division.bound(self.binding), {"shards": division.shards}
+        with self.binding:
+            return self.make(lr=lr, **{**more, **hyper})
 
     def start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         """Make the state of a group that was prepared, and take both in."""
@@ -249,25 +264,50 @@ class Training:
                 state = owned(transform.init(params), params)
             check_paths(state)
             check_start(self.axes, transform, state, group, len(self.transforms))
+        hyper = param_groups.hyper_parameters(group, self.make)
+        self.divided.update(self.divided_like_params(state, group["params"], lr, hyper, guarded=guarded))
         param_groups.show_rate(group, lr)
         self.lrs.append(lr)
         self.guarded.append(guarded)
-        self.hypers.append(param_groups.hyper_parameters(group, self.make))
+        self.hypers.append(hyper)
         self.transforms.append(transform)
         self.states = (*self.states, state)
         self.updates.clear()
+
+    def divided_like_params(
+        self, state: Tree, params: Sequence[Tensor], lr: Tensor, hyper: dict[str, Any], *, guarded: bool
+    ) -> dict[str, Any]:
+        """Return {path: the DTensor that it is divided like} of what is in the next group's state, of momenta say.
+
+        Which leaf belongs to which parameter an init tells of stand-ins, no two of which have the same shape.
+        """
+        dtensors = [self.shards.dtensor_of(p) for p in params]
+        if all(dtensor is None for dtensor in dtensors):
+            return {}
+        shapes = [(1000 + i, *(1 for _ in p.shape[1:])) if p.ndim else () for i, p in enumerate(params)]
+        stand_ins = [p.new_zeros(shape) for p, shape in zip(params, shapes, strict=True)]
+        if param_groups.leaves_open(self.make, "shards") and (division := self.shards.division(params)) is not None:
+            hyper = {"shards": division.shards.axis, **hyper}
+        with self.binding:
+            transform = self.make(lr=lr, **hyper)
+            of_stand_ins = (transform if guarded else skip_nonfinite(transform)).init(stand_ins)
+        place_of = {shape: i for i, shape in enumerate(shapes) if shape and dtensors[i] is not None}
+        leaves, found = by_path(state, f"state.{len(self.transforms)}."), {}
+        for path, stand_in in by_path(of_stand_ins, f"state.{len(self.transforms)}.").items():
+            i = place_of.get(tuple(stand_in.shape))
+            if i is not None and path in leaves and leaves[path].shape == params[i].shape:
+                found[path] = dtensors[i]
+        return found
 
     def check_group(self, index: int, group: Mapping[str, Any]) -> None:
         """Raise what a step would raise if a param group held these entries. Nothing is changed."""
         param_groups.checked_rate(group["lr"])
         hyper = param_groups.current(group, self.hypers[index], self.make)
-        with self.binding:
-            self.make(lr=self.lrs[index], **hyper)
+        self.made(self.groups[index]["params"], self.lrs[index], hyper)
 
     def remake(self, index: int) -> None:
         """Make a group's transform again from hyper-parameters that were written into the group; its state stays."""
-        with self.binding:
-            transform = self.make(lr=self.lrs[index], **self.hypers[index])
+        transform = self.made(self.groups[index]["params"], self.lrs[index], self.hypers[index])
         self.transforms[index] = transform if self.guarded[index] else skip_nonfinite(transform)
 
     def follow_groups(self) -> Exception | None:

@@ -272,10 +272,10 @@ def watch_local_steps(training: Training, phase: Phase | Round) -> None:
 
 
 def _warn(training: Training, text: str) -> None:
-    rank, _ = place_of(training)
+    rank, _ = place_of(training, training.all_axes)
     leaf = next(_not_finite(training), None)
     texts = [] if leaf is None else [f"{leaf}, on rank {rank}"]
-    for axis in training.axes:
+    for axis in training.all_axes:
         gathered = gather_values(texts, axis, device_among(training.groups))
         texts = [text for of_rank in gathered for text in of_rank]
     if rank:

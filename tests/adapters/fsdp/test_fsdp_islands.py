@@ -67,7 +67,6 @@ def refusals(mesh: Any, model: nn.Module) -> list[str]:
     for axes, make, more in [
         ({"data": mesh["shard"].get_group()}, fn.diloco, {}),
         ({"data": mesh["island"].get_group()}, fn.onebit_lamb, {}),
-        ({"data": mesh["island"].get_group()}, fn.muloco, {}),
         ({"data": mesh["island"].get_group()}, fn.diloco, {"max_norm": 1.0}),
     ]:
         with fn.bind(axes):
@@ -85,10 +84,9 @@ def test_islands_of_fsdp2_train_as_whole_models_do():
     for found in answers:
         assert found["far"] <= 2e-6
         assert found["cleared"]
-        same_axis, lamb, muon, clipped = found["refused"]
+        same_axis, lamb, clipped = found["refused"]
         assert "params: expected parameter 0, a DTensor, on mesh axes apart from 'data'" in same_axis
         assert "make's result: expected links that go element by element" in lamb
-        assert "scale_by_muon" in muon
         assert "max_norm: expected None for DTensors" in clipped
     assert sum(found["elements"] for found in answers[:2]) == count
 

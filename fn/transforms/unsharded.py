@@ -1,0 +1,365 @@
+"""Whole tensors where every rank has rows of them, as FSDP2 keeps them: `unsharded`, a combinator.
+
+    this rank's piece of every tensor
+      | to its owner, exactly or in codes with feedback         -> whole tensors, on one rank each
+      | inner's update of the own tensors
+      | to the rank that has the piece, exactly or in codes     -> this rank's piece of every update
+
+It is for links that need whole matrices, such as Muon's iterations. Momentum, weight decay and all else that goes
+element by element stays on the pieces, in front of it and behind it:
+
+    chain(trace(0.95), unsharded(orthogonalize(), "shard"), scale_by_learning_rate(0.02))
+
+Pieces are those of `torch.chunk`: each rank has ceil(n / W) of n rows, the last ones have what is left, or none. They
+travel padded to the same rows, as FSDP2 sends its own, and pieces of simulated ranks are padded, too, with zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import (
+    Facts,
+    Phase,
+    Transform,
+    UpdateFn,
+    check_is_transform,
+    check_state,
+    facts_of,
+    has_phase,
+    merged,
+    missing,
+)
+from fn.collectives import axis as axes
+from fn.collectives.agreement import check_agreement, describe, device_of
+from fn.collectives.axis import axis_size
+from fn.collectives.codecs.codec import Codec, Segments, identity, segmented
+from fn.collectives.compressed import ErrorFeedbackState, check_vector, encode
+from fn.collectives.feedback import Feedback, classic, off
+from fn.collectives.hierarchy import Hop, hops
+from fn.collectives.owners import rows_from_owners, to_owners
+from fn.errors import expected
+from fn.kernels.tracing import cached_plan
+from fn.transforms.masking import Labels
+from fn.transforms.owned import Costs, OwnedState, check_owners, plan
+from fn.transforms.sharded import show_failures
+
+Tree = Any
+
+EVERY = -1
+"""The owner of a tensor that is not divided: every rank has it, and takes its step."""
+
+
+class Shards(NamedTuple):
+    """How tensors are divided over the ranks of an axis. `fn.Optimizer` makes it of DTensors.
+
+    axis: the name of the axis.
+    shapes: of the whole tensors, in the order of the leaves of the params; None: W times the rows of each piece.
+    dims: the dimension in which each is cut, None for a tensor that every rank has whole; None in place of the tuple:
+        rows of all that have dimensions.
+    """
+
+    axis: str
+    shapes: tuple[tuple[int, ...], ...] | None = None
+    dims: tuple[int | None, ...] | None = None
+
+    def chosen(self, places: Sequence[int]) -> Shards:
+        """Return those of some leaves."""
+        shapes = None if self.shapes is None else tuple(self.shapes[i] for i in places)
+        return Shards(self.axis, shapes, None if self.dims is None else tuple(self.dims[i] for i in places))
+
+
+def unsharded(
+    inner: Transform,
+    shards: Shards | str,
+    *,
+    codec: Codec | None = None,
+    feedback: Feedback | None = None,
+    gather: Codec | None = None,
+    cost: Costs = None,
+) -> Transform:
+    """Run `inner` on whole tensors, of which each rank has a piece: one exchange brings them together, one takes apart.
+
+    Each tensor is brought to one rank, its owner; owners are balanced as those of `fn.owned` are. For tensors of N
+    elements in all, a rank sends N / W elements there and as many back, less what it owns.
+
+        >>> import torch, fn
+        >>> from fn.transforms.muon import orthogonalize
+        >>> tx = fn.unsharded(orthogonalize(), "shard")
+        >>> g = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
+        >>> step = lambda rows: tx.update(fn.Phase.WARMUP)([rows], tx.init([rows]), None)[0][0]
+        >>> u = fn.simulate(step, "shard", 2)(g.view(2, 2, 2))               # two of the rows on each rank
+        >>> alone = orthogonalize().update(fn.Phase.WARMUP)([g], (), None)[0][0]
+        >>> torch.equal(u.view(4, 2), alone)
+        True
+
+    Args:
+        inner: what needs whole tensors. Of the params it sees the shapes, and NaN in place of numbers, so weight decay
+            belongs behind it. It may communicate over another axis, with the ranks that own the same tensors there; its
+            state is kept once.
+        shards: how the tensors are divided. A name: by rows over that axis, evenly.
+        codec: how pieces travel to the owners but in the warm-up; None is exactly.
+        gather: how updates travel back but in the warm-up; None is exactly.
+        feedback: what becomes of what codes leave out, at the rank that sends, of both; None is `classic()`.
+        cost: as for `fn.owned`, of the whole tensors.
+    Returns: a transform with the phases of `inner` and an `OwnedState`, whose `errors` are those of pieces on their
+        way to the owners and of updates on their way back. Under `simulate` all of it is a rank's own. Its facts name
+        the axis in `shards`, by which `fn.skip_nonfinite` and `fn.outer` skip a step on all ranks of the axis.
+    Raises: TypeError or ValueError that names the argument; ValueError from `init`, if the ranks disagree, or for
+        pieces that are not those of the shapes.
+
+    Paper: the exchange is that of the code of Ahn et al., Dion (arXiv 2504.05295), for Muon on FSDP2's shards.
+    Differs: that sends no codes, and a message for every W matrices; this is one message for all.
+    """
+    shards = Shards(shards) if isinstance(shards, str) else shards
+    _check(inner, shards)
+    axis, exact = shards.axis, Hop(shards.axis, identity(), off())
+    kept = classic() if feedback is None else feedback
+    (there,) = hops(axis, codec, kept) if codec is not None else [exact]
+    (back,) = hops(axis, gather, kept, ("gather", "feedback")) if gather is not None else [exact]
+    if feedback is not None and codec is None and gather is None:
+        raise ValueError("feedback: is given without a codec; what travels exactly leaves nothing undelivered")
+
+    def layout(leaves: Sequence[Tensor]) -> tuple[list[_Cut | None], tuple[int, ...]]:
+        """Return how each leaf is cut, and who owns it."""
+        cuts = _cuts(shards, leaves)
+        places = [i for i, cut in enumerate(cuts) if cut is not None]
+        whole = [torch.empty(cut.shape, dtype=torch.float32, device="meta") for cut in cuts if cut is not None]
+        owner_of = dict(zip(places, plan(whole, axis_size(axis), cost), strict=True))
+        return cuts, tuple(owner_of.get(i, EVERY) for i in range(len(leaves)))
+
+    def init(params: Tree) -> OwnedState:
+        tree.check_real(params, "params")
+        leaves, structure = tree.flatten(tree.map(Tensor.detach, params))
+        cuts, owners = layout(leaves)
+        shapes = [None if cut is None else (*cut.shape, cut.dim) for cut in cuts]
+        fields = {**describe((there, back, inner)), "shapes of whole tensors": shapes, "owners": owners}
+        check_agreement(axis, fields, device_of(params))
+        wholes = _own(_gathered(leaves, cuts, owners, exact, ())[0], owners, axis)
+        state = inner.init(tree.unflatten(structure, wholes))
+        worker, server = [], []
+        for leaf, cut, owner in zip(leaves, cuts, owners, strict=True):
+            sends = cut is not None and not there.exact
+            worker.append(there.feedback.init(leaf.new_zeros(cut.width(there))) if cut and sends else ())
+            wide = leaf.new_zeros((axis_size(axis) * cut.width(back)) * _is_here(owner, axis)) if cut else leaf
+            server.append(back.feedback.init(wide) if cut and not back.exact else ())
+        errors = ErrorFeedbackState(tuple(worker), tuple(server))
+        return OwnedState(state, errors, (), torch.tensor(owners, dtype=torch.int64, device="cpu"))
+
+    def step(phase: Phase) -> UpdateFn:
+        inner_phase = phase if has_phase(inner, phase) else Phase.WARMUP
+        move: UpdateFn = getattr(inner, f"{inner_phase.value}_update")
+
+        def update(updates: Tree, state: OwnedState, params: Tree, /) -> tuple[Tree, OwnedState]:
+            check_state(state, OwnedState)
+            tree.check_real(updates, "updates")
+            leaves, structure = tree.flatten(updates)
+            cuts, owners = layout(leaves)
+            check_owners(state, owners)
+            coded = phase is not Phase.WARMUP and axis_size(axis) > 1
+            ways = (there, back) if coded else (exact, exact)
+            wholes, worker = _gathered(leaves, cuts, owners, ways[0], state.errors.worker)
+            own = _own(wholes, owners, axis)
+            shapes = [x.new_full((), math.nan).expand(x.shape) for x in own]  # whoever uses numbers of params shows it
+            inner_params = tree.unflatten(structure, shapes)
+            moves, inside = move(tree.unflatten(structure, own), state.inner, inner_params)
+            moves, inside = show_failures(moves, state.inner, inside)
+            found, server = _divided(tree.leaves(moves), leaves, cuts, owners, ways[1], state.errors.server)
+            errors = ErrorFeedbackState(worker or state.errors.worker, server or state.errors.server)
+            return tree.unflatten(structure, found), state._replace(inner=inside, errors=errors)
+
+        return update
+
+    has_local = has_phase(inner, Phase.LOCAL)
+    local = step(Phase.LOCAL) if has_local else missing(Phase.LOCAL, "a transform of whole tensors")
+    facts = merged(facts_of(inner)._replace(whole=()), Facts(shards=(axis,)))
+    return Transform(init, step(Phase.WARMUP), step(Phase.COMPRESSED), local, inner.needs_warmup, facts=facts)
+
+
+def labelled(
+    shards: Shards | str, named: Callable[[Tree], Tree], labels: Labels
+) -> tuple[Tree | Callable[[Tree], Tree], Callable[[str], Shards]]:
+    """Return labels for `partition` of pieces, made of whole tensors where their shapes are known; label -> its shards.
+
+    Args: named: what `fn.transforms.masking.hidden_and_other` returned for these labels.
+    """
+    if isinstance(shards, str) or shards.shapes is None:
+        axis = shards if isinstance(shards, str) else shards.axis
+        return named, lambda label: Shards(axis)
+    whole: Tree = [torch.empty(shape, dtype=torch.float32, device="meta") for shape in shards.shapes]
+    if labels is not None and not callable(labels):
+        structure = tree.flatten(labels)[1]
+        whole = tree.unflatten(structure, whole) if not isinstance(labels, tuple) else whole
+    found = named(whole)
+    flat = tree.leaves(found)
+    return found, lambda label: shards.chosen([i for i, name in enumerate(flat) if name == label])
+
+
+def _check(inner: Any, shards: Any) -> None:
+    check_is_transform("inner", inner)
+    if not isinstance(shards, Shards) or not isinstance(shards.axis, str):
+        raise TypeError(expected("shards", "the name of one axis, or fn.Shards", f"{shards!r}"))
+    facts = facts_of(inner)
+    if inner.rounds is not None:
+        cure = "put fn.outer around the chain that holds fn.unsharded"
+        raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer", cure))
+    if shards.axis in facts.axes + facts.shards:
+        wanted = f"no communication over the axis {shards.axis!r}, on which every rank owns other tensors"
+        raise ValueError(expected("inner", wanted, "a link that does"))
+    if facts.local_params:
+        raise ValueError(expected("inner", "params that are the same on all ranks", "each rank's own"))
+    if facts.tree:
+        got = f"{', '.join(facts.tree)}, which would see this rank's tensors only"
+        raise ValueError(expected("inner", "links that treat each tensor by itself", got))
+
+
+class _Cut(NamedTuple):
+    """How a tensor is divided. shape: of the whole. dim: in which it is cut. rows: of a piece, at most."""
+
+    shape: torch.Size
+    dim: int
+    rows: int
+
+    @property
+    def rest(self) -> tuple[int, ...]:
+        """Return the shape of a row."""
+        return (*self.shape[: self.dim], *self.shape[self.dim + 1 :])
+
+    @property
+    def elements(self) -> int:
+        """Return how many elements a piece has, at most."""
+        return self.rows * math.prod(self.rest)
+
+    def width(self, hop: Hop) -> int:
+        """Return how many elements of a piece travel."""
+        return -(-self.elements // hop.codec.align) * hop.codec.align
+
+    def codec(self, hop: Hop, rows: int) -> Codec:
+        """Return the codec for so many pieces, one in each row."""
+        return _for_pieces(hop.codec, rows, self.width(hop), self.elements)
+
+    def flat(self, x: Tensor, pieces: int, width: int) -> Tensor:
+        """Return a tensor as (pieces, width), zeros behind its end; pieces: 1 for a piece, W for the whole."""
+        x = x.movedim(self.dim, 0)
+        lacking = pieces * self.rows - x.shape[0]
+        if lacking:
+            x = torch.cat([x, x.new_zeros((lacking, *x.shape[1:]))])
+        flat = x.reshape(pieces, self.elements)
+        lacking = width - flat.shape[1]
+        return torch.cat([flat, flat.new_zeros((pieces, lacking))], dim=1) if lacking else flat
+
+    def tensor(self, flat: Tensor, rows: int) -> Tensor:
+        """Take back `flat`: the first rows of a piece, or of the whole."""
+        table = flat[:, : self.elements].reshape(flat.shape[0] * self.rows, *self.rest)
+        return table[:rows].movedim(0, self.dim)
+
+
+@cached_plan
+def _for_pieces(codec: Codec, rows: int, width: int, elements: int) -> Codec:
+    return segmented(codec, Segments((width,), torch.full((rows, 1), elements, dtype=torch.int64, device="cpu")))
+
+
+def _cuts(shards: Shards, leaves: Sequence[Tensor]) -> list[_Cut | None]:
+    """Return how leaves are divided. Raises: ValueError for pieces that do not fit."""
+    world, _, transport = axes.resolve(shards.axis)
+    dims = shards.dims or tuple(0 if leaf.ndim else None for leaf in leaves)
+    shapes = shards.shapes or tuple(_of_pieces(leaf.shape, world) for leaf in leaves)
+    if not len(leaves) == len(dims) == len(shapes):
+        wanted, got = f"one for each of {len(leaves)} tensors", f"{len(shapes)} shapes and {len(dims)} dimensions"
+        raise ValueError(expected("shards", wanted, got))
+    cuts = []
+    here = None if transport == axes.SIMULATED else axes.own_rank(shards.axis)
+    for i, (leaf, shape, dim) in enumerate(zip(leaves, shapes, dims, strict=True)):
+        cut = None if dim is None else _Cut(torch.Size(shape), dim, -(-shape[dim] // world))
+        piece = list(shape)
+        if cut is not None:
+            piece[cut.dim] = cut.rows if here is None else min(max(shape[cut.dim] - here * cut.rows, 0), cut.rows)
+        if list(leaf.shape) != piece:
+            wanted = f"tensor {i} to be {tuple(piece)}, this rank's piece of {tuple(shape)}"
+            raise ValueError(expected("updates", wanted, f"{tuple(leaf.shape)}"))
+        cuts.append(cut)
+    return cuts
+
+
+def _of_pieces(shape: torch.Size, world: int) -> tuple[int, ...]:
+    return (shape[0] * world, *shape[1:]) if shape else ()
+
+
+def _is_here(owner: int, axis: str) -> bool:
+    """Return whether this rank keeps what an owner has; all simulated ranks do."""
+    return owner == EVERY or axes.resolve(axis).transport == axes.SIMULATED or owner == axes.own_rank(axis)
+
+
+def _own(wholes: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
+    """Return own tensors, and zeros for those of others under `simulate`, where all ranks get all."""
+    _, rank, transport = axes.resolve(axis)
+    if transport != axes.SIMULATED:
+        return [*wholes]
+    pairs = zip(wholes, owners, strict=True)
+    return [x if owner == EVERY else torch.where(rank.to(x.device) == owner, x, 0.0) for x, owner in pairs]
+
+
+def _gathered(
+    leaves: Sequence[Tensor], cuts: Sequence[_Cut | None], owners: Sequence[int], hop: Hop, errors: Sequence[Tree]
+) -> tuple[list[Tensor], tuple[Tree, ...]]:
+    """Bring whole tensors to their owners; those of others have no elements. Return the next errors, too."""
+    items, after, wholes = [], [*errors], [*leaves]
+    places = [i for i, cut in enumerate(cuts) if cut is not None]
+    for i in places:
+        cut: Any = cuts[i]
+        piece = cut.flat(leaves[i], 1, cut.width(hop))
+        if hop.exact:
+            items.append(piece)
+            continue
+        check_vector(piece.view(-1), errors[i], hop.codec.align, "updates")
+        payload, after[i] = encode(cut.codec(hop, 1), hop.feedback, piece, errors[i])
+        items.append(payload)
+    for i, rows in zip(places, to_owners(items, [owners[i] for i in places], hop.axis), strict=True):
+        cut = cuts[i]
+        if rows is None:
+            wholes[i] = leaves[i].new_empty((0, *cut.shape[1:]))
+            continue
+        flat = rows if hop.exact else cut.codec(hop, axis_size(hop.axis)).decode(rows)
+        wholes[i] = cut.tensor(flat.to(leaves[i].dtype), cut.shape[cut.dim])
+    return wholes, () if hop.exact else tuple(after)
+
+
+def _divided(
+    moves: Sequence[Tensor], leaves: Sequence[Tensor], cuts: Sequence[_Cut | None], owners: Sequence[int], hop: Hop,
+    errors: Sequence[Tree],
+) -> tuple[list[Tensor], tuple[Tree, ...]]:  # fmt: skip
+    """Bring pieces of updates to the ranks that have them. Return the next errors, too. leaves: for their shapes."""
+    world, items, after, found = axis_size(hop.axis), [], [*errors], [*moves]
+    places = [i for i, cut in enumerate(cuts) if cut is not None]
+    for i in places:
+        cut: Any = cuts[i]
+        width = cut.width(hop)
+        codec = None if hop.exact else cut.codec(hop, world)
+        if not _is_here(owners[i], hop.axis):
+            items.append(_form(codec, world, width, moves[i].dtype, moves[i].device))
+            continue
+        table = cut.flat(moves[i], world, width)
+        if codec is None:
+            items.append(table)
+            continue
+        check_vector(table.view(-1), errors[i], hop.codec.align, "updates")
+        payload, after[i] = encode(codec, hop.feedback, table, errors[i], worker=False)
+        items.append(payload)
+    for i, row in zip(places, rows_from_owners(items, [owners[i] for i in places], hop.axis), strict=True):
+        cut = cuts[i]
+        flat = row if hop.exact else cut.codec(hop, 1).decode(row)
+        found[i] = cut.tensor(flat.to(moves[i].dtype), leaves[i].shape[cut.dim])
+    return found, () if hop.exact else tuple(after)
+
+
+@cached_plan
+def _form(codec: Codec | None, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> Tree:
+    """Return an item in which only shapes and dtypes matter."""
+    item = torch.zeros((rows, width), dtype=dtype, device=device)
+    return tree.map(lambda x: x.new_empty(1).expand(x.shape), item if codec is None else codec.encode(item))
