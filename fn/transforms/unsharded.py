@@ -90,12 +90,11 @@ def unsharded(
     elements in all, a rank sends N / W elements there and as many back, less what it owns.
 
         >>> import torch, fn
-        >>> from fn.transforms.muon import orthogonalize
-        >>> tx = fn.unsharded(orthogonalize(), "shard")
+        >>> tx = fn.unsharded(fn.orthogonalize(), "shard")
         >>> g = torch.randn(4, 2, generator=torch.Generator().manual_seed(0))
         >>> step = lambda rows: tx.update(fn.Phase.WARMUP)([rows], tx.init([rows]), None)[0][0]
         >>> u = fn.simulate(step, "shard", 2)(g.view(2, 2, 2))               # two of the rows on each rank
-        >>> alone = orthogonalize().update(fn.Phase.WARMUP)([g], (), None)[0][0]
+        >>> alone = fn.orthogonalize().update(fn.Phase.WARMUP)([g], (), None)[0][0]
         >>> torch.equal(u.view(4, 2), alone)
         True
 
