@@ -8,7 +8,9 @@ Every tensor has one owner. What is sent of it is an item, a tree of tensors (1,
 
 Each is one message from each rank to each other one, whose length is that of what the receiver owns, or the sender. It
 lies in no table of equal rows, which would be as long as the longest. Only transports that are registered, such as MPI,
-carry rows of one length. Simulated ranks exchange all items, because vmap knows no lengths that depend on the rank.
+carry rows of one length. On a device each large tensor is sent from where it lies and received where it stays: messages
+of all of them would take the memory of the params, twice. Simulated ranks exchange all items, because vmap knows no
+lengths that depend on the rank.
 
 Ledgers count what a rank sends. Simulated ranks, which have one ledger, count the mean over the ranks.
 """
@@ -29,6 +31,9 @@ from fn.kernels import memory_pool
 
 Tree = Any
 Collective = Literal["all_to_all", "all_gather"]
+
+LARGE = 1 << 16
+"""Bytes from which on a device sends a tensor from where it lies, as a message of its own; smaller ones are joined."""
 
 
 def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
@@ -53,15 +58,30 @@ def to_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[T
     if size == 1:
         return [*items]
     flat = [tree.flatten(item) for item in items]
-    of_owner = [[leaf for i, owner in enumerate(owners) if owner == r for leaf in flat[i][0]] for r in range(size)]
-    rank = axes.own_rank(axis)
-    own, forms = [i for i, owner in enumerate(owners) if owner == rank], of_owner[rank]
-    received = _exchange(of_owner, [forms] * size, of_owner, axis, "all_to_all", "exchange")
-    rows = iter([torch.cat([received[r][k] for r in range(size)]) for k in range(len(forms))])
-    found: list[Tree] = [None] * len(items)
-    for i in own:
-        found[i] = tree.unflatten(flat[i][1], [next(rows) for _ in flat[i][0]])
+    of_leaves = [owner for (leaves, _), owner in zip(flat, owners, strict=True) for _ in leaves]
+    columns = iter(columns_to_owners([leaf for leaves, _ in flat for leaf in leaves], of_leaves, axis))
+    rank, found = axes.own_rank(axis), []
+    for (leaves, structure), owner in zip(flat, owners, strict=True):
+        rows = [next(columns) for _ in leaves]
+        found.append(tree.unflatten(structure, [torch.cat([*r]) for r in rows if r]) if owner == rank else None)
     return found
+
+
+def columns_to_owners(tensors: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Sequence[Tensor] | None]:
+    """Send each tensor to its owner; return for own tensors those of all ranks, W, which lie where they were received.
+
+    Args: tensors: of any shape. owners, axis, Returns and Raises: as for `to_owners`.
+    """
+    size, _, transport = axes.resolve(axis)
+    if transport == axes.SIMULATED:
+        return [rows.unbind() for rows in _simulated([x[None] for x in tensors], axis, "all_to_all")]
+    if size == 1:
+        return [[x] for x in tensors]
+    of_owner = _by_owner(tensors, owners, size)
+    rank = axes.own_rank(axis)
+    received = _exchange(of_owner, [of_owner[rank]] * size, of_owner, axis, "all_to_all", "exchange")
+    columns = iter([*zip(*received, strict=True)])
+    return [next(columns) if owner == rank else None for owner in owners]
 
 
 def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list[Tree]:
@@ -83,7 +103,8 @@ def from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) -> list
     if size == 1:
         return [*items]
     flat = [tree.flatten(item) for item in items]
-    of_owner = [[leaf for i, owner in enumerate(owners) if owner == r for leaf in flat[i][0]] for r in range(size)]
+    of_leaves = [owner for (leaves, _), owner in zip(flat, owners, strict=True) for _ in leaves]
+    of_owner = _by_owner([leaf for leaves, _ in flat for leaf in leaves], of_leaves, size)
     sent = [of_owner[axes.own_rank(axis)]] * size
     received = _exchange(sent, of_owner, of_owner, axis, "all_gather", "gather")
     rest = [iter(leaves) for leaves in received]
@@ -125,6 +146,13 @@ def rows_from_owners(items: Sequence[Tree], owners: Sequence[int], axis: str) ->
     ]
 
 
+def _by_owner(tensors: Sequence[Tensor], owners: Sequence[int], size: int) -> list[list[Tensor]]:
+    of_owner: list[list[Tensor]] = [[] for _ in range(size)]
+    for x, owner in zip(tensors, owners, strict=True):
+        of_owner[owner].append(x)
+    return of_owner
+
+
 def _bytes(leaves: Sequence[Tensor]) -> int:
     return sum(x.numel() * x.element_size() for x in leaves)
 
@@ -140,8 +168,9 @@ def _exchange(
     """
     size, rank = axes.axis_size(axis), axes.own_rank(axis)
     with step_range(name):
+        leaves = [x for leaves in every for x in leaves]
         # by what all ranks own: one that owns nothing, and sends nothing, has to take the way of the others
-        way = messages.direct([x for leaves in every for x in leaves], axis)
+        way = messages.direct(leaves, axis)
         if way is not None:
             received = [
                 [*sent[r]] if r == rank else [memory_pool.empty(x.shape, x.dtype, x.device) for x in forms[r]]
@@ -150,14 +179,52 @@ def _exchange(
             contiguous = {p: [x.contiguous() for x in sent[p]] for p in way.peers}
             way.pass_rows(collective, contiguous, {p: received[p] for p in way.peers})
             return received
-        dtypes = {x.dtype for leaves in every for x in leaves}
+        dtypes = {x.dtype for x in leaves}
         dtype = dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        device = next((x.device for x in leaves if x.numel()), torch.device("cpu"))
+        if primitives.passes_parts(leaves, axis):
+            return _in_parts(sent, forms, dtype, device, axis, collective)
         lengths = [_bytes(leaves) // dtype.itemsize for leaves in forms]
         longest = max(map(_bytes, every)) // dtype.itemsize
-        device = next((x.device for leaves in every for x in leaves if x.numel()), torch.device("cpu"))
         rows = [messages.joined(leaves, dtype, device) for leaves in sent]
         arrived = primitives.exchange_ragged(rows, lengths, longest, axis, collective)
         return [messages.apart(row, leaves) for row, leaves in zip(arrived, forms, strict=True)]
+
+
+def _in_parts(
+    sent: Sequence[Sequence[Tensor]], forms: Sequence[Sequence[Tensor]], dtype: torch.dtype, device: torch.device,
+    axis: str, collective: Collective,
+) -> list[list[Tensor]]:  # fmt: skip
+    """Do what `_exchange` does, without a message as long as all tensors together: large ones stay where they lie.
+
+    Args: dtype: of the messages that small ones are joined in.
+    """
+    rank, received = axes.own_rank(axis), [[*leaves] for leaves in forms]
+    received[rank] = [*sent[rank]]
+    peers = [r for r in range(len(sent)) if r != rank]
+    joined: dict[int, Tensor] = {}
+    for leaves in (sent[p] for p in peers):
+        if id(leaves) not in joined:  # mostly, all ranks get the same
+            joined[id(leaves)] = messages.joined(_small(leaves), dtype, device)
+    sends = {p: [joined[id(sent[p])], *(x.contiguous() for x in sent[p] if _is_large(x))] for p in peers}
+    receives = {}
+    for p in peers:
+        message = torch.empty(_bytes(_small(forms[p])) // dtype.itemsize, dtype=dtype, device=device)
+        large = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in forms[p] if _is_large(x)]
+        receives[p] = [message, *large]
+    primitives.pass_parts(sends, receives, axis, collective)
+    for p, (message, *large_ones) in receives.items():
+        large, small = iter(large_ones), iter(messages.apart(message, _small(forms[p])))
+        received[p] = [next(large if _is_large(x) else small) for x in forms[p]]
+    return received
+
+
+def _is_large(x: Tensor) -> bool:
+    return x.numel() * x.element_size() >= LARGE
+
+
+def _small(leaves: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x in leaves if not _is_large(x)]
 
 
 def _simulated(items: Sequence[Tree], axis: str, collective: Collective) -> list[Tree]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -280,6 +280,36 @@ def exchange_ragged(
         raise_if_lost(error, collective, transport)
         raise
     return [*out.split(list(lengths))]
+
+
+def passes_parts(tensors: Sequence[Tensor], axis: str) -> bool:
+    """Return whether `pass_parts` carries tensors like these: on a device, with numbers that can be sent now."""
+    is_host = {x.device.type for x in tensors} <= {"cpu"}
+    return not is_host and axes.resolve(axis).transport not in registered and is_concrete(*tensors)
+
+
+def pass_parts(
+    sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], axis: str, collective: str
+) -> None:
+    """Send tensors to other ranks and fill tensors from them, as one call of the device's library.
+
+    Args: sends, receives: rank -> contiguous tensors, in the order in which that rank receives, or sends, them; empty
+        ones are left out. All ranks of the axis have to call it. collective: as which it is counted.
+    Raises: as `all_to_all`.
+    """
+    transport = axes.resolve(axis).transport
+    record(axis, collective, sum([x.nbytes for parts in sends.values() for x in parts]))
+    group, calls = group_of(transport), []
+    for call, of_ranks in ((dist.isend, sends), (dist.irecv, receives)):
+        for rank, parts in of_ranks.items():
+            peer = dist.get_global_rank(group, rank)
+            calls += [dist.P2POp(call, x, peer, group) for x in parts if x.numel()]
+    try:
+        for work in dist.batch_isend_irecv(calls) if calls else ():
+            _finish(work, calls[0].tensor, transport)
+    except RuntimeError as error:
+        raise_if_lost(error, collective, transport)
+        raise
 
 
 def gather_simulated(x: Tensor, axis: str, collective: str, length: int) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -36,6 +36,20 @@ def assumed() -> Iterator[list[Tensor]]:
     before, _here.flags = _here.flags, []
     try:
         yield _here.flags
+    finally:
+        _here.flags = before
+
+
+def unassumed() -> AbstractContextManager[None]:
+    """Take no flag to be true inside of this context: what one rank alone sees there, the others have to hear of."""
+    return nullcontext() if torch.compiler.is_compiling() else _unassumed()  # a compiler sees no thread's own values
+
+
+@contextmanager
+def _unassumed() -> Iterator[None]:
+    before, _here.flags = _here.flags, None
+    try:
+        yield
     finally:
         _here.flags = before
 

@@ -133,12 +133,15 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
         fine = found_alike(fine, axes) if axes else fine
         return moves, state._replace(inner=inner_state, fine=fine)
 
-    def local(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[Tree, AverageParamsState]:
-        check_state(state, AverageParamsState)
-        check_params(params)
-        moves, inner_state, ok = taken_alone(inner_update, updates, state.inner, params, shards)
-        dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
-        return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
+    def alone_by(update: UpdateFn) -> Step:
+        def local(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[Tree, AverageParamsState]:
+            check_state(state, AverageParamsState)
+            check_params(params)
+            moves, inner_state, ok = taken_alone(update, updates, state.inner, params, shards)
+            dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
+            return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
+
+        return Step(OuterLocal(update, alone_by), local)
 
     def averaged(number: int, params: Tree, state: AverageParamsState) -> tuple[Tree, AverageParamsState]:
         if number >= len(AVERAGED):
@@ -162,7 +165,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
     def exchange(round_: Round) -> UpdateFn:
         def update(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[NewParams, AverageParamsState]:
             _check_at_once(round_)
-            moves, state = local(updates, state, params)
+            moves, state = alone(updates, state, params)
             new, state = averaged(round_.begin or 0, apply_updates(params, moves), state)
             return NewParams(new), state
 
@@ -182,7 +185,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
             return alone
         return of_part(key) if isinstance(key, Part) else exchange(key)
 
-    alone = Step(OuterLocal(inner_update), local)
+    alone = alone_by(inner_update)
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
     facts = merged(Facts(local_params=True), facts_of(inner), facts_of(sync))
     rule = PlainWarmup(inner.warmup_update)

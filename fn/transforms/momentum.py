@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fn import tree
-from fn.base import ELEMENTWISE, Phase, Transform, UpdateFn, check_interval, check_state, lift, missing
+from fn.base import ELEMENTWISE, Phase, Step, Transform, UpdateFn, check_interval, check_state, lift, missing
 from fn.errors import expected
 from fn.kernels import rules
 from fn.roles import declare
@@ -20,6 +20,21 @@ class MomentumState(NamedTuple):
     """State of `trace` and `scale_by_lion`. mu: the momentum, the same on all ranks; float32 for half precision."""
 
     mu: Tree
+
+
+class Trace(NamedTuple):
+    """The rule of `trace`, with its arguments."""
+
+    decay: float
+    nesterov: bool
+
+    def moved(self, updates: Tree, mu: Tree, out: Tree | None = None) -> Tree:
+        """Return the next momentum. out: as for `leafwise.apply`."""
+        return apply(rules.plus, (updates, mu), self.decay, like=1, out=out)
+
+    def direction(self, updates: Tree, mu: Tree, out: Tree | None = None) -> Tree:
+        """Return what becomes of the updates. mu: the next momentum. out: as for `leafwise.apply`."""
+        return apply(rules.plus, (updates, mu), self.decay, like=1, out=out) if self.nesterov else mu
 
 
 def trace(decay: float, nesterov: bool = False) -> Transform:
@@ -47,14 +62,15 @@ def trace(decay: float, nesterov: bool = False) -> Transform:
     if not isinstance(nesterov, bool):
         raise TypeError(expected("nesterov", "True or False", f"{nesterov!r}"))
 
+    rule = Trace(decay, nesterov)
+
     def update(updates: Tree, state: MomentumState, params: Tree, /) -> tuple[Tree, MomentumState]:
         check_state(state, MomentumState)
         tree.check_updates(updates, state.mu)
-        mu = apply(rules.plus, (updates, state.mu), decay, like=1)
-        out = apply(rules.plus, (updates, mu), decay, like=1) if nesterov else mu
-        return out, MomentumState(mu)
+        mu = rule.moved(updates, state.mu)
+        return rule.direction(updates, mu), MomentumState(mu)
 
-    return lift(lambda params: MomentumState(zero_moments(params)), update, elementwise=True)
+    return lift(lambda params: MomentumState(zero_moments(params)), Step(rule, update), elementwise=True)
 
 
 @declare(rank_local=("mu",), first_moment=("mu",))

@@ -15,16 +15,20 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Facts, Transform, chain, check_number, lift
+from fn.base import Facts, Step, Transform, chain, check_number, lift
+from fn.collectives.primitives import is_recorded
 from fn.errors import expected
+from fn.kernels import rules
+from fn.kernels.lists import elementwise
+from fn.kernels.tracing import is_concrete
 from fn.transforms.momentum import trace
 
 Tree = Any
 Triple = tuple[float, float, float]
 Scale = Literal["spectral_norm", "rms_norm", "max"] | None
 
-BATCH = 1 << 25
-"""Numbers of a batch, at most; a matrix that is larger is a batch of its own. 128 MiB in float32."""
+BATCH = 1 << 26
+"""Numbers of a batch, at most; a matrix that is larger is a batch of its own. 256 MiB in float32."""
 
 _SAFETY = 1.02
 _POLAR_EXPRESS = (
@@ -145,10 +149,9 @@ def orthogonalize(
         return ()
 
     def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        leaves, structure = tree.flatten(updates)
-        return tree.unflatten(structure, orthogonal(leaves, rule)), state
+        return rule.applied(updates, params), state
 
-    return lift(init, update)._replace(facts=Facts(whole=("orthogonalize",)))
+    return lift(init, Step(rule, update))._replace(facts=Facts(whole=("orthogonalize",)))
 
 
 class NewtonSchulz(NamedTuple):
@@ -158,6 +161,11 @@ class NewtonSchulz(NamedTuple):
     eps: float
     scale: Scale
     dtype: torch.dtype | None
+
+    def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
+        """Return what becomes of the updates. out: the updates themselves, to write into them."""
+        leaves, structure = tree.flatten(updates)
+        return tree.unflatten(structure, orthogonal(leaves, self, in_place=out is not None))
 
 
 FACTORS: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(
@@ -171,12 +179,18 @@ FACTORS: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(
 """Scale -> what a matrix of so many rows and columns is multiplied by."""
 
 
-def orthogonal(matrices: Sequence[Tensor], rule: NewtonSchulz) -> list[Tensor]:
-    """Return what `orthogonalize` makes of these, each in its own shape and dtype. Equal shapes make one batch."""
-    made: dict[int, Tensor] = {}
-    for places in batches([(z.shape, z.dtype, z.device) for z in matrices]):
-        made.update(zip(places, _of_a_shape([matrices[i] for i in places], rule), strict=True))
-    return [made[i] for i in range(len(matrices))]
+def orthogonal(matrices: Sequence[Tensor], rule: NewtonSchulz, *, in_place: bool = False) -> list[Tensor]:
+    """Return what `orthogonalize` makes of these, each in its own shape and dtype. Equal shapes make one batch.
+
+    Args: in_place: write over the matrices, in place of new memory.
+    """
+    made = [z if in_place or z.numel() else z.new_empty(z.shape) for z in matrices]
+    full = [i for i, z in enumerate(matrices) if z.numel()]  # those that other ranks own have no elements
+    for places in batches([(matrices[i].shape, matrices[i].dtype, matrices[i].device) for i in full]):
+        some = [matrices[full[k]] for k in places]
+        for k, x in zip(places, _of_a_shape(some, rule, some if in_place else None), strict=True):
+            made[full[k]] = x
+    return made
 
 
 def batches(kinds: Iterable[tuple[torch.Size, torch.dtype, torch.device]]) -> list[list[int]]:
@@ -196,17 +210,21 @@ def batches(kinds: Iterable[tuple[torch.Size, torch.dtype, torch.device]]) -> li
     return made
 
 
-def _of_a_shape(matrices: Sequence[Tensor], rule: NewtonSchulz) -> tuple[Tensor, ...]:
+def _of_a_shape(matrices: Sequence[Tensor], rule: NewtonSchulz, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
     shape, dtype = matrices[0].shape, matrices[0].dtype
     x = torch.stack([*matrices]).flatten(2).to(rule.dtype or dtype)  # (b, m, n)
     rows, columns = x.shape[1:]
-    x = x / (torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + rule.eps)
+    norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + rule.eps
+    x = x.div_(norms) if is_concrete(x) and not is_recorded([x]) else x / norms
     for a, b, c in rule.triples:  # X X^T of the smaller side: p(X X^T) X is X p(X^T X)
         gram = torch.bmm(*((x, x.mT) if rows <= columns else (x.mT, x)))
         powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, *((powers, x) if rows <= columns else (x, powers)), beta=a)
-    x = (x * FACTORS[rule.scale](rows, columns)).to(dtype).view(len(matrices), *shape)
-    return torch.unbind(x)
+    factor = FACTORS[rule.scale](rows, columns)
+    if out is not None:
+        made: list[Tensor] = elementwise(rules.scaled, (x.view(len(matrices), *shape).unbind(),), factor, out=[out])
+        return made
+    return (x * factor).to(dtype).view(len(matrices), *shape).unbind()
 
 
 def _triples(coefficients: str | Sequence[Triple]) -> tuple[Triple, ...]:

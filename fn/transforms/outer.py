@@ -109,9 +109,13 @@ class PlainWarmup(NamedTuple):
 
 
 class OuterLocal(NamedTuple):
-    """The rule of a local step, which is left out if it is not finite. inner: the inner optimizer's update."""
+    """The rule of a local step, which is left out if it is not finite.
+
+    inner: the inner optimizer's update. of: makes the same step of another update of the inner optimizer.
+    """
 
     inner: UpdateFn
+    of: Callable[[UpdateFn], Step]
 
 
 def outer(
@@ -222,11 +226,14 @@ def outer(
         anchor = tree.map(lambda x: found_alike(x, axes), anchor) if axes else anchor
         return moves, state._replace(inner=inner_state, anchor=anchor)
 
-    def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
-        updates, params = check_arguments(updates, state, params, OuterState, "anchor")
-        moves, inner_state, ok = taken_alone(inner_update, updates, state.inner, params, shards)
-        dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
-        return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
+    def alone_by(update: UpdateFn) -> Step:
+        def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
+            updates, params = check_arguments(updates, state, params, OuterState, "anchor")
+            moves, inner_state, ok = taken_alone(update, updates, state.inner, params, shards)
+            dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
+            return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
+
+        return Step(OuterLocal(update, alone_by), local)
 
     def difference(places: Sequence[int], params: list[Tensor], state: OuterState, fragment: int) -> OuterState:
         """Keep this rank's pseudo-gradient, anchor - params, where the mean belongs."""
@@ -318,7 +325,7 @@ def outer(
 
     def exchange(round_: Round) -> UpdateFn:
         def update(updates: Tree, state: OuterState, params: Tree, /) -> tuple[NewParams, OuterState]:
-            moves, state = local(updates, state, params)
+            moves, state = alone(updates, state, params)
             params = apply_updates(tree.in_order(params, state.anchor, "params"), moves)
             for part in round_.exchange:
                 params, state = take_part(part, params, state)
@@ -340,7 +347,7 @@ def outer(
             return alone
         return of_part(key) if isinstance(key, Part) else exchange(key)
 
-    alone = Step(OuterLocal(inner_update), local)
+    alone = alone_by(inner_update)
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
     facts = merged(Facts(local_params=True), *map(facts_of, (inner, outer_tx, sync)))
     together = Step(OuterWarmup(inner.warmup_update), warmup, lambda state, read: check_alike(read(state.alone)))

@@ -29,6 +29,7 @@ from fn import tree
 from fn.base import (
     Facts,
     Phase,
+    Step,
     Transform,
     UpdateFn,
     check_is_transform,
@@ -44,10 +45,14 @@ from fn.collectives.agreement import check_agreement, describe, describe_leaves,
 from fn.collectives.axis import axis_size
 from fn.collectives.codecs.codec import Codec, identity, mean_of_rows
 from fn.collectives.compressed import ErrorFeedbackState, check_vector, encode
-from fn.collectives.feedback import Feedback, classic, off
+from fn.collectives.feedback import Feedback, Off, classic, off
 from fn.collectives.hierarchy import Hop, hops
-from fn.collectives.owners import from_owners, to_owners
+from fn.collectives.owners import columns_to_owners, from_owners, to_owners
+from fn.collectives.primitives import is_recorded
+from fn.compiling import own_code
 from fn.errors import expected
+from fn.kernels import flags, rules
+from fn.kernels.lists import elementwise
 from fn.kernels.tracing import cached_plan, is_concrete
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
@@ -74,6 +79,13 @@ class OwnedState(NamedTuple):
     errors: ErrorFeedbackState
     back: tuple[Tree, ...]
     owners: Tensor
+
+
+class Owned(NamedTuple):
+    """The rule of a step of `owned`. inner: the inner update. of: makes the same step of another inner update."""
+
+    inner: UpdateFn
+    of: Callable[[UpdateFn], Step]
 
 
 def owned(
@@ -117,8 +129,8 @@ def owned(
             owner has a batch of them.
     Returns: a transform with a warm-up and a compressed phase and an `OwnedState`.
     Raises: ValueError if inner communicates over `axis`, needs all tensors (see `fn.Facts`), has rounds or lets each
-        rank go to params of its own; TypeError for an axis that is no name; from init, if the ranks disagree; from the
-        update, if the state belongs to other params or another number of ranks.
+        rank go to params of its own; TypeError for an axis that is no name, and from init for DTensors; from init, if
+        the ranks disagree; from the update, if the state belongs to other params or another number of ranks.
 
     Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.1, by tensors in place of pieces.
     Differs: an owner has whole tensors, so that shares are as equal as costs of tensors allow; a tensor that is larger
@@ -140,6 +152,7 @@ def owned(
 
     def init(params: Tree) -> OwnedState:
         tree.check_real(params, "params")
+        _check_whole(params)
         params = tree.map(Tensor.detach, params)
         leaves, structure = tree.flatten(params)
         owners = plan(params, axis_size(axis), cost)
@@ -157,33 +170,37 @@ def owned(
 
     def step(phase: Phase) -> UpdateFn:
         inner_phase = phase if has_phase(inner, phase) else Phase.WARMUP
-        move: UpdateFn = getattr(inner, f"{inner_phase.value}_update")
 
-        def update(updates: Tree, state: OwnedState, params: Tree, /) -> tuple[Tree, OwnedState]:
-            check_state(state, OwnedState)
-            check_params(params)
-            tree.check_updates(updates, params)
-            leaves, structure = tree.flatten(params)
-            grads = tree.leaves(tree.in_order(updates, params, "updates"))
-            owners = plan(params, axis_size(axis), cost)
-            check_owners(state, owners)
-            codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
-            worker, of_owners = state.errors.worker, state.back
-            if codes and not there.exact:
-                means, worker = _means_in_codes(grads, worker, owners, there)
-            else:
-                means = _exact_means(grads, owners, axis)
-            own_params = tree.unflatten(structure, _own(leaves, owners, axis))
-            moves, inside = move(tree.unflatten(structure, means), state.inner, own_params)
-            moves, inside = show_failures(moves, state.inner, inside)
-            if codes and not back.exact:
-                found, of_owners = _updates_in_codes(tree.leaves(moves), leaves, of_owners, owners, back)
-            else:
-                found = _exact_updates(tree.leaves(moves), leaves, owners, axis)
-            errors = state.errors._replace(worker=worker)
-            return tree.unflatten(structure, found), OwnedState(inside, errors, of_owners, state.owners)
+        def by(move: UpdateFn) -> Step:
+            def update(updates: Tree, state: OwnedState, params: Tree, /) -> tuple[Tree, OwnedState]:
+                check_state(state, OwnedState)
+                check_params(params)
+                tree.check_updates(updates, params)
+                leaves, structure = tree.flatten(params)
+                grads = tree.leaves(tree.in_order(updates, params, "updates"))
+                owners = plan(params, axis_size(axis), cost)
+                check_owners(state, owners)
+                codes = phase is Phase.COMPRESSED and axis_size(axis) > 1
+                worker, of_owners = state.errors.worker, state.back
+                if codes and not there.exact:
+                    means, worker = _means_in_codes(grads, worker, owners, there)
+                else:
+                    means = _exact_means(grads, owners, axis)
+                own_params = tree.unflatten(structure, _own(leaves, owners, axis))
+                with flags.unassumed():
+                    moves, inside = move(tree.unflatten(structure, means), state.inner, own_params)
+                    moves, inside = show_failures(moves, state.inner, inside)
+                del means  # before memory is taken for the updates of all tensors
+                if codes and not back.exact:
+                    found, of_owners = _updates_in_codes(tree.leaves(moves), leaves, of_owners, owners, back)
+                else:
+                    found = _exact_updates(tree.leaves(moves), leaves, owners, axis)
+                errors = state.errors._replace(worker=worker)
+                return tree.unflatten(structure, found), OwnedState(inside, errors, of_owners, state.owners)
 
-        return update
+            return Step(Owned(move, by), own_code(update))
+
+        return by(getattr(inner, f"{inner_phase.value}_update"))
 
     local = missing(Phase.LOCAL, "an optimizer of owned tensors")
     facts = merged(facts_of(inner), Facts((axis,), ("owned",)))
@@ -210,6 +227,15 @@ def _check_inner(inner: Any, axis: Any) -> None:
         )
         cure += "more than single tensors says so: link._replace(facts=fn.Facts(whole=('its name',)))"
         raise ValueError(expected("inner", "links that treat each tensor by itself", got, cure))
+
+
+def _check_whole(params: Tree) -> None:
+    """Refuse DTensors, of which a rank may have a part, while its owner would take it for the whole."""
+    for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
+        if hasattr(p, "device_mesh"):
+            got = f"a DTensor on {p.device_mesh}"
+            cure = "hand over p.full_tensor(), and the whole gradient in every step"
+            raise TypeError(expected("params", f"leaf {path or 'the root'!r} to be a whole tensor", got, cure))
 
 
 def newton_schulz_costs(params: Tree) -> Tree:
@@ -298,71 +324,115 @@ def rows_of(leaves: Sequence[Tensor], hop: Hop) -> list[Bucket]:
     return layouts.buckets(leaves, 1, hop.codec.align, "per_tensor")
 
 
-class _Parcel(NamedTuple):
-    """Tensors that travel as one vector. owner: the rank that owns them. places: among all leaves."""
-
-    owner: int
-    places: list[int]
-
-
-def _parcels(leaves: Sequence[Tensor], owners: Sequence[int]) -> list[_Parcel]:
-    kinds: dict[Any, list[int]] = {}
-    for i, (x, owner) in enumerate(zip(leaves, owners, strict=True)):
-        kinds.setdefault((owner, x.dtype, x.device), []).append(i)
-    return [_Parcel(owner, places) for (owner, *_), places in kinds.items()]
-
-
-def _cut(vector: Tensor, places: Sequence[int], like: Sequence[Tensor]) -> dict[int, Tensor]:
-    parts = vector.split([like[i].numel() for i in places])
-    return {i: part.view(like[i].shape) for i, part in zip(places, parts, strict=True)}
-
-
 def _exact_means(grads: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
     """Return the means of own tensors, float32 for half precision, and tensors without elements for those of others."""
-    parcels = _parcels(grads, owners)
-    items = [layouts.end_to_end([grads[i].reshape(-1) for i in parcel.places])[None] for parcel in parcels]
-    found: dict[int, Tensor] = {}
-    for parcel, rows in zip(parcels, to_owners(items, [parcel.owner for parcel in parcels], axis), strict=True):
-        if rows is not None:
-            found.update(_cut(mean_of_rows(identity(), rows), parcel.places, grads))
-    elsewhere = (_without_elements(g, wide(g.dtype)) for g in grads)
-    return _own([found.get(i, none) for i, none in enumerate(elsewhere)], owners, axis)
+    if axes.resolve(axis).transport == axes.SIMULATED:  # a vector for all, since vmap takes long for each call
+        buckets = layouts.buckets(grads, 1, 1, "flat")
+        rows = to_owners([layouts.join(grads, bucket)[None] for bucket in buckets], [0] * len(buckets), axis)
+        vectors = [mean_of_rows(identity(), some) for some in rows]
+        parts = [layouts.split(vector, bucket) for vector, bucket in zip(vectors, buckets, strict=True)]
+        places = [i for bucket in buckets for i in bucket.leaf_indices]
+        found = dict(zip(places, (x for some in parts for x in some), strict=True))
+        return _own([found[i] for i in range(len(grads))], owners, axis)
+    columns = columns_to_owners([g.contiguous() for g in grads], owners, axis)
+    own = axes.own_rank(axis) if is_concrete(*grads) and not is_recorded(grads) else None
+    means = iter(_means([x for x in columns if x is not None], own))
+    return [
+        _without_elements(g, wide(g.dtype)) if x is None else next(means) for x, g in zip(columns, grads, strict=True)
+    ]
+
+
+def _means(columns: Sequence[Sequence[Tensor]], own: int | None) -> list[Tensor]:
+    """Return the mean over the ranks of each tensor, as `mean_of_rows` adds them, float32 for half precision.
+
+    Args: columns: of each tensor those of all ranks. own: the rank whose tensors are this rank's gradients; those of
+        the others were received, and are written over. None: nothing is.
+    """
+    ranks = [*map(list, zip(*columns, strict=True))]
+    if not ranks:
+        return []
+    total = [x.to(wide(x.dtype)) for x in ranks[0]]
+    room = None if own is None or len(ranks) == 1 else ranks[1] if own == 0 else total
+    room = room if room and [x.dtype for x in room] == [x.dtype for x in total] else None
+    for row in ranks[1:]:
+        total = elementwise(rules.plus, (total, row), 1.0, out=None if room is None else [room])
+        room = None if own is None else total
+    made: list[Tensor] = elementwise(rules.scaled, (total,), 1.0 / len(ranks), out=None if room is None else [room])
+    return made
 
 
 def _means_in_codes(
     grads: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
     """Do what `_exact_means` does in codes; return the next errors, too."""
-    rows, items, after = rows_of(grads, hop), [], []
-    for row, error in zip(rows, errors, strict=True):
-        x = layouts.join(grads, row)
-        check_vector(x, error, hop.codec.align, "updates")
-        payload, error = encode(hop.for_rows(row.segments), hop.feedback, x.view(1, -1), error)
-        items.append(payload)
-        after.append(error)
-    means = []
-    for row, g, received in zip(rows, grads, to_owners(items, owners, hop.axis), strict=True):
-        if received is None:
-            means.append(_without_elements(g, wide(g.dtype)))
-        else:
-            (mean,) = layouts.split(mean_of_rows(hop.for_rows(row.segments), received), row)
-            means.append(mean.to(wide(g.dtype)))
-    return _own(means, owners, hop.axis), tuple(after)
+    buckets, items, after = _buckets(grads, grads, errors, owners, hop), [], [*errors]
+    for bucket in buckets:
+        items.append(_encoded(grads, after, bucket, hop, worker=True))
+    found: dict[int, Tensor] = {}
+    for bucket, received in zip(buckets, to_owners(items, _owners_of(buckets, owners), hop.axis), strict=True):
+        if received is not None:
+            means = layouts.split(mean_of_rows(hop.for_rows(bucket.segments), received), bucket)
+            found.update(zip(bucket.leaf_indices, means, strict=True))
+    made = [
+        found[i].to(wide(g.dtype)) if i in found else _without_elements(g, wide(g.dtype)) for i, g in enumerate(grads)
+    ]
+    return _own(made, owners, hop.axis), tuple(after)
+
+
+def _buckets(
+    leaves: Sequence[Tensor], like: Sequence[Tensor], errors: Sequence[Tree], owners: Sequence[int], hop: Hop
+) -> list[Bucket]:
+    """Return which tensors are encoded together: each alone; on a device, where a launch costs more, all of an owner.
+
+    Args: leaves: what is encoded. like: their shapes. The numbers are the same, since no scale crosses tensors. Errors
+        that are no vectors are not joined.
+    """
+    are_vectors = all(isinstance(e, Tensor) for e in errors) or isinstance(hop.feedback.rule, Off)
+    alike = all(len({(x.dtype, x.device) for x in tensors}) == 1 for tensors in (leaves, like))
+    if not (alike and are_vectors and _is_launched(leaves[0])):
+        return rows_of(like, hop)
+    buckets = []
+    for owner in sorted({*owners}):
+        places = [i for i, o in enumerate(owners) if o == owner]
+        (bucket,) = layouts.buckets([like[i] for i in places], 1, hop.codec.align, "flat")
+        buckets.append(bucket._replace(leaf_indices=tuple(places)))
+    return buckets
+
+
+def _is_launched(x: Tensor) -> bool:
+    return x.device.type != "cpu"
+
+
+def _owners_of(buckets: Sequence[Bucket], owners: Sequence[int]) -> list[int]:
+    return [owners[bucket.leaf_indices[0]] for bucket in buckets]
+
+
+def _encoded(leaves: Sequence[Tensor], errors: list[Tree], bucket: Bucket, hop: Hop, *, worker: bool) -> Tree:
+    """Return codes of the tensors of a bucket, and replace their errors by the next ones."""
+    places, x = bucket.leaf_indices, layouts.join(leaves, bucket)
+    are_joined = len(places) > 1 and isinstance(errors[places[0]], Tensor)
+    error = torch.cat([errors[i] for i in places]) if are_joined else errors[places[0]]
+    check_vector(x, error, hop.codec.align, "updates")
+    payload, error = encode(hop.for_rows(bucket.segments), hop.feedback, x.view(1, -1), error, worker=worker)
+    parts = error.split([*bucket.segments.widths]) if are_joined else [error] * len(places)
+    for i, part in zip(places, parts, strict=True):
+        errors[i] = part
+    return payload
 
 
 def _exact_updates(moves: Sequence[Tensor], like: Sequence[Tensor], owners: Sequence[int], axis: str) -> list[Tensor]:
     """Return the updates of all tensors. Args: moves: of own tensors. like: the params, for their shapes."""
-    parcels, simulated = _parcels(moves, owners), axes.resolve(axis).transport == axes.SIMULATED
-    here, items = None if simulated else axes.own_rank(axis), []
-    for owner, places in parcels:
-        if here is None or owner == here or axis_size(axis) == 1:
-            items.append(layouts.end_to_end([moves[i].reshape(-1) for i in places])[None])
+    simulated = axes.resolve(axis).transport == axes.SIMULATED
+    here = None if simulated or axis_size(axis) == 1 else axes.own_rank(axis)
+    forms: dict[Any, Tensor] = {}
+    items = []
+    for move, p, owner in zip(moves, like, owners, strict=True):
+        if here is None or owner == here:
+            items.append(move[None])
         else:
-            items.append(moves[places[0]].new_empty(1).expand(1, sum(like[i].numel() for i in places)))
-    found: dict[int, Tensor] = {}
-    for parcel, row in zip(parcels, from_owners(items, [parcel.owner for parcel in parcels], axis), strict=True):
-        found.update(_cut(row[0], parcel.places, like))
-    return [found[i] for i in range(len(like))]
+            form = forms.setdefault((move.dtype, move.device), move.new_empty(1))
+            items.append(form.expand(1, *p.shape))
+    return [row[0] for row in from_owners(items, owners, axis)]
 
 
 def _updates_in_codes(
@@ -370,21 +440,19 @@ def _updates_in_codes(
 ) -> tuple[list[Tensor], tuple[Tree, ...]]:
     """Do what `_exact_updates` does in codes; return the next errors, too."""
     here = None if axes.resolve(hop.axis).transport == axes.SIMULATED else axes.own_rank(hop.axis)
-    rows, items, after = rows_of(like, hop), [], [*errors]
-    for i, (row, move, owner) in enumerate(zip(rows, moves, owners, strict=True)):
-        codec, width = hop.for_rows(row.segments), row.segments.row_length
+    buckets, items, after = _buckets(moves, like, errors, owners, hop), [], [*errors]
+    of_buckets = _owners_of(buckets, owners)
+    for bucket, owner in zip(buckets, of_buckets, strict=True):
         if here is None or owner == here:
-            x = layouts.join(moves, row)
-            check_vector(x, errors[i], hop.codec.align, "updates")
-            payload, after[i] = encode(codec, hop.feedback, x.view(1, -1), errors[i], worker=False)
+            items.append(_encoded(moves, after, bucket, hop, worker=False))
         else:
-            payload = _form(codec, width, move.dtype, move.device)
-        items.append(payload)
-    found = []
-    for row, move, payload in zip(rows, moves, from_owners(items, owners, hop.axis), strict=True):
-        (whole,) = layouts.split(hop.for_rows(row.segments).decode(payload).reshape(-1), row)
-        found.append(whole.to(move.dtype))
-    return found, tuple(after)
+            move, codec = moves[bucket.leaf_indices[0]], hop.for_rows(bucket.segments)
+            items.append(_form(codec, bucket.segments.row_length, move.dtype, move.device))
+    found: dict[int, Tensor] = {}
+    for bucket, payload in zip(buckets, from_owners(items, of_buckets, hop.axis), strict=True):
+        parts = layouts.split(hop.for_rows(bucket.segments).decode(payload).reshape(-1), bucket)
+        found.update(zip(bucket.leaf_indices, parts, strict=True))
+    return [found[i].to(move.dtype) for i, move in enumerate(moves)], tuple(after)
 
 
 @cached_plan

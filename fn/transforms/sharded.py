@@ -57,11 +57,12 @@ from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
 from fn.collectives.messages import fill_rows, swap_rows
 from fn.collectives.primitives import all_gather, is_recorded
 from fn.errors import expected
-from fn.kernels import memory_pool
+from fn.kernels import flags, memory_pool, rules
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket, adjoin, end_to_end, join, split
+from fn.transforms.leafwise import apply
 from fn.transforms.resharding import Notes, Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
 from fn.transforms.skip_nonfinite import all_finite
 
@@ -285,8 +286,9 @@ def sharded(
                     owned.append(shard_of(leaves, bucket, index).to(shard.dtype))
                 else:
                     owned.append(saved if rules.gather is not None else followed(saved, leaves, bucket, index))
-            moves, inside = move(as_inner(structure, shards), state.inner, as_inner(structure, owned))
-            moves, inside = show_failures(moves, state.inner, inside)
+            with flags.unassumed():
+                moves, inside = move(as_inner(structure, shards), state.inner, as_inner(structure, owned))
+                moves, inside = show_failures(moves, state.inner, inside)
             new_leaves: dict[int, Tensor] = {}
             masters: list[Tree] = []
             for i, (bucket, moved, old) in enumerate(zip(plan, tree.leaves(moves), owned, strict=True)):
@@ -559,4 +561,5 @@ def show_failures(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:
     after = tree.unflatten(structure, kept)
     if is_concrete(ok) and ok.device.type == "cpu" and ok:
         return moves, after
-    return tree.map(lambda m: torch.where(ok, m, float("nan")), moves), after
+    factor = torch.where(ok, 1.0, math.nan).to(torch.float32)
+    return apply(rules.scaled, (moves,), factor), after

@@ -27,6 +27,7 @@ from fn import tree
 from fn.base import (
     Facts,
     Phase,
+    Step,
     Transform,
     UpdateFn,
     check_is_transform,
@@ -44,7 +45,9 @@ from fn.collectives.compressed import ErrorFeedbackState, check_vector, encode
 from fn.collectives.feedback import Feedback, classic, off
 from fn.collectives.hierarchy import Hop, hops
 from fn.collectives.owners import rows_from_owners, to_owners
+from fn.compiling import own_code
 from fn.errors import expected
+from fn.kernels import flags
 from fn.kernels.tracing import cached_plan
 from fn.transforms.masking import Labels
 from fn.transforms.owned import Costs, OwnedState, check_owners, plan
@@ -73,6 +76,12 @@ class Shards(NamedTuple):
         """Return those of some leaves."""
         shapes = None if self.shapes is None else tuple(self.shapes[i] for i in places)
         return Shards(self.axis, shapes, None if self.dims is None else tuple(self.dims[i] for i in places))
+
+
+class Unsharded(NamedTuple):
+    """The rule of a step of `unsharded`. axis: over which the tensors are divided."""
+
+    axis: str
 
 
 def unsharded(
@@ -167,13 +176,14 @@ def unsharded(
             own = _own(wholes, owners, axis)
             shapes = [x.new_full((), math.nan).expand(x.shape) for x in own]  # whoever uses numbers of params shows it
             inner_params = tree.unflatten(structure, shapes)
-            moves, inside = move(tree.unflatten(structure, own), state.inner, inner_params)
-            moves, inside = show_failures(moves, state.inner, inside)
+            with flags.unassumed():
+                moves, inside = move(tree.unflatten(structure, own), state.inner, inner_params)
+                moves, inside = show_failures(moves, state.inner, inside)
             found, server = _divided(tree.leaves(moves), leaves, cuts, owners, ways[1], state.errors.server)
             errors = ErrorFeedbackState(worker or state.errors.worker, server or state.errors.server)
             return tree.unflatten(structure, found), state._replace(inner=inside, errors=errors)
 
-        return update
+        return Step(Unsharded(axis), own_code(update))
 
     has_local = has_phase(inner, Phase.LOCAL)
     local = step(Phase.LOCAL) if has_local else missing(Phase.LOCAL, "a transform of whole tensors")

@@ -10,8 +10,10 @@ from torch import Tensor
 
 import fn
 from fn import Phase, tree
+from fn.adapters.optim.step import stage_purely
 from fn.inplace.memory import memory_of
 from fn.inplace.own_memory import in_own_memory
+from fn.kernels import flags
 from fn.transforms.decay_and_lr import Decay
 
 SHAPES = [(12, 8), (8, 12), (12, 8), (5,), (6, 3, 3, 3), (0, 4), ()]
@@ -99,3 +101,52 @@ def test_a_decay_writes_into_what_is_known_to_be_new(name, expected, monkeypatch
     tx, params = MAKES[name](), [x for x in tensors(0) if x.ndim > 1 and x.numel()] + tensors(0)[3:4] * (name == "dion")
     in_own_memory(tx.update(Phase.COMPRESSED))(params, tx.init(params), params)
     assert written == expected
+
+
+def muon(**hyper: Any) -> fn.Transform:
+    labels = lambda params: ["hidden" if p.ndim == 2 else "other" for p in params]  # noqa: E731
+    return fn.muon(0.1, owned=False, labels=labels, **hyper)
+
+
+LOCAL, WARMUP = fn.Round().local, Phase.WARMUP
+LATE: dict[str, tuple[Any, Any]] = {
+    "muon": (muon, WARMUP),
+    "muon without nesterov": (lambda: muon(nesterov=False), WARMUP),
+    "momentum": (lambda: fn.skip_nonfinite(fn.chain(fn.trace(0.9), fn.trace(0.5, True), TAIL[2])), WARMUP),
+    "muloco": (lambda: fn.muloco(0.1, axis="data"), LOCAL),
+    "local steps": (lambda: fn.skip_nonfinite(outer(fn.chain(fn.trace(0.9), fn.scale_by_learning_rate(1e5)))), LOCAL),
+}
+"""What makes them, and the phase: momenta of these are written late."""
+
+
+def outer(inner: fn.Transform) -> fn.Transform:
+    return fn.outer(inner, fn.scale_by_learning_rate(0.7), fn.compressed_average("data", fn.identity()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("make", "phase"), LATE.values(), ids=LATE)
+def test_a_momentum_that_is_written_late_is_the_pure_one(make: Any, phase: Any, dtype: torch.dtype) -> None:
+    """Also behind steps that are skipped, or left out by this rank alone: of NaN, and of updates that are too large."""
+    tx, params = make(), tensors(0, dtype)
+    update, state = tx.composed(phase), tx.init(params)
+    staged, live = [p.clone() for p in params], tree.map(torch.clone, state)
+    for t in range(5):
+        grads = tensors(100 * (t + 1), dtype)
+        if t == 2:
+            grads[0][0, 0] = torch.nan
+        if t == 3:
+            grads = [1e30 * g for g in grads]
+        late: list[Any] = []
+        with flags.assumed():
+            in_own_memory(update, late)(grads, live, staged)
+        assert late or t in (2, 3)
+        assert not late or t != 2
+        step = stage_purely(update, grads, live, staged)
+        if step.ok:
+            step.commit()
+        else:
+            live.skipped.add_(1)
+        moves, state = update(grads, state, params)
+        params = fn.apply_updates(params, moves)
+        for got, want in ((staged, params), (tree.leaves(live), tree.leaves(state))):
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

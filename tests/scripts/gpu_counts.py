@@ -42,7 +42,7 @@ from fn.inplace import sharded as sharded_in_place
 from fn.kernels import foreach, ops, reference, tracing
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks, ints, lamb, lists, signs, steps
-from fn.transforms import average, low_rank, sharded
+from fn.transforms import average, low_rank, owned, sharded
 
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
@@ -98,6 +98,7 @@ PARTS_OF_A_ROUND = {LOCAL_STEP: "local step", EXCHANGE: "exchange"}
 BOTH = ("local", "node")
 W, C, L = fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.LOCAL
 BF16, FP16 = torch.bfloat16, torch.float16
+INT8 = {"codec": fn.int8(), "gather": fn.int8()}
 CASES = [  # two param groups; so two of each collective
     Case("adamw", fn.adamw, W, Limits(100, 1, 2, 4)),
     Case("adamw", fn.adamw, W, Limits(40, 1, 1, 8), kind="clipped"),
@@ -129,7 +130,7 @@ CASES = [  # two param groups; so two of each collective
     Case("diloco", fn.diloco, EXCHANGE, Limits(500, 3, 5, 12.5)),
     Case("local_sgd", fn.local_sgd, LOCAL_STEP, Limits(200, 1, 0, 8.1)),
     Case("local_sgd", fn.local_sgd, EXCHANGE, Limits(500, 3, 5, 12.5)),
-    Case("muloco", fn.muloco, LOCAL_STEP, Limits(1050, 1, 0, 12.1)),
+    Case("muloco", fn.muloco, LOCAL_STEP, Limits(500, 1, 0, 4.9)),
     Case("muloco", fn.muloco, EXCHANGE, Limits(1500, 3, 5, 12.5)),
     Case("sparse_loco", fn.sparse_loco, LOCAL_STEP, Limits(50, 1, 0, 1)),
     Case("sparse_loco", fn.sparse_loco, EXCHANGE, Limits(2450, 3, 6, 23.1)),
@@ -137,6 +138,9 @@ CASES = [  # two param groups; so two of each collective
     Case("dion", fn.dion, C, Limits(600, 1, 2, 12), groups=1),
     Case("demo", fn.demo, C, Limits(1080, 1, 5, 18.6)),
     Case("ef21_sgdm", fn.ef21_sgdm, C, Limits(560, 1, 2, 16.1)),
+    Case("muon", fn.muon, W, Limits(160, 1, 2, 5.5), groups=1),
+    Case("muon in int8", partial(fn.muon, **INT8), C, Limits(210, 1, 2, 11.4), groups=1),
+    Case("muon, replicated", partial(fn.muon, owned=False), W, Limits(450, 1, 1, 8.9), groups=1),
     Case("lion_vote", fn.lion_vote, C, Limits(170, 1, 4, 20)),
     Case("signum_vote", fn.signum_vote, C, Limits(170, 1, 4, 20)),
 ]
@@ -278,6 +282,13 @@ def carry_sum(x: Tensor, transport: str) -> Tensor:
     return x
 
 
+def pass_parts(sends: Any, receives: Any, axis: str, collective: str) -> None:
+    """Count what is sent between tensors where they lie."""
+    for watch in watches:
+        watch.collectives += 1
+        watch.launches["collective"] += 1
+
+
 def pretend() -> None:
     """Let fake tensors pass for real ones, with the rows of Triton and torch; a kernel of Triton's is one launch."""
     table = sys.modules["fn.kernels.table"]
@@ -294,11 +305,12 @@ def pretend() -> None:
         table._accepted[op, NAME] = tuple(table.Cell(row.name, row.kernels[op]) for row in rows if op in row.kernels)
     tracing._PLAIN.add(FakeTensor)
     vars(primitives)["carry_sum"] = carry_sum
+    vars(primitives).update(passes_parts=lambda tensors, axis: True, pass_parts=pass_parts)
     vars(overlapped)["Threads"] = Now
     vars(tracing)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
     for module, check in ((training, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
                           (average, "check_agreement"), (low_rank, "check_agreement"),
-                          (sharded, "check_agreement"), (sharded, "check_shards"),
+                          (owned, "check_agreement"), (sharded, "check_agreement"), (sharded, "check_shards"),
                           (sharded_in_place, "check_shards")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None
     match.refusing = lambda update, stage: stage  # what it looks at are numbers of the state, which read as 0.5 here

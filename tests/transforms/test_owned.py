@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -15,7 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fn
 from fn import OwnedState, Phase, tree
 from fn.adapters.optim.consistency import owned_elsewhere
-from fn.collectives import messages
+from fn.collectives import messages, primitives
+from fn.collectives import owners as collectives_owners
+from fn.transforms import owned as transforms_owned
 from fn.transforms.owned import plan
 
 SHAPES = {
@@ -57,6 +61,10 @@ MAKES = {
     "few": lambda: fn.owned(inner(), "data", codec=fn.top_k(0.5), gather=fn.e3m0()),
     "no moments": lambda: fn.owned(fn.scale_by_learning_rate(0.05), "data"),
 }
+
+
+WAYS = ("tcp", "gloo", "device")
+"""Over connections of our own; over gloo; tensor by tensor and with codes that are joined, as on a device."""
 
 
 class World:
@@ -110,10 +118,13 @@ def test_what_is_not_delivered_is_kept_for_the_next_step() -> None:
         torch.testing.assert_close(total[name] + kept, given[name], rtol=1e-4, atol=1e-4)
 
 
-def on_real_ranks(name: str, tcp: bool, dtype: torch.dtype) -> tuple[list[Any], Any, dict[Any, int], int]:
+def on_real_ranks(name: str, way: str, dtype: torch.dtype) -> tuple[list[Any], Any, dict[Any, int], int]:
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("data",))
-    with fn.bind(mesh, tcp=tcp), fn.ledger() as sent:
+    as_device = mock.patch.multiple(transforms_owned, _is_launched=lambda x: True) if way == "device" else nullcontext()
+    in_parts = mock.patch.multiple(primitives, passes_parts=lambda *args: True) if way == "device" else nullcontext()
+    large = mock.patch.multiple(collectives_owners, LARGE=60)  # bytes: vectors are small, matrices large
+    with fn.bind(mesh, tcp=way == "tcp"), as_device, in_parts, large, fn.ledger() as sent:
         tx, params, found = MAKES[name](), start(dtype), []
         state = tx.init(params)
         before = dict(sent.sent)
@@ -127,14 +138,15 @@ def on_real_ranks(name: str, tcp: bool, dtype: torch.dtype) -> tuple[list[Any], 
 
 def all_ways(world: int) -> dict[Any, Any]:
     """Return what `on_real_ranks` returns in each way."""
-    ways = [(name, tcp, torch.float32) for name in MAKES for tcp in (True, False)]
-    ways += [("int8 both ways", True, torch.bfloat16), *(("no moments", tcp, torch.bfloat16) for tcp in (True, False))]
+    ways = [(name, way, torch.float32) for name in MAKES for way in WAYS]
+    ways += [("int8 both ways", way, torch.bfloat16) for way in ("tcp", "device")]
+    ways += [("no moments", way, torch.bfloat16) for way in WAYS]
     return {way: on_real_ranks(*way) for way in ways}
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_real_ranks_take_the_steps_of_simulated_ones(world: int) -> None:
-    """Over connections of our own and over gloo: params to the bit, states of own tensors, and bytes in the mean."""
+    """By each of `WAYS`: params to the bit, states of own tensors, and bytes in the mean."""
     of_ranks = ranks.run(world, all_ways, world)
     for way in of_ranks[0]:
         name, _, dtype = way

@@ -188,8 +188,9 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree, *, ex
     params = tree.map(Tensor.detach, params)
     check_apart(state, params)
     pure = original(update.pure if isinstance(update, InPlace) else update)
+    late: list[Callable[[], None]] = []
     with nullcontext(list[Tensor]()) if exactly else flags.assumed() as assumed:
-        moves, after = checked(pure if exactly else in_own_memory(pure))(grads, state, params)
+        moves, after = checked(pure if exactly else in_own_memory(pure, late))(grads, state, params)
     is_old = among(tree.leaves(state))
     moves = tree.map(lambda u: u.clone() if is_old(u) else u, moves)
     taken = after.skipped is state.skipped or after.skipped == state.skipped
@@ -198,6 +199,8 @@ def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree, *, ex
     write_state = written_into(state, after._replace(skipped=state.skipped))
 
     def commit() -> None:
+        for write in late:
+            write()
         write_state()
         move(params, moves)
 

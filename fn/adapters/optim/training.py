@@ -344,7 +344,9 @@ class Training:
             text = "needs a transform whose state has a second moment; a state of your own names it in its `roles`"
             raise ValueError(f"schedule: freeze_when_stable {text}")
         if any(dim == 0 for dims in roles.find(rank_dims(self.states), "second_moment") for dim in tree.leaves(dims)):
-            raise ValueError("schedule: freeze_when_stable needs a second moment that all ranks hold; this is sharded")
+            wanted = "a second moment that all ranks hold, since freeze_when_stable compares its norm"
+            got = "one of which each rank has a part, of its shards or of the tensors that it owns"
+            raise ValueError(expected("schedule", wanted, got, "use fn.freeze_after(step)"))
         leaves = [leaf for nu in moments for leaf in tree.leaves(nu)]
         norms = torch._foreach_norm(leaves, 1, dtype=torch.float64) if leaves else []
         return float(torch.stack([norm.to(norms[0].device) for norm in norms]).sum()) if norms else 0.0

@@ -52,6 +52,9 @@ logger = logging.getLogger("fn")
 WAKE = 1 << 19
 """Bytes that must have come before a waiting rank is woken, unless fewer are missing: whole messages of codes."""
 
+PARTS = min(os.sysconf("SC_IOV_MAX"), 1024) if hasattr(os, "sysconf") else 16
+"""Tensors that a system call takes at most."""
+
 Rows = Mapping[int, Sequence[Tensor]]
 """Rank -> contiguous tensors on the host, which go to it or come from it."""
 
@@ -238,7 +241,7 @@ class _Flow:
     def _go(self, move: Callable[[Sequence[memoryview]], int]) -> None:
         """Let a system call move what is left, as far as it goes now."""
         try:
-            count = move(self._parts)
+            count = move(self._parts[:PARTS])
         except BlockingIOError:
             return
         except OSError as error:
@@ -246,13 +249,13 @@ class _Flow:
         if count == 0:
             raise RuntimeError(f"Connection closed by rank {self._peer}")
         self.left -= count
-        if self.left == 0:
-            self._parts = []
-        while count and self._parts:
-            taken = min(count, len(self._parts[0]))
-            count -= taken
-            rest = self._parts[0][taken:]
-            self._parts = [rest, *self._parts[1:]] if len(rest) else self._parts[1:]
+        gone = 0
+        while gone < len(self._parts) and count >= len(self._parts[gone]):
+            count -= len(self._parts[gone])
+            gone += 1
+        self._parts = self._parts[gone:]
+        if self._parts:
+            self._parts[0] = self._parts[0][count:]
 
 
 def _bytes_of_rows(rows: Rows) -> dict[int, list[memoryview]]:
