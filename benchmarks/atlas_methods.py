@@ -193,6 +193,10 @@ METHODS = {
         "sparse", partial(fn.ef21_muon, labels=labels, weight_decay=0.1), first(1), ADAM_RATE, "k = 1/20", "ef21_muon",
         tasks=NOT_YET,
     ),
+    "dion2": Method(
+        "low rank", partial(fn.dion2, labels=labels, scale="rms_norm", **ADAM), first(0), ADAM_RATE, "1/4 of the rows",
+        "dion2, rows 1/4", tasks=NOT_YET,
+    ),
     "lion": Method("exact", lion, never, LION_RATE, "float32", "adamw"),
     "lamb": Method("exact", partial(fn.lamb, **LAMB), never, LAMB_RATE, "float32", "adamw"),
     "adamw, int8": Method(

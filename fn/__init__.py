@@ -26,7 +26,7 @@ from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon
-from fn.muon_variant_optimizers import ef21_muon, lion_muon, sign_muon
+from fn.muon_variant_optimizers import dion2, ef21_muon, lion_muon, sign_muon
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
@@ -36,6 +36,7 @@ from fn.transforms.average_params import average_params
 from fn.transforms.bases import dct, in_basis, tiles
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.dion2 import scale_by_dion2
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.low_rank import LowRankState, low_rank_average
@@ -105,6 +106,7 @@ __all__ = [
     "differences",
     "diloco",
     "dion",
+    "dion2",
     "donate",
     "e3m0",
     "ef21_muon",
@@ -156,6 +158,7 @@ __all__ = [
     "running_sum",
     "scale",
     "scale_by_adam",
+    "scale_by_dion2",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_muon",

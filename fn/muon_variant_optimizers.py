@@ -15,8 +15,10 @@ from fn.collectives.codecs.codec import Codec
 from fn.collectives.codecs.top_k import top_k
 from fn.collectives.feedback import differences, off
 from fn.errors import expected
+from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
+from fn.transforms.dion2 import Side, scale_by_dion2
 from fn.transforms.lion import lion_direction
 from fn.transforms.masking import Labels, hidden_and_other, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum
@@ -235,6 +237,69 @@ def ef21_muon(
         local_momentum(eta), chain(mean, running_sum()), muon_step, sends, _named(labels, flatten),
         other_rate, weight_decay, lr, axis, "ef21_muon",
     )  # fmt: skip
+
+
+def dion2(
+    lr: float | Tensor = 0.02,
+    decay: float = 0.95,
+    weight_decay: float = 0.01,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-8,
+    *,
+    axis: AxisNames | None = None,
+    labels: Labels = None,
+    fraction: float = 0.25,
+    side: Side = "smaller",
+    blocks: int = 1,
+    other_rate: float = 1.0,
+    scale: Scale = "spectral_norm",
+    coefficients: str | Sequence[Triple] = "polar_express",
+    dtype: torch.dtype | None = None,
+    flatten: bool = False,
+) -> Transform:
+    """Dion2: Muon of the largest rows of each momentum, a fraction of them; only these travel. AdamW for other tensors.
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.dion2(0.05, axis="data", fraction=0.5), fn.freeze_after(0)
+        >>> def train(target):                # of each rank; the best p is their mean
+        ...     p = torch.zeros(4, 3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> targets = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+        >>> best, p = targets.mean(0), fn.simulate(train, "data", 2)(targets)[0]
+        >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
+        0.450 -> 0.017
+
+    Args:
+        lr: of matrices, a float or a 0-d tensor; with scale="rms_norm" a rate of AdamW fits. other_rate: of the others,
+            as a multiple of it.
+        decay, fraction, side, blocks: as for `scale_by_dion2`, whose equations these are. A fraction of 1 is Muon.
+        weight_decay: of all tensors, decoupled.
+        axis: the ranks that train together; None for none.
+        labels: which tensors are "hidden", Dion2's, and which "other", as for `muon`. Others are averaged exactly.
+        b1, b2: of AdamW, which moves the others. eps: of both.
+        scale, coefficients, dtype, flatten: as for `scale_by_muon`.
+    Returns: a transform with a warm-up, in which all rows arrive exactly, and a compressed phase; `freeze_after(n)` is
+        its schedule, and n may be 0.
+
+    Paper: Dion2: a simple method to shrink matrix in Muon (arXiv 2512.16928).
+    """
+    check_interval("other_rate", other_rate, "[0, inf)")
+    rows = scale_by_dion2(
+        axis, fraction, decay, side=side, blocks=blocks, eps=eps, scale=scale, coefficients=coefficients, dtype=dtype,
+        flatten=flatten,
+    )  # fmt: skip
+    shrink, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    exact = unfrozen(average(axis))
+    kinds = {
+        "muon": chain(rows, shrink, rate),
+        "other": chain(exact, scale_by_adam(b1, b2, eps), shrink, scale_by(other_rate), rate),
+    }
+    return _finished(partition(kinds, _named(labels, flatten)), axis, "dion2")
 
 
 def _check_sent(argument: str, value: str) -> None:

@@ -60,6 +60,7 @@ LINKS: dict[str, Make] = {
     "running_sum": lambda axis: fn.running_sum(),
     "scale": lambda axis: fn.scale(0.5),
     "scale_by_adam": lambda axis: fn.scale_by_adam(),
+    "scale_by_dion2": lambda axis: fn.mask(fn.scale_by_dion2(axis), [True, False]),
     "scale_by_learning_rate": lambda axis: fn.scale_by_learning_rate(0.1),
     "scale_by_lion": lambda axis: fn.scale_by_lion(),
     "scale_by_muon": lambda axis: fn.mask(fn.scale_by_muon(), [True, False]),
@@ -83,14 +84,14 @@ LINKS: dict[str, Make] = {
 
 WHOLE = {
     "apply_mask", "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "orthogonalize", "owned", "partition",
-    "scale_by_muon", "scale_by_onebit_lamb", "scale_by_shape", "scale_by_sign with noise", "scale_by_trust_ratio",
-    "a link that says nothing",
+    "scale_by_dion2", "scale_by_muon", "scale_by_onebit_lamb", "scale_by_shape", "scale_by_sign with noise",
+    "scale_by_trust_ratio", "a link that says nothing",
 }  # fmt: skip
 """Those that need whole tensors."""
 
 OVER_THE_AXIS = {
     "average", "average_params", "compressed_average", "low_rank_average", "outer", "own_anchors", "owned",
-    "pair_average", "sharded", "sparse_average",
+    "pair_average", "scale_by_dion2", "sharded", "sparse_average",
 }  # fmt: skip
 
 ROUNDS = {"average_params", "outer", "own_anchors"}
@@ -178,6 +179,8 @@ def test_in_a_mask_or_a_partition_it_is_what_it_is_on_these_leaves_alone(name):
     grads = [[g[0]] for g in GRADS]
     if name in ("orthogonalize", "scale_by_muon"):
         one = getattr(fn, name)
+    if name == "scale_by_dion2":
+        one = lambda: fn.scale_by_dion2("data")  # noqa: E731
     with fn.collectives.axis.Binding({"data": fn.collectives.axis.Axis(1, torch.tensor(0), "alone")}):
         wanted = updates_of(one(), [PARAMS[0]], grads)
         masked = updates_of(fn.mask(one(), [True, False]), PARAMS, GRADS)

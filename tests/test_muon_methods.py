@@ -23,6 +23,9 @@ MAKES = {
     "sign_muon, directions, no servers": partial(fn.sign_muon, votes="directions", servers=False),
     "ef21_muon": partial(fn.ef21_muon, codec=fn.top_k(0.2)),
     "ef21_muon, directions": partial(fn.ef21_muon, codec=fn.int8(), sends="directions"),
+    "dion2": fn.dion2,
+    "dion2, half of the rows in blocks": partial(fn.dion2, fraction=0.5, side="rows", blocks=2),
+    "dion2, columns of kernels": partial(fn.dion2, fraction=0.5, side="columns", flatten=True),
     "lion_muon, kernels": partial(fn.lion_muon, flatten=True),
 }
 each = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
@@ -185,6 +188,44 @@ def test_other_tensors_step_along_signs() -> None:
     assert long.square().mean().sqrt() == pytest.approx(0.02, rel=0.2)
 
 
+def test_all_ranks_choose_the_rows_whose_mean_size_is_largest() -> None:
+    """Row 0 cancels in the mean, where its size does not.
+
+    Differs: fn.transforms.dion2.scale_by_dion2: ranks send chosen rows of momenta of their own, and choose by the mean
+        of their sizes; in the authors' code they average all gradients first.
+    """
+    g = torch.tensor([[[9.0, 0.0], [1.0, 0.0], [0.0, 2.0]], [[-9.0, 0.0], [1.0, 0.0], [0.0, 2.0]]])
+    tx = fn.scale_by_dion2("data", 0.6, side="rows", scale=None)
+    for phase, rows in ((C, [0, 2]), (W, [1, 2])):
+        def on_rank(g: Tensor, phase: Phase = phase) -> tuple[Tensor, Any]:
+            return tx.update(phase)(g, tx.init(g), g)
+
+        u, state = fn.simulate(on_rank, "data", 2, out_dims=(None, 0))(g)
+        assert [i for i in range(3) if (state.mu[0, i] != (g if phase is C else g.mean(0, True))[0, i]).any()] == rows
+        assert u[rows[1], 1] == pytest.approx(1.0, abs=0.15)
+        torch.testing.assert_close(state.mu[:, 2], 0.95 * g[:, 2])
+
+
+def test_a_fraction_of_one_is_muon() -> None:
+    """Whose momentum then fades after it was used, not before."""
+    p = [normal(6, 5), normal(5, 8, seed=1)]
+    ours, theirs = fn.scale_by_dion2(None, 1.0), fn.scale_by_muon(coefficients="polar_express")
+    states = [ours.init(p), theirs.init(p)]
+    for t in range(3):
+        g = [normal(*x.shape, seed=t) for x in p]
+        found = []
+        for k, tx in enumerate((ours, theirs)):
+            u, states[k] = tx.local_update(g, states[k], p) if tx is theirs else tx.update(W)(g, states[k], p)
+            found.append(u)
+        torch.testing.assert_close(*found)
+
+
+def test_of_equal_rows_the_first_are_chosen_and_a_fraction_is_rounded_up() -> None:
+    tx, g = fn.scale_by_dion2(None, 0.3, side="rows"), torch.ones(4, 6)
+    u, _ = tx.update(W)(g, tx.init(g), g)
+    assert [bool(row.any()) for row in u] == [True, True, False, False]
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "match"),
     [
@@ -197,6 +238,12 @@ def test_other_tensors_step_along_signs() -> None:
         (lambda: fn.ef21_muon(axis="data", sends=1), ValueError, "sends: expected .momenta. or .directions."),
         (lambda: fn.ef21_muon(axis="data", eta=0.0), ValueError, "eta: expected"),
         (lambda: fn.ef21_muon(axis=("local", "node")), ValueError, "feedback: expected .* to have a single axis"),
+        (lambda: fn.dion2(fraction=0.0), ValueError, r"fraction: expected a number in \(0, 1\], but got 0.0"),
+        (lambda: fn.dion2(decay=1.0), ValueError, "decay: expected"),
+        (lambda: fn.dion2(side="top"), ValueError, "side: expected 'smaller', 'rows' or 'columns', but got 'top'"),
+        (lambda: fn.dion2(blocks=0), ValueError, "blocks: expected a whole number of at least 1, but got 0"),
+        (lambda: fn.dion2(scale="rms"), ValueError, "scale: expected one of"),
+        (lambda: fn.scale_by_dion2(None).init([torch.ones(3)]), ValueError, "params: expected leaf '0' to be a matrix"),
         (lambda: fn.lion_muon(b1=1.0), ValueError, "b1: expected"),
     ],
 )

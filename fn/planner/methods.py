@@ -205,6 +205,7 @@ def rows(
     of_demo, of_sparse = (default if density is None else max(1, round(density * TILE**2)) for default in (32, 128))
     cosines = partial(traffic.in_basis, basis=DCT, codec_of=partial(kept_of_demo, kept=of_demo))
     largest = partial(traffic.in_basis, basis=TILES, codec_of=partial(kept_of_sparse_loco, kept=of_sparse))
+    largest_rows = partial(traffic.largest_rows, fraction=0.25)
     rare = partial(Row, interval=interval)
     round_ = partial(Row, interval=local_steps, local=True, passes=EXCHANGE)
     without = passes_without_servers
@@ -237,6 +238,7 @@ def rows(
         ),
         Row("sign_muon", votes, 16, coded=24),
         Row("ef21_muon", partial(direct, codec=_top_k_once(more)), 96, two_level=False, fits=_can_be_searched),
+        Row("dion2, rows 1/4", partial(traffic.apart, hidden=largest_rows, other=exactly), 48),
         Row("lion_vote", votes, coded=24, alike=("signum_vote",)),
         Row("demo", cosines, 120),
         Row("ef21_sgdm", partial(direct, codec=_top_k_once(part)), 80, two_level=False, fits=_can_be_searched),

@@ -163,6 +163,16 @@ def apart(
     return [m for kind, send in zip(kinds, (hidden, other), strict=True) if kind.shapes for m in send(kind, ranks)]
 
 
+def largest_rows(shapes: Model, ranks: Ranks, fraction: float) -> list[Message]:
+    """Return what `fn.scale_by_dion2` sends of matrices: the sizes of all rows of the smaller side, and some rows."""
+    sizes, chosen = 0, 0
+    for shape in shapes.shapes:
+        rows, length = sorted(shape)
+        sizes, chosen = sizes + rows, chosen + math.ceil(round(fraction * rows, 6)) * length
+    width = max(4, shapes.width)  # momenta of half precision are float32
+    return [m for n in (sizes, chosen) if n for m in exact(Model(((n,),), width), ranks)]
+
+
 def sharded_momentum(shapes: Model, ranks: Ranks, codec: Codec) -> list[Message]:
     """Return a compressed all-reduce of the momentum, in float32, and an exact all-gather of the updates' shards."""
     wide = shapes._replace(width=max(4, shapes.width))

@@ -128,24 +128,12 @@ def orthogonalize(
 
     Args: as for `scale_by_muon`. Raises: as it.
     """
-    check_number("eps", eps)
-    if not 0 < eps < math.inf:
-        raise ValueError(expected("eps", "a positive number", f"{eps}"))
-    if scale not in tuple(FACTORS):
-        raise ValueError(expected("scale", f"one of {', '.join(map(repr, FACTORS))}", f"{scale!r}"))
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(expected("dtype", "a floating dtype, or None", f"{dtype}"))
+    rule = newton_schulz(eps, scale, coefficients, dtype)
     if not isinstance(flatten, bool):
         raise TypeError(expected("flatten", "True or False", f"{flatten!r}"))
-    rule = NewtonSchulz(_triples(coefficients), eps, scale, dtype)
 
     def init(params: Tree) -> Tree:
-        for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
-            if p.ndim != 2 and not (flatten and p.ndim > 2):
-                wanted, got = f"leaf {path or 'the root'!r} to be a matrix", f"shape {tuple(p.shape)}"
-                cure = "give it to another optimizer, with fn.partition"
-                cure += "; or pass flatten=True, if it maps all its dimensions but the first" if p.ndim > 2 else ""
-                raise ValueError(expected("params", wanted, got, cure))
+        check_matrices(params, flatten)
         return ()
 
     def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
@@ -166,6 +154,30 @@ class NewtonSchulz(NamedTuple):
         """Return what becomes of the updates. out: the updates themselves, to write into them."""
         leaves, structure = tree.flatten(updates)
         return tree.unflatten(structure, orthogonal(leaves, self, in_place=out is not None))
+
+
+def newton_schulz(
+    eps: float, scale: Scale, coefficients: str | Sequence[Triple], dtype: torch.dtype | None
+) -> NewtonSchulz:
+    """Return how matrices are made orthogonal. Args, Raises: as for `scale_by_muon`."""
+    check_number("eps", eps)
+    if not 0 < eps < math.inf:
+        raise ValueError(expected("eps", "a positive number", f"{eps}"))
+    if scale not in tuple(FACTORS):
+        raise ValueError(expected("scale", f"one of {', '.join(map(repr, FACTORS))}", f"{scale!r}"))
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise TypeError(expected("dtype", "a floating dtype, or None", f"{dtype}"))
+    return NewtonSchulz(_triples(coefficients), eps, scale, dtype)
+
+
+def check_matrices(params: Tree, flatten: bool) -> None:
+    """Refuse params that are no matrices, or cannot be taken as such, with a ValueError that names the leaf."""
+    for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
+        if p.ndim != 2 and not (flatten and p.ndim > 2):
+            wanted, got = f"leaf {path or 'the root'!r} to be a matrix", f"shape {tuple(p.shape)}"
+            cure = "give it to another optimizer, with fn.partition"
+            cure += "; or pass flatten=True, if it maps all its dimensions but the first" if p.ndim > 2 else ""
+            raise ValueError(expected("params", wanted, got, cure))
 
 
 FACTORS: Mapping[Scale, Callable[[int, int], float]] = MappingProxyType(

@@ -15,7 +15,7 @@ from torch import Tensor
 import fn
 from fn import Phase, roles
 
-METHODS = ("lion_muon", "sign_muon", "ef21_muon")
+METHODS = ("lion_muon", "sign_muon", "ef21_muon", "dion2")
 ROWS = {method: json.loads((FOLDER / f"index_{method}.json").read_text())["cases"] for method in METHODS}
 
 
@@ -154,3 +154,30 @@ def test_ef21_muon_follows_the_equations_of_its_paper(row: dict[str, Any]) -> No
         }.items():  # fmt: skip
             for i, x in enumerate(leaves):
                 case.hold(x, f"p{i}.{name}", t)
+
+
+@each_of("dion2")
+def test_dion2_follows_its_authors_code(row: dict[str, Any]) -> None:
+    """In the warm-up, in which rows are chosen as there; cut into shards, of which as many are chosen each, too.
+
+    Differs: fn.transforms.dion2.scale_by_dion2: ranks send chosen rows of momenta of their own, and choose by the mean
+        of their sizes; in the authors' code they average all gradients first.
+    """
+    case = loaded(row)
+    hyper, others, lr = case.hyper, case.places("adamw"), case.hyper["lr"]
+    in_shards = hyper["shard"] is not None
+    tx = fn.dion2(
+        lr, hyper["ef_decay"], hyper["weight_decay"], *hyper["betas"], hyper["eps"], axis="data", labels=labels(case),
+        fraction=hyper["fraction"], side="rows" if in_shards else "smaller",
+        blocks=case.world if in_shards and hyper["scope"] == "local" else 1, other_rate=hyper["scalar_lr"] / lr,
+        scale=hyper["adjust_lr"], coefficients=hyper["newton_schulz"],
+    )  # fmt: skip
+    for t, params, state in replayed(case, tx, lambda step: Phase.WARMUP):
+        rows = roles.find(state.inner["muon"], "first_moment")[0]
+        for i, p in enumerate(params):
+            case.hold(p, f"p{i}.param", t)
+        for i, m in zip(case.places("matrix"), rows, strict=True):
+            for of_rank in m:
+                case.hold(of_rank, f"p{i}.momentum", t)
+        for i, v in zip(others, roles.find(state, "second_moment")[0], strict=True):
+            case.hold(v, f"p{i}.variance", t)

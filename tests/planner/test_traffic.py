@@ -110,6 +110,7 @@ MAKES = {
     "lion_muon": [fn.lion_muon],
     "sign_muon": [fn.sign_muon],
     "ef21_muon": [fn.ef21_muon],
+    "dion2, rows 1/4": [fn.dion2],
     "lion_vote": [fn.lion_vote, fn.signum_vote],
     "demo": [fn.demo],
     "ef21_sgdm": [fn.ef21_sgdm],
