@@ -30,7 +30,7 @@ from fn.muon_variant_optimizers import dion2, ef21_muon, lion_muon, sign_muon
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
-from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
+from fn.transforms.adam import momentum_as_codes, momentum_as_floats, scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.average_params import average_params
 from fn.transforms.bases import dct, in_basis, tiles
@@ -132,6 +132,8 @@ __all__ = [
     "loco_adamw",
     "low_rank_average",
     "mask",
+    "momentum_as_codes",
+    "momentum_as_floats",
     "muloco",
     "muon",
     "no_loco",

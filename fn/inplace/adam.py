@@ -14,6 +14,7 @@ from fn.inplace.links import Descent
 from fn.inplace.protocol import WITH_FLOAT16, Eligibility, InPlace, number, write
 from fn.kernels import ops
 from fn.transforms.adam import Adam, AdamState, OnebitAdam, OnebitAdamState
+from fn.transforms.momentum_codes import MomentumCodes
 
 Tree = Any
 Moments = AdamState | OnebitAdamState
@@ -45,24 +46,31 @@ def compressed(rule: OnebitAdam, chain: MatchedChain) -> InPlace | str:
     """Return how a step of 1-bit Adam is staged, from the codes of the mean where they are signs by tensor.
 
     `stage` sends and receives; nothing is written until all ranks know that the mean is finite. `commit` decodes it
-    into the momentum and takes the step, in one pass.
+    into the momentum and takes the step, in one pass. A momentum that is kept as codes gets the codes.
     """
     average = average_of(rule.average)
     if isinstance(average, CodedAverage) and axis_size(average.rule.axis) == 1:
         average = None  # the momentum is its own mean
     eligible = Eligibility("adamw_" if average is None else "onebit_adam_", ("mu", "nu"), WITH_FLOAT16)
+    eligible_for_codes = Eligibility("momentum_recode", ("nu",), WITH_FLOAT16)
 
     def fits(updates: Tree, moments: OnebitAdamState, params: Tree) -> list[list[Tensor]] | None:
+        if isinstance(moments.mu, MomentumCodes):
+            lists = eligible_for_codes(updates, moments, params)
+            if lists is None or not rule.keep_zeros or not isinstance(average, CodedAverage):
+                return None
+            return lists if average.keeps(moments.mu, lists[0], moments.sync) else None
         lists = eligible(updates, moments, params)
         if lists is None or rule.keep_zeros:
             return lists
         return lists if isinstance(average, CodedAverage) and average.in_signs(lists[0], moments.sync) else None
 
     def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitAdamState, reach: Reach) -> Sized:
-        params, mu, nu = lists
+        params, *mus, nu = lists
+        mu, codes = (mus[0], None) if mus else ([], moments.mu)
         mean: Mean | None = None
         if average is not None:
-            mean = average.average_moments(moments.sync, mu, grads, rule.b1, moments.mu)
+            mean = average.average_moments(moments.sync, codes or mu, grads, rule.b1, moments.mu)
 
         def commit() -> None:
             count_step(moments, rule.b1)
@@ -71,7 +79,7 @@ def compressed(rule: OnebitAdam, chain: MatchedChain) -> InPlace | str:
             if mean is None:
                 ops.direct("adamw_", params, grads, mu, nu, rule.b1, 0.0, *descent, True)
             else:
-                mean.step(params, mu, nu, descent, keep_zeros=rule.keep_zeros)
+                mean.step(params, mu, nu, descent, keep_zeros=rule.keep_zeros, codes=codes)
                 mean.keep()
 
         return Sized(largest_of(grads if mean is None else mean.numbers, moments.step), commit)

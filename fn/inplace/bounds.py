@@ -307,7 +307,7 @@ def bounded(
         if not bounds.finite:
             updates = tree.map(lambda g: torch.full_like(g, math.nan), updates)  # for all ranks to see
         step_reach, lists = bounds.reach, bounds.lists
-        grads, keep_front = head.gradients(updates, state, params, moments.mu)
+        grads, keep_front = head.gradients(updates, state, params, moments.nu)
         size, write, otherwise = stage(grads, lists, moments, step_reach)
 
         def commit() -> None:
@@ -351,7 +351,8 @@ def _judged(size: Tensor, limit: float) -> tuple[bool | Tensor, bool | Tensor]:
 
 
 def _fields(link: Tree, names: Sequence[str]) -> list[Tensor]:
-    return [leaf for name in names for leaf in tree.leaves(getattr(link, name))]
+    leaves = [leaf for name in names for leaf in tree.leaves(getattr(link, name))]
+    return [leaf for leaf in leaves if leaf.is_floating_point()]  # of a momentum that is kept as codes: their scales
 
 
 _VERSION = attrgetter("_version")

@@ -16,7 +16,7 @@ from torch import Tensor
 from fn import tree
 from fn.base import Step, UpdateFn, links_of
 from fn.collectives import messages
-from fn.collectives.codecs.codec import Segments
+from fn.collectives.codecs.codec import Fused, Segments
 from fn.collectives.codecs.sign import SignPayload
 from fn.collectives.compressed import (
     ErrorFeedbackState,
@@ -36,6 +36,7 @@ from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import CompressedAverage
 from fn.transforms.flat_layout import Bucket
+from fn.transforms.momentum_codes import BYTE, MomentumCodes
 
 Tree = Any
 
@@ -64,23 +65,27 @@ class CodedMean(NamedTuple):
 
     def step(
         self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], descent: Sequence[float], *,
-        factor: float = 1.0, keep_zeros: bool = True, copies: Sequence[Tensor] = (),
+        factor: float = 1.0, keep_zeros: bool = True, copies: Sequence[Tensor] = (), codes: MomentumCodes | None = None,
     ) -> None:  # fmt: skip
         """Write factor times the mean into mu, and take the step of `onebit_adam_` from it.
 
         Args: descent: eps, weight decay, learning rate, the weights of the moments, max_step and max_momentum.
             keep_zeros: must be true where the mean is no codes. copies: into which the new params are copied, or none.
+            codes: where the momentum is kept in place of mu, which is then (); only with factor 1.
         """
-        for bucket, mean, _ in self.buckets:
-            p, m, v = lists = [[tensors[i] for i in bucket.leaf_indices] for tensors in (params, mu, nu)]
-            p_copies = [copies[i] for i in bucket.leaf_indices] if copies else []
+        for place, (bucket, mean, _) in enumerate(self.buckets):
+            lists = [[each[i] for i in bucket.leaf_indices] if each else [] for each in (params, mu, nu, copies)]
+            (p, m, v), p_copies = lists[:3], lists.pop()
             with step_range("decode and apply"):
                 if isinstance(mean, SignPayload):
                     rows = bucket.segments.valid.shape[0]
                     scales, bits = (t.unflatten(0, (rows, -1)) for t in mean)
-                    codes = bits, scales if factor == 1 else scales * factor
+                    mean_codes = bits, scales if factor == 1 else scales * factor
                     layout = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
-                    ops.direct("onebit_adam_", *lists, *codes, *layout, *descent, keep_zeros, p_copies)
+                    ops.direct("onebit_adam_", *lists, *mean_codes, *layout, *descent, keep_zeros, p_copies)
+                    if codes is not None:
+                        codes.bits[place].copy_(bits[:, 0])
+                        codes.scales[place].copy_(scales[:, 0])
                 else:
                     layouts.split_into(m, mean if factor == 1 else mean.mul_(factor), bucket)
                     apply_momentum(p, m, v, descent)
@@ -116,8 +121,8 @@ class BucketPlan(NamedTuple):
     """What the mean of a bucket needs in every step.
 
     errors: a worker's and a server's. ends: those of the last hop. segments: of the rows there. parts: what is averaged
-    exactly before, a bucket at a time. averages: of `collectives.codecs.codec.Fused`, None where the codes are not
-    signs by tensor.
+    exactly before, a bucket at a time. fused: the codec and its feedback in kernels, None where the codes are not signs
+    by tensor.
     """
 
     bucket: Bucket
@@ -125,7 +130,7 @@ class BucketPlan(NamedTuple):
     ends: tuple[Tree, Tree]
     segments: Segments
     parts: list[Bucket]
-    averages: Callable[..., tuple[Tree, Tree]] | None
+    fused: Fused | None
 
 
 class CodedAverage(NamedTuple):
@@ -153,25 +158,32 @@ class CodedAverage(NamedTuple):
             if not servers:
                 check_no_server(ends[1])
             by_tensor = not bucket.fused and (servers or not self.inner)
-            averages = self._averages(segments, *ends) if by_tensor else None
+            fused = self._fused(segments, *ends) if by_tensor else None
             parts = layouts.parts(bucket) if self.inner else [bucket]
-            plans.append(BucketPlan(bucket, (worker, server), ends, segments, parts, averages))
+            plans.append(BucketPlan(bucket, (worker, server), ends, segments, parts, fused))
         self.plans[:] = [(sync, plans)]
         return plans
 
-    def _averages(self, segments: Segments, worker: Tree, server: Tree) -> Callable[..., tuple[Tree, Tree]] | None:
-        """Return `averages` of the codec's kernels; None if they, or the servers', do not fit these errors."""
+    def _fused(self, segments: Segments, worker: Tree, server: Tree) -> Fused | None:
+        """Return the codec's kernels for averages; None if they, or the servers', do not fit these errors."""
         fused = fused_with(self.last.for_rows(segments), self.last.feedback)
         rows = _like(segments)
-        if fused is None or not fused.accepts(rows, worker):
+        if fused is None or fused.averages is None or not fused.accepts(rows, worker):
             return None
         if self.rule.servers and (fused.serve is None or not fused.accepts(rows[:1], server)):
             return None
-        return fused.averages
+        return fused
 
     def in_signs(self, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> bool:
         """Return whether all codes are signs by tensor."""
-        return all(plan.averages is not None for plan in self.plan(leaves, sync))
+        return all(plan.fused is not None for plan in self.plan(leaves, sync))
+
+    def keeps(self, codes: MomentumCodes, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> bool:
+        """Return whether a momentum is kept in the codes that come back from the servers."""
+        if self.inner or not self.rule.servers or not self.in_signs(leaves, sync):
+            return False
+        rows = [plan.bucket.segments for plan in self.plan(leaves, sync)]
+        return [x.shape for x in codes.bits] == [(len(r.valid), r.row_length // BYTE) for r in rows]
 
     def average_rows(
         self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor]
@@ -187,27 +199,44 @@ class CodedAverage(NamedTuple):
         return self._average(self.plan(leaves, sync), rows, encoded)
 
     def average_moments(
-        self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree = None
+        self,
+        sync: ErrorFeedbackState,
+        mu: list[Tensor] | MomentumCodes,
+        grads: list[Tensor],
+        decay: float,
+        params: Tree = None,
     ) -> CodedMean:
-        """Average decay * mu + (1 - decay) * grad. params: of no use here."""
+        """Average decay * mu + (1 - decay) * grad. mu: codes only if `keeps` says so. params: of no use here."""
+        if isinstance(mu, MomentumCodes):
+            buckets = zip(self.plan(grads, sync), mu.bits, mu.seen, mu.scales, strict=True)
+            messages_of = ((plan, self._encoded(plan, codes, grads, decay, coded=True)) for plan, *codes in buckets)
+            return CodedMean([self._of_codes(plan, *message) for plan, message in messages_of])
 
         def rows(bucket: Bucket) -> Tensor:
             return moving_averages(mu, grads, decay, bucket)
 
         def encoded(plan: BucketPlan) -> tuple[Tree, Tree]:
-            assert plan.averages is not None
-            lists = [mu[i] for i in plan.bucket.leaf_indices], [grads[i] for i in plan.bucket.leaf_indices]
-            with step_range("encode"):
-                count = plan.segments.valid.shape[0]
-                payload, worker = plan.averages(*lists, decay, error=plan.ends[0], rows=count)
-            if observed():  # the whole difference is the error, so what was encoded is the sum of the two
-                codec = self.last.for_rows(plan.segments)
-                kept = settle(codec, self.last.feedback, worker, _like(plan.segments))
-                observe_kept(kept)
-                observe_loss(codec.decode(payload).reshape(-1).add_(kept), kept)
-            return payload, worker
+            return self._encoded(plan, [[mu[i] for i in plan.bucket.leaf_indices]], grads, decay)
 
         return self.average_rows(mu, sync, rows) if self.inner else self._average(self.plan(mu, sync), rows, encoded)
+
+    def _encoded(
+        self, plan: BucketPlan, mu: Sequence[Any], grads: list[Tensor], decay: float, *, coded: bool = False
+    ) -> tuple[Tree, Tree]:
+        """Encode the moving averages of a bucket. Args: mu: what the kernel takes of it. coded: whether as codes."""
+        assert plan.fused is not None
+        kernel = plan.fused.recode if coded else plan.fused.averages
+        assert kernel is not None
+        fresh = [grads[i] for i in plan.bucket.leaf_indices]
+        with step_range("encode"):
+            count = plan.segments.valid.shape[0]
+            payload, worker = kernel(*mu, fresh, decay, error=plan.ends[0], rows=count)
+        if observed():  # the whole difference is the error, so what was encoded is the sum of the two
+            codec = self.last.for_rows(plan.segments)
+            kept = settle(codec, self.last.feedback, worker, _like(plan.segments))
+            observe_kept(kept)
+            observe_loss(codec.decode(payload).reshape(-1).add_(kept), kept)
+        return payload, worker
 
     def _average(
         self,
@@ -218,7 +247,7 @@ class CodedAverage(NamedTuple):
         """Average bucket by bucket. encoded: plan -> (payload, next error of the worker), for signs by tensor."""
         means = []
         for plan in plans:
-            vector = plan.averages is None
+            vector = plan.fused is None
             means.append(self._of_vector(plan, rows(plan.bucket)) if vector else self._of_codes(plan, *encoded(plan)))
         return CodedMean(means)
 
@@ -268,9 +297,10 @@ class PureMean(NamedTuple):
         return self.mean
 
     def step(
-        self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], descent: Sequence[float], *, keep_zeros: bool
-    ) -> None:
-        """Write the mean into mu, and take the step from it. keep_zeros: must be true."""
+        self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], descent: Sequence[float], *, keep_zeros: bool,
+        codes: None = None,
+    ) -> None:  # fmt: skip
+        """Write the mean into mu, and take the step from it. keep_zeros: must be true. codes: there are none."""
         torch._foreach_copy_(mu, self.mean)
         apply_momentum(params, mu, nu, descent)
 

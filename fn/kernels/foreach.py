@@ -94,6 +94,24 @@ def momentum_encode(
     return (x, *ops.direct("sign_encode_feedback_", x, buffer, sent, valid, runs))
 
 
+def momentum_recode(
+    bits: Tensor, seen: Tensor, scales: Tensor, grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor,
+    valid: Tensor, runs: Sequence[int],
+) -> Any:  # fmt: skip
+    """See `reference.momentum_recode`. The device's own `sign_decode` decodes."""
+    if not plain(grads, (scales, buffer, sent)):
+        return NotImplemented
+    mean = ops.direct("sign_decode", bits, scales, valid, runs)
+    above = ops.direct("sign_decode", seen, torch.ones_like(scales), valid, runs)
+    mean.masked_fill_(above <= 0.0, 0.0)
+    x = above.zero_()
+    fresh, places = paired_views([g.view(-1) for g in grads], x, widths_of(runs))
+    if places:
+        torch._foreach_copy_(places, fresh)
+    x.lerp_(mean, decay)
+    return (x, *ops.direct("sign_encode_feedback_", x, buffer, sent, valid, runs))
+
+
 def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
@@ -146,6 +164,7 @@ def onebit_adam_(
     """See `reference.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
     if not plain(params, mu, nu, (scales,), copies):
         return NotImplemented
+    mu = mu or [memory_pool.empty(v.shape, v.dtype, v.device) for v in nu]
     mean = ops.direct("sign_decode_mean", bits, scales, valid, runs)
     flats, pieces = paired_views([m.view(-1) for m in mu], mean, widths_of(runs))
     if flats:
@@ -463,7 +482,7 @@ def _counts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(sizes, dtype=torch.int64, device=device)
 
 
-EVERYWHERE = (momentum_rows, momentum_encode, quantize_feedback, onebit_adam_, adamw_)
+EVERYWHERE = (momentum_rows, momentum_encode, momentum_recode, quantize_feedback, onebit_adam_, adamw_)
 ON_ACCELERATORS = (
     elementwise_, sums_of_squares, drift, largest_magnitude, lamb_moments_, onebit_lamb_moments_, lamb_step_,
 )  # fmt: skip

@@ -32,6 +32,7 @@ _FLOATING = (
 )  # fmt: skip
 _INTEGERS = {
     "bits": (torch.uint8,),
+    "seen": (torch.uint8,),
     "valid": (torch.int64,),
     "error": (torch.int8,),
     "codes": (torch.uint8, torch.int8),
@@ -66,9 +67,10 @@ def check(name: str, args: Sequence[Any]) -> None:
     elif name == "elementwise_":
         _check_places(**named)
     elif name in ON_LISTS and "mu" in named:
-        sizes = [*map(Tensor.numel, named["mu"])]
-        for key in [key for key in _OF_MOMENTA if key in named]:
-            _check_sizes(key, named[key], sizes, "mu")
+        like = "nu" if name == "onebit_adam_" and not named["mu"] else "mu"  # which may be left out there
+        sizes = [*map(Tensor.numel, named[like])]
+        for key in [key for key in _OF_MOMENTA if key in named and (key, like) != ("mu", "nu")]:
+            _check_sizes(key, named[key], sizes, like)
         _check_copies(named.get("copies", ()), named.get("params", ()))
     for key in ("scaling", "rates"):
         if key in named and named[key].shape != (len(named["mu"]),):
@@ -143,7 +145,8 @@ def _check_lengths(named: dict[str, Any]) -> None:
     n, segments = _row_of(tuple(named["runs"]))
     if width == 4 and n % 2:
         raise ValueError(expected("runs", "an even number of elements, for codes of 4 bits", f"{n}"))
-    lengths = {"x": n, "b": n, "buffer": n, "error": n, "bits": bytes_for(n), "codes": n * width // 8}
+    lengths = {"x": n, "b": n, "buffer": n, "error": n, "codes": n * width // 8}
+    lengths |= dict.fromkeys(("bits", "seen"), bytes_for(n))
     lengths |= dict.fromkeys(("scales", "sent", "error_scales", "valid"), segments)
     for key, value in named.items():
         if key in lengths and (value.ndim < 2 or value.shape[-1] != lengths[key]):

@@ -335,6 +335,36 @@ def momentum_encode(
     return sign_encode_feedback(averages, buffer, sent, valid, runs)
 
 
+def momentum_recode(
+    bits: Tensor,
+    seen: Tensor,
+    scales: Tensor,
+    grads: Sequence[Tensor],
+    decay: float,
+    buffer: Tensor,
+    sent: Tensor,
+    valid: Tensor,
+    runs: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do what `momentum_encode` does for a momentum that is kept as codes, see `momentum_of_codes`.
+
+    Args: bits, seen, scales: as there; grads: S tensors; the rest, and the results, as for `momentum_encode`.
+    """
+    mu = tensors_of(momentum_of_codes(bits, seen, scales, valid, runs), grads, runs)
+    return momentum_encode(mu, grads, decay, buffer, sent, valid, runs)
+
+
+def momentum_of_codes(bits: Tensor, seen: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
+    """Return scale * sign where a second bit is 1, and zero elsewhere, as rows (R, n).
+
+    Args: bits, seen (R, ceil(n / 8)) uint8: signs, and whether the second moment is above zero; scales (R, S); valid,
+        runs: as for `sign_decode`.
+    """
+    above = torch.ops.fn.sign_decode(seen, torch.ones_like(scales), valid, runs)
+    rows: Tensor = rules.kept_at_zero(torch.ops.fn.sign_decode(bits, scales, valid, runs), above, 0.0, 0.0)
+    return rows
+
+
 def momentum_rows(
     mu: Sequence[Tensor],
     grads: Sequence[Tensor],
@@ -401,14 +431,15 @@ def onebit_adam_(
         mu <- held(mean_r D(codes_r)), 0 where nu = 0
         p <- p - lr (clamp((mu / w_mu) / (sqrt(nu / w_nu) + eps)) + weight_decay p)
 
-    Args: params, mu, nu: S tensors each; params and mu are written. bits (R, W, ceil(n / 8)), scales (R, W, S), valid,
-        runs: as for `reference.sign_decode_mean`; W is 1 for codes of the mean. mu_weight, nu_weight: w_mu, w_nu, 1
-        for no bias correction. max_step: the direction is `clamped` to it. max_momentum: the momentum is `held` where
-        its direction, without bias correction, is within it. Infinity for none of each. keep_zeros: without it, mu is
-        not masked. copies: S tensors into which the new params are copied, or none.
+    Args: params, mu, nu: S tensors each; params and mu are written. mu may be (), where it is kept as codes.
+        bits (R, W, ceil(n / 8)), scales (R, W, S), valid, runs: as for `reference.sign_decode_mean`; W is 1 for codes
+        of the mean. mu_weight, nu_weight: w_mu, w_nu, 1 for no bias correction. max_step: the direction is `clamped` to
+        it. max_momentum: the momentum is `held` where its direction, without bias correction, is within it. Infinity
+        for none of each. keep_zeros: without it, mu is not masked. copies: S tensors into which the new params are
+        copied, or none.
     """
     means = tensors_of(sign_decode_mean(bits, scales, valid, runs), params, runs)
-    for p, m, v, x in zip(params, mu, nu, means, strict=True):
+    for p, m, v, x in zip(params, mu or [*map(torch.empty_like, nu)], nu, means, strict=True):
         m.copy_(rules.held(rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x, v, eps, max_momentum))
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     for copy, p in zip(copies, params, strict=bool(copies)):

@@ -103,6 +103,8 @@ class Overlap:
         phase = optimizer.training.phase
         self._forget(phase if isinstance(phase, Phase) and self._threads else Phase.LOCAL)  # in rounds nothing is sent
         self._problem = problem
+        if phase is not Phase.COMPRESSED:
+            optimizer.training.keep_momentum(phase)
         if self.is_on(self._phase) and not self._has_thawed():
             buckets = [group["params"] for group in optimizer.param_groups]
             self._pass = BackwardPass(self._threads, buckets, leaving_order(buckets, self._params), self._job_of)
@@ -198,7 +200,7 @@ class Overlap:
 
     def _mend_errors(self) -> None:
         """Drop errors that are not finite: they may be formed with the step, from gradients as they are then."""
-        for leaf in tree.leaves(worker_errors(self._optimizer.states)):
+        for leaf in tree.leaves(worker_errors(self._optimizer.training.states)):
             if leaf.is_floating_point():
                 leaf.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 

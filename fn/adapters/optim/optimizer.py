@@ -43,6 +43,7 @@ from fn.collectives.axis import Binding, current_binding, in_turn
 from fn.collectives.transports.failure_detection import raising_peer_lost
 from fn.inplace.protocol import Staged
 from fn.schedules import FreezeWhenStable, Schedule, always_warm_up
+from fn.transforms.momentum_codes import MomentumCodes
 
 Tree = Any
 UNMOVED = "parameters and state are as before the step"
@@ -85,6 +86,9 @@ class Optimizer(torch.optim.Optimizer):
         refuse_averaged: raise a ValueError if the first compressed step finds the same gradients on all ranks, which
             something averaged before, such as DDP without `fn.adapters.ddp.keep_local`; the first warm-up step warns.
             In the first exchange of a round no two ranks may have the same: DDP may average within an island only.
+        momentum_as_codes: keep the momentum of `fn.onebit_adam` as two bits per element from the first compressed step
+            on, see `fn.momentum_as_codes`: the same numbers in less memory. `states` and checkpoints have it in
+            float32, in which it stays until the next step.
         **defaults: further hyper-parameters for `make`; b1 and b2 are shown as torch's `betas`, and may be given so.
             labels=fn.labels_of(model) becomes the labels of each group's parameters.
     Raises: TypeError if params is a tensor; what `make` and the transform's init raise: the axis is not bound, the
@@ -126,6 +130,7 @@ class Optimizer(torch.optim.Optimizer):
         compile: bool = False,
         max_norm: float | None = None,
         refuse_averaged: bool = True,
+        momentum_as_codes: bool = False,
         **defaults: Any,
     ):
         make = param_groups.check_make(make)
@@ -137,6 +142,7 @@ class Optimizer(torch.optim.Optimizer):
             make, param_groups.check_schedule(schedule), binding, axes, max_norm, compile,
             in_doubt(refuse_averaged, schedule_given),
         )  # fmt: skip
+        self.training.momentum_as_codes = momentum_as_codes
         """What is trained and where it stands, which everything that helps this optimizer works on."""
         with binding:
             check_listed(axes, listed, {"max_norm": max_norm, "compile": compile, **describe(self.schedule)})
@@ -187,6 +193,7 @@ class Optimizer(torch.optim.Optimizer):
     @states.setter
     def states(self, value: Tree) -> None:
         self.training.states = value
+        self.training.in_codes = bool(tree.instances(value, MomentumCodes))
 
     @property
     def skipped(self) -> int:
@@ -281,6 +288,8 @@ class Optimizer(torch.optim.Optimizer):
             with training.binding, raising_peer_lost(transports):
                 watch_exchange(training, exchanged, left_out)
         warn_of_jumps(training, phase)
+        if moved and phase is Phase.COMPRESSED:  # else the momentum is as it was
+            training.keep_momentum(phase)
         if phase.phase is not Phase.LOCAL and is_due(training.skipped_in_a_row):
             with training.binding, raising_peer_lost(transports):
                 warn_of_skips(training)

@@ -59,6 +59,8 @@ def take(training: Training, phase: Phase | Round, problem: Exception | None = N
     """
     part = phase.local if isinstance(phase, Round) else phase
     update = update_of(training, part)  # raises for a phase that there is not before anything is sent
+    if phase is not Phase.COMPRESSED:
+        training.keep_momentum(phase)
     grads = collect(training, phase, problem)
     if isinstance(phase, Phase) and phase in training.doubts:
         training.doubts = still_in_doubt(training.doubts, phase, grads, training.axes)

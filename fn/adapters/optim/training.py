@@ -20,6 +20,7 @@ from fn.adapters.optim.consistency import by_path, check_paths, check_start
 from fn.adapters.optim.donate import check_changes, owned
 from fn.adapters.optim.gradients import Gradients
 from fn.adapters.optim.local_shards import LocalShards
+from fn.adapters.optim.momentum import check_has_codes
 from fn.adapters.optim.param_groups import check_writable
 from fn.adapters.optim.signals import TORN, writing
 from fn.base import Part, Phase, Round, Transform, facts_of
@@ -28,6 +29,7 @@ from fn.errors import expected
 from fn.inplace.memory import written_into
 from fn.inplace.protocol import Staged, on_host
 from fn.schedules import FreezeWhenStable, Schedule, phase_of
+from fn.transforms.adam import momentum_as_codes, momentum_as_floats
 from fn.transforms.skip_nonfinite import SkipState, skip_nonfinite, together
 
 Tree = Any
@@ -89,6 +91,10 @@ class Training:
     """The process in which that mean has begun. A child that was forked since has no thread that it could arrive on."""
     background: Any = None
     """The stream of an accelerator that means are sent on meanwhile, see `exchange.in_background`."""
+    momentum_as_codes: bool = False
+    """Whether the momentum of 1-bit Adam is kept as codes between compressed steps, see `momentum`."""
+    in_codes: bool = False
+    """Whether it is now."""
     lent: bool = False
     """Whether the params are those that all ranks agree on, in the place of this rank's own: see `agreed_params`."""
     torn: bool = False
@@ -119,9 +125,12 @@ class Training:
     def settle(self) -> None:
         """Wait for a mean that has begun, and write it into the states: who reads or saves them calls this first.
 
+        A momentum that is kept as codes is in floating point from then on, until the next compressed step.
+
         Raises: what was raised while it was sent; the states are then as before it began. RuntimeError in a process
             that was forked meanwhile.
         """
+        self.keep_momentum(Phase.WARMUP)
         if self.sending is not None and os.getpid() != self.sender:  # before the lock, which a thread may hold for good
             wanted = "to be read in the process that sends the mean on its way"
             got = f"a child of it, process {os.getpid()} of {self.sender}"
@@ -139,6 +148,15 @@ class Training:
             with writing(self):
                 write()
             self.sending = None
+
+    def keep_momentum(self, phase: Phase | Round) -> None:
+        """Let the states have the momentum in the form in which a step of a phase leaves it, or needs it."""
+        kept = self.momentum_as_codes and phase is Phase.COMPRESSED
+        if kept == self.in_codes or (kept and all(self.binding.axes[name].size == 1 for name in self.axes)):
+            return
+        with torch.no_grad():
+            self.states = (momentum_as_codes if kept else momentum_as_floats)(self.states)
+        self.in_codes = kept
 
     def check_own_params(self, what: str) -> None:
         """Refuse to write params that are put back at the end of `fn.adapters.agreed_params`.
@@ -263,6 +281,8 @@ class Training:
                 transform = skip_nonfinite(transform)
                 state = owned(transform.init(params), params)
             check_paths(state)
+            if self.momentum_as_codes:
+                check_has_codes(transform, state)
             check_start(self.axes, transform, state, group, len(self.transforms))
         hyper = param_groups.hyper_parameters(group, self.make)
         self.divided.update(self.divided_like_params(state, group["params"], lr, hyper, guarded=guarded))
