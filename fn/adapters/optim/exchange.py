@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -79,6 +79,7 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
         return states, _moved(before, moves, nothing)
 
     states, after, parts = training.states, params, {part.kind: part for part in round_.exchange}
+    heard = Heard((), lambda: None)
     take_over: Callable[[], Tree] | None = None
     if "mean" in parts:
         states, after = run(parts["difference"], states, after)
@@ -89,7 +90,9 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
         heard_if_broken = if_broken(partial(_hang_up, training))
         if round_.end == round_.begin:
             with heard_if_broken:
-                _announce(training, fragment, steps)()
+                heard = _announce(training, fragment, steps)
+                if not (heard.on_device and _is_whole(states)):
+                    heard.compare()
                 states, after = run(parts["mean"], states, after)  # the differences are freed behind it
         else:
             # Local steps write the params while the mean travels, so it is shown none: what it read would depend on
@@ -99,7 +102,7 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
 
             def mean() -> tuple[Tree, Callable[[], None]]:
                 with heard_if_broken:  # in this thread, on an accelerator; others hear no signals
-                    compare = _announce(training, fragment, steps)
+                    compare = _announce(training, fragment, steps).compare
                     if device_among(training.groups).type == "cpu":
                         compare()  # on an accelerator the training would wait here for the other ranks
                     averaged, new = run(parts["mean"], differences, unknown)
@@ -116,7 +119,8 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
     if "outer" in parts:
         with flags.assumed() as assumed:
             taken = run(parts["outer"], states, after)
-        if not flags.all_of(assumed):  # the one wait; nothing is sent in this part, so a rank may take it again alone
+        if not flags.all_of([*assumed, *heard.on_device]):  # the one wait for all of them
+            heard.compare()  # nothing was written yet; nor is it sent in this part, so a rank may take it again alone
             taken = run(parts["outer"], states, after)
         states, after = taken
 
@@ -133,17 +137,34 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
     return Staged(True, commit)
 
 
-def _announce(training: Training, fragment: int, steps: int) -> Callable[[], None]:
-    """Tell the other ranks which exchange follows, and hear it from them; return what compares, and waits for them.
+class Heard(NamedTuple):
+    """What all ranks said of the exchange that follows.
+
+    on_device: whether they said the same, a 0-d flag of an accelerator that nobody has waited for; () on a CPU and on
+    one rank. compare: wait for them, and raise `RanksDisagree`, on all ranks alike, if they did not.
+    """
+
+    on_device: tuple[Tensor, ...]
+    compare: Callable[[], None]
+
+
+def _is_whole(states: Tree) -> bool:
+    """Return whether exchanges are always of all params, so that messages fit each other whatever was announced."""
+    outers = tree.instances(states, OuterState)
+    return bool(outers) and all(len(state.sync) == 1 for state in outers)
+
+
+def _announce(training: Training, fragment: int, steps: int) -> Heard:
+    """Tell the other ranks which exchange follows, and hear it from them.
 
     What travels says nothing of what it is: if a rank's schedule ran a fragment ahead, or one had left out an exchange,
     a mean of two fragments of one size would be taken for one of each. Islands of torchft have as many steps by now.
 
-    Args: steps: taken on this rank. What is returned raises `RanksDisagree`, on all ranks alike.
+    Args: steps: taken on this rank.
     """
     axes = tuple(training.axes)
     if not axes or axis_size(axes) == 1:
-        return lambda: None
+        return Heard((), lambda: None)
     device = device_among(training.groups)
     # Numbers that are filled in are queued; a copy from the host would wait for what was queued before it.
     mine = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (fragment, steps)])
@@ -163,7 +184,7 @@ def _announce(training: Training, fragment: int, steps: int) -> Callable[[], Non
                     field="step" if row[0] == first[0] else "fragment",
                 )
 
-    return compare
+    return Heard(() if device.type == "cpu" else ((rows == rows[:1]).all(),), compare)
 
 
 def _hang_up(training: Training) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import ranks
@@ -14,6 +15,7 @@ from test_transactions import bits, same
 
 import fn
 from fn import Round, tree
+from fn.adapters.optim import exchange
 
 two = ranks.Cases(2)
 
@@ -89,6 +91,46 @@ def an_exchange_left_out() -> dict[Any, Any]:
         opt.state_dict()
         found[case] = *refused, anchors_agree(opt)
     return found
+
+
+def heard_as_on_an_accelerator(*args: Any) -> Any:
+    """Announce an exchange; the flag that tells whether all said the same is one that nobody has waited for."""
+    heard = announce(*args)
+    try:
+        heard.compare()
+    except fn.RanksDisagree:
+        return heard._replace(on_device=(torch.tensor(False),))
+    return heard._replace(on_device=(torch.tensor(True),))
+
+
+announce = exchange._announce
+
+
+@two
+def a_whole_exchange_left_out() -> tuple[Any, ...]:
+    """Compare behind the mean, as an accelerator does where exchanges are of all params."""
+    params = [torch.nn.Parameter(torch.full((64,), float(i))) for i in range(2)]
+    with fn.bind({"data": dist.group.WORLD}):
+        opt = fn.Optimizer(params, partial(fn.diloco, axis="data"), schedule=fn.every(2), lr=0.1)
+    with mock.patch.object(exchange, "_announce", heard_as_on_an_accelerator):
+        take(opt, params, 4)
+        before = anchors_agree(opt)
+        schedule = opt.schedule
+        if dist.get_rank() == 1:
+            opt.schedule = lambda step: Round()
+            take(opt, params, 2)
+            opt.schedule = schedule
+        refused = taken_until_refused(opt, params, 2)
+        return *refused, before, anchors_agree(opt)
+
+
+def test_ranks_that_compare_behind_the_mean_leave_an_exchange_out_alike():
+    for rank, field, text, left, before, agree in two.answer("a_whole_exchange_left_out"):
+        assert (rank, field) == (1, "step")
+        assert text.endswith("parameters and state are as after the local step, which counts")
+        assert left
+        assert before
+        assert agree
 
 
 @pytest.mark.parametrize("case", CASES)
