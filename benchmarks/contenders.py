@@ -47,10 +47,11 @@ Step = Callable[[Batch], Tensor]
 
 
 class World(NamedTuple):
-    """Where a contender runs: the process group of DDP, and the binding of fn's axis "data"."""
+    """Where a contender runs: the process group of DDP, the binding of fn's axis "data", and what makes the loss."""
 
     group: dist.ProcessGroup
     binding: Binding
+    loss: Callable[[nn.Module, Batch], Tensor] = loss_of
 
 
 class Contender(NamedTuple):
@@ -67,9 +68,9 @@ def build(size: tuple[int, int, int], device: torch.device) -> nn.Module:
     return Transformer(*size).to(device)
 
 
-def _stepper(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
+def _stepper(world: World, model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
     def step(batch: Batch) -> Tensor:
-        loss = loss_of(model, batch)
+        loss = world.loss(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,7 +88,7 @@ def _wrap(world: World, model: nn.Module, bucket_mb: int | None) -> DistributedD
 
 def alone(world: World, model: nn.Module, lr: float) -> Step:
     """Step without any communication: what no method can beat."""
-    return _stepper(model, torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, fused=True))
+    return _stepper(world, model, torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, fused=True))
 
 
 def exact(
@@ -97,7 +98,7 @@ def exact(
     wrapped = _wrap(world, model, bucket_mb)
     if hook is not None:
         wrapped.register_comm_hook(world.group if state is None else state, hook)
-    return _stepper(wrapped, torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, fused=True))
+    return _stepper(world, wrapped, torch.optim.AdamW(model.parameters(), lr=lr, eps=EPS, fused=True))
 
 
 def half_precision(state, bucket):  # DDP looks at annotations, and these would be strings
@@ -118,7 +119,7 @@ def textbook(world: World, model: nn.Module, lr: float) -> Step:
     moments = [(torch.zeros_like(p), torch.ones_like(p)) for p in params]
 
     def step(batch: Batch) -> Tensor:
-        loss = loss_of(model, batch)
+        loss = world.loss(model, batch)
         loss.backward()
         with torch.no_grad():
             for p, mean, (mu, nu) in zip(params, means, moments, strict=True):
@@ -147,7 +148,7 @@ def ours(make: Any, world: World, model: nn.Module, lr: float, schedule: Any = f
     check = world.group.size() > 1  # where messages come back all ranks seem to have the same gradients
     with world.binding:
         optimizer = fn.Optimizer(model.parameters(), make, schedule=schedule, lr=lr, eps=EPS, refuse_averaged=check)
-    return _stepper(model, optimizer)
+    return _stepper(world, model, optimizer)
 
 
 def overlapped(make: Any, world: World, model: nn.Module, lr: float, schedule: Any = freeze) -> Step:
@@ -156,7 +157,7 @@ def overlapped(make: Any, world: World, model: nn.Module, lr: float, schedule: A
         groups = ddp.bucketed(model.parameters())
         optimizer = fn.Optimizer(groups, partial(make, axis="data"), schedule=schedule, lr=lr, eps=EPS)
         ddp.overlap(model, optimizer, least_wire_seconds=0.0)
-    return _stepper(model, optimizer)
+    return _stepper(world, model, optimizer)
 
 
 def _method(send: Any, bucket: int | None = None, interval: int = 1) -> Callable[[Model, int], Method]:

@@ -1,4 +1,4 @@
-"""A real, slow link on one machine: two network namespaces, a veth pair, and a token bucket on both ends."""
+"""A real, slow link on one machine: network namespaces, veth pairs, and token buckets at their ends."""
 
 from __future__ import annotations
 
@@ -62,15 +62,49 @@ def pair(name: str) -> Iterator[tuple[str, str]]:
             made.append(space)
         _run("ip", "-n", names[0], "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", names[1])
         for rank, space in enumerate(names):
-            _run("ip", "-n", space, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", DEVICE)
-            for device in (DEVICE, "lo"):
-                _run("ip", "-n", space, "link", "set", device, "up")
-            # Linux's default congestion control, whatever this machine prefers.
-            _run("ip", "-n", space, "route", "replace", "10.77.0.0/24", "dev", DEVICE, "congctl", "cubic")
+            _plug(space, rank)
         yield names
     finally:
         for space in made:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+@contextmanager
+def star(name: str, ranks: int) -> Iterator[tuple[str, ...]]:
+    """Make a namespace for each rank, 10.77.0.1 and up, all plugged into a switch of their own; remove them afterwards.
+
+    Yields: the names of the namespaces. Raises: OSError if the kernel or the permissions do not allow it.
+    """
+    switch, names = f"{name}-switch", tuple(f"{name}-{rank}" for rank in range(ranks))
+    made = []
+    try:
+        for space in (switch, *names):
+            _run("ip", "netns", "add", space)
+            made.append(space)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for rank, space in enumerate(names):
+            port = f"port-{rank}"
+            _run("ip", "-n", space, "link", "add", DEVICE, "type", "veth", "peer", "name", port, "netns", switch)
+            _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+            _plug(space, rank)
+        yield names
+    finally:
+        for space in made:
+            subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+def _plug(space: str, rank: int) -> None:
+    """Give a namespace its address, and Linux's default congestion control, whatever this machine prefers."""
+    _run("ip", "-n", space, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", DEVICE)
+    for device in (DEVICE, "lo"):
+        _run("ip", "-n", space, "link", "set", device, "up")
+    _run("ip", "-n", space, "route", "replace", "10.77.0.0/24", "dev", DEVICE, "congctl", "cubic")
+
+
+def throttle_port(name: str, rank: int, rate: float) -> None:
+    """Limit what a switch made by `star` sends to a rank, as the rank's own card would if several sent to it."""
+    _run("tc", "-n", f"{name}-switch", "qdisc", "replace", "dev", f"port-{rank}", "root", *_bucket(rate))
 
 
 def throttle(rate: float | None) -> None:

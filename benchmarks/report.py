@@ -9,7 +9,7 @@
 A table stands between two comments, `<!-- table: NAME -->` and `<!-- end -->`. What `--measure` runs is `MEASUREMENTS`,
 one script after the other; the JSON of each is in `results/`, with its command, machine and commit, which stand above
 the table. A slow link needs root and iproute2. TorchOpt and optax are timed if they are installed. The runs of the
-atlas, the deep atlas and `max_step`, which take hours, have commands of their own.
+atlas, the deep atlas, `max_step` and the grid, which take hours, have commands of their own.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ import atlas_summary
 import choices
 import convergence
 import demo_exchange
+import grid_report
 import kernels
 import low_rank
 import max_step
@@ -120,6 +121,12 @@ def measured(name: str) -> str:
     return f"{described(found['about'])}\n\n{MEASUREMENTS[name].table(found)}"
 
 
+def grid() -> str:
+    """Return what stands on the page for the grid."""
+    found = result("grid")
+    return f"{NOT_YET}: `python benchmarks/grid.py`" if found is None else grid_report.table(found)
+
+
 def headline() -> str:
     """Return what the README says of slow links."""
     found = result("slow_link")
@@ -137,6 +144,7 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "max_step", partial(max_step.table, json.loads((HERE / "max_step.json").read_text()))
     for name in MEASUREMENTS:
         yield name, partial(measured, name)
+    yield "grid", grid
     yield "headline", headline
 
 

@@ -1,0 +1,187 @@
+"""What `grid.py` says and draws: seconds a step, the use of a GPU, bytes, and the planner's predictions beside them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from contenders import ROUND
+from grid_methods import HALF, NONE, WAYS, shapes
+from grid_rank import CODING
+from measure import markdown
+
+from fn.planner.network import Cost, Link, Network, network
+from fn.planner.predict import predict
+from fn.planner.traffic import Model
+
+HS = (8, 32, 128)
+"""Steps of a round in the table of other rounds."""
+
+
+class Step(NamedTuple):
+    """A measured point: seconds a step in the mean of a period, its range, and what was sent in a step.
+
+    local, exchange: seconds of the period's steps that send nothing, in the median, and of all the rest of it.
+    processor: seconds of the processor in a step on the busiest rank. ledger, payload: bytes a rank sent, as counted
+    by `fn.ledger` and by the interface.
+    """
+
+    method: str
+    size: tuple[int, int]
+    repeats: int
+    seconds: float
+    fastest: float
+    slowest: float
+    local: float
+    exchange: float
+    processor: float
+    ledger: float
+    payload: float
+
+    def of_rounds(self, h: int) -> float:
+        """Return the seconds a step would take in rounds of h steps, from the measured steps."""
+        return self.local + self.exchange / h
+
+
+def _slowest(found: dict[str, Any]) -> list[list[float]]:
+    """Return for each repeat the seconds of its steps, of the slowest rank."""
+    ranks = [[period["seconds"] for period in rank["periods"]] for rank in found["seen"]]
+    return [[max(step) for step in zip(*same, strict=True)] for same in zip(*ranks, strict=True)]
+
+
+def step(found: dict[str, Any]) -> Step:
+    """Return what a point says."""
+    periods = _slowest(found)
+    count = len(periods[0])
+    means = [sum(period) / count for period in periods]
+    seconds = statistics.median(means)
+    local = statistics.median(x for period in periods for x in period[:-1]) if count > 1 else seconds
+    sent = found["seen"][0]["periods"]
+    return Step(
+        found["method"], tuple(found["size"]), len(periods), seconds, min(means), max(means), local,
+        count * (seconds - local),
+        max(statistics.median(p["processor"] for p in rank["periods"]) for rank in found["seen"]) / count,
+        *(statistics.median(p[key] for p in sent) / count for key in ("ledger", "payload")),
+    )  # fmt: skip
+
+
+def link(found: dict[str, Any]) -> Network:
+    """Return the network that a point calibrated."""
+    costs = {name: Cost(**cost) for name, cost in found["seen"][0]["costs"].items()}
+    return network(found["ranks"], found["ranks"], Link(costs["all_to_all"], costs))
+
+
+class Cell(NamedTuple):
+    """A method on a link: what was measured, the computation beside it, and what the planner predicts for it."""
+
+    ranks: int
+    rate: str
+    step: Step
+    alone: Step
+    planned: float
+    predicted: float | None
+
+    def used(self, compute: float) -> float:
+        """Return the part of a step in which a GPU would compute."""
+        return compute / self.step.seconds
+
+
+def cells(result: dict[str, Any]) -> Iterator[Cell]:
+    """Yield the measured points whose size has one without communication."""
+    found = list(result["points"].values())
+    nets = {(p["ranks"], p["part"]): link(p) for p in found if p["method"] is None}
+    points = {(p["ranks"], p["part"], p["method"], tuple(p["size"])): p for p in found if p["method"] is not None}
+    steps = {key: step(point) for key, point in points.items() if key[1] != CODING}
+    for (ranks, rate, name, size), seen in steps.items():
+        alone = steps.get((ranks, rate, NONE, size))
+        if alone is None or name == NONE:
+            continue
+        method = WAYS[name].method(Model(tuple(shapes(*size, **result["words"]))), ranks)
+        own, base = (points.get((ranks, CODING, key, size)) for key in (name, NONE))
+        assert method is not None
+        predicted = None
+        if (ranks, rate) in nets and own and base:
+            spent = statistics.median(sum(period) for period in _slowest(own))
+            spent -= statistics.median(sum(period) for period in _slowest(base)) * WAYS[name].steps
+            predicted = predict(method, nets[ranks, rate], alone.seconds, max(0.0, spent)).step
+        yield Cell(ranks, rate, seen, alone, method.size, predicted)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return Markdown: a table for each link, then rounds of other lengths, then how far the planner is off."""
+    every, compute = list(cells(result)), result["compute"]
+    parts = [f"**A GPU's computation is a wait of {1e3 * compute:.0f} ms**; all else is real."]
+    if not result["throttled"]:
+        parts.append("No link was throttled: the ranks ran over loopback.")
+    for ranks, rate in dict.fromkeys((cell.ranks, cell.rate) for cell in every):
+        rows = [_row(cell, compute) for cell in every if (cell.ranks, cell.rate) == (ranks, rate)]
+        head = "method | s a step (range) | GPU busy | MB a step, planned | sent / planned | processor, s | planner, s"
+        parts += [f"{ranks} ranks, {rate}:", markdown(head, rows)]
+    parts += _rounds(every, compute) + _errors(every)
+    return "\n\n".join(parts)
+
+
+def _row(cell: Cell, compute: float) -> list[str]:
+    seen = cell.step
+    marks = ", 61 M" if seen.size == HALF else ""
+    spread = f"{seen.fastest:.3g} – {seen.slowest:.3g}" if seen.repeats > 1 else "once"
+    sent = f"{seen.payload / cell.planned:.2f}" if cell.planned and seen.payload > 0 else ""
+    predicted = "" if cell.predicted is None else f"{cell.predicted:.3g} ({cell.predicted / seen.seconds:.2f})"
+    return [
+        f"{seen.method}{marks}", f"{seen.seconds:.3g} ({spread})", f"{cell.used(compute):.0%}",
+        f"{cell.planned / 1e6:.3g}", sent, f"{max(0.0, seen.processor - cell.alone.processor):.2f}", predicted,
+    ]  # fmt: skip
+
+
+def _rounds(every: list[Cell], compute: float) -> list[str]:
+    """Return the table of rounds of other lengths, computed from measured exchanges and measured local steps."""
+    rows = []
+    for cell in every:
+        way = WAYS[cell.step.method]
+        if way.steps == ROUND and not way.delay:
+            uses = [f"{compute / cell.step.of_rounds(h):.0%}" for h in HS]
+            rows.append([cell.step.method, str(cell.ranks), cell.rate, f"{cell.step.exchange:.3g}", *uses])
+    if not rows:
+        return []
+    head = "method | ranks | link | s of an exchange | " + " | ".join(f"GPU busy, H = {h}" for h in HS)
+    text = f"Rounds of H steps, computed from the measured local steps and exchanges of H = {ROUND}:"
+    return [text, markdown(head, rows)]
+
+
+def _errors(every: list[Cell]) -> list[str]:
+    """Return how far the planner's predictions are from what was measured."""
+    ratios = {f"{c.step.method}, {c.ranks} ranks, {c.rate}": c.predicted / c.step.seconds for c in every if c.predicted}
+    if not ratios:
+        return []
+    off = {name: ratio for name, ratio in ratios.items() if abs(ratio - 1) > 0.2}
+    text = f"The planner's predictions are {min(ratios.values()):.2f} to {max(ratios.values()):.2f} of what was "
+    text += f"measured; {len(ratios) - len(off)} of {len(ratios)} are within 20 %."
+    if off:
+        text += " Not: " + "; ".join(f"{name} ({ratio:.2f})" for name, ratio in off.items()) + "."
+    return [text]
+
+
+def draw(result: dict[str, Any], path: str) -> None:
+    """Write how busy a GPU would be over the bandwidth, for two ranks, a line for each method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    two = [cell for cell in cells(result) if cell.ranks == 2]
+    rates = list(dict.fromkeys(cell.rate for cell in two))
+    for name in dict.fromkeys(cell.step.method for cell in two):
+        seen = {cell.rate: 100 * cell.used(result["compute"]) for cell in two if cell.step.method == name}
+        ours = "0.4" if name.startswith("DDP") else None
+        xs = [rate for rate in rates if rate in seen]
+        (line,) = axes.plot(xs, [seen[x] for x in xs], "o-", color=ours, linewidth=1.5)
+        if xs:
+            axes.annotate(name, (xs[-1], seen[xs[-1]]), xytext=(6, 0), textcoords="offset points", fontsize=8,
+                          va="center", color=line.get_color())  # fmt: skip
+    axes.set(ylabel="percent of a step in which a GPU would compute", ylim=(0, 105))
+    axes.set_title(f"124 M parameters, 2 ranks, a computation of {1e3 * result['compute']:.0f} ms", fontsize=10)
+    axes.margins(x=0.25)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=130)
