@@ -197,6 +197,10 @@ METHODS = {
         "low rank", partial(fn.dion2, labels=labels, scale="rms_norm", **ADAM), first(0), ADAM_RATE, "1/4 of the rows",
         "dion2, rows 1/4", tasks=NOT_YET,
     ),
+    "muon_bp": Method(
+        "exact", partial(fn.muon_bp, labels=labels, b2=0.98, weight_decay=0.1), often, ADAM_RATE,
+        "float32, blocks between", "muon_bp", tasks=NOT_YET,
+    ),
     "lion": Method("exact", lion, never, LION_RATE, "float32", "adamw"),
     "lamb": Method("exact", partial(fn.lamb, **LAMB), never, LAMB_RATE, "float32", "adamw"),
     "adamw, int8": Method(

@@ -26,7 +26,7 @@ from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon
-from fn.muon_variant_optimizers import dion2, ef21_muon, lion_muon, sign_muon
+from fn.muon_variant_optimizers import dion2, ef21_muon, lion_muon, muon_bp, sign_muon
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
@@ -34,6 +34,7 @@ from fn.transforms.adam import momentum_as_codes, momentum_as_floats, scale_by_a
 from fn.transforms.average import average, compressed_average
 from fn.transforms.average_params import average_params
 from fn.transforms.bases import dct, in_basis, tiles
+from fn.transforms.blocks import in_blocks
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.dion2 import scale_by_dion2
@@ -118,6 +119,7 @@ __all__ = [
     "freeze_when_stable",
     "identity",
     "in_basis",
+    "in_blocks",
     "int4",
     "int8",
     "kernels",
@@ -136,6 +138,7 @@ __all__ = [
     "momentum_as_floats",
     "muloco",
     "muon",
+    "muon_bp",
     "no_loco",
     "off",
     "onebit_adam",

@@ -17,11 +17,12 @@ from fn.collectives.feedback import differences, off
 from fn.errors import expected
 from fn.transforms.adam import scale_by_adam
 from fn.transforms.average import agreed, average, compressed_average
+from fn.transforms.blocks import in_blocks
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
 from fn.transforms.dion2 import Side, scale_by_dion2
 from fn.transforms.lion import lion_direction
 from fn.transforms.masking import Labels, hidden_and_other, partition, unfrozen
-from fn.transforms.momentum import local_momentum, running_sum
+from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import Scale, Triple, orthogonalize
 from fn.transforms.scaling import scale as scale_by
 from fn.transforms.scaling import scale_by_sign
@@ -300,6 +301,78 @@ def dion2(
         "other": chain(exact, scale_by_adam(b1, b2, eps), shrink, scale_by(other_rate), rate),
     }
     return _finished(partition(kinds, _named(labels, flatten)), axis, "dion2")
+
+
+def muon_bp(
+    lr: float | Tensor = 0.02,
+    momentum: float = 0.95,
+    weight_decay: float = 0.01,
+    b1: float = 0.9,
+    b2: float = 0.95,
+    eps: float = 1e-7,
+    *,
+    axis: AxisNames | None = None,
+    labels: Labels = None,
+    blocks: int | None = None,
+    dim: int = 0,
+    block_rate: float = 0.5,
+    other_rate: float = 1.0,
+    nesterov: bool = True,
+    scale: Scale = "rms_norm",
+    coefficients: str | Sequence[Triple] = "jordan",
+    dtype: torch.dtype | None = None,
+    flatten: bool = False,
+) -> Transform:
+    """MuonBP: Muon of whole matrices one step in P, of blocks of them between, each kind at a rate of its own.
+
+        m <- momentum m + g;    z as for `trace`
+        warm-up:     p <- p - lr (s NS(z) + weight_decay p)
+        compressed:  p <- p - block_rate lr (s NS(z_B) for each block B + weight_decay p)
+
+        >>> import torch, fn
+        >>> tx, schedule = fn.muon_bp(0.2, axis="data"), fn.periodic(5)
+        >>> def train(target):                # of each rank; the best p is their mean
+        ...     p = torch.zeros(4, 3)
+        ...     state = tx.init(p)
+        ...     for step in range(40):
+        ...         updates, state = tx.update(schedule(step))(p - target, state, p)
+        ...         p = fn.apply_updates(p, updates)
+        ...     return p
+        >>> targets = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
+        >>> best, p = targets.mean(0), fn.simulate(train, "data", 2)(targets)[0]
+        >>> print(f"{best.square().mean():.3f} -> {(p - best).square().mean():.3f}")
+        0.450 -> 0.007
+
+    Args:
+        lr: of steps of whole matrices, a float or a 0-d tensor; with scale="rms_norm" a rate of AdamW fits. block_rate:
+            of steps of blocks, as a multiple of it. other_rate: of the others.
+        momentum, nesterov, scale, coefficients, dtype, flatten: as for `scale_by_muon`; of a block, s is that of its
+            own shape. weight_decay: of all tensors, at the step's rate.
+        axis: the ranks that train together, which average all gradients exactly in every step; None for none.
+        blocks: into how many blocks a matrix is cut; None: as many as the axis has ranks. dim: along which dimension.
+        labels: which tensors are "hidden", Muon's, and which "other", as for `muon`. b1, b2: of AdamW, which moves the
+            others. eps: of both.
+    Returns: a transform with a warm-up, the steps of whole matrices, and a compressed phase, those of blocks;
+        `periodic(p)` is its schedule.
+
+    Paper: Khaled et al., MuonBP: faster Muon via block-periodic orthogonalization (arXiv 2510.16981).
+    Differs: every rank takes the steps of all blocks, which is that part of Muon's iterations; in the paper params lie
+        in shards, and each rank takes the step of its own.
+    """
+    check_interval("block_rate", block_rate, "(0, inf)")
+    check_interval("other_rate", other_rate, "[0, inf)")
+    if axis is None and blocks is None:
+        raise ValueError(expected("blocks", "a whole number, where there is no axis", "None"))
+    whole = orthogonalize(eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
+    in_pieces = in_blocks(whole, axis if blocks is None else blocks, dim)._replace(warmup_update=unchanged)
+    decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
+    slower = scale_by(block_rate)._replace(warmup_update=unchanged)
+    whole = whole._replace(compressed_update=unchanged)
+    kinds = {
+        "muon": chain(trace(momentum, nesterov), whole, in_pieces, decay, slower, rate),
+        "other": chain(scale_by_adam(b1, b2, eps), decay, scale_by(other_rate), rate),
+    }
+    return _finished(chain(unfrozen(average(axis)), partition(kinds, _named(labels, flatten))), axis, "muon_bp")
 
 
 def _check_sent(argument: str, value: str) -> None:

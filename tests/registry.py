@@ -101,6 +101,7 @@ OTHERS = (
     Named("sign_muon", fn.sign_muon, CODED, fn.freeze_after(2)),
     Named("ef21_muon", fn.ef21_muon, CODED, fn.freeze_after(2)),
     Named("dion2", fn.dion2, CODED, fn.freeze_after(2)),
+    Named("muon_bp", fn.muon_bp, CODED, fn.periodic(3)),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("diloco, int8", partial(fn.diloco, codec=fn.int8()), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("local_sgd", partial(fn.local_sgd, momentum=0.9), ROUNDS, fn.every(3, start=2), replicated=False),

@@ -47,6 +47,7 @@ LINKS: dict[str, Make] = {
     "clip_by_global_norm": lambda axis: fn.clip_by_global_norm(0.1),
     "compressed_average": mean,
     "in_basis": lambda axis: fn.in_basis(fn.tiles(2), fn.chain()),
+    "in_blocks": lambda axis: fn.in_blocks(fn.trace(0.9), 2),
     "local_momentum": lambda axis: fn.local_momentum(0.5),
     "low_rank_average": lambda axis: fn.low_rank_average(axis, 1),
     "mask": lambda axis: fn.mask(fn.trace(0.9), matrices),
@@ -83,9 +84,9 @@ LINKS: dict[str, Make] = {
 """Each link of `fn`, over an axis."""
 
 WHOLE = {
-    "apply_mask", "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "orthogonalize", "owned", "partition",
-    "scale_by_dion2", "scale_by_muon", "scale_by_onebit_lamb", "scale_by_shape", "scale_by_sign with noise",
-    "scale_by_trust_ratio", "a link that says nothing",
+    "apply_mask", "clip_by_global_norm", "in_basis", "in_blocks", "low_rank_average", "mask", "orthogonalize", "owned",
+    "partition", "scale_by_dion2", "scale_by_muon", "scale_by_onebit_lamb", "scale_by_shape",
+    "scale_by_sign with noise", "scale_by_trust_ratio", "a link that says nothing",
 }  # fmt: skip
 """Those that need whole tensors."""
 

@@ -26,6 +26,8 @@ MAKES = {
     "dion2": fn.dion2,
     "dion2, half of the rows in blocks": partial(fn.dion2, fraction=0.5, side="rows", blocks=2),
     "dion2, columns of kernels": partial(fn.dion2, fraction=0.5, side="columns", flatten=True),
+    "muon_bp": fn.muon_bp,
+    "muon_bp, columns": partial(fn.muon_bp, dim=1, blocks=3, flatten=True),
     "lion_muon, kernels": partial(fn.lion_muon, flatten=True),
 }
 each = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
@@ -226,6 +228,29 @@ def test_of_equal_rows_the_first_are_chosen_and_a_fraction_is_rounded_up() -> No
     assert [bool(row.any()) for row in u] == [True, True, False, False]
 
 
+def test_all_ranks_take_the_steps_of_all_blocks() -> None:
+    """Which are those of blocks alone, each by its own shape; blocks are as many as ranks.
+
+    Differs: fn.muon_variant_optimizers.muon_bp: every rank takes the steps of all blocks, which is that part of Muon's
+        iterations; in the paper params lie in shards, and each rank takes the step of its own.
+    """
+    g = normal(3, 7, 4)
+    found = one_step(fn.muon_bp(0.1, axis="data", nesterov=False), g)
+    rule = {"eps": 1e-7, "scale": "rms_norm", "coefficients": "jordan"}
+    each = [fn.orthogonalize(**rule).local_update(x, (), x)[0] for x in g.mean(0).split([3, 3, 1])]
+    torch.testing.assert_close(found, -0.05 * torch.cat(each))
+
+
+def test_what_has_fewer_rows_than_blocks_has_fewer_blocks() -> None:
+    seen: list[Any] = []
+    link = fn.stateless(lambda u, p: seen.append([x.shape[0] for x in u if x.ndim]) or u)
+    params = {"a": torch.ones(2, 3), "b": torch.ones(5), "c": torch.tensor(1.0)}
+    tx = fn.in_blocks(link, 3)
+    u, _ = tx.update(W)(params, tx.init(params), params)
+    assert seen == [[1, 1, 2, 2, 1]]
+    assert same(u, params)
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "match"),
     [
@@ -244,6 +269,11 @@ def test_of_equal_rows_the_first_are_chosen_and_a_fraction_is_rounded_up() -> No
         (lambda: fn.dion2(blocks=0), ValueError, "blocks: expected a whole number of at least 1, but got 0"),
         (lambda: fn.dion2(scale="rms"), ValueError, "scale: expected one of"),
         (lambda: fn.scale_by_dion2(None).init([torch.ones(3)]), ValueError, "params: expected leaf '0' to be a matrix"),
+        (lambda: fn.muon_bp(), ValueError, "blocks: expected a whole number, where there is no axis, but got None"),
+        (lambda: fn.muon_bp(blocks=2, block_rate=0.0), ValueError, "block_rate: expected"),
+        (lambda: fn.in_blocks(fn.trace, 2), TypeError, "inner: expected a transform"),
+        (lambda: fn.in_blocks(fn.trace(0.9), 0), ValueError, "blocks: expected a whole number of at least 1"),
+        (lambda: fn.in_blocks(fn.trace(0.9), 2, -1), ValueError, "dim: expected a whole number of at least 0"),
         (lambda: fn.lion_muon(b1=1.0), ValueError, "b1: expected"),
     ],
 )

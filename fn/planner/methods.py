@@ -239,6 +239,7 @@ def rows(
         Row("sign_muon", votes, 16, coded=24),
         Row("ef21_muon", partial(direct, codec=_top_k_once(more)), 96, two_level=False, fits=_can_be_searched),
         Row("dion2, rows 1/4", partial(traffic.apart, hidden=largest_rows, other=exactly), 48),
+        Row("muon_bp", traffic.exact, 16, compressed=False),
         Row("lion_vote", votes, coded=24, alike=("signum_vote",)),
         Row("demo", cosines, 120),
         Row("ef21_sgdm", partial(direct, codec=_top_k_once(part)), 80, two_level=False, fits=_can_be_searched),

@@ -13,9 +13,9 @@ from golden.test_golden_muon import FOLDER, Case, case_of
 from torch import Tensor
 
 import fn
-from fn import Phase, roles
+from fn import Phase, roles, tree
 
-METHODS = ("lion_muon", "sign_muon", "ef21_muon", "dion2")
+METHODS = ("lion_muon", "sign_muon", "ef21_muon", "dion2", "muon_bp", "gpa")
 ROWS = {method: json.loads((FOLDER / f"index_{method}.json").read_text())["cases"] for method in METHODS}
 
 
@@ -181,3 +181,44 @@ def test_dion2_follows_its_authors_code(row: dict[str, Any]) -> None:
                 case.hold(of_rank, f"p{i}.momentum", t)
         for i, v in zip(others, roles.find(state, "second_moment")[0], strict=True):
             case.hold(v, f"p{i}.variance", t)
+
+
+@each_of("muon_bp")
+def test_muon_bp_follows_the_equations_of_its_paper(row: dict[str, Any]) -> None:
+    case = loaded(row)
+    hyper = case.hyper
+    tx = fn.muon_bp(
+        hyper["lr"], hyper["mu"], hyper["weight_decay"], eps=hyper["eps"], axis="data", dim=hyper["shard"],
+        block_rate=hyper["block_lr"] / hyper["lr"], nesterov=hyper["nesterov"],
+    )  # fmt: skip
+    for t, params, state in replayed(case, tx, fn.periodic(hyper["period"])):
+        for i, (p, m) in enumerate(zip(params, roles.find(state, "first_moment")[0], strict=True)):
+            case.hold(p, f"p{i}.param", t)
+            case.hold(m, f"p{i}.momentum", t)
+
+
+@each_of("gpa")
+def test_averages_along_the_way_are_the_recorded_ones(row: dict[str, Any]) -> None:
+    case = loaded(row)
+    hyper, rate = case.hyper, fn.scale_by_learning_rate(case.hyper["lr"])
+    average = fn.primal_average(
+        fn.chain(fn.scale_by_adam(*hyper["betas"], hyper["eps"]), rate),
+        interpolation=hyper["mu_y"],
+        averaging=hyper["mu_x"],
+        decay=fn.chain(fn.add_decayed_weights(hyper["weight_decay"]), rate),
+        decays="params" if hyper["wd_on_y"] else "fast",
+    )
+    tx = fn.skip_nonfinite(fn.chain(fn.average("data"), average))
+    for t, params, state in replayed(case, tx, lambda step: Phase.WARMUP):
+        found = {"param": params, "x": fn.primal_params(state, params), "z": tree.fields(state, "fast")[0]}
+        found |= {"momentum": tree.fields(state, "mu")[0], "variance": tree.fields(state, "nu")[0]}
+        for name, leaves in found.items():
+            for i, x in enumerate(leaves):
+                case.hold(x, f"p{i}.{name}", t)
+
+
+def test_every_recording_is_replayed() -> None:
+    files = {row["file"] for rows in ROWS.values() for row in rows}
+    assert files == {path.name for path in FOLDER.glob("*.npz") if not path.name.startswith("muon_")} | {
+        row["file"] for method in ("sign_muon", "muon_bp") for row in ROWS[method]
+    }

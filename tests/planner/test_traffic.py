@@ -111,6 +111,7 @@ MAKES = {
     "sign_muon": [fn.sign_muon],
     "ef21_muon": [fn.ef21_muon],
     "dion2, rows 1/4": [fn.dion2],
+    "muon_bp": [fn.muon_bp],
     "lion_vote": [fn.lion_vote, fn.signum_vote],
     "demo": [fn.demo],
     "ef21_sgdm": [fn.ef21_sgdm],

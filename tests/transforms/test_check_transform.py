@@ -30,6 +30,7 @@ METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
     "sign_muon": (fn.sign_muon, fn.freeze_after(10)),
     "ef21_muon": (fn.ef21_muon, fn.freeze_after(10)),
     "dion2": (fn.dion2, fn.freeze_after(10)),
+    "muon_bp": (fn.muon_bp, fn.periodic(3)),
     "diloco": (fn.diloco, fn.every(500, start=10)),
     "streaming": (partial(fn.diloco, fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=2, start=2)),
     "local_sgd": (fn.local_sgd, fn.every(4)),
