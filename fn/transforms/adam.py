@@ -348,19 +348,17 @@ def momentum_as_codes(state: Tree) -> Tree:
     rank and in another world.
 
         >>> import torch, fn
-        >>> tx, x = fn.onebit_adam(0.1, axis="data"), torch.tensor([[1.0, 4.0], [2.0, -2.0]])
-        >>> def steps(g):                                  # a rank's gradient, the same in each step
+        >>> tx = fn.onebit_adam(0.1, axis="data")
+        >>> def momentum(g):                                       # a rank's gradient, the same in each step
         ...     state = tx.init(g)
         ...     for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED):
         ...         _, state = tx.update(phase)(g, state, g)
-        ...     after, same = (tx.update(phase)(g, s, g) for s in (state, fn.momentum_as_codes(state)))
-        ...     return after[0], same[0], fn.roles.find(same[1], "first_moment")[0].bits[0]
-        >>> fn.simulate(steps, "data", 2)(x)[2]            # of two servers' pieces, a byte each
-        tensor([[[1],
-                 [0]],
-        <BLANKLINE>
-                [[1],
-                 [0]]], dtype=torch.uint8)
+        ...     codes = fn.momentum_as_codes(state)
+        ...     (mu,), (kept,) = (fn.roles.find(s, "first_moment") for s in (state, codes))
+        ...     return mu, kept.bits[0][0], kept.seen[0][0]        # of the first server's piece
+        >>> mu, bits, seen = fn.simulate(momentum, "data", 2)(torch.tensor([[1.0, 4.0, -1.0], [2.0, -8.0, 1.0]]))
+        >>> mu[0], f"{bits[0].item():03b}", f"{seen[0].item():03b}"        # the lowest bit comes first
+        (tensor([ 0.2832, -0.2832,  0.0000]), '101', '011')
 
     Args: state: any tree with the states of `scale_by_onebit_adam`, which average over one axis with `fn.sign()` and
         keep zeros.
@@ -386,6 +384,17 @@ def momentum_as_floats(state: Tree) -> Tree:
     """Return a state in which 1-bit Adam keeps its momentum in floating point: undo `momentum_as_codes`, exactly.
 
     Warm-up steps refuse codes, and so does another number of ranks. See `momentum_as_codes`.
+
+        >>> import torch, fn
+        >>> tx = fn.onebit_adam(0.1, axis="data")
+        >>> def back(g):
+        ...     state = tx.init(g)
+        ...     for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED):
+        ...         _, state = tx.update(phase)(g, state, g)
+        ...     return state, fn.momentum_as_floats(fn.momentum_as_codes(state))
+        >>> pair = fn.simulate(back, "data", 2)(torch.tensor([[1.0, 4.0], [2.0, -8.0]]))
+        >>> [torch.equal(*(fn.roles.find(state, "first_moment")[0] for state in pair))]
+        [True]
     """
     return tree.replace(state, OnebitAdamState, with_floats)
 
