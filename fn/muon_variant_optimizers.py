@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fn.base import Phase, Transform, chain, check_interval, check_is_transform, missing, unchanged
+from fn.base import Facts, Phase, Transform, chain, check_interval, check_is_transform, missing, unchanged
 from fn.collectives.axis import AxisNames
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.codec import Codec
@@ -27,6 +27,7 @@ from fn.transforms.muon import Scale, Triple, orthogonalize
 from fn.transforms.scaling import scale as scale_by
 from fn.transforms.scaling import scale_by_sign
 from fn.transforms.skip_nonfinite import skip_nonfinite
+from fn.transforms.unsharded import Shards, labelled, unsharded
 
 Tree = Any
 
@@ -49,6 +50,7 @@ def lion_muon(
     coefficients: str | Sequence[Triple] = "jordan",
     dtype: torch.dtype | None = None,
     flatten: bool = False,
+    shards: Shards | str | None = None,
 ) -> Transform:
     """LionMuon: Muon one step in P, Lion between, both along one momentum; between, ranks vote with one bit a number.
 
@@ -83,6 +85,7 @@ def lion_muon(
         other: what gives the direction of the others, `scale_by_adam()` say, from gradients that are averaged exactly
             in every step; other_rate: its rate, as a multiple of lr. None: Lion, with the votes of the rest.
         eps, scale, coefficients, dtype, flatten: Muon's, as for `scale_by_muon`.
+        shards: as for `muon`: on FSDP2's shards matrices are brought together for Muon's steps, and for no others.
     Returns: a transform with a warm-up, Muon's steps, and a compressed phase, Lion's; `periodic(p)` is its schedule.
 
     Paper: LionMuon: alternating spectral and sign descent (arXiv 2609.35297, of which the authors' code names
@@ -101,6 +104,7 @@ def lion_muon(
     if votes and axis is not None:  # a sign in front of the vote changes no ballot, and is all of it on one rank
         majority = compressed_average(axis, ballots(), off(), servers=servers)
     muon_step = orthogonalize(eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
+    kind_of, muon_step = _on_shards(muon_step, shards, labels, flatten)
     muon_step = muon_step._replace(compressed_update=unchanged)
     decay, slower, rate = add_decayed_weights(weight_decay), scale_by(lion_rate), scale_by_learning_rate(lr)
     lion_step = chain(sign, majority)._replace(warmup_update=unchanged)
@@ -110,7 +114,7 @@ def lion_muon(
         "muon": chain(direction, mean, muon_step, lion_step, decay, slower_lion, rate),
         "other": lion if other is None else chain(exact, other, decay, scale_by(other_rate), rate),
     }
-    return _finished(partition(kinds, _named(labels, flatten)), axis, "lion_muon")
+    return _finished(partition(kinds, kind_of), axis, "lion_muon")
 
 
 def sign_muon(
@@ -322,6 +326,7 @@ def muon_bp(
     coefficients: str | Sequence[Triple] = "jordan",
     dtype: torch.dtype | None = None,
     flatten: bool = False,
+    shards: Shards | str | None = None,
 ) -> Transform:
     """MuonBP: Muon of whole matrices one step in P, of blocks of them between, each kind at a rate of its own.
 
@@ -352,27 +357,33 @@ def muon_bp(
         blocks: into how many blocks a matrix is cut; None: as many as the axis has ranks. dim: along which dimension.
         labels: which tensors are "hidden", Muon's, and which "other", as for `muon`. b1, b2: of AdamW, which moves the
             others. eps: of both.
+        shards: as for `muon`: on FSDP2's shards a block is what a rank has of a matrix, and its steps send nothing.
     Returns: a transform with a warm-up, the steps of whole matrices, and a compressed phase, those of blocks;
         `periodic(p)` is its schedule.
 
     Paper: Khaled et al., MuonBP: faster Muon via block-periodic orthogonalization (arXiv 2510.16981).
-    Differs: every rank takes the steps of all blocks, which is that part of Muon's iterations; in the paper params lie
-        in shards, and each rank takes the step of its own.
+    Differs: where params are whole every rank takes the steps of all blocks; in the paper they lie in shards.
     """
     check_interval("block_rate", block_rate, "(0, inf)")
     check_interval("other_rate", other_rate, "[0, inf)")
-    if axis is None and blocks is None:
+    if shards is not None and blocks is not None:
+        raise ValueError(expected("blocks", "None, where blocks are shards", f"{blocks}"))
+    if shards is None and axis is None and blocks is None:
         raise ValueError(expected("blocks", "a whole number, where there is no axis", "None"))
-    whole = orthogonalize(eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
-    in_pieces = in_blocks(whole, axis if blocks is None else blocks, dim)._replace(warmup_update=unchanged)
+    iterations = orthogonalize(eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
+    kind_of, whole = _on_shards(iterations, shards, labels, flatten)
+    pieces = iterations._replace(facts=Facts())  # a shard is all that they are to see
+    if shards is None:
+        pieces = in_blocks(iterations, axis if blocks is None else blocks, dim)
+    pieces = pieces._replace(warmup_update=unchanged)
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
     slower = scale_by(block_rate)._replace(warmup_update=unchanged)
     whole = whole._replace(compressed_update=unchanged)
     kinds = {
-        "muon": chain(trace(momentum, nesterov), whole, in_pieces, decay, slower, rate),
+        "muon": chain(trace(momentum, nesterov), whole, pieces, decay, slower, rate),
         "other": chain(scale_by_adam(b1, b2, eps), decay, scale_by(other_rate), rate),
     }
-    return _finished(chain(unfrozen(average(axis)), partition(kinds, _named(labels, flatten))), axis, "muon_bp")
+    return _finished(chain(unfrozen(average(axis)), partition(kinds, kind_of)), axis, "muon_bp")
 
 
 def _check_sent(argument: str, value: str) -> None:
@@ -397,6 +408,17 @@ def _named(labels: Labels, flatten: bool) -> Callable[[Tree], Tree]:
     """Return the labels of `partition`: "muon" for hidden matrices, "other" for the rest."""
     is_matrix = (lambda p: p.ndim >= 2) if flatten else (lambda p: p.ndim == 2)
     return hidden_and_other(labels, {"hidden": "muon", "other": "other"}, is_matrix)
+
+
+def _on_shards(
+    iterations: Transform, shards: Shards | str | None, labels: Labels, flatten: bool
+) -> tuple[Tree | Callable[[Tree], Tree], Transform]:
+    """Return the labels of `partition`, and the iterations, on whole matrices where params are in shards."""
+    named = _named(labels, flatten)
+    if shards is None:
+        return named, iterations
+    kind_of, shards_of = labelled(shards, named, labels)
+    return kind_of, unsharded(iterations, shards_of("muon"))
 
 
 def _finished(tx: Transform, axis: AxisNames | None, name: str) -> Transform:

@@ -231,14 +231,42 @@ def test_of_equal_rows_the_first_are_chosen_and_a_fraction_is_rounded_up() -> No
 def test_all_ranks_take_the_steps_of_all_blocks() -> None:
     """Which are those of blocks alone, each by its own shape; blocks are as many as ranks.
 
-    Differs: fn.muon_variant_optimizers.muon_bp: every rank takes the steps of all blocks, which is that part of Muon's
-        iterations; in the paper params lie in shards, and each rank takes the step of its own.
+    Differs: fn.muon_variant_optimizers.muon_bp: where params are whole every rank takes the steps of all blocks; in the
+        paper they lie in shards.
     """
     g = normal(3, 7, 4)
     found = one_step(fn.muon_bp(0.1, axis="data", nesterov=False), g)
     rule = {"eps": 1e-7, "scale": "rms_norm", "coefficients": "jordan"}
     each = [fn.orthogonalize(**rule).local_update(x, (), x)[0] for x in g.mean(0).split([3, 3, 1])]
     torch.testing.assert_close(found, -0.05 * torch.cat(each))
+
+
+@pytest.mark.parametrize("name", ["muon_bp", "lion_muon"])
+def test_on_shards_it_is_what_it_is_on_whole_matrices(name: str) -> None:
+    """And sends nothing between the steps of whole ones."""
+    makes = {"muon_bp": (fn.muon_bp, {"blocks": 2}), "lion_muon": (fn.lion_muon, {})}
+    make, more = makes[name]
+    whole, own = make(0.1, **more), make(0.1, shards="shard")
+    params = [normal(6, 5), normal(4, seed=1)]
+    state, p = whole.init(params), params
+    rows = [x.view(2, -1, *x.shape[1:]) for x in params]
+    dims = tree.map(lambda x: 0, own.init(params))  # also of a momentum, of which each rank has rows
+    of_ranks = fn.simulate(own.init, "shard", 2, out_dims=dims)(rows)
+    for t in range(5):
+        phase, g = fn.periodic(3)(t), [normal(*x.shape, seed=t) for x in params]
+        updates, state = whole.update(phase)(g, state, p)
+        p = fn.apply_updates(p, updates)
+
+        def step(g: Any, s: Any, x: Any, phase: Phase = phase) -> Any:
+            u, s = own.update(phase)(g, s, x)
+            return fn.apply_updates(x, u), s
+
+        with fn.ledger() as book:
+            run = fn.simulate(step, "shard", 2, in_dims=(0, dims, 0), out_dims=(0, dims))
+            rows, of_ranks = run([x.view(2, -1, *x.shape[1:]) for x in g], of_ranks, rows)
+        assert bool(book.sent.get(("shard", "all_to_all"))) == (phase is W)
+        for x, y in zip(rows, p, strict=True):
+            torch.testing.assert_close(x.reshape(y.shape), y, rtol=1e-4, atol=1e-5)
 
 
 def test_what_has_fewer_rows_than_blocks_has_fewer_blocks() -> None:
@@ -270,6 +298,7 @@ def test_what_has_fewer_rows_than_blocks_has_fewer_blocks() -> None:
         (lambda: fn.dion2(scale="rms"), ValueError, "scale: expected one of"),
         (lambda: fn.scale_by_dion2(None).init([torch.ones(3)]), ValueError, "params: expected leaf '0' to be a matrix"),
         (lambda: fn.muon_bp(), ValueError, "blocks: expected a whole number, where there is no axis, but got None"),
+        (lambda: fn.muon_bp(blocks=2, shards="shard"), ValueError, "blocks: expected None, where blocks are"),
         (lambda: fn.muon_bp(blocks=2, block_rate=0.0), ValueError, "block_rate: expected"),
         (lambda: fn.in_blocks(fn.trace, 2), TypeError, "inner: expected a transform"),
         (lambda: fn.in_blocks(fn.trace(0.9), 0), ValueError, "blocks: expected a whole number of at least 1"),
