@@ -368,13 +368,14 @@ def muon_bp(
     check_interval("other_rate", other_rate, "[0, inf)")
     if shards is not None and blocks is not None:
         raise ValueError(expected("blocks", "None, where blocks are shards", f"{blocks}"))
-    if shards is None and axis is None and blocks is None:
+    cut = axis if blocks is None else blocks
+    if shards is None and cut is None:
         raise ValueError(expected("blocks", "a whole number, where there is no axis", "None"))
     iterations = orthogonalize(eps=eps, scale=scale, coefficients=coefficients, dtype=dtype, flatten=flatten)
     kind_of, whole = _on_shards(iterations, shards, labels, flatten)
     pieces = iterations._replace(facts=Facts())  # a shard is all that they are to see
-    if shards is None:
-        pieces = in_blocks(iterations, axis if blocks is None else blocks, dim)
+    if shards is None and cut is not None:
+        pieces = in_blocks(iterations, cut, dim)
     pieces = pieces._replace(warmup_update=unchanged)
     decay, rate = add_decayed_weights(weight_decay), scale_by_learning_rate(lr)
     slower = scale_by(block_rate)._replace(warmup_update=unchanged)

@@ -214,8 +214,8 @@ def _in_parts(
         receives[p] = [message, *large]
     primitives.pass_parts(sends, receives, axis, collective)
     for p, (message, *large_ones) in receives.items():
-        large, small = iter(large_ones), iter(messages.apart(message, _small(forms[p])))
-        received[p] = [next(large if _is_large(x) else small) for x in forms[p]]
+        of_large, of_small = iter(large_ones), iter(messages.apart(message, _small(forms[p])))
+        received[p] = [next(of_large if _is_large(x) else of_small) for x in forms[p]]
     return received
 
 
