@@ -12,6 +12,7 @@ import fn
 import fn.adapters.torchft as adapter
 from fn.__main__ import main
 
+STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
@@ -31,8 +32,8 @@ def test_island_prints_the_line_that_it_runs(ran, capsys):
     assert command == [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "100", "train.py", "--steps", "a b"]
     there, interface = environment["TORCHFT_LIGHTHOUSE"], environment["GLOO_SOCKET_IFNAME"]
     assert (there, interface) == ("http://127.0.0.1:4000", "lo")
-    line = f"TORCHFT_LIGHTHOUSE=http://127.0.0.1:4000 RUST_LOG=error GLOO_SOCKET_IFNAME=lo {shlex.join(command)}\n"
-    assert capsys.readouterr().out == line
+    variables = f"TORCHFT_LIGHTHOUSE=http://127.0.0.1:4000 {STORE} RUST_LOG=error GLOO_SOCKET_IFNAME=lo"
+    assert capsys.readouterr().out == f"{variables} {shlex.join(command)}\n"
 
 
 def test_the_lighthouse_prints_what_is_typed_elsewhere(ran, capsys, monkeypatch):

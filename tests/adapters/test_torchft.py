@@ -53,6 +53,8 @@ class Job(NamedTuple):
     fails: bool = False
     tokens: int | None = None
     fragments: int = 1
+    start: int = 0
+    delay: int = 0
     init_sync: bool = True
     least: int = LOST_IN + 2
 
@@ -95,7 +97,7 @@ def island(job: Job, end: Any) -> None:
     )  # fmt: skip
     params = start(job.number if job.init_sync else 0)
     tokens = None if job.tokens is None else (lambda: job.tokens)
-    schedule = fn.every(H, fragments=job.fragments)
+    schedule = fn.every(H, fragments=job.fragments, start=job.start, delay=job.delay)
     opt = adapter.optimizer(params, job.make, manager, schedule=schedule, lr=0.02, tokens=tokens)
     exchanges: list[tuple[int, int, bool, float]] = []
     ask, begin, began = manager.should_commit, manager.start_quorum, [0.0]
@@ -161,14 +163,14 @@ class Islands(Sea):
         self.begin(island, {number: Job(number, self.lighthouse.address(), **job) for number, job in jobs.items()})
 
 
-def check_alike(found: dict[int, Told], fragments: int = 1) -> None:
+def check_alike(found: dict[int, Told], same: bool = True) -> None:
     """Hold the anchors of all rounds that two islands have seen against each other, bit for bit."""
     every = [told.anchors for told in found.values()]
     for number in {n for anchors in every for n in anchors}:
         assert len({anchors[number] for anchors in every if number in anchors}) == 1, f"round {number}"
     last = {max(anchors) for anchors in every}
     assert len(last) == 1
-    assert fragments > 1 or all(told.same for told in found.values())
+    assert not same or all(told.same for told in found.values())
     assert len({told.steps for told in found.values()}) == 1
 
 
@@ -193,25 +195,68 @@ def test_the_others_go_on_when_an_island_is_killed(point):
         assert sum(not written for *_, written, _ in told.exchanges) <= 1
 
 
-RETURNS = {"exact": (EXACT, 1), "codes": (CODES, 1), "fragments": (partial(CODES, fragments=2), 2)}
+RETURNS: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "codes": {"make": CODES},
+    "fragments": {"make": partial(CODES, fragments=2), "fragments": 2},
+    "late": {"make": CODES, "delay": 2},
+    "late fragments": {"make": partial(CODES, fragments=2, alpha=0.5), "fragments": 2, "delay": 1},
+    "warm-up": {"start": 3 * H, "least": 3 * H + 3},
+    "warm-up that ends meanwhile": {"start": H, "least": H + 4},
+}
 
 
 @pytest.mark.parametrize("method", RETURNS)
 def test_an_island_that_returns_is_healed_and_agrees_with_the_others(method):
-    make, fragments = RETURNS[method]
-    job = {"full": 3, "make": make, "least": LOST_IN + 3, "fragments": fragments}
+    job = {"full": 3, "least": LOST_IN + 3, **RETURNS[method]}
     with Islands() as sea:
         sea.start({number: {**job, "at": "quorum" if number == 1 else None} for number in range(3)})
         sea.lost(1)
         sea.start({1: job})
         found = sea.end()
-    check_alike(found, fragments)
+    check_alike(found, same="fragments" not in job)
     assert all(len(told.anchors) >= 2 for told in found.values())
     assert min(found[1].anchors) > 1  # it began where the others were
     assert [told.exchanges[-1][1] for told in found.values()] == [3, 3, 3]
 
 
 TOKENS = (300, 100, 200)
+
+
+@pytest.mark.parametrize("point", [2, 3, "commit", "written"])
+def test_the_others_go_on_when_an_island_is_killed_while_a_mean_travels(point):
+    """It is sent after step 1 of a round, and taken over after step 3."""
+    with Islands() as sea:
+        sea.start({number: {"full": 2, "delay": 2, "at": point if number == 1 else None} for number in range(3)})
+        sea.lost(1)
+        found = sea.end()
+    check_alike(found)
+    assert all(sum(not written for *_, written, _ in told.exchanges) <= 1 for told in found.values())
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_islands_do_what_ranks_do(delay):
+    """With a warm-up, in which gradients are averaged, and means that come late."""
+    with Islands(least=3) as sea:
+        job = {"full": 3, "init_sync": False, "start": H, "delay": delay, "least": H + 4}
+        sea.start(dict.fromkeys(range(3), job))
+        found = sea.end()
+    check_alike(found)
+    for wanted in ranks.run(3, like_ranks, found[0].steps, delay):
+        for x, y in zip(found[0].last, wanted, strict=True):
+            assert torch.allclose(torch.tensor(x), torch.tensor(y), rtol=0, atol=2e-6)
+
+
+def like_ranks(steps: int, delay: int) -> list[list[float]]:
+    """Return the anchor of three ranks."""
+    params = start(0)
+    with fn.bind({"data": dist.group.WORLD}):
+        schedule = fn.every(H, start=H, delay=delay)
+        opt = fn.Optimizer(params, partial(EXACT, axis="data"), schedule=schedule, lr=0.02)
+    for step in range(steps):
+        fill(params, step, dist.get_rank())
+        opt.step()
+    return [x.tolist() for x in tree.fields(opt.states, "anchor")[0]]
 
 
 @pytest.mark.parametrize("point", ["counted", "staged"])

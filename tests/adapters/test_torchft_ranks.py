@@ -53,6 +53,8 @@ class Job(NamedTuple):
     inside: str = "ddp"
     outer_lr: float = 0.7
     patience: float = 60
+    start: int = 0
+    delay: int = 0
     at: str | int | None = None
     init_sync: bool = True
     least: int = LOST_IN + 2
@@ -89,8 +91,9 @@ def rank_of_island(job: Job, end: Any) -> None:
         model = DistributedDataParallel(model)
     else:
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    schedule = fn.every(H, start=job.start, delay=job.delay)
     make = partial(fn.diloco, weight_decay=0.0, outer_lr=job.outer_lr)
-    opt = adapter.optimizer(model.parameters(), make, manager, schedule=fn.every(H), lr=0.02)
+    opt = adapter.optimizer(model.parameters(), make, manager, schedule=schedule, lr=0.02)
     exchanges: list[tuple[int, int, bool]] = []
     ask, begin = manager.should_commit, manager.start_quorum
 
@@ -215,6 +218,24 @@ def test_an_island_one_of_whose_ranks_is_killed_returns_whole(point):
     assert [count for _, count, written in survivor.exchanges if written][:2] == [2, 2]
     assert min(returned.anchors) > LOST_IN - 1  # it began where the other was
     assert [told.exchanges[-1][1] for told in found.values()] == [2] * len(found)
+
+
+SCHEDULES = {"warm-up": {"start": 8 * H}, "short warm-up": {"start": H}, "late": {"delay": 1}}
+
+
+@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_islands_warm_up_and_take_over_late_means(schedule, inside):
+    """One is killed, and returns."""
+    job = {"full": 2, "inside": inside, "least": 9 * H if schedule == "warm-up" else LOST_IN + 4, **SCHEDULES[schedule]}
+    with Islands(least=1, join_ms=10_000) as sea:
+        sea.start(range(2), (1, 0), at="commit", **job)
+        sea.lost((1, 0))
+        sea.kill((1, 1))
+        sea.start([1], **job)
+        found = sea.end()
+    check_alike(found, inside)
+    assert min(found[1, 0].anchors) > LOST_IN - 1
 
 
 REFUSED = {

@@ -29,12 +29,12 @@ from fn.adapters.optim.signals import if_broken, writing
 from fn.adapters.optim.step import checked
 from fn.adapters.optim.training import Training
 from fn.base import NewParams, Part, Phase, Round
-from fn.collectives.axis import ALONE, Axis, Binding, axis_size
+from fn.collectives.axis import ALONE, Axis, Binding, axis_size, current_binding
 from fn.collectives.comm_thread import CommunicationThread, bind_twin
 from fn.collectives.primitives import all_gather, group_of, psum
 from fn.collectives.profiling import Watchers, watched_by
 from fn.collectives.transports.failure_detection import abort_connections, raising_peer_lost
-from fn.collectives.transports.registry import registered
+from fn.collectives.transports.registry import has_own_thread, registered
 from fn.errors import RanksDisagree, expected
 from fn.inplace.memory import among, copy_into, written_into
 from fn.inplace.protocol import Staged
@@ -256,6 +256,10 @@ def in_background(training: Training, job: Job) -> Callable[[], Any]:
     device = device_among(training.groups)
     if device.type != "cpu":
         return _on_stream(training, device, job)
+    if any(has_own_thread(axis.transport) for axis in current_binding().axes.values()):
+        if training.background is None:
+            training.background = CommunicationThread(Binding({}), device)
+        return _on_thread(training.background, current_binding(), job)
     bound = {name: axis for name, axis in training.binding.axes.items() if axis.size > 1}
     if not bound or any(axis.transport == ALONE or axis.transport in registered for axis in bound.values()):
         result = job()
@@ -267,6 +271,16 @@ def in_background(training: Training, job: Job) -> Callable[[], Any]:
             return future.result()
 
     return wait
+
+
+def _on_thread(thread: CommunicationThread, binding: Binding, job: Job) -> Callable[[], Any]:
+    """Begin a job over the axes that are bound now."""
+
+    def run() -> Any:
+        with binding:
+            return job()
+
+    return thread.submit(run).result
 
 
 _threads: WeakKeyDictionary[dist.ProcessGroup, dict[Any, CommunicationThread]] = WeakKeyDictionary()

@@ -90,7 +90,7 @@ class Training:
     sender: int = 0
     """The process in which that mean has begun. A child that was forked since has no thread that it could arrive on."""
     background: Any = None
-    """The stream of an accelerator that means are sent on meanwhile, see `exchange.in_background`."""
+    """The stream of an accelerator, or the thread, on which means are sent, see `exchange.in_background`."""
     momentum_as_codes: bool = False
     """Whether the momentum of 1-bit Adam is kept as codes between compressed steps, see `momentum`."""
     in_codes: bool = False

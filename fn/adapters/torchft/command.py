@@ -21,6 +21,9 @@ from fn.adapters.torchft.connect import LIGHTHOUSE, PORT, address_of, address_to
 ELSEWHERE = "192.0.2.1"
 """An address that is kept for examples: the way to it is the way out."""
 
+SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+"""Without it a restart meets in the store of the time before, and waits for the addresses of ranks that are gone."""
+
 HEARTBEAT = 10
 """Seconds of silence after which an island counts as lost: its machine may be busy."""
 
@@ -67,7 +70,7 @@ def run_island(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
     except (ValueError, OSError) as error:
         parser.error(str(error))
     ranks = flags.ranks or max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 1)
-    variables = {LIGHTHOUSE: f"http://{host}:{port}", **_quiet()}
+    variables = {LIGHTHOUSE: f"http://{host}:{port}", SHARED_STORE: "1", **_quiet()}
     # gloo takes the address of the machine's name, which is that of the loopback interface on many.
     if "GLOO_SOCKET_IFNAME" not in os.environ and (interface := _interface_of(own)) is not None:
         variables["GLOO_SOCKET_IFNAME"] = interface

@@ -9,6 +9,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 
 from fn.collectives.axis import ranks_around
@@ -17,6 +18,9 @@ from fn.schedules import Every, Schedule
 
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable of the environment in which torchft looks for the lighthouse's address."""
+
+MEETING = timedelta(seconds=20)
+"""How long the islands of a new quorum wait for one of them to open its connections."""
 
 PORT = 29510
 """Where torchft's lighthouse listens, if nothing else is said."""
@@ -71,7 +75,7 @@ def connect(
     seconds = max(3600.0, 2 * schedule.h / schedule.fragments * step_seconds)
     limit = timedelta(seconds=2 * patience)  # a rank may be as late as an exchange that fails
     manager = torchft.Manager(
-        pg=pg or torchft.ProcessGroupGloo(timeout=timedelta(seconds=patience)),
+        pg=pg or _gloo(timedelta(seconds=patience)),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,
@@ -122,6 +126,21 @@ def address_towards(host: str, port: int) -> str:
     with socket.socket(family, kind) as probe:
         probe.connect(place)
         return str(probe.getsockname()[0])
+
+
+def _gloo(patience: timedelta) -> Any:
+    """Return torchft's process group over gloo, which is sooner out of patience where islands meet.
+
+    An island may end between the quorum and that. The others would wait for it as long as for an exchange.
+    """
+    from torchft import ProcessGroupGloo
+
+    class Gloo(ProcessGroupGloo):  # type: ignore[misc]
+        def configure(self, *args: Any, **more: Any) -> None:
+            super().configure(*args, **more)
+            self.parent._get_backend(torch.device("cpu"))._set_default_timeout(patience)
+
+    return Gloo(timeout=MEETING)
 
 
 def _reachable(host: str, timeout: timedelta) -> Any:

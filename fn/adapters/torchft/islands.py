@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -36,11 +37,11 @@ from fn.base import Phase, Round, Transform
 from fn.collectives.agreement import gather_values
 from fn.collectives.axis import ALONE, Axis, Binding, bind, current_binding, ranks_around
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.primitives import all_gather
+from fn.collectives.primitives import all_gather, mean_in_place
 from fn.collectives.transports.registry import Transport, register
-from fn.errors import PeerLost, expected
+from fn.errors import PeerLost, RanksDisagree, expected
 from fn.inplace.protocol import Staged
-from fn.schedules import Every, Schedule
+from fn.schedules import Schedule
 from fn.transforms.outer import OuterState
 
 logger = logging.getLogger("fn")
@@ -84,18 +85,19 @@ def optimizer(
             servers=False, since errors must not depend on the number of islands.
         manager: torchft's Manager with use_async_quorum=False. Its quorum's time-out has to be longer than a round,
             as in torchft's own DiLoCo, and the lighthouse's join time-out longer than islands are apart.
-        schedule: of local steps only, without a delay, alike on all islands: `fn.every(h)`.
+        schedule: alike on all islands: `fn.every(h)`. In a warm-up every step waits for a quorum, and its gradients are
+            averaged over the islands that are there. With a delay a mean travels while local steps go on.
         tokens: () -> how many tokens this rank has trained on since the last call; called once per exchange. A
             difference then counts by its island's tokens; those of a dropped exchange count in the next. None: all
             islands count alike.
         axis: the name that the islands get. inside: the ranks of this island; None: those of torch.distributed, or
             this process alone where that is not initialized. more: as for `fn.Optimizer`, such as lr.
     Returns: the optimizer. Outside of exchanges it is alone on its axis, so a checkpoint is that of one rank.
-    Raises: ValueError for a method that has no local steps, or has errors of servers; for a schedule with a warm-up or
-        a delay; for one of several processes that cannot reach the others; from `step` for a manager with an
-        asynchronous quorum or spares, for ranks of one island that took different numbers of steps, or an island that
-        was made otherwise than the others. From `step` also what torchft raises where no quorum is found: the local
-        step is then taken.
+    Raises: ValueError for a method that has no local steps, or has errors of servers; for one of
+        several processes that cannot reach the others; from `step` for a manager with an asynchronous quorum or spares,
+        for a closure, a GradScaler or `ddp.overlap` in a warm-up, for ranks of one island that took different numbers
+        of steps, or an island that was made otherwise than the others. From `step` also what torchft raises where no
+        quorum is found: the local step is then taken.
     """
     if tokens is not None and not callable(tokens):
         raise TypeError(expected("tokens", "a function that returns a number", f"{tokens!r}"))
@@ -104,7 +106,6 @@ def optimizer(
     with Binding({**current_binding().axes, axis: alone}):
         opt = Optimizer(params, partial(make, axis=axis), schedule=schedule, **more)
     _check_method(opt)
-    _check_schedule(opt)
     islands = _Islands(opt, manager, axis, ranks, tokens)
     # What torchft itself sends to an island that is behind says no more than that it is.
     manager.register_state_dict_fn(f"fn.{axis}", islands.fall_behind, dict)
@@ -121,13 +122,25 @@ class _Word(NamedTuple):
     """What an island says to the others at a quorum, the same on all its ranks.
 
     speaks: whether it has something to say. tokens: for how many. steps: that it has taken. behind: whether it needs
-    the state of another island.
+    the state of another island. joined: whether it was in a quorum before. warm: whether it is in a warm-up step.
     """
 
     speaks: float
     tokens: float
     steps: float
     behind: float
+    joined: float
+    warm: float
+
+
+@dataclass
+class _Flight:
+    """A mean on its way. before: what it replaced in the state, with what that was. failure: why it did not come."""
+
+    group: Any
+    binding: Binding
+    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    failure: RuntimeError | None = None
 
 
 class _OtherRanks(ValueError):
@@ -138,15 +151,17 @@ class _Islands:
     """What an island remembers between exchanges.
 
     ranks: the binding of the axis within the island. joined: whether it was in a quorum. behind: whether it needs the
-    state of another island, as all do at the start. healed: whether the last quorum gave it one. unsent: tokens of this
-    rank to count. greeted: the process group of torch whose islands are known to have as many ranks.
+    state of another island, as all do at the start. healed: whether the last quorum gave it one. averaged: whether it
+    made the gradients those of a warm-up step. unsent: tokens of this rank to count. flight: of a mean on its way.
+    greeted: the process group of torch whose islands are known to have as many ranks.
     """
 
     def __init__(
         self, optimizer: Optimizer, manager: Any, axis: str, ranks: Binding, tokens: Callable[[], float] | None
     ):
         self.optimizer, self.manager, self.axis, self.ranks, self.tokens = optimizer, manager, axis, ranks, tokens
-        self.joined, self.behind, self.healed, self.unsent = False, True, False, 0.0
+        self.joined, self.behind, self.healed, self.averaged, self.unsent = False, True, False, False, 0.0
+        self.flight: _Flight | None = None
         self.greeted: Any = None
 
     @property
@@ -158,32 +173,42 @@ class _Islands:
         """Hear from torchft that others wrote an exchange which this island did not."""
         self.behind = True
 
-    def before_step(self, *args: Any) -> None:
-        """Join the others before the first step, and refuse a phase that islands do not have before any other."""
-        if not self.joined:
-            healed = False
-            while not self.take(trained=False):
-                healed = healed or self.healed
-            if healed or self.healed:
-                self.optimizer.zero_grad()  # gradients of other params
-            self.joined = True
-        _check_schedule(self.optimizer)
+    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Join the others before the first step, and average the gradients of a warm-up step with them."""
+        healed, self.averaged = False, False
+        if self.is_warm():
+            _check_warmup(self.optimizer, [*args[1:], *kwargs.values()])
+            self.count()
+        while not self.averaged and (not self.joined or self.is_warm()):
+            came = self.take(trained=self.joined and not healed)  # gradients of other params say nothing
+            self.joined, healed = self.joined or came, healed or self.healed
+        if healed and not self.averaged:
+            self.optimizer.zero_grad()
 
-    def meet(self, round_: Round) -> None:
-        """Take the exchange of a round, or drop it."""
-        if round_.begin != round_.end:
-            raise ValueError(expected("schedule", "exchanges without a delay", f"{round_}", "use fn.every(h)"))
+    def is_warm(self) -> bool:
+        """Return whether the next step is one of a warm-up."""
+        return self.optimizer.phase is Phase.WARMUP
+
+    def count(self) -> None:
+        """Ask for the tokens of this rank since the last call."""
         counted = 1.0 if self.tokens is None else float(self.tokens())
         if not 0 <= counted < math.inf:
             raise ValueError(expected("tokens", "to return a number of at least 0", f"{counted}"))
         self.unsent = 1.0 if self.tokens is None else self.unsent + counted
-        self.take(trained=True)
+
+    def meet(self, round_: Round) -> None:
+        """Take the exchange of a round, or drop it."""
+        if round_.begin is not None:
+            self.count()
+            self.take(trained=True, late=round_.end is None)
+        if round_.end is not None and round_.end != round_.begin:
+            self.land(round_)
 
     @torch.no_grad()
-    def take(self, *, trained: bool) -> bool:
-        """Take an exchange among those that are there; return whether it was written.
+    def take(self, *, trained: bool, late: bool = False) -> bool:
+        """Take an exchange among those that are there; return whether it was written, or is on its way.
 
-        Args: trained: whether this island has something to say.
+        Args: trained: whether this island has something to say. late: whether the mean is taken over some steps later.
         """
         manager, staged, problem, self.healed = self.manager, None, None, False
         group: Any = None
@@ -197,10 +222,12 @@ class _Islands:
             raise
         except Exception as error:  # told to the other ranks of this island, which would wait for this one
             problem = error
+        came = False
         try:
             word = self.agreed(problem, trained)
             if word is not None:
-                staged = self.stage(group, word)
+                staged, late_there = self.stage(group, word)
+                came, late = True, late or late_there
             elif group is not None:
                 group.abort()
         except Exception as error:
@@ -211,13 +238,72 @@ class _Islands:
                 raise
             logger.warning("an exchange between islands failed and is dropped: %s", error)
             manager.report_error(error)
-        # Nothing is written before all islands say that theirs succeeded: one that wrote alone would move its anchor.
-        if not manager.should_commit():
+        if trained and not late:
+            # Nothing is written before all islands say that theirs succeeded: one that wrote alone would move its
+            # anchor.
+            return self.voted(staged, trained)
+        # A rank that votes now while another of its island votes at the end of the round would wait for it in vain.
+        told = self.within([came, late])
+        all_came = all(of_rank for of_rank, _ in told)
+        if came and not all_came:
+            manager.report_error(RuntimeError("another rank of this island lost the exchange"))
+            group.abort()
+        if late and (all_came or trained):
+            self.flight = None
+            if all_came and staged is not None:
+                staged.commit()
+                self.flight = self.note_changes(group, self.binding)
+            return True
+        return self.voted(staged if all_came else None, trained)
+
+    def voted(self, staged: Staged | None, trained: bool) -> bool:
+        """Let the ranks of this island say that theirs has come, and write it if all have; return whether it was."""
+        if not self.manager.should_commit():
             return False
         if staged is not None:
             staged.commit()
-        self.unsent = 0.0
+        self.unsent = 0.0 if trained else self.unsent
         return True
+
+    def note_changes(self, group: Any, binding: Binding) -> _Flight:
+        """Let whoever waits for the mean note what it replaces, and why it does not come: it may still be dropped."""
+        training, flight = self.optimizer.training, _Flight(group, binding)
+        wait = training.sending
+        assert wait is not None
+
+        def states() -> Any:
+            try:
+                after = wait()
+            except RuntimeError as error:
+                flight.failure = error
+                return training.states
+            pairs = zip(tree.leaves(training.states), tree.leaves(after), strict=True)
+            flight.before = [(x, x.clone()) for x, new in pairs if new is not x]
+            return after
+
+        training.sending = states
+        return flight
+
+    @torch.no_grad()
+    def land(self, round_: Round) -> None:
+        """Take over a mean that was on its way, or drop it on all ranks of this island."""
+        training, flight, staged = self.optimizer.training, self.flight, None
+        self.flight = None
+        if flight is not None:
+            try:
+                training.settle()
+                if flight.failure is not None:
+                    raise flight.failure
+                with flight.binding:  # raises, so that nobody writes, where an island was lost meanwhile
+                    all_gather(torch.zeros(1, dtype=torch.int64, device=self.device), self.axis)
+                staged = stage_exchange(training, Round(end=round_.end))
+            except RuntimeError as error:
+                flight.group.abort()
+                logger.warning("an exchange between islands failed and is dropped: %s", error)
+                self.manager.report_error(error)
+        if not self.voted(staged, trained=True) and flight is not None:
+            for x, before in flight.before:
+                x.copy_(before)
 
     def group(self) -> Any:
         """Return the process group of this quorum. Raises: ValueError if it is not of this quorum's islands only."""
@@ -285,31 +371,74 @@ class _Islands:
             counts = ", ".join(str(row[0]) for row in told)
             raise ValueError(expected("step", "as many steps on all ranks of an island", f"{counts}, by rank"))
         self.behind = any(row[1] for row in told)
-        return _Word(float(trained and not self.behind), sum(row[2] for row in told), steps, self.behind)
+        speaks, tokens = trained and not self.behind, sum(row[2] for row in told)
+        return _Word(speaks, tokens, steps, self.behind, self.joined, self.is_warm())
 
-    def stage(self, group: Any, word: _Word) -> Staged | None:
+    def stage(self, group: Any, word: _Word) -> tuple[Staged | None, bool]:
         """Take an exchange up to where it is written; None if nobody has anything to say.
 
+        Returns: also whether it is taken over some steps later.
         Raises: RuntimeError if communication fails, here or, as far as it can be known, on another island.
         """
         training, rank = self.optimizer.training, self.manager.participating_rank()
-        with self.among(group):
+        self.binding = self.among(group)
+        with self.binding:
             mine = torch.tensor(word, dtype=torch.float64, device=self.device)
             words = [_Word(*row) for row in all_gather(mine, self.axis).tolist()]
             if any(of.behind for of in words):
                 self.heal(group, words, rank)
-            if not any(of.speaks for of in words):
-                return None
-            # An island that missed a quorum may have taken fewer steps, and goes on from where the others are.
-            latest = int(max(of.steps for of in words if of.speaks))
-            training.steps = latest - 1  # the schedule is asked for the step that they have taken
-            round_, training.steps = training.phase, latest
-            assert isinstance(round_, Round)
+            current = [of for of in words if of.joined and not of.behind]
+            if len({of.warm for of in current}) > 1:
+                raise RuntimeError("some islands are in their warm-up, and others are not")
             tokens = [of.speaks * of.tokens for of in words]
             weights = tokens if any(tokens) else [of.speaks for of in words]
-            staged = stage_exchange(training, round_, weight_of(weights, rank))
-            all_gather(mine, self.axis)  # raises, so that nobody writes, where an island was lost meanwhile
-        return staged
+            if current and current[0].warm:
+                staged, late = self.average(weights, rank), False
+            elif any(of.speaks for of in words):
+                # An island that missed a quorum may have taken fewer steps, and goes on from where the others are.
+                latest = int(max(of.steps for of in words if of.speaks))
+                training.steps = latest - 1  # the schedule is asked for the step that they have taken
+                round_, training.steps = training.phase, latest
+                assert isinstance(round_, Round)
+                staged, late = stage_exchange(training, round_, weight_of(weights, rank)), round_.end is None
+            else:
+                return None, False
+            if not late:
+                all_gather(mine, self.axis)  # raises, so that nobody writes, where an island was lost meanwhile
+        return staged, late
+
+    def average(self, weights: list[float], rank: int) -> Staged:
+        """Average the gradients of a warm-up step, up to where they are written. Islands of weight 0 have none.
+
+        Raises: `RanksDisagree` if some islands have a gradient where others have none.
+        """
+        training = self.optimizer.training
+        training.shards.take_gradients()
+        params = [p for group in training.params for p in group]
+        here = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=self.device)
+        for other, row in enumerate(all_gather(here, self.axis).tolist()):
+            for i, (theirs, ours) in enumerate(zip(row, here.tolist(), strict=True)):
+                if theirs != ours:
+                    text = f"parameter {i} has a gradient on some islands only; in a warm-up all have the same ones"
+                    raise RanksDisagree(text, rank=other, field=f"gradient of parameter {i}")
+        grads = [p.grad for p in params if p.grad is not None] if any(weights) else []
+        kinds = {(g.dtype, g.device) for g in grads}
+        means = list[tuple[Tensor, Tensor]]()
+        for kind in sorted(kinds, key=str):
+            alike = [g for g in grads if (g.dtype, g.device) == kind]
+            message = torch.cat([g.reshape(-1) for g in alike])
+            message = message.mul_(weight_of(weights, rank)) if weights[rank] else torch.zeros_like(message)
+            mean = mean_in_place(message, self.axis)
+            means += zip(alike, mean.split([g.numel() for g in alike]), strict=True)
+
+        def commit() -> None:
+            for g, mean in means:
+                g.copy_(mean.view(g.shape))
+            if not any(weights):  # nobody has gradients of these params
+                self.optimizer.zero_grad()
+            self.averaged = True
+
+        return Staged(True, commit)
 
     def heal(self, group: Any, words: list[_Word], rank: int) -> None:
         """Let the islands that are behind become copies of one that is not. All islands of a quorum call it.
@@ -355,7 +484,7 @@ def _transport(group: Any, size: int) -> Transport:
         group.allreduce([x], AllreduceOptions()).wait()
         return x
 
-    return Transport(all_to_all, gather, psum)
+    return Transport(all_to_all, gather, psum, own_thread=True)
 
 
 def _ranks_of(inside: dist.ProcessGroup | None, alone: Axis) -> Axis:
@@ -371,13 +500,19 @@ def _ranks_of(inside: dist.ProcessGroup | None, alone: Axis) -> Axis:
     return alone
 
 
-def _check_schedule(optimizer: Optimizer) -> None:
-    schedule = optimizer.schedule
-    if optimizer.phase is Phase.WARMUP:
-        wanted, got = "local steps from the first one on", "a warm-up, which averages gradients in every step"
-        raise ValueError(expected("schedule", wanted, got, "use fn.every(h) with start=0"))
-    if isinstance(schedule, Every) and schedule.delay:
-        raise ValueError(expected("schedule", "exchanges without a delay", f"fn.every.delay={schedule.delay}"))
+def _check_warmup(optimizer: Optimizer, arguments: Sequence[Any]) -> None:
+    """Refuse a warm-up step whose gradients are not there yet, or not the ones that are averaged.
+
+    Args: arguments: of `step`. Raises: ValueError with the cure.
+    """
+    found = {
+        "a closure": any(x is not None for x in arguments),
+        "torch.amp.GradScaler": getattr(optimizer, "grad_scale", None) is not None,
+        "fn.adapters.ddp.overlap": optimizer.training.ahead is not None,
+    }
+    for got in (name for name, there in found.items() if there):
+        wanted = "gradients in p.grad, which islands average before each step of a warm-up"
+        raise ValueError(expected("step", wanted, got, "leave it out, or use a schedule without a warm-up"))
 
 
 def _check_method(optimizer: Optimizer) -> None:

@@ -21,6 +21,8 @@ class Transport(NamedTuple):
     all_to_all: (W, ...) -> (W, ...), row r from rank r. all_gather: (...) -> (W, ...), row r is rank r's. psum: the sum
     over ranks, bit for bit the same on all of them; what it is given is a copy, into which it may write.
 
+    own_thread: whether another thread may exchange over it, while this one exchanges over others only.
+
     Each returns a new tensor of the dtype and device that it was given, which holds the numbers by then: a handle is
     waited for inside, and memory that the next call writes into is copied. Anything else is refused.
     """
@@ -28,6 +30,7 @@ class Transport(NamedTuple):
     all_to_all: Callable[[Tensor], Tensor]
     all_gather: Callable[[Tensor], Tensor]
     psum: Callable[[Tensor], Tensor]
+    own_thread: bool = False
 
 
 _transports: dict[str, Transport] = {}
@@ -40,6 +43,11 @@ def register(name: str, transport: Transport) -> str:
     """Let a name stand for a transport in this process, whatever it stood for; return the name."""
     _transports[name] = transport
     return name
+
+
+def has_own_thread(name: str) -> bool:
+    """Return whether a transport is registered that another thread may exchange over."""
+    return name in _transports and _transports[name].own_thread
 
 
 def carry(x: Tensor, size: int, collective: str, transport: str) -> Tensor:
