@@ -19,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fn
+from fn import tree
 from fn.adapters.ddp import overlap
 from fn.adapters.ddp.overlapped import Overlap
+from fn.transforms.momentum_codes import MomentumCodes
 
 pytestmark = pytest.mark.slow
 
@@ -54,6 +56,30 @@ def test_overlapped_steps_are_bitwise_the_serial_ones_through_all_phases(name):
     for equal, sent in (found[name] for found in case.answer("all_phases")):
         assert equal
         assert sent > 0
+
+
+@case
+def with_momentum_as_codes() -> list[tuple[bool, int]]:
+    """Overlap with a momentum that is kept as codes, beside serial steps without; a warm-up step comes in between."""
+    plain, kept = Net(), Net()
+    opts = build(plain), build(kept, momentum_as_codes=True)
+    overlap(kept, opts[1], least_wire_seconds=0.0)
+    pairs, found = [*zip((plain, kept), opts, strict=True)], []
+    for _, opt in pairs:
+        opt.schedule = lambda step: fn.Phase.WARMUP if step < 3 or step == 6 else fn.Phase.COMPRESSED
+    for step in range(10):
+        for model, opt in pairs:
+            train(model, opt, range(step, step + 1))
+        equal = same(*(arrays(list(model.parameters())) for model, _ in pairs))
+        found.append((equal, len(tree.instances(opts[1].training.states, MomentumCodes))))
+    return [*found, (ends(pairs), len(opts[1].param_groups))]
+
+
+def test_overlapped_steps_may_keep_the_momentum_as_codes():
+    for *steps, (equal, groups) in case.answer("with_momentum_as_codes"):
+        assert equal
+        assert groups > 1
+        assert steps == [(True, 0 if step < 3 or step == 6 else groups) for step in range(10)]
 
 
 @case

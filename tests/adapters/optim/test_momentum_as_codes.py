@@ -77,9 +77,11 @@ def side_by_side(hyper: dict[str, Any], dtype: torch.dtype, rows: str = "numba")
     with fn.bind({"data": dist.group.WORLD}):
         plain, kept = (optimizer(how, dtype, **hyper) for how in (False, True))
     for step in range(len(PHASES)):
-        take(plain, step, dtype)
-        with in_place_steps.listed() as in_place:
+        with fn.ledger() as sent:
+            take(plain, step, dtype)
+        with in_place_steps.listed() as in_place, fn.ledger() as sent_too:
             take(kept, step, dtype)
+        assert sent.sent == sent_too.sent
         codes = tree.instances(kept.training.states, MomentumCodes)
         found.append((equal(params_of(plain), params_of(kept)), all(in_place), len(codes) == 2))
     assert equal(plain.states, kept.states)  # errors and the momentum, which is read in floating point
