@@ -2,7 +2,8 @@
 
 A link of a chain takes memory for what it returns while what it was given is still held: behind an average of low rank
 a scale by shape, a decay and a rate are three times the params. What `NEW` links return lies in memory that nobody else
-has, so that the links of `OVER` behind them, directly or in a partition, may write over it. The numbers are the same.
+has, so that the links of `OVER` behind them, directly or in a partition, may write over it, and so may Adam's direction
+over the mean of gradients. The numbers are the same.
 Any other link may keep what it is given, in its state say: what has gone through one is written by nobody.
 
 A momentum is nearly as cheap to form as to copy. So where its new state is to be written over the old one, `trace`
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fn import tree
@@ -24,7 +26,10 @@ from fn.compiling import original
 from fn.inplace.memory import memory_of
 from fn.kernels.flags import are_assumed, known
 from fn.kernels.tracing import is_concrete
+from fn.transforms.adam import Adam, AdamState
+from fn.transforms.average import Average
 from fn.transforms.decay_and_lr import Decay, Rate
+from fn.transforms.lamb import TrustRatio
 from fn.transforms.low_rank import LowRankAverage
 from fn.transforms.masking import Partitioned
 from fn.transforms.momentum import MomentumState, Trace
@@ -37,10 +42,10 @@ from fn.transforms.unsharded import Unsharded
 
 Tree = Any
 
-OVER = (Decay, Rate, ByShape, NewtonSchulz)
+OVER = (Decay, Rate, ByShape, NewtonSchulz, TrustRatio)
 """Rules of links that can write over the updates that they are given."""
 
-NEW = (*OVER, LowRankAverage)
+NEW = (*OVER, LowRankAverage, Average)
 """Rules of links that keep nothing of the updates that they return."""
 
 
@@ -106,15 +111,20 @@ def _alone(update: UpdateFn, memory: _Memory, updates: Tree, state: Tree, params
 def _step(update: UpdateFn, memory: _Memory, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
     rule, leaves, found = update.rule if isinstance(update, Step) else None, tree.leaves(updates), None
     has_numbers = is_concrete(*leaves)
-    if isinstance(rule, OVER) and leaves and has_numbers and all(x in memory.own for x in leaves):
-        return rule.applied(updates, params, out=updates), state
+    if leaves and has_numbers and all(x in memory.own for x in leaves):
+        if isinstance(rule, OVER):
+            return rule.applied(updates, params, out=updates), state
+        if isinstance(rule, Adam) and isinstance(state, AdamState):
+            out, after = rule.applied(updates, state, out=updates)
+            memory.own.update((x, True) for x in tree.leaves(out))
+            return out, after
     if isinstance(rule, Trace) and memory.late is not None and has_numbers and are_assumed():
         found = _late(rule, memory.late, updates, state)
     out, after = update(updates, state, params) if found is None else (found, state)
     for x in leaves:
         memory.own.pop(x, None)
     if isinstance(rule, NEW) or found is not None or (isinstance(rule, Trace) and rule.nesterov):
-        given = {memory_of(x) for x in leaves}
+        given = {memory_of(x) for x in (*leaves, *tree.leaves(after)) if isinstance(x, Tensor)}  # and what it may keep
         memory.own.update((x, True) for x in tree.leaves(out) if is_concrete(x) and memory_of(x) not in given)
     return out, after
 

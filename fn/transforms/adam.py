@@ -57,6 +57,17 @@ class Adam(NamedTuple):
     eps: float
     corrected: bool = True
 
+    def applied(self, updates: Tree, state: AdamState, out: Tree | None = None) -> tuple[Tree, AdamState]:
+        """Return what becomes of the updates, and the next state. out: as for `leafwise.apply`."""
+        check_state(state, AdamState)
+        tree.check_updates(updates, state.mu)
+        mu, nu = moving_average(state.mu, updates, self.b1), moving_average_of_squares(state.nu, updates, self.b2)
+        mu_weight, nu_weight = self.b1 * state.mu_weight + (1 - self.b1), self.b2 * state.nu_weight + (1 - self.b2)
+        after = AdamState(state.step + 1, mu, nu, mu_weight, nu_weight)
+        if not self.corrected:
+            return adam_direction(mu, nu, self.eps, out=out), after
+        return adam_direction(mu, nu, self.eps, mu_weight, nu_weight, out=out), after
+
 
 class OnebitAdam(NamedTuple):
     """The rule of a compressed step of `scale_by_onebit_adam`.
@@ -119,15 +130,12 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8) -> Tran
     """
     check_betas(b1, b2, eps)
 
-    def update(updates: Tree, state: AdamState, params: Tree, /) -> tuple[Tree, AdamState]:
-        check_state(state, AdamState)
-        tree.check_updates(updates, state.mu)
-        mu, nu = moving_average(state.mu, updates, b1), moving_average_of_squares(state.nu, updates, b2)
-        mu_weight, nu_weight = b1 * state.mu_weight + (1 - b1), b2 * state.nu_weight + (1 - b2)
-        after = AdamState(state.step + 1, mu, nu, mu_weight, nu_weight)
-        return adam_direction(mu, nu, eps, mu_weight, nu_weight), after
+    rule = Adam(b1, b2, eps)
 
-    return lift(lambda params: AdamState(*start_moments(params)), Step(Adam(b1, b2, eps), update), elementwise=True)
+    def update(updates: Tree, state: AdamState, params: Tree, /) -> tuple[Tree, AdamState]:
+        return rule.applied(updates, state)
+
+    return lift(lambda params: AdamState(*start_moments(params)), Step(rule, update), elementwise=True)
 
 
 def scale_by_onebit_adam(
@@ -318,11 +326,15 @@ def adam_direction(
     mu_weight: Tensor | None = None,
     nu_weight: Tensor | None = None,
     max_step: float = math.inf,
+    out: Tree | None = None,
 ) -> Tree:
     """Return mu / (sqrt(nu) + eps), clamped to +-max_step; 0 for 0 / 0, and NaN where it is not finite.
 
-    Args: mu_weight, nu_weight: what the moments are divided by first; None for no bias correction.
+    Args: mu_weight, nu_weight: what the moments are divided by first; None for no bias correction. out: what may be
+        written over, where it has the dtypes of mu.
     """
+    if out is not None and [x.dtype for x in tree.leaves(out)] != [m.dtype for m in tree.leaves(mu)]:
+        out = None
 
     if not all(reference.is_normal(eps, dtype) for dtype in {v.dtype for v in tree.leaves(nu)}):
 
@@ -334,9 +346,9 @@ def adam_direction(
 
         return tree.map(divide, mu, nu)
     if mu_weight is None or nu_weight is None:
-        u = apply(rules.direction, (mu, nu), eps)
+        u = apply(rules.direction, (mu, nu), eps, out=out)
     else:
-        u = apply(rules.corrected_direction, (mu, nu), mu_weight, nu_weight, eps)
+        u = apply(rules.corrected_direction, (mu, nu), mu_weight, nu_weight, eps, out=out)
     return u if max_step == math.inf else apply(rules.clamped, (u,), max_step)
 
 

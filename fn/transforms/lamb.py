@@ -22,9 +22,9 @@ from fn.base import (
     check_number,
     check_params,
     facts_of,
+    lift,
     merged,
     missing,
-    stateless,
 )
 from fn.errors import expected
 from fn.kernels import layout, reference, rules
@@ -70,6 +70,24 @@ class OnebitLambState(NamedTuple):
     sync: Tree
 
 
+class TrustRatio(NamedTuple):
+    """The rule of `scale_by_trust_ratio`."""
+
+    min_coeff: float
+    max_coeff: float
+
+    def applied(self, updates: Tree, params: Tree, out: Tree | None = None) -> Tree:
+        """Return what becomes of the updates. out: as for `leafwise.apply`."""
+        check_params(params)
+        tree.check_real(updates, "updates")
+        leaves, weights = tree.flatten_alike((updates, params))[0]
+        ratios = ratio_of(squared_norms(weights).sqrt(), squared_norms(leaves).sqrt(), *self)
+        if len({u.device for u in leaves}) < 2:
+            return apply(rules.scaled, (updates,), ratios, out=out)
+        each = [ratio.to(u.device) for ratio, u in zip(ratios.unbind(), leaves, strict=True)]  # they are on the first's
+        return apply(rules.scaled, (updates,), each, out=out)
+
+
 def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Transform:
     """Scale each tensor's update by clamp(||p|| / ||u||, min_coeff, max_coeff); by 1 where a norm is 0.
 
@@ -84,17 +102,12 @@ def scale_by_trust_ratio(min_coeff: float = 0.0, max_coeff: float = 10.0) -> Tra
     """
     _check_bounds(min_coeff, max_coeff)
 
-    def scale(updates: Tree, params: Tree) -> Tree:
-        check_params(params)
-        tree.check_real(updates, "updates")
-        leaves, weights = tree.flatten_alike((updates, params))[0]
-        ratios = ratio_of(squared_norms(weights).sqrt(), squared_norms(leaves).sqrt(), min_coeff, max_coeff)
-        if len({u.device for u in leaves}) < 2:
-            return apply(rules.scaled, (updates,), ratios)
-        each = [ratio.to(u.device) for ratio, u in zip(ratios.unbind(), leaves, strict=True)]  # they are on the first's
-        return apply(rules.scaled, (updates,), each)
+    rule = TrustRatio(min_coeff, max_coeff)
 
-    return stateless(scale)._replace(facts=Facts(whole=("scale_by_trust_ratio",)))
+    def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+        return rule.applied(updates, params), state
+
+    return lift(lambda params: (), Step(rule, update))._replace(facts=Facts(whole=("scale_by_trust_ratio",)))
 
 
 class LambHyper(NamedTuple):

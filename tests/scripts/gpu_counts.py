@@ -103,7 +103,7 @@ CASES = [  # two param groups; so two of each collective
     Case("adamw", fn.adamw, W, Limits(100, 1, 2, 4)),
     Case("adamw", fn.adamw, W, Limits(40, 1, 1, 8), kind="clipped"),
     Case("adamw", fn.adamw, W, Limits(40, 1, 2, 8), kind="scaled"),
-    Case("lamb", fn.lamb, W, Limits(100, 1, 2, 16)),
+    Case("lamb", fn.lamb, W, Limits(100, 1, 2, 12)),
     Case("1-bit Adam", fn.onebit_adam, W, Limits(100, 1, 2, 4)),
     Case("1-bit Adam", fn.onebit_adam, W, Limits(200, 2, 2, 4), kind="watched"),
     Case("1-bit Adam", fn.onebit_adam, C, Limits(200, 1, 4, 5)),
