@@ -182,15 +182,15 @@ METHODS = {
         "integers", _int8_muon, first(10), ADAM_RATE, "owned, int8 both ways", "muon, int8", warm_up="muon", tasks=TEXT
     ),
     "lion_muon": Method(
-        "votes", partial(fn.lion_muon, labels=labels), often, ADAM_RATE, "Muon one step in 5, votes between",
+        "votes", partial(fn.lion_muon, labels=labels), often, 3e-2, "Muon one step in 5, votes between",
         "lion_muon", tasks=NOT_YET,
     ),
     "sign_muon": Method(
-        "votes", partial(fn.sign_muon, labels=labels, weight_decay=0.1), first(0), ADAM_RATE, "votes on momenta",
+        "votes", partial(fn.sign_muon, labels=labels, weight_decay=0.1), first(0), 3e-2, "votes on momenta",
         "sign_muon", tasks=NOT_YET,
     ),
     "ef21_muon": Method(
-        "sparse", partial(fn.ef21_muon, labels=labels, weight_decay=0.1), first(1), ADAM_RATE, "k = 1/20", "ef21_muon",
+        "sparse", partial(fn.ef21_muon, labels=labels, weight_decay=0.1), first(1), 3e-2, "k = 1/20", "ef21_muon",
         tasks=NOT_YET,
     ),
     "dion2": Method(

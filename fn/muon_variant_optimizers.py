@@ -33,7 +33,7 @@ Tree = Any
 
 
 def lion_muon(
-    lr: float | Tensor = 1e-3,
+    lr: float | Tensor = 0.01,
     b1: float = 0.95,
     b2: float = 0.99,
     weight_decay: float = 0.1,
@@ -74,8 +74,9 @@ def lion_muon(
         0.944 -> 0.060
 
     Args:
-        lr: of Muon's steps, a float or a 0-d tensor; with scale="rms_norm" a rate of AdamW fits. lion_rate: of Lion's,
-            as a multiple of it; with 0.2 both are equally long then. weight_decay: of all tensors, at the step's rate.
+        lr: of Muon's steps, a float or a 0-d tensor. With scale="rms_norm" a number moves by about 0.2 lr in them, so
+            start with several times AdamW's rate. lion_rate: of Lion's steps, as a multiple of it; with 0.2 they are as
+            long. weight_decay: of all tensors, at the step's rate.
         b1: weight of the old momentum in the step. b2: its weight in the momentum that is kept.
         axis: the ranks that train together; None for none.
         labels: which tensors are "hidden", Muon's, and which "other", as for `muon`.
@@ -118,7 +119,7 @@ def lion_muon(
 
 
 def sign_muon(
-    lr: float | Tensor = 1e-3,
+    lr: float | Tensor = 0.01,
     momentum: float = 0.9,
     weight_decay: float = 0.0,
     eps: float = 1e-7,
@@ -155,7 +156,8 @@ def sign_muon(
         0.944 -> 0.011
 
     Args:
-        lr: a float or a 0-d tensor; with scale="rms_norm" a rate of AdamW fits. momentum: mu. weight_decay: decoupled.
+        lr: a float or a 0-d tensor. With scale="rms_norm" a number moves by about 0.2 lr, so start with several times
+            AdamW's rate. momentum: mu. weight_decay: decoupled.
         axis: the ranks that train together.
         labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others step along the sign of
             their vote. other_rate: their rate, as a multiple of lr; with 0.2 all are equally long where
@@ -183,7 +185,7 @@ def sign_muon(
 
 
 def ef21_muon(
-    lr: float | Tensor = 1e-3,
+    lr: float | Tensor = 0.01,
     eta: float = 0.1,
     weight_decay: float = 0.0,
     eps: float = 1e-7,
@@ -218,8 +220,8 @@ def ef21_muon(
         0.450 -> 0.000
 
     Args:
-        lr: a float or a 0-d tensor; with scale="rms_norm" a rate of AdamW fits. eta: weight of the new gradient in the
-            momentum. weight_decay: decoupled.
+        lr: a float or a 0-d tensor. With scale="rms_norm" a number moves by about 0.2 lr, so start with several times
+            AdamW's rate. eta: weight of the new gradient in the momentum. weight_decay: decoupled.
         axis: the ranks that train together. All send to all others, so it is for few of them.
         labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others step along the sign of G.
             other_rate: their rate, as a multiple of lr; with 0.2 all are equally long where scale="rms_norm".

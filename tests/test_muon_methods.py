@@ -7,8 +7,11 @@ from functools import partial
 from typing import Any
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
@@ -155,6 +158,37 @@ def test_bytes_between_are_a_bit_a_number() -> None:
             )
         sent[phase] = book.total
     assert 31 < sent[W] / sent[C] <= 32
+
+
+def on_real_ranks() -> list[list[Tensor]]:
+    """Return the params after steps of all methods on this rank of a real group."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",)), []
+    with fn.bind(mesh):
+        for make in MAKES.values():
+            tx, params = make(0.02, axis="data"), some_params(torch.float64)
+            state = tx.init(params)
+            for t, phase in enumerate((W, C, C, W, C)):
+                g = gradients_of(params, dist.get_world_size(), t)
+                own = tree.map(lambda x: x[dist.get_rank()], g)
+                updates, state = tx.update(phase)(own, state, params)
+                params = fn.apply_updates(params, updates)
+            found.append([*params.values()])
+    return found
+
+
+def gradients_of(params: Tree, world: int, step: int) -> Tree:
+    names = [*params]
+    return {k: normal(world, *params[k].shape, seed=50 * step + names.index(k)).to(params[k].dtype) for k in names}
+
+
+def test_real_ranks_take_the_steps_of_simulated_ones() -> None:
+    answers = ranks.run(2, on_real_ranks)
+    for place, (name, make) in enumerate(MAKES.items()):
+        w = World(make(0.02, axis="data"), some_params(torch.float64))
+        for t, phase in enumerate((W, C, C, W, C)):
+            w.step(phase, gradients_of(w.params, 2, t))
+        for found in answers:
+            torch.testing.assert_close(found[place], [*w.params.values()], rtol=0, atol=1e-9, msg=f"{name}")
 
 
 def one_step(tx: fn.Transform, g: Tensor, phase: Phase = C) -> Tensor:
