@@ -15,12 +15,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ranks import LIMIT
 
 pytestmark = [
@@ -35,17 +36,20 @@ MINUTES = float(os.environ.get("ISLANDS_MINUTES", 1))
 
 
 class Run:
-    """A lighthouse and islands, all of them programs that somebody types. least: islands that an exchange waits for."""
+    """A lighthouse and islands, all of them programs that somebody types.
 
-    def __init__(self, folder: Path, least: int = 1):
-        self.folder = folder
+    least: islands that an exchange waits for. words: a script and its flags; else that of this module.
+    """
+
+    def __init__(self, folder: Path, least: int = 1, words: Sequence[str] = ()):
+        self.folder, self.words = folder, words
         folder.mkdir()
         with socket.socket() as probe:
             probe.bind(("", 0))
             self.port = probe.getsockname()[1]
         self.programs: dict[int | str, subprocess.Popen[bytes]] = {}
         self.old = set[int]()
-        self.type("lighthouse", "lighthouse", "--port", str(self.port), "--wait", "20", "--islands", str(least))
+        self.light("--islands", str(least))
         for island in range(ISLANDS):
             self.launch(island)
 
@@ -63,10 +67,15 @@ class Run:
                 [sys.executable, "-m", "fn", *words], env=environment, stdout=log, stderr=log, start_new_session=True
             )
 
+    def light(self, *words: str) -> None:
+        """Start a lighthouse."""
+        self.type("lighthouse", "lighthouse", "--port", str(self.port), "--wait", "20", *words)
+
     def launch(self, island: int) -> None:
+        """Start an island."""
         there = ["--lighthouse", f"localhost:{self.port}", "--ranks", str(RANKS)]
-        mine = ["--island", str(island), "--islands", str(ISLANDS), "--folder", str(self.folder)]
-        self.type(island, "island", *there, str(SCRIPT), *mine)
+        mine = [str(SCRIPT), "--island", str(island), "--islands", str(ISLANDS), "--folder", str(self.folder)]
+        self.type(island, "island", *there, *(self.words or mine))
 
     def kill(self, name: int | str) -> None:
         """Kill a program and all that it has started, as when a machine is switched off."""
@@ -155,3 +164,28 @@ def test_islands_that_are_killed_at_random_train_as_well_as_others(tmp_path):
     print(f"{killed} kills in {steps} steps: loss {disturbed:.4f}, undisturbed {undisturbed:.4f}")
     assert killed > 0
     assert disturbed < 1.02 * undisturbed
+
+
+def test_a_lighthouse_is_started_again(tmp_path):
+    with Run(tmp_path / "run", ISLANDS) as run:
+        run.wait("the start", lambda: len(run.present()) == ISLANDS)
+        run.kill("lighthouse")
+        time.sleep(5)
+        before = max(state["steps"] for state in run.states().values())
+        run.light("--islands", str(ISLANDS))
+        run.wait("three rounds", lambda: min(s["steps"] for s in run.states().values()) > before + 3 * EVERY)
+        told = run.finish(max(state["steps"] for state in run.states().values()) + 2 * EVERY)
+    assert len({(end["steps"], end["anchor"]) for end in told}) == 1
+
+
+def test_the_example_prints_a_table_and_saves_what_all_agree_on(tmp_path):
+    small = ["--every", "10", "--width", "32", "--layers", "1", "--steps", "50"]
+    example = [str(ROOT / "examples" / "islands.py"), *small, "--out", str(tmp_path / "model.pt")]
+    with Run(tmp_path / "run", ISLANDS, example) as run:
+        logs = [tmp_path / "run" / f"log-{island}" for island in range(ISLANDS)]
+        run.wait("the end", lambda: all("the model: " in log.read_text() for log in logs))
+    tables = [[line.split() for line in log.read_text().splitlines() if line[:6].strip().isdigit()] for log in logs]
+    assert [row[:2] for row in tables[0]] == [[str(10 * n), "3"] for n in range(1, 6)]
+    assert len({tuple(row[3] for row in table) for table in tables}) == 1  # the loss of what all agree on
+    assert float(tables[0][-1][3]) < float(tables[0][0][3])
+    assert {"byte.weight", "head.weight"} <= torch.load(tmp_path / "model.pt").keys()

@@ -19,6 +19,9 @@ from fn.schedules import Every, Schedule
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable of the environment in which torchft looks for the lighthouse's address."""
 
+RETRY = 5.0
+"""Seconds after which a lighthouse that does not answer is asked again."""
+
 MEETING = timedelta(seconds=20)
 """How long the islands of a new quorum wait for one of them to open its connections."""
 
@@ -83,6 +86,7 @@ def connect(
         init_sync=False,  # the optimizer does that, from the same island for all ranks
         timeout=limit,
         quorum_timeout=timedelta(seconds=seconds),
+        quorum_retries=round(seconds / RETRY),  # of a lighthouse that is started again
         rank=rank,
         world_size=size,
         store_addr=place[0],

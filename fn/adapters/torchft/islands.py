@@ -354,7 +354,8 @@ class _Islands:
         Args: problem: what this rank raises. trained: as for `take`.
         Raises: `problem`; `PeerLost` if another rank of the island raises; ValueError for unequal steps.
         """
-        fault = problem or self.manager.errored()
+        errored = self.manager.errored()
+        fault = problem or getattr(errored, "original_exception", errored)  # without its traceback
         text = None if fault is None else f"{type(fault).__name__}: {fault}"
         steps = self.optimizer.steps
         told = self.within([steps, int(self.behind), self.unsent, int(problem is not None), text])
