@@ -44,6 +44,7 @@ from fn.transforms.low_rank import LowRankState, low_rank_average
 from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import orthogonalize, scale_by_muon
+from fn.transforms.norm_guard import Guard, norm_guard
 from fn.transforms.outer import OuterState, outer
 from fn.transforms.owned import OwnedState, owned
 from fn.transforms.pair_average import own_anchors, pair_average
@@ -64,6 +65,7 @@ __all__ = [
     "ErrorFeedbackState",
     "Facts",
     "Feedback",
+    "Guard",
     "Ledger",
     "LowRankState",
     "Optimizer",
@@ -140,6 +142,7 @@ __all__ = [
     "muon",
     "muon_bp",
     "no_loco",
+    "norm_guard",
     "off",
     "onebit_adam",
     "onebit_lamb",

@@ -54,6 +54,8 @@ class Round(NamedTuple):
     begin: the number of the fragment whose exchange begins after this step; None for none.
     end: the number of the fragment whose exchange ends, so that its outer step is taken; None for none. The same
         number as `begin`: the exchange begins and ends after this step. A plain `Phase.COMPRESSED` is `Round(0, 0)`.
+    Where n exchanges of one fragment are on their way at once, as with `fn.outer(..., in_flight=n)`, their numbers are
+    n * fragment, n * fragment + 1, and so on in turn.
     """
 
     begin: int | None = None

@@ -20,10 +20,12 @@ from fn.transforms.average import agreed, average, compressed_average
 from fn.transforms.average_params import average_params
 from fn.transforms.bases import in_basis, tiles
 from fn.transforms.decay_and_lr import add_decayed_weights, check_rate, scale_by_learning_rate
+from fn.transforms.fragments import Fragments
 from fn.transforms.masking import Labels, hidden_and_other, partition
 from fn.transforms.momentum import trace
 from fn.transforms.muon import orthogonalize, scale_by_muon
-from fn.transforms.outer import Fragments, Store, outer
+from fn.transforms.norm_guard import Guard
+from fn.transforms.outer import Store, outer
 from fn.transforms.pair_average import own_anchors, pair_average
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.sparse_average import sparse_average
@@ -50,6 +52,9 @@ def diloco(
     alpha: float = 0.0,
     store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
+    guard: Guard | None = None,
+    in_flight: int = 1,
+    eager: bool = False,
 ) -> Transform:
     """DiLoCo: hundreds of local AdamW steps, then one Nesterov step along the ranks' mean pseudo-gradient.
 
@@ -73,9 +78,11 @@ def diloco(
         codec: how the pseudo-gradients (differences to the anchor) are quantized; None is full precision. feedback:
             what becomes of the residual errors; None is `classic()` where there is a codec. servers: as for
             `compressed_average`.
-        fragments, alpha, store, on_skip: as for `outer`.
+        fragments, alpha, store, on_skip, guard, in_flight, eager: as for `outer`.
     Returns: a transform with a warm-up, exact, and rounds; `every(500)` is its schedule. Streaming DiLoCo is
-        `fragments=P, alpha=0.5` and `every(h, fragments=P, delay=d)`.
+        `fragments=P, alpha=0.5` and `every(h, fragments=P, delay=d)`; a mean that comes a whole round late
+        `in_flight=2` and `every(h, delay=h)`, and with `eager=True` in its place that of Eager updates; EDiT's penalty
+        `guard=norm_guard(temperature=1.0)`.
 
     Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1.
     Differs: if an exchange is not finite, the ranks keep their params; torchft takes all of them back to the anchor, as
@@ -84,7 +91,10 @@ def diloco(
     adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov)
     sync = _mean(axis, codec, feedback, servers)
-    tx = outer(adamw, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip)
+    tx = outer(
+        adamw, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip, guard=guard,
+        in_flight=in_flight, eager=eager,
+    )  # fmt: skip
     return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
 
 

@@ -153,15 +153,21 @@ class ZeroOneSchedule:
 def every(h: int, *, fragments: int = 1, delay: int = 0, start: int = 0) -> Schedule:
     """Warm up for `start` steps, then exchange each fragment of the params every h steps, one after the other.
 
-    With q = h / fragments, round k is of q steps. The exchange of fragment k mod fragments begins after step
-    kq + q - 1 - delay, counted from `start`, and ends after step kq + q - 1. Steps without either send nothing.
+    With q = h / fragments, round k is of q steps, and exchanges fragment k mod fragments. An exchange ends with a
+    round, `delay` steps after it began: below q in the round in which it began, else in a later one. Steps in which
+    nothing begins or ends send nothing.
 
         >>> [tuple(every(4, fragments=2, delay=1)(step)) for step in range(4)]
         [(0, None), (None, 0), (1, None), (None, 1)]
+        >>> [tuple(every(2, delay=2)(step)) for step in range(6)]      # an exchange ends as the next one begins
+        [(None, None), (0, 1), (None, None), (1, 0), (None, None), (0, 1)]
 
     Args:
         h: steps from one exchange of a fragment to the next. fragments: into how many `fn.outer` divides the params.
-        delay: steps between sending and taking over, below q. start: steps of the warm-up.
+        delay: steps between sending and taking over. From h on, several exchanges of a fragment are on their way at
+            once, and `fn.outer` is given in_flight = delay // h + 1. The first that end then have not begun: those of
+            fragments of which another exchange has.
+        start: steps of the warm-up.
     Returns: step -> `Phase.WARMUP`, then `Round`.
     Raises: ValueError if an argument is out of range or no whole number, or h is not divisible by fragments.
 
@@ -170,10 +176,7 @@ def every(h: int, *, fragments: int = 1, delay: int = 0, start: int = 0) -> Sche
     steps, parts = _whole("h", h, 1), _whole("fragments", fragments, 1)
     if steps % parts:
         raise ValueError(expected("h", f"a multiple of the {parts} fragments", f"{h}"))
-    late = _whole("delay", delay, 0)
-    if late >= steps // parts:
-        raise ValueError(expected("delay", f"less than h / fragments, {steps // parts}", f"{delay}"))
-    return Every(steps, parts, late, _whole("start", start, 0))
+    return Every(steps, parts, _whole("delay", delay, 0), _whole("start", start, 0))
 
 
 @dataclass(frozen=True)
@@ -191,9 +194,21 @@ class Every:
             return Phase.WARMUP
         length = self.h // self.fragments
         number, place = divmod(step - self.start, length)
-        fragment = number % self.fragments
-        begins, ends = place == length - 1 - self.delay, place == length - 1
-        return Round(fragment if begins else None, fragment if ends else None)
+        rounds, steps = divmod(self.delay, length)
+        begins = place == length - 1 - steps
+        has_begun = number >= rounds or (self.in_flight > 1 and number >= (number - rounds) % self.fragments)
+        ends = place == length - 1 and has_begun
+        return Round(self._exchange(number) if begins else None, self._exchange(number - rounds) if ends else None)
+
+    @property
+    def in_flight(self) -> int:
+        """Return how many exchanges of a fragment are on their way at once, at most."""
+        return self.delay // self.h + 1
+
+    def _exchange(self, number: int) -> int:
+        """Return what a `Round` calls the exchange of a round: fragment * in_flight + one of these, in turn."""
+        turn, fragment = divmod(number, self.fragments)
+        return fragment * self.in_flight + turn % self.in_flight
 
 
 def periods(params: int, first_moment: int, second_moment: int, *, start: int = 0) -> Schedule:

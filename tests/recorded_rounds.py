@@ -72,14 +72,19 @@ def step_of(tx: fn.Transform, when: Phase | Round, g: Any, s: Any, p: Any) -> tu
     return fn.apply_updates(p, updates), s
 
 
-def in_simulation(case: Case, tx: fn.Transform) -> tuple[Callable[..., tuple[Any, Any]], Any, list[Tensor]]:
-    """Return a step as `step_of` of all ranks together, and the state and the params that they start with."""
+def in_simulation(
+    case: Case, tx: fn.Transform, of_rank: Callable[..., tuple[Any, Any]] = step_of
+) -> tuple[Callable[..., tuple[Any, Any]], Any, list[Tensor]]:
+    """Return a step as `step_of` of all ranks together, and the state and the params that they start with.
+
+    Args: of_rank: what takes the step of a rank, with the arguments of `step_of`.
+    """
     start = case.each("init")
     dims = fn.rank_dims(tx.init(start))
     state = fn.simulate(tx.init, "data", case.world, in_dims=None, out_dims=dims)(start)
 
     def step(tx: fn.Transform, when: Phase | Round, *args: Any) -> tuple[Any, Any]:
-        run = partial(step_of, tx, when)
+        run = partial(of_rank, tx, when)
         return fn.simulate(run, "data", case.world, in_dims=(0, dims, 0), out_dims=(0, dims))(*args)
 
     return step, state, [p.expand(case.world, *p.shape).clone() for p in start]

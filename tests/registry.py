@@ -104,6 +104,7 @@ OTHERS = (
     Named("muon_bp", fn.muon_bp, CODED, fn.periodic(3)),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("diloco, int8", partial(fn.diloco, codec=fn.int8()), ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("diloco, guarded", partial(fn.diloco, guard=fn.norm_guard()), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("local_sgd", partial(fn.local_sgd, momentum=0.9), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("sparse_loco", partial(fn.sparse_loco, k=4, tile=4), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("muloco", partial(fn.muloco, codec=fn.bins(4, 6)), ROUNDS, fn.every(3, start=2), replicated=False),

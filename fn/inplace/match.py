@@ -27,7 +27,8 @@ from fn.inplace.links import Head, descent_of
 from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged, on_host
 from fn.transforms.adam import Adam, OnebitAdam
 from fn.transforms.lamb import LambHyper, OnebitLamb
-from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, PlainWarmup, narrows
+from fn.transforms.outer import OuterLocal, OuterState, OuterWarmup, PlainWarmup
+from fn.transforms.round_arguments import narrows
 from fn.transforms.sharded import Sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.zero_one_adam import LocalStep, SynchronisingStep, VarianceStep
@@ -172,7 +173,8 @@ def _with_anchor(step: Staged, state: OuterState, params: Tree) -> Staged:
 
     def commit() -> None:
         step.commit()
-        torch._foreach_copy_(tree.leaves(state.anchor), [p.detach() for p in tree.leaves(params)])
+        for copies in filter(None, map(tree.leaves, (state.anchor, state.start))):
+            torch._foreach_copy_(copies, [p.detach() for p in tree.leaves(params)])
 
     return step._replace(commit=commit)
 

@@ -37,7 +37,8 @@ from fn.compiling import memoized
 from fn.errors import expected
 from fn.kernels.flags import known
 from fn.roles import declare
-from fn.transforms.outer import OuterLocal, PlainWarmup, check_alike, check_inner, check_sync, taken_alone
+from fn.transforms.outer import OuterLocal, PlainWarmup, taken_alone
+from fn.transforms.round_arguments import check_alike, check_inner, check_sync
 from fn.transforms.skip_nonfinite import all_addable, all_finite
 
 Tree = Any

@@ -9,7 +9,6 @@ anchor x                 the params that all ranks agreed on last
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -30,16 +29,13 @@ from fn.base import (
     apply_updates,
     check_arguments,
     check_interval,
-    check_is_transform,
     check_state,
     facts_of,
     has_phase,
-    links_of,
     merged,
-    name_of,
 )
 from fn.collectives.agreement import device_of, true_on_all
-from fn.collectives.axis import current_binding
+from fn.collectives.axis import axis_size, current_binding
 from fn.collectives.simulation import found_alike
 from fn.compiling import memoized, original
 from fn.errors import expected
@@ -47,20 +43,39 @@ from fn.kernels import lists, rules
 from fn.kernels.flags import are_assumed, known, read
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
+from fn.transforms import norm_guard
 from fn.transforms.adam import zeros_like_moment
 from fn.transforms.decay_and_lr import Rate
+from fn.transforms.fragments import Fragments, check_fragments, fragment_places, places_in, put
+from fn.transforms.round_arguments import (
+    check_alike,
+    check_guard,
+    check_holds,
+    check_inner,
+    check_late,
+    check_outer_tx,
+    check_store,
+    check_sync,
+)
 from fn.transforms.skip_nonfinite import all_addable, all_finite
 
 Tree = Any
 
 
+class Lane(NamedTuple):
+    """What a further exchange of each fragment needs that is on its way at the same time: as in `OuterState`."""
+
+    pending: Tree
+    begun: Tree
+
+
 @declare(
-    rank_local=("inner", "dropped"),
+    rank_local=("inner", "dropped", "start"),
     local_params=True,
     added={"left_out": 0, "begun": True},  # version 0.2.0 took every exchange that ends as one that began
     dropped=("dropped",),
     left_out=("left_out",),
-    copies=("anchor",),
+    copies=("anchor", "start"),
     watched=("anchor",),
     others=("inner", "sync"),
 )
@@ -76,6 +91,9 @@ class OuterState(NamedTuple):
     dropped: local steps that this rank left out because they were not finite, 0-d int64.
     left_out: exchanges that all ranks left out because a mean or an outer step was not finite, 0-d int64.
     begun: whether an exchange has begun and not ended, 0-d bools, one per fragment.
+    guard: what the guard knows of norms, per fragment; () without a guard.
+    more: a `Lane` for each further exchange of a fragment that may be on its way.
+    start: where the next differences begin, each rank's own; () where that is the anchor.
     """
 
     inner: Tree
@@ -87,10 +105,15 @@ class OuterState(NamedTuple):
     dropped: Tensor
     left_out: Tensor
     begun: Tree
+    guard: Tree = ()
+    more: tuple[Lane, ...] = ()
+    start: Tree = ()
 
 
-Fragments = int | Callable[[Tree], Tree] | None
-"""None: one fragment. A number P: leaf i is in fragment i mod P. A function: params -> a tree of numbers."""
+@declare(rank_local=("inner", "anchor", "pending", "outer", "dropped", "left_out", "more", "start"))
+class OwnAnchorState(OuterState):
+    """State of `own_anchors`, and of `outer(eager=True)`: anchors and outer states are each rank's own."""
+
 
 Store = torch.dtype | Literal["cpu"] | None
 """Where an anchor is kept: in a dtype, or in the host's memory."""
@@ -127,6 +150,10 @@ def outer(
     alpha: float = 0.0,
     store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
+    guard: norm_guard.Guard | None = None,
+    in_flight: int = 1,
+    since: Literal["anchor", "start"] = "anchor",
+    eager: bool = False,
 ) -> Transform:
     """Take local steps by one optimizer, and now and then a common step by another: DiLoCo and its family.
 
@@ -171,6 +198,19 @@ def outer(
             exchange: anchor, outer state and residual errors stay bitwise. "keep": the ranks go on with their params. A
             rank whose params or inner state are not finite takes the anchor and a fresh inner state. "anchor": all
             ranks go back to the anchor in this fragment, and the steps since are lost.
+        guard: which differences count in the mean, and how much, by their norms: `norm_guard()`. A rank whose
+            difference is left out goes on from the anchor, and so do all where an exchange is left out. None: all
+            differences count alike, and one that is not finite makes all ranks leave out the exchange.
+        in_flight: how many exchanges of one fragment may be on their way at once: delay // h + 1 of `fn.every`. The
+            number of an exchange in a `Round` is then fragment * in_flight + one of these, in turn. Where one ends
+            that did not begin, such as the first, the params go to x + alpha (p - x) all the same: what was sent
+            meanwhile would count twice.
+        since: where the next difference begins. "anchor": x, so that with alpha > 0 what was kept counts again.
+            "start": the params where the last one was taken, moved as the exchanges since moved them, so that each
+            local step counts once.
+        eager: take the outer step where an exchange begins, by the rank's own difference and what the others sent a
+            round before, d = mean_last + (own - own_last) / W. Anchors and outer states are each rank's own then. It
+            goes with `fn.every(h, delay=h)`.
     Returns: a transform with a warm-up, rounds, and as phases the local one and the exchange of fragment 0. Where an
         exchange begins or ends it returns `NewParams`, elsewhere updates. A round that ends an exchange that did not
         begin moves nothing, so params that join in between start with the next exchange. A rank leaves out a local step
@@ -178,7 +218,8 @@ def outer(
     Raises: TypeError or ValueError that names the argument; from `init`, if the fragments do not fit the params.
 
     Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1; Streaming DiLoCo (arXiv 2501.18512), algorithm 2:
-        fragments, alpha, and the delay, which is `fn.every`'s.
+        fragments, alpha, and the delay, which is `fn.every`'s; Eager updates (arXiv 2502.12996): eager. A mean that
+        comes a whole round late is that of DiLoCoX (arXiv 2506.21263), too.
     """
     check_inner(inner)
     check_outer_tx(outer_tx)
@@ -191,7 +232,9 @@ def outer(
     check_store(store)
     if on_skip not in ("keep", "anchor"):
         raise ValueError(expected("on_skip", "'keep' or 'anchor'", f"{on_skip!r}"))
-    move = moves_of(outer_tx)
+    check_guard(guard, sync)
+    in_flight = check_late(in_flight, since, eager, alpha, guard, sync)
+    move, axes = moves_of(outer_tx), facts_of(sync).axes
     inner_update = inner.local_update if has_phase(inner, Phase.LOCAL) else inner.warmup_update
     dtype, host = (None, torch.device("cpu")) if store == "cpu" else (store, None)
     shards = facts_of(inner).shards  # the ranks of an island, which leave out together
@@ -211,8 +254,14 @@ def outer(
         outer_states = tuple(outer_tx.init([x.to(host) for x in part]) if part else () for part in parts)
         sync_states = tuple(sync.init(part) if part else () for part in parts)
         begun = tuple(torch.zeros((), dtype=torch.bool, device=device) if part else () for part in parts)
-        inner_state = inner.init(params)
-        return OuterState(inner_state, anchor, pending, outer_states, sync_states, alone, dropped, left_out, begun)
+        guards = () if guard is None else tuple(norm_guard.start(guard, device) if part else () for part in parts)
+        states = inner.init(params), anchor, pending, outer_states, sync_states
+        starts = tree.map(torch.clone, anchor) if since == "start" else ()
+        if eager:  # the first round has no mean of a last one, which counts as zero
+            begun = tree.map(torch.ones_like, begun)
+        more = tuple(Lane(*tree.map(torch.clone, (pending, begun))) for _ in range(in_flight - 1))
+        kind = OwnAnchorState if eager else OuterState
+        return kind(*states, alone, dropped, left_out, begun, guards, more, starts)
 
     def warmup(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
         updates, params = check_arguments(updates, state, params, OuterState, "anchor")
@@ -224,7 +273,8 @@ def outer(
         anchor = tree.map(lambda x: torch.where(ok.to(x.device), x, torch.nan), anchor)
         axes = tuple(current_binding().axes)  # of averaged gradients all ranks make the same, which vmap cannot know
         anchor = tree.map(lambda x: found_alike(x, axes), anchor) if axes else anchor
-        return moves, state._replace(inner=inner_state, anchor=anchor)
+        starts = tree.map(lambda x, p, u: (p + u).to(x), state.start, params, moves) if since == "start" else ()
+        return moves, state._replace(inner=inner_state, anchor=anchor, start=starts)
 
     def alone_by(update: UpdateFn) -> Step:
         def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
@@ -235,39 +285,76 @@ def outer(
 
         return Step(OuterLocal(update, alone_by), local)
 
-    def difference(places: Sequence[int], params: list[Tensor], state: OuterState, fragment: int) -> OuterState:
+    def difference(places: Sequence[int], params: list[Tensor], state: OuterState, number: int) -> OuterState:
         """Keep this rank's pseudo-gradient, anchor - params, where the mean belongs."""
-        anchor, structure = tree.flatten(state.anchor)
-        pending = tree.leaves(state.pending)
+        fragment, lane = divmod(number, in_flight)
+        anchor, structure = tree.flatten(state.start if since == "start" else state.anchor)
+        pending, begun = lane_of(state, lane)
+        pending = tree.leaves(pending)
         starts = [anchor[i].to(params[i]).to(pending[i].dtype) for i in places]  # on the device of the params
         steps = lists.elementwise(rules.plus, (starts, [params[i] for i in places]), -1.0)
         steps = [x.to(host) for x in steps]
-        begun = _with(state.begun, fragment, torch.ones_like(state.begun[fragment]))
-        return state._replace(pending=tree.unflatten(structure, put(pending, places, steps)), begun=begun)
+        begun = _with(begun, fragment, torch.ones_like(begun[fragment]))
+        state = with_lane(state, lane, tree.unflatten(structure, put(pending, places, steps)), begun)
+        if since == "start":
+            here = put(anchor, places, [params[i].to(anchor[i]) for i in places])
+            state = state._replace(start=tree.unflatten(structure, here))
+        if guard is None:
+            return state
+        return state._replace(guard=_with(state.guard, fragment, norm_guard.noted(state.guard[fragment], steps)))
 
-    def mean(places: Sequence[int], params: list[Tensor], state: OuterState, fragment: int) -> OuterState:
+    def mean(places: Sequence[int], params: list[Tensor], state: OuterState, number: int) -> OuterState:
         """Average the pseudo-gradients over the ranks; keep the mean, and the residual errors if it is finite."""
+        fragment, lane = divmod(number, in_flight)
         anchor, structure = tree.flatten(state.anchor)
-        pending = tree.leaves(state.pending)
+        pending, begun = lane_of(state, lane)
+        pending = tree.leaves(pending)
         steps, before = [pending[i].to(params[i].device) for i in places], state.sync[fragment]
+        if guard is not None:
+            steps, of_guard = norm_guard.weighed(guard, state.guard[fragment], steps, axes)
+            state = state._replace(guard=_with(state.guard, fragment, of_guard))
         averaged, after = sync.compressed_update(steps, before, [anchor[i] for i in places])
-        ok = true_on_all(all_finite(tree.leaves(averaged)), shards, device_of(params))
+        averaged = tree.leaves(averaged)
+        ok = true_on_all(all_finite(averaged), shards, device_of(params))
+        if guard is not None:
+            averaged = norm_guard.clipped(guard, averaged)
+            ok = ok & ~state.guard[fragment].nobody.to(ok.device)
+        if eager:
+            averaged = of_others(averaged, ok, [pending[i].to(params[i].device) for i in places])
+            begun = _with(begun, fragment, begun[fragment] & ok.to(begun[fragment].device))
         after = tree.map(lambda new, old: _chosen(ok, new, old), after, before)
-        means = [d.to(pending[i]) for i, d in zip(places, tree.leaves(averaged), strict=True)]
-        pending_tree = tree.unflatten(structure, put(pending, places, means))
-        return state._replace(pending=pending_tree, sync=_with(state.sync, fragment, after))
+        means = [d.to(pending[i]) for i, d in zip(places, averaged, strict=True)]
+        state = with_lane(state, lane, tree.unflatten(structure, put(pending, places, means)), begun)
+        return state._replace(sync=_with(state.sync, fragment, after))
+
+    def of_others(averaged: list[Tensor], ok: Tensor, steps: list[Tensor]) -> list[Tensor]:
+        """Return what is to follow of a mean of which this rank has used its own part already; all without that.
+
+        Without a mean its own part is taken back, or anchors would stay apart. A part that is not finite was not used.
+        """
+        used = true_on_all(all_finite(steps), shards, device_of(steps))
+        own = [torch.where(used.to(x.device), x, 0.0) / axis_size(axes) for x in steps]
+        return [torch.where(ok.to(d.device), d, 0.0) - x for d, x in zip(averaged, own, strict=True)]
 
     def outer_step(
-        places: Sequence[int], params: list[Tensor], state: OuterState, fragment: int
+        places: Sequence[int], params: list[Tensor], state: OuterState, number: int
     ) -> tuple[list[Tensor], OuterState]:
         """Take the outer step, if the exchange has begun; return the params after it, and the state."""
-        begun = state.begun[fragment]
-        if _is_known(~begun):
+        fragment, lane = divmod(number, in_flight)
+        pending, has_begun = lane_of(state, lane)
+        begun = torch.ones_like(has_begun[fragment]) if eager else has_begun[fragment]
+        if in_flight == 1 and _is_known(~begun):
             return params, state
         anchor, structure = tree.flatten(state.anchor)
-        pending = tree.leaves(state.pending)
+        pending = tree.leaves(pending)
         before, means = [anchor[i] for i in places], [pending[i] for i in places]
         wide = [x.to(d.dtype) for x, d in zip(before, means, strict=True)]
+        counts = None if guard is None else ~state.guard[fragment].out  # whether this rank's difference is in the mean
+        if eager:
+            own = [x - params[i].to(x) for i, x in zip(places, wide, strict=True)]
+            counts = true_on_all(all_finite(own), shards, device_of(params))
+            own = [torch.where(counts.to(x.device), x, 0.0) / axis_size(axes) for x in own]
+            means = [d + x for d, x in zip(means, own, strict=True)]
         moves, outer_state = move(means, state.outer[fragment], wide)
         new = lists.elementwise(rules.plus, (wide, moves), 1.0, out=room_in(moves, [*means, *wide]))
         rounded = [x.to(params[i].dtype) for i, x in zip(places, new, strict=True)]
@@ -275,33 +362,45 @@ def outer(
         results = [*means, *new, *rounded, *stored, *_floats(outer_state)]
         ok = all_finite([*{id(x): x for x in results}.values()])  # mostly, what was rounded is the same tensor
         ok = true_on_all(ok, shards, device_of(params))
+        ok = ok if guard is None else ok & ~state.guard[fragment].nobody.to(ok.device)
         taken = ok & begun.to(ok.device)
         if read(taken):  # then nothing below is selected, which would take a pass and memory for each tensor
             ok = taken = torch.ones_like(taken, device="cpu")
         outer_state = tree.map(lambda new, old: _chosen(taken, new, old), outer_state, state.outer[fragment])
         after = [_chosen(taken, x, old) for x, old in zip(stored, before, strict=True)]
-        state = state._replace(
+        left_out = state.left_out if _is_known(ok) else state.left_out + (begun & ~ok.to(begun.device)).long()
+        left_out = left_out + (~has_begun[fragment]).long() if eager else left_out  # whose mean was not finite
+        state = with_lane(
+            state,
+            lane,
+            tree.unflatten(structure, put(pending, places, _zeros_like(means))),
+            _with(has_begun, fragment, torch.zeros_like(begun)),
+        )._replace(
             anchor=tree.unflatten(structure, put(anchor, places, after)),
-            pending=tree.unflatten(structure, put(pending, places, _zeros_like(means))),
             outer=_with(state.outer, fragment, outer_state),
-            left_out=state.left_out if _is_known(ok) else state.left_out + (begun & ~ok.to(begun.device)).long(),
-            begun=_with(state.begun, fragment, torch.zeros_like(begun)),
+            left_out=left_out,
         )
         anchors = [x.to(params[i].device, d.dtype) for i, x, d in zip(places, after, means, strict=True)]
         moved = [_between(x, params[i], alpha) for i, x in zip(places, anchors, strict=True)]
-        if _is_known(taken):
+        counts = None if counts is None or read(counts) else counts.to(ok.device)
+        if counts is not None:
+            moved = [_chosen(counts, x, y) for x, y in zip(moved, anchors, strict=True)]
+        elif _is_known(taken):
             return put(params, places, moved), state
         instead = [params[i].to(x.dtype) for i, x in zip(places, moved, strict=True)]
-        if on_skip == "anchor":
+        if on_skip == "anchor" or guard is not None:
             instead = [_chosen(begun, x.to(p), p) for x, p in zip(after, instead, strict=True)]
-        moved = put(params, places, [_chosen(taken, x, old) for x, old in zip(moved, instead, strict=True)])
-        unharmed = ok | ~begun.to(ok.device)
+        takes_over = taken if in_flight == 1 else taken | ~begun.to(taken.device)
+        moved = put(params, places, [_chosen(takes_over, x, old) for x, old in zip(moved, instead, strict=True)])
+        unharmed = (ok if counts is None else ok & counts) | ~begun.to(ok.device)
         return (moved, state) if _is_known(unharmed) else healed(unharmed, params, moved, state)
 
     def healed(
         ok: Tensor, params: list[Tensor], moved: list[Tensor], state: OuterState
     ) -> tuple[list[Tensor], OuterState]:
         """Where an exchange was left out, give a rank that is not finite the anchor and a fresh inner state.
+
+        Also where only its own difference was.
 
         Its params would otherwise make every later mean not finite, and no exchange would ever be taken again.
         """
@@ -314,17 +413,26 @@ def outer(
 
     def take_part(part: Part, params: Tree, state: OuterState) -> tuple[Tree, OuterState]:
         """Take a part of an exchange; return the params and the state."""
-        places = places_in(fragments, params, part.fragment, "end" if part.kind == "outer" else "begin")
+        field = "end" if part.kind == "outer" else "begin"
+        places = places_in(fragments, params, part.fragment // in_flight, field)
         if not places:
             return params, state
         leaves, structure = tree.flatten(params)
         if part.kind != "outer":
             return params, (difference if part.kind == "difference" else mean)(places, leaves, state, part.fragment)
-        leaves, state = outer_step(places, leaves, state, part.fragment)
-        return tree.unflatten(structure, leaves), state
+        after, state = outer_step(places, leaves, state, part.fragment)
+        if since == "start":  # differences begin where they did, as seen from the params
+            starts, of_starts = tree.flatten(state.start)
+            triples = zip(starts, leaves, after, strict=True)
+            starts = [x if p is new else _moved_along(x, p, new) for x, p, new in triples]
+            state = state._replace(start=tree.unflatten(of_starts, starts))
+        return tree.unflatten(structure, after), state
 
     def exchange(round_: Round) -> UpdateFn:
         def update(updates: Tree, state: OuterState, params: Tree, /) -> tuple[NewParams, OuterState]:
+            if eager and (round_.begin is None or round_.end is None):
+                wanted = "an exchange that begins in the step in which the last one ends"
+                raise ValueError(expected("phase", wanted, f"{round_}", "use fn.every(h, delay=h)"))
             moves, state = alone(updates, state, params)
             params = apply_updates(tree.in_order(params, state.anchor, "params"), moves)
             for part in round_.exchange:
@@ -350,6 +458,7 @@ def outer(
     alone = alone_by(inner_update)
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
     facts = merged(Facts(local_params=True), *map(facts_of, (inner, outer_tx, sync)))
+    facts = facts if guard is None else merged(facts, Facts(whole=("norm_guard",), tree=("norm_guard",)))
     together = Step(OuterWarmup(inner.warmup_update), warmup, lambda state, read: check_alike(read(state.alone)))
     return Transform(init, together, rounds(Round(0, 0)), alone, needs, rounds, facts)
 
@@ -419,6 +528,24 @@ def _with(states: tuple[Tree, ...], place: int, new: Tree) -> tuple[Tree, ...]:
     return (*states[:place], new, *states[place + 1 :])
 
 
+def lane_of(state: OuterState, lane: int) -> tuple[Tree, Tree]:
+    """Return `pending` and `begun` of an exchange of each fragment, one of those that may be on their way at once."""
+    return (state.more[lane - 1].pending, state.more[lane - 1].begun) if lane else (state.pending, state.begun)
+
+
+def with_lane(state: OuterState, lane: int, pending: Tree, begun: Tree) -> OuterState:
+    """Return a state with another `pending` and `begun` of one of these exchanges."""
+    if not lane:
+        return state._replace(pending=pending, begun=begun)
+    return state._replace(more=_with(state.more, lane - 1, Lane(pending, begun)))
+
+
+def _moved_along(start: Tensor, p: Tensor, new: Tensor) -> Tensor:
+    """Return where a difference begins, moved as the params were; the very params where these are where it begins."""
+    p, new = p.to(start), new.to(p.dtype).to(start)
+    return torch.where(start == p, new, start + (new - p))
+
+
 def _between(anchor: Tensor, p: Tensor, alpha: float) -> Tensor:
     """Return anchor + alpha (p - anchor); the anchor itself, bitwise, for alpha 0."""
     return anchor + alpha * (p.to(anchor.dtype) - anchor) if alpha else anchor
@@ -441,130 +568,3 @@ def _is_known(ok: Tensor) -> bool:
 def _chosen(ok: Tensor, new: Tensor, old: Tensor) -> Tensor:
     """Return `new` where ok, else `old`."""
     return new if new is old or _is_known(ok) else torch.where(ok.to(new.device), new, old)
-
-
-def check_fragments(fragments: Any) -> None:
-    """Refuse an argument `fragments` of another kind with a TypeError, a number below 1 with a ValueError."""
-    if fragments is None or callable(fragments):
-        return
-    if not isinstance(fragments, int) or isinstance(fragments, bool):
-        wanted = "a number, None, or a function from params to a tree of numbers"
-        raise TypeError(expected("fragments", wanted, f"{fragments!r}"))
-    if fragments < 1:
-        raise ValueError(expected("fragments", "a number of at least 1", f"{fragments}"))
-
-
-def fragment_places(fragments: Fragments, params: Tree) -> list[list[int]]:
-    """Return the places of each fragment's leaves, among the leaves of the params.
-
-    If P is greater than the number of leaves, fragments without a leaf are left out.
-
-    Raises: ValueError if a function returns another structure than that of the params, or a number below 0; TypeError
-        if it returns what is no whole number.
-    """
-    count = len(tree.leaves(params))
-    if fragments is None:
-        return [[*range(count)]]
-    if isinstance(fragments, int):
-        return [[*range(f, count, fragments)] for f in range(min(fragments, max(count, 1)))]
-    numbered = tree.in_order(fragments(params), params, "fragments")
-    numbers_of = tree.leaves(numbered)
-    for path, number in zip(tree.paths(numbered), numbers_of, strict=True):
-        if not isinstance(number, numbers.Integral) or isinstance(number, bool):
-            raise TypeError(expected("fragments", f"leaf {path!r} to be a whole number", f"{number!r}"))
-        if number < 0:
-            raise ValueError(expected("fragments", f"leaf {path!r} to be a number from 0", f"{number}"))
-    parts: list[list[int]] = [[] for _ in range(1 + max(numbers_of, default=0))]
-    for place, number in enumerate(numbers_of):
-        parts[number].append(place)
-    return parts
-
-
-def places_in(fragments: Fragments, params: Tree, fragment: int, field: str) -> Sequence[int]:
-    """Return the places of a fragment that a round names.
-
-    A fragment behind the last leaf is empty: several param groups may have different numbers of leaves, and a function
-    numbers them together.
-
-    Raises: ValueError if there is none of that number.
-    """
-    parts = fragment_places(fragments, params)
-    if fragment < len(parts):
-        return parts[fragment]
-    count = fragments if isinstance(fragments, int) else len(parts)
-    if callable(fragments) or fragment < count:
-        return ()
-    cure = "give fn.every(fragments=...) and fn.outer(fragments=...) the same number"
-    raise ValueError(expected(f"phase.{field}", f"one of {count} fragments, from 0", f"{fragment}", cure))
-
-
-def put(leaves: Sequence[Tensor], places: Sequence[int], new: Sequence[Tensor]) -> list[Tensor]:
-    """Return the leaves, with new ones at some places."""
-    new_at = dict(zip(places, new, strict=True))
-    return [new_at.get(i, x) for i, x in enumerate(leaves)]
-
-
-def check_inner(inner: Any) -> None:
-    """Refuse an inner optimizer that communicates, as far as its facts say, or that has rounds of its own."""
-    check_is_transform("inner", inner)
-    if inner.rounds is not None:
-        raise ValueError(expected("inner", "an optimizer that takes steps", "one with rounds, such as fn.outer"))
-    _check_silent("inner", inner, "local steps send nothing; put fn.average(axis) in front of fn.outer for the warm-up")
-
-
-def check_outer_tx(outer_tx: Any) -> None:
-    """Refuse an outer optimizer that communicates or does not end in a learning rate: it would climb, not descend."""
-    check_is_transform("outer_tx", outer_tx)
-    _check_silent("outer_tx", outer_tx, "all ranks take the outer step alike; sync is what communicates")
-    last = links_of(outer_tx.local_update)[-1:] if has_phase(outer_tx, Phase.LOCAL) else []
-    if not last or not isinstance(last[0].update, Step) or not isinstance(last[0].update.rule, Rate):
-        got = name_of(last[0].update) if last else "none in its local phase"
-        cure = "write fn.chain(fn.trace(0.9, nesterov=True), fn.scale_by_learning_rate(0.7))"
-        raise ValueError(expected("outer_tx", "scale_by_learning_rate as the last link", got, cure))
-
-
-def check_sync(sync: Any) -> None:
-    """Refuse a transform that averages in the warm-up only. `fn.chain()`, which never averages, is for one rank."""
-    check_is_transform("sync", sync)
-    if not has_phase(sync, Phase.COMPRESSED):
-        raise ValueError(expected("sync", "an average with a compressed phase", "one without"))
-    if links_of(sync.warmup_update) and not links_of(sync.compressed_update):
-        cure = "for the exact mean write fn.compressed_average(axis, fn.identity(), fn.off())"
-        raise ValueError(expected("sync", "an average in the compressed phase", "one in the warm-up only", cure))
-
-
-def check_store(store: Any) -> None:
-    """Refuse what is neither "cpu" nor a floating dtype of 16 bits or more."""
-    if store is None or store == "cpu":
-        return
-    if not isinstance(store, torch.dtype):
-        raise TypeError(expected("store", "a dtype, 'cpu' or None", f"{store!r}"))
-    if not store.is_floating_point or store.itemsize < 2:
-        raise ValueError(expected("store", "a floating dtype of 16 bits or more", f"{store}"))
-
-
-def check_holds(store: torch.dtype | None, params: Any) -> None:
-    """Refuse params that overflow in the dtype of their anchor: no exchange of them would ever be finite."""
-    for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
-        if narrows(store, p.dtype) and is_concrete(p) and not p.is_meta and (p.isfinite() & p.to(store).isinf()).any():
-            got = f"{store}, in which leaf {path!r} overflows"
-            raise ValueError(expected("store", "a dtype that holds the params", got, "use torch.bfloat16, or None"))
-
-
-def narrows(store: torch.dtype | None, dtype: torch.dtype) -> bool:
-    """Tell whether a dtype has a smaller range than that of the params."""
-    return store is not None and torch.finfo(store).max < torch.finfo(dtype).max
-
-
-def check_alike(alone: Tensor) -> None:
-    """Refuse a warm-up step behind local ones, where the host can tell: the ranks' inner states differ then."""
-    if alone.device.type == "cpu" and is_concrete(alone) and alone > 0:
-        got = f"WARMUP after {int(alone)} steps of rounds"
-        cure = "no exchange brings the inner states of the ranks together; begin with the warm-up, as fn.every does"
-        raise ValueError(expected("phase", "LOCAL or a round", got, cure))
-
-
-def _check_silent(argument: str, transform: Transform, cure: str) -> None:
-    if axes := facts_of(transform).axes:
-        got = f"one over {', '.join(map(repr, axes))}"
-        raise ValueError(expected(argument, "no communication over an axis", got, cure))

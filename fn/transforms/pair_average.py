@@ -38,7 +38,7 @@ from fn.compiling import memoized
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
-from fn.transforms.outer import OuterState, outer
+from fn.transforms.outer import OwnAnchorState, outer
 from fn.transforms.skip_nonfinite import SkipState, all_finite, skip_nonfinite
 from fn.transforms.sparse_average import MASK, hashed
 
@@ -157,19 +157,6 @@ def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]
 def _counted(state: PairAverageState, old: PairAverageState) -> PairAverageState:
     """Let an average count as a turn also where this rank leaves it out, or its pairs would be others than theirs."""
     return state if state.turn is old.turn else state._replace(turn=old.turn + 1)
-
-
-@declare(
-    rank_local=("inner", "anchor", "pending", "outer", "dropped", "left_out"),
-    local_params=True,
-    dropped=("dropped",),
-    left_out=("left_out",),
-    copies=("anchor",),
-    watched=("anchor",),
-    others=("inner", "sync"),
-)
-class OwnAnchorState(OuterState):
-    """State of `own_anchors`: that of `outer`, whose anchors and outer states are each rank's own."""
 
 
 def own_anchors(

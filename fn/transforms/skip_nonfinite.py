@@ -107,6 +107,8 @@ def skip_nonfinite(inner: Transform) -> Transform:
             is_inside = isinstance(state, _InsideState)
             state = SkipState(*state) if isinstance(state, _InsideState) else state
             check_state(state, SkipState)
+            if phase is not Phase.WARMUP and _guards_itself(state.inner):
+                return local(updates, state, params)
             before = state.inner
             if roles.find(before, "skips"):
                 before = tree.replace(before, SkipState, lambda s: _InsideState(*s))
@@ -157,6 +159,12 @@ def together(transforms: Sequence[Transform]) -> Transform:
         return SideBySide(tuple(updates_of), update)
 
     return combine(transforms, init, compose)
+
+
+def _guards_itself(state: Tree) -> bool:
+    """Tell whether what is watched is each rank's own behind the warm-up, so that ranks would skip apart."""
+    classes = [x for x in tree.instances(state, tuple) if hasattr(x, "_fields")]
+    return any(roles.rank_local(x).intersection(roles.roles_of(x).watched) for x in classes)
 
 
 def _is_fine(out: Tree, after: Tree, before: Tree, params: Tree) -> Tensor:

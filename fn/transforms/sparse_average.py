@@ -77,7 +77,10 @@ def sparse_average(axis: AxisNames, density: float, *, seed: int = 0) -> Transfo
         tree.check_real(updates, "updates")
         leaves, structure = tree.flatten(updates)
         wide = [x.to(torch.promote_types(x.dtype, torch.float32)).reshape(-1) for x in leaves]
-        places = [chosen(x.numel(), piece, state.turn, number, seed, x.device) for number, x in enumerate(wide)]
+        paths = tree.paths(updates)
+        number_of = {path: number for number, path in enumerate(sorted(paths))}  # keys of dicts come in any order
+        named = zip(paths, wide, strict=True)
+        places = [chosen(x.numel(), piece, state.turn, number_of[path], seed, x.device) for path, x in named]
         own = [x if at is None else x.index_select(0, at) for x, at in zip(wide, places, strict=True)]
         means = _means(own, axis)
         ok = all_finite(means)

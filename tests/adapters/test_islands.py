@@ -74,6 +74,7 @@ def test_what_is_no_number_of_tokens_is_refused(tokens):
     [
         (partial(fn.diloco, codec=fn.int8()), fn.every(H), "make: expected a method without errors of servers"),
         (fn.onebit_adam, fn.every(H), "schedule: .* does not fit this optimizer"),
+        (partial(fn.diloco, in_flight=2), fn.every(H, delay=H), "schedule: expected one mean on its way at a time"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(make, schedule, message):

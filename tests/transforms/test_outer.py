@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,34 +79,46 @@ def same_bits(a: Any, b: Any) -> bool:
     return len(bits(a)) == len(bits(b)) and all(map(torch.equal, bits(a), bits(b)))
 
 
-@pytest.mark.parametrize(("parts", "delay", "alpha"), [(1, 0, 0.0), (2, 0, 0.0), (2, 1, 0.5), (4, 0, 0.25)])
+LATE = [(2, 6, 0.5), (1, 8, 0.0), (1, 8, 0.25), (2, 13, 0.5), (4, 19, 0.25)]
+"""Fragments, delay, alpha: several exchanges are on their way, of one fragment from a delay of 8 on."""
+
+
+@pytest.mark.parametrize(("parts", "delay", "alpha"), [(1, 0, 0.0), (2, 0, 0.0), (2, 1, 0.5), (4, 0, 0.25), *LATE])
 def test_a_run_is_that_of_a_loop_in_float64(parts: int, delay: int, alpha: float) -> None:
     world, h, lr, mu, inner_lr = 3, 8, 0.4, 0.9, 0.05
     outer_tx = fn.chain(fn.trace(mu, nesterov=True), fn.scale_by_learning_rate(lr))
     w = World(
-        fn.outer(sgd(inner_lr), outer_tx, exact(), fragments=parts, alpha=alpha), world, dtype=torch.float64
+        fn.outer(sgd(inner_lr), outer_tx, exact(), fragments=parts, alpha=alpha, in_flight=delay // h + 1),
+        world,
+        dtype=torch.float64,
     )
     schedule = fn.every(h, fragments=parts, delay=delay)
     names = list(SHAPES)
     here = [{k: p.clone() for k, p in start(torch.float64).items()} for _ in range(world)]
     anchor = {k: p.clone() for k, p in start(torch.float64).items()}
     buffer = {k: torch.zeros_like(p) for k, p in anchor.items()}
-    pending: dict[str, Tensor] = {}
-    for t in range(3 * h):
+    pending: dict[int, dict[str, Any]] = {}
+    for t in range(3 * h + 2 * delay):
         g = gradients(world, t, torch.float64)
         w.step(schedule(t), g)
         for r, p in enumerate(here):
             for k in names:
                 p[k] = p[k] - inner_lr * g[k][r]
+        number, place = divmod(t + 1 + delay % (h // parts), h // parts)
+        if place == 0:
+            begun = number - 1
+            mine = [k for i, k in enumerate(names) if i % parts == begun % parts]
+            pending[begun] = {k: sum(anchor[k] - p[k] for p in here) / world for k in mine}
         number, place = divmod(t, h // parts)
-        mine = [k for i, k in enumerate(names) if i % parts == number % parts]
-        if place == h // parts - 1 - delay:
-            pending = {k: sum(anchor[k] - p[k] for p in here) / world for k in mine}
         if place == h // parts - 1:
-            for k in mine:
-                buffer[k] = mu * buffer[k] + pending[k]
-                anchor[k] = anchor[k] - lr * (pending[k] + mu * buffer[k])
-                for p in here:
+            ended = number - delay // (h // parts)
+            mine = [k for i, k in enumerate(names) if i % parts == ended % parts]
+            mean = pending.pop(ended, None)
+            for k in mine if mean else ():
+                buffer[k] = mu * buffer[k] + mean[k]
+                anchor[k] = anchor[k] - lr * (mean[k] + mu * buffer[k])
+            if mean or (delay >= h and number >= ended % parts):
+                for k, p in ((k, p) for k in mine for p in here):
                     p[k] = anchor[k] + alpha * (p[k] - anchor[k])
         for k in names:
             torch.testing.assert_close(w.params[k], torch.stack([p[k] for p in here]), rtol=0, atol=1e-12)
@@ -402,6 +415,10 @@ def test_real_ranks_do_what_simulated_ones_do() -> None:
         torch.testing.assert_close(w.params[k][0], p, rtol=0, atol=1e-6)
 
 
+def params_of(n: int) -> list[Any]:
+    return [torch.nn.Parameter(torch.ones(n))]
+
+
 RATE = sgd(0.7)
 BAD = {
     "inner: expected no communication over an axis": lambda: fn.outer(fn.adamw(0.1, axis="data"), RATE, exact()),
@@ -433,6 +450,25 @@ BAD = {
     "fragments: expected leaf 'b' to be a number from 0": lambda: fn.outer(
         sgd(), RATE, exact(), fragments=lambda p: {**dict.fromkeys(p, 0), "b": -1}
     ).init(start()),
+    "in_flight: expected a whole number of at least 1": lambda: fn.outer(sgd(), RATE, exact(), in_flight=0),
+    "since: expected 'anchor' or 'start'": lambda: fn.outer(sgd(), RATE, exact(), since="begin"),
+    "eager: expected True or False": lambda: fn.outer(sgd(), RATE, exact(), eager=1),
+    "eager: expected alpha=0": lambda: fn.outer(sgd(), RATE, exact(), eager=True, alpha=0.5),
+    "sync: expected an average that names its axes": lambda: fn.outer(
+        sgd(), RATE, exact()._replace(facts=None), eager=True
+    ),
+    "guard: expected None where means come a round late, but got one beside in_flight=2": lambda: fn.outer(
+        sgd(), RATE, exact(), guard=fn.norm_guard(), in_flight=2
+    ),
+    "schedule: expected a delay of less than h, but got fn.every.delay=2, h=2; or give fn.outer in_flight=2": (
+        lambda: fn.Optimizer(params_of(2), partial(fn.diloco, axis="data"), schedule=fn.every(2, delay=2))
+    ),
+    "schedule: expected a delay of 1 h or more, below 2 h, but got fn.every.delay=0, h=2; or give .* in_flight=1": (
+        lambda: fn.Optimizer(params_of(2), partial(fn.diloco, axis="data", in_flight=2), schedule=fn.every(2))
+    ),
+    "schedule: expected a delay of h, for steps are eager, but got fn.every.delay=3, h=2": (
+        lambda: fn.Optimizer(params_of(2), partial(fn.diloco, axis="data", eager=True), schedule=fn.every(2, delay=3))
+    ),
     "feedback: is given without a codec": lambda: fn.diloco(axis="data", feedback=fn.classic()),
     "decay: expected": lambda: fn.trace(1.0),
     r"outer_momentum: expected a number in \[0, 1\)": lambda: fn.diloco(axis="data", outer_momentum=1.0),
@@ -459,6 +495,48 @@ def test_a_round_of_a_fragment_that_is_none_is_refused() -> None:
     state = tx.init(params)
     with pytest.raises(ValueError, match=r"phase\.begin: expected one of 2 fragments.*got 2.*same number"):
         tx.update(Round(2, None))(params, state, params)
+
+
+@pytest.mark.parametrize("when", [Round(0, None), Round(None, 1)])
+def test_eager_steps_are_refused_where_nothing_begins_as_the_last_one_ends(when: Round) -> None:
+    tx, params = fn.outer(sgd(), RATE, exact(), eager=True), start()
+    with pytest.raises(ValueError, match=r"phase: expected an exchange that begins .* use fn\.every\(h, delay=h\)"):
+        tx.update(when)(params, tx.init(params), params)
+
+
+def eager_anchors(bad: bool) -> tuple[Tensor, Tensor]:
+    """Return the anchors of two ranks behind some rounds of local SGD, eagerly, and their last own differences.
+
+    Args: bad: whether one exchange in between has a NaN.
+    """
+    w = World(fn.outer(sgd(0.1), sgd(1.0), exact(), eager=True), 2)
+    schedule, before = fn.every(2, delay=2), w.params["a"]
+    for t in range(12):
+        if bad and t == 5:
+            w.params["b"][1, 0, 0] = torch.nan
+        before = w.own.anchor["a"]
+        w.step(schedule(t), gradients(2, t))
+        if bad and t == 5:
+            w.params["b"][1] = w.own.anchor["b"][1]  # the step of that rank was left out
+    went = before - 0.0
+    for step in (10, 11):
+        went = went - 0.1 * gradients(2, step)["a"]
+    return w.own.anchor["a"], before - went
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_eager_anchors_differ_by_what_is_on_its_way_also_behind_a_mean_that_was_lost(bad: bool) -> None:
+    anchors, own = eager_anchors(bad)
+    torch.testing.assert_close(anchors[0] - anchors[1], -(own[0] - own[1]) / 2, rtol=0, atol=1e-5)
+    assert bool(anchors.isfinite().all())
+
+
+def test_late_rounds_keep_what_adapters_rely_on() -> None:
+    params = {"a": torch.ones(4), "b": torch.ones(3)}
+    for more in ({"in_flight": 2, "alpha": 0.5}, {"eager": True}):
+        tx = fn.diloco(0.1, axis="data", fragments=2, **more)
+        report = fn.check_transform(tx, params, fn.every(4, fragments=2, delay=4, start=2))
+        assert report, report.faults
 
 
 def test_a_warm_up_step_behind_rounds_is_refused() -> None:

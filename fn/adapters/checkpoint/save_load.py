@@ -51,6 +51,8 @@ from fn.collectives.agreement import differences
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp import timeout_of
 from fn.errors import expected
+from fn.transforms.average_params import AverageParamsState
+from fn.transforms.outer import OwnAnchorState
 from fn.transforms.resharding import Rows
 
 __all__ = ["gather", "load", "save", "save_async"]
@@ -191,7 +193,8 @@ def gather(optimizer: Optimizer, *, group: dist.ProcessGroup | None = None) -> d
     `save` moves both. The memory is that of all ranks' errors and shards, on rank 0's CPU.
 
     Between the synchronisations of 0/1 Adam and DiLoCo each rank has parameters of its own, and rank 0's model has only
-    one rank's. They are refused: gather after a step that synchronises all of them, or call `save`.
+    one rank's. They are refused: gather after a step that synchronises all of them, or call `save`. SPARTA, NoLoCo and
+    eager rounds have no such step.
 
     Args: optimizer: between two steps. group: over all ranks; None is the default group.
     Raises: ValueError if the optimizer's axes are not all ranks; RuntimeError inside of a step; `RanksDisagree` if
@@ -211,7 +214,7 @@ def gather(optimizer: Optimizer, *, group: dist.ProcessGroup | None = None) -> d
     assert everyone is not None
     with raising_peer_lost({"world": remember(everyone)}, where="checkpoint.gather"):
         params = {k: x for k, x in resharding.everything(optimizer.training).items() if k.startswith("params.")}
-        hints = {**replicated.HINTS, "params.": LOCAL} if local_params else replicated.HINTS
+        hints = {**replicated.HINTS, "params.": _advice(optimizer)} if local_params else replicated.HINTS
         gather_values = partial(_all_values, size=size, group=everyone)
         device = device_among(optimizer.param_groups)
         replicated.check_replicated({**same, **params}, device, gather_values, hints=hints)
@@ -226,8 +229,14 @@ def gather(optimizer: Optimizer, *, group: dist.ProcessGroup | None = None) -> d
     return whole if rank == 0 else None
 
 
-LOCAL = "gather after a step that synchronises all of them, or call checkpoint.save, which keeps each rank's"
-"""What to do about parameters that a method leaves to each rank between its synchronisations."""
+def _advice(optimizer: Optimizer) -> str:
+    """Return what to do about parameters that a method leaves to each rank."""
+    states, save = optimizer.training.states, "call checkpoint.save, which keeps each rank's"
+    if tree.instances(states, OwnAnchorState):
+        return f"no step of this method makes them the same; {save}"
+    if tree.instances(states, AverageParamsState):
+        return f"gather behind an average of all of them, as fn.des_loc has; fn.sparta has none, so {save}"
+    return f"gather after a step that synchronises all of them, or {save}"
 
 
 def _on_cpu(x: Tensor) -> Tensor:

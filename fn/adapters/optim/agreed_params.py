@@ -20,8 +20,8 @@ from fn.adapters.optim.training import Training
 from fn.collectives.axis import ALONE, Axis, Binding
 from fn.errors import expected
 from fn.roles import has_local_params, rank_local
-from fn.transforms.outer import OuterState
-from fn.transforms.pair_average import OwnAnchorState
+from fn.transforms.average_params import AverageParamsState
+from fn.transforms.outer import OuterState, OwnAnchorState
 from fn.transforms.zero_one_adam import ZeroOneAdamState
 
 Tree = Any
@@ -48,8 +48,9 @@ def agreed_params(optimizer: Optimizer) -> Iterator[None]:
     To go on training from, save outside of it: a checkpoint of a rank has its own params.
 
     Args: optimizer: an `fn.Optimizer`. While the context lasts it refuses to step or to load, with a RuntimeError.
-    Raises: TypeError for another optimizer; ValueError for a transform of one's own whose class of states says
-        `local_params`, which does not tell what the ranks agree on.
+    Raises: TypeError for another optimizer; ValueError for `fn.sparta`, `fn.des_loc`, `fn.no_loco` and eager rounds,
+        whose states hold nothing that all ranks agree on, and for a transform of one's own whose class of states says
+        `local_params`.
 
     >>> import torch, fn
     >>> from functools import partial
@@ -114,7 +115,12 @@ def _apart(state: Tree, own: bool = False) -> Iterator[Apart]:
     declares = isinstance(state, tuple) and hasattr(state, "_fields")
     if declares and has_local_params(state) and (own or not known):
         wanted = "a transform whose state has what all ranks agree on, as that of fn.outer"
+        mean = "evaluate the ranks' mean, fn.pmean(params, axis) inside of fn.bind"
         cure = "evaluate right behind an exchange"
+        if isinstance(state, OwnAnchorState):
+            cure = f"the ranks never agree on one; {mean}"
+        elif isinstance(state, AverageParamsState):
+            cure = f"evaluate right behind an average of all params, as fn.des_loc has; for fn.sparta {mean}"
         raise ValueError(expected("optimizer", wanted, f"{type(state).__name__}, which has local_params", cure))
     if isinstance(state, OuterState | ZeroOneAdamState):
         yield state

@@ -18,7 +18,7 @@ from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import RanksDisagree, expected
 from fn.roles import has_local_params, rank_local
 from fn.schedules import Every
-from fn.transforms.outer import OuterState
+from fn.transforms.outer import OuterState, OwnAnchorState
 from fn.transforms.owned import OwnedState
 from fn.transforms.sharded import ShardedState
 
@@ -154,7 +154,17 @@ def check_fragments(schedule: Any, states: Any) -> None:
 
     Raises: ValueError with both numbers. Schedules of the user's own are not looked at.
     """
-    counts = [len(state.outer) for state in tree.instances(states, OuterState)]
+    found = tree.instances(states, OuterState)
+    if isinstance(schedule, Every):
+        for state in found:
+            if schedule.in_flight != (slots := 1 + len(state.more)):
+                wanted = f"a delay of {'less than h' if slots == 1 else f'{slots - 1} h or more, below {slots} h'}"
+                got, cure = f"fn.every.delay={schedule.delay}, h={schedule.h}", f"in_flight={schedule.in_flight}"
+                raise ValueError(expected("schedule", wanted, got, f"or give fn.outer {cure}"))
+            if isinstance(state, OwnAnchorState) and state.more and schedule.delay != schedule.h:
+                got = f"fn.every.delay={schedule.delay}, h={schedule.h}"
+                raise ValueError(expected("schedule", "a delay of h, for steps are eager", got))
+    counts = [len(state.outer) for state in found]
     if counts and isinstance(schedule, Every) and schedule.fragments != max(counts):
         wanted = f"{max(counts)} fragments, as fn.outer makes of these params"
         got = f"fn.every.fragments={schedule.fragments}"

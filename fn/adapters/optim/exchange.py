@@ -7,7 +7,7 @@
 A difference is that of a rank's params to the anchor, a pseudo-gradient; the outer step moves the anchor by the mean of
 all ranks' differences. A mean that travels while the training goes on does so on a thread of a CPU, or on a stream of
 an accelerator (`in_background`). It is no part of the state: whoever reads the states waits for it first, with
-`Training.settle`.
+`Training.settle`. Several may be on their way, and arrive in the order in which they began.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among
 from fn.adapters.optim.gradients import shared_in_doubt
 from fn.adapters.optim.signals import if_broken, writing
 from fn.adapters.optim.step import checked
-from fn.adapters.optim.training import Training
+from fn.adapters.optim.training import Sent, Training
 from fn.base import NewParams, Part, Phase, Round
 from fn.collectives.axis import ALONE, Axis, Binding, axis_size, current_binding
 from fn.collectives.comm_thread import CommunicationThread, bind_twin
@@ -39,7 +39,9 @@ from fn.errors import RanksDisagree, expected
 from fn.inplace.memory import among, copy_into, written_into
 from fn.inplace.protocol import Staged
 from fn.kernels import flags
-from fn.transforms.outer import OuterState
+from fn.roles import has_local_params
+from fn.transforms.norm_guard import GuardState
+from fn.transforms.outer import OuterState, lane_of
 
 Tree = Any
 Params = tuple[list[Tensor], ...]
@@ -68,7 +70,7 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
     Args: weight: what this rank's difference is multiplied by before it is sent, see `weight_of`.
     Raises: as `exchange`.
     """
-    training.settle()
+    _settle(training, round_)
     update = training.joined()
     params = tuple([p.detach() for p in group] for group in training.params)
     nothing = _filled(params, 0.0)
@@ -80,7 +82,7 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
 
     states, after, parts = training.states, params, {part.kind: part for part in round_.exchange}
     heard = Heard((), lambda: None)
-    take_over: Callable[[], Tree] | None = None
+    departed: Sent | None = None
     if "mean" in parts:
         states, after = run(parts["difference"], states, after)
         states = _weighed(training.states, states, weight)
@@ -99,14 +101,18 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
             # the time, and params that it returned would undo those steps.
             unknown, differences = _filled(params, torch.nan), states
             states = training.states  # the differences are kept when the mean has come, not before
+            departed = sent = Sent(fragment, lambda: None, os.getpid())
+            before = _Before(states, differences, [*training.sending])
 
             def mean() -> tuple[Tree, Callable[[], None]]:
                 with heard_if_broken:  # in this thread, on an accelerator; others hear no signals
+                    given = before.given()
                     compare = _announce(training, fragment, steps).compare
                     if device_among(training.groups).type == "cpu":
                         compare()  # on an accelerator the training would wait here for the other ranks
-                    averaged, new = run(parts["mean"], differences, unknown)
+                    averaged, new = run(parts["mean"], given, unknown)
                 _check_unmoved(unknown, new)
+                averaged, sent.changed = before.taken(averaged)
                 return averaged, compare
 
             wait = in_background(training, mean)
@@ -115,6 +121,8 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
                 averaged, compare = wait()
                 compare()
                 return averaged
+
+            sent.wait = take_over
 
     if "outer" in parts:
         with flags.assumed() as assumed:
@@ -132,7 +140,8 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
         with writing(training):
             write_states()
             copy_into(*([pair[side] for pair in changed] for side in (0, 1)))
-        training.sending, training.sender = take_over, os.getpid()
+        if departed is not None:
+            training.sending.append(departed)
 
     return Staged(True, commit)
 
@@ -152,6 +161,59 @@ def _is_whole(states: Tree) -> bool:
     """Return whether exchanges are always of all params, so that messages fit each other whatever was announced."""
     outers = tree.instances(states, OuterState)
     return bool(outers) and all(len(state.sync) == 1 for state in outers)
+
+
+def _settle(training: Training, round_: Round) -> None:
+    """Wait for the means that have to be there before a round's exchange: that which ends, and those before it.
+
+    Means that are on their way at once need a state of which it is known what they read: that of `fn.outer`. For others
+    all are waited for.
+    """
+    local = [x for x in tree.instances(training.states, tuple) if hasattr(x, "_fields") and has_local_params(x)]
+    overlap = all(isinstance(x, OuterState | GuardState) for x in local)
+    if overlap and all(sent.exchange != round_.begin for sent in training.sending):
+        if round_.end is not None:
+            training.settle(round_.end)
+        return
+    training.settle()
+
+
+class _Before:
+    """The states that a mean is made from while others are on their way, or are taken over meanwhile.
+
+    It is given what those before it have changed, which is not written yet: residual errors are handed on from mean to
+    mean. Outer steps move anchors meanwhile, so it is given copies where several exchanges of a fragment overlap.
+    """
+
+    def __init__(self, live: Tree, differences: Tree, earlier: list[Sent]):
+        self.live, (self.noted, self.structure) = tree.leaves(live), tree.flatten(differences)
+        self.earlier, self.swapped = earlier, dict[int, Tensor]()
+        places = {id(x): place for place, x in enumerate(self.noted)}
+        for old, new in zip(tree.instances(live, OuterState), tree.instances(differences, OuterState), strict=True):
+            for lane in range(1 + len(new.more)) if new.more else ():
+                noted = zip(*(tree.leaves(lane_of(state, lane)[0]) for state in (old, new)), strict=True)
+                for x, (before, after) in zip(tree.leaves(new.anchor), noted, strict=True):
+                    if after is not before:
+                        self.swapped[places[id(x)]] = x.clone()
+
+    def given(self) -> Tree:
+        """Return the states that the mean is to be made from. Those before it have come, or failed."""
+        for sent in self.earlier:
+            if sent.changed is None:
+                raise RuntimeError("an exchange before this one failed, so this one is left out")
+            own = [place for place in sent.changed if self.noted[place] is self.live[place]]
+            self.swapped.update((place, sent.changed[place]) for place in own)
+        self.earlier = []
+        return tree.unflatten(self.structure, [self.swapped.get(place, x) for place, x in enumerate(self.noted)])
+
+    def taken(self, averaged: Tree) -> tuple[Tree, dict[int, Tensor]]:
+        """Return the states with what the mean changed of the live ones, and that alone, by place."""
+        found = [
+            live if self.swapped.get(place) is x else x
+            for place, (live, x) in enumerate(zip(self.live, tree.leaves(averaged), strict=True))
+        ]
+        changed = {place: x for place, (live, x) in enumerate(zip(self.live, found, strict=True)) if x is not live}
+        return tree.unflatten(self.structure, found), changed
 
 
 def _announce(training: Training, fragment: int, steps: int) -> Heard:
@@ -237,7 +299,12 @@ def _weighed(before: Tree, after: Tree, weight: float) -> Tree:
     old = iter(tree.instances(before, OuterState))
 
     def scaled(state: OuterState) -> OuterState:
-        pending = tree.map(lambda new, was: new if new is was else weight * new, state.pending, next(old).pending)
+        was = next(old)
+        if state.guard:  # which weighs the differences itself, by their own norms
+            pairs = zip(state.guard, was.guard, strict=True)
+            told = (s if s is s_old else s._replace(weight=torch.full_like(s.weight, weight)) for s, s_old in pairs)
+            return state._replace(guard=tuple(told))
+        pending = tree.map(lambda new, was: new if new is was else weight * new, state.pending, was.pending)
         return state._replace(pending=pending)
 
     return tree.replace(after, OuterState, scaled)

@@ -36,6 +36,21 @@ Tree = Any
 
 
 @dataclass(eq=False)
+class Sent:
+    """A mean on its way.
+
+    exchange: its number in a `Round`. wait: waits for it, and returns the states with it. process: in which it has
+    begun; a child that was forked since has no thread that it could arrive on. changed: the leaves of the states that
+    it changed, by their places; None until it has come, and where it failed.
+    """
+
+    exchange: int
+    wait: Callable[[], Tree]
+    process: int
+    changed: dict[int, Tensor] | None = None
+
+
+@dataclass(eq=False)
 class Training:
     """The data of `fn.Optimizer`.
 
@@ -83,12 +98,10 @@ class Training:
     """Set by `fn.adapters.torchft`, which takes the exchanges of rounds among ranks that come and go."""
     compiled_at: set[int] = field(default_factory=set)
     """Steps with other hyper-parameters, of updates that are compiled."""
-    sending: Callable[[], Tree] | None = None
-    """Waits for a mean that has begun in a round and is not taken over yet; returns the states with it."""
+    sending: list[Sent] = field(default_factory=list)
+    """The means that have begun in rounds and are not taken over yet, in their order."""
     settling: Any = field(default_factory=threading.RLock)  # a handler of signals may read the states meanwhile
-    """Held by the thread that waits for that mean."""
-    sender: int = 0
-    """The process in which that mean has begun. A child that was forked since has no thread that it could arrive on."""
+    """Held by the thread that waits for those means."""
     background: Any = None
     """The stream of an accelerator, or the thread, on which means are sent, see `exchange.in_background`."""
     momentum_as_codes: bool = False
@@ -115,39 +128,40 @@ class Training:
         self.settle()
         left_here = dict.fromkeys(("ahead", "meet", "background", "settling"))
         made_anew = {"updates": {}, "bounds": {}, "seen": {}, "transforms": [None] * len(self.transforms)}
-        return {**vars(self), **left_here, **made_anew, "lent": False}
+        return {**vars(self), **left_here, **made_anew, "sending": [], "lent": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Become a copy, which nobody else waits for."""
         vars(self).update(state)
         self.settling = threading.RLock()
 
-    def settle(self) -> None:
-        """Wait for a mean that has begun, and write it into the states: who reads or saves them calls this first.
+    def settle(self, exchange: int | None = None) -> None:
+        """Wait for means that have begun, and write them into the states: who reads or saves them calls this first.
 
         A momentum that is kept as codes is in floating point from then on, until the next compressed step.
 
-        Raises: what was raised while it was sent; the states are then as before it began. RuntimeError in a process
-            that was forked meanwhile.
+        Args: exchange: the number of one, up to which the others are waited for. None: all of them.
+        Raises: what was raised while one was sent; the states are then as before it began, and later ones are left out.
+            RuntimeError in a process that was forked meanwhile.
         """
         self.keep_momentum(Phase.WARMUP)
-        if self.sending is not None and os.getpid() != self.sender:  # before the lock, which a thread may hold for good
+        first = next(iter(self.sending), None)
+        if first is not None and os.getpid() != first.process:  # before the lock, which a thread may hold for good
             wanted = "to be read in the process that sends the mean on its way"
-            got = f"a child of it, process {os.getpid()} of {self.sender}"
+            got = f"a child of it, process {os.getpid()} of {first.process}"
             raise RuntimeError(expected("states", wanted, got, "call opt.state_dict() before the fork"))
         # Another thread may read the states. What it waits for has to be written before this one takes a step.
         with self.settling:
-            if (wait := self.sending) is None:
-                return
-            try:
-                states = wait()
-            except Exception:  # Ctrl-C is none, and leaves the mean on its way: it can be waited for again
-                self.sending = None
-                raise
-            write = written_into(self.states, states)
-            with writing(self):
-                write()
-            self.sending = None
+            while self.sending and (exchange is None or any(sent.exchange == exchange for sent in self.sending)):
+                try:
+                    states = self.sending[0].wait()
+                except Exception:  # Ctrl-C is none, and leaves the means on their way: they can be waited for again
+                    self.sending.clear()
+                    raise
+                write = written_into(self.states, states)
+                with writing(self):
+                    write()
+                del self.sending[0]
 
     def keep_momentum(self, phase: Phase | Round) -> None:
         """Let the states have the momentum in the form in which a step of a phase leaves it, or needs it."""

@@ -41,7 +41,7 @@ from fn.collectives.primitives import all_gather, mean_in_place
 from fn.collectives.transports.registry import Transport, register
 from fn.errors import PeerLost, RanksDisagree, expected
 from fn.inplace.protocol import Staged
-from fn.schedules import Schedule
+from fn.schedules import Every, Schedule
 from fn.transforms.outer import OuterState
 
 logger = logging.getLogger("fn")
@@ -106,6 +106,7 @@ def optimizer(
     with Binding({**current_binding().axes, axis: alone}):
         opt = Optimizer(params, partial(make, axis=axis), schedule=schedule, **more)
     _check_method(opt)
+    _check_schedule(opt)
     islands = _Islands(opt, manager, axis, ranks, tokens)
     # What torchft itself sends to an island that is behind says no more than that it is.
     manager.register_state_dict_fn(f"fn.{axis}", islands.fall_behind, dict)
@@ -268,8 +269,8 @@ class _Islands:
     def note_changes(self, group: Any, binding: Binding) -> _Flight:
         """Let whoever waits for the mean note what it replaces, and why it does not come: it may still be dropped."""
         training, flight = self.optimizer.training, _Flight(group, binding)
-        wait = training.sending
-        assert wait is not None
+        (sent,) = training.sending
+        wait = sent.wait
 
         def states() -> Any:
             try:
@@ -281,7 +282,7 @@ class _Islands:
             flight.before = [(x, x.clone()) for x, new in pairs if new is not x]
             return after
 
-        training.sending = states
+        sent.wait = states
         return flight
 
     @torch.no_grad()
@@ -514,6 +515,14 @@ def _check_warmup(optimizer: Optimizer, arguments: Sequence[Any]) -> None:
     for got in (name for name, there in found.items() if there):
         wanted = "gradients in p.grad, which islands average before each step of a warm-up"
         raise ValueError(expected("step", wanted, got, "leave it out, or use a schedule without a warm-up"))
+
+
+def _check_schedule(optimizer: Optimizer) -> None:
+    schedule = optimizer.schedule
+    if isinstance(schedule, Every) and schedule.delay >= schedule.h // schedule.fragments:
+        wanted = "one mean on its way at a time between islands"
+        got = f"fn.every.delay={schedule.delay}, h={schedule.h}, fragments={schedule.fragments}"
+        raise ValueError(expected("schedule", wanted, got, "use a delay below h / fragments"))
 
 
 def _check_method(optimizer: Optimizer) -> None:

@@ -27,6 +27,10 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "onebit_adam": (partial(fn.onebit_adam, axis="data"), fn.freeze_after(1)),
     "adamw without an axis": (fn.adamw, None),
 }
+WITHOUT_AGREEMENT: dict[str, tuple[Any, Any]] = {
+    "sparta": (partial(fn.sparta, axis="data"), fn.every(1)),
+    "no_loco": (partial(fn.no_loco, axis="data"), fn.every(2)),
+}
 STEPS = 5  # of every method, whose params differ between ranks behind it if the method lets them
 
 
@@ -36,7 +40,7 @@ def network() -> torch.nn.Module:
 
 
 def optimizer(model: torch.nn.Module, method: str) -> fn.Optimizer:
-    make, schedule = METHODS[method]
+    make, schedule = {**METHODS, **WITHOUT_AGREEMENT}[method]
     with fn.bind({"data": dist.group.WORLD}):
         return fn.Optimizer(model.parameters(), make, schedule=schedule, lr=0.02)
 
@@ -110,6 +114,19 @@ def test_gather_refuses_params_of_each_ranks_own_which_the_model_of_rank_0_does_
     assert first.startswith("ranks disagree: params.0.0 is torch.float32 (5, 6) with checksum ")
     assert "; gather after a step that synchronises all of them, or call checkpoint.save, which keeps each" in first
     assert run(2, gathered, method, synchronised) == ["", ""]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "advice"),
+    [
+        ("sparta", "; gather behind an average of all of them, as fn.des_loc has; fn.sparta has none, so call"),
+        ("no_loco", "; no step of this method makes them the same; call checkpoint.save"),
+    ],
+)
+def test_gather_names_no_step_that_a_method_does_not_have(method, advice):
+    for text in run(2, gathered, method, STEPS):
+        assert advice in text
 
 
 def test_leaves_of_one_path_are_refused_instead_of_saved_once_for_both(tmp_path):

@@ -194,10 +194,10 @@ def test_shards_of_fsdp2_are_exchanged_and_come_back():
         assert found == {"agreed": True, "apart": True, "back": True}
 
 
-def alone(make: Any = None) -> tuple[nn.Parameter, fn.Optimizer]:
+def alone(make: Any = None, schedule: Any = None) -> tuple[nn.Parameter, fn.Optimizer]:
     """Return a parameter of ones and its optimizer, behind a local step."""
     p = nn.Parameter(torch.ones(3))
-    opt = fn.Optimizer([p], make or partial(fn.diloco, axis="data"), schedule=fn.every(4), lr=0.1)
+    opt = fn.Optimizer([p], make or partial(fn.diloco, axis="data"), schedule=schedule or fn.every(4), lr=0.1)
     p.grad = torch.ones(3)
     opt.step()
     return p, opt
@@ -271,6 +271,21 @@ def test_params_of_which_nobody_knows_what_is_agreed_on_are_refused():
     _, opt = alone(lambda lr: own_pieces.meeting(inner, "data", ["outer"]))
     text = "but got MetState, which has local_params; evaluate right behind"
     with pytest.raises(ValueError, match=text), fn.adapters.agreed_params(opt):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "delay", "cure"),
+    [
+        (fn.no_loco, 0, "the ranks never agree on one; evaluate the ranks' mean"),
+        (partial(fn.diloco, eager=True), 4, "the ranks never agree on one; evaluate the ranks' mean"),
+        (fn.sparta, 0, r"as fn\.des_loc has; for fn\.sparta evaluate the ranks' mean"),
+    ],
+)
+def test_methods_whose_ranks_never_agree_are_refused_with_what_to_evaluate(make, delay, cure):
+    _, opt = alone(partial(make, axis="data"), fn.every(4, delay=delay))
+    text = f"optimizer: expected a transform whose state has .*{cure}"
+    with pytest.raises(ValueError, match=text), agreed_params(opt):
         pass
 
 

@@ -48,6 +48,13 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "sparse_loco": (partial(fn.sparse_loco, k=4, tile=4), fn.every(3, delay=1)),
     "local_sgd": (partial(fn.local_sgd, momentum=0.9), fn.every(2, start=1)),
     "muloco": (partial(fn.muloco, codec=fn.bins(4, 6)), fn.every(3)),
+    "guarded": (partial(fn.diloco, guard=fn.norm_guard(temperature=1.0, clip=1.0), alpha=0.5), fn.every(4, delay=2)),
+    "a round late": (partial(fn.diloco, in_flight=2), fn.every(3, delay=3, start=1)),
+    "eager": (partial(fn.diloco, eager=True), fn.every(3, delay=3, start=1)),
+    "late fragments": (partial(fn.diloco, fragments=3, alpha=0.5), fn.every(6, fragments=3, delay=5)),
+    "many on their way": (
+        partial(fn.diloco, codec=fn.sign(), fragments=2, in_flight=3, alpha=0.5), fn.every(4, fragments=2, delay=9)
+    ),
     "params in the mean": (meeting("mean"), fn.every(3)),
     "params in all parts": (meeting("difference", "mean", "outer"), fn.every(3)),
     "params in the difference, updates in the outer step": (meeting("difference", "outer", new=False), fn.every(2)),
@@ -185,11 +192,14 @@ def test_at_a_take_over_params_are_the_anchor_bit_for_bit():
         assert found == [(True, True), (True, True)]
 
 
+SAVED_ANYWHERE = ("streaming", "late signs", "guarded", "a round late", "eager", "many on their way")
+
+
 @two
 def saved_anywhere() -> dict[str, list[int]]:
     """Go on from a state dict that was taken before each step; return the steps from which something is different."""
     found = {}
-    for name in ("streaming", "late signs"):
+    for name in SAVED_ANYWHERE:
         make, schedule = METHODS[name]
         opt, rest = optimizer(make, schedule), []
         for step in range(STEPS):
@@ -209,7 +219,7 @@ def saved_anywhere() -> dict[str, list[int]]:
 
 def test_a_run_goes_on_bit_for_bit_from_any_step_of_a_round():
     for found in two.answer("saved_anywhere"):
-        assert found == {"streaming": [], "late signs": []}
+        assert found == {name: [] for name in SAVED_ANYWHERE}
 
 
 @two

@@ -141,14 +141,15 @@ def test_a_state_that_another_thread_reads_while_a_mean_travels_changes_nothing(
             for step in range(4):
                 p.grad = torch.full((3,), 1.0 + step)
                 if read and step == 1:  # the mean ends in this step
-                    arrives = opt.training.sending
+                    (sent,) = opt.training.sending
+                    arrives = sent.wait
 
                     def late(arrives: Any = arrives) -> Any:
                         inside.set()
                         assert go_on.wait(60)
                         return arrives()
 
-                    opt.training.sending = late
+                    sent.wait = late
                     reader = pool.submit(opt.state_dict)
                     assert inside.wait(60)
                     trainer = pool.submit(opt.step)

@@ -1,0 +1,214 @@
+"""Which ranks' differences count in the mean of a round, and how much: `norm_guard`, an argument of `outer`.
+
+G_r                      the norm of rank r's difference to the anchor, of the fragment that is exchanged
+  | outlier              far above its own history, far above the other ranks', or not finite: weight 0
+  | w_r                  the weights of the others, of sum 1; every rank computes them from all norms
+  | d = sum w_r d_r      clipped
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn.base import check_interval, check_number, check_whole
+from fn.collectives.axis import axis_index
+from fn.collectives.primitives import all_gather
+from fn.errors import expected
+from fn.kernels import lists, rules
+from fn.roles import declare
+
+Tree = Any
+
+
+class Guard(NamedTuple):
+    """What `outer` asks about the norms of differences: what `norm_guard` returns, or one of your own.
+
+    init: device -> what a rank remembers of its norms, a tree of 0-d tensors.
+    is_outlier: (norm, history) -> 0-d bool, whether this rank leaves its own difference out.
+    weights: norms (W,), infinite where a difference is left out -> weights (W,) of at least 0, in any unit. Where a
+        weight is 0, the difference is left out, too. All ranks get the same norms.
+    told: (norm, whether it was left out, history) -> the next history.
+    clip: the largest norm of the mean. None: any.
+    """
+
+    init: Callable[[torch.device], Tree]
+    is_outlier: Callable[[Tensor, Tree], Tensor]
+    weights: Callable[[Tensor], Tensor]
+    told: Callable[[Tensor, Tensor, Tree], Tree]
+    clip: float | None = None
+
+
+class NormHistory(NamedTuple):
+    """What `norm_guard` remembers. norms: how many so far, int64. mean, variance: moving ones, float32. All 0-d."""
+
+    norms: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+@declare(rank_local=("history", "norm", "weight", "out"), local_params=True)
+class GuardState(NamedTuple):
+    """What a rank knows of the norms of a fragment. All numbers are 0-d.
+
+    history: the guard's. norm: of this rank's last difference. weight: what it counts for beside its norm, by its
+    tokens say. out: whether it was left out of its mean. left_out: how many were left out so far, of all ranks. first:
+    the lowest rank that was left out of the last mean, and number: how many ranks were. nobody: whether all were.
+    """
+
+    history: Tree
+    norm: Tensor
+    weight: Tensor
+    out: Tensor
+    left_out: Tensor
+    first: Tensor
+    number: Tensor
+    nobody: Tensor
+
+
+def norm_guard(
+    *,
+    threshold: float = 3.0,
+    alpha: float = 0.02,
+    warmup: int = 10,
+    far: float | None = 100.0,
+    temperature: float | None = None,
+    clip: float | None = None,
+) -> Guard:
+    """Leave out of a round's mean what is an outlier by its norm: a spike, a NaN, or what a broken rank sends.
+
+        z_r = (G_r - m_r) / sqrt(v_r);    w_r = exp(-G_r / T), 0 where z_r is above the threshold
+        d = sum w_r d_r / sum w_r;    d <- d min(1, clip / |d|)
+        m_r <- a G_r + (1 - a) m_r;    v_r <- (1 - a) v_r + a (G_r - m_r)^2      where G_r is no outlier
+
+    A difference is an outlier, too, if its norm is more than `far` times the median of all ranks' norms, or is not
+    finite. So the first exchanges are guarded, in which nobody has a history. If all are outliers, the exchange is left
+    out. An outlier's rank goes on from the anchor. The norms are one message of 8 bytes from each rank to all others.
+
+        >>> import torch, fn
+        >>> sgd, sync = fn.scale_by_learning_rate(1.0), fn.compressed_average("data", fn.identity(), fn.off())
+        >>> tx = fn.outer(sgd, fn.scale_by_learning_rate(1.0), sync, guard=fn.norm_guard())
+        >>> def train(g):                                     # of each rank; rank 2 is broken
+        ...     p, state = torch.zeros(1), tx.init(torch.zeros(1))
+        ...     updates, state = tx.update(fn.Round(0, 0))(g, state, p)
+        ...     return fn.apply_updates(p, updates)
+        >>> fn.simulate(train, "data", 3)(torch.tensor([[1.0], [3.0], [1e30]]))
+        tensor([[-2.],
+                [-2.],
+                [-2.]])
+
+    Args:
+        threshold: the largest z. alpha: a in (0, 1], the weight of a new norm. warmup: norms of a rank before it looks
+            at z.
+        far: how many times the median a norm may be; None: any.
+        temperature: T above 0, in units of the norm: the larger a norm, the less its difference counts. None: all that
+            are no outliers count alike.
+        clip: the largest norm of the mean, above 0. None: any.
+    Returns: the argument `guard` of `outer`. Norms are of whole fragments, so their params may not be shards.
+    Raises: TypeError or ValueError that names the argument.
+
+    Paper: Cheng et al., EDiT (arXiv 2412.07210): the pseudo-gradient penalty.
+    Differs: `far`, which bounds the first norms; NaN is an outlier, and in the authors' code it reaches all ranks.
+        There an outlier's norm is told to its history, which makes it blind for long, and larger norms count more where
+        there is no temperature.
+    """
+    above_zero = {"threshold": threshold, "far": far, "temperature": temperature, "clip": clip}
+    for name, value in above_zero.items():
+        if value is None and name != "threshold":
+            continue
+        check_number(name, value)
+        if value is None or not 0 < value < math.inf:
+            raise ValueError(expected(name, "a number above 0", f"{value}"))
+    check_interval("alpha", alpha, "(0, 1]")
+    check_whole("warmup", warmup, 0)
+
+    def init(device: torch.device) -> NormHistory:
+        zero = torch.zeros((), dtype=torch.float32, device=device)
+        return NormHistory(torch.zeros((), dtype=torch.int64, device=device), zero, zero.clone())
+
+    def is_outlier(norm: Tensor, history: NormHistory) -> Tensor:
+        has_history = (history.norms >= warmup) & (history.variance > 0)
+        return has_history & (norm - history.mean > threshold * history.variance.sqrt())
+
+    def weights(norms: Tensor) -> Tensor:
+        near = norms if far is None else torch.where(norms <= far * _median(norms), norms, math.inf)
+        found = torch.ones_like(near) if temperature is None else ((near.min() - near) / temperature).exp()
+        return torch.where(near.isfinite(), found, 0.0)
+
+    def told(norm: Tensor, out: Tensor, history: NormHistory) -> NormHistory:
+        mean = torch.where(history.norms > 0, torch.lerp(history.mean, norm, alpha), norm)
+        variance = torch.lerp(history.variance, (norm - mean).square(), alpha)
+        new = NormHistory(history.norms + 1, mean, variance)
+        kept = out | (norm == 0)  # a rank that has not moved has nothing to say
+        return NormHistory(*(torch.where(kept, old, x) for x, old in zip(new, history, strict=True)))
+
+    return Guard(init, is_outlier, weights, told, clip)
+
+
+def _median(norms: Tensor) -> Tensor:
+    """Return the median of the finite norms of ranks that have moved, the lower one of two; infinity of none."""
+    norms = torch.where(norms > 0, norms, math.inf)
+    place = (norms.isfinite().sum() - 1).clamp(min=0) // 2
+    return norms.sort().values.gather(0, place.view(1))[0]
+
+
+def start(guard: Guard, device: torch.device) -> GuardState:
+    """Return the state of a fragment. device: of its params."""
+
+    def whole(n: int) -> Tensor:
+        return torch.full((), n, dtype=torch.int64, device=device)
+
+    zero = torch.zeros((), dtype=torch.float32, device=device)
+    no = torch.zeros((), dtype=torch.bool, device=device)
+    history = guard.init(device)
+    return GuardState(history, zero, zero + 1, no, whole(0), whole(-1), whole(0), no.clone())
+
+
+def noted(state: GuardState, differences: Sequence[Tensor]) -> GuardState:
+    """Note the norm of this rank's difference."""
+    norm = lists.squared_norms([*differences]).sum().sqrt().to(state.norm)
+    return state._replace(norm=norm, weight=torch.ones_like(state.weight))
+
+
+def weighed(
+    guard: Guard, state: GuardState, differences: list[Tensor], axes: tuple[str, ...]
+) -> tuple[list[Tensor], GuardState]:
+    """Tell the other ranks the norm, and multiply the differences by what they count; their mean is then weighed."""
+    norm = state.norm
+    out = guard.is_outlier(norm, state.history) | ~norm.isfinite()
+    said = torch.stack([torch.where(out, math.inf, norm), state.weight])
+    rows = all_gather(said, axes) if axes else said[None]  # (W, 2)
+    ranks = torch.arange(len(rows), dtype=torch.int64, device=norm.device)
+    mine = ranks == (axis_index(axes) if axes else 0)  # (W,), the index lies on the host
+    norms, tokens = rows.unbind(1)
+    weights = guard.weights(norms)
+    is_out = ~norms.isfinite() | ~(weights > 0)  # (W,), NaN among them
+    weights = torch.where(is_out, 0.0, weights * tokens)
+    total, out = weights.sum(), (is_out & mine).any()
+    share = len(rows) * torch.where(mine, weights, 0.0).sum() / torch.where(total > 0, total, 1.0)
+    number = is_out.sum()
+    after = state._replace(
+        history=guard.told(norm, out, state.history),
+        norm=torch.where(norm.isfinite(), norm, 0.0),  # no state holds what is not finite
+        out=out,
+        left_out=state.left_out + number,
+        first=torch.where(number > 0, is_out.long().argmax(), -1),
+        number=number,
+        nobody=~(total > 0),
+    )
+    # what is left out may be NaN, which times 0 is NaN
+    kept = lists.elementwise(rules.kept_at_zero, (differences,), share, 0.0, 0.0)
+    return lists.elementwise(rules.scaled, (kept,), share), after
+
+
+def clipped(guard: Guard, means: list[Tensor]) -> list[Tensor]:
+    """Scale a mean down to the largest norm that it may have."""
+    if guard.clip is None or not means:
+        return means
+    norm = lists.squared_norms(means).sum().sqrt()
+    scaled: list[Tensor] = lists.elementwise(rules.scaled, (means,), (guard.clip / (norm + 1e-6)).clamp(max=1.0))
+    return scaled

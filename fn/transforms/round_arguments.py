@@ -1,0 +1,115 @@
+"""What may be given to `outer`, and to other transforms that take local steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import tree
+from fn.base import Phase, Step, Transform, check_is_transform, check_whole, facts_of, has_phase, links_of, name_of
+from fn.errors import expected
+from fn.kernels.tracing import is_concrete
+from fn.transforms.decay_and_lr import Rate
+from fn.transforms.norm_guard import Guard
+
+
+def check_inner(inner: Any) -> None:
+    """Refuse an inner optimizer that communicates, as far as its facts say, or that has rounds of its own."""
+    check_is_transform("inner", inner)
+    if inner.rounds is not None:
+        raise ValueError(expected("inner", "an optimizer that takes steps", "one with rounds, such as fn.outer"))
+    _check_silent("inner", inner, "local steps send nothing; put fn.average(axis) in front of fn.outer for the warm-up")
+
+
+def check_outer_tx(outer_tx: Any) -> None:
+    """Refuse an outer optimizer that communicates or does not end in a learning rate: it would climb, not descend."""
+    check_is_transform("outer_tx", outer_tx)
+    _check_silent("outer_tx", outer_tx, "all ranks take the outer step alike; sync is what communicates")
+    last = links_of(outer_tx.local_update)[-1:] if has_phase(outer_tx, Phase.LOCAL) else []
+    if not last or not isinstance(last[0].update, Step) or not isinstance(last[0].update.rule, Rate):
+        got = name_of(last[0].update) if last else "none in its local phase"
+        cure = "write fn.chain(fn.trace(0.9, nesterov=True), fn.scale_by_learning_rate(0.7))"
+        raise ValueError(expected("outer_tx", "scale_by_learning_rate as the last link", got, cure))
+
+
+def check_sync(sync: Any) -> None:
+    """Refuse a transform that averages in the warm-up only. `fn.chain()`, which never averages, is for one rank."""
+    check_is_transform("sync", sync)
+    if not has_phase(sync, Phase.COMPRESSED):
+        raise ValueError(expected("sync", "an average with a compressed phase", "one without"))
+    if links_of(sync.warmup_update) and not links_of(sync.compressed_update):
+        cure = "for the exact mean write fn.compressed_average(axis, fn.identity(), fn.off())"
+        raise ValueError(expected("sync", "an average in the compressed phase", "one in the warm-up only", cure))
+
+
+def check_guard(guard: Any, sync: Transform) -> None:
+    """Refuse what is no guard, or one beside an average that does not say over which axes it is."""
+    if guard is None:
+        return
+    if not isinstance(guard, Guard):
+        raise TypeError(expected("guard", "what fn.norm_guard returns, or None", type(guard).__name__))
+    if facts_of(sync).silent:
+        cure = "give it facts=fn.Facts(axes=(...,)), for norms are compared over the same axes"
+        raise ValueError(expected("sync", "an average that names its axes, for there is a guard", "one without", cure))
+
+
+def check_late(
+    in_flight: Any, since: Any, eager: Any, alpha: float, guard: Guard | None, sync: Transform
+) -> int:
+    """Refuse arguments for late means that do not go together; return how many of a fragment may be on their way."""
+    check_whole("in_flight", in_flight, 1)
+    if since not in ("anchor", "start"):
+        raise ValueError(expected("since", "'anchor' or 'start'", f"{since!r}"))
+    if not isinstance(eager, bool):
+        raise TypeError(expected("eager", "True or False", f"{eager!r}"))
+    if guard is not None and (eager or in_flight > 1):
+        got = "eager=True" if eager else f"in_flight={in_flight}"
+        raise ValueError(expected("guard", "None where means come a round late", f"one beside {got}"))
+    if not eager:
+        return int(in_flight)
+    if alpha or since != "anchor" or in_flight > 2:
+        wanted = "alpha=0, since='anchor' and no in_flight, for each rank goes on from its own anchor"
+        raise ValueError(expected("eager", wanted, f"alpha={alpha}, since={since!r}, in_flight={in_flight}"))
+    if facts_of(sync).silent:
+        cure = "give it facts=fn.Facts(axes=(...,)), for a rank's own part is one of as many as there are ranks"
+        raise ValueError(expected("sync", "an average that names its axes, for steps are eager", "one without", cure))
+    return 2
+
+
+def check_store(store: Any) -> None:
+    """Refuse what is neither "cpu" nor a floating dtype of 16 bits or more."""
+    if store is None or store == "cpu":
+        return
+    if not isinstance(store, torch.dtype):
+        raise TypeError(expected("store", "a dtype, 'cpu' or None", f"{store!r}"))
+    if not store.is_floating_point or store.itemsize < 2:
+        raise ValueError(expected("store", "a floating dtype of 16 bits or more", f"{store}"))
+
+
+def check_holds(store: torch.dtype | None, params: Any) -> None:
+    """Refuse params that overflow in the dtype of their anchor: no exchange of them would ever be finite."""
+    for path, p in zip(tree.paths(params), tree.leaves(params), strict=True):
+        if narrows(store, p.dtype) and is_concrete(p) and not p.is_meta and (p.isfinite() & p.to(store).isinf()).any():
+            got = f"{store}, in which leaf {path!r} overflows"
+            raise ValueError(expected("store", "a dtype that holds the params", got, "use torch.bfloat16, or None"))
+
+
+def narrows(store: torch.dtype | None, dtype: torch.dtype) -> bool:
+    """Tell whether a dtype has a smaller range than that of the params."""
+    return store is not None and torch.finfo(store).max < torch.finfo(dtype).max
+
+
+def check_alike(alone: Tensor) -> None:
+    """Refuse a warm-up step behind local ones, where the host can tell: the ranks' inner states differ then."""
+    if alone.device.type == "cpu" and is_concrete(alone) and alone > 0:
+        got = f"WARMUP after {int(alone)} steps of rounds"
+        cure = "no exchange brings the inner states of the ranks together; begin with the warm-up, as fn.every does"
+        raise ValueError(expected("phase", "LOCAL or a round", got, cure))
+
+
+def _check_silent(argument: str, transform: Transform, cure: str) -> None:
+    if axes := facts_of(transform).axes:
+        got = f"one over {', '.join(map(repr, axes))}"
+        raise ValueError(expected(argument, "no communication over an axis", got, cure))
