@@ -184,3 +184,24 @@ def test_tied_weights_move_once_and_what_cannot_be_owned_says_so() -> None:
         assert "one of which each rank has a part, of its shards or of the tensors that it owns" in found["watched"]
         assert "expected leaf 'w' to be a whole tensor, but got a DTensor" in found["DTensor"]
         assert "p.full_tensor()" in found["DTensor"]
+
+
+def compiled() -> dict[str, Any]:
+    """Return the updates of a step of each as it is and compiled, in one graph."""
+    mesh, found = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",)), {}
+    params = tensors(SHAPES["one larger than all others"], 0)
+    grads = tensors(SHAPES["one larger than all others"], 10 + dist.get_rank())
+    with fn.bind(mesh):
+        for hyper, phase in (("exact", W), ("int8", C)):
+            tx = muon(hyper)
+            update, state = tx.update(phase), tx.init(params)
+            run = torch.compile(update, fullgraph=True, backend="aot_eager")
+            found[hyper] = update(grads, state, params), run(grads, state, params)
+    return found
+
+
+def test_a_pure_step_compiles_to_one_graph() -> None:
+    for found in ranks.run(2, compiled):
+        for as_it_is, as_graph in found.values():
+            for a, b in zip(tree.leaves(as_it_is), tree.leaves(as_graph), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
