@@ -30,6 +30,7 @@ class Named(NamedTuple):
     replicated: params stay the same on all ranks, and provably so. False: they differ between synchronisations.
     adamw: phase -> the hyper-parameters under which it is torch's AdamW on one rank.
     coded_warmup: its warm-up is not exact.
+    divided: its params, and so all of its state, are divided over the ranks.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Named(NamedTuple):
     replicated: bool = True
     adamw: Mapping[Phase, Mapping[str, Any]] = NOTHING
     coded_warmup: bool = False
+    divided: bool = False
 
 
 OPTIMIZERS = (
@@ -91,11 +93,18 @@ OPTIMIZERS = (
     Named("sharded_onebit_adam", fn.sharded_onebit_adam, (Phase.WARMUP, Phase.COMPRESSED), fn.freeze_after(20)),
 )
 
+
+def muon_of_shards(lr: Any = 0.02, *, axis: str, **hyper: Any) -> fn.Transform:
+    """Return Muon for params that are divided over the axis."""
+    return fn.muon(lr, shards=axis, codec=fn.int8(), gather=fn.int8(), **hyper)
+
+
 CODED = Phase.WARMUP, Phase.COMPRESSED
 ROUNDS = Phase.WARMUP, Round(), Round(0, 0)
 
 OTHERS = (
     Named("muon", fn.muon, CODED, fn.freeze_after(2)),
+    Named("muon, of shards", muon_of_shards, CODED, fn.freeze_after(2), replicated=False, divided=True),
     Named("muon, replicated", partial(fn.muon, owned=False), (Phase.WARMUP,), lambda step: Phase.WARMUP),
     Named("lion_muon", fn.lion_muon, CODED, fn.periodic(3)),
     Named("sign_muon", fn.sign_muon, CODED, fn.freeze_after(2)),

@@ -115,9 +115,15 @@ def bind(mesh: DeviceMesh | Mapping[str, dist.ProcessGroup | Communicator], *, t
     return Binding({name: _group_axis(name, group) for name, group in groups.items()})
 
 
+_ranks: dict[str, int] = {}
+"""This process' rank by the name of a process group, for `own_rank`."""
+
+
 def _group_axis(name: str, group: Any) -> Axis:
     if isinstance(group, dist.ProcessGroup):
-        return Axis(group.size(), torch.tensor(group.rank(), dtype=torch.int64, device="cpu"), remember(group))
+        transport = remember(group)
+        _ranks[transport] = group.rank()
+        return Axis(group.size(), torch.tensor(group.rank(), dtype=torch.int64, device="cpu"), transport)
     if is_communicator(group):
         transport = register_communicator(group)
         return Axis(group.Get_size(), torch.tensor(group.Get_rank(), dtype=torch.int64, device="cpu"), transport)
@@ -215,7 +221,10 @@ def own_rank(axis: str) -> int:
     >>> own_rank("data")
     0
     """
-    return int(resolve(axis).rank)
+    _, rank, transport = resolve(axis)
+    if torch.compiler.is_compiling() and transport in _ranks:  # of a tensor the compiler would not know the number
+        return _ranks[transport]
+    return int(rank)
 
 
 def all_ranks() -> Tensor:

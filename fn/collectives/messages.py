@@ -198,7 +198,7 @@ def apart(message: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     unpacked: list[Any] = [None] * len(like)
     for i, part in zip(order, message.split(lengths), strict=True):
         if like[i].dtype != message.dtype:  # a float begins where it may only in memory of its own
-            part = part.clone().view(like[i].dtype) if part.numel() else part.to(like[i].dtype)
+            part = part.clone().view(like[i].dtype) if like[i].numel() else part.to(like[i].dtype)
         unpacked[i] = part.view(like[i].shape)
     return unpacked
 

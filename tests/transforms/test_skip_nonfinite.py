@@ -238,7 +238,8 @@ def test_simulated_ranks_are_looked_at_without_aminmax():
 def test_no_simulated_step_of_a_named_optimizer_takes_aminmax_along_the_ranks(optimizer):
     """Of what all ranks share, such as averaged gradients, it is taken as it is on one rank."""
     tx, params = optimizer.make(lr=0.01, axis="data"), [torch.ones(3, 4), torch.ones(5)]
-    dims = fn.rank_dims(tx.init(params))
+    state = tx.init(params)
+    dims = tree.map(lambda _: 0, state) if optimizer.divided else fn.rank_dims(state)
     state = fn.simulate(tx.init, "data", 2, in_dims=None, out_dims=dims)(params)
     for phase in optimizer.phases:
         run = fn.simulate(tx.update(phase), "data", 2, in_dims=(0, dims, None), out_dims=(0, dims))

@@ -8,6 +8,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -265,6 +266,69 @@ def test_its_checkpoints_are_loaded_on_any_number_of_ranks(old: int, new: int, t
     saved, loaded = run(old, saving, str(tmp_path)), run(new, loading, str(tmp_path))
     for found in loaded:
         assert far(found, saved[0]) <= (0 if old == new else 1e-10)
+
+
+def in_codes(folder: str) -> dict[str, Any]:
+    """Save what codes left out, each rank its own, and go on from it: by state dicts and by files."""
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), {}
+    make, schedule = partial(fn.muon, codec=fn.int4(), gather=fn.int8(), feedback=fn.damped()), fn.freeze_after(1)
+
+    def build() -> tuple[Net, fn.Optimizer]:
+        model = sharded(mesh)
+        return model, optimizer(model, make, schedule=schedule)
+
+    model, opt = build()
+    train_the_same(model, opt, range(3))
+    state = {"model": model.state_dict(), "opt": opt.state_dict()}
+    found["own"] = sorted(key for key in state["opt"] if key.startswith(f"rank {dist.get_rank()} of 2."))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder)
+    kept = copy.deepcopy(state)
+    train_the_same(model, opt, range(3, 6))
+    again, fresh = build()
+    again.load_state_dict(kept["model"])
+    fresh.load_state_dict(kept["opt"])
+    read, of_files = build()
+    state = {"model": read.state_dict(), "opt": of_files.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(state, checkpoint_id=folder)
+    read.load_state_dict(state["model"])
+    of_files.load_state_dict(state["opt"])
+    for m, o in ((again, fresh), (read, of_files)):
+        train_the_same(m, o, range(3, 6))
+    found["apart"] = far(whole(model), whole(again)), far(whole(model), whole(read))
+    if dist.get_rank() == 1:  # another rank's continues without its errors, as that of any optimizer in codes does
+        theirs = {key.replace("rank 1 of 2.", "rank 0 of 2."): x for key, x in kept["opt"].items()}
+        with pytest.warns(UserWarning, match="errors"):
+            fresh.load_state_dict(theirs)
+    return found
+
+
+def test_what_codes_left_out_is_saved_by_each_rank(tmp_path: Path) -> None:
+    for found in run(2, in_codes, str(tmp_path)):
+        assert found["own"]
+        assert found["apart"] == (0, 0)
+
+
+def compiled() -> list[float]:
+    """Return how far compiled steps are from others, exact ones and in codes; Inductor would only take its time."""
+    mesh, apart = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), []
+    coded = partial(fn.muon, codec=fn.int8(), gather=fn.int8()), {"schedule": fn.freeze_after(1)}
+    with mock.patch.object(torch, "compile", partial(torch.compile, backend="aot_eager")):
+        for make, more in ((fn.muon, {}), coded):
+            models = [sharded(mesh), sharded(mesh)]
+            for model, compile in zip(models, (False, True), strict=True):
+                train(model, optimizer(model, make, compile=compile, **more), range(3))
+            apart.append(far(*map(whole, models)))
+    return apart
+
+
+@pytest.mark.slow
+def test_its_steps_can_be_compiled() -> None:
+    for apart in run(2, compiled):
+        assert max(apart) <= 1e-12
 
 
 def refusals() -> list[str]:
