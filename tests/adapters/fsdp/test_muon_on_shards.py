@@ -331,6 +331,66 @@ def test_its_steps_can_be_compiled() -> None:
         assert max(apart) <= 1e-12
 
 
+class Awkward(nn.Module):
+    """A convolution, a stack of matrices, a weight that is tied to an embedding, and one that gets no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.conv = nn.Embedding(11, 6), nn.Conv1d(6, 5, 3)
+        self.experts = nn.Parameter(torch.randn(3, 5, 6) / 4)
+        self.head, self.large, self.unused = nn.Linear(6, 11, bias=False), nn.Linear(6, 40), nn.Linear(6, 5)
+        self.back = nn.Linear(40, 6)
+        self.head.weight = self.embedding.weight
+        self.double()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = torch.relu(self.conv(self.embedding(tokens).T)).T @ self.experts[0] @ self.experts[1].T @ self.experts[2]
+        x = self.back(torch.tanh(self.large(x)))
+        return self.head(torch.cat([x, x[-2:]]))
+
+
+def awkward() -> dict[str, Any]:
+    mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), {}
+    for flatten in (False, True):
+        model, twin = Awkward(), Awkward()
+        fully_shard(model, mesh=mesh)
+        opts = [optimizer(model, partial(fn.muon, flatten=flatten))]
+        with fn.bind({"data": dist.group.WORLD}):
+            opts.append(optimizer(twin, partial(fn.muon, axis="data", owned=False, flatten=flatten)))
+        for m, opt in zip((model, twin), opts, strict=True):
+            for step in range(STEPS):
+                loss(m, step, dist.get_rank()).backward()
+                if step == 1:  # a matrix of zeros
+                    (g.to_local() if isinstance(g := m.back.weight.grad, DTensor) else g).zero_()
+                opt.step()
+                opt.zero_grad()
+        found[f"flatten={flatten}"] = far(whole(model), whole(twin))
+    opt, before = opts[0], whole(model)
+    loss(model, 9, dist.get_rank()).backward()
+    if dist.get_rank() == 1:
+        model.back.weight.grad = None
+    try:
+        opt.step()
+    except fn.RanksDisagree as error:
+        found["missing"] = str(error), far(whole(model), before)
+    opt.zero_grad()
+    loss(model, 9, dist.get_rank()).backward()
+    opt.step()
+    found["goes on"] = opt.skipped, far(whole(model), before) > 0
+    return found
+
+
+def test_awkward_tensors_and_gradients() -> None:
+    for found in run(2, awkward):
+        assert found["flatten=False"] <= 1e-10
+        assert found["flatten=True"] <= 1e-10
+        text, moved = found["missing"]
+        assert "the gradient of param group 0, parameter" in text
+        assert moved == 0
+        assert found["goes on"] == (0, True)
+
+
 def refusals() -> list[str]:
     said, mesh = [], init_device_mesh("cpu", (2, 1), mesh_dim_names=("data", "model"))
     model = sharded(mesh["data"])
