@@ -25,8 +25,10 @@ from fn.base import (
 from fn.collectives.agreement import check_agreement, device_of
 from fn.collectives.axis import AxisNames
 from fn.errors import expected
+from fn.kernels import rules
 from fn.transforms.adam import zero_moments
 from fn.transforms.average import average
+from fn.transforms.leafwise import apply
 from fn.transforms.momentum import LocalMomentumState
 from fn.transforms.muon import FACTORS, Scale, Triple, batches, check_matrices, newton_schulz, orthogonal
 
@@ -102,10 +104,9 @@ def scale_by_dion2(
         def update(updates: Tree, state: LocalMomentumState, params: Tree, /) -> tuple[Tree, LocalMomentumState]:
             check_state(state, LocalMomentumState)
             tree.check_updates(updates, state.mu)
-            (grads, momenta), structure = tree.flatten_alike([updates, state.mu], like=1)
+            momenta, structure = tree.flatten(apply(rules.added, (updates, state.mu), like=1))
             places = batches([(mu.shape, mu.dtype, mu.device) for mu in momenta])
-            sums = [[momenta[i] + grads[i].to(momenta[i].dtype) for i in some] for some in places]
-            m = [torch.stack(of_a_shape).flatten(2) for of_a_shape in sums]  # (b, rows, columns)
+            m = [torch.stack([momenta[i] for i in some]).flatten(2) for some in places]  # (b, rows, columns)
             m = mean(m) if phase is Phase.WARMUP else m
             flipped = [_columns_are_chosen(x, side) for x in m]
             m = [x.mT if flip else x for x, flip in zip(m, flipped, strict=True)]  # now rows are chosen

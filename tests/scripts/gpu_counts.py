@@ -42,7 +42,7 @@ from fn.inplace import sharded as sharded_in_place
 from fn.kernels import foreach, ops, reference, tracing
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks, ints, lamb, lists, signs, steps
-from fn.transforms import average, low_rank, owned, sharded
+from fn.transforms import average, dion2, low_rank, owned, sharded
 
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
@@ -142,6 +142,12 @@ CASES = [  # two param groups; so two of each collective
     Case("muon", fn.muon, W, Limits(160, 1, 2, 5.5), groups=1),
     Case("muon in int8", partial(fn.muon, **INT8), C, Limits(210, 1, 2, 11.4), groups=1),
     Case("muon, replicated", partial(fn.muon, owned=False), W, Limits(450, 1, 1, 8.9), groups=1),
+    Case("lion_muon", fn.lion_muon, W, Limits(440, 1, 2, 12.1), groups=1),
+    Case("lion_muon", fn.lion_muon, C, Limits(160, 1, 4, 21.1), groups=1),
+    Case("sign_muon", fn.sign_muon, C, Limits(500, 1, 2, 17.1), groups=1),
+    Case("ef21_muon", fn.ef21_muon, C, Limits(840, 1, 1, 20.5), groups=1),
+    Case("dion2", fn.dion2, C, Limits(780, 1, 3, 19.2), groups=1),
+    Case("muon_bp", fn.muon_bp, C, Limits(600, 1, 1, 16.1), groups=1),
     Case("lion_vote", fn.lion_vote, C, Limits(170, 1, 4, 20)),
     Case("signum_vote", fn.signum_vote, C, Limits(170, 1, 4, 20)),
 ]
@@ -310,7 +316,7 @@ def pretend() -> None:
     vars(overlapped)["Threads"] = Now
     vars(tracing)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
     for module, check in ((training, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
-                          (average, "check_agreement"), (low_rank, "check_agreement"),
+                          (average, "check_agreement"), (low_rank, "check_agreement"), (dion2, "check_agreement"),
                           (owned, "check_agreement"), (sharded, "check_agreement"), (sharded, "check_shards"),
                           (sharded_in_place, "check_shards")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None
