@@ -205,7 +205,7 @@ def describe(value: Any) -> dict[str, str]:
     Transforms, codecs and feedbacks are NamedTuples of closures, so their hyper-parameters are what these close over:
 
         >>> import fn
-        >>> describe(fn.scale_by_adam(b1=0.8))["scale_by_adam.b1"]
+        >>> describe(fn.scale_by_adam(b1=0.8))["scale_by_adam.rule.b1"]
         '0.8'
 
     Of a tensor of several numbers, and of one that `torch.func.vmap` batches, it is shape and dtype; in a codec or a
