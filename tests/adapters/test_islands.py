@@ -80,3 +80,13 @@ def test_what_is_no_number_of_tokens_is_refused(tokens):
 def test_what_does_not_fit_is_refused_by_name(make, schedule, message):
     with pytest.raises(ValueError, match=message):
         adapter.optimizer(start(0), make, NoManager(), schedule=schedule, lr=0.02)
+
+
+def test_a_warm_up_step_needs_gradients_that_are_there():
+    opt = adapter.optimizer(start(0), CODES, NoManager(), schedule=fn.every(H, start=2), lr=0.02)
+    with pytest.raises(ValueError, match=r"step: expected gradients in p.grad, .* but got a closure"):
+        opt.step(lambda: torch.zeros(()))
+    opt.grad_scale = torch.ones(())  # as GradScaler leaves it there
+    with pytest.raises(ValueError, match=r"step: expected gradients in p.grad, .* but got torch.amp.GradScaler"):
+        opt.step()
+    assert opt.steps == 0

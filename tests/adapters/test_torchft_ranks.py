@@ -89,8 +89,10 @@ def rank_of_island(job: Job, end: Any) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
     if job.inside == "ddp":
         model = DistributedDataParallel(model)
-    else:
+    elif job.inside == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    else:  # copies of a model in one piece: what is averaged is as in HSDP
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard")))
     schedule = fn.every(H, start=job.start, delay=job.delay)
     make = partial(fn.diloco, weight_decay=0.0, outer_lr=job.outer_lr)
     opt = adapter.optimizer(model.parameters(), make, manager, schedule=schedule, lr=0.02)
@@ -186,10 +188,10 @@ def check_alike(found: dict[tuple[int, int], Told], inside: str) -> None:
         assert first.params.keys() == other.params.keys()
         assert first.exchanges == other.exchanges
         alike = [first.params[step] == other.params[step] for step in first.params]
-        assert alike == [inside == "ddp"] * len(alike)  # of FSDP2 each has its own half
+        assert alike == [inside != "fsdp"] * len(alike)  # of FSDP2 each has its own half
 
 
-@pytest.mark.parametrize("inside", ["ddp", "fsdp"])
+@pytest.mark.parametrize("inside", ["ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("init_sync", [True, False], ids=["torchft syncs", "torchft does not"])
 def test_the_ranks_of_an_island_stay_alike(inside, init_sync):
     """torchft heals the second rank of each island from another island than the first."""

@@ -19,6 +19,9 @@ from fn.schedules import Every, Schedule
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 """The variable of the environment in which torchft looks for the lighthouse's address."""
 
+MOST_FAILURES = 100
+"""Exchanges that may fail in a row. More are no islands that were lost, and the process ends."""
+
 RETRY = 5.0
 """Seconds after which a lighthouse that does not answer is asked again."""
 
@@ -86,6 +89,7 @@ def connect(
         init_sync=False,  # the optimizer does that, from the same island for all ranks
         timeout=limit,
         quorum_timeout=timedelta(seconds=seconds),
+        max_retries=MOST_FAILURES,
         quorum_retries=round(seconds / RETRY),  # of a lighthouse that is started again
         rank=rank,
         world_size=size,

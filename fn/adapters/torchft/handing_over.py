@@ -17,6 +17,7 @@ from torch.distributed.distributed_c10d import AllToAllOptions
 
 from fn import tree
 from fn.adapters.optim.consistency import ERROR, by_path, device_among, kinds
+from fn.adapters.optim.local_shards import as_local
 from fn.adapters.optim.optimizer import Optimizer
 from fn.collectives.agreement import describe, describe_numbers, gather_values
 from fn.errors import expected
@@ -26,9 +27,14 @@ CHUNK = 1 << 22
 """Bytes that travel in one message: at 20 Mbit/s two seconds, far from any time-out."""
 
 
+def state_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    """Return the state dict of an optimizer with this rank's shard in the place of each DTensor."""
+    return {path: as_local(x) for path, x in optimizer.state_dict().items()}
+
+
 def made_of(optimizer: Optimizer) -> dict[str, str]:
     """Return what islands must have alike: method and schedule, and the shape of each tensor of the state."""
-    state = optimizer.state_dict()
+    state = state_of(optimizer)
     layout = {f"the layout of {path}": f"{x.dtype} {tuple(x.shape)}" for path, x in state.items()}
     return {**describe((optimizer.make, optimizer.schedule)), **layout}
 
@@ -64,7 +70,7 @@ def takers_of(optimizer: Optimizer, axis: str, source: int, behind: Sequence[int
     Raises: ValueError on an island that is behind, if it was made otherwise than the source.
     """
     made, device = made_of(optimizer), device_among(optimizer.training.groups)
-    numbers = describe_numbers(optimizer.state_dict())
+    numbers = describe_numbers(state_of(optimizer))
     told = gather_values([_digest(made), _digest(numbers)], axis, device)
     if len({of_made for of_made, _ in told}) > 1:
         every = gather_values(made, axis, device)

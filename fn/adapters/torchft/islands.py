@@ -32,7 +32,7 @@ from fn import tree
 from fn.adapters.optim.consistency import device_among
 from fn.adapters.optim.exchange import stage_exchange, weight_of
 from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.torchft.handing_over import become, hand_over, takers_of
+from fn.adapters.torchft.handing_over import become, hand_over, state_of, takers_of
 from fn.base import Phase, Round, Transform
 from fn.collectives.agreement import gather_values
 from fn.collectives.axis import ALONE, Axis, Binding, bind, current_binding, ranks_around
@@ -451,7 +451,7 @@ class _Islands:
         current = [i for i in range(len(words)) if i not in behind] or behind
         source = max(current, key=lambda i: (words[i].steps, -i))
         optimizer = self.optimizer
-        failure, state, takers = None, optimizer.state_dict(), list[int]()
+        failure, state, takers = None, state_of(optimizer), list[int]()
         try:
             takers = takers_of(optimizer, self.axis, source, behind, rank)
             state = hand_over(state, group, rank, source, takers, self.device)
