@@ -16,6 +16,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, NamedTuple
@@ -84,11 +85,16 @@ class Cell(NamedTuple):
     kernel: Kernel
 
 
+class _Thread(threading.local):
+    only_references = False
+
+
 _lock = threading.RLock()
 _registered: dict[str, list[Accelerator]] = {}  # device type -> rows, the newest first
 _loaded: dict[str, list[Accelerator]] = {}  # rows of entry points and of this package
 _refused: dict[tuple[str, str, str], str] = {}  # (device type, provider, op or "") -> reason
 _accepted: dict[tuple[str, str], tuple[Cell, ...]] = {}
+_thread = _Thread()
 _asked: set[tuple[str, str]] = set()  # (op, device type) whose kernels are asked for known answers now
 
 
@@ -209,8 +215,20 @@ def refusals() -> dict[tuple[str, str, str], str]:
 
 def cells(op: str, device_type: str) -> tuple[Cell, ...]:
     """Return the accepted kernels of an op on a device, in the order in which they are asked."""
+    if _thread.only_references:
+        return ()
     accepted = _accepted.get((op, device_type))
     return accepted if accepted is not None else _accept(op, device_type)
+
+
+@contextmanager
+def only_references() -> Iterator[None]:
+    """In this context the references run in this thread, so that no kernel is compiled and asked for known answers."""
+    before, _thread.only_references = _thread.only_references, True
+    try:
+        yield
+    finally:
+        _thread.only_references = before
 
 
 def _accept(op: str, device_type: str) -> tuple[Cell, ...]:

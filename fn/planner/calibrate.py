@@ -53,18 +53,22 @@ class Job(NamedTuple):
 
 
 @contextmanager
-def join_job() -> Iterator[Job]:
+def join_job(device: torch.device | None = None) -> Iterator[Job]:
     """Join the job that a launcher started, with the axes "node" and "local", or "data" if there is one node.
 
+    Args: device: what the ranks talk on; None is the accelerator, or the CPU if there is none.
     Raises: ValueError if no launcher says which rank this is.
     """
     if not {"RANK", "WORLD_SIZE"} <= set(os.environ):
         raise ValueError("--calibrate: no job is running; start it with torchrun ... -m fn plan --calibrate ...")
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    if device.type != "cpu":
-        device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
-        torch.accelerator.set_device_index(device.index)
-    dist.init_process_group()
+    if device is None:
+        device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        if device.type != "cpu":
+            device = torch.device(device.type, int(os.environ.get("LOCAL_RANK", 0)))
+            torch.accelerator.set_device_index(device.index)
+    joined = not dist.is_initialized()
+    if joined:
+        dist.init_process_group()
     try:
         world = dist.get_world_size()
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", world))
@@ -74,7 +78,8 @@ def join_job() -> Iterator[Job]:
         with bind(init_device_mesh(device.type, shape, mesh_dim_names=names)):
             yield Job(dist.get_rank(), world, per_node, device)
     finally:
-        dist.destroy_process_group()
+        if joined:  # else it is somebody else's
+            dist.destroy_process_group()
 
 
 def measure(job: Job, sizes: Sequence[int] = SIZES, repeat: int = REPEAT) -> dict[str, Link]:

@@ -10,10 +10,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 from fn.errors import expected
-from fn.planner import calibrate, page, traffic, units
+from fn.planner import calibrate, page, probe, traffic, units
 from fn.planner.methods import INTERVAL, LOCAL_STEPS, methods, rows
-from fn.planner.network import Cost, Network, leaving, network
+from fn.planner.network import Cost, Link, Network, leaving, network
 from fn.planner.predict import Plan, Prediction, fastest_by_ranks, numbers_of_ranks, one_topology_each, plan, sentence
 from fn.planner.units import show_bytes, show_rate, show_seconds
 
@@ -23,13 +26,16 @@ MEMORY = 1.6e13
 INTRA_LATENCY, INTER_LATENCY = 5e-6, 30e-6
 """Seconds a message takes inside a node and between nodes, where no flag says it."""
 
+TENSORS = 150
+
 WIDTHS = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 EXAMPLE = """example:
   python -m fn plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms
 
-On a running cluster, which then measures its own links:
-  torchrun ... -m fn plan --calibrate --params 1.3e9 --compute 350ms"""
+On a running cluster, which then measures its own links, and a few steps of a script:
+  torchrun ... -m fn plan --calibrate --params 1.3e9 --compute 350ms
+  torchrun ... -m fn plan --probe train.py --its --arguments"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def add(flag: str, parse: Callable[[str], Any], metavar: str, text: str, **rest: Any) -> None:
         parser.add_argument(flag, type=_as(parse), metavar=metavar, help=text, **rest)
 
-    add("--params", units.count, "N", "number of parameters, such as 1.3e9", required=True)
-    add("--compute", units.seconds, "TIME", "time of a step without communication, such as 350ms", required=True)
+    add("--params", units.count, "N", "number of parameters, such as 1.3e9")
+    add("--compute", units.seconds, "TIME", "time of a step without communication, such as 350ms")
     add("--world", units.count, "RANKS", "number of ranks")
     add("--per-node", units.count, "RANKS", "ranks in a node; all of them if --inter is not given")
     add("--intra", units.bits_per_second, "RATE", "each rank's bandwidth inside a node, such as 900gbit")
@@ -50,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--intra-latency", units.seconds, "TIME", "latency of a message inside a node (default: 5us)")
     add("--inter-latency", units.seconds, "TIME", "latency of a message between nodes (default: 30us)")
     add("--memory", units.bits_per_second, "RATE", "bandwidth of the device's memory (default: 2tbyte, or measured)")
-    add("--tensors", units.count, "N", "number of parameter tensors (default: 150)", default=150)
+    add("--tensors", units.count, "N", "number of parameter tensors (default: 150)")
     add("--bucket", units.count, "BYTES", "bytes that overlapped methods send together (default: 25 MiB)",
         default=traffic.BUCKET)  # fmt: skip
     add("--interval", units.count, "STEPS", f"steps between 0/1 Adam's synchronisations (default: {INTERVAL})",
@@ -61,14 +67,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "powersgd_adamw, 1/4 for dion)")  # fmt: skip
     add("--density", units.part, "PART", "part of the numbers that ef21_sgdm, ef21_muon, demo, sparse_loco and sparta "
         "send, such as 1/100 (default: 1/100, 1/20, 1/128, 1/32 and 1/200)")  # fmt: skip
-    parser.add_argument("--dtype", choices=sorted(WIDTHS), default="fp32", help="of the gradients (default: fp32)")
+    add("--steps", units.count, "N", f"optimizer's steps after which --probe stops (default: {probe.STEPS})",
+        default=probe.STEPS)  # fmt: skip
+    parser.add_argument("--dtype", choices=sorted(WIDTHS), help="of the gradients (default: fp32)")
     parser.add_argument("--calibrate", action="store_true",
         help="measure the running job's links, instead of flags; under torchrun")  # fmt: skip
     parser.add_argument("--all", action="store_true", help="show methods on every topology, not on the fastest only")
     parser.add_argument("--png", metavar="FILE", help="draw the steps as a bar chart")
     parser.add_argument("--json", metavar="FILE", help="write the table's numbers")
     parser.add_argument("--html", metavar="FILE",
-        help="write a page with sliders, which plans in a browser; some seconds")  # fmt: skip
+        help="write a page with sliders, which plans in a browser")  # fmt: skip
+    parser.add_argument("--probe", metavar="SCRIPT", nargs=argparse.REMAINDER,
+        help="run a script that trains, with the arguments behind it, for a few steps, and measure these and the "
+        "links; the last flag, under torchrun")  # fmt: skip
 
 
 def _as(parse: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -86,23 +97,82 @@ def _as(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 def run(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Plan and print; with --calibrate on the links that are measured first, and from rank 0 only."""
     try:
-        if os.environ.get("RANK", "0") == "0" or not arguments.calibrate:  # where the files are written
+        on_all = arguments.calibrate or arguments.probe is not None
+        if os.environ.get("RANK", "0") == "0" or not on_all:  # where the files are written
             check_paths(arguments.json, arguments.png, arguments.html)
-        if arguments.calibrate and arguments.html:
-            wanted = "the page takes one cost for a link, and --calibrate measures one for each collective"
-            raise ValueError(f"--html: {wanted}; give the links as flags, or leave --html out")
+        if arguments.probe is not None:
+            _probe(arguments)
+            return
+        model, compute = _model(arguments), _compute(arguments)
         if arguments.calibrate:
             with calibrate.join_job() as job:
-                net = _calibrated(arguments, job)
+                links = _measured(arguments, job)
                 if job.rank == 0:
-                    memory = arguments.memory or calibrate.memory(job.device)
-                    _show(arguments, net, memory, calibrate.coding(arguments.params, job.device))
+                    _show_measured(arguments, model, compute, job, links)
         else:
-            _show(arguments, _given(arguments), arguments.memory or MEMORY, lambda net: {})
+            _show(arguments, model, compute, _given(arguments), arguments.memory or MEMORY, lambda net: {})
     except BrokenPipeError:
         raise  # nobody reads any more, which is no fault of the arguments
     except (ValueError, ImportError, OSError) as error:
         parser.error(str(error))
+
+
+def _model(arguments: argparse.Namespace) -> traffic.Model:
+    """Return the model of the flags."""
+    if arguments.params is None:
+        raise ValueError("--params: missing; give the number of parameters, or --probe under torchrun")
+    return traffic.model(
+        arguments.params, min(arguments.tensors or TENSORS, arguments.params), WIDTHS[arguments.dtype or "fp32"]
+    )
+
+
+def _compute(arguments: argparse.Namespace) -> float:
+    if arguments.compute is None:
+        raise ValueError("--compute: missing; give the time of a step, or --probe under torchrun")
+    seconds: float = arguments.compute
+    return seconds
+
+
+def _probe(arguments: argparse.Namespace) -> None:
+    """Run the script behind --probe, and plan for what it needs, on the links that are measured or on those of flags.
+
+    The links are measured behind the script's last step, in its own process group.
+    """
+    if not arguments.probe:
+        raise ValueError("--probe: give a script that trains, then its arguments")
+    for name in ("params", "tensors", "dtype"):
+        if getattr(arguments, name) is not None:
+            raise ValueError(f"--{name}: --probe takes it from the script; leave it out")
+    alone = int(os.environ.get("WORLD_SIZE", 1)) == 1
+    if alone and arguments.world is None:
+        cure = "start several by torchrun --nproc-per-node 2 -m fn plan ..., or give --world and --intra or --inter"
+        raise ValueError(f"--probe: one rank has no links to measure; {cure}")
+    given = _given(arguments) if alone else None
+    script = arguments.probe[0]
+
+    def measure(device: torch.device) -> tuple[calibrate.Job, Mapping[str, Link]]:
+        if alone:
+            return calibrate.Job(0, 1, 1, device), {}
+        with calibrate.join_job(device) as job:
+            return job, _measured(arguments, job)
+
+    probed, (job, links) = probe.probe(script, arguments.probe[1:], arguments.steps, measure)
+    if job.rank == 0:
+        print(probe.show(probed, script, arguments.compute))
+        _show_measured(arguments, probed.model, arguments.compute or probed.compute, job, links, given)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _show_measured(
+    arguments: argparse.Namespace, model: traffic.Model, compute: float, job: calibrate.Job,
+    links: Mapping[str, Link], given: Network | None = None,
+) -> None:  # fmt: skip
+    """Print the links, and the plan of a model on them; given: the network, where no link was measured."""
+    print(*([calibrate.show(links)] if links else []), "", sep="\n")
+    memory = arguments.memory or calibrate.memory(job.device)
+    coding = calibrate.coding(model.params, job.device)
+    _show(arguments, model, compute, given or _network(arguments, job, links), memory, coding)
 
 
 def _given(arguments: argparse.Namespace) -> Network:
@@ -135,8 +205,8 @@ def _inter(arguments: argparse.Namespace) -> Cost:
     return Cost(arguments.inter_latency or INTER_LATENCY, arguments.inter)
 
 
-def _calibrated(arguments: argparse.Namespace, job: calibrate.Job) -> Network:
-    """Return a network of the links that are measured, and of the flags' where this job has none."""
+def _measured(arguments: argparse.Namespace, job: calibrate.Job) -> dict[str, Link]:
+    """Return the links of a job, on every rank."""
     measured = {"intra": job.per_node > 1, "inter": job.world > job.per_node}
     for name in ("intra", "intra_latency", "inter", "inter_latency"):
         if measured[name[:5]] and getattr(arguments, name) is not None:
@@ -144,22 +214,25 @@ def _calibrated(arguments: argparse.Namespace, job: calibrate.Job) -> Network:
     links = calibrate.measure(job)
     if not links:
         raise ValueError("--calibrate: a job of one rank has no links to measure")
-    if job.rank == 0:
-        print(calibrate.show(links), "", sep="\n")
+    return links
+
+
+def _network(arguments: argparse.Namespace, job: calibrate.Job, links: Mapping[str, Link]) -> Network:
+    """Return a network of the links that are measured, and of the flags' where this job has none."""
     between = links.get("node") or (arguments.inter and _inter(arguments))
     inside = links.get("local") or links.get("data") or (_intra(arguments) if arguments.intra else links["node"])
     return network(arguments.world or job.world, arguments.per_node or job.per_node, inside, between)
 
 
 def _show(
-    arguments: argparse.Namespace, net: Network, memory: float, coding: Callable[[Network], Mapping[str, float]]
-) -> None:
-    model = traffic.model(arguments.params, min(arguments.tensors, arguments.params), WIDTHS[arguments.dtype])
+    arguments: argparse.Namespace, model: traffic.Model, compute: float, net: Network, memory: float,
+    coding: Callable[[Network], Mapping[str, float]],
+) -> None:  # fmt: skip
     more = {key: getattr(arguments, key) for key in ("bucket", "interval", "local_steps", "rank", "density")}
 
     def plan_on(net: Network) -> Plan:
         compared = methods(model, net, **more)
-        return plan(compared, net, arguments.compute, model.params, memory=memory, coding=coding(net))
+        return plan(compared, net, compute, model.params, memory=memory, coding=coding(net))
 
     made = plan_on(net)
     shown = made if arguments.all else one_topology_each(made)
@@ -174,10 +247,11 @@ def _show(
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(as_json(made), indent=1) + "\n")
     if arguments.html:
-        table = rows(arguments.interval, arguments.local_steps, arguments.rank, arguments.density)
+        # What has an interval above 1 and trains alone in between follows the slider of rounds, even from 1 on.
+        table = rows(arguments.interval, max(2, arguments.local_steps), arguments.rank, arguments.density)
         html = page.write(
-            table, net, params=model.params, compute=arguments.compute, local_steps=arguments.local_steps,
-            memory=memory, tensors=arguments.tensors, width=model.width, bucket=arguments.bucket,
+            table, net, params=model.params, compute=compute, local_steps=arguments.local_steps, memory=memory,
+            tensors=model.tensors, width=model.width, bucket=arguments.bucket, coding=coding,
         )  # fmt: skip
         Path(arguments.html).write_text(html, encoding="utf-8")
 

@@ -115,12 +115,17 @@ class Method(NamedTuple):
     @property
     def label(self) -> str:
         """What the method is called in a sentence."""
-        return self.name if self.topology == "flat" else f"{self.name} ({self.topology})"
+        return label(self.name, self.topology)
 
     @property
     def title(self) -> str:
         """The name with those of the optimizers that send just the same."""
         return " / ".join((self.name, *self.alike))
+
+
+def label(name: str, topology: str) -> str:
+    """Return what a method is called in a sentence."""
+    return name if topology == "flat" else f"{name} ({topology})"
 
 
 @cache
@@ -300,8 +305,8 @@ def method(row: Row, model: Model, ranks: Ranks, bucket: int = traffic.BUCKET) -
         model = model._replace(width=4)
     sends: Sends = partial(row.send, ranks=ranks)
     if isinstance(row.cut, int):
-        pieces = [model._replace(shapes=model.shapes[first :: row.cut]) for first in range(row.cut)]
-        parts = tuple((piece.params / model.params, tuple(sends(piece))) for piece in pieces if piece.shapes)
+        pieces = traffic.fragments(model, row.cut)
+        parts = tuple((piece.params / model.params, tuple(sends(piece))) for piece in pieces)
     else:
         parts = parts_of(model, sends, bucket if row.cut == "bucket" else None)
     overlapped, delay = row.cut == "bucket", row.delay_of(row.interval)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
 from fn.planner import traffic
-from fn.planner.methods import Parts, Row, Send, parts_of, within
-from fn.planner.network import Cost, Message, Network, network, ways
+from fn.planner.methods import Parts, Row, Send, label, parts_of, within
+from fn.planner.network import Cost, Link, Message, Network, network, ways
 from fn.planner.predict import FORWARD, WORTH
 from fn.planner.traffic import Model, Ranks
 
@@ -32,7 +32,10 @@ NODES = (1, 2, 4, 8)
 EXACT_WITHIN = 0.005
 """How far bytes may be off between two numbers of parameters that are exact, as a part of them."""
 
-COLLECTIVES = ("all_reduce", "all_to_all", "all_gather")
+COLLECTIVES = ("all_reduce", "all_to_all", "all_gather", "permute")
+
+LEAST = 1e-7
+"""Seconds of the least latency that a slider has."""
 
 Times = tuple[float, float]
 """Messages of the first part, in which odd tensors lie, and of each other one in the mean."""
@@ -55,29 +58,51 @@ def write(
     tensors: int,
     width: int,
     bucket: int,
+    coding: Callable[[Network], Mapping[str, float]] = lambda net: {},
 ) -> str:
     """Return the page, one file of HTML that opens with this plan.
 
     Args: table: what `methods.rows` returned. params, compute, local_steps: where the sliders are at first, as is net.
         memory: bit/s, of which coding is estimated. tensors, width, bucket: of the model, as for `traffic.model`.
+        coding: network -> seconds that coding `params` elements takes, by a method's label, where they were measured.
     """
-    filled = coefficients(table, net, params, tensors=tensors, width=width, bucket=bucket)
+
+    def passes(label: str, net: Network) -> float | None:
+        seconds = coding(net).get(label)
+        return None if seconds is None else seconds * memory / (8 * params)
+
+    filled = coefficients(table, net, params, passes, tensors=tensors, width=width, bucket=bucket)
     filled["memory"] = memory
     filled["start"] = {
         "params": params, "world": net.world, "node": net.per_node,
-        "intra": net.intra.cost.bandwidth, "intraLatency": net.intra.cost.latency,
-        "inter": net.inter.cost.bandwidth, "interLatency": net.inter.cost.latency,
+        "intra": net.intra.cost.bandwidth, "intraLatency": max(LEAST, net.intra.cost.latency),
+        "inter": net.inter.cost.bandwidth, "interLatency": max(LEAST, net.inter.cost.latency),
         "compute": compute, "round": local_steps,
     }  # fmt: skip
+    filled["links"] = {"intra": _times_the_link(net.intra), "inter": _times_the_link(net.inter)}
     template = files("fn.planner").joinpath("page.html").read_text(encoding="utf-8")
     text = json.dumps(filled, separators=(",", ":")).replace("</", "<\\/")  # "</script>" in a name would end the script
     return template.replace('"COEFFICIENTS"', text)
 
 
+def _times_the_link(link: Link) -> dict[str, tuple[float, float]]:
+    """Return the latency and the bandwidth of each collective as multiples of the link's, which the sliders say."""
+    least = max(LEAST, link.cost.latency)
+    costs = {name: link.of(name) for name in COLLECTIVES}
+    return {
+        name: (_short(cost.latency / least), _short(cost.bandwidth / link.cost.bandwidth))
+        for name, cost in costs.items()
+    }
+
+
 def coefficients(
-    table: list[Row], net: Network, params: int, *, tensors: int = 150, width: int = 4, bucket: int = traffic.BUCKET
-) -> dict[str, Any]:
-    """Return what the page evaluates, for its numbers of parameters and ranks and for those that are given."""
+    table: list[Row], net: Network, params: int, passes: Callable[[str, Network], float | None], *,
+    tensors: int = 150, width: int = 4, bucket: int = traffic.BUCKET,
+) -> dict[str, Any]:  # fmt: skip
+    """Return what the page evaluates, for its numbers of parameters and ranks and for those that are given.
+
+    Args: passes: a method's label and a network -> bytes of memory for each parameter, None for what its row says.
+    """
     grid = sorted({*PARAMS, params})
     models = [traffic.model(n, min(tensors, n), width) for n in grid]
     nets = {
@@ -116,7 +141,9 @@ def coefficients(
                 cut = row.cut if isinstance(row.cut, str) else "whole"  # fragments are equal parts of all of it
                 sent = known(row.send, row.local, cut, ranks, last)
                 exact = known(row.exact, False, "whole", ranks, last) if row.exact is not None else []
-                on_ranks[_key(ranks)] = [row.passes_on(ranks), sent, each_step, exact]
+                own = passes(label(row.name, topology), nets[world, node])
+                own = row.passes_on(ranks) if own is None else _short(own)
+                on_ranks[_key(ranks)] = [own, sent, each_step, exact]
             if on_ranks:
                 rows.append(
                     {

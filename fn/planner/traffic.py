@@ -1,15 +1,16 @@
 """What a step of each method sends: the collectives with their bytes, exactly as the ledger counts them.
 
-A codec's bytes are those of the payload that it makes of one row on the meta device, where tensors have shapes and no
-data; everything else is a product of shapes and ranks. So 10^5 ranks cost no more than two.
+A codec's bytes are those of the payload that it makes of one row of zeros; everything else is a product of shapes and
+ranks. So 10^5 ranks cost no more than two.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from itertools import accumulate, groupby, pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from fn import tree
 from fn.collectives.codecs.codec import Codec, Segments, identity, segmented
 from fn.errors import expected
+from fn.kernels.table import only_references
 from fn.planner.network import Message
 from fn.transforms.bases import Basis
 
@@ -35,21 +37,53 @@ EXACTLY = identity()
 _DTYPES = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}
 
 
-class Model(NamedTuple):
-    """shapes: of the parameters. width: bytes of an element of the gradients."""
+Shape = tuple[int, ...]
 
-    shapes: tuple[tuple[int, ...], ...]
+
+class Model(NamedTuple):
+    """shapes: of the parameters, in their order. width: bytes of an element of the gradients.
+
+    times: how often each of the shapes comes, one behind the other: what is calculated of a model takes as long as it
+    has different shapes. (): each comes once.
+    """
+
+    shapes: tuple[Shape, ...]
     width: int = 4
+    times: tuple[int, ...] = ()
 
     @property
-    def lengths(self) -> list[int]:
-        """Return the number of elements of each tensor."""
-        return [math.prod(shape) for shape in self.shapes]
+    def runs(self) -> list[tuple[Shape, int]]:
+        """Return each shape, and how often it comes."""
+        return [*zip(self.shapes, self.times or (1,) * len(self.shapes), strict=True)]
+
+    @property
+    def lengths(self) -> Counter[int]:
+        """Return the number of elements of the tensors, and how many have so many."""
+        counts: Counter[int] = Counter()
+        for shape, times in self.runs:
+            counts[math.prod(shape)] += times
+        return counts
+
+    @property
+    def tensors(self) -> int:
+        """Return the number of tensors."""
+        return sum(times for _, times in self.runs)
 
     @property
     def params(self) -> int:
         """Return the number of parameters."""
-        return sum(self.lengths)
+        return sum(math.prod(shape) * times for shape, times in self.runs)
+
+
+def of_runs(runs: Iterable[tuple[Shape, int]], width: int) -> Model:
+    """Return the model of shapes and how often each comes; those that come no time are left out."""
+    some = [run for run in runs if run[1]]
+    return Model(tuple(shape for shape, _ in some), width, tuple(times for _, times in some))
+
+
+def of_shapes(shapes: Iterable[Shape], width: int) -> Model:
+    """Return the model of parameters of these shapes."""
+    return of_runs([(shape, len(list(same))) for shape, same in groupby(shapes)], width)
 
 
 def model(params: int, tensors: int = 150, width: int = 4) -> Model:
@@ -62,21 +96,37 @@ def model(params: int, tensors: int = 150, width: int = 4) -> Model:
     side = math.isqrt(params // tensors)
     rest = params - side * side * (tensors - 1)
     last = [shape for shape in ((rest // side, side), (rest % side,)) if math.prod(shape)]
-    return Model(((side, side),) * (tensors - 1) + tuple(last), width)
+    return of_runs([((side, side), tensors - 1), *((shape, 1) for shape in last)], width)
 
 
+@cache
 def buckets(whole: Model, limit: int = BUCKET, first: int = FIRST_BUCKET) -> list[Model]:
     """Return what DDP sends together: parameters from the last to the first, a bucket closed when it is full."""
     full: list[Model] = []
-    shapes: list[tuple[int, ...]] = []
+    inside: list[tuple[Shape, int]] = []
     size = 0
-    for i, shape in enumerate(reversed(whole.shapes)):
-        shapes.append(shape)
-        size += math.prod(shape) * whole.width
-        if size >= (limit if full else first) or i == len(whole.shapes) - 1:
-            full.append(Model(tuple(shapes), whole.width))
-            shapes, size = [], 0
-    return full
+    for shape, left in reversed(whole.runs):
+        each = math.prod(shape) * whole.width
+        while left:
+            room = (limit if full else first) - size
+            fit = min(left, max(1, -(-room // each))) if each else left
+            inside.append((shape, fit))
+            size, left = size + fit * each, left - fit
+            if size >= (limit if full else first):
+                full.append(of_runs(inside, whole.width))
+                inside, size = [], 0
+    return [*full, of_runs(inside, whole.width)] if inside else full
+
+
+def fragments(whole: Model, count: int) -> list[Model]:
+    """Return a model's tensors dealt out to so many fragments in turn, those that get none left out."""
+    ends = [0, *accumulate(times for _, times in whole.runs)]
+    found = []
+    for i in range(count):  # of the tensors start .. end of a run, those whose place divided by `count` leaves i
+        dealt = [(i - start) // count - (i - end) // count for start, end in pairwise(ends)]
+        if any(dealt):
+            found.append(of_runs(zip(whole.shapes, dealt, strict=True), whole.width))
+    return found
 
 
 Ranks = int | tuple[int, int]
@@ -97,7 +147,8 @@ def exact(shapes: Model, ranks: Ranks, width: int | None = None) -> list[Message
 def share(shapes: Model, ranks: Ranks, density: float) -> list[Message]:
     """Return an average of one number of each 1/density, as `fn.sparse_average` sends it, in float32 at least."""
     piece = max(1, round(1 / density))
-    return exact(Model(((sum(-(-n // piece) for n in shapes.lengths),),), max(4, shapes.width)), ranks)
+    sent = sum(-(-n // piece) * times for n, times in shapes.lengths.items())
+    return exact(Model(((sent,),), max(4, shapes.width)), ranks)
 
 
 def pairs(shapes: Model, ranks: int) -> list[Message]:
@@ -117,9 +168,9 @@ def codes(
     """
     local, outer, axis = _axes(ranks)
     served = outer if servers else 1
-    lengths = [sum(shapes.lengths)] if layout == "fused" else shapes.lengths
+    lengths = Counter([shapes.params]) if layout == "fused" else shapes.lengths
     messages = []
-    for group in [lengths] if layout != "per_tensor" else [[n] for n in lengths]:
+    for group in [lengths] if layout != "per_tensor" else [Counter([n]) for n in lengths.elements()]:
         whole = _padded(group, local * served, codec.align) * shapes.width
         # Over two axes a node's exact mean is encoded, which is float32 at least.
         row = row_bytes(codec, group, local * served, width=shapes.width if local == 1 else max(4, shapes.width))
@@ -146,7 +197,8 @@ def owned(shapes: Model, ranks: int, codec: Codec = EXACTLY, gather: Codec = EXA
     """Return what `fn.owned` sends in the mean over the ranks: gradients to owners, updates back, float32 at least."""
 
     def message(collective: str, codec: Codec, width: int) -> list[Message]:
-        size = sum(_piece_bytes(codec, _padded([n], 1, codec.align), _DTYPES[width]) for n in shapes.lengths)
+        sizes = {n: _piece_bytes(codec, _padded({n: 1}, 1, codec.align), _DTYPES[width]) for n in shapes.lengths}
+        size = sum(sizes[n] * times for n, times in shapes.lengths.items())
         return [Message("data", collective, -(-size * (ranks - 1) // ranks))] if ranks > 1 and size else []
 
     return message("all_to_all", codec, shapes.width) + message("all_gather", gather, max(4, shapes.width))
@@ -159,16 +211,17 @@ def apart(
 
     Args: hidden, other: (model, ranks) -> messages.
     """
-    kinds = [Model(tuple(s for s in shapes.shapes if (len(s) == 2) is hid), shapes.width) for hid in (True, False)]
-    return [m for kind, send in zip(kinds, (hidden, other), strict=True) if kind.shapes for m in send(kind, ranks)]
+    kinds = [[run for run in shapes.runs if (len(run[0]) == 2) is matrices] for matrices in (True, False)]
+    sends = zip(kinds, (hidden, other), strict=True)
+    return [m for kind, send in sends if kind for m in send(of_runs(kind, shapes.width), ranks)]
 
 
 def largest_rows(shapes: Model, ranks: Ranks, fraction: float) -> list[Message]:
     """Return what `fn.scale_by_dion2` sends of matrices: the sizes of all rows of the smaller side, and some rows."""
     sizes, chosen = 0, 0
-    for shape in shapes.shapes:
+    for shape, times in shapes.runs:
         rows, length = sorted(shape)
-        sizes, chosen = sizes + rows, chosen + math.ceil(round(fraction * rows, 6)) * length
+        sizes, chosen = sizes + rows * times, chosen + math.ceil(round(fraction * rows, 6)) * length * times
     width = max(4, shapes.width)  # momenta of half precision are float32
     return [m for n in (sizes, chosen) if n for m in exact(Model(((n,),), width), ranks)]
 
@@ -191,9 +244,9 @@ def _axes(ranks: Ranks) -> tuple[int, int, str]:
     return (1, ranks, "data") if isinstance(ranks, int) else (*ranks, "node")
 
 
-def _padded(lengths: Sequence[int], rows: int, align: int) -> int:
+def _padded(lengths: Mapping[int, int], rows: int, align: int) -> int:
     """Return the elements of a row when tensors are cut into so many pieces, each a multiple of `align`."""
-    return sum(-(-n // (rows * align)) * align for n in lengths)
+    return sum(-(-n // (rows * align)) * align * times for n, times in lengths.items())
 
 
 def _rows(axis: str, collective: str, ranks: int, size: int) -> list[Message]:
@@ -201,16 +254,22 @@ def _rows(axis: str, collective: str, ranks: int, size: int) -> list[Message]:
     return [Message(axis, collective, (ranks - 1) * size)] if ranks > 1 else []
 
 
-def row_bytes(codec: Codec, lengths: Sequence[int], ranks: int, align: int | None = None, width: int = 4) -> int:
+def row_bytes(
+    codec: Codec, lengths: Iterable[int] | Mapping[int, int], ranks: int, align: int | None = None, width: int = 4
+) -> int:
     """Return the bytes of the row that one rank receives when tensors are cut into `ranks` pieces.
 
-    Args: align: pieces are padded to a multiple of it; None is the codec's own. width: bytes of an element.
+    Args: lengths: of the tensors, or how many there are of each length. align: pieces are padded to a multiple of it;
+        None is the codec's own. width: bytes of an element.
     """
     align = align or codec.align
-    pieces = Counter(-(-n // (ranks * align)) * align for n in lengths)  # models repeat their shapes
+    counts = Counter(lengths)
+    pieces: Counter[int] = Counter()  # models repeat their shapes
+    for n, times in counts.items():
+        pieces[-(-n // (ranks * align)) * align] += times
     alone = sum(times * _piece_bytes(codec, n, _DTYPES[width]) for n, times in pieces.items())
     # Each piece was counted as a row of its own; what a row has once, whatever lies in it, is counted once.
-    return alone - (len(lengths) - 1) * _bytes_of_a_row(codec, _DTYPES[width]) if lengths else 0
+    return alone - (counts.total() - 1) * _bytes_of_a_row(codec, _DTYPES[width]) if counts else 0
 
 
 @cache
@@ -220,7 +279,31 @@ def _bytes_of_a_row(codec: Codec, dtype: torch.dtype) -> int:
 
 
 PERIOD = 2**20
-"""Units of a codec's `align` after which its payload repeats: blocks divide it."""
+"""Units of a codec's `align` after which its payload repeats, where no less is known: blocks divide it."""
+
+
+@cache
+def period_of(codec: Codec) -> int:
+    """Return the elements after which a codec's payload repeats.
+
+    Blocks are among the numbers that a codec is made with. Eight times a multiple of all of them is a multiple of the
+    blocks, and whatever bits a block has, those of eight are whole bytes.
+    """
+    known = _numbers_in(codec)
+    shortest = PERIOD if known is None else 8 * math.lcm(codec.align, *known) // codec.align
+    return min(shortest, PERIOD) * codec.align
+
+
+def _numbers_in(value: object) -> list[int] | None:
+    """Return the numbers above zero that a codec, and codecs inside of it, are made with; None if that is not known."""
+    if isinstance(value, Codec):
+        if not isinstance(value.make, partial):
+            return None
+        parts = [_numbers_in(x) for x in (*value.make.args, *value.make.keywords.values())]
+        return None if None in parts else [n for part in parts if part is not None for n in part]
+    if isinstance(value, int) and not isinstance(value, bool):
+        return [value] if value > 0 else []
+    return [] if value is None or isinstance(value, str | bool | float | torch.dtype) else None
 
 
 @cache
@@ -229,7 +312,7 @@ def _piece_bytes(codec: Codec, n: int, dtype: torch.dtype) -> int:
     if n == 0:  # what an empty tensor adds to others
         adds = payload_bytes(codec, (codec.align, 0), dtype) - payload_bytes(codec, (codec.align,), dtype)
         return adds + _bytes_of_a_row(codec, dtype)
-    period = PERIOD * codec.align
+    period = period_of(codec)
     if n < 3 * period or math.isnan(codec.bits):  # what depends on the length is not periodic
         return payload_bytes(codec, (n,), dtype)
     return payload_bytes(codec, (period + n % period,), dtype) + (n // period - 1) * _bytes_of_a_period(codec, dtype)
@@ -237,26 +320,39 @@ def _piece_bytes(codec: Codec, n: int, dtype: torch.dtype) -> int:
 
 @cache
 def _bytes_of_a_period(codec: Codec, dtype: torch.dtype) -> int:
-    period = PERIOD * codec.align
+    period = period_of(codec)
     return payload_bytes(codec, (2 * period,), dtype) - payload_bytes(codec, (period,), dtype)
 
 
+LARGEST = 2**17
+"""Elements of the longest row that is made of zeros. Of a longer one the meta device makes shapes, an operation of
+which takes ten times as long as one on a few zeros."""
+
+
+@cache
 def payload_bytes(codec: Codec, widths: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes of a row in which pieces of several tensors lie side by side, by making its payload."""
     segments = Segments(widths, torch.tensor([widths], dtype=torch.int64, device="cpu"))
-    row = torch.empty((1, segments.row_length), device="meta", dtype=dtype)
-    return sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(segmented(codec, segments).encode(row)))
+    shape = (1, segments.row_length)
+    coded = segmented(codec, segments)
+    if shape[1] > LARGEST:
+        payload = coded.encode(torch.empty(shape, device="meta", dtype=dtype))
+    else:
+        with only_references():  # no kernel is compiled for a few zeros
+            payload = coded.encode(torch.zeros(shape, device="cpu", dtype=dtype))
+    return sum(leaf.numel() * leaf.element_size() for leaf in tree.leaves(payload))
 
 
 def power_sgd(shapes: Model, ranks: int, rank: int) -> list[Message]:
     """Return the all-reduces of torch's PowerSGD: what is not compressed, the left factors, the right factors."""
     whole, left, right = 0, 0, 0
-    for shape in shapes.shapes:
+    for shape, times in shapes.runs:
         rows, columns = _sides(shape)
         if len(shape) > 1 and (rows + columns) * rank * MIN_RATE < rows * columns:
-            left, right = left + rows * min(rank, rows, columns), right + columns * min(rank, rows, columns)
+            r = min(rank, rows, columns) * times
+            left, right = left + rows * r, right + columns * r
         else:
-            whole += rows * columns
+            whole += rows * columns * times
     return [m for n in (whole, left, right) if n for m in exact(Model(((n,),), shapes.width), ranks)]
 
 
@@ -266,15 +362,15 @@ def low_rank(shapes: Model, ranks: Ranks, rank: int | float, *, orthonormal: boo
     Args: rank, orthonormal: as for `fn.low_rank_average`.
     """
     first, second = 0, 0
-    for shape in shapes.shapes:
+    for shape, times in shapes.runs:
         rows, columns = _sides(shape)
         least = min(rows, columns)
         r = math.ceil(round(rank * least, 6)) if isinstance(rank, float) else rank
         if len(shape) > 1 and r < least and (rows + columns) * r < rows * columns:
             left, right = (columns, rows) if orthonormal and rows < columns else (rows, columns)
-            first, second = first + left * r, second + right * r
+            first, second = first + left * r * times, second + right * r * times
         else:
-            first += rows * columns
+            first += rows * columns * times
     width = max(4, shapes.width)  # factors of half precision are float32
     return [m for n in (first, second) if n for m in exact(Model(((n,),), width), ranks)]
 
@@ -288,12 +384,12 @@ def in_basis(shapes: Model, ranks: Ranks, basis: Basis, codec_of: Callable[[int]
 
     Args: codec_of: the length of a chunk -> its codec.
     """
-    parts: dict[int, list[tuple[int, ...]]] = {}
-    for shape, times in Counter(shapes.shapes).items():
+    parts: dict[int, list[tuple[Shape, int]]] = {}
+    for shape, times in shapes.runs:
         for n, size in _chunks(shape, basis):
-            parts.setdefault(n, []).extend([(size,)] * times)
+            parts.setdefault(n, []).append(((size,), times))
     width = max(4, shapes.width)
-    return [m for n in sorted(parts) for m in codes(Model(tuple(parts[n]), width), ranks, codec_of(n), servers=False)]
+    return [m for n in sorted(parts) for m in codes(of_runs(parts[n], width), ranks, codec_of(n), servers=False)]
 
 
 @cache
@@ -306,7 +402,7 @@ def _chunks(shape: tuple[int, ...], basis: Basis) -> list[tuple[int, int]]:
 def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:
     """Return what DeepSpeed sends: tensor by tensor, bits and scales apart, four collectives each."""
     messages = []
-    for n in shapes.lengths:
+    for n in shapes.lengths.elements():
         bits = (ranks - 1) * -(-n // (ranks * 8))
         scale = (ranks - 1) * 4
         messages += [Message("data", "all_to_all", bits), Message("data", "all_gather", scale)]

@@ -15,7 +15,7 @@ import torch
 from ranks import LIMIT
 
 from fn.__main__ import main
-from fn.planner import calibrate
+from fn.planner import calibrate, page
 from fn.planner.network import Cost, Link
 
 LINE = "plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
@@ -189,6 +189,16 @@ ALL_NODES = calibrate.Job(0, 4, 1, torch.device("cpu")), {"node": Link(Cost(1e-4
 def test_flags_say_what_a_job_cannot_measure(job, line, title, monkeypatch, capsys):
     calibrated(monkeypatch, *job, *line.split())
     assert f"10,000,000 parameters; {title}" in capsys.readouterr().out.splitlines()
+
+
+def test_links_that_were_measured_go_into_the_page(monkeypatch, capsys, tmp_path):
+    for name, few in (("PARAMS", (10**6, 10**9)), ("WORLDS", (2,)), ("NODES", (1,))):
+        monkeypatch.setattr(page, name, few)
+    link = Link(Cost(2e-5, 4e9), {"all_reduce": Cost(1e-5, 1e9), "all_gather": Cost(4e-5, 8e9)})
+    calibrated(monkeypatch, ONE_NODE[0], {"data": link}, "--html", str(tmp_path / "plan.html"))
+    text = (tmp_path / "plan.html").read_text()
+    assert '"intra":{"all_reduce":[0.5,0.25],"all_to_all":[1.0,1.0],"all_gather":[2.0,2.0],"permute":[1.0,1.0]}' in text
+    assert '"intra":4000000000.0,"intraLatency":2e-05,' in text
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from ranks import LIMIT
 from fn.__main__ import main
 from fn.planner import page, traffic
 from fn.planner.methods import methods, rows
-from fn.planner.network import Cost, network
+from fn.planner.network import Cost, Link, network
 from fn.planner.predict import plan
 
 LINE = "plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
@@ -151,3 +151,50 @@ def test_a_collective_that_only_some_models_have_is_exact_where_it_begins():
 
     ((_, _, curve),) = page.knots(counts, GRID, 4, 0)
     assert {place: part for place, part, *_ in curve} == {0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0, 4: 1.0}
+
+
+DOCUMENT = """
+const written = [], nothing = () => new Proxy(function () {}, {
+  get: (target, name) => name === Symbol.toPrimitive ? () => "" : name === "clientWidth" ? 640 : nothing(),
+  set: (target, name, value) => { if (name === "innerHTML") written.push(value); return true; },
+  apply: nothing,
+});
+const document = { getElementById: nothing, createElement: nothing, querySelectorAll: () => [] };
+const location = { hash: "" }, history = { replaceState() {} }, window = { addEventListener() {} };
+"""
+"""A document in which everything is there and nothing happens, but that what is written is kept."""
+
+MEASURED = Link(Cost(2e-5, 5e9), {"all_reduce": Cost(1e-5, 4e9), "all_gather": Cost(4e-5, 7e9)})
+WITHOUT_LATENCY = Link(Cost(0.0, 1e9), {"all_reduce": Cost(2e-4, 8e8), "all_gather": Cost(1e-4, 2e9)})
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs an installed node")
+@pytest.mark.parametrize(
+    "net", [network(8, 8, MEASURED), network(8, 2, MEASURED, WITHOUT_LATENCY), network(8, 4, Cost(1e-5, 1e9), MEASURED)]
+)
+@pytest.mark.parametrize("local_steps", [1, 30])
+def test_the_script_plans_as_python_does_on_links_that_were_measured(net, local_steps, monkeypatch):
+    """Each collective has a cost of its own then, and coding its seconds; where nothing is slid, it is the plan."""
+    monkeypatch.setattr(page, "PARAMS", (10**6, 10**9))
+    monkeypatch.setattr(page, "WORLDS", (2, 8))
+    monkeypatch.setattr(page, "NODES", (1, 2))
+
+    def coding(net):
+        return {"onebit_adam": 0.01 * net.world, "onebit_adam (two-level)": 0.3, "adamw, int8 gradients": 0.02}
+
+    said = {"compute": 0.5, "params": 10**7, "memory": 1e11}
+    model = {"tensors": 150, "width": 4, "bucket": traffic.BUCKET}
+    table = rows(local_steps=max(2, local_steps))
+    html = page.write(table, net, local_steps=local_steps, coding=coding, **said, **model)
+    script = html.partition("<script>")[2].partition("</script>")[0]
+    told = subprocess.run(
+        ["node", "-e", f"{DOCUMENT}{script}\nconsole.log(written.join('\\n'))"],
+        capture_output=True, text=True, timeout=LIMIT, check=True,
+    ).stdout  # fmt: skip
+    found = {(name, topology): (float(step), float(size)) for name, topology, step, size in ROW.findall(told)}
+    compared = methods(traffic.model(10**7), net, local_steps=local_steps)
+    made = plan(compared, net, 0.5, 10**7, memory=1e11, coding=coding(net))
+    assert set(found) == {(p.method.name, p.method.topology) for p in made.predictions}
+    for p in made.predictions:
+        numbers = found[p.method.name, p.method.topology]
+        assert numbers == pytest.approx((p.step, p.method.size), rel=0.02), p.method.label

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from functools import partial
+from importlib import import_module
 
 import pytest
 import torch
@@ -251,8 +252,57 @@ def test_a_model_has_as_many_parameters_as_it_says(params, tensors):
 def test_buckets_are_filled_from_the_last_parameter_and_hold_everything():
     model = traffic.Model(((100, 100),) * 5)
     found = traffic.buckets(model, limit=80_000, first=1000)
-    assert [len(bucket.shapes) for bucket in found] == [1, 2, 2]
+    assert [bucket.tensors for bucket in found] == [1, 2, 2]
     assert sum(bucket.params for bucket in found) == model.params
+
+
+SIDES = st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=6)
+
+
+@given(SIDES, st.lists(st.integers(1, 5), min_size=6, max_size=6), st.integers(1, 7), st.integers(1, 4))
+def test_equal_tensors_in_a_row_cost_what_each_of_them_costs(shapes, times, kilobytes, count):
+    """A model of runs is the model of all tensors: in every method's bytes, in buckets and in fragments."""
+    each = [shape for shape, often in zip(shapes, times, strict=False) for _ in range(often)]
+    plain, runs = traffic.Model(tuple(each)), traffic.of_shapes(each, 4)
+    assert (runs.params, runs.tensors, runs.lengths) == (plain.params, plain.tensors, plain.lengths)
+    if not plain.params:
+        return
+
+    def expanded(models):
+        return [[shape for shape, often in model.runs for _ in range(often)] for model in models]
+
+    limits = 1000 * kilobytes, 500
+    assert expanded(traffic.buckets(runs, *limits)) == expanded(traffic.buckets(plain, *limits))
+    assert expanded(traffic.fragments(runs, count)) == [each[i::count] for i in range(count) if each[i::count]]
+    for row in rows():
+        if row.fits(plain):
+            assert planned(row.send(runs, ranks=3)) == planned(row.send(plain, ranks=3)), row.name
+
+
+OF_OTHER_BLOCKS = {
+    "top_k": partial(fn.top_k, 5, 24), "top_k of bins": partial(fn.top_k, 26, 832, values=fn.bins(4, 6)),
+    "rotated": partial(fn.rotated, fn.int4(24)), "e3m0": partial(fn.e3m0, 7), "a codec of one's own":
+    lambda: fn.int8()._replace(decode=fn.int8().decode, make=None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CODECS, *OF_OTHER_BLOCKS])
+def test_a_payload_repeats_after_the_period(name):
+    codec = {**CODECS, **OF_OTHER_BLOCKS}[name]()
+    period = traffic.period_of(codec)
+    assert (period == traffic.PERIOD * codec.align) is (codec.make is None)
+    for n in (3 * period, 4 * period + codec.align, 5 * period + period // (3 * codec.align) * codec.align):
+        assert traffic.row_bytes(codec, [n], 1) == traffic.payload_bytes(codec, (n,), torch.float32)
+
+
+def test_no_kernel_is_compiled_for_a_plan(monkeypatch):
+    """The first use of a kernel compiles it and asks it for known answers, seconds in which nobody planned."""
+    table = import_module("fn.kernels.table")
+    monkeypatch.setattr(table, "_accepted", {})
+    monkeypatch.setattr(table, "_accept", lambda op, device: pytest.fail(f"{op} was asked for on {device}"))
+    traffic.payload_bytes.cache_clear()
+    for name in CODECS:
+        assert traffic.payload_bytes(CODECS[name](), (64, 8), torch.float32) > 0
 
 
 def test_parts_send_what_the_whole_sends_up_to_padding():
@@ -307,6 +357,7 @@ def test_the_work_grows_with_the_tensors_and_not_with_their_square(monkeypatch):
         looked.append(len(model.shapes))
         return lengths(model)
 
+    traffic.payload_bytes.cache_clear()
     monkeypatch.setattr(traffic, "payload_bytes", counting_encode)
     monkeypatch.setattr(traffic.Model, "lengths", property(counting_lengths))
     traffic._piece_bytes.cache_clear()

@@ -1,0 +1,213 @@
+"""`python -m fn plan --probe`: a script's own steps say what it needs; it is stopped, and torch is as before."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import LIMIT
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import optimizer as torch_optimizer
+
+from fn.__main__ import main
+from fn.planner import calibrate, probe
+
+LINKS = "--world 8 --intra 1gbit"
+
+DDP = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(6, 9), torch.nn.Linear(9, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with open(f"{sys.argv[1]}/{dist.get_rank()}", "w") as seen:
+    while True:
+        for last in (False, True):  # accumulates as nanoGPT does, without `no_sync`
+            model.require_backward_grad_sync = last
+            model(torch.randn(4, 6)).square().mean().backward()
+        print(sum(float(p.grad.double().sum()) for p in model.parameters()), file=seen, flush=True)
+        try:
+            optimizer.step()
+        except Exception:
+            pass
+        optimizer.zero_grad()
+"""
+
+LONELY = """
+import torch
+frozen = torch.nn.Parameter(torch.ones(50))
+matrix, vector = torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(7, dtype=torch.bfloat16))
+one, other = torch.optim.AdamW([matrix, frozen]), torch.optim.SGD([vector], lr=0.1)
+for step in range({steps}):
+    matrix.sum().backward()
+    vector.sum().backward()
+    one.step()
+    other.step()
+    {more}
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """Return a function that writes a script; what is measured of the machine is given, not measured."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(calibrate, "coding", lambda params, device: lambda net: {})
+    monkeypatch.setattr(calibrate, "memory", lambda device: 1e12)
+
+    def write(text):
+        path = tmp_path / "train.py"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+def run(*line):
+    main(["plan", *LINKS.split(), *line])
+
+
+def refused(capsys, *line):
+    """Return what is said of a line that is refused."""
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *line])
+    assert ended.value.code == 2
+    return " ".join(capsys.readouterr().err.split())
+
+
+def test_what_has_a_gradient_is_planned_for(script, capsys, tmp_path):
+    run("--json", str(tmp_path / "plan.json"), "--probe", script(LONELY.format(steps=1000, more="")))
+    text = capsys.readouterr().out
+    assert "19 parameters; 8 ranks; 1 Gbit/s, 5 us between ranks" in text
+    assert "parameters: 19 in 2 tensors, which had a gradient when AdamW or SGD stepped" in text
+    assert "gradients: float32, bfloat16, 4 bytes each, as most are" in text
+    assert "as it is, the median of 4" in text
+    assert "that of the step as it is" in text
+    assert "own communication" not in text
+    rows = {row["method"]: row for row in json.loads((tmp_path / "plan.json").read_text())["predictions"]}
+    assert rows["adamw"]["bytes"] == 2 * 7 * 19 * 4 / 8
+
+
+def test_the_script_is_stopped_behind_the_step_and_torch_is_as_before(script, capsys, tmp_path):
+    hooks = [{**vars(torch_optimizer)[f"_global_optimizer_{when}_hooks"]} for when in ("pre", "post")]
+    argv, path = [*sys.argv], [*sys.path]
+    counts = tmp_path / "steps"
+    more = f"__import__('pathlib').Path({str(counts)!r}).write_text('.' * (step + 1))"
+    run("--steps", "8", "--compute", "7ms", "--probe", script(LONELY.format(steps=1000, more=more)), "--its", "own")
+    assert "computation: 7 ms, as --compute says" in capsys.readouterr().out
+    assert counts.read_text() == "." * 7
+    assert [vars(torch_optimizer)[f"_global_optimizer_{when}_hooks"] for when in ("pre", "post")] == hooks
+    assert (sys.argv, sys.path) == (argv, path)
+    assert probe.SYNCHRONISES not in vars(DistributedDataParallel)
+
+
+def test_a_script_sees_its_own_arguments_and_its_own_folder(script, capsys, tmp_path):
+    (tmp_path / "beside_it.py").write_text("import sys\nassert sys.argv[1:] == ['--lr', '1', '--world', '3']\n")
+    run("--probe", script("import beside_it" + LONELY.format(steps=1000, more="")), "--lr", "1", "--world", "3")
+    assert "19 parameters; 8 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("print('nothing')", "no optimizer of torch.optim stepped in it; give a script that trains with one"),
+        (LONELY.format(steps=3, more=""), "ended after 3 steps of its optimizer, and 10 are needed; let it train"),
+        (LONELY.format(steps=7, more=""), "let it train longer, or give --steps 7"),
+        (LONELY.format(steps=99, more="").replace(".sum()", ".detach().requires_grad_().sum()"),
+         "nothing had a gradient when the optimizer stepped"),
+        ("import sys; sys.exit()", "no optimizer of torch.optim stepped"),
+    ],
+)  # fmt: skip
+def test_a_script_that_says_too_little(text, said, script, capsys):
+    assert said in refused(capsys, *LINKS.split(), "--probe", script(text))
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--world 8 --intra 1gbit --probe", "--probe: give a script that trains"),
+        ("--world 8 --intra 1gbit --probe nowhere.py", "--probe: 'nowhere.py' is no file"),
+        ("--world 8 --intra 1gbit --steps 5 --probe train.py", "--steps: expected at least 6, but got 5"),
+        ("--world 8 --intra 1gbit --params 7 --probe train.py", "--params: --probe takes it from the script"),
+        ("--world 8 --intra 1gbit --dtype bf16 --probe train.py", "--dtype: --probe takes it from the script"),
+        ("--world 8 --probe train.py", "--intra: missing"),
+        ("--probe train.py", "--probe: one rank has no links to measure; start several by torchrun"),
+    ],
+)
+def test_refusals(line, said, capsys, script):
+    assert said in refused(capsys, *line.split())
+
+
+@pytest.mark.parametrize(("text", "code"), [("raise KeyError('mine')", 1), ("import sys; sys.exit(3)", 3)])
+def test_what_a_script_raises_is_its_own(text, code, script, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run("--probe", script(text))
+    assert ended.value.code == code
+    assert code != 1 or "KeyError: 'mine'" in capsys.readouterr().err
+
+
+def test_what_fails_behind_the_last_step_is_raised_where_the_script_cannot_catch_it(script):
+    def measure(device):
+        raise RuntimeError("no links")
+
+    text = "try:\n" + LONELY.format(steps=99, more="").replace("\n", "\n    ") + "\nexcept Exception:\n    pass\n"
+    with pytest.raises(RuntimeError, match="no links"):
+        probe.probe(script(text), [], 6, measure)
+
+
+def under_torchrun(tmp_path, *line):
+    """Run the command on two gloo ranks, and return what it printed."""
+    launch = "-m torch.distributed.run --standalone --nproc-per-node 2 -m fn plan"
+    ended = subprocess.run(
+        [sys.executable, *launch.split(), *line],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1",
+             "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True, text=True, timeout=LIMIT,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+@pytest.mark.slow
+def test_two_ranks_are_planned_for_from_their_own_script(tmp_path):
+    """Half of the steps are averaged as they were, then none is, and behind the last one the links are measured."""
+    train = tmp_path / "train.py"
+    train.write_text(DDP)
+    out, html = tmp_path / "plan.json", tmp_path / "plan.html"
+    text = under_torchrun(tmp_path, "--json", str(out), "--html", str(html), "--probe", str(train), str(tmp_path))
+    assert "parameters: 73 in 4 tensors, which had a gradient when SGD stepped" in text
+    assert "the median of 4 steps in which DistributedDataParallel did not average" in text
+    assert "own communication" not in text
+    assert "measured on 'data': all_to_all" in text
+    assert re.search(r"^73 parameters; 2 ranks; ", text, re.MULTILINE)
+    rows = {row["method"]: row for row in json.loads(out.read_text())["predictions"]}
+    assert rows["adamw"]["bytes"] == 73 * 4
+    assert "<script>" in html.read_text()
+    first, second = ((tmp_path / str(rank)).read_text().split() for rank in range(2))
+    assert len(first) == len(second) == probe.STEPS
+    assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 5 + [False] * 5
+
+
+@pytest.mark.slow
+def test_communication_that_cannot_be_left_out_is_named(tmp_path):
+    train = tmp_path / "train.py"
+    by_hand = "for p in model.parameters(): dist.all_reduce(p.grad)"
+    alone = DDP.replace("DistributedDataParallel(torch", "(torch")
+    train.write_text(alone.replace("        try:", f"        {by_hand}\n        try:"))
+    text = under_torchrun(tmp_path, "--probe", str(train), str(tmp_path))
+    assert "that of the step as it is" in text
+    assert "The script's own communication is in it (allreduce)" in text
+
+
+def test_gradients_in_half_precision_are_planned_for_as_such(script, capsys):
+    run("--probe", script(LONELY.format(steps=99, more="").replace("torch.ones(4, 3)", "torch.ones(4, 3).half()")))
+    text = capsys.readouterr().out
+    assert "gradients: float16, bfloat16, 2 bytes each" in text
+    assert torch.float16 in probe.WIDTHS
