@@ -79,7 +79,7 @@ MEASUREMENTS: Mapping[str, Measurement] = {
     "sharded": Measurement("sharded.py", sharded.table, "--parameters 65536 --tensors 10 --rounds 1"),
     "kernels": Measurement("kernels.py", kernels.table, "--n 65536 --rounds 1 --no-inductor"),
     "allreduce": Measurement("allreduce.py", allreduce.table, "--n 65536 --rounds 1"),
-    "muon": Measurement("muon.py", muon.table, "--layers 1 --width 32 --rounds 1"),
+    "muon": Measurement("muon.py --rounds 7", muon.table, "--layers 1 --width 32 --rounds 1"),
     "low_rank": Measurement("low_rank.py", low_rank.table, "--layers 1 --width 64 --rounds 1"),
     "demo_exchange": Measurement("demo_exchange.py", demo_exchange.table, "--layers 1 --width 128 --rounds 1"),
     "simulate": Measurement("simulate.py", simulate.table, "--ranks 2 --steps 1"),
