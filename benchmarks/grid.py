@@ -28,6 +28,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import far_apart
 import grid_report
 import links
 from grid_methods import GPT2, NONE, WAYS, size_of
@@ -36,6 +37,9 @@ from tqdm import tqdm
 
 RANK = Path(__file__).with_name("grid_rank.py")
 RATES = {"50 Mbit/s": 5e7, "200 Mbit/s": 2e8, "1 Gbit/s": 1e9}
+FAR = {"20 Mbit/s": 2e7}
+"""What `sites.py` measures at."""
+
 LIMIT = 1200
 """Seconds after which a task is given up."""
 
@@ -94,18 +98,24 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(task: Task, options: argparse.Namespace) -> dict[str, Any]:
-    """Start the ranks of a task; return the points that they measured before they ended, however they ended."""
+def measure(task: Task, options: argparse.Namespace, delay: float = 0.0) -> dict[str, Any]:
+    """Start the ranks of a task; return the points that they measured before they ended, however they ended.
+
+    Args: delay: seconds that a message is on its way.
+    """
     begin, words = time.monotonic(), dict(zip(WORDS, options.words, strict=True))
     size = (1, 32) if options.tiny else task.size
-    rates = {part: None if options.loopback else RATES.get(part) for part in task.parts}
+    rates = {part: None if options.loopback else {**RATES, **FAR}.get(part) for part in task.parts}
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         name = f"fn-{os.getpid()}"
-        spaces = None if options.loopback else stack.enter_context(links.star(name, task.ranks))
+        spaces = None
+        if not options.loopback:
+            far = far_apart.star(name, task.ranks, delay) if delay else links.star(name, task.ranks)
+            spaces = stack.enter_context(far)
         settings = {
-            **task._asdict(), "folder": str(folder), "name": name, "parts": rates, "size": size,
-            "compute": options.compute, "words": words,
+            **task._asdict(), "folder": str(folder), "switch": None if delay else name, "parts": rates, "size": size,
+            "compute": options.compute, "words": words, "delay": delay,
         }  # fmt: skip
         processes = []
         for rank in range(task.ranks):

@@ -22,14 +22,15 @@ class Way(NamedTuple):
 
     make: (world, model, lr) -> step. planned: the planner's name of it; None: it sends nothing. coded: the same step
     with nothing behind the backward pass, for the measurement of what coding costs; None: make, or nothing is coded.
-    delay: steps that go on while a mean travels. steps: of a period. state: bytes per parameter that a rank holds,
-    gradients and message included.
+    delay: steps that go on while a mean travels. fragments: of the params, which are exchanged one after the other.
+    steps: of a period. state: bytes per parameter that a rank holds, gradients and message included.
     """
 
     make: Callable[..., Step]
     planned: str | None
     coded: Callable[..., Step] | None = None
     delay: int = 0
+    fragments: int = 1
     steps: int = 1
     state: int = 24
 
@@ -38,7 +39,8 @@ class Way(NamedTuple):
         if self.planned is None:
             return None
         row = next(row for row in rows(local_steps=ROUND) if row.name == self.planned)
-        return method(row._replace(delay=self.delay / ROUND), model, ranks)
+        cut = row.cut if self.fragments == 1 else self.fragments
+        return method(row._replace(delay=self.delay / ROUND, cut=cut), model, ranks)
 
 
 def int4_gradients(lr: Any, axis: str, eps: float) -> fn.Transform:
@@ -54,10 +56,12 @@ def sdp4bit(lr: Any, axis: str, eps: float) -> fn.Transform:
     return fn.sharded(inner, axis, fn.rotated(fn.int4(128)), fn.off(), **back)
 
 
-def rounds(optimizer: Any, planned: str, delay: int = 0) -> Way:
+def rounds(optimizer: Any, planned: str, delay: int = 0, fragments: int = 1) -> Way:
     """Return rounds of `ROUND` local steps."""
-    make = partial(ours, optimizer, schedule=fn.every(ROUND, start=WARM_UP, delay=delay))
-    return Way(make, planned, delay=delay, steps=ROUND, state=36)
+    if fragments > 1:
+        optimizer = partial(optimizer, fragments=fragments, alpha=0.5)
+    make = partial(ours, optimizer, schedule=fn.every(ROUND, fragments=fragments, start=WARM_UP, delay=delay))
+    return Way(make, planned, delay=delay, fragments=fragments, steps=ROUND, state=36)
 
 
 _lazy = partial(fn.onebit_adam, feedback=fn.classic(lazy=True))
@@ -80,6 +84,16 @@ WAYS: Mapping[str, Way] = {
     "SparseLoCo": rounds(fn.sparse_loco, "sparse_loco"),
 }
 """What is compared, in the order in which tables show it."""
+
+SITES: Mapping[str, Way] = {
+    NONE: WAYS[NONE],
+    DDP: WAYS[DDP],
+    "DiLoCo, int8": WAYS["DiLoCo, int8"],
+    "DiLoCo, int8, late": WAYS["DiLoCo, int8, late"],
+    "Streaming DiLoCo, int8": rounds(partial(fn.diloco, codec=fn.int8()), "diloco, int8", 0, 4),
+    "Streaming DiLoCo, int8, late": rounds(partial(fn.diloco, codec=fn.int8()), "diloco, int8, delayed", 6, 4),
+}
+"""What is compared between sites that are far apart: rounds whole, or in four fragments, each at once or late."""
 
 GPT2 = (12, 768)
 """Layers and width of GPT-2: 124 million parameters."""

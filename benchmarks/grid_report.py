@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from contenders import ROUND
-from grid_methods import HALF, NONE, WAYS, shapes
-from grid_rank import CODING
+from grid_methods import HALF, NONE, shapes
+from grid_rank import CODING, EVERY
 from measure import markdown
 
 from fn.planner.network import Cost, Link, Network, network
@@ -97,13 +97,13 @@ def cells(result: dict[str, Any]) -> Iterator[Cell]:
         alone = steps.get((ranks, rate, NONE, size))
         if alone is None or name == NONE:
             continue
-        method = WAYS[name].method(Model(tuple(shapes(*size, **result["words"]))), ranks)
+        method = EVERY[name].method(Model(tuple(shapes(*size, **result["words"]))), ranks)
         own, base = (points.get((ranks, CODING, key, size)) for key in (name, NONE))
         assert method is not None
         predicted = None
         if (ranks, rate) in nets and own and base:
             spent = statistics.median(sum(period) for period in _slowest(own))
-            spent -= statistics.median(sum(period) for period in _slowest(base)) * WAYS[name].steps
+            spent -= statistics.median(sum(period) for period in _slowest(base)) * EVERY[name].steps
             predicted = predict(method, nets[ranks, rate], alone.seconds, max(0.0, spent)).step
         yield Cell(ranks, rate, seen, alone, method.size, predicted)
 
@@ -138,7 +138,7 @@ def _rounds(every: list[Cell], compute: float) -> list[str]:
     """Return the table of rounds of other lengths, computed from measured exchanges and measured local steps."""
     rows = []
     for cell in every:
-        way = WAYS[cell.step.method]
+        way = EVERY[cell.step.method]
         if way.steps == ROUND and not way.delay:
             uses = [f"{compute / cell.step.of_rounds(h):.0%}" for h in HS]
             rows.append([cell.step.method, str(cell.ranks), cell.rate, f"{cell.step.exchange:.3g}", *uses])

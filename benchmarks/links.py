@@ -27,7 +27,8 @@ HEADER = 14 + 20 + 32
 """Bytes of Ethernet, IP and TCP, with its time stamps, in front of a packet."""
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Run a command. Raises: OSError with what it said, if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"{' '.join(command)}: {done.stderr.strip() or done.stdout.strip()}")
@@ -42,7 +43,7 @@ def missing() -> str | None:
         return f"{' and '.join(tools)} not found (iproute2)"
     try:
         with pair(f"fn-probe-{os.getpid()}") as names:
-            _run("ip", "netns", "exec", names[0], "tc", "qdisc", "add", "dev", DEVICE, "root", *_bucket(10**8))
+            run("ip", "netns", "exec", names[0], "tc", "qdisc", "add", "dev", DEVICE, "root", *_bucket(10**8))
     except OSError as error:
         return str(error)
     return None
@@ -58,11 +59,11 @@ def pair(name: str) -> Iterator[tuple[str, str]]:
     made = []
     try:
         for space in names:
-            _run("ip", "netns", "add", space)
+            run("ip", "netns", "add", space)
             made.append(space)
-        _run("ip", "-n", names[0], "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", names[1])
+        run("ip", "-n", names[0], "link", "add", DEVICE, "type", "veth", "peer", "name", DEVICE, "netns", names[1])
         for rank, space in enumerate(names):
-            _plug(space, rank)
+            plug(space, rank)
         yield names
     finally:
         for space in made:
@@ -79,32 +80,32 @@ def star(name: str, ranks: int) -> Iterator[tuple[str, ...]]:
     made = []
     try:
         for space in (switch, *names):
-            _run("ip", "netns", "add", space)
+            run("ip", "netns", "add", space)
             made.append(space)
-        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
-        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "bridge", "up")
         for rank, space in enumerate(names):
             port = f"port-{rank}"
-            _run("ip", "-n", space, "link", "add", DEVICE, "type", "veth", "peer", "name", port, "netns", switch)
-            _run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
-            _plug(space, rank)
+            run("ip", "-n", space, "link", "add", DEVICE, "type", "veth", "peer", "name", port, "netns", switch)
+            run("ip", "-n", switch, "link", "set", port, "master", "bridge", "up")
+            plug(space, rank)
         yield names
     finally:
         for space in made:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
 
 
-def _plug(space: str, rank: int) -> None:
+def plug(space: str, rank: int) -> None:
     """Give a namespace its address, and Linux's default congestion control, whatever this machine prefers."""
-    _run("ip", "-n", space, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", DEVICE)
+    run("ip", "-n", space, "addr", "add", f"10.77.0.{rank + 1}/24", "dev", DEVICE)
     for device in (DEVICE, "lo"):
-        _run("ip", "-n", space, "link", "set", device, "up")
-    _run("ip", "-n", space, "route", "replace", "10.77.0.0/24", "dev", DEVICE, "congctl", "cubic")
+        run("ip", "-n", space, "link", "set", device, "up")
+    run("ip", "-n", space, "route", "replace", "10.77.0.0/24", "dev", DEVICE, "congctl", "cubic")
 
 
 def throttle_port(name: str, rank: int, rate: float) -> None:
     """Limit what a switch made by `star` sends to a rank, as the rank's own card would if several sent to it."""
-    _run("tc", "-n", f"{name}-switch", "qdisc", "replace", "dev", f"port-{rank}", "root", *_bucket(rate))
+    run("tc", "-n", f"{name}-switch", "qdisc", "replace", "dev", f"port-{rank}", "root", *_bucket(rate))
 
 
 def throttle(rate: float | None) -> None:
@@ -115,12 +116,12 @@ def throttle(rate: float | None) -> None:
     headers of the frames count for the rate either way.
     """
     size = PACKET if rate is not None and rate < SLOW else LARGEST
-    _run("ip", "link", "set", DEVICE, "gso_max_size", str(size))
-    _run("ip", "route", "flush", "cache")  # open connections read the size with the route
+    run("ip", "link", "set", DEVICE, "gso_max_size", str(size))
+    run("ip", "route", "flush", "cache")  # open connections read the size with the route
     if rate is None:
         subprocess.run(["tc", "qdisc", "del", "dev", DEVICE, "root"], capture_output=True, check=False)
     else:
-        _run("tc", "qdisc", "replace", "dev", DEVICE, "root", *_bucket(rate))
+        run("tc", "qdisc", "replace", "dev", DEVICE, "root", *_bucket(rate))
 
 
 class Sent(NamedTuple):

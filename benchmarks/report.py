@@ -41,6 +41,7 @@ import muon
 import ranks_step
 import sharded
 import simulate
+import sites
 import slow_link_report
 import step
 from atlas_summary import DEEPER
@@ -87,6 +88,9 @@ MEASUREMENTS: Mapping[str, Measurement] = {
         "slow_link.py --png docs/slow_link.png",
         slow_link_report.table,
         "--png out/slow_link.png --loopback --rounds 1 --model 1 32 2 --batch 1 --context 8",
+    ),
+    "sites": Measurement(
+        "sites.py", sites.table, "--loopback --tiny --compute 0.002 --only 'no communication' 'DiLoCo, int8'"
     ),
     "train_lm": Measurement(
         f"convergence.py train_lm --optimizers {OPTIMIZERS} --png docs/demo.png",
