@@ -37,6 +37,9 @@ class Method(NamedTuple):
 
 METHODS = {
     "diloco, exchange": Method(fn.diloco, EXCHANGE, 1500, 2),
+    "diloco, guarded, exchange": Method(partial(fn.diloco, guard=fn.norm_guard()), EXCHANGE, 1500, 3),
+    "sparta, exchange": Method(fn.sparta, EXCHANGE, 10000, 3),
+    "des_loc, exchange of all": Method(fn.des_loc, Round(6, 6), 1500, 5),
     "local_sgd, exchange": Method(fn.local_sgd, EXCHANGE, 1500, 2),
     "muloco, exchange": Method(fn.muloco, EXCHANGE, 1500, 2),
     "muloco, local step": Method(fn.muloco, LOCAL_STEP, 600, 1),

@@ -332,9 +332,11 @@ def outer(
 
         Without a mean its own part is taken back, or anchors would stay apart. A part that is not finite was not used.
         """
-        used = true_on_all(all_finite(steps), shards, device_of(steps))
-        own = [torch.where(used.to(x.device), x, 0.0) / axis_size(axes) for x in steps]
-        return [torch.where(ok.to(d.device), d, 0.0) - x for d, x in zip(averaged, own, strict=True)]
+        used = zero_unless(true_on_all(all_finite(steps), shards, device_of(steps)), steps)
+        found: list[Tensor] = lists.elementwise(
+            rules.plus, (zero_unless(ok, averaged), used), -1.0 / axis_size(axes)
+        )
+        return found
 
     def outer_step(
         places: Sequence[int], params: list[Tensor], state: OuterState, number: int
@@ -351,10 +353,11 @@ def outer(
         wide = [x.to(d.dtype) for x, d in zip(before, means, strict=True)]
         counts = None if guard is None else ~state.guard[fragment].out  # whether this rank's difference is in the mean
         if eager:
-            own = [x - params[i].to(x) for i, x in zip(places, wide, strict=True)]
+            here = [params[i].to(x) for i, x in zip(places, wide, strict=True)]
+            own = lists.elementwise(rules.plus, (wide, here), -1.0)
             counts = true_on_all(all_finite(own), shards, device_of(params))
-            own = [torch.where(counts.to(x.device), x, 0.0) / axis_size(axes) for x in own]
-            means = [d + x for d, x in zip(means, own, strict=True)]
+            own = own if read(counts) else zero_unless(counts, own)
+            means = lists.elementwise(rules.plus, (means, own), 1.0 / axis_size(axes))
         moves, outer_state = move(means, state.outer[fragment], wide)
         new = lists.elementwise(rules.plus, (wide, moves), 1.0, out=room_in(moves, [*means, *wide]))
         rounded = [x.to(params[i].dtype) for i, x in zip(places, new, strict=True)]
@@ -544,6 +547,12 @@ def _moved_along(start: Tensor, p: Tensor, new: Tensor) -> Tensor:
     """Return where a difference begins, moved as the params were; the very params where these are where it begins."""
     p, new = p.to(start), new.to(p.dtype).to(start)
     return torch.where(start == p, new, start + (new - p))
+
+
+def zero_unless(ok: Tensor, tensors: list[Tensor]) -> list[Tensor]:
+    """Return tensors where a flag is true, else zeros, without waiting for a device; they may be NaN then."""
+    kept: list[Tensor] = lists.elementwise(rules.kept_at_zero, (tensors,), ok.to(torch.float32), 0.0, 0.0)
+    return kept
 
 
 def _between(anchor: Tensor, p: Tensor, alpha: float) -> Tensor:

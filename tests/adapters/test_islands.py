@@ -11,6 +11,7 @@ import torch
 import fn
 import fn.adapters.torchft as adapter
 from fn import tree
+from fn.adapters.torchft import handing_over
 from fn.adapters.torchft.handing_over import become, check_made, made_of
 
 H = 4
@@ -60,6 +61,15 @@ def test_an_island_that_was_made_otherwise_is_refused_by_name():
     (_, donor), (_, opt) = trained(0), trained(1, partial(CODES, outer_lr=0.5))
     with pytest.raises(ValueError, match=r"make: expected .*outer_lr to be nothing, as on the other .* but got 0.5"):
         check_made(made_of(opt), made_of(donor))
+
+
+def test_an_island_that_runs_another_version_is_refused_by_name(monkeypatch):
+    (_, donor), (_, opt) = trained(0), trained(1)
+    theirs = made_of(donor)
+    monkeypatch.setattr(handing_over, "__version__", "0.2.0")
+    text = r"make: expected the version of fn to be .*, as on the other .* but got 0\.2\.0"
+    with pytest.raises(ValueError, match=text):
+        check_made(made_of(opt), theirs)
 
 
 @pytest.mark.parametrize("tokens", [-1.0, float("nan"), float("inf")])

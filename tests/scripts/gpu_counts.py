@@ -42,7 +42,7 @@ from fn.inplace import sharded as sharded_in_place
 from fn.kernels import foreach, ops, reference, tracing
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks, ints, lamb, lists, signs, steps
-from fn.transforms import average, dion2, low_rank, owned, sharded
+from fn.transforms import average, dion2, low_rank, owned, sharded, sparse_average
 
 _setup_privateuseone_for_python_backend(NAME)
 DEVICE = torch.device(NAME, 0)
@@ -93,8 +93,8 @@ class Case(NamedTuple):
         return ", ".join([*parts, *[self.kind] * bool(self.kind)])
 
 
-LOCAL_STEP, EXCHANGE = fn.Round(), fn.Round(0, 0)
-PARTS_OF_A_ROUND = {LOCAL_STEP: "local step", EXCHANGE: "exchange"}
+LOCAL_STEP, EXCHANGE, EAGER, ALL = fn.Round(), fn.Round(0, 0), fn.Round(0, 1), fn.Round(6, 6)
+PARTS_OF_A_ROUND = {LOCAL_STEP: "local step", EXCHANGE: "exchange", EAGER: "exchange", ALL: "exchange of all"}
 BOTH = ("local", "node")
 W, C, L = fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.LOCAL
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -129,6 +129,10 @@ CASES = [  # two param groups; so two of each collective
     # What follows goes tensor by tensor today: the limits are what is counted, so that they are noticed if they grow.
     Case("diloco", fn.diloco, LOCAL_STEP, Limits(50, 1, 0, 1)),
     Case("diloco", fn.diloco, EXCHANGE, Limits(500, 2, 5, 12.5)),
+    Case("diloco, guarded", partial(fn.diloco, guard=fn.norm_guard()), EXCHANGE, Limits(650, 3, 7, 16.5)),
+    Case("diloco, eager", partial(fn.diloco, eager=True), EAGER, Limits(1100, 5, 5, 28)),
+    Case("sparta", fn.sparta, EXCHANGE, Limits(10000, 3, 3, 4.1)),
+    Case("des_loc", fn.des_loc, ALL, Limits(1400, 5, 7, 16)),
     Case("local_sgd", fn.local_sgd, LOCAL_STEP, Limits(200, 1, 0, 8.1)),
     Case("local_sgd", fn.local_sgd, EXCHANGE, Limits(500, 2, 5, 12.5)),
     Case("muloco", fn.muloco, LOCAL_STEP, Limits(500, 1, 0, 4.9)),
@@ -317,6 +321,7 @@ def pretend() -> None:
     vars(tracing)["runs_as_written"] = lambda: True  # plans are kept, as without this watch
     for module, check in ((training, "check_start"), (torch_optim, "check_listed"), (torch_optim, "check_accepted"),
                           (average, "check_agreement"), (low_rank, "check_agreement"), (dion2, "check_agreement"),
+                          (sparse_average, "check_agreement"),
                           (owned, "check_agreement"), (sharded, "check_agreement"), (sharded, "check_shards"),
                           (sharded_in_place, "check_shards")):  # fmt: skip
         vars(module)[check] = lambda *args, **kwargs: None

@@ -255,19 +255,21 @@ def watch_exchange(training: Training, round_: Round, left_out: int) -> None:
 
 def _warn_of_outliers(training: Training, fragment: int) -> None:
     """Name, on rank 0, the ranks whose differences a guard left out of a mean: the first time, and if many in a row."""
-    for g, states in enumerate(training.states):
-        for state in tree.instances(states, OuterState):
-            guards: Sequence[Any] = state.guard[fragment : fragment + 1]
-            for of_fragment in (guard for guard in guards if guard):
-                number, first = torch.stack([of_fragment.number, of_fragment.first]).tolist()
-                row = f"outliers of fragment {fragment} in group {g}"
-                count = training.missed_in_a_row[row] = training.missed_in_a_row.get(row, 0) + 1 if number else 0
-                if (count == 1 or is_due(count)) and place_of(training)[0] == 0:
-                    more = f" and of {number - 1} more" if number > 1 else ""
-                    times = f" the last {count} times" if count > 1 else ""
-                    text = f"the difference of rank {first}{more} was left out of fragment {fragment}'s mean{times}"
-                    why = "its norm is an outlier of its history, or far above the others', or not finite"
-                    warnings.warn(f"exchanges: {text}: {why}; the rank goes on from the anchor", stacklevel=5)
+    rounds = [(g, state) for g, states in enumerate(training.states) for state in tree.instances(states, OuterState)]
+    guards = {g: guard for g, state in rounds for guard in state.guard[fragment : fragment + 1] if guard}
+    if not guards:
+        return
+    device = device_among(training.groups)
+    told = torch.stack([x.to(device) for guard in guards.values() for x in (guard.number, guard.first)]).cpu()
+    for g, (number, first) in zip(guards, told.view(-1, 2).tolist(), strict=True):
+        row = f"outliers of fragment {fragment} in group {g}"
+        count = training.missed_in_a_row[row] = training.missed_in_a_row.get(row, 0) + 1 if number else 0
+        if (count == 1 or is_due(count)) and place_of(training)[0] == 0:
+            more = f" and of {number - 1} more" if number > 1 else ""
+            times = f" the last {count} times" if count > 1 else ""
+            text = f"the difference of rank {first}{more} was left out of fragment {fragment}'s mean{times}"
+            why = "its norm is an outlier of its history, or far above the others', or not finite"
+            warnings.warn(f"exchanges: {text}: {why}; the rank goes on from the anchor", stacklevel=4)
 
 
 def watch_local_steps(training: Training, phase: Phase | Round) -> None:

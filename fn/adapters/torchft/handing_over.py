@@ -22,6 +22,7 @@ from fn.adapters.optim.optimizer import Optimizer
 from fn.collectives.agreement import describe, describe_numbers, gather_values
 from fn.errors import expected
 from fn.transforms.outer import OuterState
+from fn.version import __version__
 
 CHUNK = 1 << 22
 """Bytes that travel in one message: at 20 Mbit/s two seconds, far from any time-out."""
@@ -33,10 +34,10 @@ def state_of(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def made_of(optimizer: Optimizer) -> dict[str, str]:
-    """Return what islands must have alike: method and schedule, and the shape of each tensor of the state."""
+    """Return what islands must have alike: version, method and schedule, and the shape of each tensor of the state."""
     state = state_of(optimizer)
     layout = {f"the layout of {path}": f"{x.dtype} {tuple(x.shape)}" for path, x in state.items()}
-    return {**describe((optimizer.make, optimizer.schedule)), **layout}
+    return {"the version of fn": __version__, **describe((optimizer.make, optimizer.schedule)), **layout}
 
 
 def check_made(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
