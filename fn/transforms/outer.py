@@ -218,8 +218,8 @@ def outer(
     Raises: TypeError or ValueError that names the argument; from `init`, if the fragments do not fit the params.
 
     Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1; Streaming DiLoCo (arXiv 2501.18512), algorithm 2:
-        fragments, alpha, and the delay, which is `fn.every`'s; Eager updates (arXiv 2502.12996): eager. A mean that
-        comes a whole round late is that of DiLoCoX (arXiv 2506.21263), too.
+        fragments, alpha, and the delay, which is `fn.every`'s; Kale et al., Eager updates (arXiv 2502.12996): eager. A
+        mean that comes a whole round late is that of DiLoCoX (arXiv 2506.21263), too.
     """
     check_inner(inner)
     check_outer_tx(outer_tx)

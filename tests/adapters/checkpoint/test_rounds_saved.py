@@ -16,13 +16,17 @@ from fn.adapters import checkpoint
 
 SAVED, STEPS = 10, 14  # steps: a mean is on its way at step 10, and errors wait
 MAKE = partial(fn.diloco, axis="data", codec=fn.int8(), fragments=2, alpha=0.5)
-SCHEDULE = fn.every(6, fragments=2, delay=2, start=2)
+METHODS: dict[str, tuple[Any, Any]] = {
+    "late": (MAKE, fn.every(6, fragments=2, delay=2, start=2)),
+    "a round late": (partial(MAKE, in_flight=2), fn.every(6, fragments=2, delay=7, start=2)),
+}
 
 
-def optimizer() -> fn.Optimizer:
+def optimizer(method: str) -> fn.Optimizer:
+    make, schedule = METHODS[method]
     params = [torch.nn.Parameter(torch.linspace(-1, 1, n)) for n in (37, 12, 5)]
     with fn.bind({"data": dist.group.WORLD}):
-        return fn.Optimizer(params, MAKE, schedule=SCHEDULE, lr=0.02)
+        return fn.Optimizer(params, make, schedule=schedule, lr=0.02)
 
 
 def take(opt: fn.Optimizer, step: int) -> None:
@@ -33,8 +37,9 @@ def take(opt: fn.Optimizer, step: int) -> None:
 
 
 def shared(opt: fn.Optimizer) -> list[torch.Tensor]:
-    """Return what all ranks hold alike: the anchor, the mean that is on its way, the outer momentum."""
-    return [x.clone() for name in ("anchor", "pending", "outer") for x in tree.leaves(tree.fields(opt.states, name))]
+    """Return what all ranks hold alike: the anchor, the means that are on their way, the outer momentum."""
+    fields = ("anchor", "pending", "more", "outer")
+    return [x.clone() for name in fields for x in tree.leaves(tree.fields(opt.states, name))]
 
 
 def undelivered(opt: fn.Optimizer) -> torch.Tensor:
@@ -46,8 +51,8 @@ def undelivered(opt: fn.Optimizer) -> torch.Tensor:
     return both.sum()
 
 
-def first_run(folder: str) -> dict[str, Any]:
-    opt = optimizer()
+def first_run(folder: str, method: str) -> dict[str, Any]:
+    opt = optimizer(method)
     for step in range(STEPS):
         if step == SAVED:
             checkpoint.save(folder, opt)
@@ -56,8 +61,8 @@ def first_run(folder: str) -> dict[str, Any]:
     return {"held": held, "rest": rest, "end": [p.detach() for p in opt.param_groups[0]["params"]]}
 
 
-def second_run(folder: str) -> dict[str, Any]:
-    opt = optimizer()
+def second_run(folder: str, method: str) -> dict[str, Any]:
+    opt = optimizer(method)
     checkpoint.load(folder, opt)
     held, rest = shared(opt), undelivered(opt)
     for step in range(SAVED, STEPS):
@@ -67,13 +72,14 @@ def second_run(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_checkpoint_in_a_round_goes_on(tmp_path):
-    before = run(2, first_run, str(tmp_path))
-    same = run(2, second_run, str(tmp_path))
+@pytest.mark.parametrize("method", METHODS)
+def test_a_checkpoint_in_a_round_goes_on(tmp_path, method):
+    before = run(2, first_run, str(tmp_path), method)
+    same = run(2, second_run, str(tmp_path), method)
     for old, new in zip(before, same, strict=True):
         assert all(map(torch.equal, old["held"], new["held"]))
         assert all(map(torch.equal, old["end"], new["end"]))
-    others = run(3, second_run, str(tmp_path))
+    others = run(3, second_run, str(tmp_path), method)
     for new in others:
         assert all(map(torch.equal, before[0]["held"], new["held"]))
         assert abs(float(new["rest"] - before[0]["rest"])) <= 1e-5 * max(1.0, abs(float(before[0]["rest"])))
