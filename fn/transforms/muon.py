@@ -224,10 +224,13 @@ def batches(kinds: Iterable[tuple[torch.Size, torch.dtype, torch.device]]) -> li
 
 def _of_a_shape(matrices: Sequence[Tensor], rule: NewtonSchulz, out: Sequence[Tensor] | None) -> Sequence[Tensor]:
     shape, dtype = matrices[0].shape, matrices[0].dtype
-    x = torch.stack([*matrices]).flatten(2).to(rule.dtype or dtype)  # (b, m, n)
+    inside = rule.dtype or torch.promote_types(dtype, torch.float32)
+    x = torch.stack([*matrices]).flatten(2)  # (b, m, n)
+    # a norm may be above 65504, and eps is 0 in float16
+    x = x.to(torch.float32 if inside == torch.float16 else inside)
     rows, columns = x.shape[1:]
     norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True) + rule.eps
-    x = x.div_(norms) if is_concrete(x) and not is_recorded([x]) else x / norms
+    x = (x.div_(norms) if is_concrete(x) and not is_recorded([x]) else x / norms).to(inside)
     for a, b, c in rule.triples:  # X X^T of the smaller side: p(X X^T) X is X p(X^T X)
         gram = torch.bmm(*((x, x.mT) if rows <= columns else (x.mT, x)))
         powers = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fn
-from fn import Round, tree
+from fn import Phase, Round, tree
 
 FOLDER = Path(__file__).parents[1] / "golden" / "outer"
 ROWS = json.loads((FOLDER / "index_muloco.json").read_text())["cases"]
@@ -208,3 +208,30 @@ def test_zeros_stay_zeros_and_a_matrix_may_be_empty():
 def test_bad_input_is_refused_by_name(make: Any, kind: type[Exception], text: str) -> None:
     with pytest.raises(kind, match=text):
         make()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_updates_in_half_precision_are_iterated_on_in_float32(dtype: torch.dtype) -> None:
+    """A norm above what float16 holds is none of a matrix of zeros."""
+    g = (300 * numbers(300, 300)).to(dtype)
+    u = fn.orthogonalize().update(Phase.WARMUP)(g, (), g)[0]
+    assert torch.equal(u, fn.orthogonalize().update(Phase.WARMUP)(g.float(), (), g)[0].to(dtype))
+    assert u.float().norm() > 15
+
+
+def test_iterations_in_float16_have_the_norm_and_eps_of_float32() -> None:
+    large, zeros = 300 * numbers(300, 300), torch.zeros(3, 2)
+    tx = fn.orthogonalize(dtype=torch.float16)
+    u, nothing = tx.update(Phase.WARMUP)([large, zeros], (), [large, zeros])[0]
+    torch.testing.assert_close(u, fn.orthogonalize().update(Phase.WARMUP)(large, (), large)[0], rtol=0, atol=0.05)
+    assert torch.equal(nothing, zeros)
+
+
+def test_an_optimizer_writes_over_a_mean_in_half_precision() -> None:
+    g = numbers(5, 4).bfloat16()
+    p = torch.nn.Parameter(torch.zeros(5, 4, dtype=torch.bfloat16))
+    opt = fn.Optimizer([p], lambda lr: fn.chain(fn.average(None), fn.orthogonalize(), fn.scale_by_learning_rate(lr)))
+    p.grad = g.clone()
+    opt.step()
+    u = fn.orthogonalize().update(Phase.WARMUP)(g, (), g)[0]
+    torch.testing.assert_close(p.detach(), -1e-3 * u, rtol=0.02, atol=0)
