@@ -140,19 +140,18 @@ def test_islands_that_are_killed_at_random_train_as_well_as_others(tmp_path):
         run.wait("the start", lambda: len(run.present()) == ISLANDS)
         until = time.monotonic() + 60 * MINUTES
         while time.monotonic() < until:
-            time.sleep(draw.uniform(1, 15))
-            present = sorted(run.present())
-            if len(present) < 2:  # an island has to be left, for they keep what was trained
-                continue
-            island, rank, states = draw.choice(present), draw.randrange(RANKS), run.states()
-            if draw.random() < 0.3:  # the whole machine; somebody starts it again
+            time.sleep(draw.uniform(10, 60))
+            # Were they killed before all are back, most of the time fewer islands would train.
+            run.wait("the return of all", lambda: len(run.present()) == ISLANDS)
+            states, count = run.states(), 2 if draw.random() < 0.2 else 1  # one is left, and keeps what was trained
+            for island in draw.sample(range(ISLANDS), count):
                 run.forget(island)
-                run.kill(island)
-                run.launch(island)
-            else:
-                run.forget(island)
-                kill(states[island, rank]["pid"])
-            killed += 1
+                if draw.random() < 0.3:  # the whole machine; somebody starts it again
+                    run.kill(island)
+                    run.launch(island)
+                else:
+                    kill(states[island, draw.randrange(RANKS)]["pid"])
+                killed += 1
         run.wait("the return of all", lambda: len(run.present()) == ISLANDS)
         told = run.finish(max(state["steps"] for state in run.states().values()) + 5 * EVERY)
     steps = told[0]["steps"]
