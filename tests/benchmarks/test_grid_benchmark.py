@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
     return out
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_a_method_has_a_row_and_sends_what_is_planned(folder):
     result = json.loads((folder / "x.json").read_text())
     cells = list(grid_report.cells(result))
@@ -69,7 +69,7 @@ def test_a_method_has_a_row_and_sends_what_is_planned(folder):
     assert (folder / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_what_is_measured_is_not_measured_again(folder):
     before = (folder / "x.json").read_text()
     ended = run("--json", str(folder / "x.json"), "--only", *SOME)
