@@ -12,6 +12,7 @@ import shutil
 import socket
 import struct
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -69,6 +70,8 @@ def run_island(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
         own = address_towards(host, port)
     except (ValueError, OSError) as error:
         parser.error(str(error))
+    if find_spec("torchft") is None:  # the script would fail, and be started again each time
+        parser.error("torchft: expected an installed one, which islands need, but got none; pip install torchft")
     ranks = flags.ranks or max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 1)
     variables = {LIGHTHOUSE: f"http://{host}:{port}", SHARED_STORE: "1", **_quiet()}
     # gloo takes the address of the machine's name, which is that of the loopback interface on many.
