@@ -590,3 +590,11 @@ def test_an_outer_step_in_place_leaves_the_state_that_it_was_given(monkeypatch: 
     assert torch.equal(before, torch.full((3,), 4.0))
     assert torch.equal(moves[0], torch.full((3,), -2.0))
     assert after[0][0] is now
+
+
+def test_means_that_are_later_than_outer_knows_are_refused_with_the_cure():
+    tx, params = fn.outer(sgd(), sgd(1.0), exact()), {"a": torch.zeros(2)}
+    state = tx.init(params)
+    cure = "of 1 fragments, from 0, but got 1; give fn.every and fn.outer .* in_flight = delay // h"
+    with pytest.raises(ValueError, match=cure):
+        tx.update(fn.every(4, delay=4)(3))(params, state, params)
