@@ -30,6 +30,7 @@ from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among
 from fn.base import Phase, Round, Transform, chain, check_number
 from fn.collectives.agreement import check_agreement, gather_values
 from fn.collectives.axis import ALONE, Axis, Binding, axis_index, axis_size
+from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import all_gather
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
@@ -38,8 +39,7 @@ from fn.kernels.layout import scale_dtype
 from fn.kernels.lists import elementwise
 from fn.transforms.average import CodedAverageState, average
 from fn.transforms.clip import clip_by_global_norm
-from fn.transforms.owned import OwnedState
-from fn.transforms.sharded import ShardedState
+from fn.transforms.low_rank import LowRankState
 from fn.transforms.zero_one_adam import ZeroOneAdamState
 
 Tree = Any
@@ -378,11 +378,11 @@ def clipping(phase: Phase, max_norm: float | None, axis: str | None, state: Tree
     """Return how gradients are clipped by their global norm before an update.
 
     In the warm-up the gradients are averaged first, those of all groups in one message, and their norm is that of the
-    averaged gradient. The update is then that of one rank on the mean gradient; a sharded one, in which every rank has
-    a piece of its own, and one of owned tensors average the mean once more, which costs its bytes again. In the
-    compressed phase the averaged gradient is not known before it has been sent; all ranks scale by one factor, from the
-    root of the mean squared norm, which is an upper bound of the norm of the mean. It is a 4-byte message ahead of the
-    others. So it is in a warm-up in codes.
+    averaged gradient. The update is then that of one rank on the mean gradient. Where ranks have pieces of the state,
+    tensors that they own or momenta of their own, it needs all ranks, and averages the mean once more, which costs its
+    bytes again. In the compressed phase the averaged gradient is not known before it has been sent; all ranks scale by
+    one factor, from the root of the mean squared norm, which is an upper bound of the norm of the mean. It is a 4-byte
+    message ahead of the others. So it is in a warm-up in codes.
 
     Args: phase: of the update. max_norm: positive; None: gradients stay as they are. axis: the ranks. state: of the
         transform; it tells whether the warm-up is in codes, and whether ranks have parts of it.
@@ -393,7 +393,22 @@ def clipping(phase: Phase, max_norm: float | None, axis: str | None, state: Tree
         phase = Phase.COMPRESSED
     clip = chain(average(axis), clip_by_global_norm(max_norm, axis)).update(phase)
     alone = Binding({})
-    divided = bool(tree.instances(state, (ShardedState, OwnedState)))  # a part's update needs all ranks
-    if axis is not None and phase is Phase.WARMUP and not divided:
+    if axis is not None and phase is Phase.WARMUP and not _have_their_own(state):
         alone = Binding({axis: Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)})
     return Clipping(lambda grads, params: clip(grads, ((), ()), params)[0], alone)
+
+
+def _have_their_own(state: Tree) -> bool:
+    """Tell whether ranks have anything of their own that a warm-up step needs, such as momenta of which it is the mean.
+
+    It does not read residual errors, nor does it follow steps in which params came to differ.
+    """
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        if isinstance(state, ErrorFeedbackState | LowRankState) or roles.has_local_params(state):
+            return False
+        if roles.rank_local(state):
+            return True
+    if not isinstance(state, tuple | list | dict):
+        return False
+    inside = state.values() if isinstance(state, dict) else state
+    return any(_have_their_own(value) for value in inside if not isinstance(value, Tensor))
