@@ -19,7 +19,7 @@ import report  # noqa: E402
 import slow_link_report  # noqa: E402
 from measure import commit, machine, markdown  # noqa: E402
 
-LONG = ("step", "sharded", "simulate", "sites")
+LONG = ("step", "sharded", "simulate", "sites", "muon", "allreduce", "train_lm", "train_fsdp")
 QUICK = [
     pytest.param(name, marks=pytest.mark.reliability) if name in LONG else name
     for name in report.MEASUREMENTS
