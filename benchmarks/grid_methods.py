@@ -49,6 +49,12 @@ def int4_gradients(lr: Any, axis: str, eps: float) -> fn.Transform:
     return fn.chain(fn.average(axis), fn.compressed_average(axis, fn.int4(), fn.damped()), *links)
 
 
+def fp8_gradients(lr: Any, axis: str, eps: float) -> fn.Transform:
+    """Return AdamW whose gradients travel as blocks of 8-bit floating numbers, without error feedback."""
+    links = fn.scale_by_adam(eps=eps), fn.add_decayed_weights(1e-2), fn.scale_by_learning_rate(lr)
+    return fn.chain(fn.average(axis), fn.compressed_average(axis, fn.fp8(), fn.off()), *links)
+
+
 def sdp4bit(lr: Any, axis: str, eps: float) -> fn.Transform:
     """Return the recipe of SDP4Bit on one axis: rotated 4-bit gradients, and 4-bit differences of params."""
     inner = fn.chain(fn.scale_by_adam(eps=eps), fn.add_decayed_weights(1e-2), fn.scale_by_learning_rate(lr))
@@ -71,6 +77,7 @@ WAYS: Mapping[str, Way] = {
     DDP: Way(exact, "adamw"),
     "DDP bf16": Way(partial(exact, hook=half_precision), "bf16 gradients"),
     "int4 gradients": Way(partial(overlapped, int4_gradients), "adamw, int4 gradients", partial(ours, int4_gradients)),
+    "fp8 gradients": Way(partial(overlapped, fp8_gradients), "adamw, fp8 gradients", partial(ours, fp8_gradients)),
     "1-bit Adam": Way(partial(ours, _lazy), "onebit_adam"),
     "1-bit Adam, overlapped": Way(partial(overlapped, _lazy), "onebit_adam, overlapped", partial(ours, _lazy)),
     "SDP4Bit": Way(partial(ours, sdp4bit), "SDP4Bit"),

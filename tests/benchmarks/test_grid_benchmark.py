@@ -20,7 +20,7 @@ from grid_methods import GPT2, HALF, NONE, WAYS, shapes, size_of  # noqa: E402
 
 SCRIPT = ROOT / "benchmarks" / "grid.py"
 SMALL = ("--loopback", "--tiny", "--words", "64", "16", "--rates", "1 Gbit/s", "--four", "--compute", "0.002")
-SOME = (NONE, "int4 gradients")
+SOME = (NONE, "int4 gradients", "fp8 gradients")
 
 
 def run(*arguments):
