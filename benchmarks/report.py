@@ -38,6 +38,7 @@ import kernels
 import low_rank
 import max_step
 import muon
+import playbook
 import ranks_step
 import sharded
 import simulate
@@ -51,7 +52,7 @@ from tqdm import tqdm
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-PAGES = (HERE / "README.md", ROOT / "README.md", ROOT / "docs" / "choosing.md")
+PAGES = (HERE / "README.md", ROOT / "README.md", ROOT / "docs" / "choosing.md", ROOT / "docs" / "playbook.md")
 
 NOT_YET = "not measured yet"
 
@@ -125,10 +126,10 @@ def measured(name: str) -> str:
     return f"{described(found['about'])}\n\n{MEASUREMENTS[name].table(found)}"
 
 
-def grid() -> str:
-    """Return what stands on the page for the grid."""
+def of_grid(table: Callable[[dict[str, Any]], str]) -> str:
+    """Return a table of the grid's points."""
     found = result("grid")
-    return f"{NOT_YET}: `python benchmarks/grid.py`" if found is None else grid_report.table(found)
+    return f"{NOT_YET}: `python benchmarks/grid.py`" if found is None else table(found)
 
 
 def headline() -> str:
@@ -148,7 +149,9 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "max_step", partial(max_step.table, json.loads((HERE / "max_step.json").read_text()))
     for name in MEASUREMENTS:
         yield name, partial(measured, name)
-    yield "grid", grid
+    yield "grid", partial(of_grid, grid_report.table)
+    yield "playbook", playbook.table
+    yield "playbook, measured", partial(of_grid, playbook.measured)
     yield "headline", headline
 
 
