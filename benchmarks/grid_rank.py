@@ -40,7 +40,7 @@ TOLERANCE, TOLERANCE_FAR = 0.08, 0.12
 pace over several round trips."""
 
 TRIES = 4
-"""How often a rate is measured before it counts as wrong: a process that wakes up meanwhile looks like a slower link."""
+"""How often a rate is measured before it counts as wrong: another process that wakes up looks like a slower link."""
 
 SLOW, SMALL = 5e8, 7
 """Bit/s below which a link is calibrated by so many sizes, up to 4 MiB."""
