@@ -9,7 +9,7 @@
 A table stands between two comments, `<!-- table: NAME -->` and `<!-- end -->`. What `--measure` runs is `MEASUREMENTS`,
 one script after the other; the JSON of each is in `results/`, with its command, machine and commit, which stand above
 the table. A slow link needs root and iproute2. TorchOpt and optax are timed if they are installed. The runs of the
-atlas, the deep atlas, `max_step` and the grid, which take hours, have commands of their own.
+atlas, the deep atlas, `max_step`, the grid and the time to a loss, which take long, have commands of their own.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ import simulate
 import sites
 import slow_link_report
 import step
+import time_to_loss_report
 from atlas_summary import DEEPER
 from atlas_tasks import TASKS
 from measure import ROOT
@@ -132,6 +133,14 @@ def of_grid(table: Callable[[dict[str, Any]], str]) -> str:
     return f"{NOT_YET}: `python benchmarks/grid.py`" if found is None else table(found)
 
 
+def time_to_loss() -> str:
+    """Return what stands on the page for the time to a loss."""
+    found = result("time_to_loss")
+    if found is None:
+        return f"{NOT_YET}: `python benchmarks/time_to_loss.py`"
+    return time_to_loss_report.table(found)
+
+
 def headline() -> str:
     """Return what the README says of slow links."""
     found = result("slow_link")
@@ -152,6 +161,7 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "grid", partial(of_grid, grid_report.table)
     yield "playbook", playbook.table
     yield "playbook, measured", partial(of_grid, playbook.measured)
+    yield "time_to_loss", time_to_loss
     yield "headline", headline
 
 

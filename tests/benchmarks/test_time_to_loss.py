@@ -1,0 +1,142 @@
+"""The time to a loss: where a curve reaches it, what is computed from timed steps, and a tiny run that goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import LIMIT
+
+ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "benchmarks"))
+
+import time_to_loss_report as report  # noqa: E402
+from paired import rate_at  # noqa: E402
+from time_to_loss_rank import BASE, EXACT, METHODS  # noqa: E402
+from time_to_loss_report import FULL, chosen, curve, key, reached, seconds_to, target  # noqa: E402
+
+SCRIPT = ROOT / "benchmarks" / "time_to_loss.py"
+SMALL = ("--tiny", "--loopback", "--ranks", "2", "--steps", "60", "--looks", "20", "--short", "12")
+ONEBIT, DILOCO = "1-bit Adam", "DiLoCo, int8, late"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *SMALL, *arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+
+
+def looks(*seen: tuple[int, float, float]) -> dict[str, Any]:
+    names = ("step", "seconds", "loss")
+    found = [dict(zip(names, look, strict=True)) | {"payload": 1e6, "ledger": 2e6} for look in seen]
+    return {"lr": 1e-3, "seed": 1, "steps": seen[-1][0], "looks": found}
+
+
+def result() -> dict[str, Any]:
+    """Return runs of 100 steps, of which 1-bit Adam's warm-up is 20, and 50 or more that were only timed."""
+    timed = {BASE: [9.0] + [4.0] * 49, ONEBIT: [9.0] + [5.0] * (EXACT - 1) + [0.5] * 45}
+    runs = {key(name, "10 Mbit/s"): {"seconds": seconds} for name, seconds in timed.items()}
+    runs[key(BASE, FULL)] = looks((50, 20.0, 3.0), (100, 40.0, 2.0))
+    runs[key(ONEBIT, FULL)] = looks((50, 10.0, 3.04), (100, 15.0, 2.04))
+    return {"runs": runs, "seeds": {}, "tuned": {}}
+
+
+def test_seconds_are_linear_between_two_looks() -> None:
+    found = [(50, 10.0, 3.0), (100, 20.0, 2.0), (150, 30.0, 2.5)]
+    assert seconds_to(found, 2.25) == pytest.approx(17.5)
+    assert seconds_to(found, 3.5) == 10.0
+    assert seconds_to(found, 1.9) is None
+
+
+def test_a_loss_that_is_not_reached_has_no_seconds() -> None:
+    slow, fast = reached(result(), FULL)
+    assert target(result()) == pytest.approx(2.02)
+    assert (slow.method, slow.at, slow.share) == (BASE, pytest.approx(39.6), 1.0)
+    assert (fast.method, fast.at, fast.share) == (ONEBIT, None, None)
+    assert "| 1-bit Adam | 0.15 | not reached |  |" in report.table(result())
+
+
+def test_a_computed_curve_has_losses_by_step_and_seconds_of_timed_steps() -> None:
+    assert curve(result(), BASE, "10 Mbit/s") == [(50, 200.0, 3.0), (100, 400.0, 2.0)]
+    warm_up = METHODS[ONEBIT].exact(100)
+    assert warm_up == 20
+    seconds = [x for _, x, _ in curve(result(), ONEBIT, "10 Mbit/s") or []]
+    assert seconds == [warm_up * 5.0 + (step - warm_up) * 0.5 for step in (50, 100)]
+    assert curve(result(), BASE, "1 Gbit/s") is None
+
+
+def test_rounds_are_timed_as_a_whole() -> None:
+    seconds = [1.0] * EXACT + [7.0] * 32 + [0.1] * 31 + [3.3]
+    assert report.pace(DILOCO, {"seconds": seconds}) == (1.0, pytest.approx(0.2))
+
+
+def test_a_rate_is_chosen_once_the_best_is_at_no_edge() -> None:
+    places = {str(rate_at(3e-3, place)): loss for place, loss in ((-1, 2.2), (0, 2.0), (1, None))}
+    assert chosen({"tuned": {BASE: places}}, BASE) == 3e-3
+    assert chosen({"tuned": {BASE: places | {str(rate_at(3e-3, -1)): 1.9}}}, BASE) is None
+
+
+def test_differences_are_of_the_same_seeds() -> None:
+    found = result()
+    for name, loss in ((BASE, 2.1), (ONEBIT, 2.12)):
+        found["seeds"][key(name, "seed 2")] = looks((100, 0.0, loss)) | {"seed": 2}
+    assert "+0.0300 (+0.0200 to +0.0400, 2 seeds)" in report.table(found)
+
+
+def test_the_last_mean_arrives_in_the_last_step() -> None:
+    for steps in (1500, 250, 60):
+        schedule = METHODS[DILOCO].schedule(steps)
+        assert schedule is not None
+        assert schedule(steps - 1).end is not None
+
+
+def test_without_a_rate_it_asks_for_the_search(tmp_path: Path) -> None:
+    ended = run("--json", str(tmp_path / "x.json"))
+    assert ended.returncode == 1
+    assert "--tune" in ended.stderr
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("time_to_loss")
+    ended = run("--untuned", "--only", DILOCO, BASE, "--json", str(out / "x.json"), "--png", str(out / "x.png"))
+    assert ended.returncode == 0, ended.stderr
+    return out
+
+
+@pytest.mark.reliability
+def test_methods_train_and_are_drawn(folder: Path) -> None:
+    found = json.loads((folder / "x.json").read_text())
+    for name in (BASE, DILOCO):
+        seen = found["runs"][key(name, FULL)]["looks"]
+        assert [look["step"] for look in seen] == [20, 40, 60]
+        assert seen[-1]["loss"] < seen[0]["loss"]
+        assert len(curve(found, name, "10 Mbit/s") or []) == len(seen)
+    assert [row.method for row in reached(found, "1 Gbit/s")] == [BASE, DILOCO]
+    assert (folder / "x.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.reliability
+def test_what_has_run_does_not_run_again(folder: Path) -> None:
+    before = json.loads((folder / "x.json").read_text())
+    ended = run("--untuned", "--only", BASE, DILOCO, "--json", str(folder / "x.json"))
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads((folder / "x.json").read_text()) == before
+
+
+@pytest.mark.reliability
+def test_a_run_without_a_clock_is_another_seed_of_the_same(folder: Path) -> None:
+    ended = run("--simulate", "--untuned", "--only", BASE, "--seeds", "1", "--json", str(folder / "x.json"))
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads((folder / "x.json").read_text())
+    clocked, other = found["runs"][key(BASE, FULL)], found["seeds"][key(BASE, "seed 1")]
+    assert other["looks"][-1]["loss"] == pytest.approx(clocked["looks"][-1]["loss"], rel=1e-3)
