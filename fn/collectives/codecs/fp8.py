@@ -33,8 +33,9 @@ def fp8(block: int = 256, format: str = "e4m3") -> Codec:
 
     Each element is rounded to the nearest number of the format, half to even: it is off by at most 1/16 of itself in
     e4m3 and 1/8 in e5m2, or by M / 458752 and M / 7.5e9 where it is smaller than the format has digits for. The largest
-    magnitude comes back exactly, up to float32. Means are added up in float32. A block with a NaN or an Inf comes back
-    as NaN; blocks start anew at every piece that a server gets.
+    magnitude comes back exactly, up to float32. Where 448 / M is more than float32 holds, a float32 block comes back
+    as zeros: at an M below about 1.3e-36, 1.7e-34 in e5m2. Means are added up in float32. A block with a NaN or an Inf
+    comes back as NaN; blocks start anew at every piece that a server gets.
 
     `int8` has the same bytes, and is off by at most M / 256 whatever the element. It is better where the elements of a
     block are of one size: its squared error on normal ones is a 14th. `fp8` keeps what is small beside the largest.

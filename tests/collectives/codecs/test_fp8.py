@@ -116,6 +116,9 @@ def test_zeros_stay_zeros_and_what_is_too_small_for_a_scale_becomes_one(format):
     assert arrived(codec, torch.zeros(9)).eq(0).all()
     assert codec.encode(torch.zeros(1, 9)).scales.eq(1).all()
     assert arrived(codec, torch.full((3,), 1e-42)).eq(0).all()
+    least = FORMATS[format][2] / torch.finfo(torch.float32).max
+    assert arrived(codec, torch.full((3,), 0.99 * least)).eq(0).all()
+    assert arrived(codec, torch.full((3,), 1.01 * least)).tolist() == pytest.approx([1.01 * least] * 3, rel=1e-3)
     assert arrived(codec, torch.full((3,), 3e38)).tolist() == pytest.approx([3e38] * 3)
 
 
