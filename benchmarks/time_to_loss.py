@@ -1,7 +1,7 @@
 """Time to loss over a slow link: four ranks train a language model of 0.85 million parameters; nothing is modelled.
 
     python benchmarks/time_to_loss.py --tune --json benchmarks/results/time_to_loss.json        # learning rates
-    python benchmarks/time_to_loss.py --json benchmarks/results/time_to_loss.json               # the clock: 25 minutes
+    python benchmarks/time_to_loss.py --json benchmarks/results/time_to_loss.json               # the clock: 50 minutes
     python benchmarks/time_to_loss.py --simulate --json benchmarks/results/time_to_loss.json    # more seeds, no clock
     python benchmarks/time_to_loss.py --draw --json benchmarks/results/time_to_loss.json --png docs/time_to_loss.png
 
@@ -51,11 +51,14 @@ RANK = Path(__file__).with_name("time_to_loss_rank.py")
 LIMIT = 3600
 """Seconds after which a method is given up."""
 
-COMPUTE = 0.25
+COMPUTE = 0.2
 """Seconds of a step that are no communication, for the estimate alone."""
 
 PERIODS = 2
 """Rounds that are timed."""
+
+STOP = threading.Event()
+"""Set when the script is told to end: ranks are killed, and what they have written is kept."""
 
 
 class Task(NamedTuple):
@@ -165,16 +168,16 @@ def run(task: Task, options: argparse.Namespace, progress: Progress) -> dict[str
             processes.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log))
             stack.callback(processes[-1][0].wait)
             stack.callback(processes[-1][0].kill)
-        told, codes = 0, [None] * options.ranks
-        while None in codes and not any(codes) and time.monotonic() < begin + LIMIT:
-            time.sleep(0.2)
+        told = 0
+        codes: list[int | None] = [None] * options.ranks
+        while None in codes and not any(codes) and time.monotonic() < begin + LIMIT and not STOP.wait(0.2):
             codes = [process.poll() for process, _ in processes]
             text = (folder / "steps").read_text() if (folder / "steps").exists() else ""
             progress.add(int(text or told) - told)  # it may be empty while it is written
             told = int(text or told)
         time.sleep(1.0 if any(codes) else 0.0)  # the others say what they saw
         for rank, (process, log) in enumerate(processes):
-            if (code := process.poll()) != 0:
+            if (code := process.poll()) != 0 and not STOP.is_set():
                 log.seek(0)
                 ended = "had not ended" if code is None else f"ended with {code}"
                 tqdm.write(f"{task.method}, rank {rank} {ended}: {log.read()[-2000:]}", file=sys.stderr)
@@ -228,8 +231,15 @@ def take(options: argparse.Namespace, result: dict[str, Any]) -> list[str]:
                 bar.set_postfix_str(f"{task.method}, {', '.join(part.name for part in task.parts)}")
             if not going:
                 return failed
-            for ended in wait(going, return_when=FIRST_COMPLETED).done:
-                failed += keep(result, options, going.pop(ended), ended.result())
+            try:
+                ended = wait(going, return_when=FIRST_COMPLETED).done
+            except BaseException:
+                STOP.set()
+                for future, task in going.items():
+                    keep(result, options, task, future.result())
+                raise
+            for future in ended:
+                failed += keep(result, options, going.pop(future), future.result())
 
 
 def main() -> None:
@@ -240,8 +250,9 @@ def main() -> None:
         sys.exit(f"time_to_loss: there is no throttled link here ({reason}); --loopback tries the script without one")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("time_to_loss: terminated"))  # and nothing is left behind
     path = Path(options.json) if options.json else None
-    known = path is not None and path.exists()
-    result = json.loads(path.read_text()) if known else {"tuned": {}, "runs": {}, "seeds": {}}
+    result: dict[str, Any] = {"tuned": {}, "runs": {}, "seeds": {}}
+    if path and path.exists():
+        result = json.loads(path.read_text())
     if not options.draw:
         wanted = {
             "steps": options.steps, "tune_steps": options.tune_steps, "ranks": options.ranks,

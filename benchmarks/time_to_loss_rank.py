@@ -35,6 +35,10 @@ from train_lm import Transformer, loss_of
 import fn
 
 SETTING = TASKS[DEEPER]
+CLIP = 1.0
+"""As the task has it: a norm."""
+
+assert SETTING.clip == CLIP
 TINY = Size(1, 32, 2, context=16, sequences=8)
 EXACT = 5
 """Steps of the warm-up in a run that is only timed."""
@@ -121,7 +125,7 @@ class Run:
             self.forward = self.model
             with world.binding:
                 made = partial(method.make, axis="data")
-                own = fn.Optimizer(params, made, schedule=self.schedule, lr=lr, max_norm=SETTING.clip)
+                own = fn.Optimizer(params, made, schedule=self.schedule, lr=lr, max_norm=CLIP)
             self.optimizer, self.agreed = own, partial(fn.adapters.agreed_params, own)
         self.lr = LambdaLR(self.optimizer, lambda t: 1.0 if timed else SETTING.rate(t, part.steps))
         self.draw = task.batches(part.seed, world.world)
@@ -131,7 +135,7 @@ class Run:
         x, y = self.draw()
         loss_of(self.forward, (x[self.rank], y[self.rank])).backward()
         if self.method.make is None:
-            clip_grad_norm_(self.model.parameters(), SETTING.clip)
+            clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr.step()
@@ -139,7 +143,8 @@ class Run:
     def look(self) -> tuple[float | None, float | None]:
         """Return the losses on the split that rates are chosen on, and on the one that is shown."""
         score = self.task.score({name: p.detach() for name, p in self.model.named_parameters()})
-        return tuple(x if math.isfinite(x) else None for x in (score.tuning, score.loss))
+        tuning, loss = (x if math.isfinite(x) else None for x in (score.tuning, score.loss))
+        return tuning, loss
 
     def train(self, looks: int, say: Callable[[int], None]) -> list[dict[str, Any]]:
         """Train; return what rank 0 saw on the way. The clock stands still while it looks.
