@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import socket
 import sys
 from typing import Any
 
@@ -67,8 +68,9 @@ def test_an_island_takes_the_lighthouse_of_the_environment(ran, monkeypatch):
     ("line", "said"),
     [
         ("island", "script: expected a script, such as train.py"),
-        ("island --lighthouse :4000 train.py", "lighthouse: expected host:port, but got ':4000'"),
-        ("island --lighthouse 127.0.0.1:port train.py", "lighthouse: expected host:port"),
+        ("island --lighthouse :4000 train.py", "--lighthouse: expected host:port, but got ':4000'"),
+        ("island --lighthouse 127.0.0.1:port train.py", "--lighthouse: expected host:port"),
+        ("island --lighthouse a..b:29 train.py", "--lighthouse: expected an address that this machine knows a way to"),
         ("lighthouse", "expected an installed torchft"),
     ],
 )
@@ -78,6 +80,20 @@ def test_what_cannot_be_run_is_said_in_a_line(line, said, ran, capsys, monkeypat
         main(line.split())
     assert not ran
     assert said in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_an_island_names_a_lighthouse_to_which_it_knows_no_way(ran, capsys, monkeypatch):
+    def unknown(*args: Any, **more: Any) -> Any:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", unknown)
+    with pytest.raises(SystemExit, match="2"):
+        main(["island", "--lighthouse", "nowhere:29", "train.py"])
+    assert not ran
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "--lighthouse: expected an address that this machine knows a way to, but got nowhere:29 " in said
+    assert "(Name or service not known); check the name and the network of this machine: ping nowhere; " in said
+    assert said.endswith("python -m fn lighthouse prints its address")
 
 
 def test_connect_says_what_it_needs(monkeypatch):

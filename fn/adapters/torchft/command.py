@@ -69,7 +69,7 @@ def run_island(parser: argparse.ArgumentParser, flags: argparse.Namespace) -> No
         host, port = address_of(flags.lighthouse or f"{_own_address()}:{PORT}")
         own = address_towards(host, port)
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(f"--{error}")
     if find_spec("torchft") is None:  # the script would fail, and be started again each time
         parser.error("torchft: expected an installed one, which islands need, but got none; pip install torchft")
     ranks = flags.ranks or max(1, torch.accelerator.device_count() if torch.accelerator.is_available() else 1)

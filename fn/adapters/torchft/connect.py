@@ -60,7 +60,8 @@ def connect(
         pg: torchft's process group that exchanges; None: gloo's.
     Returns: torchft's Manager.
     Raises: ValueError without a lighthouse, or for one of several processes without a process group; TypeError for a
-        schedule whose rounds are not known; what torchft raises if no lighthouse answers.
+        schedule whose rounds are not known; ConnectionError if there is no way to the lighthouse; what torchft raises
+        if none answers.
     """
     if not isinstance(schedule, Every):
         cure = "make torchft's Manager yourself, with a quorum_timeout that is longer than a round"
@@ -129,11 +130,20 @@ def address_of(lighthouse: str) -> tuple[str, int]:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this machine's own address on the way to another one. Nothing is sent."""
-    family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(place)
-        return str(probe.getsockname()[0])
+    """Return this machine's own address on the way to another one, a lighthouse. Nothing is sent.
+
+    Raises: ConnectionError that names the lighthouse if there is no machine of that name, or no way to it.
+    """
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)
+            return str(probe.getsockname()[0])
+    except (OSError, UnicodeError) as error:  # the second: of what can be no name
+        reason = getattr(error, "strerror", None) or error
+        cure = f"check the name and the network of this machine: ping {host}; python -m fn lighthouse prints its address"
+        got = f"{host}:{port} ({reason})"
+        raise ConnectionError(expected("lighthouse", "an address that this machine knows a way to", got, cure)) from error
 
 
 def _gloo(patience: timedelta) -> Any:
