@@ -42,6 +42,7 @@ from fn.adapters.optim.state_dict import (
     SAVED_BY,
     SPLIT,
     about_servers,
+    check_late_means,
     flat_state,
     is_optional,
     place_of,
@@ -149,6 +150,9 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
     forms = {k: form for k, form in reader.forms.items() if extra is not None or not k.startswith(of_extra)}
     own_keys, elsewhere = resharding.own_rows(training), owned_elsewhere(training.states)
     forms = {key: form for key, form in forms.items() if key not in elsewhere}
+    live = by_path(training.states)  # what is one rank's own was saved as rows
+    own_there = {key for key, (shape, _) in forms.items() if key in live and len(shape) > live[key].ndim}
+    check_late_means(training, forms, own_there, "checkpoint")
     added = roles.added(training.states, forms, "state.")
     _check_keys(optimizer, extra, {**replicated.join_extra(forms), **added})
     if old == size or place_of(training)[1] == size:  # else no axis adds up what all ranks have read

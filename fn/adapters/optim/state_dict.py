@@ -35,6 +35,7 @@ from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.inplace.memory import written_into
 from fn.schedules import FreezeWhenStable
+from fn.transforms.outer import OuterState
 from fn.transforms.owned import OwnedState
 
 Tree = Any
@@ -103,6 +104,7 @@ def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
     place = here if here in places else min(places, default=here)
     of_place = {m[3]: saved[path] for path, m in matches.items() if m and (int(m[1]), int(m[2])) == place}
     same = {path: x for path, x in saved.items() if not matches[path]}
+    check_late_means(training, {*same, *of_place}, set(of_place), "state_dict")
     restore_flat(training, {SAVED_BY: torch.tensor(place, dtype=torch.int64, device="cpu"), **same, **of_place})
 
 
@@ -206,6 +208,34 @@ def _numbers_of(training: Training, index: int, saved: Mapping[str, Tensor]) -> 
         text = f"state_dict: expected numbers of param group {index} that its transform takes, but got {error}"
         raise ValueError(text) from error
     return entries
+
+
+def check_late_means(training: Training, saved: Collection[str], own: Collection[str], argument: str) -> None:
+    """Refuse a state of `fn.outer` that was saved with another `in_flight` or `eager`.
+
+    Eager steps leave in the same tensors what is not yet in the anchor, where others leave whole means. Their anchors
+    are each rank's own, by which they are told apart.
+
+    Args: saved: the paths of what was saved. own: those of what was one rank's own. argument: that it was given as.
+    Raises: ValueError that names both settings.
+    """
+    live, marks = by_path(training.states), by_path(kinds(training.states))
+    own_here = {path for path, mark in marks.items() if mark in OF_EACH_RANK}
+    for state in tree.instances(training.states, OuterState):
+        prefix = next(path for path, x in live.items() if x is state.alone).removesuffix("alone")
+        here, there = _late_means(prefix, live, own_here), _late_means(prefix, saved, own)
+        if f"{prefix}alone" in saved and here != there:
+            wanted = f"one that was saved with {here}, as this optimizer has"
+            raise ValueError(expected(argument, wanted, f"one with {there}", "make the optimizer as the saved one was"))
+
+
+def _late_means(prefix: str, paths: Collection[str], own: Collection[str]) -> str:
+    """Return how means come late in a state of `fn.outer`, by its paths and those of each rank's own."""
+    more = f"{prefix}more."
+    lanes = 1 + len({path.removeprefix(more).partition(".")[0] for path in paths if path.startswith(more)})
+    if not any(path.startswith(f"{prefix}anchor") for path in own):
+        return f"in_flight={lanes}"
+    return "eager=True" if lanes > 1 else "anchors of each rank's own"
 
 
 def check_fits(live: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
