@@ -54,12 +54,14 @@ class Round(NamedTuple):
     begin: the number of the fragment whose exchange begins after this step; None for none.
     end: the number of the fragment whose exchange ends, so that its outer step is taken; None for none. The same
         number as `begin`: the exchange begins and ends after this step. A plain `Phase.COMPRESSED` is `Round(0, 0)`.
-    Where n exchanges of one fragment are on their way at once, as with `fn.outer(..., in_flight=n)`, their numbers are
-    n * fragment, n * fragment + 1, and so on in turn.
+    in_flight: how many exchanges of one fragment are on their way at once, as in `fn.outer(..., in_flight=n)`, which
+        refuses a round with another n. With n of them their numbers are n * fragment, n * fragment + 1, and so on in
+        turn. 1 where nothing begins or ends.
     """
 
     begin: int | None = None
     end: int | None = None
+    in_flight: int = 1
 
     @property
     def phase(self) -> Phase:
@@ -69,16 +71,17 @@ class Round(NamedTuple):
     @property
     def local(self) -> Part:
         """Return the local step of the round."""
-        return Part("local", self.phase)
+        return Part("local", self.phase, in_flight=self.in_flight)
 
     @property
     def exchange(self) -> list[Part]:
         """Return the parts that follow the local step."""
         parts = []
         if self.begin is not None:
-            parts += [Part("difference", fragment=self.begin), Part("mean", fragment=self.begin)]
+            kinds: tuple[Literal["difference", "mean"], ...] = ("difference", "mean")
+            parts += [Part(kind, fragment=self.begin, in_flight=self.in_flight) for kind in kinds]
         if self.end is not None:
-            parts += [Part("outer", fragment=self.end)]
+            parts += [Part("outer", fragment=self.end, in_flight=self.in_flight)]
         return parts
 
 
@@ -89,13 +92,14 @@ class Part(NamedTuple):
     pseudo-gradient), and "mean" averages that over the ranks. Where one ends, "outer" is the outer step. A transform
     without rounds takes its step in "local" and does nothing in the other parts, which ignore the updates they get.
 
-    kind: which part. of: the phase of the round, which says what links without rounds do. fragment: the fragment of
-    params that the part is about.
+    kind: which part. of: the phase of the round, which says what links without rounds do. fragment: what the round
+    calls the exchange that the part is of. in_flight: as in the round.
     """
 
     kind: Literal["local", "difference", "mean", "outer"]
     of: Phase = Phase.COMPRESSED
     fragment: int = 0
+    in_flight: int = 1
 
     @property
     def phase(self) -> Phase:
@@ -114,14 +118,20 @@ class NewParams(NamedTuple):
 
 
 def check_round(value: Round) -> None:
-    """Raise a TypeError unless the fields of a round are whole numbers or None, a ValueError if one is below 0."""
-    for name, fragment in value._asdict().items():
+    """Raise a TypeError unless the fields of a round are whole numbers or None, a ValueError if one is out of range."""
+    for name, fragment in (("begin", value.begin), ("end", value.end)):
         if fragment is None:
             continue
         if not isinstance(fragment, numbers.Integral) or isinstance(fragment, bool):
             raise TypeError(expected(f"phase.{name}", "the number of a fragment, or None", f"{fragment!r}"))
         if fragment < 0:
             raise ValueError(expected(f"phase.{name}", "the number of a fragment, from 0", f"{fragment!r}"))
+    if not isinstance(value.in_flight, numbers.Integral) or isinstance(value.in_flight, bool):
+        raise TypeError(expected("phase.in_flight", "a whole number", f"{value.in_flight!r}"))
+    if value.in_flight < 1:
+        raise ValueError(expected("phase.in_flight", "a whole number of at least 1", f"{value.in_flight}"))
+    if value.phase is Phase.LOCAL and value.in_flight != 1:  # one local round, `Round()`, is what `rounds` look for
+        raise ValueError(expected("phase.in_flight", "1 where nothing begins or ends", f"{value.in_flight}"))
 
 
 class UpdateFn(Protocol):

@@ -157,9 +157,9 @@ def every(h: int, *, fragments: int = 1, delay: int = 0, start: int = 0) -> Sche
     round, `delay` steps after it began: below q in the round in which it began, else in a later one. Steps in which
     nothing begins or ends send nothing.
 
-        >>> [tuple(every(4, fragments=2, delay=1)(step)) for step in range(4)]
+        >>> [every(4, fragments=2, delay=1)(step)[:2] for step in range(4)]      # begin and end of each `Round`
         [(0, None), (None, 0), (1, None), (None, 1)]
-        >>> [tuple(every(2, delay=2)(step)) for step in range(6)]      # an exchange ends as the next one begins
+        >>> [every(2, delay=2)(step)[:2] for step in range(6)]         # an exchange ends as the next one begins
         [(None, None), (0, 1), (None, None), (1, 0), (None, None), (0, 1)]
 
     Args:
@@ -198,7 +198,10 @@ class Every:
         begins = place == length - 1 - steps
         has_begun = number >= rounds or (self.in_flight > 1 and number >= (number - rounds) % self.fragments)
         ends = place == length - 1 and has_begun
-        return Round(self._exchange(number) if begins else None, self._exchange(number - rounds) if ends else None)
+        if not (begins or ends):
+            return Round()
+        begun = self._exchange(number) if begins else None
+        return Round(begun, self._exchange(number - rounds) if ends else None, self.in_flight)
 
     @property
     def in_flight(self) -> int:

@@ -151,6 +151,12 @@ def test_a_round_of_no_fragments_is_refused_by_field(when):
         count_and_add(1.0).update(when)
 
 
+@pytest.mark.parametrize("when", [Round(0, 1, 2.0), Round(0, 0, True), Round(0, 0, 0), Round(None, None, 2)])
+def test_a_round_with_no_such_number_on_its_way_is_refused(when):
+    with pytest.raises((TypeError, ValueError), match=r"^phase\.in_flight: expected (a whole number|1 where nothing)"):
+        count_and_add(1.0).update(when)
+
+
 def test_a_link_behind_new_params_is_refused_by_name_and_a_guard_is_none():
     last = fn.chain(jump(), fn.chain(), fn.skip_nonfinite(fn.chain()))
     params = [torch.ones(2)]

@@ -67,7 +67,7 @@ def places_in(fragments: Fragments, params: Tree, fragment: int, field: str) -> 
     count = fragments if isinstance(fragments, int) else len(parts)
     if callable(fragments) or fragment < count:
         return ()
-    cure = "give fn.every and fn.outer the same number of fragments, and fn.outer in_flight = delay // h + 1"
+    cure = "give fn.every and fn.outer the same number of fragments"
     raise ValueError(expected(f"phase.{field}", f"one of {count} fragments, from 0", f"{fragment}", cure))
 
 

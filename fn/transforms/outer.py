@@ -51,6 +51,7 @@ from fn.transforms.round_arguments import (
     check_alike,
     check_guard,
     check_holds,
+    check_in_flight,
     check_inner,
     check_late,
     check_outer_tx,
@@ -202,9 +203,9 @@ def outer(
             difference is left out goes on from the anchor, and so do all where an exchange is left out. None: all
             differences count alike, and one that is not finite makes all ranks leave out the exchange.
         in_flight: how many exchanges of one fragment may be on their way at once: delay // h + 1 of `fn.every`. The
-            number of an exchange in a `Round` is then fragment * in_flight + one of these, in turn. Where one ends
-            that did not begin, such as the first, the params go to x + alpha (p - x) all the same: what was sent
-            meanwhile would count twice.
+            number of an exchange in a `Round` is then fragment * in_flight + one of these, in turn, and a round of a
+            schedule with another in_flight is refused. Where one ends that did not begin, such as the first, the params
+            go to x + alpha (p - x) all the same: what was sent meanwhile would count twice.
         since: where the next difference begins. "anchor": x, so that with alpha > 0 what was kept counts again.
             "start": the params where the last one was taken, moved as the exchanges since moved them, so that each
             local step counts once.
@@ -215,7 +216,8 @@ def outer(
         exchange begins or ends it returns `NewParams`, elsewhere updates. A round that ends an exchange that did not
         begin moves nothing, so params that join in between start with the next exchange. A rank leaves out a local step
         that is not finite alone, and counts it (`dropped`). On one rank it is a lookahead optimizer.
-    Raises: TypeError or ValueError that names the argument; from `init`, if the fragments do not fit the params.
+    Raises: TypeError or ValueError that names the argument; from `init`, if the fragments do not fit the params; from
+        `update`, for a round of a schedule with another `in_flight`.
 
     Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1; Streaming DiLoCo (arXiv 2501.18512), algorithm 2:
         fragments, alpha, and the delay, which is `fn.every`'s; Kale et al., Eager updates (arXiv 2502.12996): eager. A
@@ -454,6 +456,8 @@ def outer(
 
     @memoized
     def rounds(key: Round | Part) -> UpdateFn:
+        if (key.of if isinstance(key, Part) else key.phase) is not Phase.LOCAL:
+            check_in_flight(key.in_flight, in_flight, eager)
         if key == Round() or (isinstance(key, Part) and key.kind == "local"):
             return alone
         return of_part(key) if isinstance(key, Part) else exchange(key)
@@ -463,7 +467,7 @@ def outer(
     facts = merged(Facts(local_params=True), *map(facts_of, (inner, outer_tx, sync)))
     facts = facts if guard is None else merged(facts, Facts(whole=("norm_guard",), tree=("norm_guard",)))
     together = Step(OuterWarmup(inner.warmup_update), warmup, lambda state, read: check_alike(read(state.alone)))
-    return Transform(init, together, rounds(Round(0, 0)), alone, needs, rounds, facts)
+    return Transform(init, together, rounds(Round(0, 0, in_flight)), alone, needs, rounds, facts)
 
 
 def taken_alone(

@@ -78,6 +78,29 @@ def check_late(
     return 2
 
 
+def check_in_flight(of_schedule: int, in_flight: int, eager: bool) -> None:
+    """Refuse a round that numbers exchanges otherwise than `outer` does: it would be of another fragment.
+
+    Args: of_schedule: what the round says. in_flight: what `outer` has, 2 where steps are eager.
+    """
+    if of_schedule == in_flight:
+        return
+    given = "eager=True, so 2" if eager else f"in_flight={in_flight}"
+    fitting = f"in_flight={of_schedule}" + (" and eager=False" if eager else "")
+    cure = f"give fn.outer {fitting}, or fn.every {late_enough(in_flight, eager)}"
+    raise ValueError(expected("phase.in_flight", f"{in_flight}, for fn.outer has {given}", f"{of_schedule}", cure))
+
+
+def late_enough(in_flight: int, eager: bool) -> str:
+    """Return which delay of `fn.every` goes with `outer`."""
+    if eager:
+        return "a delay of h, for steps are eager"
+    if in_flight == 1:
+        return "a delay of less than h"
+    least = "h" if in_flight == 2 else f"{in_flight - 1} h"
+    return f"a delay of {least} or more, below {in_flight} h"
+
+
 def check_store(store: Any) -> None:
     """Refuse what is neither "cpu" nor a floating dtype of 16 bits or more."""
     if store is None or store == "cpu":

@@ -93,7 +93,7 @@ class Case(NamedTuple):
         return ", ".join([*parts, *[self.kind] * bool(self.kind)])
 
 
-LOCAL_STEP, EXCHANGE, EAGER, ALL = fn.Round(), fn.Round(0, 0), fn.Round(0, 1), fn.Round(6, 6)
+LOCAL_STEP, EXCHANGE, EAGER, ALL = fn.Round(), fn.Round(0, 0), fn.Round(0, 1, 2), fn.Round(6, 6)
 PARTS_OF_A_ROUND = {LOCAL_STEP: "local step", EXCHANGE: "exchange", EAGER: "exchange", ALL: "exchange of all"}
 BOTH = ("local", "node")
 W, C, L = fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.LOCAL

@@ -463,7 +463,7 @@ BAD = {
     "schedule: expected a delay of less than h, but got fn.every.delay=2, h=2; or give fn.outer in_flight=2": (
         lambda: fn.Optimizer(params_of(2), partial(fn.diloco, axis="data"), schedule=fn.every(2, delay=2))
     ),
-    "schedule: expected a delay of 1 h or more, below 2 h, but got fn.every.delay=0, h=2; or give .* in_flight=1": (
+    "schedule: expected a delay of h or more, below 2 h, but got fn.every.delay=0, h=2; or give .* in_flight=1": (
         lambda: fn.Optimizer(params_of(2), partial(fn.diloco, axis="data", in_flight=2), schedule=fn.every(2))
     ),
     "schedule: expected a delay of h, for steps are eager, but got fn.every.delay=3, h=2": (
@@ -497,7 +497,7 @@ def test_a_round_of_a_fragment_that_is_none_is_refused() -> None:
         tx.update(Round(2, None))(params, state, params)
 
 
-@pytest.mark.parametrize("when", [Round(0, None), Round(None, 1)])
+@pytest.mark.parametrize("when", [Round(0, None, 2), Round(None, 1, 2)])
 def test_eager_steps_are_refused_where_nothing_begins_as_the_last_one_ends(when: Round) -> None:
     tx, params = fn.outer(sgd(), RATE, exact(), eager=True), start()
     with pytest.raises(ValueError, match=r"phase: expected an exchange that begins .* use fn\.every\(h, delay=h\)"):
@@ -592,9 +592,61 @@ def test_an_outer_step_in_place_leaves_the_state_that_it_was_given(monkeypatch: 
     assert after[0][0] is now
 
 
-def test_means_that_are_later_than_outer_knows_are_refused_with_the_cure():
-    tx, params = fn.outer(sgd(), sgd(1.0), exact()), {"a": torch.zeros(2)}
-    state = tx.init(params)
-    cure = "of 1 fragments, from 0, but got 1; give fn.every and fn.outer .* in_flight = delay // h"
-    with pytest.raises(ValueError, match=cure):
-        tx.update(fn.every(4, delay=4)(3))(params, state, params)
+def numbered(params: Any) -> Any:
+    """Return a fragment of its own for each leaf."""
+    return dict(zip(params, range(len(params)), strict=True))
+
+
+OTHERWISE: dict[str, tuple[Any, Any, str]] = {
+    "no delay": (
+        {"fragments": 2, "in_flight": 2}, fn.every(4, fragments=2),
+        "expected 2, for fn.outer has in_flight=2, but got 1; give fn.outer in_flight=1, or fn.every a delay of h or "
+        "more, below 2 h",
+    ),
+    "a delay of h": (
+        {"fragments": numbered}, fn.every(4, fragments=2, delay=4),
+        "expected 1, for fn.outer has in_flight=1, but got 2; give fn.outer in_flight=2, or fn.every a delay of less "
+        "than h",
+    ),
+    "a delay of h, and one fragment": (
+        {}, fn.every(4, delay=5),
+        "expected 1, for fn.outer has in_flight=1, but got 2; give fn.outer in_flight=2, or fn.every a delay of less "
+        "than h",
+    ),
+    "a longer one": (
+        {"in_flight": 3}, fn.every(4, delay=4),
+        "expected 3, for fn.outer has in_flight=3, but got 2; give fn.outer in_flight=2, or fn.every a delay of 2 h or "
+        "more, below 3 h",
+    ),
+    "eager": (
+        {"eager": True, "fragments": 2}, fn.every(4, fragments=2, delay=2),
+        "expected 2, for fn.outer has eager=True, so 2, but got 1; give fn.outer in_flight=1 and eager=False, or "
+        "fn.every a delay of h, for steps are eager",
+    ),
+}  # fmt: skip
+"""Settings of `outer`, a schedule with other numbers of exchanges, what is said of both."""
+
+
+@pytest.mark.parametrize("name", OTHERWISE)
+def test_a_round_whose_numbers_mean_other_fragments_is_refused_before_anything_moves(name):
+    settings, schedule, said = OTHERWISE[name]
+    tx = fn.chain(fn.average("data"), fn.outer(sgd(), sgd(1.0), exact(), **settings))
+    first = next(schedule(t) for t in range(20) if schedule(t) != Round())
+    for when in (first, first.local, *first.exchange):
+        with pytest.raises(ValueError) as caught:
+            tx.composed(when)
+        assert str(caught.value) == f"phase.in_flight: {said}"
+    tx.update(Round())  # a local step is the same in every round
+
+
+def test_the_optimizer_refuses_such_a_round_of_a_schedule_of_ones_own_before_its_local_step():
+    params = params_of(2)
+    late = partial(fn.diloco, axis="data", in_flight=2)
+    opt = fn.Optimizer(params, late, schedule=lambda t: Round(0, 0), lr=0.1)
+    before = [bits(params), bits(opt.states)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"^phase.in_flight: expected 2, for fn.outer has in_flight=2, but got 1"):
+        opt.step()
+    assert opt.steps == 0
+    assert all(map(torch.equal, before[0] + before[1], bits(params) + bits(opt.states)))

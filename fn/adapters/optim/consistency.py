@@ -20,6 +20,7 @@ from fn.roles import has_local_params, rank_local
 from fn.schedules import Every
 from fn.transforms.outer import OuterState, OwnAnchorState
 from fn.transforms.owned import OwnedState
+from fn.transforms.round_arguments import late_enough
 from fn.transforms.sharded import ShardedState
 
 Tree = Any
@@ -157,13 +158,13 @@ def check_fragments(schedule: Any, states: Any) -> None:
     found = tree.instances(states, OuterState)
     if isinstance(schedule, Every):
         for state in found:
-            if schedule.in_flight != (slots := 1 + len(state.more)):
-                wanted = f"a delay of {'less than h' if slots == 1 else f'{slots - 1} h or more, below {slots} h'}"
-                got, cure = f"fn.every.delay={schedule.delay}, h={schedule.h}", f"in_flight={schedule.in_flight}"
-                raise ValueError(expected("schedule", wanted, got, f"or give fn.outer {cure}"))
-            if isinstance(state, OwnAnchorState) and state.more and schedule.delay != schedule.h:
-                got = f"fn.every.delay={schedule.delay}, h={schedule.h}"
-                raise ValueError(expected("schedule", "a delay of h, for steps are eager", got))
+            got = f"fn.every.delay={schedule.delay}, h={schedule.h}"
+            eager, slots = isinstance(state, OwnAnchorState) and bool(state.more), 1 + len(state.more)
+            if eager and schedule.delay != schedule.h:
+                raise ValueError(expected("schedule", late_enough(slots, eager), got))
+            if schedule.in_flight != slots:
+                cure = f"or give fn.outer in_flight={schedule.in_flight}"
+                raise ValueError(expected("schedule", late_enough(slots, eager), got, cure))
     counts = [len(state.outer) for state in found]
     if counts and isinstance(schedule, Every) and schedule.fragments != max(counts):
         wanted = f"{max(counts)} fragments, as fn.outer makes of these params"

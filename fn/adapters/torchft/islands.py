@@ -297,7 +297,7 @@ class _Islands:
                     raise flight.failure
                 with flight.binding:  # raises, so that nobody writes, where an island was lost meanwhile
                     all_gather(torch.zeros(1, dtype=torch.int64, device=self.device), self.axis)
-                staged = stage_exchange(training, Round(end=round_.end))
+                staged = stage_exchange(training, round_._replace(begin=None))
             except RuntimeError as error:
                 flight.group.abort()
                 logger.warning("an exchange between islands failed and is dropped: %s", error)
