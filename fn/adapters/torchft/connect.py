@@ -141,9 +141,13 @@ def address_towards(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except (OSError, UnicodeError) as error:  # the second: of what can be no name
         reason = getattr(error, "strerror", None) or error
-        cure = f"check the name and the network of this machine: ping {host}; python -m fn lighthouse prints its address"
+        cure = (
+            f"check the name and the network of this machine: ping {host}; python -m fn lighthouse prints its address"
+        )
         got = f"{host}:{port} ({reason})"
-        raise ConnectionError(expected("lighthouse", "an address that this machine knows a way to", got, cure)) from error
+        raise ConnectionError(
+            expected("lighthouse", "an address that this machine knows a way to", got, cure)
+        ) from error
 
 
 def _gloo(patience: timedelta) -> Any:

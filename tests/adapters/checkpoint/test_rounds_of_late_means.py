@@ -48,7 +48,9 @@ def test_a_state_of_other_late_means_is_refused_by_both_settings(there, here, tm
     loads = {"state_dict": lambda: opt.load_state_dict(saved.state_dict())}
     loads["checkpoint"] = lambda: checkpoint.load(tmp_path, opt)
     for argument, load in loads.items():
-        with pytest.raises(ValueError, match=rf"^{argument}: expected one that was saved with {here}, .* with {there};"):
+        with pytest.raises(
+            ValueError, match=rf"^{argument}: expected one that was saved with {here}, .* with {there};"
+        ):
             load()
         assert opt.steps == 1
         assert all(map(torch.equal, before, held(opt)))
@@ -66,5 +68,7 @@ def test_a_state_of_the_same_late_means_is_loaded(late, tmp_path):
 
 
 def test_what_holds_no_state_of_rounds_is_refused_as_such():
-    with pytest.raises(ValueError, match="is missing|is unexpected"):
-        optimizer("eager=True", 0).load_state_dict(fn.Optimizer([torch.nn.Parameter(torch.ones(2))], fn.adamw).state_dict())
+    with pytest.raises(ValueError, match=r"is missing|is unexpected"):
+        optimizer("eager=True", 0).load_state_dict(
+            fn.Optimizer([torch.nn.Parameter(torch.ones(2))], fn.adamw).state_dict()
+        )
