@@ -104,3 +104,21 @@ def measured(result: dict[str, Any]) -> str:
         cells = [f"{here[name]:.3g}" if name in here else "" for name in MEASURED]
         lines.append([f"{ranks} machines, {rate}", *cells])
     return markdown(" | ".join(["seconds a step", *MEASURED]), lines)
+
+
+SHOWN = "200 Mbit/s"
+"""The link of the sentence on README.md."""
+
+
+def headline(result: dict[str, Any]) -> str:
+    """Return the sentence on README.md: seconds a step on one of the grid's links."""
+    here = {cell.step.method: cell for cell in grid_report.cells(result) if (cell.ranks, cell.rate) == (2, SHOWN)}
+    ddp, half, four, one, late = (
+        f"{here[name].step.seconds:.2g}" for name in (DDP, "DDP bf16", "int4 gradients", MEASURED[4], MEASURED[6])
+    )
+    alone = f"{here[DDP].alone.seconds:.2g}"
+    return (
+        f"With GPT-2's 124 million, over {SHOWN}, a step takes {ddp} s under DDP, {half} s in bf16, {four} s with int4 "
+        f"gradients, {one} s with 1-bit Adam behind the backward pass, {late} s with late means of DiLoCo in int8, and "
+        f"{alone} s alone."
+    )

@@ -161,6 +161,7 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "grid", partial(of_grid, grid_report.table)
     yield "playbook", playbook.table
     yield "playbook, measured", partial(of_grid, playbook.measured)
+    yield "grid headline", partial(of_grid, playbook.headline)
     yield "time_to_loss", time_to_loss
     yield "headline", headline
 
