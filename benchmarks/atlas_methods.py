@@ -179,7 +179,8 @@ METHODS = {
         "exact", partial(_muon, owned=False), never, ADAM_RATE, "float32, blocks only", "adamw", tasks=TEXT
     ),
     "muon, int8": Method(
-        "integers", _int8_muon, first(10), ADAM_RATE, "owned, int8 both ways", "muon, int8", warm_up="muon", tasks=TEXT
+        "4 or 8 bits", _int8_muon, first(10), ADAM_RATE, "owned, int8 both ways", "muon, int8", warm_up="muon",
+        tasks=TEXT,
     ),
     "lion_muon": Method(
         "votes", partial(fn.lion_muon, labels=labels), often, 3e-2, "Muon one step in 5, votes between",
@@ -204,21 +205,26 @@ METHODS = {
     "lion": Method("exact", lion, never, LION_RATE, "float32", "adamw"),
     "lamb": Method("exact", partial(fn.lamb, **LAMB), never, LAMB_RATE, "float32", "adamw"),
     "adamw, int8": Method(
-        "integers", coded(fn.int8, fn.damped), first(10), ADAM_RATE, "average_gradients(int8)",
+        "4 or 8 bits", coded(fn.int8, fn.damped), first(10), ADAM_RATE, "average_gradients(int8)",
         "adamw, int8 gradients",
     ),
+    "adamw, fp8": Method(
+        "4 or 8 bits", coded(fn.fp8, fn.off), first(10), ADAM_RATE, "average_gradients(fp8), no feedback",
+        "adamw, fp8 gradients", tasks=TEXT,
+    ),
     "adamw, int4": Method(
-        "integers", coded(fn.int4, fn.damped), first(10), ADAM_RATE, "average_gradients(int4)",
+        "4 or 8 bits", coded(fn.int4, fn.damped), first(10), ADAM_RATE, "average_gradients(int4)",
         "adamw, int4 gradients", tasks=LONG,
     ),
     "loco_adamw": Method(
-        "integers", partial(fn.loco_adamw, **ADAM), first(10), ADAM_RATE, "int4, params in float32", "loco_adamw, int4"
+        "4 or 8 bits", partial(fn.loco_adamw, **ADAM), first(10), ADAM_RATE, "int4, params in float32",
+        "loco_adamw, int4",
     ),
     "loco_adamw, int8 back": Method(
-        "integers", partial(fn.loco_adamw, gather=fn.int8(), master=True, **ADAM), first(10), ADAM_RATE,
+        "4 or 8 bits", partial(fn.loco_adamw, gather=fn.int8(), master=True, **ADAM), first(10), ADAM_RATE,
         "int4, params in int8", "loco_adamw, int4, int8 back",
     ),
-    "SDP4Bit": Method("integers", sdp4bit, first(10), ADAM_RATE, "int4 both ways, rotated", "SDP4Bit"),
+    "SDP4Bit": Method("4 or 8 bits", sdp4bit, first(10), ADAM_RATE, "int4 both ways, rotated", "SDP4Bit"),
     "onebit_adam": Method("signs", _onebit, freeze(0.2), ADAM_RATE, _fifth, "onebit_adam", tasks=ALL),
     "onebit_adam, int8 first": Method(
         "signs", partial(_onebit, warmup=fn.int8()), freeze(0.2), ADAM_RATE, f"{_fifth} in int8", "onebit_adam",

@@ -32,7 +32,7 @@ PARAMS, COMPUTE, MEMORY = 124_000_000, 0.25, 1.6e13
 """Of the model whose steps are predicted: GPT-2's smallest, a quarter of a second a step without communication."""
 
 COLORS = {
-    "exact": "black", "baseline": "0.45", "integers": "C0", "signs": "C3", "local steps": "C2", "low rank": "C4",
+    "exact": "black", "baseline": "0.45", "4 or 8 bits": "C0", "signs": "C3", "local steps": "C2", "low rank": "C4",
     "sparse": "C1", "votes": "C5",
 }  # fmt: skip
 

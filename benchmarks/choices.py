@@ -72,6 +72,7 @@ def table(rows: Sequence[Row]) -> str:
 
 COUNTERPARTS = (
     ("adamw, int8", "adamw"),
+    ("adamw, fp8", "adamw"),
     ("adamw, int4", "adamw"),
     ("muon, int8", "muon"),
     ("dion", "muon"),
