@@ -119,12 +119,9 @@ def measure(task: Task, options: argparse.Namespace, delay: float = 0.0) -> dict
         }  # fmt: skip
         processes = []
         for rank in range(task.ranks):
-            prefix = ["ip", "netns", "exec", spaces[rank]] if spaces else []
-            device = links.DEVICE if spaces else "lo"
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device}
-            command = [*prefix, sys.executable, str(RANK), str(rank), json.dumps(settings)]
             log = stack.enter_context(open(folder / f"{rank}.log", "w+"))
-            processes.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log))
+            space = spaces[rank] if spaces else None
+            processes.append((links.start(RANK, rank, settings, space, log), log))
             stack.callback(processes[-1][0].kill)
         for process, _ in processes:
             with suppress(subprocess.TimeoutExpired):

@@ -9,6 +9,8 @@ import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -217,17 +219,24 @@ class Rank:
         (Path(self.settings["folder"]) / f"{self.rank}-{place}.json").write_text(json.dumps(found))
 
 
-def main() -> None:
-    """Join the group, measure, write."""
+@contextmanager
+def joined() -> Iterator[tuple[int, dict[str, Any]]]:
+    """Take a core, and join the group. Yields: the number of this rank, and the settings that it was started with."""
     rank, settings = int(sys.argv[1]), json.loads(sys.argv[2])
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     store = f"file://{settings['folder']}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=settings["ranks"])
-    Rank(rank, settings).run()
+    yield rank, settings
     dist.barrier()
     dist.destroy_process_group()
+
+
+def main() -> None:
+    """Join the group, measure, write."""
+    with joined() as (rank, settings):
+        Rank(rank, settings).run()
 
 
 if __name__ == "__main__":

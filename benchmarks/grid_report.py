@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from contenders import ROUND
 from grid_methods import HALF, NONE, shapes
 from grid_rank import CODING, EVERY
-from measure import markdown
+from measure import markdown, measured_on
 
 from fn.planner.network import Cost, Link, Network, network
 from fn.planner.predict import predict
@@ -112,7 +111,8 @@ def cells(result: dict[str, Any]) -> Iterator[Cell]:
 def table(result: dict[str, Any]) -> str:
     """Return Markdown: a table for each link, then rounds of other lengths, then how far the planner is off."""
     every, compute = list(cells(result)), result["compute"]
-    parts = [_measured_on(result), f"**A GPU's computation is a wait of {1e3 * compute:.0f} ms**; all else is real."]
+    parts = [measured_on(point["about"] for point in result["points"].values())]
+    parts += [f"**A GPU's computation is a wait of {1e3 * compute:.0f} ms**; all else is real."]
     if not result["throttled"]:
         parts.append("No link was throttled: the ranks ran over loopback.")
     for ranks, rate in dict.fromkeys((cell.ranks, cell.rate) for cell in every):
@@ -121,16 +121,6 @@ def table(result: dict[str, Any]) -> str:
         parts += [f"{ranks} ranks, {rate}:", markdown(head, rows)]
     parts += _rounds(every, compute) + _errors(every)
     return "\n\n".join(parts)
-
-
-def _measured_on(result: dict[str, Any]) -> str:
-    """Return which machine and which commit measured the points, each with the number of its points."""
-    abouts = [point["about"] for point in result["points"].values()]
-    facts = Counter(
-        f"commit {a['commit']}; {a['cpu']}, {a['cores']} cores; torch {a['torch']}, Python {a['python']}"
-        for a in abouts
-    )
-    return "; ".join(f"*{count} points: {fact}*" for fact, count in facts.items())
 
 
 def _row(cell: Cell, compute: float) -> list[str]:

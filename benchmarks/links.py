@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 DEVICE = "fn-link"
 QUEUE = 32 << 20
@@ -93,6 +95,16 @@ def star(name: str, ranks: int) -> Iterator[tuple[str, ...]]:
     finally:
         for space in made:
             subprocess.run(["ip", "netns", "del", space], capture_output=True, check=False)
+
+
+def start(
+    script: Path, rank: int, settings: Mapping[str, Any], space: str | None, log: IO[str]
+) -> subprocess.Popen[bytes]:
+    """Start a script as a rank, with its number and its settings as JSON; in a namespace, or over loopback."""
+    prefix = ["ip", "netns", "exec", space] if space else []
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": DEVICE if space else "lo"}
+    command = [*prefix, sys.executable, str(script), str(rank), json.dumps(settings)]
+    return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
 
 
 def plug(space: str, rank: int) -> None:

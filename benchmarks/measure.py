@@ -10,6 +10,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -114,6 +115,13 @@ def about(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     command = shlex.join(["python", str(script), *(sys.argv[1:] if arguments is None else arguments)])
     minutes = round((time.monotonic() - STARTED) / 60, 1)
     return {**machine(), "commit": commit(), "command": command, "minutes": minutes}
+
+
+def measured_on(abouts: Iterable[Mapping[str, Any]]) -> str:
+    """Return as Markdown which machines and commits measured the parts of a result, each with their number."""
+    named = "commit {commit}; {cpu}, {cores} cores; torch {torch}, Python {python}"
+    facts = Counter(named.format(**about) for about in abouts)
+    return "; ".join(f"*{count} points: {fact}*" for fact, count in facts.items())
 
 
 def with_both_mallocs(script: str, arguments: list[str]) -> dict[str, Any]:

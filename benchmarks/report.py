@@ -92,7 +92,9 @@ MEASUREMENTS: Mapping[str, Measurement] = {
         "--png out/slow_link.png --loopback --rounds 1 --model 1 32 2 --batch 1 --context 8",
     ),
     "sites": Measurement(
-        "sites.py", sites.table, "--loopback --tiny --compute 0.002 --only 'no communication' 'DiLoCo, int8'"
+        "sites.py",
+        sites.table,
+        "--loopback --tiny --compute 0.002 --only 'no communication' 'DDP float32' 'DiLoCo, int8' 'DiLoCo, int8, late'",
     ),
     "train_lm": Measurement(
         f"convergence.py train_lm --optimizers {OPTIMIZERS} --png docs/demo.png",
@@ -127,18 +129,10 @@ def measured(name: str) -> str:
     return f"{described(found['about'])}\n\n{MEASUREMENTS[name].table(found)}"
 
 
-def of_grid(table: Callable[[dict[str, Any]], str]) -> str:
-    """Return a table of the grid's points."""
-    found = result("grid")
-    return f"{NOT_YET}: `python benchmarks/grid.py`" if found is None else table(found)
-
-
-def time_to_loss() -> str:
-    """Return what stands on the page for the time to a loss."""
-    found = result("time_to_loss")
-    if found is None:
-        return f"{NOT_YET}: `python benchmarks/time_to_loss.py`"
-    return time_to_loss_report.table(found)
+def of_file(name: str, table: Callable[[dict[str, Any]], str]) -> str:
+    """Return a table of a result that has a command of its own."""
+    found = result(name)
+    return f"{NOT_YET}: `python benchmarks/{name}.py`" if found is None else table(found)
 
 
 def headline() -> str:
@@ -158,11 +152,11 @@ def tables() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "max_step", partial(max_step.table, json.loads((HERE / "max_step.json").read_text()))
     for name in MEASUREMENTS:
         yield name, partial(measured, name)
-    yield "grid", partial(of_grid, grid_report.table)
+    yield "grid", partial(of_file, "grid", grid_report.table)
     yield "playbook", playbook.table
-    yield "playbook, measured", partial(of_grid, playbook.measured)
-    yield "grid headline", partial(of_grid, playbook.headline)
-    yield "time_to_loss", time_to_loss
+    yield "playbook, measured", partial(of_file, "grid", playbook.measured)
+    yield "grid headline", partial(of_file, "grid", playbook.headline)
+    yield "time_to_loss", partial(of_file, "time_to_loss", time_to_loss_report.table)
     yield "headline", headline
 
 

@@ -60,10 +60,9 @@ def table(result: dict[str, Any]) -> str:
         lost = ROUND * (seen.seconds - cell.alone.seconds)
         cells = f"{ROUND * seen.seconds:.1f} ({spread})", f"{lost:.1f}", f"{ROUND * cell.planned / 1e6:.1f}", ratio
         rows.append([seen.method, *cells])
-    head = f"method | s for {ROUND} steps (range) | of it waiting | MB sent | planner, s"
     where = "over loopback, unthrottled" if not result["throttled"] else f"{RATE} each way, a round trip of 80 ms"
-    text = f"Two ranks, {where}; **a GPU's computation is a wait of {1e3 * result['compute']:.0f} ms**."
-    return f"{text}\n\n{markdown(head, rows)}"
+    first = f"two ranks, {where}, a wait of {1e3 * result['compute']:.0f} ms as computation"
+    return markdown(f"{first} | s for {ROUND} steps (range) | of it waiting | MB sent | planner, s", rows)
 
 
 def main() -> None:

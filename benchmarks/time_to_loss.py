@@ -1,8 +1,8 @@
-"""Time to loss over a slow link: four ranks train a language model of 0.85 million parameters; nothing is modelled.
+"""Time to loss over a slow link: four ranks train a language model of 0.85 million parameters.
 
     python benchmarks/time_to_loss.py --tune --json benchmarks/results/time_to_loss.json        # learning rates
     python benchmarks/time_to_loss.py --json benchmarks/results/time_to_loss.json               # the clock: 50 minutes
-    python benchmarks/time_to_loss.py --simulate --json benchmarks/results/time_to_loss.json    # more seeds, no clock
+    python benchmarks/time_to_loss.py --no-clock --json benchmarks/results/time_to_loss.json    # more seeds, no clock
     python benchmarks/time_to_loss.py --draw --json benchmarks/results/time_to_loss.json --png docs/time_to_loss.png
 
 Ranks are processes in network namespaces on one switch. `tc` shapes both directions of every link, which is verified.
@@ -14,7 +14,7 @@ Learning rates are a factor of 1.8 apart, until the best is at no edge, on a spl
 shorter runs, and those of further seeds, are the same processes over loopback, unthrottled, and no clock counts.
 
 What the file holds is not repeated, so it may be stopped and started. Needs root, iproute2 and two quiet cores, all but
-for --tune, --simulate and --draw.
+for --tune, --no-clock and --draw.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -73,17 +72,17 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add, what = parser.add_argument, parser.add_mutually_exclusive_group()
     what.add_argument("--tune", action="store_true", help="search learning rates; no clock, no throttle")
-    what.add_argument("--simulate", action="store_true", help="train with further seeds; no clock, no throttle")
+    what.add_argument("--no-clock", action="store_true", help="train with further seeds; no clock, no throttle")
     what.add_argument("--draw", action="store_true", help="run nothing")
     add("--only", nargs="+", default=list(METHODS), choices=list(METHODS), metavar="METHOD", help="names of methods")
     add("--rates", nargs="+", default=list(RATES), choices=list(RATES), metavar="RATE", help="of links")
-    add("--seeds", nargs="+", type=int, default=[2, 3], metavar="SEED", help="of --simulate; the clock's is 1")
+    add("--seeds", nargs="+", type=int, default=[2, 3], metavar="SEED", help="of --no-clock; the clock's is 1")
     add("--steps", type=int, default=1500, help="of a run in full")
     add("--tune-steps", type=int, default=250, help="of a run that chooses a rate")
     add("--looks", type=int, default=50, help="steps from one look at the loss to the next")
     add("--short", type=int, default=50, help="steps of a run that is only timed; of rounds: two rounds")
     add("--ranks", type=int, default=4)
-    add("--jobs", type=int, default=1, help="runs at a time of --tune and --simulate, each of so many processes")
+    add("--jobs", type=int, default=1, help="runs at a time of --tune and --no-clock, each of so many processes")
     add("--untuned", action="store_true", help="train with the rate at which a search begins; tries the script")
     add("--minutes", type=float, default=math.inf, help="start nothing after so many")
     add("--loopback", action="store_true", help="do not throttle; tries the script")
@@ -104,7 +103,7 @@ def tasks(options: argparse.Namespace, result: dict[str, Any], method: str) -> l
     lr = ADAM_RATE if options.untuned else chosen(result, method)
     if lr is None:
         sys.exit(f"time_to_loss: {method} has no learning rate yet; run --tune first, with the same --json")
-    if options.simulate:
+    if options.no_clock:
         parts = [Part(f"seed {seed}", None, options.steps, options.steps, lr, seed) for seed in options.seeds]
         return [Task(method, (part,)) for part in parts if key(method, part.name) not in result["seeds"]]
     parts, own = [], METHODS[method]
@@ -156,16 +155,13 @@ def run(task: Task, options: argparse.Namespace, progress: Progress) -> dict[str
         spaces = stack.enter_context(links.star(name, options.ranks)) if throttled else None
         settings = {
             "folder": str(folder), "switch": name, "ranks": options.ranks, "tiny": options.tiny,
-            "method": task.method, "parts": task.parts, "rehearse": not (options.tune or options.simulate),
+            "method": task.method, "parts": task.parts, "rehearse": not (options.tune or options.no_clock),
         }  # fmt: skip
         processes = []
         for rank in range(options.ranks):
-            prefix = ["ip", "netns", "exec", spaces[rank]] if spaces else []
-            device = links.DEVICE if spaces else "lo"
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": device}
-            command = [*prefix, sys.executable, str(RANK), str(rank), json.dumps(settings)]
             log = stack.enter_context(open(folder / f"{rank}.log", "w+"))
-            processes.append((subprocess.Popen(command, env=environment, stdout=log, stderr=log), log))
+            space = spaces[rank] if spaces else None
+            processes.append((links.start(RANK, rank, settings, space, log), log))
             stack.callback(processes[-1][0].wait)
             stack.callback(processes[-1][0].kill)
         told = 0
@@ -198,7 +194,7 @@ def keep(result: dict[str, Any], options: argparse.Namespace, task: Task, found:
         point = found[part.name]
         if options.tune:
             result["tuned"].setdefault(task.method, {})[str(part.lr)] = point["looks"][-1]["tuning"]
-        elif options.simulate:
+        elif options.no_clock:
             result["seeds"][key(task.method, part.name)] = {**point, "about": about()}
         else:
             result["runs"][key(task.method, part.name)] = {**point, "about": about()}
@@ -208,7 +204,7 @@ def keep(result: dict[str, Any], options: argparse.Namespace, task: Task, found:
 
 def take(options: argparse.Namespace, result: dict[str, Any]) -> list[str]:
     """Run what is missing, the clock's runs one after the other; return the names of what failed."""
-    jobs = options.jobs if options.tune or options.simulate else 1
+    jobs = options.jobs if options.tune or options.no_clock else 1
     failed: list[str] = []
     tried: set[Task] = set()
     end = time.monotonic() + 60 * options.minutes
@@ -245,7 +241,7 @@ def take(options: argparse.Namespace, result: dict[str, Any]) -> list[str]:
 def main() -> None:
     """Run what is missing, print the tables, write the files."""
     options = parse()
-    clocked = not (options.tune or options.simulate or options.draw)
+    clocked = not (options.tune or options.no_clock or options.draw)
     if clocked and not options.loopback and (reason := links.missing()):
         sys.exit(f"time_to_loss: there is no throttled link here ({reason}); --loopback tries the script without one")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("time_to_loss: terminated"))  # and nothing is left behind

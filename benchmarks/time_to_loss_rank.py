@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +23,7 @@ from atlas_summary import DEEPER
 from atlas_tasks import DEEP, TASKS, Size, Task, language_model
 from contenders import LR, ROUND
 from grid_methods import LATE, WAYS
-from grid_rank import Rank
+from grid_rank import Rank, joined
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -35,10 +33,6 @@ from train_lm import Transformer, loss_of
 import fn
 
 SETTING = TASKS[DEEPER]
-CLIP = 1.0
-"""As the task has it: a norm."""
-
-assert SETTING.clip == CLIP
 TINY = Size(1, 32, 2, context=16, sequences=8)
 EXACT = 5
 """Steps of the warm-up in a run that is only timed."""
@@ -125,7 +119,7 @@ class Run:
             self.forward = self.model
             with world.binding:
                 made = partial(method.make, axis="data")
-                own = fn.Optimizer(params, made, schedule=self.schedule, lr=lr, max_norm=CLIP)
+                own = fn.Optimizer(params, made, schedule=self.schedule, lr=lr, max_norm=SETTING.clip)
             self.optimizer, self.agreed = own, partial(fn.adapters.agreed_params, own)
         self.lr = LambdaLR(self.optimizer, lambda t: 1.0 if timed else SETTING.rate(t, part.steps))
         self.draw = task.batches(part.seed, world.world)
@@ -135,7 +129,7 @@ class Run:
         x, y = self.draw()
         loss_of(self.forward, (x[self.rank], y[self.rank])).backward()
         if self.method.make is None:
-            clip_grad_norm_(self.model.parameters(), CLIP)
+            clip_grad_norm_(self.model.parameters(), SETTING.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.lr.step()
@@ -210,15 +204,8 @@ def measure(settings: dict[str, Any], world: Rank) -> None:
 
 def main() -> None:
     """Join the group, measure, write."""
-    rank, settings = int(sys.argv[1]), json.loads(sys.argv[2])
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    torch.set_num_threads(1)
-    store = f"file://{settings['folder']}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=settings["ranks"])
-    measure(settings, Rank(rank, {"switch": settings["switch"], "delay": 0.0}))
-    dist.barrier()
-    dist.destroy_process_group()
+    with joined() as (rank, settings):
+        measure(settings, Rank(rank, {"switch": settings["switch"], "delay": 0.0}))
 
 
 if __name__ == "__main__":

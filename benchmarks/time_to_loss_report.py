@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from atlas_methods import ADAM_RATE
-from measure import markdown
+from measure import markdown, measured_on
 from paired import difference, rate_at, search
 from time_to_loss_rank import BASE, EXACT, METHODS, Part
 
@@ -162,6 +162,8 @@ def table(result: Result) -> str:
         lines.append("No link was throttled: the ranks ran over loopback.")
     if size:
         lines.append(f"{result['ranks']} ranks, {result['steps']} steps of {size[-1]} sequences of {size[-2]} bytes.")
+    if result["runs"]:
+        lines.append(measured_on(point["about"] for point in result["runs"].values()))
     rows = []
     for method in METHODS:
         point = result["runs"].get(key(method, FULL))

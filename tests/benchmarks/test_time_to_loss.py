@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 import time_to_loss_report as report  # noqa: E402
+from measure import machine  # noqa: E402
 from paired import rate_at  # noqa: E402
 from time_to_loss_rank import BASE, EXACT, METHODS  # noqa: E402
 from time_to_loss_report import FULL, chosen, curve, key, reached, seconds_to, target  # noqa: E402
@@ -35,16 +36,20 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def about() -> dict[str, Any]:
+    return {**machine(), "commit": "abcdef0"}
+
+
 def looks(*seen: tuple[int, float, float]) -> dict[str, Any]:
     names = ("step", "seconds", "loss")
     found = [dict(zip(names, look, strict=True)) | {"payload": 1e6, "ledger": 2e6} for look in seen]
-    return {"lr": 1e-3, "seed": 1, "steps": seen[-1][0], "looks": found}
+    return {"lr": 1e-3, "seed": 1, "steps": seen[-1][0], "looks": found, "about": about()}
 
 
 def result() -> dict[str, Any]:
     """Return runs of 100 steps, of which 1-bit Adam's warm-up is 20, and 50 or more that were only timed."""
     timed = {BASE: [9.0] + [4.0] * 49, ONEBIT: [9.0] + [5.0] * (EXACT - 1) + [0.5] * 45}
-    runs = {key(name, "10 Mbit/s"): {"seconds": seconds} for name, seconds in timed.items()}
+    runs = {key(name, "10 Mbit/s"): {"seconds": seconds, "about": about()} for name, seconds in timed.items()}
     runs[key(BASE, FULL)] = looks((50, 20.0, 3.0), (100, 40.0, 2.0))
     runs[key(ONEBIT, FULL)] = looks((50, 10.0, 3.04), (100, 15.0, 2.04))
     return {"runs": runs, "seeds": {}, "tuned": {}}
@@ -135,7 +140,7 @@ def test_what_has_run_does_not_run_again(folder: Path) -> None:
 
 @pytest.mark.reliability
 def test_a_run_without_a_clock_is_another_seed_of_the_same(folder: Path) -> None:
-    ended = run("--simulate", "--untuned", "--only", BASE, "--seeds", "1", "--json", str(folder / "x.json"))
+    ended = run("--no-clock", "--untuned", "--only", BASE, "--seeds", "1", "--json", str(folder / "x.json"))
     assert ended.returncode == 0, ended.stderr
     found = json.loads((folder / "x.json").read_text())
     clocked, other = found["runs"][key(BASE, FULL)], found["seeds"][key(BASE, "seed 1")]
