@@ -207,11 +207,13 @@ class Facts(NamedTuple):
     unequal: whether what it averages differs between the ranks, as the mean of two of them does.
     shards: the names of the axes over whose ranks the tensors are divided that it is given. It brings whole tensors
         together there, so it can be given rows of them, and the ranks skip a step together.
+    inside: the names of those axes within an island over which the inner optimizer of `fn.outer` communicates. Their
+        ranks take local steps together.
 
     >>> import fn
     >>> fn.chain(fn.average("data"), fn.scale_by_adam(), fn.scale_by_shape()).facts
     Facts(axes=('data',), whole=('scale_by_shape',), local_params=False, silent=False, unclamped=False, tree=(),
-    unequal=False, shards=())
+    unequal=False, shards=(), inside=())
     """
 
     axes: tuple[str, ...] = ()
@@ -222,6 +224,7 @@ class Facts(NamedTuple):
     tree: tuple[str, ...] = ()
     unequal: bool = False
     shards: tuple[str, ...] = ()
+    inside: tuple[str, ...] = ()
 
 
 ELEMENTWISE = Facts()
@@ -253,7 +256,7 @@ def merged(*facts: Facts) -> Facts:
         any(getattr(said, field) for said in facts) for field in ("local_params", "silent", "unclamped", "unequal")
     )
     flags = local_params, silent, unclamped
-    return Facts(names("axes"), names("whole"), *flags, names("tree"), unequal, names("shards"))
+    return Facts(names("axes"), names("whole"), *flags, names("tree"), unequal, names("shards"), names("inside"))
 
 
 def chain(*links: Transform) -> Transform:

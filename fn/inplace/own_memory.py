@@ -62,8 +62,9 @@ def in_own_memory(update: UpdateFn, late: list[Callable[[], None]] | None = None
     Args: late: is filled with what writes those parts of the new state that it returns as they were. They come before
         all else that is written, if the step is taken and all flags that were assumed are true. None: none are late.
     """
-    divided = any(isinstance(link, Step) and isinstance(link.rule, Unsharded) for link in _links(update))
-    # a rank would see alone that the momentum of its shard is not finite, and take the step again alone
+    rules = [link.rule for link in _links(update) if isinstance(link, Step)]
+    divided = any(isinstance(rule, Unsharded) or (isinstance(rule, OuterLocal) and rule.inside) for rule in rules)
+    # a rank would see alone that a momentum of its own is not finite, and take the step again alone
     memory, update = _Memory(WeakIdKeyDictionary(), None if divided else late), original(update)
     if isinstance(update, Guarded):
         return update.around(_within(update.inner, memory))

@@ -31,7 +31,6 @@ from fn.base import (
     check_interval,
     check_state,
     facts_of,
-    has_phase,
     merged,
 )
 from fn.collectives.agreement import device_of, true_on_all
@@ -57,6 +56,7 @@ from fn.transforms.round_arguments import (
     check_outer_tx,
     check_store,
     check_sync,
+    local_phase,
 )
 from fn.transforms.skip_nonfinite import all_addable, all_finite
 
@@ -135,11 +135,13 @@ class PlainWarmup(NamedTuple):
 class OuterLocal(NamedTuple):
     """The rule of a local step, which is left out if it is not finite.
 
-    inner: the inner optimizer's update. of: makes the same step of another update of the inner optimizer.
+    inner: the inner optimizer's update. of: makes the same step of another update of the inner optimizer. inside: the
+    axes over which it communicates, whose ranks leave out a step together.
     """
 
     inner: UpdateFn
     of: Callable[[UpdateFn], Step]
+    inside: tuple[str, ...] = ()
 
 
 def outer(
@@ -182,8 +184,10 @@ def outer(
         tensor([0.8000])
 
     Args:
-        inner: the optimizer of the local steps, a chain that ends in a learning rate and does not communicate. Its
-            state is never averaged or reset; one without a local phase takes its warm-up steps.
+        inner: the optimizer of the local steps, a chain that ends in a learning rate. Its state is never averaged or
+            reset; one without a local phase takes its warm-up steps. It may communicate over another axis than `sync`,
+            in an island whose ranks take local steps together, such as `fn.muon(axis="data")`: these are its steps of
+            the compressed phase then, or of the warm-up where there is none.
         outer_tx: the optimizer of the anchor, any chain that ends in `scale_by_learning_rate`. It does not communicate.
         sync: the transform whose compressed phase averages the pseudo-gradients, over any axis and in any codes.
         fragments: which params are exchanged together. None: all. A number P: leaf i is in fragment i mod P. A
@@ -223,7 +227,7 @@ def outer(
         fragments, alpha, and the delay, which is `fn.every`'s; Kale et al., Eager updates (arXiv 2502.12996): eager. A
         mean that comes a whole round late is that of DiLoCoX (arXiv 2506.21263), too.
     """
-    check_inner(inner)
+    check_inner(inner, sync)
     check_outer_tx(outer_tx)
     check_sync(sync)
     if facts_of(sync).unequal:  # the anchor is taken to be the same on all ranks, and they would drift apart in silence
@@ -237,9 +241,10 @@ def outer(
     check_guard(guard, sync)
     in_flight = check_late(in_flight, since, eager, alpha, guard, sync)
     move, axes = moves_of(outer_tx), facts_of(sync).axes
-    inner_update = inner.local_update if has_phase(inner, Phase.LOCAL) else inner.warmup_update
+    inner_phase, inside = local_phase(inner), facts_of(inner).axes
     dtype, host = (None, torch.device("cpu")) if store == "cpu" else (store, None)
-    shards = facts_of(inner).shards  # the ranks of an island, which leave out together
+    shards = facts_of(inner).shards
+    island = (*shards, *inside)  # whose ranks leave out local steps together; numbers from exchanges differ over shards
 
     def as_anchor(x: Tensor) -> Tensor:
         return x.to(host, dtype or torch.promote_types(x.dtype, torch.float32))
@@ -270,6 +275,7 @@ def outer(
         check_alike(state.alone)
         moves, inner_state = inner.warmup_update(updates, state.inner, params)
         ok = all_addable(tree.leaves(moves)) & all_finite(_floats(inner_state))
+        ok = true_on_all(ok, inside, device_of(params))
         anchor = tree.map(as_anchor, apply_updates(params, moves))
         # a guard around it looks at the anchor only, so what is wrong elsewhere has to show there
         anchor = tree.map(lambda x: torch.where(ok.to(x.device), x, torch.nan), anchor)
@@ -281,11 +287,15 @@ def outer(
     def alone_by(update: UpdateFn) -> Step:
         def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
             updates, params = check_arguments(updates, state, params, OuterState, "anchor")
-            moves, inner_state, ok = taken_alone(update, updates, state.inner, params, shards)
+            moves, inner_state, ok = taken_alone(update, updates, state.inner, params, island)
             dropped = state.dropped if known(ok) else state.dropped + (~ok).to(state.dropped)
             return moves, state._replace(inner=inner_state, alone=state.alone + 1, dropped=dropped)
 
-        return Step(OuterLocal(update, alone_by), local)
+        return Step(OuterLocal(update, alone_by, inside), local)
+
+    def alike(x: Tensor) -> Tensor:
+        """Return what the ranks of an island have alike, which vmap cannot know."""
+        return found_alike(x, inside) if inside else x
 
     def difference(places: Sequence[int], params: list[Tensor], state: OuterState, number: int) -> OuterState:
         """Keep this rank's pseudo-gradient, anchor - params, where the mean belongs."""
@@ -295,7 +305,7 @@ def outer(
         pending = tree.leaves(pending)
         starts = [anchor[i].to(params[i]).to(pending[i].dtype) for i in places]  # on the device of the params
         steps = lists.elementwise(rules.plus, (starts, [params[i] for i in places]), -1.0)
-        steps = [x.to(host) for x in steps]
+        steps = [alike(x.to(host)) for x in steps]
         begun = _with(begun, fragment, torch.ones_like(begun[fragment]))
         state = with_lane(state, lane, tree.unflatten(structure, put(pending, places, steps)), begun)
         if since == "start":
@@ -316,7 +326,7 @@ def outer(
             steps, of_guard = norm_guard.weighed(guard, state.guard[fragment], steps, axes)
             state = state._replace(guard=_with(state.guard, fragment, of_guard))
         averaged, after = sync.compressed_update(steps, before, [anchor[i] for i in places])
-        averaged = tree.leaves(averaged)
+        averaged = [alike(x) for x in tree.leaves(averaged)]
         ok = true_on_all(all_finite(averaged), shards, device_of(params))
         if guard is not None:
             averaged = norm_guard.clipped(guard, averaged)
@@ -409,7 +419,7 @@ def outer(
 
         Its params would otherwise make every later mean not finite, and no exchange would ever be taken again.
         """
-        is_finite = true_on_all(all_finite([*params, *_floats(state.inner)]), shards, device_of(params))
+        is_finite = true_on_all(all_finite([*params, *_floats(state.inner)]), island, device_of(params))
         fine = ok.to(is_finite.device) | is_finite
         anchor, structure = tree.flatten(state.anchor)
         moved = [_chosen(fine, x, a.to(x)) for x, a in zip(moved, anchor, strict=True)]
@@ -462,9 +472,9 @@ def outer(
             return alone
         return of_part(key) if isinstance(key, Part) else exchange(key)
 
-    alone = alone_by(inner_update)
-    needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
-    facts = merged(Facts(local_params=True), *map(facts_of, (inner, outer_tx, sync)))
+    alone = alone_by(inner.update(inner_phase))
+    needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if inner_phase in inner.needs_warmup else frozenset[Phase]()
+    facts = merged(Facts(local_params=True, inside=inside), *map(facts_of, (inner, outer_tx, sync)))
     facts = facts if guard is None else merged(facts, Facts(whole=("norm_guard",), tree=("norm_guard",)))
     together = Step(OuterWarmup(inner.warmup_update), warmup, lambda state, read: check_alike(read(state.alone)))
     return Transform(init, together, rounds(Round(0, 0, in_flight)), alone, needs, rounds, facts)

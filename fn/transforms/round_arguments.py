@@ -2,31 +2,98 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Phase, Step, Transform, check_is_transform, check_whole, facts_of, has_phase, links_of, name_of
+from fn.base import (
+    Guarded,
+    Phase,
+    Step,
+    Transform,
+    UpdateFn,
+    check_is_transform,
+    check_whole,
+    facts_of,
+    has_phase,
+    links_of,
+    name_of,
+)
+from fn.compiling import original
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
+from fn.transforms.average import Average
 from fn.transforms.decay_and_lr import Rate
 from fn.transforms.norm_guard import Guard
 
 
-def check_inner(inner: Any) -> None:
-    """Refuse an inner optimizer that communicates, as far as its facts say, or that has rounds of its own."""
+def check_inner(inner: Any, sync: Any = None) -> None:
+    """Refuse an inner optimizer that communicates with other islands, as far as its facts say, or has rounds itself.
+
+    Over another axis than `sync` it may communicate: its ranks are an island, and take local steps together. So what
+    would lead them apart is refused. Args: sync: what averages over islands; None: it may not communicate at all.
+    """
     check_is_transform("inner", inner)
     if inner.rounds is not None:
         raise ValueError(expected("inner", "an optimizer that takes steps", "one with rounds, such as fn.outer"))
-    _check_silent("inner", inner, "local steps send nothing; put fn.average(axis) in front of fn.outer for the warm-up")
+    facts = facts_of(inner)
+    if not facts.axes:
+        return
+    cure = "local steps send nothing; put fn.average(axis) in front of fn.outer for the warm-up"
+    if sync is None:
+        raise ValueError(expected("inner", "no communication over an axis", f"one over {_named(facts.axes)}", cure))
+    check_is_transform("sync", sync)
+    across = facts_of(sync).axes
+    if not across or {*across} & {*facts.axes}:
+        wanted = (
+            f"no communication over an axis of sync, {_named(across)}"
+            if across
+            else ("no communication over an axis beside a sync that names none")
+        )
+        cure = cure.replace("nothing", "nothing to other islands") + "; within an island give it an axis of its own"
+        raise ValueError(expected("inner", wanted, f"one over {_named(facts.axes)}", cure))
+    if facts.local_params or facts.unequal:
+        wanted = f"params that are the same on all ranks of {_named(facts.axes)}, which are an island"
+        raise ValueError(expected("inner", wanted, "each rank's own"))
+    if local_phase(inner) is Phase.COMPRESSED and _is_quiet(inner):
+        wanted = f"an average over {_named(facts.axes)} in the compressed phase, which local steps take"
+        cure = "put fn.compressed_average(axis, fn.identity(), fn.off()) behind fn.average(axis)"
+        raise ValueError(expected("inner", wanted, "one in the warm-up only", cure))
+
+
+def local_phase(inner: Transform) -> Phase:
+    """Return the phase of an inner optimizer whose steps are local steps.
+
+    One that communicates within an island does so in them, as its local phase does not.
+    """
+    if facts_of(inner).axes:
+        return Phase.COMPRESSED if has_phase(inner, Phase.COMPRESSED) else Phase.WARMUP
+    return Phase.LOCAL if has_phase(inner, Phase.LOCAL) else Phase.WARMUP
+
+
+def _is_quiet(inner: Transform) -> bool:
+    """Tell whether the compressed phase is the warm-up without its averages."""
+    warm, compressed = (_links(update) for update in (inner.warmup_update, inner.compressed_update))
+    places = {id(update) for update in compressed}
+    lost = [x for x in warm if isinstance(x, Step) and isinstance(x.rule, Average) and id(x) not in places]
+    return bool(lost) and places <= {id(update) for update in warm}
+
+
+def _links(update: UpdateFn) -> list[UpdateFn]:
+    """Return the links of an update, and of those in guards."""
+    found = [original(link.update) for link in links_of(update)]
+    return [x for one in found for x in (_links(one.inner) if isinstance(one, Guarded) else [one])]
 
 
 def check_outer_tx(outer_tx: Any) -> None:
     """Refuse an outer optimizer that communicates or does not end in a learning rate: it would climb, not descend."""
     check_is_transform("outer_tx", outer_tx)
-    _check_silent("outer_tx", outer_tx, "all ranks take the outer step alike; sync is what communicates")
+    if axes := facts_of(outer_tx).axes:
+        cure = "all ranks take the outer step alike; sync is what communicates"
+        raise ValueError(expected("outer_tx", "no communication over an axis", f"one over {_named(axes)}", cure))
     last = links_of(outer_tx.local_update)[-1:] if has_phase(outer_tx, Phase.LOCAL) else []
     if not last or not isinstance(last[0].update, Step) or not isinstance(last[0].update.rule, Rate):
         got = name_of(last[0].update) if last else "none in its local phase"
@@ -55,9 +122,7 @@ def check_guard(guard: Any, sync: Transform) -> None:
         raise ValueError(expected("sync", "an average that names its axes, for there is a guard", "one without", cure))
 
 
-def check_late(
-    in_flight: Any, since: Any, eager: Any, alpha: float, guard: Guard | None, sync: Transform
-) -> int:
+def check_late(in_flight: Any, since: Any, eager: Any, alpha: float, guard: Guard | None, sync: Transform) -> int:
     """Refuse arguments for late means that do not go together; return how many of a fragment may be on their way."""
     check_whole("in_flight", in_flight, 1)
     if since not in ("anchor", "start"):
@@ -132,7 +197,5 @@ def check_alike(alone: Tensor) -> None:
         raise ValueError(expected("phase", "LOCAL or a round", got, cure))
 
 
-def _check_silent(argument: str, transform: Transform, cure: str) -> None:
-    if axes := facts_of(transform).axes:
-        got = f"one over {', '.join(map(repr, axes))}"
-        raise ValueError(expected(argument, "no communication over an axis", got, cure))
+def _named(axes: Sequence[str]) -> str:
+    return ", ".join(map(repr, axes))

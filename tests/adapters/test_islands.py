@@ -6,7 +6,10 @@ from functools import partial
 from typing import Any
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 import fn.adapters.torchft as adapter
@@ -31,14 +34,14 @@ class NoManager:
         pass
 
 
-def trained(seed: int, make: Any = CODES) -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
+def trained(seed: int, make: Any = CODES, rank: int = 0) -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
     """Return an island that has taken local steps."""
     params = start(seed)
     opt = adapter.optimizer(params, make, NoManager(), schedule=fn.every(H), lr=0.02)
     opt.training.meet, opt._optimizer_step_pre_hooks = None, {}  # nobody to meet
     for step in range(H + 1):
         for p in params:
-            p.grad = torch.full_like(p, 1.0 + step + seed)
+            p.grad = torch.full_like(p, 1.0 + step + seed + rank)
         opt.step()
     return params, opt
 
@@ -90,6 +93,40 @@ def test_what_is_no_number_of_tokens_is_refused(tokens):
 def test_what_does_not_fit_is_refused_by_name(make, schedule, message):
     with pytest.raises(ValueError, match=message):
         adapter.optimizer(start(0), make, NoManager(), schedule=schedule, lr=0.02)
+
+
+def shared(lr: float, axis: str) -> fn.Transform:
+    """Return Muon whose steps the ranks of an island share, and a chain in codes within it, with errors of servers."""
+    codes = fn.compressed_average("data", fn.int8())
+    inner = {"muon": fn.muon(lr, axis="data"), "codes": fn.chain(codes, fn.scale_by_learning_rate(lr))}
+    return fn.chain(
+        fn.average(axis),
+        fn.outer(
+            fn.partition(inner, lambda params: tree.map(lambda p: "muon" if p.ndim == 2 else "codes", params)),
+            fn.scale_by_learning_rate(0.7),
+            fn.compressed_average(axis, fn.int8(), servers=False),
+        ),
+    )
+
+
+def shared_in_islands() -> Any:
+    """Train two islands of two ranks one after the other; let the second become a copy of the first."""
+    with fn.bind(init_device_mesh("cpu", (2,), mesh_dim_names=("data",))):
+        (_, donor), (params, opt) = trained(0, shared, dist.get_rank()), trained(1, shared, dist.get_rank())
+    apart = [p.detach().clone() for p in params]
+    become(opt, donor.state_dict())
+    (anchor,) = tree.fields(opt.states, "anchor")
+    alike = all(torch.equal(p, x) for p, x in zip(params, anchor, strict=True))
+    return apart, [p.detach().clone() for p in params], alike, opt.steps, check_made(made_of(opt), made_of(donor))
+
+
+def test_the_ranks_of_an_island_may_share_the_inner_optimizer():
+    """Errors of servers within an island do not depend on how many islands there are."""
+    (apart, params, alike, steps, _), (also, others, _, _, _) = ranks.run(2, shared_in_islands)
+    assert alike
+    assert steps == H + 1
+    assert all(map(torch.equal, apart, also))
+    assert all(map(torch.equal, params, others))
 
 
 def test_a_warm_up_step_needs_gradients_that_are_there():

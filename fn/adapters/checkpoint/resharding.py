@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from fn import tree
-from fn.adapters.optim.consistency import OF_EACH_RANK, OWN, by_path, device_among, kinds, owned_paths
+from fn.adapters.optim.consistency import OF_EACH_RANK, OWN, OWNED, by_path, device_among, kinds, owned_paths
 from fn.adapters.optim.optimizer import Optimizer
 from fn.adapters.optim.signals import inside_step
 from fn.adapters.optim.state_dict import ORDER, SAVED_BY, flat_state, place_of
@@ -61,12 +61,19 @@ def world() -> tuple[int, int]:
 def own_rows(training: Training) -> set[str]:
     """Return the keys of `everything` that are one rank's own.
 
-    Raises: ValueError if there are some, but the optimizer's axes are not all ranks of the world.
+    Raises: ValueError if there are some, but the optimizer's axes are not all ranks of the world; or for tensors that
+        are owned within each of several islands.
     """
     marks = by_path(kinds(training.states))
     keys = {path for path, mark in marks.items() if mark in OF_EACH_RANK}
     if OWN in marks.values():  # these go with parameters of its own
         keys |= {key for key in everything(training) if key.startswith("params.")}
+    if training.inside and OWNED in marks.values():
+        axes = ", ".join(map(repr, training.inside))
+        wanted = "tensors that are owned once, or by each rank of its own"
+        got = f"fn.owned over {axes}, once in each island"
+        cure = "save each rank's state_dict() in a file of its own"
+        raise ValueError(expected("optimizer", wanted, got, cure))
     _, reached = place_of(training)
     if keys and reached != world()[1]:
         raise ValueError(

@@ -15,6 +15,7 @@ from fn.adapters.optim.param_groups import names_of
 from fn.base import Transform, facts_of
 from fn.collectives.agreement import check_agreement, describe_numbers, differences, gather_values
 from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
 from fn.roles import has_local_params, rank_local
 from fn.schedules import Every
@@ -207,15 +208,43 @@ def check_start(axes: Sequence[str], transform: Transform, state: Any, group: Ma
     fields = {f"{path} of the state, which rank_local does not name,": text for path, text in replicated.items()}
     device = device_among(params)
     compare_on_axes(axes, lambda axis: check_agreement(axis, fields, device), device)
-    pairs = zip(names_of(group), params, strict=True)
-    numbers = describe_numbers({f"parameter {name} in group {place}": p for name, p in pairs})
+    cure = (
+        "start from the same ones: the same seed before the model is made, torch.distributed.broadcast, or "
+        "DistributedDataParallel, which does that"
+    )
+    _compare_params(axes, {place: group}, cure)
+
+
+def check_islands(axes: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse an exchange of islands whose ranks have gone apart: each would exchange with its partners elsewhere.
+
+    Args: axes: within an island. groups: the param groups. Raises: `RanksDisagree`, on all ranks of the island.
+    """
+    cure = (
+        f"these are an island, whose ranks take local steps together; does the inner optimizer average in the phase "
+        f"of local steps, as fn.average does in the warm-up only; {LOCAL_STEP_TAKEN}"
+    )
+    with watched_by(Watchers()):  # which no ledger counts, as in `gradients.shared_in_doubt`
+        _compare_params(axes, dict(enumerate(groups)), cure)
+
+
+def _compare_params(axes: Sequence[str], groups: Mapping[int, Mapping[str, Any]], cure: str) -> None:
+    """Compare the numbers of parameters over some axes. Args: groups: by their places. cure: what to do."""
+    if not axes:
+        return
+    device = device_among([*groups.values()])
+    named = [
+        (f"parameter {name} in group {place}", p.detach())
+        for place, group in groups.items()
+        for name, p in zip(names_of(group), group["params"], strict=True)
+    ]
+    numbers = describe_numbers(dict(named))
 
     def compare(axis: str) -> None:
         for difference in differences(numbers, partial(gather_values, axis=axis, device=device)):
             raise difference.error(
                 f"the numbers of {difference.name} are others on rank {difference.rank} of axis {axis!r} than on rank "
-                f"0; start from the same ones: the same seed before the model is made, torch.distributed.broadcast, "
-                f"or DistributedDataParallel, which does that"
+                f"0; {cure}"
             )
 
     compare_on_axes(axes, compare, device)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fn import tree
-from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among
+from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, check_islands, device_among
 from fn.adapters.optim.gradients import shared_in_doubt
 from fn.adapters.optim.signals import if_broken, writing
 from fn.adapters.optim.step import checked
@@ -60,7 +60,8 @@ def exchange(training: Training, round_: Round) -> None:
         training.meet(round_)
         return
     if round_.begin is not None and Phase.COMPRESSED in training.doubts:
-        training.doubts = shared_in_doubt(training.doubts, training.params, training.axes)
+        check_islands(training.inside, training.groups)
+        training.doubts = shared_in_doubt(training.doubts, training.params, training.outside)
     stage_exchange(training, round_).commit()
 
 
@@ -224,7 +225,7 @@ def _announce(training: Training, fragment: int, steps: int) -> Heard:
 
     Args: steps: taken on this rank.
     """
-    axes = tuple(training.axes)
+    axes = tuple(training.outside)
     if not axes or axis_size(axes) == 1:
         return Heard((), lambda: None)
     device = device_among(training.groups)

@@ -31,7 +31,7 @@ from fn.base import Phase, Round, Transform, chain, check_number
 from fn.collectives.agreement import check_agreement, gather_values
 from fn.collectives.axis import ALONE, Axis, Binding, axis_index, axis_size
 from fn.collectives.compressed import ErrorFeedbackState
-from fn.collectives.primitives import all_gather
+from fn.collectives.primitives import all_gather, psum
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
 from fn.kernels import rules
@@ -73,21 +73,28 @@ class Gradients:
         self._masks: tuple[frozenset[Place], list[Tensor]] = frozenset(), []
 
     def collect(
-        self, groups: Sequence[Sequence[Tensor]], phase: Phase | Round, problem: Exception | None = None
+        self,
+        groups: Sequence[Sequence[Tensor]],
+        phase: Phase | Round,
+        problem: Exception | None = None,
+        inside: Sequence[str] = (),
     ) -> Grads:
         """Return a gradient per parameter, zeros where there is none; NaN to ask the others, if something changed.
 
-        In the local phase and in rounds nobody is asked. In rounds, what is absent is this rank's own affair.
+        In the local phase and in rounds nobody is asked. In rounds, what is absent is this rank's own affair; but where
+        the ranks of an island take local steps together, in each of them a gradient is absent that none of them has.
 
-        Args: groups: the parameters of each param group. problem: why this rank cannot take the step at all.
-        Raises: the problem, or a TypeError for a sparse or complex gradient, where nobody needs to be asked.
+        Args: groups: the parameters of each param group. problem: why this rank cannot take the step at all. inside:
+            the axes within an island.
+        Raises: the problem, or a TypeError for a sparse or complex gradient, where nobody needs to be asked;
+            `RanksDisagree` on the other ranks of the island.
         """
         grads = [[p.grad for p in params] for params in groups]
         here = [(g, i) for g, group in enumerate(grads) for i, grad in enumerate(group) if grad is None]
         self._absent_here = frozenset(here)
-        if isinstance(phase, Round):
-            self.absent = self._absent_here
         self._problem = problem or _refused(groups, grads)
+        if isinstance(phase, Round):
+            self.absent = self._absent_within(grads, inside, device_among(groups)) if inside else self._absent_here
         asks = isinstance(phase, Phase) and phase is not Phase.LOCAL
         if self._problem is not None and not (asks and any(p.numel() for params in groups for p in params)):
             raise self._problem
@@ -95,6 +102,22 @@ class Gradients:
             return tuple([torch.full_like(p, float("nan")) for p in params] for params in groups)
         pairs = [zip(*lists, strict=True) for lists in zip(groups, grads, strict=True)]
         return tuple([torch.zeros_like(p) if g is None else g for p, g in pair] for pair in pairs)
+
+    def _absent_within(
+        self, grads: Sequence[Sequence[Tensor | None]], axes: Sequence[str], device: torch.device
+    ) -> frozenset[Place]:
+        """Return which gradients no rank of some axes has. Raises: `RanksDisagree` if another one has a problem."""
+        places = [(g, i) for g, group in enumerate(grads) for i in range(len(group))]
+        said = [self._problem is not None, *(place not in self._absent_here for place in places)]
+        counts = torch.tensor(said, dtype=torch.int32, device=device)
+        with watched_by(Watchers()):  # what no ledger counts
+            for axis in axes:
+                counts = psum(counts, axis)
+            problems, *present = counts.tolist()
+            _, error = _told(self._problem, axes if problems else (), device)
+        if error is not None and self._problem is None:
+            raise error
+        return frozenset(place for place, count in zip(places, present, strict=True) if not count)
 
     def are_others_absent(self, g: int, params: Sequence[Tensor]) -> bool:
         """Tell whether other gradients of a param group are absent here than those that the ranks agreed on."""

@@ -73,7 +73,8 @@ def take(training: Training, phase: Phase | Round, problem: Exception | None = N
 
 def collect(training: Training, phase: Phase | Round, problem: Exception | None = None) -> Grads:
     """Return the gradients of all param groups, without the scale of the loss. As `gradients.Gradients.collect`."""
-    return unscaled(training.gradients.collect(training.params, phase, problem), *training.scale)
+    grads = training.gradients.collect(training.params, phase, problem, training.inside)
+    return unscaled(grads, *training.scale)
 
 
 def _attempt(training: Training, update: Update, phase: Phase | Part, grads: Grads, counts: Sequence[int]) -> bool:

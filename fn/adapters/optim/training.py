@@ -196,6 +196,18 @@ class Training:
         return [*self.axes, *dict.fromkeys(axis for axis in divided if axis not in self.axes)]
 
     @property
+    def inside(self) -> list[str]:
+        """Return those of the axes whose ranks are an island, and take local steps together."""
+        named = {axis for t in self.transforms if t is not None for axis in facts_of(t).inside}
+        return [axis for axis in self.axes if axis in named]
+
+    @property
+    def outside(self) -> list[str]:
+        """Return those of the axes over which rounds are exchanged."""
+        inside = self.inside
+        return [axis for axis in self.axes if axis not in inside]
+
+    @property
     def transports(self) -> dict[str, str]:
         """Return what the axes travel over."""
         return {axis: self.binding.axes[axis].transport for axis in self.all_axes}

@@ -531,6 +531,7 @@ def _check_method(optimizer: Optimizer) -> None:
         if shapes != [[p.shape for p in params]]:
             wanted = "fn.outer around all parameters of a group, such as fn.diloco"
             raise ValueError(expected("make", wanted, f"{len(shapes)} anchors that are not like them"))
-        if tree.leaves([errors.server for errors in tree.instances(state, ErrorFeedbackState)]):
+        across = tree.replace(state, OuterState, lambda outer: outer._replace(inner=()))  # what is sent to islands
+        if tree.leaves([errors.server for errors in tree.instances(across, ErrorFeedbackState)]):
             cure = "give it servers=False: without them errors do not depend on the number of islands"
             raise ValueError(expected("make", "a method without errors of servers", "one with them", cure))
