@@ -244,7 +244,7 @@ def outer(
     inner_phase, inside = local_phase(inner), facts_of(inner).axes
     dtype, host = (None, torch.device("cpu")) if store == "cpu" else (store, None)
     shards = facts_of(inner).shards
-    island = (*shards, *inside)  # whose ranks leave out local steps together; numbers from exchanges differ over shards
+    island = (*shards, *inside)  # whose ranks leave out steps together; a mean may travel while `inside` is in use
 
     def as_anchor(x: Tensor) -> Tensor:
         return x.to(host, dtype or torch.promote_types(x.dtype, torch.float32))
@@ -305,6 +305,10 @@ def outer(
         pending = tree.leaves(pending)
         starts = [anchor[i].to(params[i]).to(pending[i].dtype) for i in places]  # on the device of the params
         steps = lists.elementwise(rules.plus, (starts, [params[i] for i in places]), -1.0)
+        # one rank's alone would be left out of the mean of its place only, and the places' anchors would part for good
+        fine = true_on_all(all_finite(steps), inside, device_of(params)) if inside else None
+        if fine is not None and not known(fine):
+            steps = [torch.where(fine.to(x.device), x, torch.nan) for x in steps]
         steps = [alike(x.to(host)) for x in steps]
         begun = _with(begun, fragment, torch.ones_like(begun[fragment]))
         state = with_lane(state, lane, tree.unflatten(structure, put(pending, places, steps)), begun)
@@ -363,11 +367,13 @@ def outer(
         pending = tree.leaves(pending)
         before, means = [anchor[i] for i in places], [pending[i] for i in places]
         wide = [x.to(d.dtype) for x, d in zip(before, means, strict=True)]
-        counts = None if guard is None else ~state.guard[fragment].out  # whether this rank's difference is in the mean
+        counts = None  # whether this rank's difference is in the mean
+        if guard is not None:
+            counts = true_on_all(~state.guard[fragment].out, inside, device_of(params))
         if eager:
             here = [params[i].to(x) for i, x in zip(places, wide, strict=True)]
             own = lists.elementwise(rules.plus, (wide, here), -1.0)
-            counts = true_on_all(all_finite(own), shards, device_of(params))
+            counts = true_on_all(all_finite(own), island, device_of(params))
             own = own if read(counts) else zero_unless(counts, own)
             means = lists.elementwise(rules.plus, (means, own), 1.0 / axis_size(axes))
         moves, outer_state = move(means, state.outer[fragment], wide)
@@ -376,8 +382,8 @@ def outer(
         stored = [x.to(old.dtype) for x, old in zip(new, before, strict=True)]
         results = [*means, *new, *rounded, *stored, *_floats(outer_state)]
         ok = all_finite([*{id(x): x for x in results}.values()])  # mostly, what was rounded is the same tensor
-        ok = true_on_all(ok, shards, device_of(params))
         ok = ok if guard is None else ok & ~state.guard[fragment].nobody.to(ok.device)
+        ok = true_on_all(ok, island, device_of(params))
         taken = ok & begun.to(ok.device)
         if read(taken):  # then nothing below is selected, which would take a pass and memory for each tensor
             ok = taken = torch.ones_like(taken, device="cpu")

@@ -48,11 +48,8 @@ def check_inner(inner: Any, sync: Any = None) -> None:
     check_is_transform("sync", sync)
     across = facts_of(sync).axes
     if not across or {*across} & {*facts.axes}:
-        wanted = (
-            f"no communication over an axis of sync, {_named(across)}"
-            if across
-            else ("no communication over an axis beside a sync that names none")
-        )
+        whose = f"of sync, {_named(across)}" if across else "beside a sync without one"
+        wanted = f"no communication over an axis {whose}"
         cure = cure.replace("nothing", "nothing to other islands") + "; within an island give it an axis of its own"
         raise ValueError(expected("inner", wanted, f"one over {_named(facts.axes)}", cure))
     if facts.local_params or facts.unequal:
@@ -122,7 +119,9 @@ def check_guard(guard: Any, sync: Transform) -> None:
         raise ValueError(expected("sync", "an average that names its axes, for there is a guard", "one without", cure))
 
 
-def check_late(in_flight: Any, since: Any, eager: Any, alpha: float, guard: Guard | None, sync: Transform) -> int:
+def check_late(
+    in_flight: Any, since: Any, eager: Any, alpha: float, guard: Guard | None, sync: Transform
+) -> int:
     """Refuse arguments for late means that do not go together; return how many of a fragment may be on their way."""
     check_whole("in_flight", in_flight, 1)
     if since not in ("anchor", "start"):

@@ -46,17 +46,20 @@ def adam(lr: Any, axis: str = "data") -> fn.Transform:
     return fn.chain(codes, fn.scale_by_adam(), fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(lr))
 
 
-def make(lr: Any = LR, inner: Any = muon, fragments: int = 1, codec: fn.Codec | None = None) -> fn.Transform:
+def make(
+    lr: Any = LR, inner: Any = muon, fragments: int = 1, codec: fn.Codec | None = None, guard: Any = None
+) -> fn.Transform:
     outer_tx = fn.chain(fn.trace(MU, nesterov=True), fn.scale_by_learning_rate(OUTER_LR))
     sync = mean("islands") if codec is None else fn.compressed_average("islands", codec)
     front = fn.average("islands" if inner is muon else ("data", "islands"))
-    return fn.chain(front, fn.outer(inner(lr), outer_tx, sync, fragments=fragments))
+    return fn.chain(front, fn.outer(inner(lr), outer_tx, sync, fragments=fragments, guard=guard))
 
 
 INNER: dict[str, Any] = {
     "owned": make,
     "in codes": partial(make, inner=adam),
     "in codes, signs across": partial(make, inner=adam, codec=fn.sign()),
+    "owned, guarded": partial(make, guard=fn.norm_guard()),
 }
 
 
@@ -273,7 +276,8 @@ def to_a_folder(folder: str) -> dict[str, Any]:
 
 def test_a_folder_keeps_islands_in_codes_and_refuses_tensors_that_each_island_owns(tmp_path: Path) -> None:
     for found in ranks.run(4, to_a_folder, str(tmp_path)):
-        assert "got fn.owned over 'data', once in each island; save each rank's state_dict()" in found.pop("owned")
+        for name in ("owned", "owned, guarded"):
+            assert "got fn.owned over 'data', once in each island; save each rank's state_dict()" in found.pop(name)
         for ours, theirs in found.values():
             for a, b in zip(ours, theirs, strict=True):
                 assert all(map(torch.equal, a, b))
@@ -326,7 +330,7 @@ def test_the_ranks_of_an_island_leave_out_and_hold_together(name: str) -> None:
 
 @four
 def of_a_ruined_island() -> dict[str, Any]:
-    """Take two rounds, before the first of which the params of an island are NaN."""
+    """Take rounds, before the first of which the params of an island are NaN, and before the third those of a rank."""
     found = {}
     for name in INNER:
         params, opt = build(name, schedule=fn.every(2))
@@ -335,6 +339,9 @@ def of_a_ruined_island() -> dict[str, Any]:
         train(params, opt, range(2))
         first = [p.detach().clone() for p in params]
         train(params, opt, range(2, 4))
+        if dist.get_rank() == 3:
+            params[0].data.fill_(torch.nan)
+        train(params, opt, range(4, 8))
         found[name] = first, [p.detach().clone() for p in params], opt.skipped
     return found
 
@@ -343,8 +350,8 @@ def of_a_ruined_island() -> dict[str, Any]:
 def test_an_island_whose_params_are_not_finite_takes_the_anchor_and_a_fresh_inner_state(name: str) -> None:
     found = [answers[name] for answers in four.answer("of_a_ruined_island")]
     for rank, (first, params, skipped) in enumerate(found):
-        assert skipped == 1
-        assert all(map(torch.equal, first, [*start().values()])) == (rank > 1)
+        assert skipped == (0 if "guarded" in name else 2)
+        assert all(map(torch.equal, first, [*start().values()])) == ("guarded" not in name and rank > 1)
         assert all(bool(p.isfinite().all()) for p in params)
         assert all(map(torch.equal, params, found[0][1]))
 
