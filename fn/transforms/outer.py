@@ -239,6 +239,9 @@ def outer(
     if on_skip not in ("keep", "anchor"):
         raise ValueError(expected("on_skip", "'keep' or 'anchor'", f"{on_skip!r}"))
     check_guard(guard, sync)
+    if guard is not None and (inside := facts_of(inner).axes):
+        got = f"one beside an inner optimizer that communicates over {', '.join(map(repr, inside))}"
+        raise ValueError(expected("guard", "None", got, "give inner no axis, or leave out the guard"))
     in_flight = check_late(in_flight, since, eager, alpha, guard, sync)
     move, axes = moves_of(outer_tx), facts_of(sync).axes
     inner_phase, inside = local_phase(inner), facts_of(inner).axes
@@ -367,9 +370,7 @@ def outer(
         pending = tree.leaves(pending)
         before, means = [anchor[i] for i in places], [pending[i] for i in places]
         wide = [x.to(d.dtype) for x, d in zip(before, means, strict=True)]
-        counts = None  # whether this rank's difference is in the mean
-        if guard is not None:
-            counts = true_on_all(~state.guard[fragment].out, inside, device_of(params))
+        counts = None if guard is None else ~state.guard[fragment].out  # whether this rank's difference is in the mean
         if eager:
             here = [params[i].to(x) for i, x in zip(places, wide, strict=True)]
             own = lists.elementwise(rules.plus, (wide, here), -1.0)

@@ -46,20 +46,17 @@ def adam(lr: Any, axis: str = "data") -> fn.Transform:
     return fn.chain(codes, fn.scale_by_adam(), fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(lr))
 
 
-def make(
-    lr: Any = LR, inner: Any = muon, fragments: int = 1, codec: fn.Codec | None = None, guard: Any = None
-) -> fn.Transform:
+def make(lr: Any = LR, inner: Any = muon, fragments: int = 1, codec: fn.Codec | None = None) -> fn.Transform:
     outer_tx = fn.chain(fn.trace(MU, nesterov=True), fn.scale_by_learning_rate(OUTER_LR))
     sync = mean("islands") if codec is None else fn.compressed_average("islands", codec)
     front = fn.average("islands" if inner is muon else ("data", "islands"))
-    return fn.chain(front, fn.outer(inner(lr), outer_tx, sync, fragments=fragments, guard=guard))
+    return fn.chain(front, fn.outer(inner(lr), outer_tx, sync, fragments=fragments))
 
 
 INNER: dict[str, Any] = {
     "owned": make,
     "in codes": partial(make, inner=adam),
     "in codes, signs across": partial(make, inner=adam, codec=fn.sign()),
-    "owned, guarded": partial(make, guard=fn.norm_guard()),
 }
 
 
@@ -276,8 +273,7 @@ def to_a_folder(folder: str) -> dict[str, Any]:
 
 def test_a_folder_keeps_islands_in_codes_and_refuses_tensors_that_each_island_owns(tmp_path: Path) -> None:
     for found in ranks.run(4, to_a_folder, str(tmp_path)):
-        for name in ("owned", "owned, guarded"):
-            assert "got fn.owned over 'data', once in each island; save each rank's state_dict()" in found.pop(name)
+        assert "got fn.owned over 'data', once in each island; save each rank's state_dict()" in found.pop("owned")
         for ours, theirs in found.values():
             for a, b in zip(ours, theirs, strict=True):
                 assert all(map(torch.equal, a, b))
@@ -350,8 +346,8 @@ def of_a_ruined_island() -> dict[str, Any]:
 def test_an_island_whose_params_are_not_finite_takes_the_anchor_and_a_fresh_inner_state(name: str) -> None:
     found = [answers[name] for answers in four.answer("of_a_ruined_island")]
     for rank, (first, params, skipped) in enumerate(found):
-        assert skipped == (0 if "guarded" in name else 2)
-        assert all(map(torch.equal, first, [*start().values()])) == ("guarded" not in name and rank > 1)
+        assert skipped == 2
+        assert all(map(torch.equal, first, [*start().values()])) == (rank > 1)
         assert all(bool(p.isfinite().all()) for p in params)
         assert all(map(torch.equal, params, found[0][1]))
 
@@ -390,6 +386,8 @@ def test_the_axis_of_an_inner_is_another_one_or_it_is_refused_by_name() -> None:
     ]:
         with pytest.raises(ValueError, match=f"^inner: expected .*{text}"):
             fn.outer(inner, rate, mean("islands"))
+    with pytest.raises(ValueError, match="guard: expected None, but got one beside an inner .* over 'data'"):
+        fn.outer(fn.muon(axis="data"), rate, mean("islands"), guard=fn.norm_guard())
     facts = fn.outer(fn.muon(axis="data"), rate, mean("islands")).facts
     assert facts is not None
     assert (facts.axes, facts.inside) == (("data", "islands"), ("data",))
