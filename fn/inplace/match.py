@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.base import Guarded, Link, Phase, Step, Transform, UpdateFn, has_phase, links_of, name_of
+from fn.collectives.agreement import device_of, true_on_all
 from fn.compiling import original
 from fn.inplace import adam, lamb, sharded, zero_one_adam
 from fn.inplace.bounds import Bounds, MatchedChain
@@ -157,6 +158,9 @@ def _around(rule: OuterWarmup | PlainWarmup | OuterLocal, link: Link, inner: InP
 
     def stage(updates: Tree, state: Tree, params: Tree) -> Staged:
         step = inner.stage(updates, state, params)
+        if isinstance(rule, OuterLocal) and rule.inside:  # as the pure step does, which others of the island may take
+            own = torch.as_tensor(step.ok, dtype=torch.bool)
+            step = step._replace(ok=true_on_all(own, rule.inside, device_of(params)))
         return (_with_anchor if is_warmup else _alone)(step, link.state(state), params)
 
     return inner._replace(fits=fits, stage=stage)

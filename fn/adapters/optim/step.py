@@ -137,11 +137,17 @@ def stage_all(training: Training, update: Update, phase: Phase | Part, given: Gr
 
         def together(steps: list[Staged]) -> list[Staged]:
             shards = [axis for axis in training.all_axes if axis not in training.axes]
-            if len(steps) < 2 or not shards:  # a group's own guard asks the ranks that have the rest of its tensors
-                return steps
-            ok = torch.tensor(all(step.ok for step in steps), dtype=torch.bool, device="cpu")
-            taken = bool(true_on_all(ok, shards, device_among(training.groups)))
-            return [step._replace(ok=step.ok and taken) for step in steps]
+            if len(steps) > 1 and shards:  # a group's own guard asks the ranks that have the rest of its tensors
+                taken = agreed(all(step.ok for step in steps), shards)
+                steps = [step._replace(ok=step.ok and taken) for step in steps]
+            if isinstance(phase, Part) and training.inside:  # one rank alone would send once more, and wait for ever
+                safe = agreed(all(step.safe for step in steps), training.inside)
+                steps = [step._replace(safe=step.safe and safe) for step in steps]
+            return steps
+
+        def agreed(flag: bool, axes: Sequence[str]) -> bool:
+            of_all = torch.tensor(flag, dtype=torch.bool, device="cpu")
+            return bool(true_on_all(of_all, axes, device_among(training.groups)))
 
         with attempt() as begun:
             steps = staged()
