@@ -1,4 +1,4 @@
-"""Islands of two ranks over gloo and torchft: DDP and FSDP2 inside, a rank that is killed, an island that returns.
+"""Islands of two ranks over gloo and torchft: DDP, FSDP2 or Muon inside, a rank that is killed, an island that returns.
 
 `make torchft-test` runs these in an environment that has torchft.
 """
@@ -89,13 +89,17 @@ def rank_of_island(job: Job, end: Any) -> None:
     model: nn.Module = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
     if job.inside == "ddp":
         model = DistributedDataParallel(model)
+    elif job.inside == "owned":  # the optimizer itself averages in the island
+        pass
     elif job.inside == "fsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
     else:  # copies of a model in one piece: what is averaged is as in HSDP
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard")))
     schedule = fn.every(H, start=job.start, delay=job.delay)
-    make = partial(fn.diloco, weight_decay=0.0, outer_lr=job.outer_lr)
-    opt = adapter.optimizer(model.parameters(), make, manager, schedule=schedule, lr=0.02)
+    make = owned if job.inside == "owned" else partial(fn.diloco, weight_decay=0.0)
+    with fn.bind(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))):
+        of_job = partial(make, outer_lr=job.outer_lr)
+        opt = adapter.optimizer(model.parameters(), of_job, manager, schedule=schedule, lr=0.02)
     exchanges: list[tuple[int, int, bool]] = []
     ask, begin = manager.should_commit, manager.start_quorum
 
@@ -152,6 +156,15 @@ def rank_of_island(job: Job, end: Any) -> None:
     os._exit(0)
 
 
+def owned(lr: Any, axis: str, outer_lr: float) -> fn.Transform:
+    """Return rounds of Muon whose steps the ranks of an island share; vectors go in codes within the island."""
+    codes = fn.chain(fn.compressed_average("data", fn.int8()), fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
+    kinds = {"muon": fn.muon(lr, axis="data"), "codes": codes}
+    inner = fn.partition(kinds, lambda params: tree.map(lambda p: "muon" if p.ndim == 2 else "codes", params))
+    mean = fn.compressed_average(axis, fn.identity(), fn.off())
+    return fn.chain(fn.average(axis), fn.outer(inner, fn.scale_by_learning_rate(outer_lr), mean))
+
+
 def digest(leaves: list[Tensor]) -> str:
     return hashlib.sha256(b"".join(x.detach().numpy().tobytes() for x in leaves)).hexdigest()
 
@@ -191,7 +204,7 @@ def check_alike(found: dict[tuple[int, int], Told], inside: str) -> None:
         assert alike == [inside != "fsdp"] * len(alike)  # of FSDP2 each has its own half
 
 
-@pytest.mark.parametrize("inside", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("inside", ["ddp", "fsdp", "hsdp", "owned"])
 @pytest.mark.parametrize("init_sync", [True, False], ids=["torchft syncs", "torchft does not"])
 def test_the_ranks_of_an_island_stay_alike(inside, init_sync):
     """torchft heals the second rank of each island from another island than the first."""
@@ -208,7 +221,7 @@ POINTS = [*range(H), "quorum", "counted", "staged", "commit", "written"]
 @pytest.mark.parametrize("point", POINTS)
 def test_an_island_one_of_whose_ranks_is_killed_returns_whole(point):
     victim = POINTS.index(point) % 2, POINTS.index(point) // 2 % 2
-    inside = "fsdp" if POINTS.index(point) % 3 == 2 else "ddp"
+    inside = ("ddp", "owned", "fsdp")[POINTS.index(point) % 3]
     with Islands(least=1, join_ms=10_000) as sea:
         sea.start(range(2), victim, full=2, inside=inside, at=point, least=LOST_IN + 4)
         sea.lost(victim)
