@@ -4,7 +4,7 @@ Every kernel is an op of torch, in `torch.ops.fn`, and a function of `reference`
 
 >>> import fn, torch
 >>> x = torch.tensor([[5.0, 4.0, 3.0, 2.0, 0.0, -1.0, -2.0, 4.0, 3.0, 2.0, 1.0, 0.0, -1.0, -2.0]])
->>> torch.ops.fn.pack_bits(x).tolist(), fn.kernels.reference.pack_bits(x).tolist()
+>>> torch.ops.fn.pack_bits(x).tolist(), fn.kernels.reference.codes.pack_bits(x).tolist()
 ([[159, 15]], [[159, 15]])
 
 `table` says who provides the kernels of a device, and `register` takes those of a new one.

@@ -14,13 +14,13 @@ from fn.kernels.table import Accelerator, Kernel
 
 
 def pack_bits(x: Tensor) -> Tensor:
-    """Pack the signs of x (R, n), see `reference.pack_bits`."""
+    """Pack the signs of x (R, n), see `reference.codes.pack_bits`."""
     packed = np.packbits((x >= 0).numpy(), axis=-1, bitorder="little")
     return torch.from_numpy(packed)
 
 
 def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """Unpack n signs of each row, see `reference.unpack_bits`."""
+    """Unpack n signs of each row, see `reference.codes.unpack_bits`."""
     ones = np.unpackbits(bits.numpy(), axis=-1, count=n, bitorder="little")
     return torch.from_numpy(ones).to(dtype).mul_(2).sub_(1)
 
@@ -35,14 +35,14 @@ def npu(device_type: str) -> Accelerator:
     library: Any = import_module("torch_npu")
 
     def pack_bits(x: Tensor) -> Tensor:
-        """Pack the signs of x (R, n), see `reference.pack_bits`."""
+        """Pack the signs of x (R, n), see `reference.codes.pack_bits`."""
         signs = torch.where(x >= 0, 1.0, -1.0).to(torch.float32)  # -0.0 is positive on the wire
         padded = F.pad(signs, (0, -x.shape[1] % 8), value=-1.0)
         packed: Tensor = library.npu_sign_bits_pack(padded.reshape(-1), 1)
         return packed.view(x.shape[0], padded.shape[1] // 8)
 
     def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """Unpack n signs of each row, see `reference.unpack_bits`."""
+        """Unpack n signs of each row, see `reference.codes.unpack_bits`."""
         signs: Tensor = library.npu_sign_bits_unpack(bits.reshape(-1), 1, torch.float32)
         return signs.view(bits.shape[0], bits.shape[1] * 8)[:, :n].to(dtype).contiguous()
 

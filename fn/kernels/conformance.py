@@ -54,7 +54,7 @@ def conformance(row: Accelerator, *, ops: Sequence[str] | None = None, sizes: Se
     """Compare every kernel of a row with the reference, and the ops around it with torch's rules for ops.
 
     >>> import fn
-    >>> row = fn.kernels.Accelerator("cpu", {"pack_bits": fn.kernels.reference.pack_bits})
+    >>> row = fn.kernels.Accelerator("cpu", {"pack_bits": fn.kernels.reference.codes.pack_bits})
     >>> fn.kernels.conformance(row, sizes=(0, 9))
     conforming: cpu, 21 checks of 1 kernels
 

@@ -63,7 +63,7 @@ def chunks(*lists: Sequence[Tensor], whole: bool = False) -> Iterator[list[list[
 def momentum_rows(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, factors: Tensor | None, rows: int, runs: Sequence[int]
 ) -> Any:
-    """See `reference.momentum_rows`. Without temporaries, in memory of the pool."""
+    """See `reference.steps.momentum_rows`. Without temporaries, in memory of the pool."""
     if not plain(mu, grads, () if factors is None else (factors,)) or not mu:
         return NotImplemented
     widths = widths_of(runs)
@@ -82,7 +82,7 @@ def momentum_encode(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
     runs: Sequence[int],
 ) -> Any:  # fmt: skip
-    """See `reference.momentum_encode`. The device's own `sign_encode_feedback_` encodes."""
+    """See `reference.steps.momentum_encode`. The device's own `sign_encode_feedback_` encodes."""
     if not plain(mu, grads, (buffer, sent)):
         return NotImplemented
     x, widths = memory_pool.empty(buffer.shape, buffer.dtype, buffer.device).zero_(), widths_of(runs)
@@ -98,7 +98,7 @@ def momentum_recode(
     bits: Tensor, seen: Tensor, scales: Tensor, grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor,
     valid: Tensor, runs: Sequence[int],
 ) -> Any:  # fmt: skip
-    """See `reference.momentum_recode`. The device's own `sign_decode` decodes."""
+    """See `reference.steps.momentum_recode`. The device's own `sign_decode` decodes."""
     if not plain(grads, (scales, buffer, sent)):
         return NotImplemented
     mean = ops.direct("sign_decode", bits, scales, valid, runs)
@@ -115,7 +115,7 @@ def momentum_recode(
 def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
-    """See `reference.quantize_feedback`, for half precision above all, which fused kernels leave to this row.
+    """See `reference.codes.quantize_feedback`, for half precision above all, which fused kernels leave to this row.
 
     The device's own `quantize` and `dequantize` do most of it. What the reference rounds to the dtype of x on the way
     is rounded here by copies into memory of the pool: fresh memory would take longer than the arithmetic.
@@ -138,7 +138,7 @@ def drift(
     params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
     nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
 ) -> Any:  # fmt: skip
-    """See `reference.drift`. Gradients may not be finite yet, so that zeros are selected, not multiplied."""
+    """See `reference.steps.drift`. Gradients may not be finite yet, so that zeros are selected, not multiplied."""
     if not _fit(params, anchors, mu, grads, nu):
         return NotImplemented
     drifts: list[Tensor] = []
@@ -161,7 +161,7 @@ def onebit_adam_(
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
     max_step: float, max_momentum: float, keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
-    """See `reference.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
+    """See `reference.steps.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
     if not plain(params, mu, nu, (scales,), copies):
         return NotImplemented
     mu = mu or [memory_pool.empty(v.shape, v.dtype, v.device) for v in nu]
@@ -184,7 +184,7 @@ def adamw_(
     b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
     max_momentum: float, frozen: bool,
 ) -> Any:  # fmt: skip
-    """See `reference.adamw_`."""
+    """See `reference.steps.adamw_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
     if not frozen and max_step == math.inf and params and params[0].device.type in FUSED:
@@ -224,7 +224,7 @@ def _endless(device: torch.device) -> Tensor:
 
 
 def largest_magnitude(grads: Sequence[Tensor]) -> Any:
-    """See `reference.largest_magnitude`."""
+    """See `reference.lists.largest_magnitude`."""
     some = [g for g in grads if g.numel()]
     if not some or not plain(grads):
         return NotImplemented
@@ -303,8 +303,8 @@ def elementwise_(
     rule: str, results: Sequence[Tensor], operands: Sequence[Tensor], scalars: Sequence[Tensor], places: Sequence[int],
     numbers: Sequence[float],
 ) -> Any:  # fmt: skip
-    """See `reference.elementwise_`."""
-    count = reference.RESULTS[rule]
+    """See `reference.lists.elementwise_`."""
+    count = reference.lists.RESULTS[rule]
     size = len(results) // count
     if not size or not _fit(results, operands):
         return NotImplemented
@@ -312,14 +312,14 @@ def elementwise_(
     given: list[Any] = [*numbers]
     for place, scalar in zip(places, scalars, strict=True):
         given[place] = Many(scalar.unbind()) if scalar.numel() > 1 else scalar.reshape(())
-    found = reference.rule_of(rule)(*map(Many, columns), *given)
+    found = reference.lists.rule_of(rule)(*map(Many, columns), *given)
     flat = [x for many in (found if count > 1 else (found,)) for x in many.tensors]
     torch._foreach_copy_([*results], flat)
     return None
 
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> Any:
-    """See `reference.sums_of_squares`."""
+    """See `reference.lists.sums_of_squares`."""
     return _squares([*tensors]) if _fit(tensors) else NotImplemented
 
 
@@ -330,7 +330,7 @@ def lamb_moments_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
     b2: float, eps: float, weight_decay: float,
 ) -> Any:  # fmt: skip
-    """See `reference.lamb_moments_`."""
+    """See `reference.steps.lamb_moments_`."""
     if not _fit(params, grads, mu, nu):
         return NotImplemented
     sums = []
@@ -347,7 +347,7 @@ def onebit_lamb_moments_(
     fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float, max_step: float,
     keep_zeros: bool,
 ) -> Any:  # fmt: skip
-    """See `reference.onebit_lamb_moments_`."""
+    """See `reference.steps.onebit_lamb_moments_`."""
     if not _fit(params, averages, mu, nu, fresh):
         return NotImplemented
     sums, done = [], 0
@@ -374,7 +374,7 @@ def lamb_step_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float,
     weight_decay: float, max_step: float,
 ) -> Any:  # fmt: skip
-    """See `reference.lamb_step_`."""
+    """See `reference.steps.lamb_step_`."""
     if not _fit(params, mu, nu):
         return NotImplemented
     done = 0
@@ -486,7 +486,12 @@ EVERYWHERE = (momentum_rows, momentum_encode, momentum_recode, quantize_feedback
 ON_ACCELERATORS = (
     elementwise_, sums_of_squares, drift, largest_magnitude, lamb_moments_, onebit_lamb_moments_, lamb_step_,
 )  # fmt: skip
-ON_CPU = (reference.drift, reference.lamb_moments_, reference.onebit_lamb_moments_, reference.lamb_step_)
+ON_CPU = (
+    reference.steps.drift,
+    reference.steps.lamb_moments_,
+    reference.steps.onebit_lamb_moments_,
+    reference.steps.lamb_step_,
+)
 """References that are good enough for a CPU: their temporaries are those of one tensor, and without these LAMB's and
 0/1 Adam's steps would be the pure ones."""
 

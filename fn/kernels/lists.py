@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from fn.kernels import memory_pool, ops
 from fn.kernels.layout import alike_in_memory, contiguous, scale_dtype
-from fn.kernels.reference import RESULTS
+from fn.kernels.reference.lists import RESULTS
 from fn.kernels.table import cells
 from fn.kernels.tracing import is_concrete, pooled
 

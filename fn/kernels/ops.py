@@ -16,7 +16,8 @@ from torch import Tensor
 
 from fn.errors import expected
 from fn.kernels.layout import bytes_for, row_length
-from fn.kernels.reference import REFERENCES, RESULTS, rule_of
+from fn.kernels.reference import REFERENCES
+from fn.kernels.reference.lists import RESULTS, rule_of
 from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS, WRITTEN
 from fn.kernels.table import cells
 from fn.kernels.tracing import PLANS

@@ -54,7 +54,7 @@ class Accelerator(NamedTuple):
     """A row of the table: what one kind of device brings.
 
     >>> import fn
-    >>> row = fn.kernels.Accelerator("cpu", {"pack_bits": lambda x: fn.kernels.reference.pack_bits(x)}, provider="mine")
+    >>> row = fn.kernels.Accelerator("cpu", {"pack_bits": fn.kernels.reference.codes.pack_bits}, provider="mine")
     >>> row.name, row.device_type, sorted(row.kernels)
     ('mine', 'cpu', ['pack_bits'])
 
@@ -105,7 +105,7 @@ def register(row: Accelerator) -> None:
     """Put a row in front of the table; ops that it does not bring stay with the rows behind it.
 
     >>> import fn
-    >>> row = fn.kernels.Accelerator("cpu", {"pack_bits": fn.kernels.reference.pack_bits}, provider="mine")
+    >>> row = fn.kernels.Accelerator("cpu", {"pack_bits": fn.kernels.reference.codes.pack_bits}, provider="mine")
     >>> fn.kernels.register(row)
     >>> fn.kernels.table().providers["cpu"]["pack_bits"]
     'mine'

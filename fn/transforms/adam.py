@@ -302,9 +302,9 @@ def kept_direction(mu: Tree, nu: Tree, eps: float, max_step: float) -> tuple[Tre
 
 
 def _kept_direction(m: Tensor, v: Tensor, eps: float, max_step: float) -> tuple[Tensor, Tensor]:
-    if not is_concrete(m, v) or is_recorded((m, v)) or not reference.is_normal(eps, v.dtype):
+    if not is_concrete(m, v) or is_recorded((m, v)) or not reference.steps.is_normal(eps, v.dtype):
         # The op has no derivative, its kernels have no case for 0 / 0, and a compiler fuses the reference itself.
-        return reference.direction(m, v, eps, max_step)
+        return reference.steps.direction(m, v, eps, max_step)
     kept, out = torch.ops.fn.direction(m.reshape(1, -1), v.reshape(1, -1), eps, max_step)
     return kept.view(m.shape), out.view(m.shape)
 
@@ -336,13 +336,13 @@ def adam_direction(
     if out is not None and [x.dtype for x in tree.leaves(out)] != [m.dtype for m in tree.leaves(mu)]:
         out = None
 
-    if not all(reference.is_normal(eps, dtype) for dtype in {v.dtype for v in tree.leaves(nu)}):
+    if not all(reference.steps.is_normal(eps, dtype) for dtype in {v.dtype for v in tree.leaves(nu)}):
 
         def divide(m: Tensor, v: Tensor) -> Tensor:
             dtype = m.dtype  # a weight of another dtype would decide that of a 0-d moment
             m = m if mu_weight is None else m / mu_weight
             v = v if nu_weight is None else v / nu_weight
-            return reference.clamped(reference.over_root(m, v, eps), max_step).to(dtype)
+            return reference.steps.clamped(reference.steps.over_root(m, v, eps), max_step).to(dtype)
 
         return tree.map(divide, mu, nu)
     if mu_weight is None or nu_weight is None:

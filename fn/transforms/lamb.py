@@ -313,7 +313,7 @@ def frozen_ratio(coefficient: Tensor, factor: Tensor) -> Tensor:
 def _bounded_factor(h: LambHyper, last: Tensor, nu: Tensor, fresh: Tensor, q: Tensor, u: Tensor) -> Tensor:
     if not nu.numel():
         return last
-    f = reference.over_root(rules.denominator(nu, h.eps), fresh, h.eps).max().to(last.dtype)
+    f = reference.steps.over_root(rules.denominator(nu, h.eps), fresh, h.eps).max().to(last.dtype)
     return bounded_factor(h, last, f, _norm(q), _norm(u)) if h.weight_decay > 0 else bounded_factor(h, last, f, f, f)
 
 

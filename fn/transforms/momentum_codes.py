@@ -18,7 +18,7 @@ from fn.collectives.codecs.codec import Segments
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.kernels.layout import per_run, rows_of, tensors_of
-from fn.kernels.reference import momentum_of_codes
+from fn.kernels.reference.codes import momentum_of_codes
 from fn.kernels.tracing import cached_plan, is_concrete
 from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket

@@ -24,7 +24,7 @@ from fn.collectives.axis import SIMULATED, current_binding
 from fn.collectives.simulation import found_alike
 from fn.errors import expected
 from fn.kernels import rules
-from fn.kernels.reference import over_root
+from fn.kernels.reference.steps import over_root
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
 from fn.transforms.adam import (

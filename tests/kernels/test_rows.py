@@ -98,7 +98,7 @@ def test_an_op_is_traced_with_dynamic_shapes(op):
 
 def test_conformance_sees_a_kernel_that_is_wrong_in_the_tail():
     def wrong(x):
-        packed = reference.pack_bits(x)
+        packed = reference.codes.pack_bits(x)
         return packed | 128 if x.shape[1] == 7 else packed
 
     report = kernels.conformance(kernels.Accelerator("cpu", {"pack_bits": wrong}), sizes=(7, 8))
@@ -113,10 +113,10 @@ def test_the_sign_kernels_of_torch_npu_are_called_as_documented(monkeypatch):
     def pack(x, size):
         assert x.dtype == torch.float32
         assert x.shape[0] % 8 == 0
-        return reference.pack_bits(x.view(1, -1)).view(size, -1)
+        return reference.codes.pack_bits(x.view(1, -1)).view(size, -1)
 
     def unpack(bits, size, dtype):
-        return reference.unpack_bits(bits.view(1, -1), bits.numel() * 8, dtype).view(size, -1)
+        return reference.codes.unpack_bits(bits.view(1, -1), bits.numel() * 8, dtype).view(size, -1)
 
     monkeypatch.setattr(library, "npu_sign_bits_pack", pack, raising=False)
     monkeypatch.setattr(library, "npu_sign_bits_unpack", unpack, raising=False)

@@ -49,16 +49,16 @@ def test_two_functions_make_a_whole_device(registered):
 
     def pack(x):
         calls.append("pack")
-        return reference.pack_bits(x)
+        return reference.codes.pack_bits(x)
 
     def unpack(bits, n, dtype):
         calls.append("unpack")
-        return reference.unpack_bits(bits, n, dtype)
+        return reference.codes.unpack_bits(bits, n, dtype)
 
     registered(kernels.Accelerator("cpu", {"pack_bits": pack, "unpack_bits": unpack}))
     x, valid, runs = torch.randn(2, 20), torch.tensor([[20], [13]]), [1, 20]
-    bits, sums = reference.sign_encode(x, valid, runs)
-    decoded = reference.sign_decode(bits, sums.float(), valid, runs)
+    bits, sums = reference.codes.sign_encode(x, valid, runs)
+    decoded = reference.codes.sign_decode(bits, sums.float(), valid, runs)
     assert set(calls) == {"pack", "unpack"}
     torch.testing.assert_close(
         decoded, torch.where(x >= 0, sums.float(), -sums.float()) * layout.padding_mask(x, valid, runs)

@@ -14,8 +14,8 @@ from fn.kernels.table import cells
 
 
 def reversed_bits(bits):
-    return reference.pack_bits(reference.unpack_bits(bits, 8 * bits.shape[-1], torch.float32).unflatten(-1, (-1, 8))
-                               .flip(-1).flatten(-2))  # fmt: skip
+    signs = reference.codes.unpack_bits(bits, 8 * bits.shape[-1], torch.float32)
+    return reference.codes.pack_bits(signs.unflatten(-1, (-1, 8)).flip(-1).flatten(-2))
 
 
 def with_argument(op, index, change):
@@ -171,11 +171,11 @@ def wrong_from(size):
     """Return the two kernels that all others are made of, wrong in the last byte of long rows."""
 
     def pack(x):
-        bits = reference.pack_bits(x)
+        bits = reference.codes.pack_bits(x)
         return torch.cat([bits[..., :-1], 0 * bits[..., -1:]], -1) if x.shape[-1] >= size else bits
 
     def unpack(bits, n, dtype):
-        signs = reference.unpack_bits(bits, n, dtype)
+        signs = reference.codes.unpack_bits(bits, n, dtype)
         return -signs if n >= size else signs
 
     return {"pack_bits": pack, "unpack_bits": unpack}

@@ -186,10 +186,10 @@ def check_integers() -> None:
         runs, valid = [segments, size], torch.full((2, segments), real)
         x = torch.randn((2, segments * size), generator=draw)
         compare("quantize", (x, valid, runs, width))
-        codes, scales = reference.quantize(x, valid, runs, width)
+        codes, scales = reference.codes.quantize(x, valid, runs, width)
         pair = torch.stack([codes, codes], 1), torch.stack([scales, scales], 1)
         compare("dequantize_mean", (*pair, valid, runs, width))
-        error = reference.quantize(x / 9, valid, runs, 8)
+        error = reference.codes.quantize(x / 9, valid, runs, 8)
         compare("quantize_feedback", (x, *error, 0.75, valid, runs, width))
 
 
@@ -200,7 +200,7 @@ def check_floats_of_8_bits() -> None:
         x = torch.randn((2, segments * size), generator=draw).double()
         x = (x * 10.0 ** torch.randint(-8, 3, x.shape, generator=draw)).float()
         compare("quantize_fp8", (x, valid, runs, mantissa))
-        codes, scales = reference.quantize_fp8(x, valid, runs, mantissa)
+        codes, scales = reference.codes.quantize_fp8(x, valid, runs, mantissa)
         compare("dequantize_fp8", (torch.stack([codes] * 2, 1), torch.stack([scales] * 2, 1), valid, runs, mantissa))
 
 

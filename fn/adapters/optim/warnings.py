@@ -25,7 +25,7 @@ from fn.base import Part, Phase, Round, facts_of
 from fn.collectives.agreement import gather_values
 from fn.collectives.primitives import psum
 from fn.inplace.match import slow_tensors
-from fn.kernels.reference import over_root
+from fn.kernels.reference.steps import over_root
 from fn.kernels.table import cells
 from fn.schedules import FreezeAfter, FreezeWhenStable, ZeroOneSchedule, phase_of
 from fn.transforms.adam import OnebitAdamState

@@ -41,7 +41,7 @@ class Fused(NamedTuple):
     averages: (mu, grads, decay, error=, rows=R) -> payload, next error: encode of the moving averages
         decay * mu + (1 - decay) * grad of the tensors that are the segments. None: they are formed first.
     recode: (bits, seen, scales, grads, decay, error=, rows=R) -> the same for a momentum that is kept as codes, see
-        `kernels.reference.momentum_of_codes`. None, as averages.
+        `kernels.reference.codes.momentum_of_codes`. None, as averages.
     """
 
     init: Callable[[Tensor], Tree]

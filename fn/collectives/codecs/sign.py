@@ -15,7 +15,7 @@ from fn.collectives.feedback import Classic, LazyError
 from fn.errors import expected
 from fn.kernels import ops
 from fn.kernels.layout import scale_dtype, tensors_of
-from fn.kernels.reference import momentum_of_codes
+from fn.kernels.reference.codes import momentum_of_codes
 from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any

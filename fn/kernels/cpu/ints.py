@@ -231,7 +231,7 @@ def _room(at: BlockTable) -> int:
 
 
 def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
-    """See `reference.quantize`."""
+    """See `reference.codes.quantize`."""
     at = _table(runs, width)
     if at is None or x.dtype == torch.float64:
         return NotImplemented
@@ -244,7 +244,7 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
 def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
-    """See `reference.quantize_feedback`."""
+    """See `reference.codes.quantize_feedback`."""
     at = _table(runs, width)
     if at is None or x.dtype != torch.float32 or error_scales.dtype != torch.float32:
         return NotImplemented
@@ -255,7 +255,7 @@ def quantize_feedback(
 
 
 def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
-    """See `reference.dequantize_mean`."""
+    """See `reference.codes.dequantize_mean`."""
     at = _table(runs, width)
     if at is None or scales.dtype != torch.float32:
         return NotImplemented
@@ -265,17 +265,17 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 
 
 def dequantize(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
-    """See `reference.dequantize`."""
+    """See `reference.codes.dequantize`."""
     return dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
 
 
 def quantize_fp8(x: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Any:
-    """See `reference.quantize_fp8`."""
+    """See `reference.codes.quantize_fp8`."""
     return quantize(x, valid, runs, E4M3 if mantissa == 3 else E5M2)
 
 
 def dequantize_fp8(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Any:
-    """See `reference.dequantize_fp8`."""
+    """See `reference.codes.dequantize_fp8`."""
     return dequantize_mean(codes, scales, valid, runs, E4M3 if mantissa == 3 else E5M2)
 
 

@@ -175,7 +175,7 @@ def lamb_moments_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
     b2: float, eps: float, weight_decay: float,
 ) -> Any:  # fmt: skip
-    """See `reference.lamb_moments_`."""
+    """See `reference.steps.lamb_moments_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
     at, numbers = _blocks_of(params), map(float, (b1, b2, 1 - b2, eps, weight_decay))
@@ -189,7 +189,7 @@ def onebit_lamb_moments_(
     nu: Sequence[Tensor], fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float,
     max_step: float, keep_zeros: bool,
 ) -> Any:  # fmt: skip
-    """See `reference.onebit_lamb_moments_`."""
+    """See `reference.steps.onebit_lamb_moments_`."""
     lists = params, averages, mu, nu, fresh
     if not plain(*lists, (scaling,)):
         return NotImplemented
@@ -203,7 +203,7 @@ def lamb_step_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float,
     weight_decay: float, max_step: float,
 ) -> Any:  # fmt: skip
-    """See `reference.lamb_step_`."""
+    """See `reference.steps.lamb_step_`."""
     if not plain(params, mu, nu, (rates,)):
         return NotImplemented
     numbers = map(float, (eps, weight_decay, max_step))
@@ -215,7 +215,7 @@ def drift_(
     params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
     nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
 ) -> Any:  # fmt: skip
-    """See `reference.drift`."""
+    """See `reference.steps.drift`."""
     lists = params, anchors, mu, grads, nu
     if not plain(*lists):
         return NotImplemented
@@ -226,7 +226,7 @@ def drift_(
 
 
 def direction_(x: Tensor, nu: Tensor, eps: float, max_step: float) -> Any:
-    """See `reference.direction`."""
+    """See `reference.steps.direction`."""
     if x.dtype != torch.float32 or nu.dtype != torch.float32:
         return NotImplemented
     x, nu = x.contiguous(), nu.contiguous()

@@ -198,7 +198,7 @@ def _encode(
 
 
 def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_encode`."""
+    """See `reference.codes.sign_encode`."""
     found = _single(x)
     if found is None or not block_table(runs).aligned:
         return NotImplemented
@@ -206,7 +206,7 @@ def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
 
 
 def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_encode_feedback`."""
+    """See `reference.codes.sign_encode_feedback`."""
     found = _single(x, buffer, sent)
     if found is None or not block_table(runs).aligned:
         return NotImplemented
@@ -216,14 +216,14 @@ def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor,
 
 
 def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_encode_feedback_`."""
+    """See `reference.codes.sign_encode_feedback_`."""
     if not plain((x, buffer, sent)) or not block_table(runs).aligned:
         return NotImplemented
     return _encode(x, (buffer, sent), x, valid, runs)
 
 
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_residual`."""
+    """See `reference.codes.sign_residual`."""
     found = _single(b, scales)
     if found is None:
         return NotImplemented
@@ -233,7 +233,7 @@ def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int])
 
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_residual_`."""
+    """See `reference.codes.sign_residual_`."""
     if not plain((b, scales)):
         return NotImplemented
     run(residual_blocks, block_table(runs), valid, b, scales, b, scratch=SCRATCH, over=True)
@@ -255,7 +255,7 @@ def divided(scales: Tensor) -> Tensor:
 
 
 def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_serve`."""
+    """See `reference.codes.sign_serve`."""
     at, found = block_table(runs), _single(divided(scales), buffer, sent)
     if found is None or not at.aligned:
         return NotImplemented
@@ -275,12 +275,12 @@ def _decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) ->
 
 
 def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_decode`."""
+    """See `reference.codes.sign_decode`."""
     return _decode(bits[:, None], scales[:, None], valid, runs)
 
 
 def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_decode_mean`."""
+    """See `reference.codes.sign_decode_mean`."""
     return _decode(bits, divided(scales), valid, runs)
 
 

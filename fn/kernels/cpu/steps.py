@@ -297,7 +297,7 @@ def momentum_encode(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
     runs: Sequence[int],
 ) -> Any:  # fmt: skip
-    """See `reference.momentum_encode`."""
+    """See `reference.steps.momentum_encode`."""
     at = block_table(runs)
     if not at.aligned or not plain(mu, grads, (buffer, sent)):
         return NotImplemented
@@ -312,7 +312,7 @@ def momentum_recode(
     bits: Tensor, seen: Tensor, scales: Tensor, grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor,
     valid: Tensor, runs: Sequence[int],
 ) -> Any:  # fmt: skip
-    """See `reference.momentum_recode`."""
+    """See `reference.steps.momentum_recode`."""
     at = block_table(runs)
     codes = bits, seen, scales
     if not at.aligned or not plain(grads, (scales, buffer, sent)) or not contiguous(codes):
@@ -329,7 +329,7 @@ def onebit_adam_(
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
     max_step: float, max_momentum: float, keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
-    """See `reference.onebit_adam_`."""
+    """See `reference.steps.onebit_adam_`."""
     at = block_table(runs)
     if not at.aligned or not plain(params, mu, nu, copies, (scales,)):
         return NotImplemented
@@ -345,7 +345,7 @@ def adamw_(
     b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
     max_momentum: float, frozen: bool,
 ) -> Any:  # fmt: skip
-    """See `reference.adamw_`."""
+    """See `reference.steps.adamw_`."""
     if not plain(params, grads, mu, nu):
         return NotImplemented
     at, descent = block_table(runs_of_tensors(params), LARGE_BLOCK), (eps, weight_decay, lr, mu_weight, nu_weight)
@@ -358,7 +358,7 @@ def adamw_into_(
     new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
     weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float, frozen: bool,
 ) -> Any:  # fmt: skip
-    """See `reference.adamw_into_`."""
+    """See `reference.steps.adamw_into_`."""
     if not plain(new, rows, old):
         return NotImplemented
     at = block_table([1, new[0].numel()], LARGE_BLOCK)
@@ -370,7 +370,7 @@ def adamw_into_(
 
 
 def largest_magnitude(grads: Sequence[Tensor]) -> Any:
-    """See `reference.largest_magnitude`."""
+    """See `reference.lists.largest_magnitude`."""
     if not grads or not plain(grads):
         return NotImplemented
     at = block_table(runs_of_tensors(grads), LARGE_BLOCK)

@@ -107,7 +107,7 @@ def _stream(x: Tensor) -> Iterator[None]:
 
 
 def pack_bits(x: Tensor) -> Tensor:
-    """See `reference.pack_bits`."""
+    """See `reference.codes.pack_bits`."""
     n = x.shape[1]
     ones = torch.nn.functional.pad((x >= 0).to(torch.uint8), (0, -n % 8))
     with _stream(x):
@@ -116,7 +116,7 @@ def pack_bits(x: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """See `reference.unpack_bits`."""
+    """See `reference.codes.unpack_bits`."""
     with _stream(bits):
         ones = from_dlpack(cupy.unpackbits(cupy.from_dlpack(bits.reshape(-1)), bitorder="little"))
     return ones.view(bits.shape[0], -1)[:, :n].to(dtype).mul_(2).sub_(1)
@@ -146,12 +146,12 @@ def _launch(name: str, row: BlockTable, table: Tensor, valid: Tensor, *args: Ten
 
 
 def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_encode_feedback`."""
+    """See `reference.codes.sign_encode_feedback`."""
     return _encode(x, buffer, sent, valid, runs, None)
 
 
 def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_encode_feedback_`. A thread reads its elements before it writes them."""
+    """See `reference.codes.sign_encode_feedback_`. A thread reads its elements before it writes them."""
     if x.dtype != torch.float32 or not x.is_contiguous():
         return NotImplemented
     encoded = _encode(x, buffer, sent, valid, runs, x)
@@ -173,12 +173,12 @@ def _encode(
 
 
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_residual`."""
+    """See `reference.codes.sign_residual`."""
     return _residual(b, scales, valid, runs, torch.empty(b.shape, dtype=torch.float32, device=b.device))
 
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_residual_`."""
+    """See `reference.codes.sign_residual_`."""
     done = _residual(b, scales, valid, runs, b) if b.is_contiguous() else NotImplemented
     return done if done is NotImplemented else None
 
@@ -192,12 +192,12 @@ def _residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], out
 
 
 def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_decode_mean`."""
+    """See `reference.codes.sign_decode_mean`."""
     return _decode(bits, scales * (1.0 / bits.shape[1]), valid, runs)
 
 
 def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_decode`."""
+    """See `reference.codes.sign_decode`."""
     return _decode(bits[:, None], scales[:, None], valid, runs)
 
 

@@ -225,7 +225,8 @@ def test_padding_that_counts_dilutes_the_scale_and_keeps_an_error():
 def test_integers_are_scaled_as_in_deepspeeds_kernels():
     """The papers' codes are symmetric, so that 1 comes back as 1; in DeepSpeed's the largest comes back as 7/8 of it.
 
-    Differs: fn.kernels.reference: the arithmetic is that of DeepSpeed's kernels, in IEEE float32, for every width.
+    Differs: fn.kernels.reference.codes: the arithmetic is that of DeepSpeed's kernels, in IEEE float32, for every
+        width.
     """
     x = torch.tensor([[1.0, 0.5, -0.25, -1.0] * 2])
     for codec, most in ((fn.int4(block=8), 7), (fn.int8(block=8), 127)):

@@ -42,7 +42,7 @@ def arrived(codec, x):
 @each_format
 def test_the_formats_are_torchs(format):
     numbers = numbers_of(format)
-    stored = torch.arange(len(numbers), dtype=torch.uint8).view(reference.FP8[FORMATS[format][0]])
+    stored = torch.arange(len(numbers), dtype=torch.uint8).view(reference.codes.FP8[FORMATS[format][0]])
     assert stored.double().tolist() == numbers
     assert torch.finfo(stored.dtype).max == numbers[-1]
 
@@ -55,7 +55,7 @@ def test_the_rule_rounds_as_torch_converts(format):
     halves = halves[halves.abs() <= largest]
     x = torch.cat([halves, halves.nextafter(torch.tensor(1e9)), halves.nextafter(torch.tensor(-1e9))])
     found = rules.shortened(x, 2.0 ** (1 - bias), 1.5 * 2.0 ** (23 - mantissa))
-    torch.testing.assert_close(found, x.to(reference.FP8[mantissa]).float(), rtol=0, atol=0)
+    torch.testing.assert_close(found, x.to(reference.codes.FP8[mantissa]).float(), rtol=0, atol=0)
     assert (found != x).sum() > 1e5
 
 

@@ -59,10 +59,10 @@ def test_sign_cells_equal_the_reference(runs, dtype):
     for seed in range(3):
         x, valid, segments, g = inputs(runs, 3, seed, dtype)
         buffer, sent = torch.randn(x.shape, generator=g), torch.rand((3, segments), generator=g)
-        same_codes(fused.sign_encode(x, valid, runs), reference.sign_encode(x, valid, runs))
+        same_codes(fused.sign_encode(x, valid, runs), reference.codes.sign_encode(x, valid, runs))
         args = (x, buffer, sent, valid, runs)
-        same_codes(fused.sign_encode_feedback(*args), reference.sign_encode_feedback(*args))
-        same([fused.sign_residual(*args[1:])], [reference.sign_residual(*args[1:])])
+        same_codes(fused.sign_encode_feedback(*args), reference.codes.sign_encode_feedback(*args))
+        same([fused.sign_residual(*args[1:])], [reference.codes.sign_residual(*args[1:])])
 
 
 @pytest.mark.parametrize("runs", RUNS, ids=str)
@@ -73,10 +73,11 @@ def test_sign_messages_equal_the_reference(runs, ranks):
     scales = torch.rand((2, ranks, segments), generator=g)
     sent = torch.rand((2, segments), generator=g)
     args = (bits[:, 0], scales[:, 0], valid, runs)
-    same([fused.sign_decode(*args)], [reference.sign_decode(*args)])
-    same([fused.sign_decode_mean(bits, scales, valid, runs)], [reference.sign_decode_mean(bits, scales, valid, runs)])
+    same([fused.sign_decode(*args)], [reference.codes.sign_decode(*args)])
+    args = (bits, scales, valid, runs)
+    same([fused.sign_decode_mean(*args)], [reference.codes.sign_decode_mean(*args)])
     args = (bits, scales, x, sent, valid, runs)
-    same_codes(fused.sign_serve(*args), reference.sign_serve(*args))
+    same_codes(fused.sign_serve(*args), reference.codes.sign_serve(*args))
 
 
 @pytest.mark.parametrize("runs", RUNS, ids=str)
@@ -88,21 +89,21 @@ def test_integer_cells_equal_the_reference(runs, width):
         return
     for seed in range(3):
         x, valid, segments, g = inputs(runs, 3, seed)
-        same(ints.quantize(x, valid, runs, width), reference.quantize(x, valid, runs, width))
+        same(ints.quantize(x, valid, runs, width), reference.codes.quantize(x, valid, runs, width))
         error = torch.randint(-128, 128, x.shape, generator=g, dtype=torch.int8)
         scales = torch.rand((3, segments), generator=g) * (x.abs().max(1, keepdim=True).values if n else 1) / 100
         args = (x, error, scales, 0.8, valid, runs, width)
-        same(ints.quantize_feedback(*args), reference.quantize_feedback(*args))
+        same(ints.quantize_feedback(*args), reference.codes.quantize_feedback(*args))
         for half in (torch.bfloat16, torch.float16):  # rounded on the way, where the fused kernel is not
             args = (x.to(half), *args[1:])
             assert ints.quantize_feedback(*args) is NotImplemented
-            same(foreach.quantize_feedback(*args), reference.quantize_feedback(*args))
+            same(foreach.quantize_feedback(*args), reference.codes.quantize_feedback(*args))
         codes = torch.randint(-128, 128, (3, 2, n * width // 8), generator=g, dtype=torch.int8)
         codes = codes.view(torch.uint8) if width == 4 else codes
         args = (codes, torch.rand((3, 2, segments), generator=g), valid, runs, width)
-        same([ints.dequantize_mean(*args)], [reference.dequantize_mean(*args)])
+        same([ints.dequantize_mean(*args)], [reference.codes.dequantize_mean(*args)])
         args = (codes[:, 1], args[1][:, 1], *args[2:])
-        same([ints.dequantize(*args)], [reference.dequantize(*args)])
+        same([ints.dequantize(*args)], [reference.codes.dequantize(*args)])
 
 
 @pytest.mark.parametrize("value", SPECIAL)
@@ -112,9 +113,9 @@ def test_special_values_in_integers(value, width):
     x[0, [0, 9, 33, 38]] = value
     x[1] = value
     valid, runs = torch.tensor([[8, 31], [8, 32]]), [1, 8, 1, 32]
-    same(ints.quantize(x, valid, runs, width), reference.quantize(x, valid, runs, width))
+    same(ints.quantize(x, valid, runs, width), reference.codes.quantize(x, valid, runs, width))
     args = (x, torch.ones(2, 40, dtype=torch.int8), torch.ones(2, 2), 0.5, valid, runs, width)
-    same(ints.quantize_feedback(*args), reference.quantize_feedback(*args))
+    same(ints.quantize_feedback(*args), reference.codes.quantize_feedback(*args))
 
 
 @pytest.mark.parametrize("runs", RUNS, ids=str)
@@ -124,11 +125,12 @@ def test_cells_of_8_bit_floats_equal_the_reference(runs, mantissa):
         x, valid, segments, g = inputs(runs, 3, seed)
         x = x * 10.0 ** torch.randint(-8, 1, x.shape, generator=g)
         for given in (x, x.bfloat16(), x.half()):
-            same(ints.quantize_fp8(given, valid, runs, mantissa), reference.quantize_fp8(given, valid, runs, mantissa))
+            args = (given, valid, runs, mantissa)
+            same(ints.quantize_fp8(*args), reference.codes.quantize_fp8(*args))
         assert ints.quantize_fp8(x.double(), valid, runs, mantissa) is NotImplemented
         bytes_ = torch.randint(0, 256, (3, 2, x.shape[1]), generator=g).to(torch.uint8)
         args = (known_answers.finite_fp8(bytes_), torch.rand((3, 2, segments), generator=g), valid, runs, mantissa)
-        same([ints.dequantize_fp8(*args)], [reference.dequantize_fp8(*args)])
+        same([ints.dequantize_fp8(*args)], [reference.codes.dequantize_fp8(*args)])
 
 
 @pytest.mark.parametrize("value", SPECIAL)
@@ -138,22 +140,22 @@ def test_special_values_in_8_bit_floats(value, mantissa):
     x[0, [0, 9, 33, 38]] = value
     x[1] = value
     valid, runs = torch.tensor([[8, 31], [8, 32]]), [1, 8, 1, 32]
-    codes, scales = reference.quantize_fp8(x, valid, runs, mantissa)
+    codes, scales = reference.codes.quantize_fp8(x, valid, runs, mantissa)
     same(ints.quantize_fp8(x, valid, runs, mantissa), (codes, scales))
     args = (codes[:, None], scales[:, None], valid, runs, mantissa)
-    same([ints.dequantize_fp8(*args)], [reference.dequantize_fp8(*args)])
+    same([ints.dequantize_fp8(*args)], [reference.codes.dequantize_fp8(*args)])
 
 
 @pytest.mark.parametrize("mantissa", [2, 3])
 def test_every_8_bit_float_is_written_and_read(mantissa):
     """And every number halfway between two of them, which goes to the even one."""
-    numbers = torch.arange(124, dtype=torch.uint8).view(reference.FP8[mantissa]).float()
-    largest = torch.finfo(reference.FP8[mantissa]).max  # beside which numbers are multiplied by 1
+    numbers = torch.arange(124, dtype=torch.uint8).view(reference.codes.FP8[mantissa]).float()
+    largest = torch.finfo(reference.codes.FP8[mantissa]).max  # beside which numbers are multiplied by 1
     x = torch.cat([numbers, (numbers[1:] + numbers[:-1]) / 2, torch.tensor([largest])])
     x = torch.stack([x, -x])
     valid, runs = torch.tensor([[x.shape[1]]] * 2), [1, x.shape[1]]
     codes, scales = ints.quantize_fp8(x, valid, runs, mantissa)
-    same([codes, scales], [x.to(reference.FP8[mantissa]).view(torch.uint8), torch.ones(2, 1)])
+    same([codes, scales], [x.to(reference.codes.FP8[mantissa]).view(torch.uint8), torch.ones(2, 1)])
     found = ints.dequantize_fp8(codes[:, None], scales[:, None], valid, runs, mantissa)
     same([found[:, :124]], [torch.stack([numbers, -numbers])])
 
@@ -165,7 +167,7 @@ def test_special_values(value):
     valid, runs = torch.tensor([[39]]), [1, 40]
     buffer, sent = x.flip(1).contiguous(), torch.tensor([[0.5]])
     args = (x, buffer, sent, valid, runs)
-    same_codes(fused.sign_encode_feedback(*args), reference.sign_encode_feedback(*args))
+    same_codes(fused.sign_encode_feedback(*args), reference.codes.sign_encode_feedback(*args))
 
 
 def test_several_threads_give_the_same_result(monkeypatch):
@@ -175,7 +177,7 @@ def test_several_threads_give_the_same_result(monkeypatch):
     x, valid, _, g = inputs([3, 4104, 1, 20000], 2, 0)
     buffer, sent = torch.randn(x.shape, generator=g), torch.rand((2, 4), generator=g)
     args = (x, buffer, sent, valid, [3, 4104, 1, 20000])
-    same_codes(fused.sign_encode_feedback(*args), reference.sign_encode_feedback(*args))
+    same_codes(fused.sign_encode_feedback(*args), reference.codes.sign_encode_feedback(*args))
 
 
 def test_past_the_cache_gives_the_same_result(monkeypatch):
@@ -183,8 +185,8 @@ def test_past_the_cache_gives_the_same_result(monkeypatch):
     for runs in ([3, 4104, 1, 20000], [1, 13]):
         x, valid, segments, g = inputs(runs, 3, 1)
         args = (x, torch.randn(x.shape, generator=g), torch.rand((3, segments), generator=g), valid, runs)
-        same_codes(fused.sign_encode_feedback(*args), reference.sign_encode_feedback(*args))
-        same([fused.sign_residual(*args[1:])], [reference.sign_residual(*args[1:])])
+        same_codes(fused.sign_encode_feedback(*args), reference.codes.sign_encode_feedback(*args))
+        same([fused.sign_residual(*args[1:])], [reference.codes.sign_residual(*args[1:])])
 
 
 def test_float64_is_left_to_the_reference():

@@ -239,7 +239,7 @@ def _launch(kernel: Any, row: Cut, valid: Tensor, width: int, args: Sequence[Any
 
 
 def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
-    """See `reference.quantize`."""
+    """See `reference.codes.quantize`."""
     row = cut(runs, x.device, WHOLE_SEGMENTS)
     if x.dtype == torch.float64 or row.block > LARGEST or (width == 4 and not row.host.even):
         return NotImplemented
@@ -251,7 +251,7 @@ def quantize(x: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
 def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
-    """See `reference.quantize_feedback`."""
+    """See `reference.codes.quantize_feedback`."""
     row = cut(runs, x.device, WHOLE_SEGMENTS)
     if x.dtype != torch.float32 or error_scales.dtype != torch.float32 or row.block > LARGEST:
         return NotImplemented
@@ -265,7 +265,7 @@ def quantize_feedback(
 
 
 def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
-    """See `reference.dequantize_mean`."""
+    """See `reference.codes.dequantize_mean`."""
     row, (rows, ranks, stride) = cut(runs, codes.device), codes.shape
     if scales.dtype != torch.float32 or (width == 4 and not row.host.even):
         return NotImplemented
@@ -276,17 +276,17 @@ def dequantize_mean(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
 
 
 def dequantize(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], width: int) -> Any:
-    """See `reference.dequantize`."""
+    """See `reference.codes.dequantize`."""
     return dequantize_mean(codes[:, None], scales[:, None], valid, runs, width)
 
 
 def quantize_fp8(x: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Any:
-    """See `reference.quantize_fp8`."""
+    """See `reference.codes.quantize_fp8`."""
     return quantize(x, valid, runs, FORMATS[mantissa])
 
 
 def dequantize_fp8(codes: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], mantissa: int) -> Any:
-    """See `reference.dequantize_fp8`."""
+    """See `reference.codes.dequantize_fp8`."""
     return dequantize_mean(codes, scales, valid, runs, FORMATS[mantissa])
 
 

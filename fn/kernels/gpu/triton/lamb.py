@@ -200,7 +200,7 @@ def lamb_moments_(
     params: Sequence[Tensor], grads: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], b1: float,
     b2: float, eps: float, weight_decay: float,
 ) -> Any:  # fmt: skip
-    """See `reference.lamb_moments_`."""
+    """See `reference.steps.lamb_moments_`."""
     lists = lists_of(params, grads, mu, nu, P=params, G=grads)
     if lists is None:
         return NotImplemented
@@ -216,7 +216,7 @@ def onebit_lamb_moments_(
     fresh: Sequence[Tensor], b1: float, b2: float, eps: float, weight_decay: float, max_step: float,
     keep_zeros: bool,
 ) -> Any:  # fmt: skip
-    """See `reference.onebit_lamb_moments_`."""
+    """See `reference.steps.onebit_lamb_moments_`."""
     lists = lists_of(params, averages, mu, nu, fresh, P=params, G=averages)
     if lists is None:
         return NotImplemented
@@ -235,7 +235,7 @@ def lamb_step_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], rates: Tensor, eps: float,
     weight_decay: float, max_step: float,
 ) -> Any:  # fmt: skip
-    """See `reference.lamb_step_`."""
+    """See `reference.steps.lamb_step_`."""
     lists = lists_of(params, mu, nu, P=params)
     if lists is None:
         return NotImplemented
@@ -248,7 +248,7 @@ def lamb_step_(
 def momentum_rows(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, factors: Tensor | None, rows: int, runs: Sequence[int]
 ) -> Any:
-    """See `reference.momentum_rows`."""
+    """See `reference.steps.momentum_rows`."""
     lists = lists_of(mu, grads, runs=runs, G=grads)
     if lists is None or (factors is not None and factors.dtype != torch.float32):
         return NotImplemented
@@ -263,7 +263,7 @@ def drift(
     params: Sequence[Tensor], anchors: Sequence[Tensor], mu: Sequence[Tensor], grads: Sequence[Tensor],
     nu: Sequence[Tensor], decay: float, eps: float, lr: float, rows: int, runs: Sequence[int],
 ) -> Any:  # fmt: skip
-    """See `reference.drift`."""
+    """See `reference.steps.drift`."""
     lists = lists_of(params, anchors, mu, grads, nu, runs=runs, P=params, A=anchors, G=grads)
     if lists is None:
         return NotImplemented

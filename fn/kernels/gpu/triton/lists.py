@@ -28,7 +28,7 @@ from fn.kernels.gpu.triton.blocks import (
     store,
 )
 from fn.kernels.gpu.triton.rules import RULES
-from fn.kernels.reference import RESULTS as COUNTS
+from fn.kernels.reference.lists import RESULTS as COUNTS
 
 NUMBER, ONE, EACH = "number", "one", "each"
 """Kinds of numbers: an argument; one on the device; one for each tensor, on the device."""
@@ -92,7 +92,7 @@ def elementwise_(
     rule: str, results: Sequence[Tensor], operands: Sequence[Tensor], scalars: Sequence[Tensor], places: Sequence[int],
     numbers: Sequence[float],
 ) -> Any:  # fmt: skip
-    """See `reference.elementwise_`."""
+    """See `reference.lists.elementwise_`."""
     count = COUNTS[rule]
     size = len(results) // count
     if not size:
@@ -119,7 +119,7 @@ def _apart(results: Sequence[Tensor], operands: Sequence[Tensor]) -> bool:
 
 
 def sums_of_squares(tensors: Sequence[Tensor]) -> Any:
-    """See `reference.sums_of_squares`."""
+    """See `reference.lists.sums_of_squares`."""
     lists = lists_of(tensors, P=tensors)
     if lists is None:
         return NotImplemented

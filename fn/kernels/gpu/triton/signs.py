@@ -148,7 +148,7 @@ def _encode(
 
 
 def pack_bits(x: Tensor) -> Tensor:
-    """See `reference.pack_bits`."""
+    """See `reference.codes.pack_bits`."""
     x = x if x.dtype != torch.float64 else torch.where(x >= 0, 1.0, -1.0).to(torch.float32)
     valid = torch.full((x.shape[0], 1), x.shape[1], dtype=torch.int64, device=x.device)
     bits: Tensor = _encode(x, None, valid, (1, x.shape[1]))[1]
@@ -156,25 +156,25 @@ def pack_bits(x: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-    """See `reference.unpack_bits`."""
+    """See `reference.codes.unpack_bits`."""
     ones = torch.ones((bits.shape[0], 1), dtype=torch.float32, device=bits.device)
     signs: Tensor = sign_decode(bits, ones, torch.full_like(ones, n, dtype=torch.int64), (1, n))
     return signs.to(dtype)
 
 
 def sign_encode(x: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_encode`."""
+    """See `reference.codes.sign_encode`."""
     encoded = _encode(x, None, valid, runs)
     return encoded if encoded is NotImplemented else encoded[1:]
 
 
 def sign_encode_feedback(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_encode_feedback`."""
+    """See `reference.codes.sign_encode_feedback`."""
     return _encode(x, (buffer, sent), valid, runs)
 
 
 def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_encode_feedback_`."""
+    """See `reference.codes.sign_encode_feedback_`."""
     if not plain((x,)):
         return NotImplemented
     encoded = _encode(x, (buffer, sent), valid, runs, x)
@@ -182,13 +182,13 @@ def sign_encode_feedback_(x: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor
 
 
 def sign_residual_(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_residual_`."""
+    """See `reference.codes.sign_residual_`."""
     done = _residual(b, scales, valid, runs, b) if b.is_contiguous() else NotImplemented
     return done if done is NotImplemented else None
 
 
 def sign_residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_residual`."""
+    """See `reference.codes.sign_residual`."""
     return _residual(b, scales, valid, runs, torch.empty(b.shape, dtype=torch.float32, device=b.device))
 
 
@@ -202,7 +202,7 @@ def _residual(b: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int], out
 
 
 def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_serve`."""
+    """See `reference.codes.sign_serve`."""
     row = cut(runs, bits.device)
     if not row.host.aligned or any(t.dtype != torch.float32 for t in (scales, buffer, sent)):
         return NotImplemented
@@ -216,12 +216,12 @@ def sign_serve(bits: Tensor, scales: Tensor, buffer: Tensor, sent: Tensor, valid
 
 
 def sign_decode(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_decode`."""
+    """See `reference.codes.sign_decode`."""
     return sign_decode_mean(bits[:, None], scales[:, None], valid, runs)
 
 
 def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Any:
-    """See `reference.sign_decode_mean`."""
+    """See `reference.codes.sign_decode_mean`."""
     row = cut(runs, bits.device)
     if not row.host.aligned or scales.dtype != torch.float32:
         return NotImplemented

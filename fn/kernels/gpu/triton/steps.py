@@ -241,7 +241,7 @@ def adamw_(
     b2: float, eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float,
     max_momentum: float, frozen: bool,
 ) -> Any:  # fmt: skip
-    """See `reference.adamw_`."""
+    """See `reference.steps.adamw_`."""
     lists = lists_of(params, grads, mu, nu, block=launch_of(adamw_kernel).block, P=params, G=grads)
     if lists is None:
         return NotImplemented
@@ -255,7 +255,7 @@ def adamw_into_(
     new: Sequence[Tensor], rows: Sequence[Tensor], old: Sequence[Tensor], b1: float, b2: float, eps: float,
     weight_decay: float, lr: float, mu_weight: float, nu_weight: float, max_step: float, frozen: bool,
 ) -> Any:  # fmt: skip
-    """See `reference.adamw_into_`."""
+    """See `reference.steps.adamw_into_`."""
     lists = lists_of(*([x] for x in (*old, *new, *rows)))
     if lists is None:
         return NotImplemented
@@ -268,7 +268,7 @@ def adamw_into_(
 
 
 def largest_magnitude(grads: Sequence[Tensor]) -> Any:
-    """See `reference.largest_magnitude`."""
+    """See `reference.lists.largest_magnitude`."""
     lists = lists_of(grads, G=grads)
     if lists is None:
         return NotImplemented
@@ -283,7 +283,7 @@ def momentum_encode(
     mu: Sequence[Tensor], grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor, valid: Tensor,
     runs: Sequence[int],
 ) -> Any:  # fmt: skip
-    """See `reference.momentum_encode`."""
+    """See `reference.steps.momentum_encode`."""
     if not cut(runs, buffer.device).host.aligned or not plain((buffer, sent)):
         return NotImplemented
     lists = lists_of(mu, grads, runs=runs, G=grads)
@@ -300,7 +300,7 @@ def momentum_recode(
     bits: Tensor, seen: Tensor, scales: Tensor, grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor,
     valid: Tensor, runs: Sequence[int],
 ) -> Any:  # fmt: skip
-    """See `reference.momentum_recode`."""
+    """See `reference.steps.momentum_recode`."""
     codes = bits, seen, scales
     if not cut(runs, buffer.device).host.aligned or not plain((scales, buffer, sent)) or not contiguous(codes):
         return NotImplemented
@@ -319,7 +319,7 @@ def onebit_adam_(
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
     max_step: float, max_momentum: float, keep_zeros: bool, copies: Sequence[Tensor],
 ) -> Any:  # fmt: skip
-    """See `reference.onebit_adam_`."""
+    """See `reference.steps.onebit_adam_`."""
     if not cut(runs, bits.device).host.aligned or scales.dtype != torch.float32:
         return NotImplemented
     block = launch_of(onebit_kernel).block
