@@ -33,6 +33,7 @@ from fn import tree
 from fn.collectives import messages, primitives
 from fn.collectives.axis import AxisNames, axis_size, names
 from fn.collectives.codecs.codec import Codec, Segments, identity, mean_of_rows
+from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, off, settle
 from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, join_errors, levels, pieces, split_errors
 from fn.collectives.profiling import observe_kept, observe_loss, observed, step_range
@@ -364,5 +365,5 @@ def check_no_server(server: Tree) -> None:
 
 def _refuse_to_differentiate(x: Tensor, collective: str, axis: AxisNames) -> None:
     """Refuse it here, for codes have no gradient that the exchange of them could notice."""
-    if primitives.is_differentiated(x) and axis_size(axis) > 1:
-        primitives.refuse_to_differentiate(x, collective, axis)
+    if is_differentiated(x) and axis_size(axis) > 1:
+        refuse_to_differentiate(x, collective, axis)

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from fn.kernels import memory_pool, ops
 from fn.kernels.layout import alike_in_memory, contiguous, scale_dtype
 from fn.kernels.reference.lists import RESULTS
 from fn.kernels.table import cells
-from fn.kernels.tracing import is_concrete, pooled
+from fn.kernels.tracing import is_concrete, is_recorded, pooled
 
 Number = float | Tensor | Sequence[Tensor]
 
@@ -93,9 +92,7 @@ def has_kernels(tensors: Sequence[Tensor], op: str = "elementwise_") -> bool:
     device = tensors[0].device
     if device.type in ("cpu", "meta"):
         return False
-    if not is_concrete(*tensors) or forward_ad._current_level >= 0:
-        return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    if not is_concrete(*tensors) or is_recorded(tensors):
         return False
     if not cells(op, device.type) or {x.device for x in tensors} != {device}:
         return False

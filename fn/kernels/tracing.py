@@ -1,8 +1,8 @@
-"""Eager mode: whether tensors hold numbers now, and results in memory that is used again."""
+"""Eager mode: whether tensors hold numbers now, or are differentiated, and results in memory that is used again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, wraps
 from typing import ParamSpec, TypeVar
 
@@ -24,6 +24,11 @@ def is_concrete(*tensors: Tensor) -> bool:
 
 
 _PLAIN = {Tensor, torch.nn.Parameter}
+
+
+def is_recorded(tensors: Sequence[Tensor]) -> bool:
+    """Return whether one of the tensors, which hold numbers, may be differentiated; quick under no_grad."""
+    return (torch.is_grad_enabled() and any(t.requires_grad for t in tensors)) or forward_ad._current_level >= 0
 
 
 def runs_as_written() -> bool:

@@ -31,10 +31,9 @@ from fn.base import (
     missing,
 )
 from fn.collectives.axis import axis_size
-from fn.collectives.primitives import is_recorded
 from fn.errors import expected
 from fn.kernels import reference, rules
-from fn.kernels.tracing import is_concrete
+from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms.leafwise import apply
 from fn.transforms.momentum_codes import (

@@ -32,12 +32,11 @@ from fn.base import (
 )
 from fn.collectives.axis import AxisNames, names
 from fn.collectives.codecs.pickling import invalidates
-from fn.collectives.primitives import is_recorded
 from fn.compiling import memoized
 from fn.errors import expected
 from fn.kernels import memory_pool
 from fn.kernels.layout import scale_dtype
-from fn.kernels.tracing import cached_plan, is_concrete
+from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
 from fn.transforms.average import CompressedAverage
 from fn.transforms.flat_layout import end_to_end
 

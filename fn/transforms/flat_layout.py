@@ -20,10 +20,9 @@ from torch import Tensor
 from fn import tree
 from fn.collectives.codecs.codec import Segments
 from fn.collectives.hierarchy import pieces
-from fn.collectives.primitives import is_recorded
 from fn.errors import expected
 from fn.kernels import layout, memory_pool
-from fn.kernels.tracing import cached_plan, is_concrete
+from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
 
 Tree = Any
 

@@ -35,13 +35,12 @@ from fn.collectives.codecs.codec import identity
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.feedback import Classic, Decayed, Feedback, classic, off
 from fn.collectives.hierarchy import Hop
-from fn.collectives.primitives import is_recorded
 from fn.errors import expected
 from fn.kernels import memory_pool, rules
 from fn.kernels.layout import scale_dtype
 from fn.kernels.lists import elementwise
 from fn.kernels.orthonormal import orthonormalized
-from fn.kernels.tracing import cached_plan, is_concrete, pooled
+from fn.kernels.tracing import cached_plan, is_concrete, is_recorded, pooled
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import average

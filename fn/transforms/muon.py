@@ -16,11 +16,10 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import Facts, Step, Transform, chain, check_number, lift
-from fn.collectives.primitives import is_recorded
 from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.lists import elementwise
-from fn.kernels.tracing import is_concrete
+from fn.kernels.tracing import is_concrete, is_recorded
 from fn.transforms.momentum import trace
 
 Tree = Any

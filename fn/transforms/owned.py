@@ -48,12 +48,11 @@ from fn.collectives.compressed import ErrorFeedbackState, check_vector, encode
 from fn.collectives.feedback import Feedback, Off, classic, off
 from fn.collectives.hierarchy import Hop, hops
 from fn.collectives.owners import columns_to_owners, from_owners, to_owners
-from fn.collectives.primitives import is_recorded
 from fn.compiling import own_code
 from fn.errors import expected
 from fn.kernels import flags, rules
 from fn.kernels.lists import elementwise
-from fn.kernels.tracing import cached_plan, is_concrete
+from fn.kernels.tracing import cached_plan, is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket

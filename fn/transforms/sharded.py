@@ -55,10 +55,10 @@ from fn.collectives.compressed import (
 from fn.collectives.feedback import classic, off
 from fn.collectives.hierarchy import Codecs, Feedbacks, hops, initial_errors
 from fn.collectives.messages import fill_rows, swap_rows
-from fn.collectives.primitives import all_gather, is_recorded
+from fn.collectives.primitives import all_gather
 from fn.errors import expected
 from fn.kernels import flags, memory_pool, rules
-from fn.kernels.tracing import is_concrete
+from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket, adjoin, end_to_end, join, split
