@@ -46,6 +46,7 @@ class Roles(NamedTuple):
     watched: what all ranks hold alike after an exchange, although params or updates differ between them; where a state
         has such fields, `fn.skip_nonfinite` checks only them.
     shard: the number of this rank's shard and the number of shards, (2,) int64.
+    errors: residual errors, which a warm-up does not read: what codes, or factors, have not delivered yet.
     others: states of other links, which check their tensors themselves.
     """
 
@@ -57,6 +58,7 @@ class Roles(NamedTuple):
     second_moment: tuple[str, ...] = ()
     watched: tuple[str, ...] = ()
     shard: tuple[str, ...] = ()
+    errors: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import ranks
 import torch
+import torch.distributed as dist
 
 import fn
 from fn import roles
@@ -165,6 +168,52 @@ def test_a_second_moment_of_a_users_own_is_watched_by_a_schedule():
     p.grad = torch.full((3,), 2.0)
     opt.step()
     assert schedule.norms == [6.0]
+
+
+class Undelivered(NamedTuple):
+    """What a rank has of its own and a warm-up does not read."""
+
+    lost: torch.Tensor
+
+    @property
+    def rank_local(self) -> set[str]:
+        return {"lost"}
+
+    @property
+    def roles(self) -> fn.Roles:
+        return fn.Roles(errors=("lost",))
+
+
+class Momentum(NamedTuple):
+    """What a rank has of its own, whatever that is."""
+
+    lost: torch.Tensor
+
+    @property
+    def rank_local(self) -> set[str]:
+        return {"lost"}
+
+
+def sent_in_a_clipped_warm_up() -> list[tuple[int, list[str]]]:
+    """Return the bytes of a step with `max_norm`, and what was warned of before it, without a schedule."""
+    found = []
+    for kind in (Undelivered, Momentum):
+        link = fn.lift(lambda params, kind=kind: kind(torch.zeros(4)), lambda u, state, params: (u, state))
+        p = torch.nn.Parameter(torch.ones(4))
+        with warnings.catch_warnings(record=True) as caught, fn.bind({"data": dist.group.WORLD}):
+            warnings.simplefilter("always")
+            links = fn.average("data"), link, fn.scale_by_adam()
+            opt = fn.Optimizer([p], lambda lr, links=links: fn.chain(*links), max_norm=1.0)
+        p.grad = torch.ones(4) + dist.get_rank()
+        with fn.ledger() as wire:
+            opt.step()
+        found.append((wire.total, [str(w.message).partition(";")[0] for w in caught]))
+    return found
+
+
+def test_a_users_own_errors_are_no_part_of_a_warm_up_step():
+    told = "schedule: is None, so every step is a warm-up step"
+    assert ranks.run(2, sent_in_a_clipped_warm_up) == [[(16, [told]), (32, [])]] * 2
 
 
 class WrongKind(NamedTuple):

@@ -44,7 +44,7 @@ from fn.roles import declare
 Tree = Any
 
 
-@declare(rank_local=("worker", "server"))
+@declare(rank_local=("worker", "server"), errors=("worker", "server"))
 class ErrorFeedbackState(NamedTuple):
     """The residual errors, per flat buffer: what workers (n,) and servers (n / W,) did not deliver, one rank's own."""
 

@@ -52,7 +52,7 @@ EPS = 1e-8
 """Keeps columns of zeros at zero where columns are normalised."""
 
 
-@declare(rank_local=("errors",))
+@declare(rank_local=("errors",), errors=("errors",))
 class LowRankState(NamedTuple):
     """The state of `low_rank_average`: tuples with an entry per tensor, () for those that travel as they are.
 

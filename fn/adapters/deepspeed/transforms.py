@@ -22,11 +22,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.base import Transform, chain, stateless
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.codecs.sign import sign
-from fn.collectives.compressed import ErrorFeedbackState
 from fn.transforms.adam import OnebitAdamState, moving_average, moving_average_of_squares, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
@@ -165,5 +164,5 @@ def initialise(state: Tree, groups: Sequence[ParamGroup], gradients: Sequence[Se
 
 def reset_errors(state: Tree) -> Tree:
     """Return the state with zero errors and tail, which is how DeepSpeed restarts."""
-    state = tree.replace(state, ErrorFeedbackState, lambda errors: tree.map(torch.zeros_like, errors))
+    state = roles.replace(state, "errors", partial(tree.map, torch.zeros_like))
     return tree.replace(state, OnebitLambState, lambda lamb: lamb._replace(tail=torch.zeros_like(lamb.tail)))

@@ -17,12 +17,10 @@ from fn.collectives.agreement import check_agreement, describe_numbers, differen
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
-from fn.roles import has_local_params, rank_local
 from fn.schedules import Every
 from fn.transforms.outer import OuterState, OwnAnchorState
 from fn.transforms.owned import OwnedState
 from fn.transforms.round_arguments import late_enough
-from fn.transforms.sharded import ShardedState
 
 Tree = Any
 
@@ -41,12 +39,12 @@ def kinds(states: Tree, mark: str = SAME) -> Tree:
     own. Args: mark: of what no class names.
     """
     if isinstance(states, tuple) and hasattr(states, "_fields"):
-        local, own = rank_local(states), ERROR
-        if mark == SHARD or isinstance(states, ShardedState):
-            own = ERROR if isinstance(states, ErrorFeedbackState) else SHARD
-        elif has_local_params(states):
+        said, own = roles.roles_of(states), ERROR
+        if mark == SHARD or said.shard:
+            own = SHARD
+        elif roles.has_local_params(states):
             own = OWN
-        marks = dict.fromkeys(local, own)
+        marks = {name: ERROR if name in said.errors else own for name in roles.rank_local(states)}
         marks |= {"inner": OWNED, "back": OWNED, "owners": PLAN} if isinstance(states, OwnedState) else {}
         fields = zip(states._fields, states, strict=True)
         return type(states)(*(kinds(value, marks.get(name, mark)) for name, value in fields))

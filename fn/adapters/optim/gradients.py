@@ -30,7 +30,6 @@ from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among
 from fn.base import Phase, Round, Transform, chain, check_number
 from fn.collectives.agreement import check_agreement, gather_values
 from fn.collectives.axis import ALONE, Axis, Binding, axis_index, axis_size
-from fn.collectives.compressed import ErrorFeedbackState
 from fn.collectives.primitives import all_gather, psum
 from fn.collectives.profiling import Watchers, watched_by
 from fn.errors import RanksDisagree, expected
@@ -39,7 +38,6 @@ from fn.kernels.layout import scale_dtype
 from fn.kernels.lists import elementwise
 from fn.transforms.average import CodedAverageState, average
 from fn.transforms.clip import clip_by_global_norm
-from fn.transforms.low_rank import LowRankState
 from fn.transforms.zero_one_adam import ZeroOneAdamState
 
 Tree = Any
@@ -427,9 +425,9 @@ def _have_their_own(state: Tree) -> bool:
     It does not read residual errors, nor does it follow steps in which params came to differ.
     """
     if isinstance(state, tuple) and hasattr(state, "_fields"):
-        if isinstance(state, ErrorFeedbackState | LowRankState) or roles.has_local_params(state):
+        if roles.has_local_params(state):
             return False
-        if roles.rank_local(state):
+        if roles.rank_local(state).difference(roles.roles_of(state).errors):
             return True
     if not isinstance(state, tuple | list | dict):
         return False

@@ -58,18 +58,17 @@ def warn_at_start(training: Training, given: bool) -> None:
     Args: given: whether there is a schedule.
     """
     several = any(training.binding.axes[axis].size > 1 for axis in training.axes)
-    compresses = several and bool(tree.leaves(worker_errors(training.states)))
     if several:
         _warn_of_no_axis(training)
-    if compresses:
-        _warn_of_plain_torch([p for group in training.groups for p in group["params"]])
+        if tree.leaves(worker_errors(training.states)):
+            _warn_of_plain_torch([p for group in training.groups for p in group["params"]])
     in_rounds = any(transform.rounds is not None for transform in training.transforms)
     no_rounds = not given or isinstance(training.schedule, FreezeAfter | FreezeWhenStable | ZeroOneSchedule)
     if several and in_rounds and no_rounds:
         got = type(training.schedule).__name__ if given else "None, so every step averages whole gradients"
         text = f"schedule: is {got}, but this optimizer takes local steps; pass fn.every(h) to exchange every h steps"
         warnings.warn(text, stacklevel=3)
-    elif not given and compresses:
+    elif not given and several and tree.leaves(roles.find(training.states, "errors")):
         text = "schedule: is None, so every step is a warm-up step; pass fn.freeze_after(n) for the compressed phase"
         warnings.warn(text, stacklevel=3)
     phase = phase_of(training.schedule, 0).phase
