@@ -211,7 +211,7 @@ CONTENDERS: Mapping[str, Contender] = {
         partial(ours, without_eps(fn.lion_vote)), _method(partial(traffic.codes, codec=fn.ballots()))
     ),
     "fn DeMo": Contender(
-        partial(ours, without_eps(fn.demo)), _method(partial(traffic.in_basis, basis=fn.dct(64), codec_of=kept_of_demo))
+        partial(ours, without_eps(fn.demo)), _method(partial(traffic.in_tiles, tile=64, codec_of=kept_of_demo))
     ),
 }
 """What is compared, in the order in which it runs."""

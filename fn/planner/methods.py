@@ -18,7 +18,6 @@ from fn.collectives.codecs.top_k import top_k
 from fn.planner import traffic
 from fn.planner.network import Message, Network
 from fn.planner.traffic import Model, Ranks
-from fn.transforms.bases import dct, tiles
 
 Send = Callable[..., list[Message]]
 """(model, ranks=...) -> messages."""
@@ -44,8 +43,6 @@ PERIOD = 5
 
 TILE = 64
 """The side of the tiles of `fn.demo` and `fn.sparse_loco`."""
-
-DCT, TILES = dct(TILE), tiles(TILE)
 
 SIGN, INT4, INT8, FP8, BINS, E3M0, BALLOTS = sign(), int4(), int8(), fp8(), bins(4, 6), e3m0(), ballots()
 ROTATED, COARSE = rotated(int4(128)), int4(2048)
@@ -140,9 +137,6 @@ def kept_of_sparse_loco(n: int, kept: int = 128) -> Codec:
     return top_k(max(1, round(n * kept / TILE**2)), n, values=BINS)
 
 
-_top_k_once = cache(top_k)
-
-
 def passes_without_servers(ranks: int) -> float:
     """Return 1-bit Adam's passes where every rank decodes the codes of all.
 
@@ -205,11 +199,13 @@ def rows(
     """
     codes, low_rank = traffic.codes, traffic.low_rank
     signs, direct = partial(codes, codec=SIGN), partial(codes, codec=SIGN, servers=False)
+    in_bytes = partial(codes, codec=INT8)
     thin, thick = (default if rank is None else rank for default in (4, 0.25))
     part, more, some = (default if density is None else density for default in (0.01, 0.05, 0.005))
     of_demo, of_sparse = (default if density is None else max(1, round(density * TILE**2)) for default in (32, 128))
-    cosines = partial(traffic.in_basis, basis=DCT, codec_of=partial(kept_of_demo, kept=of_demo))
-    largest = partial(traffic.in_basis, basis=TILES, codec_of=partial(kept_of_sparse_loco, kept=of_sparse))
+    cosines = partial(traffic.in_tiles, tile=TILE, codec_of=partial(kept_of_demo, kept=of_demo))
+    of_squares = partial(kept_of_sparse_loco, kept=of_sparse)
+    largest = partial(traffic.in_tiles, tile=TILE, codec_of=of_squares, squares=True)
     largest_rows = partial(traffic.largest_rows, fraction=0.25)
     rare = partial(Row, interval=interval)
     round_ = partial(Row, interval=local_steps, local=True, passes=EXCHANGE)
@@ -218,14 +214,14 @@ def rows(
     return [
         Row("adamw", traffic.exact, cut="bucket", compressed=False, alike=("lamb",)),
         Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
-        Row("adamw, int8 gradients", partial(codes, codec=INT8), coded=36, cut="bucket"),
+        Row("adamw, int8 gradients", in_bytes, coded=36, cut="bucket"),
         Row("adamw, fp8 gradients", partial(codes, codec=FP8), coded=36, cut="bucket"),
         Row("adamw, int4 gradients", partial(codes, codec=INT4), coded=36, cut="bucket"),
         Row("onebit_adam", signs, coded=32),
         Row("onebit_adam, overlapped", signs, coded=32, cut="bucket"),
         Row("onebit_adam, servers=False", direct, coded=without),
         Row("onebit_adam, servers=False, overlapped", direct, coded=without, cut="bucket"),
-        Row("onebit_adam, int8", partial(codes, codec=INT8), coded=36),
+        Row("onebit_adam, int8", in_bytes, coded=36),
         Row("onebit_lamb", partial(signs, layout="fused"), coded=40),
         rare("zero_one_adam", signs, coded=32),
         rare("zero_one_adam, servers=False", direct, coded=without),
@@ -242,15 +238,16 @@ def rows(
             exact=partial(traffic.apart, hidden=exactly, other=exactly), period=PERIOD,
         ),
         Row("sign_muon", votes, 16, coded=24),
-        Row("ef21_muon", partial(direct, codec=_top_k_once(more)), 96, two_level=False, fits=_can_be_searched),
+        Row("ef21_muon", partial(traffic.largest, fraction=more), 96, two_level=False, fits=_can_be_searched),
         Row("dion2, rows 1/4", partial(traffic.apart, hidden=largest_rows, other=exactly), 48),
         Row("muon_bp", traffic.exact, 16, compressed=False),
         Row("lion_vote", votes, coded=24, alike=("signum_vote",)),
         Row("demo", cosines, 120),
-        Row("ef21_sgdm", partial(direct, codec=_top_k_once(part)), 80, two_level=False, fits=_can_be_searched),
+        Row("ef21_sgdm", partial(traffic.largest, fraction=part), 80, two_level=False, fits=_can_be_searched),
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
-        round_("diloco, int8", partial(codes, codec=INT8), coded=36),
-        round_("diloco, int8, delayed", partial(codes, codec=INT8), coded=36, delay=0.25),
+        round_("diloco, int8", in_bytes, coded=36),
+        round_("diloco, int8, delayed", in_bytes, coded=36, delay=0.25),
+        round_("diloco, int8, a round late", in_bytes, coded=36, delay=1.0),
         round_("diloco, e3m0, 4 fragments, delayed", partial(codes, codec=E3M0), coded=36, cut=4, delay=0.05),
         round_("diloco, 2 bits", partial(codes, codec=BINS), coded=60),
         round_("diloco, 1 bit", signs, coded=32),

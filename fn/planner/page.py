@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from importlib.resources import files
 from itertools import groupby
 from typing import Any
 
 from fn.planner import traffic
-from fn.planner.methods import Parts, Row, Send, label, parts_of, within
+from fn.planner.methods import Row, Send, label, within
 from fn.planner.network import Cost, Link, Message, Network, network, ways
 from fn.planner.predict import FORWARD, WORTH
 from fn.planner.traffic import Model, Ranks
@@ -114,13 +115,19 @@ def coefficients(
     curves: dict[str, int] = {}
 
     @cache
-    def known(send: Send, local: bool, cut: str, ranks: Ranks, last: int) -> list[Curve]:
+    def pieces(i: int, width: int, cut: str) -> list[tuple[Model, int]]:
+        """Return what leaves together, the first of it, and of the others, most of which are equal, how many."""
+        model = models[i]._replace(width=width)
+        first, *others = traffic.buckets(model, bucket) if cut == "bucket" else [model]
+        return [(first, 1), *Counter(others).items()]
+
+    @cache
+    def known(send: Send, width: int, cut: str, ranks: Ranks, last: int) -> list[Curve]:
         """Return what is sent; rows that send alike, the same object, are counted once."""
 
         @cache
         def counts(i: int) -> Counts:
-            model = models[i]._replace(width=4) if local else models[i]  # differences are float32 in any case
-            return _counts(parts_of(model, partial(send, ranks=ranks), bucket if cut == "bucket" else None))
+            return _counts([(send(piece, ranks=ranks), times) for piece, times in pieces(i, width, cut)])
 
         return [
             (*key, size, curves.setdefault(json.dumps(curve), len(curves)))
@@ -137,10 +144,10 @@ def coefficients(
                 if topology == "two-level" and not 1 < node < world:
                     continue
                 in_node = row.local and topology == "two-level"
-                each_step = known(within, False, "bucket", node, last) if in_node else []
+                each_step = known(within, width, "bucket", node, last) if in_node else []
                 cut = row.cut if isinstance(row.cut, str) else "whole"  # fragments are equal parts of all of it
-                sent = known(row.send, row.local, cut, ranks, last)
-                exact = known(row.exact, False, "whole", ranks, last) if row.exact is not None else []
+                sent = known(row.send, 4 if row.local else width, cut, ranks, last)  # differences are in float32
+                exact = known(row.exact, width, "whole", ranks, last) if row.exact is not None else []
                 own = passes(label(row.name, topology), nets[world, node])
                 own = row.passes_on(ranks) if own is None else _short(own)
                 on_ranks[_key(ranks)] = [own, sent, each_step, exact]
@@ -167,13 +174,15 @@ def _key(ranks: Ranks) -> str:
     return str(ranks) if isinstance(ranks, int) else f"{ranks[0]}x{ranks[1]}"
 
 
-def _counts(parts: Parts) -> Counts:
+def _counts(parts: list[tuple[list[Message], int]]) -> Counts:
+    """Return what is sent in parts (messages, how many parts are like this), of which there is one first one."""
     counts: dict[tuple[str, str], list[int]] = {}
-    for k, message in ((k, message) for k, (_, part) in enumerate(parts) for message in part):
-        sums = counts.setdefault(message[:2], [0, 0, 0])
-        sums[k > 0] += 1
-        sums[2] += message.size
-    others = max(1, len(parts) - 1)
+    for k, (messages, times) in enumerate(parts):
+        for message in messages:
+            sums = counts.setdefault(message[:2], [0, 0, 0])
+            sums[k > 0] += times
+            sums[2] += times * message.size
+    others = max(1, sum(times for _, times in parts[1:]))
     return {key: ((first, _short(rest / others)), size) for key, (first, rest, size) in counts.items()}
 
 

@@ -78,15 +78,17 @@ def predict(method: Method, net: Network, compute: float, coding: float) -> Pred
     """Predict a method's step.
 
     Parts become ready in the backward pass in proportion to their gradients, and leave one after the other. Of a
-    method that does not overlap everything is sent after the backward pass, and each part waited for.
+    method that does not overlap everything is sent after the backward pass, and each part waited for, but for the steps
+    of its delay; and however long that is, an interval lasts as long as the link is busy with its parts.
 
     Args: compute: seconds of a step without communication. coding: seconds of it in a step that communicates; a method
         that sends nothing, as on one rank, encodes nothing.
     """
     each_step, sent = (_times(parts, net) for parts in (method.each_step, method.parts))
     total, interval = sum(time for _, time in sent), method.interval
-    exposed = sum(max(0.0, time - method.delay * compute) for _, time in sent)
-    exposed = _behind_backward(sent, compute) if method.overlapped else exposed
+    waited = sum(max(0.0, time - method.delay * compute) for _, time in sent)
+    waited = max(waited, total - interval * compute)  # a part that is late may wait for the link behind the one before
+    exposed = _behind_backward(sent, compute) if method.overlapped else waited
     share = method.often / interval  # of the steps, in which the parts are sent
     exact = sum(duration(message, net) for message in method.exact) * (1 - method.often)
     return Prediction(

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, product
 from typing import NamedTuple
 
 import torch
@@ -20,7 +20,6 @@ from fn.collectives.codecs.codec import Codec, Segments, identity, segmented
 from fn.errors import expected
 from fn.kernels.table import only_references
 from fn.planner.network import Message
-from fn.transforms.bases import Basis
 
 BUCKET = 25 * 2**20
 """Bytes of gradients that DDP sends together."""
@@ -216,6 +215,19 @@ def apart(
     return [m for kind, send in sends if kind for m in send(of_runs(kind, shapes.width), ranks)]
 
 
+def largest(shapes: Model, ranks: int, fraction: float) -> list[Message]:
+    """Return what `fn.top_k(fraction)` sends of whole tensors to all: the largest numbers, float32 at least, and where.
+
+    It is not asked of the codec, whose payload depends on each length: to encode a row takes long where it is.
+    """
+    row = 0
+    for n, times in shapes.lengths.items():
+        kept = max(min(n, 1), math.ceil(round(fraction * n, 6)))
+        index = (n - 1).bit_length() if kept < n else 0
+        row += times * (-(-kept * index // 8) + kept * max(4, shapes.width))
+    return _rows("data", "all_gather", ranks, row)
+
+
 def largest_rows(shapes: Model, ranks: Ranks, fraction: float) -> list[Message]:
     """Return what `fn.scale_by_dion2` sends of matrices: the sizes of all rows of the smaller side, and some rows."""
     sizes, chosen = 0, 0
@@ -379,24 +391,26 @@ def _sides(shape: tuple[int, ...]) -> tuple[int, int]:
     return (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
 
 
-def in_basis(shapes: Model, ranks: Ranks, basis: Basis, codec_of: Callable[[int], Codec]) -> list[Message]:
-    """Return what `fn.in_basis` sends without servers, a message for each length of chunks.
+def in_tiles(
+    shapes: Model, ranks: Ranks, tile: int, codec_of: Callable[[int], Codec], *, squares: bool = False
+) -> list[Message]:
+    """Return what `fn.in_basis` sends in `fn.dct(tile)` without servers, a message for each length of chunks.
 
-    Args: codec_of: the length of a chunk -> its codec.
+    Args: codec_of: the length of a chunk -> its codec. squares: in `fn.tiles(tile)`, which cuts matrices.
     """
     parts: dict[int, list[tuple[Shape, int]]] = {}
     for shape, times in shapes.runs:
-        for n, size in _chunks(shape, basis):
+        for n, size in chunks(_sides(shape) if squares else shape or (1,), tile):
             parts.setdefault(n, []).append(((size,), times))
     width = max(4, shapes.width)
     return [m for n in sorted(parts) for m in codes(of_runs(parts[n], width), ranks, codec_of(n), servers=False)]
 
 
-@cache
-def _chunks(shape: tuple[int, ...], basis: Basis) -> list[tuple[int, int]]:
-    """Return the length of the chunks of each part of a tensor, and its elements."""
-    parts = basis.into(torch.empty(shape, dtype=torch.float32, device="meta"))
-    return [(part.shape[1], part.numel()) for part in parts if part.numel()]
+def chunks(sides: Shape, tile: int) -> list[tuple[int, int]]:
+    """Return the length of the chunks of each part of a tensor that is cut into tiles, and the part's elements."""
+    cuts = [((tile, n - n % tile), (n % tile, n % tile)) for n in sides]  # of each side the whole tiles, and the rest
+    parts = [[math.prod(numbers) for numbers in zip(*part, strict=True)] for part in product(*cuts)]
+    return [(n, size) for n, size in parts if size]
 
 
 def textbook_onebit(shapes: Model, ranks: int) -> list[Message]:

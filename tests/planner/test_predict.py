@@ -257,6 +257,14 @@ def test_what_leaves_in_fragments_is_hidden_fragment_by_fragment():
     assert two.communication == pytest.approx(0.012 / 4)
 
 
+@pytest.mark.parametrize("parts", [(part(1.0, 6000),), (part(0.5, 6000), part(0.5, 6000))], ids=["whole", "halves"])
+@pytest.mark.parametrize("delay", [4, 8])
+def test_what_is_a_round_late_and_later_is_hidden_as_far_as_the_link_sends_a_round_in_a_round(parts, delay):
+    for compute in (0.1, 0.002, 0.0001):
+        found = predict(Method("m", "flat", True, parts, False, interval=4, delay=delay), FLAT, compute, 0.0)
+        assert found.step == pytest.approx(max(compute, len(parts) * 0.009 / 4))
+
+
 def test_exact_means_in_every_step_come_on_top_of_a_round():
     each = (part(0.5, 3000), part(0.5, 3000))
     method = Method("m", "two-level", True, (part(1.0, 3000),), False, interval=4, each_step=each)
@@ -276,6 +284,16 @@ def test_what_is_exact_in_one_step_of_so_many_counts_in_the_mean():
     assert found.communication == found.exposed == pytest.approx(0.8 * every[0] + 0.2 * every[1])
     assert found.coding == pytest.approx(0.008)
     assert found.method.in_every_step
+
+
+def test_a_mean_that_is_a_round_late_hides_an_exchange_of_a_round():
+    """Of 124 million numbers 124 MB travel: in 40 steps of a second it is done, in a quarter of them it is not."""
+    net = network(2, 1, Cost(40e-3, 2.5e7), Cost(40e-3, 2.5e7))
+    found = plan(methods(traffic.model(124_000_000), net, local_steps=41), net, 1.0, 124_000_000, memory=1.6e13)
+    late, delayed, at_once = (found.of(f"diloco, int8{kind}") for kind in (", a round late", ", delayed", ""))
+    assert late.communication == delayed.communication == at_once.communication == pytest.approx(40 / 41, rel=0.02)
+    assert (late.exposed, late.step) == (0.0, pytest.approx(1.0, rel=0.01))
+    assert delayed.exposed == pytest.approx(at_once.exposed - 10 / 41)
 
 
 def test_a_plan_knows_optimizers_by_every_name():

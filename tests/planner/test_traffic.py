@@ -119,6 +119,9 @@ MAKES = {
     "diloco": [fn.diloco, fn.local_sgd, fn.muloco],
     "diloco, int8": [partial(fn.diloco, codec=fn.int8())],
     "diloco, int8, delayed": [partial(fn.diloco, codec=fn.int8())],
+    "diloco, int8, a round late": [
+        partial(fn.diloco, codec=fn.int8(), in_flight=2), partial(fn.diloco, codec=fn.int8(), eager=True)
+    ],
     "diloco, e3m0, 4 fragments, delayed": [partial(fn.diloco, codec=fn.e3m0(), fragments=4)],
     "diloco, 2 bits": [partial(fn.diloco, codec=fn.bins(4, 6))],
     "diloco, 1 bit": [partial(fn.diloco, codec=fn.sign())],
@@ -141,6 +144,13 @@ def test_every_named_optimizer_of_fn_has_a_row():
         assert made == {row.name.partition(",")[0], *row.alike}
 
 
+def exchanges(row):
+    """Return the rounds of a period in which something begins or ends, once as much is on its way as ever will be."""
+    h = 20 if row.interval > 1 else 1
+    schedule = fn.every(h, fragments=row.cut if isinstance(row.cut, int) else 1, delay=row.delay_of(h))
+    return [schedule(t) for t in range(2 * h, 3 * h) if schedule(t).phase is fn.Phase.COMPRESSED]
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, (2, 2), (2, 3)])
 @pytest.mark.parametrize("name", MAKES)
 def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
@@ -160,8 +170,7 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
     axis = "data" if isinstance(ranks, int) else ("local", "node")
     for make in MAKES[name]:
         tx, phase = make(axis=axis), fn.Phase.COMPRESSED if row.compressed else fn.Phase.WARMUP
-        phases = [fn.Round(k, k) for k in range(row.cut if isinstance(row.cut, int) else 1)] if row.local else [phase]
-        books = [step(tx, each, ranks) for each in phases]
+        books = [step(tx, each, ranks) for each in (exchanges(row) if row.local else [phase])]
         sent = sum((Counter(book.sent) for book in books), Counter())
         assert sent == counted_of(method.messages)
         if row.local:
@@ -171,6 +180,15 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
     if row.local and isinstance(ranks, tuple):
         each = [message for _, part in method.each_step for message in part]
         assert counted_of(each) == Counter(step(fn.average("local"), fn.Phase.WARMUP, ranks).sent)
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_guard_sends_a_message_of_eight_bytes_to_each_which_is_no_row_of_its_own(fragments):
+    make = partial(fn.diloco, axis="data", codec=fn.int8(), fragments=fragments)
+    for k in range(fragments):
+        plain, guarded = (step(make(guard=guard), fn.Round(k, k), 3) for guard in (None, fn.norm_guard()))
+        assert Counter(guarded.sent) - Counter(plain.sent) == {("data", "all_gather"): 2 * 8}
+        assert Counter(guarded.messages) - Counter(plain.messages) == {("data", "all_gather"): 1}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
@@ -279,6 +297,26 @@ def test_equal_tensors_in_a_row_cost_what_each_of_them_costs(shapes, times, kilo
             assert planned(row.send(runs, ranks=3)) == planned(row.send(plain, ranks=3)), row.name
 
 
+@given(
+    st.lists(st.integers(0, 3000), min_size=1, max_size=4).filter(any),
+    st.one_of(st.floats(1e-4, 1), st.just(1.0)), st.sampled_from([2, 4, 8]),
+)  # fmt: skip
+def test_the_largest_numbers_are_what_top_k_sends(lengths, fraction, width):
+    model = traffic.Model(tuple((n,) for n in lengths), width)
+    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[width]
+    size = traffic.payload_bytes(fn.top_k(fraction), tuple(n for n in lengths if n), dtype)
+    assert traffic.largest(model, 3, fraction) == [Message("data", "all_gather", 2 * size)]
+
+
+@given(st.lists(st.integers(0, 11), max_size=3), st.integers(1, 5))
+def test_chunks_are_those_that_the_bases_cut(shape, tile):
+    x = torch.empty(shape)
+    sides = (1, x.numel()) if x.ndim < 2 else (shape[0], x[0].numel() if shape[0] else 0)
+    for basis, cut in ((fn.dct(tile), tuple(shape) or (1,)), (fn.tiles(tile), sides)):
+        parts = [(part.shape[1], part.numel()) for part in basis.into(x) if part.numel()]
+        assert sorted(traffic.chunks(cut, tile)) == sorted(parts)
+
+
 OF_OTHER_BLOCKS = {
     "top_k": partial(fn.top_k, 5, 24), "top_k of bins": partial(fn.top_k, 26, 832, values=fn.bins(4, 6)),
     "rotated": partial(fn.rotated, fn.int4(24)), "e3m0": partial(fn.e3m0, 7), "a codec of one's own":
@@ -303,6 +341,22 @@ def test_no_kernel_is_compiled_for_a_plan(monkeypatch):
     traffic.payload_bytes.cache_clear()
     for name in CODECS:
         assert traffic.payload_bytes(CODECS[name](), (64, 8), torch.float32) > 0
+
+
+def test_no_row_makes_shapes_on_the_meta_device(monkeypatch):
+    """An operation there imports torch's compiler, which takes longer than all the rest of a plan."""
+    longest, encode = [], traffic.payload_bytes
+
+    def watched(codec, widths, dtype):
+        longest.append(sum(widths))
+        return encode(codec, widths, dtype)
+
+    monkeypatch.setattr(traffic, "payload_bytes", watched)
+    traffic._piece_bytes.cache_clear()
+    model = traffic.model(10**11)
+    assert all(row.fits(model) for row in rows())
+    methods(model, network(64, 8, Cost(1e-6, 1e12), Cost(1e-5, 1e10)))
+    assert 0 < max(longest) <= traffic.LARGEST
 
 
 def test_parts_send_what_the_whole_sends_up_to_padding():
