@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.param_groups import names_of
+from fn.adapters.optim.param_groups import groups_of, names_of
 from fn.base import Transform, facts_of
 from fn.collectives.agreement import check_agreement, describe_numbers, differences, gather_values
 from fn.collectives.compressed import ErrorFeedbackState
@@ -138,12 +138,11 @@ def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, ob
     Args: params: what a `torch.optim.Optimizer` was given, as a list. others: more that must agree.
     Raises: `RanksDisagree`, on every rank.
     """
-    groups = params if params and isinstance(params[0], dict) else [{"params": params}]
-    listed = [list(p) if not isinstance(p, Tensor) else [p] for p in (g.get("params", ()) for g in groups)]
+    groups = groups_of(params)
     fields: dict[str, object] = {"number of param groups": len(groups)}
-    for g, members in enumerate(listed):
-        fields[f"number of parameters in group {g}"] = len(members)
-        names = [p[0] for p in members if isinstance(p, tuple)]
+    for g, group in enumerate(groups):
+        fields[f"number of parameters in group {g}"] = len(group["params"])
+        names = [p[0] for p in group["params"] if isinstance(p, tuple)]
         fields.update({f"name of parameter {i} in group {g}": name for i, name in enumerate(names)})
     device = device_among(params)
     compare_on_axes(axes, lambda axis: check_agreement(axis, {**fields, **others}, device), device)
@@ -154,18 +153,19 @@ def check_fragments(schedule: Any, states: Any) -> None:
 
     Raises: ValueError with both numbers. Schedules of the user's own are not looked at.
     """
+    if not isinstance(schedule, Every):
+        return
     found = tree.instances(states, OuterState)
-    if isinstance(schedule, Every):
-        for state in found:
-            got = f"fn.every.delay={schedule.delay}, h={schedule.h}"
-            eager, slots = isinstance(state, OwnAnchorState) and bool(state.more), 1 + len(state.more)
-            if eager and schedule.delay != schedule.h:
-                raise ValueError(expected("schedule", late_enough(slots, eager), got))
-            if schedule.in_flight != slots:
-                cure = f"or give fn.outer in_flight={schedule.in_flight}"
-                raise ValueError(expected("schedule", late_enough(slots, eager), got, cure))
+    for state in found:
+        got = f"fn.every.delay={schedule.delay}, h={schedule.h}"
+        eager, slots = isinstance(state, OwnAnchorState) and bool(state.more), 1 + len(state.more)
+        if eager and schedule.delay != schedule.h:
+            raise ValueError(expected("schedule", late_enough(slots, eager), got))
+        if schedule.in_flight != slots:
+            cure = f"or give fn.outer in_flight={schedule.in_flight}"
+            raise ValueError(expected("schedule", late_enough(slots, eager), got, cure))
     counts = [len(state.outer) for state in found]
-    if counts and isinstance(schedule, Every) and schedule.fragments != max(counts):
+    if counts and schedule.fragments != max(counts):
         wanted = f"{max(counts)} fragments, as fn.outer makes of these params"
         got = f"fn.every.fragments={schedule.fragments}"
         raise ValueError(expected("schedule", wanted, got, "give both the same number, at most that of the params"))

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, device_among
+from fn.adapters.optim.consistency import LOCAL_STEP_TAKEN, compare_on_axes, device_among
 from fn.base import Phase, Round, Transform, chain, check_number
 from fn.collectives.agreement import check_agreement, gather_values
 from fn.collectives.axis import ALONE, Axis, Binding, axis_index, axis_size
@@ -140,15 +140,7 @@ class Gradients:
             for g, group in enumerate(names)
             for i, name in enumerate(group)
         }
-        differs: RanksDisagree | None = None
-        for axis in axes:
-            try:
-                check_agreement(axis, here, device)
-            except RanksDisagree as error_of_axis:  # not raised here, where others may wait on the next axis
-                differs = differs or error_of_axis
-        _, error = _told(differs, axes if len(axes) > 1 else (), device)
-        if differs is not None or error is not None:
-            raise differs or error  # type: ignore[misc]
+        compare_on_axes(axes, lambda axis: check_agreement(axis, here, device), device)
         changed = self.absent != self._absent_here
         self.absent = self._absent_here
         return changed

@@ -140,9 +140,8 @@ class Optimizer(torch.optim.Optimizer):
         axes = _axes_of(make, binding, listed, {"lr": lr, **defaults})
         self.training = self._training_class(
             make, param_groups.check_schedule(schedule), binding, axes, max_norm, compile,
-            in_doubt(refuse_averaged, schedule_given),
+            in_doubt(refuse_averaged, schedule_given), momentum_as_codes=momentum_as_codes,
         )  # fmt: skip
-        self.training.momentum_as_codes = momentum_as_codes
         """What is trained and where it stands, which everything that helps this optimizer works on."""
         with binding:
             check_listed(axes, listed, {"max_norm": max_norm, "compile": compile, **describe(self.schedule)})
@@ -345,13 +344,13 @@ def _axes_of(
     Of params of FSDP2, which averages their gradients itself, an optimizer may communicate over none. Also all if one
     cannot be made: what is wrong with it is said, and told to other ranks, where it is made for good.
     """
-    listed_groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
-    members = [p for group in listed_groups for p in _as_tuple(group.get("params", ()))]
-    has_shards = any(hasattr(p[1] if isinstance(p, tuple) else p, "device_mesh") for p in members)
+    groups = param_groups.groups_of(listed)
+    members = [p[1] if isinstance(p, tuple) else p for group in groups for p in group["params"]]
+    has_shards = any(hasattr(p, "device_mesh") for p in members)
     if len(binding.axes) < 2 and not has_shards:
         return list(binding.axes)  # there is nothing to choose, so `make` is called once only
     named = set[str]()
-    for group in listed if listed and isinstance(listed[0], dict) else [{}]:
+    for group in groups:
         try:
             with binding:
                 spelled = {**defaults, **{k: v for k, v in group.items() if k != "params"}}
@@ -362,7 +361,3 @@ def _axes_of(
         except Exception:
             return list(binding.axes)
     return [axis for axis in binding.axes if axis in named] or ([] if has_shards else list(binding.axes))
-
-
-def _as_tuple(params: Any) -> tuple[Any, ...]:
-    return (params,) if isinstance(params, Tensor) else tuple(params)

@@ -40,6 +40,14 @@ def as_list(params: Any) -> list[Any]:
     return [_listed(entry) if isinstance(entry, dict) else entry for entry in params]
 
 
+def groups_of(listed: list[Any]) -> list[dict[str, Any]]:
+    """Return what `as_list` returned as param groups, of which each has a list of parameters."""
+    groups = listed if listed and isinstance(listed[0], dict) else [{"params": listed}]
+    members = [group.get("params", ()) for group in groups]
+    lists = [[params] if isinstance(params, Tensor) else [*params] for params in members]
+    return [{**group, "params": params} for group, params in zip(groups, lists, strict=True)]
+
+
 def names_of(group: Mapping[str, Any]) -> list[str]:
     """Return the names of a group's parameters; their numbers, where they have none."""
     return group.get("param_names") or [str(i) for i in range(len(group["params"]))]

@@ -133,21 +133,8 @@ def stage_all(training: Training, update: Update, phase: Phase | Part, given: Gr
         slow = partial(say_slow, training, phase, given)
 
         def staged() -> list[Staged]:
-            return together(settled([stage(of, *args, slow) for of, args in zip(update.groups, groups, strict=True)]))
-
-        def together(steps: list[Staged]) -> list[Staged]:
-            shards = [axis for axis in training.all_axes if axis not in training.axes]
-            if len(steps) > 1 and shards:  # a group's own guard asks the ranks that have the rest of its tensors
-                taken = agreed(all(step.ok for step in steps), shards)
-                steps = [step._replace(ok=step.ok and taken) for step in steps]
-            if isinstance(phase, Part) and training.inside:  # one rank alone would send once more, and wait for ever
-                safe = agreed(all(step.safe for step in steps), training.inside)
-                steps = [step._replace(safe=step.safe and safe) for step in steps]
-            return steps
-
-        def agreed(flag: bool, axes: Sequence[str]) -> bool:
-            of_all = torch.tensor(flag, dtype=torch.bool, device="cpu")
-            return bool(true_on_all(of_all, axes, device_among(training.groups)))
+            steps = settled([stage(of, *args, slow) for of, args in zip(update.groups, groups, strict=True)])
+            return _agreed(training, phase, steps)
 
         with attempt() as begun:
             steps = staged()
@@ -158,6 +145,23 @@ def stage_all(training: Training, update: Update, phase: Phase | Part, given: Gr
             pure = partial(stage_purely, exactly=True)
             steps = settled([step if step.safe else pure(of, *args) for step, of, args in triples])
         return steps
+
+
+def _agreed(training: Training, phase: Phase | Part, steps: list[Staged]) -> list[Staged]:
+    """Return staged steps that are ok, and safe, only if they are on all ranks that take them together."""
+
+    def on_all(flag: bool, axes: Sequence[str]) -> bool:
+        here = torch.tensor(flag, dtype=torch.bool, device="cpu")
+        return bool(true_on_all(here, axes, device_among(training.groups)))
+
+    shards = [axis for axis in training.all_axes if axis not in training.axes]
+    if len(steps) > 1 and shards:  # a group's own guard asks the ranks that have the rest of its tensors
+        ok = on_all(all(step.ok for step in steps), shards)
+        steps = [step._replace(ok=step.ok and ok) for step in steps]
+    if isinstance(phase, Part) and training.inside:  # one rank alone would send once more, and wait for ever
+        safe = on_all(all(step.safe for step in steps), training.inside)
+        steps = [step._replace(safe=step.safe and safe) for step in steps]
+    return steps
 
 
 @torch.no_grad()

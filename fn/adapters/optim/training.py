@@ -19,7 +19,7 @@ from fn.adapters.optim import param_groups
 from fn.adapters.optim.consistency import by_path, check_paths, check_start
 from fn.adapters.optim.donate import check_changes, owned
 from fn.adapters.optim.gradients import Gradients
-from fn.adapters.optim.local_shards import LocalShards
+from fn.adapters.optim.local_shards import Division, LocalShards
 from fn.adapters.optim.momentum import check_has_codes
 from fn.adapters.optim.param_groups import check_writable
 from fn.adapters.optim.signals import TORN, writing
@@ -290,10 +290,14 @@ class Training:
     def made(self, params: Sequence[Tensor], lr: Tensor, hyper: Mapping[str, Any]) -> Any:
         """Return what `make` makes for a param group, which is told how DTensors are divided if it takes that."""
         more = {}
-        if param_groups.leaves_open(self.make, "shards") and (division := self.shards.division(params)) is not None:
+        if (division := self._division(params)) is not None:
             self.binding, more = division.bound(self.binding), {"shards": division.shards}
         with self.binding:
             return self.make(lr=lr, **{**more, **hyper})
+
+    def _division(self, params: Sequence[Tensor]) -> Division | None:
+        """Return how DTensors are divided, if `make` is to know; None without any."""
+        return self.shards.division(params) if param_groups.leaves_open(self.make, "shards") else None
 
     def start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
         """Make the state of a group that was prepared, and take both in."""
@@ -332,7 +336,7 @@ class Training:
             return {}
         shapes = [(1000 + i, *(1 for _ in p.shape[1:])) if p.ndim else () for i, p in enumerate(params)]
         stand_ins = [p.new_zeros(shape) for p, shape in zip(params, shapes, strict=True)]
-        if param_groups.leaves_open(self.make, "shards") and (division := self.shards.division(params)) is not None:
+        if (division := self._division(params)) is not None:
             hyper = {"shards": division.shards.axis, **hyper}
         with self.binding:
             transform = self.make(lr=lr, **hyper)
