@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -87,43 +88,16 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
     if "mean" in parts:
         states, after = run(parts["difference"], states, after)
         states = _weighed(training.states, states, weight)
-        fragment, steps = parts["mean"].fragment, training.steps  # of now: a mean that travels is sent later
-        # Whoever has heard the announcement waits in the mean. A rank that is interrupted before its own mean, and
-        # lives on, would keep the others waiting until the group's time-out.
-        heard_if_broken = if_broken(partial(_hang_up, training))
+        fragment, average = parts["mean"].fragment, partial(run, parts["mean"])
         if round_.end == round_.begin:
-            with heard_if_broken:
-                heard = _announce(training, fragment, steps)
+            with _heard_if_broken(training):
+                heard = _announce(training, fragment, training.steps)
                 if not (heard.on_device and _is_whole(states)):
                     heard.compare()
-                states, after = run(parts["mean"], states, after)  # the differences are freed behind it
+                states, after = average(states, after)  # the differences are freed behind it
         else:
-            # Local steps write the params while the mean travels, so it is shown none: what it read would depend on
-            # the time, and params that it returned would undo those steps.
-            unknown, differences = _filled(params, torch.nan), states
+            departed = _send(training, fragment, average, states, params)
             states = training.states  # the differences are kept when the mean has come, not before
-            departed = sent = Sent(fragment, lambda: None, os.getpid())
-            before = _Before(states, differences, [*training.sending])
-
-            def mean() -> tuple[Tree, Callable[[], None]]:
-                with heard_if_broken:  # in this thread, on an accelerator; others hear no signals
-                    given = before.given()
-                    compare = _announce(training, fragment, steps).compare
-                    if device_among(training.groups).type == "cpu":
-                        compare()  # on an accelerator the training would wait here for the other ranks
-                    averaged, new = run(parts["mean"], given, unknown)
-                _check_unmoved(unknown, new)
-                averaged, sent.changed = before.taken(averaged)
-                return averaged, compare
-
-            wait = in_background(training, mean)
-
-            def take_over() -> Tree:
-                averaged, compare = wait()
-                compare()
-                return averaged
-
-            sent.wait = take_over
 
     if "outer" in parts:
         with flags.assumed() as assumed:
@@ -145,6 +119,39 @@ def stage_exchange(training: Training, round_: Round, weight: float = 1.0) -> St
             training.sending.append(departed)
 
     return Staged(True, commit)
+
+
+def _send(
+    training: Training, fragment: int, average: Callable[..., tuple[Tree, Params]], differences: Tree, params: Params
+) -> Sent:
+    """Begin a mean that travels while local steps go on. Args: average: (states, params) -> both behind the mean.
+
+    Local steps write the params meanwhile, so it is shown none: what it read would depend on the time, and params that
+    it returned would undo those steps.
+    """
+    unknown, steps = _filled(params, torch.nan), training.steps  # of now, since it is sent later
+    sent, before = Sent(fragment, lambda: None, os.getpid()), _Before(training.states, differences, [*training.sending])
+
+    def mean() -> tuple[Tree, Callable[[], None]]:
+        with _heard_if_broken(training):  # in this thread, on an accelerator; others hear no signals
+            given = before.given()
+            compare = _announce(training, fragment, steps).compare
+            if device_among(training.groups).type == "cpu":
+                compare()  # on an accelerator the training would wait here for the other ranks
+            averaged, new = average(given, unknown)
+        _check_unmoved(unknown, new)
+        averaged, sent.changed = before.taken(averaged)
+        return averaged, compare
+
+    wait = in_background(training, mean)
+
+    def take_over() -> Tree:
+        averaged, compare = wait()
+        compare()
+        return averaged
+
+    sent.wait = take_over
+    return sent
 
 
 class Heard(NamedTuple):
@@ -250,10 +257,18 @@ def _announce(training: Training, fragment: int, steps: int) -> Heard:
     return Heard(() if device.type == "cpu" else ((rows == rows[:1]).all(),), compare)
 
 
-def _hang_up(training: Training) -> None:
-    """Close this rank's connections, so that the others raise `PeerLost` at once, as if it had been killed."""
-    for transport in training.transports.values():
-        abort_connections(transport)
+def _heard_if_broken(training: Training) -> AbstractContextManager[None]:
+    """Let the other ranks raise `PeerLost` at once where a signal breaks off a mean, as if this rank had been killed.
+
+    Whoever has heard the announcement waits in the mean. A rank that is interrupted before its own mean, and lives on,
+    would keep the others waiting until the group's time-out.
+    """
+
+    def hang_up() -> None:
+        for transport in training.transports.values():
+            abort_connections(transport)
+
+    return if_broken(hang_up)
 
 
 def _filled(params: Params, value: float) -> Params:
