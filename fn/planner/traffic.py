@@ -218,7 +218,7 @@ def apart(
 def largest(shapes: Model, ranks: int, fraction: float) -> list[Message]:
     """Return what `fn.top_k(fraction)` sends of whole tensors to all: the largest numbers, float32 at least, and where.
 
-    It is not asked of the codec, whose payload depends on each length: to encode a row takes long where it is.
+    It is counted here and not by the codec's payload: that depends on the length, so whole tensors would be encoded.
     """
     row = 0
     for n, times in shapes.lengths.items():
