@@ -94,23 +94,25 @@ def parse() -> argparse.Namespace:
 
 def tasks(options: argparse.Namespace, result: dict[str, Any], method: str) -> list[Task]:
     """Return what is missing of a method, as far as it is known: a search may want more."""
+    own = METHODS[method]
     if options.tune:
         tried = result["tuned"].get(method, {})
         losses = {float(lr): math.inf if loss is None else loss for lr, loss in tried.items()}
         rates = [rate_at(ADAM_RATE, place) for place in search(ADAM_RATE, losses).missing]
-        steps = options.tune_steps
+        steps = own.times * options.tune_steps
         return [Task(method, (Part(f"rate {lr}", None, steps, steps, lr, 0),)) for lr in rates]
     lr = ADAM_RATE if options.untuned else chosen(result, method)
     if lr is None:
         sys.exit(f"time_to_loss: {method} has no learning rate yet; run --tune first, with the same --json")
+    in_full = own.times * options.steps
     if options.no_clock:
-        parts = [Part(f"seed {seed}", None, options.steps, options.steps, lr, seed) for seed in options.seeds]
+        parts = [Part(f"seed {seed}", None, in_full, in_full, lr, seed) for seed in options.seeds]
         return [Task(method, (part,)) for part in parts if key(method, part.name) not in result["seeds"]]
-    parts, own = [], METHODS[method]
+    parts = []
     short = max(options.short, EXACT + PERIODS * own.steps) if own.steps > 1 else options.short
     for name in options.rates:
         rate = None if options.loopback else RATES[name]
-        steps, looks = (options.steps, options.looks) if name == FULL else (short, None)
+        steps, looks = (in_full, options.looks) if name == FULL else (short, None)
         parts.append(Part(name, rate, steps, looks, lr, 1))
     missing = tuple(part for part in parts if key(method, part.name) not in result["runs"])
     return [Task(method, missing)] if missing else []

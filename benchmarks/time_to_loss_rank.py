@@ -44,7 +44,8 @@ class Method(NamedTuple):
     """What is compared.
 
     way: the row of the grid that sends as much. make: (lr, axis) -> transform; None is torch's AdamW under DDP.
-    schedule: steps of the run -> schedule. timed: the same for a run that is only timed. steps: of a period.
+    schedule: steps of the run -> schedule. timed: the same for a run that is only timed. steps: of a period. times: how
+    many times as many steps a run has as the others': what sends little may take more of them in the same time.
     """
 
     way: str
@@ -52,6 +53,7 @@ class Method(NamedTuple):
     schedule: Callable[[int], Schedule | None]
     timed: Schedule | None
     steps: int = 1
+    times: int = 1
 
     def exact(self, steps: int) -> int:
         """Return how many steps of a run are the warm-up, which sends float32."""
@@ -70,15 +72,21 @@ def of_atlas(name: str, way: str) -> Method:
     return Method(way, method.make, method.schedule, fn.freeze_after(EXACT))
 
 
+LATE_ROUNDS = Method(
+    "DiLoCo, int8, late",
+    atlas_methods.METHODS["diloco, int8"].make,
+    late,
+    fn.every(ROUND, delay=LATE, start=EXACT),
+    ROUND,
+)
+
 METHODS = {
     BASE: Method("DDP float32", None, lambda steps: None, None),
     "int4 gradients": of_atlas("adamw, int4", "int4 gradients"),
     "1-bit Adam": of_atlas("onebit_adam", "1-bit Adam"),
-    "DiLoCo, int8, late": Method(
-        "DiLoCo, int8, late", atlas_methods.METHODS["diloco, int8"].make, late,
-        fn.every(ROUND, delay=LATE, start=EXACT), ROUND,
-    ),
-}  # fmt: skip
+    "DiLoCo, int8, late": LATE_ROUNDS,
+    "DiLoCo, 3 x the steps": LATE_ROUNDS._replace(times=3),
+}
 """What is compared, in the order in which tables show it."""
 
 assert {method.way for method in METHODS.values()} <= set(WAYS)

@@ -193,7 +193,13 @@ def _row(row: Reached) -> list[str]:
     return [row.method, f"{row.seconds:.3g}", at, "" if row.share is None else f"{1 / row.share:.2f}"]
 
 
-COLORS = {BASE: "0.25", "int4 gradients": "C0", "1-bit Adam": "C3", "DiLoCo, int8, late": "C2"}
+COLORS = {
+    BASE: "0.25",
+    "int4 gradients": "C0",
+    "1-bit Adam": "C3",
+    "DiLoCo, int8, late": "C2",
+    "DiLoCo, 3 x the steps": "C4",
+}
 MOST, MOST_SMALL = 1.8, 2.3
 """How many times the target is the highest loss that is drawn; small panels leave more room for their names."""
 

@@ -23,7 +23,7 @@ from time_to_loss_report import FULL, chosen, curve, key, reached, seconds_to, t
 
 SCRIPT = ROOT / "benchmarks" / "time_to_loss.py"
 SMALL = ("--tiny", "--loopback", "--ranks", "2", "--steps", "60", "--looks", "20", "--short", "12")
-ONEBIT, DILOCO = "1-bit Adam", "DiLoCo, int8, late"
+ONEBIT, DILOCO, LONGER = "1-bit Adam", "DiLoCo, int8, late", "DiLoCo, 3 x the steps"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -113,7 +113,7 @@ def test_without_a_rate_it_asks_for_the_search(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("time_to_loss")
-    ended = run("--untuned", "--only", DILOCO, BASE, "--json", str(out / "x.json"), "--png", str(out / "x.png"))
+    ended = run("--untuned", "--only", DILOCO, BASE, LONGER, "--json", str(out / "x.json"), "--png", str(out / "x.png"))
     assert ended.returncode == 0, ended.stderr
     return out
 
@@ -121,19 +121,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.reliability
 def test_methods_train_and_are_drawn(folder: Path) -> None:
     found = json.loads((folder / "x.json").read_text())
-    for name in (BASE, DILOCO):
+    for name in (BASE, DILOCO, LONGER):
         seen = found["runs"][key(name, FULL)]["looks"]
-        assert [look["step"] for look in seen] == [20, 40, 60]
+        assert [look["step"] for look in seen] == [20 * i for i in range(1, 3 * METHODS[name].times + 1)]
         assert seen[-1]["loss"] < seen[0]["loss"]
         assert len(curve(found, name, "10 Mbit/s") or []) == len(seen)
-    assert [row.method for row in reached(found, "1 Gbit/s")] == [BASE, DILOCO]
+    assert [row.method for row in reached(found, "1 Gbit/s")] == [BASE, DILOCO, LONGER]
     assert (folder / "x.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.reliability
 def test_what_has_run_does_not_run_again(folder: Path) -> None:
     before = json.loads((folder / "x.json").read_text())
-    ended = run("--untuned", "--only", BASE, DILOCO, "--json", str(folder / "x.json"))
+    ended = run("--untuned", "--only", BASE, DILOCO, LONGER, "--json", str(folder / "x.json"))
     assert ended.returncode == 0, ended.stderr
     assert json.loads((folder / "x.json").read_text()) == before
 
