@@ -159,7 +159,7 @@ def _around(rule: OuterWarmup | PlainWarmup | OuterLocal, link: Link, inner: InP
     def stage(updates: Tree, state: Tree, params: Tree) -> Staged:
         step = inner.stage(updates, state, params)
         if isinstance(rule, OuterLocal) and rule.inside:  # as the pure step does, which others of the island may take
-            own = torch.as_tensor(step.ok, dtype=torch.bool)
+            own = step.ok if isinstance(step.ok, Tensor) else torch.tensor(step.ok, dtype=torch.bool, device="cpu")
             step = step._replace(ok=true_on_all(own, rule.inside, device_of(params)))
         return (_with_anchor if is_warmup else _alone)(step, link.state(state), params)
 

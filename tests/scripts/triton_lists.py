@@ -16,6 +16,7 @@ import fn  # noqa: F401  it defines the ops that references use
 from fn.kernels import known_answers, reference
 from fn.kernels.gpu import triton
 from fn.kernels.gpu.triton import blocks
+from fn.kernels.reference import REFERENCES
 
 KERNELS = triton.row("cpu").kernels
 SHAPES = [(1023,), (), (0,), (7, 1), (5, 3, 2, 2)]
@@ -108,7 +109,7 @@ def placed(args: Sequence[Any], place: Place) -> list[Any]:
 def compare(op: str, args: Sequence[Any], place: Place = as_it_is) -> None:
     """Compare what a kernel returns and leaves behind with what the reference does."""
     mine, theirs = placed(args, place), placed(args, empty if place is empty else as_it_is)
-    found, expected = KERNELS[op](*mine), getattr(reference, op)(*theirs)
+    found, expected = KERNELS[op](*mine), REFERENCES[op](*theirs)
     assert found is not NotImplemented, op
     left = [[x for a in each if isinstance(a, (list, Tensor)) for x in (a if isinstance(a, list) else [a])
              if isinstance(x, Tensor)] for each in (mine, theirs)]  # fmt: skip
