@@ -58,6 +58,7 @@ def test_a_part_runs_on_the_cpu_and_judges_no_speed_there(part, tmp_path):
         assert row["ok"] is None or row["wanted"] == "right"
 
 
+@pytest.mark.reliability
 def test_a_check_that_raises_dies_or_hangs_is_a_row_and_the_others_run(tmp_path, monkeypatch):
     (tmp_path / "gpu_faulty.py").write_text(FAULTY)
     for folder in (BENCHMARKS, tmp_path):

@@ -99,7 +99,7 @@ def test_markdown() -> None:
     assert markdown("| a | b |", [("1", "2")]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 @pytest.mark.parametrize("name", QUICK)
 def test_a_script_runs_and_its_json_makes_its_table(name: str, tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/report.py", "--measure", "--quick", str(tmp_path), "--only", name]

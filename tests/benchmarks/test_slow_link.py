@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import LIMIT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.reliability
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "slow_link.py"

@@ -13,8 +13,8 @@ from ranks import LIMIT
 ROOT = Path(__file__).parents[2]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 
-LONG = ("3_methods", "7_islands")
-"""Notebooks that train for a minute or so: reliability tests."""
+LONG = ("3_methods", "7_islands", "8_atlas")
+"""Notebooks that train for long, or look at what was measured: reliability tests."""
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 in_time = [pytest.param(p, id=p.stem, marks=[pytest.mark.reliability] * (p.stem in LONG)) for p in NOTEBOOKS]

@@ -100,7 +100,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(flag, name, sa
         pytest.param(
             "--params 1e15 --world 8 --tensors 100000 --intra 1gbit",
             "1,000,000,000,000,000 parameters; 8 ranks; 1 Gbit/s, 5 us between ranks",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.reliability,
         ),
     ],
 )

@@ -195,7 +195,7 @@ def test_two_ranks_are_planned_for_from_their_own_script(tmp_path):
     assert [a == b for a, b in zip(first, second, strict=True)] == [True] * 5 + [False] * 5
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_communication_that_cannot_be_left_out_is_named(tmp_path):
     train = tmp_path / "train.py"
     by_hand = "for p in model.parameters(): dist.all_reduce(p.grad)"

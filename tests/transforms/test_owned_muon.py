@@ -200,6 +200,7 @@ def compiled() -> dict[str, Any]:
     return found
 
 
+@pytest.mark.reliability
 def test_a_pure_step_compiles_to_one_graph() -> None:
     for found in ranks.run(2, compiled):
         for as_it_is, as_graph in found.values():

@@ -325,7 +325,7 @@ def compiled() -> list[float]:
     return apart
 
 
-@pytest.mark.slow
+@pytest.mark.reliability
 def test_its_steps_can_be_compiled() -> None:
     for apart in run(2, compiled):
         assert max(apart) <= 1e-12
