@@ -97,7 +97,7 @@ def rank_of_island(job: Job, end: Any) -> None:
         fully_shard(model, mesh=init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard")))
     schedule = fn.every(H, start=job.start, delay=job.delay)
     make = owned if job.inside == "owned" else partial(fn.diloco, weight_decay=0.0)
-    with fn.bind(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("data",))):
+    with fn.bind(init_device_mesh("cpu", (job.ranks,), mesh_dim_names=("data",))):
         of_job = partial(make, outer_lr=job.outer_lr)
         opt = adapter.optimizer(model.parameters(), of_job, manager, schedule=schedule, lr=0.02)
     exchanges: list[tuple[int, int, bool]] = []
