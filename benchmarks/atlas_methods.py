@@ -26,8 +26,6 @@ TEXT = SHORT[:2]
 LONG = (*SHORT, "deep")
 ALL = (*LONG, "own packages")
 """Tasks."""
-NOT_YET: tuple[str, ...] = ()
-"""Of a method that has not run: TEXT, once it is to."""
 
 
 class Method(NamedTuple):
@@ -184,23 +182,23 @@ METHODS = {
     ),
     "lion_muon": Method(
         "votes", partial(fn.lion_muon, labels=labels), often, 3e-2, "Muon one step in 5, votes between",
-        "lion_muon", tasks=NOT_YET,
+        "lion_muon", tasks=TEXT,
     ),
     "sign_muon": Method(
         "votes", partial(fn.sign_muon, labels=labels, weight_decay=0.1), first(0), 3e-2, "votes on momenta",
-        "sign_muon", tasks=NOT_YET,
+        "sign_muon", tasks=TEXT,
     ),
     "ef21_muon": Method(
         "sparse", partial(fn.ef21_muon, labels=labels, weight_decay=0.1), first(1), 3e-2, "k = 1/20", "ef21_muon",
-        tasks=NOT_YET,
+        tasks=TEXT,
     ),
     "dion2": Method(
         "low rank", partial(fn.dion2, labels=labels, scale="rms_norm", **ADAM), first(0), ADAM_RATE, "1/4 of the rows",
-        "dion2, rows 1/4", tasks=NOT_YET,
+        "dion2, rows 1/4", tasks=TEXT,
     ),
     "muon_bp": Method(
         "exact", partial(fn.muon_bp, labels=labels, b2=0.98, weight_decay=0.1), often, ADAM_RATE,
-        "float32, blocks between", "muon_bp", tasks=NOT_YET,
+        "float32, blocks between", "muon_bp", tasks=TEXT,
     ),
     "lion": Method("exact", lion, never, LION_RATE, "float32", "adamw"),
     "lamb": Method("exact", partial(fn.lamb, **LAMB), never, LAMB_RATE, "float32", "adamw"),
@@ -210,7 +208,7 @@ METHODS = {
     ),
     "adamw, fp8": Method(
         "4 or 8 bits", coded(fn.fp8, fn.off), first(10), ADAM_RATE, "average_gradients(fp8), no feedback",
-        "adamw, fp8 gradients", tasks=TEXT,
+        "adamw, fp8 gradients",
     ),
     "adamw, int4": Method(
         "4 or 8 bits", coded(fn.int4, fn.damped), first(10), ADAM_RATE, "average_gradients(int4)",
