@@ -75,7 +75,7 @@ def lion_muon(
 
     Args:
         lr: of Muon's steps, a float or a 0-d tensor. With scale="rms_norm" a number moves by about 0.2 lr in them, so
-            start with AdamW's rate times 3. lion_rate: of Lion's steps, as a multiple of it; with 0.2 they are as
+            start with AdamW's rate times 2. lion_rate: of Lion's steps, as a multiple of it; with 0.2 they are as
             long. weight_decay: of all tensors, at the step's rate.
         b1: weight of the old momentum in the step. b2: its weight in the momentum that is kept.
         axis: the ranks that train together; None for none.
@@ -157,7 +157,7 @@ def sign_muon(
 
     Args:
         lr: a float or a 0-d tensor. With scale="rms_norm" a number moves by about 0.2 lr, so start with AdamW's
-            rate times 6. momentum: mu. weight_decay: decoupled.
+            rate times 4. momentum: mu. weight_decay: decoupled.
         axis: the ranks that train together.
         labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others step along the sign of
             their vote. other_rate: their rate, as a multiple of lr; with 0.2 all are equally long where
@@ -221,7 +221,7 @@ def ef21_muon(
 
     Args:
         lr: a float or a 0-d tensor. With scale="rms_norm" a number moves by about 0.2 lr, so start with AdamW's
-            rate times 3. eta: weight of the new gradient in the momentum. weight_decay: decoupled.
+            rate times 2. eta: weight of the new gradient in the momentum. weight_decay: decoupled.
         axis: the ranks that train together. All send to all others, so it is for few of them.
         labels: which tensors are "hidden", Muon's, and which "other", as for `muon`; others step along the sign of G.
             other_rate: their rate, as a multiple of lr; with 0.2 all are equally long where scale="rms_norm".
@@ -351,7 +351,7 @@ def muon_bp(
         0.450 -> 0.007
 
     Args:
-        lr: of steps of whole matrices, a float or a 0-d tensor; with scale="rms_norm" start with AdamW's rate times 6.
+        lr: of steps of whole matrices, a float or a 0-d tensor; with scale="rms_norm" start with AdamW's rate times 4.
             block_rate: of steps of blocks, as a multiple of it. other_rate: of the others.
         momentum, nesterov, scale, coefficients, dtype, flatten: as for `scale_by_muon`; of a block, s is that of its
             own shape. weight_decay: of all tensors, at the step's rate.
