@@ -249,9 +249,10 @@ def _show(
     if arguments.html:
         # What has an interval above 1 and trains alone in between follows the slider of rounds, even from 1 on.
         table = rows(arguments.interval, max(2, arguments.local_steps), arguments.rank, arguments.density)
+        tensors = model.tensors if arguments.params is None else arguments.tensors or TENSORS
         html = page.write(
-            table, net, params=model.params, compute=compute, local_steps=arguments.local_steps, memory=memory,
-            tensors=model.tensors, width=model.width, bucket=arguments.bucket, coding=coding,
+            table, net, model=model, tensors=tensors, compute=compute, local_steps=arguments.local_steps,
+            memory=memory, bucket=arguments.bucket, coding=coding,
         )  # fmt: skip
         Path(arguments.html).write_text(html, encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The page with sliders: a real browser recomputes the plan, and its numbers are Python's."""
+"""The page with sliders: what its script plans anywhere, and what a real browser shows of it, is what Python plans."""
 
 from __future__ import annotations
 
@@ -6,24 +6,45 @@ import re
 import shutil
 import subprocess
 from importlib.resources import files
-from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlencode
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from py_mini_racer import MiniRacer
 from ranks import LIMIT
 
 from fn.__main__ import main
 from fn.planner import page, traffic
+from fn.planner.command import MEMORY
 from fn.planner.methods import methods, rows
 from fn.planner.network import Cost, Link, network
-from fn.planner.predict import plan
+from fn.planner.predict import Plan, plan
 
-LINE = "plan --params 1.3e9 --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
+PARAMS = 1_300_000_000
+LINE = f"plan --params {PARAMS} --world 64 --per-node 8 --intra 900gbit --inter 10gbit --compute 350ms"
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 ROW = re.compile(r'<tr data-name="([^"]*)" data-topology="([^"]*)" data-step="([\d.e+-]+)" data-bytes="([\d.e+-]+)"')
 
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs an installed chromium")
+DOCUMENT = """
+const written = [], location = { hash: "" }, history = { replaceState() {} };
+const nothing = () => new Proxy(function () {}, {
+  get: (target, name) => name === Symbol.toPrimitive ? () => "" : name === "clientWidth" ? 640 : nothing(),
+  set: (target, name, value) => ["innerHTML", "textContent"].includes(name) ? written.push(value) : true,
+  apply: nothing,
+});
+const document = { getElementById: nothing, createElement: nothing, querySelectorAll: () => [] };
+const listeners = {}, window = { addEventListener: (name, listener) => { listeners[name] = listener; } };
+function URLSearchParams(text) { return text.split("&").map(pair => pair.split("=")); }
+function opened(hash) {
+  location.hash = hash;
+  written.length = 0;
+  listeners.hashchange();
+  return written.join("\\n");
+}
+"""
+"""A document in which everything is there and nothing happens, but that what is written is kept."""
 
 
 class Setting(NamedTuple):
@@ -40,68 +61,122 @@ class Setting(NamedTuple):
     round: int
 
 
-OPENED = Setting(1_300_000_000, 64, 8, 9e11, 5e-6, 1e10, 3e-5, 0.35, 100)
-FEW = [
-    OPENED,
-    OPENED._replace(inter=1e8, compute=0.05, round=10),
-    OPENED._replace(world=8, intra=7.2e12),  # which does not pay
-    OPENED._replace(params=10**6, world=2, node=1, interLatency=1e-2, compute=0.01),
-]
-MANY = [
-    Setting(10**6, 4096, 8, 1e11, 5e-6, 1e8, 3e-5, 0.01, 100),
-    Setting(2_000_000, 256, 2, 1e10, 5e-6, 1e9, 3e-5, 0.005, 10),
-    Setting(50_000_000, 1024, 4, 1e11, 1e-6, 1e10, 1e-5, 0.02, 1),
-    Setting(200_000_000, 8, 8, 2e10, 5e-6, 1e10, 3e-5, 0.05, 30),
-    Setting(500_000_000_000, 512, 8, 7e12, 2e-6, 4e11, 1e-5, 5.0, 200),
-    Setting(10**12, 16, 4, 9e11, 5e-6, 1e10, 1e-3, 20.0, 500),
+SOME = [
+    Setting(PARAMS, 64, 8, 9e11, 5e-6, 1e8, 3e-5, 0.05, 10),
+    Setting(PARAMS, 8, 8, 7.2e12, 5e-6, 1e10, 3e-5, 0.35, 100),  # where compression does not pay
+    Setting(10**6, 2, 1, 9e11, 5e-6, 1e10, 1e-2, 0.01, 1),
+    Setting(10**9, 64, 2, 9e11, 5e-6, 1e10, 3e-5, 5.0, 33),
 ]
 
 
-def opened(path: Path, setting: Setting, profile: Path) -> str:
-    """Return the page's document once its script has run."""
-    flags = f"--headless --no-sandbox --disable-gpu --virtual-time-budget=3000 --user-data-dir={profile} --dump-dom"
-    address = f"{path.as_uri()}#{urlencode(setting._asdict())}"
-    return subprocess.run(
-        [str(BROWSER), *flags.split(), address], capture_output=True, text=True, timeout=LIMIT, check=True
-    ).stdout
+def magnitudes(least, most):
+    """Return numbers whose logarithms are between these, as a slider's are."""
+    return st.floats(least, most).map(lambda power: 10.0**power)
 
 
-def check(path: Path, setting: Setting, profile: Path) -> None:
-    document = opened(path, setting, profile)
-    found = {(name, topology): (float(step), float(size)) for name, topology, step, size in ROW.findall(document)}
+@st.composite
+def anywhere(draw):
+    """Return a place in the whole range of all sliders."""
+    world = draw(st.sampled_from(page.WORLDS))
+    return Setting(
+        params=draw(st.sampled_from((*page.PARAMS, PARAMS))),
+        world=world,
+        node=draw(st.sampled_from([node for node in page.NODES if node <= world])),
+        intra=draw(magnitudes(8, 13)),
+        intraLatency=draw(magnitudes(-7, -2)),
+        inter=draw(magnitudes(7, 13)),
+        interLatency=draw(magnitudes(-7, 0)),
+        compute=draw(magnitudes(-3, 2)),
+        round=draw(st.integers(1, 1000)),
+    )
+
+
+def script_of(html: str) -> MiniRacer:
+    """Return the page's script, running."""
+    engine = MiniRacer()
+    engine.eval(DOCUMENT + html.partition("<script>")[2].partition("</script>")[0])
+    return engine
+
+
+def at(setting: Setting) -> str:
+    """Return the end of the page's address."""
+    return f"#{urlencode(setting._asdict())}"
+
+
+def planned(setting: Setting, *, tensors: int = 150, width: int = 4, **more) -> Plan:
     net = network(*setting[1:3], Cost(setting.intraLatency, setting.intra), Cost(setting.interLatency, setting.inter))
-    said = methods(traffic.model(setting.params), net, local_steps=setting.round)
-    made = plan(said, net, setting.compute, setting.params, memory=1.6e13)
-    assert set(found) == {(p.method.name, p.method.topology) for p in made.predictions}
-    for p in made.predictions:
-        step, size = found[p.method.name, p.method.topology]
-        assert step == pytest.approx(p.step, rel=0.02), (setting, p.method.name, p.method.topology)
-        assert size == pytest.approx(p.method.size, rel=0.02), (setting, p.method.name, p.method.topology)
-    assert ("Compression pays: " in document.partition("<script>")[0]) == made.pays
-    assert 'id="chart" role="img"' in document
-    assert document.count('<rect class="exposed"') == len({name for name, _ in found})
+    compared = methods(traffic.model(setting.params, tensors, width), net, local_steps=setting.round, **more)
+    return plan(compared, net, setting.compute, setting.params, memory=MEMORY)
 
 
-@pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """Return a page of a small table, as it takes a while to count everything."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "PARAMS", (10**6, 10**9))
-        patch.setattr(page, "WORLDS", (2, 8, 64))
-        patch.setattr(page, "NODES", (1,))
-        path = tmp_path_factory.mktemp("small") / "plan.html"
-        main([*LINE.split(), "--html", str(path)])
-    return path
+def check(shown: str, made: Plan) -> None:
+    """Fail if what the page shows is not the plan."""
+    found = {(name, topology): (float(step), float(size)) for name, topology, step, size in ROW.findall(shown)}
+    expected = {(p.method.name, p.method.topology): (p.step, p.method.size) for p in made.predictions}
+    assert found == {key: pytest.approx(numbers, rel=1e-9) for key, numbers in expected.items()}
+    assert ("Compression pays: " in shown) == made.pays
 
 
-@needs_browser
-@pytest.mark.parametrize("setting", FEW)
-def test_the_browser_plans_as_python_does(setting, small, tmp_path):
-    check(small, setting, tmp_path)
+@pytest.mark.slow
+def test_the_script_plans_as_python_does_on_every_network(tmp_path):
+    path = tmp_path / "plan.html"
+    main([*LINE.split(), "--html", str(path)])
+    assert path.stat().st_size < 1_500_000
+    engine = script_of(path.read_text(encoding="utf-8"))
+
+    @settings(max_examples=200)
+    @given(anywhere())
+    def plans_alike(setting):
+        check(engine.call("opened", at(setting)), planned(setting))
+
+    plans_alike()
 
 
-def test_the_page_needs_nothing_from_elsewhere(small):
-    text = small.read_text(encoding="utf-8")
+@pytest.fixture
+def few(monkeypatch):
+    """Let pages offer few numbers of parameters and ranks, as it takes a while to count everything."""
+    for name, offered in (("PARAMS", (10**6, 10**9)), ("WORLDS", (2, 8, 64)), ("NODES", (1, 2))):
+        monkeypatch.setattr(page, name, offered)
+
+
+@pytest.mark.parametrize("setting", SOME)
+def test_the_script_plans_for_the_models_and_methods_of_the_flags(setting, few, tmp_path):
+    path = tmp_path / "plan.html"
+    flags = "--dtype bf16 --tensors 7 --bucket 1e6 --interval 4 --local-steps 1 --rank 1/8 --density 1/50"
+    main([*LINE.split(), *flags.split(), "--html", str(path)])
+    made = planned(setting, tensors=7, width=2, bucket=10**6, interval=4, rank=1 / 8, density=1 / 50)
+    check(script_of(path.read_text(encoding="utf-8")).call("opened", at(setting)), made)
+
+
+MEASURED = Link(Cost(2e-5, 5e9), {"all_reduce": Cost(1e-5, 4e9), "all_gather": Cost(4e-5, 7e9)})
+WITHOUT_LATENCY = Link(Cost(0.0, 1e9), {"all_reduce": Cost(2e-4, 8e8), "all_gather": Cost(1e-4, 2e9)})
+LAYERS = traffic.of_shapes([(1000, 64), *[(64, 64), (64,), (64, 3, 5, 5)] * 30, (7, 1000), (7,)], 4)
+
+
+@pytest.mark.parametrize(
+    "net", [network(8, 8, MEASURED), network(8, 2, MEASURED, WITHOUT_LATENCY), network(8, 4, Cost(1e-5, 1e9), MEASURED)]
+)
+@pytest.mark.parametrize("local_steps", [1, 30])
+@pytest.mark.parametrize("model", [traffic.model(10**7), LAYERS], ids=["squares", "layers"])
+def test_the_script_opens_with_the_plan_of_the_links_and_the_model_that_were_measured(net, local_steps, model, few):
+    """Each collective has a cost of its own then, and coding its seconds; where nothing is slid, it is the plan."""
+
+    def coding(net):
+        return {"onebit_adam": 0.01 * net.world, "onebit_adam (two-level)": 0.3, "adamw, int8 gradients": 0.02}
+
+    html = page.write(
+        rows(local_steps=max(2, local_steps)), net, model=model, tensors=model.tensors, compute=0.5,
+        local_steps=local_steps, memory=1e11, bucket=traffic.BUCKET, coding=coding,
+    )  # fmt: skip
+    compared = methods(model, net, local_steps=local_steps)
+    made = plan(compared, net, 0.5, model.params, memory=1e11, coding=coding(net))
+    check(script_of(html).eval('written.join("\\n")'), made)
+
+
+def test_the_page_needs_nothing_from_elsewhere(few, tmp_path):
+    path = tmp_path / "plan.html"
+    main([*LINE.split(), "--html", str(path)])
+    text = path.read_text(encoding="utf-8")
     assert not re.search(r"https?:|//[a-z]+\.|@import|<link|src=", text)
     assert "COEFFICIENTS" not in text
     assert text.count("<script>") == text.count("</script>") == 1
@@ -113,88 +188,16 @@ def test_the_template_names_no_method():
         assert name not in template
 
 
-@pytest.mark.slow
-@needs_browser
-def test_the_whole_page_plans_as_python_does(tmp_path, capsys):
-    path = tmp_path / "plan.html"
+@pytest.mark.skipif(BROWSER is None, reason="needs an installed chromium")
+def test_a_browser_shows_the_plan_of_the_address(few, tmp_path):
+    path, setting = tmp_path / "plan.html", SOME[0]
     main([*LINE.split(), "--html", str(path)])
-    assert path.stat().st_size < 300_000
-    for setting in FEW + MANY:
-        check(path, setting, tmp_path / "profile")
-
-
-GRID = [10**6, 10**7, 10**8, 10**9, 10**10]
-
-
-@pytest.mark.parametrize(
-    ("size", "places"),
-    [
-        (lambda n: 4 * n, [0]),
-        (lambda n: 100 * n**0.5, [0, 1, 4]),  # a power, and the place that is always there
-        (lambda n: n + 2e8, [0, 1, 2, 3, 4]),
-        (lambda n: n * (1 + (n > 10**8)), [0, 1, 2, 3, 4]),
-    ],
-)
-def test_bytes_are_known_where_a_power_does_not_say_them(size, places):
-    def counts(i):
-        return {("data", "all_gather"): ((1, 0), round(size(GRID[i])))}
-
-    ((key, there, curve),) = page.knots(counts, GRID, 4, 1)
-    assert key == ("data", "all_gather")
-    assert there == pytest.approx(size(GRID[1]) / GRID[1], rel=1e-4)
-    assert [place for place, *_ in curve] == places
-
-
-def test_a_collective_that_only_some_models_have_is_exact_where_it_begins():
-    def counts(i):
-        return {("data", "all_gather"): ((1, 0), 4 * GRID[i])} if i > 2 else {}
-
-    ((_, _, curve),) = page.knots(counts, GRID, 4, 0)
-    assert {place: part for place, part, *_ in curve} == {0: 0.0, 1: 0.0, 2: 0.0, 3: 1.0, 4: 1.0}
-
-
-DOCUMENT = """
-const written = [], nothing = () => new Proxy(function () {}, {
-  get: (target, name) => name === Symbol.toPrimitive ? () => "" : name === "clientWidth" ? 640 : nothing(),
-  set: (target, name, value) => { if (name === "innerHTML") written.push(value); return true; },
-  apply: nothing,
-});
-const document = { getElementById: nothing, createElement: nothing, querySelectorAll: () => [] };
-const location = { hash: "" }, history = { replaceState() {} }, window = { addEventListener() {} };
-"""
-"""A document in which everything is there and nothing happens, but that what is written is kept."""
-
-MEASURED = Link(Cost(2e-5, 5e9), {"all_reduce": Cost(1e-5, 4e9), "all_gather": Cost(4e-5, 7e9)})
-WITHOUT_LATENCY = Link(Cost(0.0, 1e9), {"all_reduce": Cost(2e-4, 8e8), "all_gather": Cost(1e-4, 2e9)})
-
-
-@pytest.mark.skipif(shutil.which("node") is None, reason="needs an installed node")
-@pytest.mark.parametrize(
-    "net", [network(8, 8, MEASURED), network(8, 2, MEASURED, WITHOUT_LATENCY), network(8, 4, Cost(1e-5, 1e9), MEASURED)]
-)
-@pytest.mark.parametrize("local_steps", [1, 30])
-def test_the_script_plans_as_python_does_on_links_that_were_measured(net, local_steps, monkeypatch):
-    """Each collective has a cost of its own then, and coding its seconds; where nothing is slid, it is the plan."""
-    monkeypatch.setattr(page, "PARAMS", (10**6, 10**9))
-    monkeypatch.setattr(page, "WORLDS", (2, 8))
-    monkeypatch.setattr(page, "NODES", (1, 2))
-
-    def coding(net):
-        return {"onebit_adam": 0.01 * net.world, "onebit_adam (two-level)": 0.3, "adamw, int8 gradients": 0.02}
-
-    said = {"compute": 0.5, "params": 10**7, "memory": 1e11}
-    model = {"tensors": 150, "width": 4, "bucket": traffic.BUCKET}
-    table = rows(local_steps=max(2, local_steps))
-    html = page.write(table, net, local_steps=local_steps, coding=coding, **said, **model)
-    script = html.partition("<script>")[2].partition("</script>")[0]
-    told = subprocess.run(
-        ["node", "-e", f"{DOCUMENT}{script}\nconsole.log(written.join('\\n'))"],
+    flags = f"--headless --no-sandbox --disable-gpu --virtual-time-budget=3000 --user-data-dir={tmp_path} --dump-dom"
+    shown = subprocess.run(
+        [str(BROWSER), *flags.split(), path.as_uri() + at(setting)],
         capture_output=True, text=True, timeout=LIMIT, check=True,
-    ).stdout  # fmt: skip
-    found = {(name, topology): (float(step), float(size)) for name, topology, step, size in ROW.findall(told)}
-    compared = methods(traffic.model(10**7), net, local_steps=local_steps)
-    made = plan(compared, net, 0.5, 10**7, memory=1e11, coding=coding(net))
-    assert set(found) == {(p.method.name, p.method.topology) for p in made.predictions}
-    for p in made.predictions:
-        numbers = found[p.method.name, p.method.topology]
-        assert numbers == pytest.approx((p.step, p.method.size), rel=0.02), p.method.label
+    ).stdout.partition("<script>")[0]  # fmt: skip
+    made = planned(setting)
+    check(shown, made)
+    assert 'id="chart" role="img"' in shown
+    assert shown.count('<rect class="exposed"') == len({p.method.name for p in made.predictions})
