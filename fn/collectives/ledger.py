@@ -17,8 +17,9 @@ from fn.collectives.profiling import watch, watchers, writing
 class Ledger:
     """Bytes that one rank sent, by (axis, collective). A context: it counts while it is entered.
 
-    It counts what this thread sends, and what other threads send for it: a backward pass on a device, and what
-    `fn.adapters.ddp` sends behind one, all of which is sent when the optimizer's step has returned.
+    It counts what this thread sends, and what other threads send for it: what `fn.adapters.ddp` sends behind a backward
+    pass, all of which is sent when the optimizer's step has returned. A backward pass on a device, which torch runs in
+    a thread of its own, is counted for the main thread.
 
     sent: {(axis, collective): bytes}. messages: the same for the number of collectives.
     """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
@@ -23,14 +24,11 @@ RangeName = Literal["encode", "exchange", "serve", "gather", "decode", "average"
 """What the ranges of a step are called; a profiler shows them as "fn: encode" and so on."""
 
 
-_KEY = "fn: watchers"
-
-
 class Watchers(NamedTuple):
     """What is open: ledgers, and observers.
 
-    They belong to the thread that opened them, to the threads of autograd that run a backward pass for it, as torch
-    carries its own thread-local state there, and to the threads of ours that it gives jobs: `watched_by`.
+    They belong to the thread that opened them, and to the threads of ours that it gives jobs: `watched_by`. Those of
+    the main thread see what autograd's own threads do, too, which run a backward pass on a device.
     """
 
     ledgers: tuple[Any, ...] = ()
@@ -39,21 +37,30 @@ class Watchers(NamedTuple):
 
 _NOBODY = Watchers()
 
+_watching: weakref.WeakKeyDictionary[threading.Thread, Watchers] = weakref.WeakKeyDictionary()
+"""Who watches, by thread; threads that nobody watches are left out."""
+
 writing = threading.RLock()  # a handler of signals may send, too
 """Held while one is written: several threads may work for whoever opened it."""
 
 
 def watchers() -> Watchers:
     """Return who watches what is done here."""
-    if not torch._C._is_key_in_tls(_KEY):
-        return _NOBODY
-    opened: Watchers = torch._C._get_obj_in_tls(_KEY)
-    return opened
+    return _watching.get(_watched_thread(), _NOBODY) if _watching else _NOBODY
 
 
 def watch(by: Watchers) -> None:
     """Let these, and nobody else, watch from now on."""
-    torch._C._stash_obj_in_tls(_KEY, by)
+    if any(by):
+        _watching[_watched_thread()] = by
+    else:
+        _watching.pop(_watched_thread(), None)
+
+
+def _watched_thread() -> threading.Thread:
+    """Return this thread, but the main one in place of a thread that Python did not start, such as autograd's."""
+    thread = threading.current_thread()
+    return threading.main_thread() if isinstance(thread, threading._DummyThread) else thread
 
 
 @contextmanager
@@ -112,9 +119,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 def observed() -> bool:
     """Tell whether an observer is open and the code runs eagerly."""
-    if torch.compiler.is_compiling() or not torch._C._is_key_in_tls(_KEY):  # nobody watched in this thread yet
-        return False
-    return bool(watchers().observers) and not _transformed()
+    return not torch.compiler.is_compiling() and bool(watchers().observers) and not _transformed()
 
 
 def observe_loss(compensated: Tensor, lost: Tensor) -> None:
@@ -138,8 +143,6 @@ def step_range(name: RangeName) -> AbstractContextManager[None]:
     """Return a context that names what it spans to the profiler and the observers."""
     if torch.compiler.is_compiling():  # which does not know a context that was made outside
         return nullcontext()
-    if not (profiler._is_profiler_enabled or torch._C._is_key_in_tls(_KEY)):  # of most steps the whole way
-        return _NOTHING
     if not (profiler._is_profiler_enabled or watchers().observers) or _transformed():
         return _NOTHING
     return _Range(name)

@@ -207,7 +207,8 @@ def _fused_adamw_(
     """Take AdamW's step in one pass.
 
     Torch divides moments by weights of its own, from a count of steps. The count here is so large that these are 1, and
-    our weights multiply the numbers which they would divide.
+    our weights multiply the numbers which they would divide. On CUDA a second moment that overflows is NaN, and not
+    Inf; a step in place is not taken where one might, see `inplace.bounds`.
     """
     root = nu_weight**0.5
     steps = [_endless(params[0].device)] * len(params)

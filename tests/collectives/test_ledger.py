@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -104,6 +105,21 @@ def test_ledgers_nest_and_each_counts_its_own_time():
         f(torch.ones(2, 1))
     assert inner.total == 404
     assert "404 bytes" in repr(inner)
+
+
+def test_other_threads_are_not_counted_and_have_ledgers_of_their_own():
+    f = fn.simulate(lambda x: fn.pmean(x, "data"), "data", 2)
+
+    def elsewhere() -> int:
+        f(torch.ones(2, 10))
+        with fn.ledger() as own:
+            f(torch.ones(2, 100))
+        return own.total
+
+    with fn.ledger() as book, ThreadPoolExecutor() as pool:
+        assert pool.submit(elsewhere).result() == 400
+        f(torch.ones(2, 1))
+    assert book.total == 4
 
 
 def test_a_failing_step_closes_its_ledger():

@@ -194,3 +194,11 @@ def test_a_kernel_that_is_right_when_small_is_refused_and_no_other_is_blamed(op,
         assert cells("sign_encode", "cpu")[0].provider == "toy"
     finally:
         kernels.unregister(row)
+
+
+def test_nan_stands_for_an_infinite_sum_and_for_nothing_else():
+    found, infinite = torch.tensor([1.0, math.nan]), torch.tensor([1.0, math.inf])
+    assert known_answers.difference(found, infinite, sums=True) is None
+    assert known_answers.difference(found, infinite) is not None
+    assert known_answers.difference(infinite, found, sums=True) is not None
+    assert known_answers.difference(found, torch.ones(2), sums=True) is not None

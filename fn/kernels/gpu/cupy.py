@@ -35,9 +35,30 @@ __device__ Block block_of(const ll* table, const ll* valid, ll blocks, ll segmen
     return {r, entry[0], entry[1], entry[2], valid[r * segments + entry[2]] - entry[3]};
 }
 
+// CuPy compiles with -ftz=true, whatever it is told: to operators and comparisons a number below 2**-126 is zero, so
+// that -1e-40 >= 0. Here bits tell the sign, and PTX adds.
+__device__ float plus(float a, float b) {
+    float sum;
+    asm("add.rn.f32 %0, %1, %2;" : "=f"(sum) : "f"(a), "f"(b));
+    return sum;
+}
+
+__device__ float minus(float a, float b) {
+    float rest;
+    asm("sub.rn.f32 %0, %1, %2;" : "=f"(rest) : "f"(a), "f"(b));
+    return rest;
+}
+
+// b >= 0: up to infinity, behind which NaN comes, or the zero with a sign
+__device__ bool is_plus(float b) {
+    unsigned bits = __float_as_uint(b);
+    return bits <= 0x7f800000u || bits == 0x80000000u;
+}
+
 // b - scale * sgn(b), and b itself where it is not real
 __device__ float left_over(float b, float scale, bool real) {
-    return real ? b - (b >= 0.0f ? scale : -scale) : b;
+    if (!real) return b;
+    return is_plus(b) ? minus(b, scale) : plus(b, scale);
 }
 
 extern "C" __global__ void encode(const ll* table, const ll* valid, ll n, ll blocks, ll segments, const float* x,
@@ -52,10 +73,10 @@ extern "C" __global__ void encode(const ll* table, const ll* valid, ll n, ll blo
         bool inside = i < block.length, real = i < block.real && inside;
         float b = 0.0f;
         if (inside) {
-            b = x[k] + left_over(buffer[k], scale, real);
+            b = plus(x[k], left_over(buffer[k], scale, real));
             out[k] = b;
         }
-        unsigned ones = __ballot_sync(0xffffffffu, real && b >= 0.0f);
+        unsigned ones = __ballot_sync(0xffffffffu, real && is_plus(b));
         if (inside && i % 8 == 0)  // a block begins with a byte, so that no byte is shared by two warps
             bits[block.row * ((n + 7) / 8) + (block.first + i) / 8] = (unsigned char)(ones >> (threadIdx.x % 32));
         if (real) sum += b * b;
