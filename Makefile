@@ -82,6 +82,8 @@ deepspeed-test: .venv-deepspeed/.done
 	test -x .venv-deepspeed/bin/python || $(PYTHON) -m venv .venv-deepspeed
 	.venv-deepspeed/bin/python -m pip install $(TORCH)
 	DS_BUILD_OPS=0 .venv-deepspeed/bin/python -m pip install deepspeed hypothesis pytest --editable .
+	DS_ACCELERATOR=cpu PATH="$(CURDIR)/.venv-deepspeed/bin:$$PATH" .venv-deepspeed/bin/python -c \
+		'from deepspeed.comm.torch import build_shm_op; build_shm_op()'  # else ranks compile it, under a test's limit
 	@touch $@
 
 # The trainers come on top of the environment of the tests, and share its torch.

@@ -5,7 +5,8 @@
 Ten times a process of either commit is started, both on one core. They take turns, step by step, and the median of the
 steps' ratios is the figure of these two processes: where memory lies, and so what it costs, is another in every one.
 The interval is that of the ten figures (95 %, Student's t, of their logarithms). The steps are those of `step.py`, of
-ten million parameters in 150 tensors, one rank of two, communication apart.
+one rank of two, communication apart: of ten million parameters in 150 tensors, and exchanges of DiLoCo, each with its
+local step, of ten million parameters in ten tensors, and of 150 tensors of 16 elements.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SHAPES = [(316, 316)] * 100 + [(316,)] * 50
-STEPS = ("AdamW", "1-bit Adam compressed", "1-bit Adam compressed, lazy errors")
-PHASES = ("WARMUP", "COMPRESSED", "COMPRESSED")
+STEPS = (
+    "AdamW",
+    "1-bit Adam compressed",
+    "1-bit Adam compressed, lazy errors",
+    "DiLoCo, an exchange of 10 tensors",
+    "DiLoCo, an exchange of 150 tiny tensors",
+)
 
 
 def serve() -> None:
@@ -37,14 +42,19 @@ def serve() -> None:
     import fn
 
     torch.set_num_threads(1)
-    onebit = {lazy: partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy)) for lazy in (False, True)}
+    many, few, tiny = [(316, 316)] * 100 + [(316,)] * 50, [(1000, 1000)] * 10, [(16,)] * 150
+    onebit, diloco = (partial(make, axis="data") for make in (fn.onebit_adam, fn.diloco))
+    lazy = partial(onebit, feedback=fn.classic(lazy=True))
+    warm_up, compressed, exchange = fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Round(0, 0)
+    cases = [(many, fn.adamw, warm_up), (many, onebit, compressed), (many, lazy, compressed), (few, diloco, exchange),
+             (tiny, diloco, exchange)]  # fmt: skip
     steps = {}
-    for name, make, phase in zip(STEPS, (fn.adamw, onebit[False], onebit[True]), PHASES, strict=True):
+    for name, (shapes, make, phase) in zip(STEPS, cases, strict=True):
         torch.manual_seed(0)
-        params = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES]
+        params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
         for p in params:
             p.grad = torch.randn(p.shape)
-        steps[name] = step.adapter(params, make, fn.Phase[phase])
+        steps[name] = step.adapter(params, make, phase)
         for _ in range(3):
             steps[name]()
     print("ready", flush=True)
@@ -55,7 +65,7 @@ def serve() -> None:
 
 
 def start(root: Path) -> subprocess.Popen[str]:
-    """Start a process that that serves the steps of a checkout."""
+    """Start a process that serves the steps of a checkout."""
     path = f"{root}{os.pathsep}{root / 'benchmarks'}"
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, __file__, "--serve"]
@@ -101,7 +111,7 @@ def table(result: dict[str, Any]) -> str:
     from scipy.stats import t as student
 
     rows = []
-    for step in STEPS:
+    for step in result["pairs"][0]:
         pairs = [pair[step] for pair in result["pairs"]]
         logs = [math.log(pair["ratio"]) for pair in pairs]
         middle, half = statistics.fmean(logs), 0.0

@@ -73,7 +73,7 @@ def of_method(options: Options, name: str, size: str) -> Iterator[Row]:
     gc.collect()
     method, device = METHODS[name], options.torch_device
     params = parameters(options)
-    step = adapter(params, partial(method.make, axis="data"), method.phase)  # type: ignore[arg-type]
+    step = adapter(params, partial(method.make, axis="data"), method.phase)
     for _ in range(2):
         step()
     counts, title = counted(step, device), f"{name}, {size}"

@@ -22,8 +22,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 import fn
 from fn import Phase
 from fn.adapters.ddp.buckets import bucketed
-from fn.adapters.optim.step import write
-from fn.inplace.protocol import settled
+from fn.adapters.optim.core import stage_group, take
 
 Step = Callable[[], Any]
 FUSED = "AdamW fused, torch"
@@ -64,10 +63,11 @@ def overlapped(params: list[torch.nn.Parameter]) -> Step:
 
     @torch.no_grad()
     def step() -> None:
-        with opt.training.binding:
+        phase = Phase.COMPRESSED
+        with opt.binding:
             each = enumerate(opt.param_groups)
-            steps = [opt.stage_group(i, Phase.COMPRESSED, [p.grad for p in group["params"]]) for i, group in each]
-            write(opt.training, Phase.COMPRESSED, settled(steps))
+            opt.staged.update((i, stage_group(opt, i, phase, [p.grad for p in group["params"]])) for i, group in each)
+            take(opt, phase)
 
     return step
 

@@ -53,7 +53,7 @@ TAKES = (
     Take("int4", "adamw, int4 gradients"),
     Take("1-bit Adam", "onebit_adam, overlapped"),
     *(Take(f"DiLoCo, H = {h}", "diloco, int8, delayed", h) for h in ROUNDS),
-    Take(f"DiLoCo, H = {ROUNDS[-1]}, a round late", "diloco, int8, a round late", ROUNDS[-1]),
+    Take(f"DiLoCo, H = {ROUNDS[-1]}, late", "diloco, int8, late", ROUNDS[-1]),
 )
 """From what changes least of what is learned to what changes most; the first that is fast enough is taken."""
 

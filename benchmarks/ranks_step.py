@@ -43,10 +43,10 @@ def fill_gradients(params: list[torch.nn.Parameter], rank: int) -> None:
         p.grad = torch.randn(p.shape, generator=generator).to(p.device)
 
 
-def onebit_adam(params: list[torch.nn.Parameter], compile: bool, lazy: bool = False) -> Step:
+def onebit_adam(params: list[torch.nn.Parameter], lazy: bool = False) -> Step:
     """Return our step; its compressed phase starts at the third."""
     make = partial(fn.onebit_adam, axis="data", feedback=fn.classic(lazy=lazy))
-    return fn.Optimizer(params, make, schedule=fn.freeze_after(2), lr=1e-4, compile=compile).step
+    return fn.Optimizer(params, make, schedule=fn.freeze_after(2), lr=1e-4).step
 
 
 def exact_adam(params: list[torch.nn.Parameter]) -> Step:
@@ -90,10 +90,9 @@ def work(rank: int, arguments: argparse.Namespace, store: str, results: Any) -> 
     with fn.bind(mesh):
         for name, make in {
             EXACT: exact_adam,
-            "1-bit Adam, fn": partial(onebit_adam, compile=False),
-            "1-bit Adam, fn, lazy errors": partial(onebit_adam, compile=False, lazy=True),
+            "1-bit Adam, fn": onebit_adam,
+            "1-bit Adam, fn, lazy errors": partial(onebit_adam, lazy=True),
             "1-bit Adam, tensor by tensor as DeepSpeed does it": textbook_onebit_adam,
-            **({"1-bit Adam, fn, compiled": partial(onebit_adam, compile=True)} if arguments.compile else {}),
         }.items():
             params = make_parameters(arguments.tensors, arguments.parameters, device)
             fill_gradients(params, rank)
@@ -122,7 +121,6 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=100)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeat", type=int, default=15)
-    parser.add_argument("--compile", action="store_true", help="also time the compiled step (compiles for minutes)")
     add_device(parser, backend=True)
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()

@@ -77,8 +77,8 @@ def torchs(params: list[torch.nn.Parameter], **how: bool) -> Step:
     return torch.optim.AdamW(params, lr=1e-4, **how).step
 
 
-def adapter(params: list[torch.nn.Parameter], make: Any, phase: fn.Phase) -> Step:
-    """Return the step of `fn.Optimizer` in a phase, after two steps of warm-up."""
+def adapter(params: list[torch.nn.Parameter], make: Any, phase: fn.Phase | fn.Round) -> Step:
+    """Return the step of `fn.Optimizer` in a phase or a round, after two steps of warm-up."""
     with echo():
         opt = fn.Optimizer(params, make, schedule=lambda t: fn.Phase.WARMUP if t < 2 else phase, lr=1e-4,
                            refuse_averaged=False)  # fmt: skip

@@ -1,11 +1,11 @@
 """Communication-efficient optimizers for PyTorch, as pure functions."""
 
 from fn import kernels
+from fn.adapters.donate import donate
 from fn.adapters.flatten import flatten_parameters
 from fn.adapters.labels import labels_of
-from fn.adapters.optim.donate import donate
 from fn.adapters.optim.optimizer import Optimizer
-from fn.base import Facts, Phase, Round, Transform, UpdateFn, apply_updates, chain, lift, stateless
+from fn.base import Exchange, Facts, Phase, Round, Transform, UpdateFn, apply_updates, chain, lift, stateless
 from fn.collectives.axis import axis_index, axis_size, bind, rank_dims
 from fn.collectives.codecs.ballots import ballots
 from fn.collectives.codecs.bins import bins
@@ -30,7 +30,7 @@ from fn.muon_variant_optimizers import dion2, ef21_muon, lion_muon, muon_bp, sig
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
-from fn.transforms.adam import momentum_as_codes, momentum_as_floats, scale_by_adam, scale_by_onebit_adam
+from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.average_params import average_params
 from fn.transforms.bases import dct, in_basis, tiles
@@ -63,6 +63,7 @@ __all__ = [
     "CheckpointDamaged",
     "Codec",
     "ErrorFeedbackState",
+    "Exchange",
     "Facts",
     "Feedback",
     "Guard",
@@ -136,8 +137,6 @@ __all__ = [
     "loco_adamw",
     "low_rank_average",
     "mask",
-    "momentum_as_codes",
-    "momentum_as_floats",
     "muloco",
     "muon",
     "muon_bp",

@@ -20,13 +20,13 @@ import numbers
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import getitem
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fn import roles, tree
-from fn.compiling import compilable, memoized, original, own_code
+from fn.compiling import compilable, original, own_code
 from fn.errors import expected
 
 Tree = Any
@@ -54,57 +54,69 @@ class Round(NamedTuple):
     begin: the number of the fragment whose exchange begins after this step; None for none.
     end: the number of the fragment whose exchange ends, so that its outer step is taken; None for none. The same
         number as `begin`: the exchange begins and ends after this step. A plain `Phase.COMPRESSED` is `Round(0, 0)`.
-    in_flight: how many exchanges of one fragment are on their way at once, as in `fn.outer(..., in_flight=n)`, which
-        refuses a round with another n. With n of them their numbers are n * fragment, n * fragment + 1, and so on in
-        turn. 1 where nothing begins or ends.
     """
 
     begin: int | None = None
     end: int | None = None
-    in_flight: int = 1
 
     @property
     def phase(self) -> Phase:
         """Return LOCAL where nothing begins or ends, else COMPRESSED."""
         return Phase.LOCAL if self.begin is None and self.end is None else Phase.COMPRESSED
 
-    @property
-    def local(self) -> Part:
-        """Return the local step of the round."""
-        return Part("local", self.phase, in_flight=self.in_flight)
 
-    @property
-    def exchange(self) -> list[Part]:
-        """Return the parts that follow the local step."""
-        parts = []
-        if self.begin is not None:
-            kinds: tuple[Literal["difference", "mean"], ...] = ("difference", "mean")
-            parts += [Part(kind, fragment=self.begin, in_flight=self.in_flight) for kind in kinds]
-        if self.end is not None:
-            parts += [Part("outer", fragment=self.end, in_flight=self.in_flight)]
-        return parts
+class Exchange(NamedTuple):
+    """What follows the local step of a round: three pure functions (number, state, params) -> (params, state).
 
+    number: what a `Round` calls the exchange. difference: notes in the state how far the params have come since the
+    last one (the pseudo-gradient). mean: averages that; only this one communicates. outer: takes the outer step.
 
-class Part(NamedTuple):
-    """A part of a round, for adapters that write the local step before the exchange, or exchange on another thread.
+        begin == end         difference(begin), mean(begin), outer(end)
+        others               difference(begin), outer(end), mean(begin), each where there is one
 
-    "local" is the local step. Where an exchange begins, "difference" notes how far the params are from the anchor (the
-    pseudo-gradient), and "mean" averages that over the ranks. Where one ends, "outer" is the outer step. A transform
-    without rounds takes its step in "local" and does nothing in the other parts, which ignore the updates they get.
+    An adapter may run `mean` on another thread while local steps go on. So where an exchange begins in one step and
+    ends in another, `mean` reads no numbers of params, and returns the params that it got.
 
-    kind: which part. of: the phase of the round, which says what links without rounds do. fragment: what the round
-    calls the exchange that the part is of. in_flight: as in the round.
+    check: takes a schedule and raises a ValueError if that does not fit the method. An adapter calls it once, when it
+        is made.
     """
 
-    kind: Literal["local", "difference", "mean", "outer"]
-    of: Phase = Phase.COMPRESSED
-    fragment: int = 0
-    in_flight: int = 1
+    difference: Callable[[int, Tree, Tree], tuple[Tree, Tree]]
+    mean: Callable[[int, Tree, Tree], tuple[Tree, Tree]]
+    outer: Callable[[int, Tree, Tree], tuple[Tree, Tree]]
+    check: Callable[[Callable[[int], Phase | Round]], None] = lambda schedule: None
 
-    @property
-    def phase(self) -> Phase:
-        """Return COMPRESSED for the part after which all ranks have something in common again, else LOCAL."""
-        return Phase.COMPRESSED if self.kind == "outer" else Phase.LOCAL
+    def take(self, round_: Round, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """Return params and state after what a round says."""
+        steps = [(self.difference, round_.begin), (self.mean, round_.begin), (self.outer, round_.end)]
+        if round_.begin != round_.end:
+            steps[1:] = reversed(steps[1:])
+        for step, number in steps:
+            if number is not None:
+                params, state = step(number, state, params)
+        return params, state
+
+    def after(self, local: UpdateFn, round_: Round) -> UpdateFn:
+        """Return the update of a round: the local step, then what the round says."""
+
+        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
+            moves, state = local(updates, state, params)
+            params, state = self.take(round_, state, apply_updates(params, moves))
+            return NewParams(params), state
+
+        return update
+
+    def within(self, get: Callable[[Tree], Tree], put: Callable[[Tree, Tree], Tree]) -> Exchange:
+        """Return the exchange of a larger state: `get` takes the own part out of it, `put` puts it back."""
+
+        def inside(f: Callable[[int, Tree, Tree], tuple[Tree, Tree]]) -> Callable[[int, Tree, Tree], tuple[Tree, Tree]]:
+            def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+                params, own = f(number, get(state), params)
+                return params, put(state, own)
+
+            return run
+
+        return Exchange(inside(self.difference), inside(self.mean), inside(self.outer), self.check)
 
 
 class NewParams(NamedTuple):
@@ -126,12 +138,6 @@ def check_round(value: Round) -> None:
             raise TypeError(expected(f"phase.{name}", "the number of a fragment, or None", f"{fragment!r}"))
         if fragment < 0:
             raise ValueError(expected(f"phase.{name}", "the number of a fragment, from 0", f"{fragment!r}"))
-    if not isinstance(value.in_flight, numbers.Integral) or isinstance(value.in_flight, bool):
-        raise TypeError(expected("phase.in_flight", "a whole number", f"{value.in_flight!r}"))
-    if value.in_flight < 1:
-        raise ValueError(expected("phase.in_flight", "a whole number of at least 1", f"{value.in_flight}"))
-    if value.phase is Phase.LOCAL and value.in_flight != 1:  # one local round, `Round()`, is what `rounds` look for
-        raise ValueError(expected("phase.in_flight", "1 where nothing begins or ends", f"{value.in_flight}"))
 
 
 class UpdateFn(Protocol):
@@ -152,7 +158,7 @@ class Transform(NamedTuple):
         `missing(...)`.
     needs_warmup: the phases that a warm-up step must come before, because they use what it leaves in the state, such
         as a second moment that is frozen. `fn.Optimizer` begins with one then, whatever its schedule says.
-    rounds: the update of a `Round`, or of a `Part` of one, where params are exchanged. None: a round is its phase.
+    exchange: what follows the local step in a `Round`, where params are exchanged. None: a round is its phase.
     facts: what it says of itself. None: nothing, so that it counts as one that needs whole tensors.
     """
 
@@ -161,7 +167,7 @@ class Transform(NamedTuple):
     compressed_update: UpdateFn
     local_update: UpdateFn
     needs_warmup: frozenset[Phase] = frozenset()
-    rounds: Callable[[Round | Part], UpdateFn] | None = None
+    exchange: Exchange | None = None
     facts: Facts | None = None
 
     def update(self, phase: Phase | Round) -> UpdateFn:
@@ -172,25 +178,38 @@ class Transform(NamedTuple):
         """
         return compilable(self.composed(phase))
 
-    def composed(self, phase: Phase | Round | Part) -> UpdateFn:
-        """Return the update of a phase, a round or a part of one as it is composed. Raises: as `update`."""
-        update = _update_of(self, phase)
+    def composed(self, phase: Phase | Round) -> UpdateFn:
+        """Return the update of a phase or a round as it is composed. Raises: as `update`."""
+        if isinstance(phase, Round):
+            check_round(phase)
+            if self.exchange is not None and phase.phase is not Phase.LOCAL:
+                return _round(self.local_update, self.exchange, phase)
+        update = _update_of(self, Phase(getattr(phase, "phase", phase)))
         if isinstance(update, _Missing):
             has = [p.name for p in Phase if has_phase(self, p)]
             raise ValueError(f"phase: {phase} was asked for, but {update.owner} has only {', '.join(has)}")
         return update
 
 
-def _update_of(transform: Transform, phase: Phase | Round | Part) -> UpdateFn:
-    """Return the update of a phase, a round or a part of one; where it lacks that, the `_Missing` in its place."""
-    if isinstance(phase, Round):
-        check_round(phase)
-    if not isinstance(phase, Phase) and transform.rounds is not None:
-        return transform.rounds(phase)
-    if isinstance(phase, Part):
-        return _update_of(transform, phase.of) if phase.kind == "local" else unchanged
-    update: UpdateFn = getattr(transform, f"{Phase(getattr(phase, 'phase', phase)).value}_update")
+def _update_of(transform: Transform, phase: Phase) -> UpdateFn:
+    """Return the update of a phase; where a transform lacks that, the `_Missing` in its place."""
+    update: UpdateFn = getattr(transform, f"{phase.value}_update")
     return update
+
+
+_rounds: dict[Any, UpdateFn] = {}
+"""The last updates that `_round` made."""
+
+
+def _round(local: UpdateFn, exchange: Exchange, round_: Round) -> UpdateFn:
+    """Return the update of a round, the same one if it is asked for again: torch.compile would compile another one."""
+    key = (id(local), *map(id, exchange[:3]), round_)  # what is kept holds them, so no others have their ids
+    if key in _rounds or torch.compiler.is_compiling():
+        return _rounds.get(key) or exchange.after(local, round_)
+    _rounds[key] = own_code(exchange.after(local, round_))
+    for oldest in [*_rounds][:-64]:
+        _rounds.pop(oldest, None)
+    return _rounds[key]
 
 
 class Facts(NamedTuple):
@@ -278,7 +297,17 @@ def chain(*links: Transform) -> Transform:
     def init(params: Tree) -> Tree:
         return tuple(link.init(params) for link in links)
 
-    return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)))
+    exchanges = [(place, link.exchange) for place, link in enumerate(links) if link.exchange is not None]
+    for link in links[exchanges[0][0] + 1 :] if exchanges else ():
+        for f in _flat(link.compressed_update):
+            _check_hands_on(f)
+    exchange = _of_link(*exchanges[0]) if exchanges else None
+    return combine(links, init, lambda phase, updates_of: Chained(tuple(updates_of)), exchange=exchange)
+
+
+def _of_link(i: int, exchange: Exchange) -> Exchange:
+    """Return the exchange of a chain whose link i has one."""
+    return exchange.within(lambda states: states[i], lambda states, own: (*states[:i], own, *states[i + 1 :]))
 
 
 class Chained(NamedTuple):
@@ -294,19 +323,30 @@ class Chained(NamedTuple):
             raise ValueError(expected("state", wanted, f"{len(state)}"))
         after = []
         for link, link_state in zip(self.links, state, strict=True):
-            if isinstance(updates, NewParams) and not _hands_on(link):
-                wanted = "what returns new params, such as fn.outer, to be the last link"
-                raise ValueError(expected("links", wanted, f"{name_of(link)} behind it"))
+            if isinstance(updates, NewParams):
+                _check_hands_on(link)
             updates, link_state = link(updates, link_state, params)
             after.append(link_state)
         return updates, tuple(after)
+
+
+def _flat(update: UpdateFn) -> list[UpdateFn]:
+    """Return the links of an update, of chains in it, too."""
+    update = original(update)
+    return [x for f in update.links for x in _flat(f)] if isinstance(update, Chained) else [update]
+
+
+def _check_hands_on(link: UpdateFn) -> None:
+    if not _hands_on(link):
+        wanted = "what returns new params, such as fn.outer, to be the last link"
+        raise ValueError(expected("links", wanted, f"{name_of(link)} behind it"))
 
 
 def _hands_on(update: UpdateFn) -> bool:
     """Tell whether a link can follow one that returns `NewParams`: it does nothing, guards, or is a chain of such."""
     update = original(update)
     update = update.inner if isinstance(update, Guarded) else update
-    return update is unchanged or isinstance(update, Chained)
+    return update is unchanged or (isinstance(update, Chained) and all(map(_hands_on, update.links)))
 
 
 def combine(
@@ -314,18 +354,20 @@ def combine(
     init: Callable[[Tree], Tree],
     compose: Callable[[Phase, list[UpdateFn]], UpdateFn],
     facts: Facts = ELEMENTWISE,
+    *,
+    exchange: Exchange | None = None,
 ) -> Transform:
-    """Make a transform of others: in each phase, and in each round that one of them knows, `compose(phase, updates)`.
+    """Make a transform of others: in each phase, `compose(phase, updates)`.
 
     It lacks a phase that one of them lacks. It needs a warm-up step in front of a phase where one of them needs it.
     Its facts are theirs, merged with `facts`, which is what the composition adds.
     Its init raises as `roles.check` does, because the class of a link's state is not known before there is a state.
     """
 
-    def update(phase: Phase | Round | Part) -> UpdateFn:
+    def update(phase: Phase) -> UpdateFn:
         updates_of = [_update_of(transform, phase) for transform in inner]
         lacking = next((f for f in updates_of if isinstance(f, _Missing)), None)
-        return lacking or own_code(compose(phase.phase, updates_of))
+        return lacking or own_code(compose(phase, updates_of))
 
     def start(params: Tree) -> Tree:
         state = init(params)
@@ -333,10 +375,9 @@ def combine(
         return state
 
     needs_warmup: frozenset[Phase] = frozenset().union(*(transform.needs_warmup for transform in inner))
-    rounds = memoized(update) if any(transform.rounds is not None for transform in inner) else None
-    warmup, compressed, local = map(update, Phase)
     all_facts = merged(facts, *map(facts_of, inner))
-    return Transform(start, warmup, compressed, local, needs_warmup, rounds, all_facts)
+    warmup, compressed, local = map(update, Phase)
+    return Transform(start, warmup, compressed, local, needs_warmup, exchange, all_facts)
 
 
 def lift(init: Callable[[Tree], Tree], update: UpdateFn, *, elementwise: bool = False) -> Transform:
@@ -434,17 +475,6 @@ class Guarded(NamedTuple):
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return what the guarded update returns."""
-        return self.run(updates, state, params)
-
-
-class SideBySide(NamedTuple):
-    """The update of several trees, each by an update of its own. run: all of them, as one step."""
-
-    updates: tuple[UpdateFn, ...]
-    run: UpdateFn
-
-    def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-        """Return the updates and the states of all trees."""
         return self.run(updates, state, params)
 
 

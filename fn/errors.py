@@ -41,6 +41,10 @@ class RanksDisagree(ValueError):
         self.field = field
 
 
+class RefusedByAll(ValueError):
+    """What all ranks refuse alike, so that none of them waits for another one."""
+
+
 class RanksDrifted(RanksDisagree):
     """Parameters or state that all ranks should hold alike differ in bits. Raised on all of them.
 

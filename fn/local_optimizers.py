@@ -53,8 +53,6 @@ def diloco(
     store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
     guard: Guard | None = None,
-    in_flight: int = 1,
-    eager: bool = False,
 ) -> Transform:
     """DiLoCo: hundreds of local AdamW steps, then one Nesterov step along the ranks' mean pseudo-gradient.
 
@@ -78,10 +76,9 @@ def diloco(
         codec: how the pseudo-gradients (differences to the anchor) are quantized; None is full precision. feedback:
             what becomes of the residual errors; None is `classic()` where there is a codec. servers: as for
             `compressed_average`.
-        fragments, alpha, store, on_skip, guard, in_flight, eager: as for `outer`.
+        fragments, alpha, store, on_skip, guard: as for `outer`.
     Returns: a transform with a warm-up, exact, and rounds; `every(500)` is its schedule. Streaming DiLoCo is
-        `fragments=P, alpha=0.5` and `every(h, fragments=P, delay=d)`; a mean that comes a whole round late
-        `in_flight=2` and `every(h, delay=h)`, and with `eager=True` in its place that of Eager updates; EDiT's penalty
+        `fragments=P, alpha=0.5` and `every(h, fragments=P, delay=d)`; EDiT's penalty
         `guard=norm_guard(temperature=1.0)`.
 
     Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1.
@@ -92,9 +89,8 @@ def diloco(
     outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov)
     sync = _mean(axis, codec, feedback, servers)
     tx = outer(
-        adamw, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip, guard=guard,
-        in_flight=in_flight, eager=eager,
-    )  # fmt: skip
+        adamw, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip, guard=guard
+    )
     return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
 
 

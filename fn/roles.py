@@ -1,8 +1,8 @@
 """What the fields of a state are: a state's class declares it, and `find` finds fields by it, whatever their names.
 
 A class declares up to four things, each a property: `rank_local` names the fields that differ between ranks;
-`local_params` is True where the params differ, too; `added` gives the values of fields that states saved by an earlier
-version lack; `roles` says which fields hold what an optimizer or a combinator looks for:
+`local_params` is True where the params differ, too; `agreed` returns the params that all ranks agree on then; `roles`
+says which fields hold what an optimizer or a combinator looks for:
 
     >>> from typing import NamedTuple
     >>> import torch, fn
@@ -20,7 +20,7 @@ version lack; `roles` says which fields hold what an optimizer or a combinator l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -40,13 +40,19 @@ class Roles(NamedTuple):
     skips: counts of skipped steps, 0-d int64; where one grows, the whole step is skipped.
     dropped: counts of local steps that this rank left out, 0-d int64.
     left_out: counts of exchanges that all ranks left out, 0-d int64.
-    copies: copies of the params, which init makes; they stay as they are where a param has no gradient.
+    copies: copies of the params, which init makes; they stay as they are where a param does.
     first_moment, second_moment: averages of the gradients, and of their squares; `fn.freeze_when_stable` and
         `from_adamw` look for them.
     watched: what all ranks hold alike after an exchange, although params or updates differ between them; where a state
         has such fields, `fn.skip_nonfinite` checks only them.
     shard: the number of this rank's shard and the number of shards, (2,) int64.
     errors: residual errors, which a warm-up does not read: what codes, or factors, have not delivered yet.
+    counts: the number of steps behind the moments, 0-d; weights: what first and second moment have gathered,
+        1 - b ** steps, 0-d float64.
+    difference: the difference to the anchor, which a weight multiplies before it is sent; weight: what a guard
+        multiplies it by in place of that, 0-d.
+    outliers: how many ranks' differences were left out of the last mean, and the first of these ranks, 0-d int64.
+    owned: what one rank has for all, tensors without elements elsewhere; plan: on which rank it is.
     others: states of other links, which check their tensors themselves.
     """
 
@@ -59,6 +65,13 @@ class Roles(NamedTuple):
     watched: tuple[str, ...] = ()
     shard: tuple[str, ...] = ()
     errors: tuple[str, ...] = ()
+    difference: tuple[str, ...] = ()
+    weight: tuple[str, ...] = ()
+    outliers: tuple[str, ...] = ()
+    weights: tuple[str, ...] = ()
+    counts: tuple[str, ...] = ()
+    owned: tuple[str, ...] = ()
+    plan: tuple[str, ...] = ()
     others: tuple[str, ...] = ()
 
 
@@ -120,49 +133,44 @@ def has_local_params(state: Tree) -> bool:
     return bool(_declared(state, "local_params", False))
 
 
-def added(state: Tree, saved: Container[str], prefix: str = "") -> dict[str, Tensor]:
-    """Return {path: tensor} of what a state has that one saved by an earlier version lacks, as the classes declare.
+def agreed_of(state: Tree) -> Callable[[Tree, list[Tensor]], list[Tensor] | None] | None:
+    """Return what the class of a state, a NamedTuple, declares as `agreed`; None if it declares nothing.
 
-    A class that gets a new field declares in `added` the number that all its elements have in states that were saved
-    before: `{"left_out": 0, "begun": True}`. A field of which something was saved is left alone.
-
-    Args: state: of this version, such as a fresh one. saved: the paths of the saved one, as `fn.tree.paths` spells
-        them. prefix: of all paths in `saved`.
-
-    >>> from typing import NamedTuple
-    >>> import torch, fn
-    >>> class CountedState(NamedTuple):
-    ...     mu: torch.Tensor
-    ...     tokens: torch.Tensor         # new in this version
-    ...
-    ...     @property
-    ...     def added(self):
-    ...         return {"tokens": 0}
-    >>> fresh = CountedState(torch.zeros(2), torch.tensor(0))
-    >>> saved = {"mu": torch.ones(2)}    # by the version before
-    >>> saved | fn.roles.added(fresh, saved)
-    {'mu': tensor([1., 1.]), 'tokens': tensor(0)}
+    That is a function (state, params) -> the params that all ranks agree on, or None where that is what they have.
     """
-    names: Iterable[Any]
-    values: Iterable[Any]
-    if isinstance(state, tuple) and hasattr(state, "_fields"):
-        names, values, new = state._fields, state, _declared(state, "added", {})
-    elif isinstance(state, tuple | list | dict):
-        names = state if isinstance(state, dict) else range(len(state))
-        values, new = state.values() if isinstance(state, dict) else state, {}
-    else:
-        return {}
-    missing: dict[str, Tensor] = {}
-    for name, value in zip(names, values, strict=True):
-        path = f"{prefix}{name}"
-        if name not in new:
-            missing.update(added(value, saved, f"{path}."))
-            continue
-        places = [f"{path}.{inside}".removesuffix(".") for inside in tree.paths(value)]
-        if not any(place in saved for place in places):
-            fills = [torch.full_like(x, new[name]) for x in tree.leaves(value)]
-            missing.update(zip(places, fills, strict=True))
-    return missing
+    found: Callable[[Tree, list[Tensor]], list[Tensor] | None] | None = _declared(state, "agreed", None)
+    return found
+
+
+SAME, OWN, ERROR, SHARD, OWNED, PLAN = "same", "own", "error", "shard", "owned", "plan"
+"""A leaf is the same on all ranks, or one rank's own: an error, a shard, or what goes with params of its own. Or it is
+owned: whole on one rank, and without elements on the others; a plan says on which."""
+
+OF_EACH_RANK = frozenset((OWN, ERROR, SHARD))
+"""What every rank has another of, under one path."""
+
+
+def kinds(states: Tree, mark: str = SAME) -> Tree:
+    """Return a tree like the states with SAME, OWN, ERROR, SHARD, OWNED or PLAN at every leaf.
+
+    What a class names in `rank_local` are errors, unless it says `local_params`: that each rank goes to params of its
+    own. Args: mark: of what no class names.
+    """
+    if isinstance(states, tuple) and hasattr(states, "_fields"):
+        said, own = roles_of(states), ERROR
+        if mark == SHARD or said.shard:
+            own = SHARD
+        elif has_local_params(states):
+            own = OWN
+        marks = {name: ERROR if name in said.errors else own for name in rank_local(states)}
+        marks |= dict.fromkeys(said.owned, OWNED) | dict.fromkeys(said.plan, PLAN)
+        fields = zip(states._fields, states, strict=True)
+        return type(states)(*(kinds(value, marks.get(name, mark)) for name, value in fields))
+    if isinstance(states, tuple | list):
+        return type(states)(kinds(value, mark) for value in states)
+    if isinstance(states, dict):
+        return {key: kinds(value, mark) for key, value in states.items()}
+    return tree.map(lambda _: mark, states)
 
 
 def check(state: Tree) -> None:
@@ -172,7 +180,6 @@ def check(state: Tree) -> None:
     """
     if isinstance(state, tuple) and hasattr(state, "_fields"):
         rank_local(state)
-        _check_names(state, "added", _declared(state, "added", {}))
         roles, kind = roles_of(state), type(state).__name__
         if not isinstance(roles, Roles):
             cure = "write fn.Roles(second_moment=('nu',))"
@@ -189,7 +196,7 @@ def declare(
     *,
     rank_local: Iterable[str] = (),
     local_params: bool = False,
-    added: Mapping[str, float] | None = None,
+    agreed: Callable[[Any, list[Tensor]], list[Tensor] | None] | None = None,
     **fields_by_role: tuple[str, ...],
 ) -> Callable[[C], C]:
     """Return a decorator that declares what the fields of a state's class are, as properties of it.
@@ -209,7 +216,7 @@ def declare(
     given = {
         "rank_local": rank_local if isinstance(rank_local, str) else frozenset(rank_local),  # `check` refuses a string
         "local_params": local_params,
-        "added": added,
+        "agreed": agreed,
         "roles": Roles(**fields_by_role) if fields_by_role else None,
     }
     declared = {name: value for name, value in given.items() if value}

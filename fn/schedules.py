@@ -157,16 +157,13 @@ def every(h: int, *, fragments: int = 1, delay: int = 0, start: int = 0) -> Sche
     round, `delay` steps after it began: below q in the round in which it began, else in a later one. Steps in which
     nothing begins or ends send nothing.
 
-        >>> [every(4, fragments=2, delay=1)(step)[:2] for step in range(4)]      # begin and end of each `Round`
+        >>> [tuple(every(4, fragments=2, delay=1)(step)) for step in range(4)]      # begin and end of each `Round`
         [(0, None), (None, 0), (1, None), (None, 1)]
-        >>> [every(2, delay=2)(step)[:2] for step in range(6)]         # an exchange ends as the next one begins
-        [(None, None), (0, 1), (None, None), (1, 0), (None, None), (0, 1)]
 
     Args:
         h: steps from one exchange of a fragment to the next. fragments: into how many `fn.outer` divides the params.
-        delay: steps between sending and taking over. From h on, several exchanges of a fragment are on their way at
-            once, and `fn.outer` is given in_flight = delay // h + 1. The first that end then have not begun: those of
-            fragments of which another exchange has.
+        delay: steps between sending and taking over, at most h. With h itself an exchange ends as the next one of its
+            fragment begins, and their numbers alternate: 2 fragment and 2 fragment + 1. `fn.outer` takes less than h.
         start: steps of the warm-up.
     Returns: step -> `Phase.WARMUP`, then `Round`.
     Raises: ValueError if an argument is out of range or no whole number, or h is not divisible by fragments.
@@ -176,7 +173,10 @@ def every(h: int, *, fragments: int = 1, delay: int = 0, start: int = 0) -> Sche
     steps, parts = _whole("h", h, 1), _whole("fragments", fragments, 1)
     if steps % parts:
         raise ValueError(expected("h", f"a multiple of the {parts} fragments", f"{h}"))
-    return Every(steps, parts, _whole("delay", delay, 0), _whole("start", start, 0))
+    late = _whole("delay", delay, 0)
+    if late > steps:
+        raise ValueError(expected("delay", f"at most h={steps}", f"{delay}"))
+    return Every(steps, parts, late, _whole("start", start, 0))
 
 
 @dataclass(frozen=True)
@@ -196,22 +196,13 @@ class Every:
         number, place = divmod(step - self.start, length)
         rounds, steps = divmod(self.delay, length)
         begins = place == length - 1 - steps
-        has_begun = number >= rounds or (self.in_flight > 1 and number >= (number - rounds) % self.fragments)
-        ends = place == length - 1 and has_begun
-        if not (begins or ends):
-            return Round()
-        begun = self._exchange(number) if begins else None
-        return Round(begun, self._exchange(number - rounds) if ends else None, self.in_flight)
-
-    @property
-    def in_flight(self) -> int:
-        """Return how many exchanges of a fragment are on their way at once, at most."""
-        return self.delay // self.h + 1
+        ends = place == length - 1 and number >= rounds
+        return Round(self._exchange(number) if begins else None, self._exchange(number - rounds) if ends else None)
 
     def _exchange(self, number: int) -> int:
-        """Return what a `Round` calls the exchange of a round: fragment * in_flight + one of these, in turn."""
+        """Return what a `Round` calls the exchange of a round."""
         turn, fragment = divmod(number, self.fragments)
-        return fragment * self.in_flight + turn % self.in_flight
+        return fragment if self.delay < self.h else 2 * fragment + turn % 2
 
 
 def periods(params: int, first_moment: int, second_moment: int, *, start: int = 0) -> Schedule:

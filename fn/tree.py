@@ -39,6 +39,12 @@ def leaves(tree: Tree) -> list[Any]:
 _TENSORS = {Tensor, torch.nn.Parameter}
 
 
+def are_lists(*trees: Tree) -> bool:
+    """Tell whether trees are lists of as many tensors each, for which nobody has to walk through trees."""
+    flat = all(type(tree) is list and {*_map(type, tree)} <= _TENSORS for tree in trees)
+    return flat and len({*_map(len, trees)}) == 1
+
+
 def flatten(tree: Tree) -> tuple[list[Any], Any]:
     """Return the leaves and the structure that puts them back (`unflatten`)."""
     return pytree.tree_flatten(tree)
@@ -59,8 +65,7 @@ def map_lists(f: Callable[[list[list[Any]]], Any], trees: Sequence[Tree], like: 
     Args: f: returns a list of as many leaves, or a tuple of such lists, which becomes a tuple of trees.
     Raises: ValueError where the structures differ.
     """
-    flat = all(type(tree) is list and {*_map(type, tree)} <= _TENSORS for tree in trees)
-    if flat and len({*_map(len, trees)}) == 1:
+    if are_lists(*trees):
         return f([*trees])  # what optimizers are given, without a walk
     lists, structure = flatten_alike(trees, like)
     found = f(lists)
@@ -95,7 +100,7 @@ def in_order(tree: Tree, like: Tree, argument: str) -> Tree:
 
     Raises: ValueError that names `argument` if it has other leaves than `like`.
     """
-    if type(tree) is list and type(like) is list and len(tree) == len(like) and {*_map(type, tree)} <= _TENSORS:
+    if are_lists(tree, like):
         return tree  # the common case, without a walk: a step has many leaves
     wanted = flatten(like)[1]
     if flatten(tree)[1] == wanted:
@@ -233,3 +238,12 @@ def replace(tree: Tree, kind: type | tuple[type, ...], f: Callable[[Any], Any]) 
     if isinstance(tree, dict):
         return {key: replace(value, kind, f) for key, value in tree.items()}
     return tree
+
+
+def by_path(t: Tree, prefix: str = "") -> dict[str, Any]:
+    """Return the leaves of a tree by their paths.
+
+    >>> by_path({"a": [1, 2]}, "state.")
+    {'state.a.0': 1, 'state.a.1': 2}
+    """
+    return {f"{prefix}{path}": leaf for path, leaf in zip(paths(t), leaves(t), strict=True)}

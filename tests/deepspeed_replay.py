@@ -21,13 +21,13 @@ def build(case: Case, params: tuple[list[Tensor], ...], **more: Any) -> DeepSpee
         own = {k: v for k, v in group.items() if k not in ("shapes", "mask_from")}
         if f"g{j}.exp_avg_mask" in case.arrays:
             own["exp_avg_mask"] = torch.from_numpy(case.arrays[f"g{j}.exp_avg_mask"])
-        groups.append({"params": tensors, **own})
+        groups.append({"params": [p.requires_grad_() for p in tensors], **own})
     return KINDS[case.row["optimizer"]](groups, initialising_call=True, **case.row["hyper"], **more)
 
 
 def replay(case: Case, rank: int, **more: Any) -> None:
     """Run one recording on this rank and hold every array against it after every call."""
-    params = tuple([p.requires_grad_() for p in group] for group in case.params())
+    params = case.params()
     optimizer = build(case, params, **more)
     for call in range(case.row["calls"]):
         if call == case.row.get("resume_at"):

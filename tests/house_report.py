@@ -94,22 +94,29 @@ def changes(calls: Iterable[Any]) -> list[str]:
 SHAPES = [(37, 5), (7,), (4097,)]
 
 
-def behind_the_optimizer() -> Way:
-    """Return the way of a compressed step of `fn.Optimizer`, on a rank."""
+def behind_the_optimizer() -> dict[str, Way]:
+    """Return the ways of steady steps of `fn.Optimizer`, on a rank, by what they are."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-    with fn.bind(mesh):
-        opt = fn.Optimizer(params, partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_after(3), lr=1e-2)
+    found = {}
+    for name, make, schedule, last in (
+        ("a compressed step of 1-bit Adam", fn.onebit_adam, fn.freeze_after(3), 8),
+        ("a local step of DiLoCo", fn.diloco, fn.every(4), 8),
+        ("an exchange of DiLoCo", fn.diloco, fn.every(4), 11),
+    ):
+        params = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+        with fn.bind(mesh):
+            opt = fn.Optimizer(params, partial(make, axis="data"), schedule=schedule, lr=1e-2)
 
-    def step(seed: int) -> None:
-        generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=generator)
-        opt.step()
+        def step(seed: int, opt: fn.Optimizer = opt, params: list[torch.nn.Parameter] = params) -> None:
+            generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            opt.step()
 
-    for seed in range(8):
-        step(seed)
-    return way(partial(step, 8))
+        for seed in range(last):
+            step(seed)
+        found[name] = way(partial(step, last))
+    return found
 
 
 def pure() -> Way:
@@ -137,7 +144,13 @@ def main() -> None:
     print(f"fn/: {len(files)} files, {sum(lines.values())} lines, {code} of them code")
     for folder in sorted(path.parent for path in HOUSE.glob("*/__init__.py")):
         inside = [name for name in files if name.startswith(f"fn/{folder.name}/")]
-        print(f"  {folder.name}/: {len(inside)} files, {sum(lines[name] for name in inside)} lines")
+        code_inside = sum(code_lines(files[name]) for name in inside)
+        print(f"  {folder.name}/: {len(inside)} files, {sum(lines[name] for name in inside)} lines, {code_inside} code")
+    for place in ("adapters/optim", "adapters/checkpoint", "adapters/deepspeed", "adapters/torchft"):
+        inside = [name for name in files if name.startswith(f"fn/{place}/")]
+        print(f"  {place}/: {sum(code_lines(files[name]) for name in inside)} code")
+    tests = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests").rglob("*.py"))
+    print(f"tests/: {tests} lines")
     longest = sorted(lines, key=lambda name: -lines[name])
     print("longest:", ", ".join(f"{name} {lines[name]}" for name in longest[:5]))
     print(f"longer than {LONG} lines:", ", ".join(name for name in longest if lines[name] > LONG) or "none")
@@ -151,7 +164,8 @@ def main() -> None:
         for cell in row.split("|")
     ]
     print("longest cells of tables:", ", ".join(f"{name} {n} words" for n, name in sorted(cells, reverse=True)[:3]))
-    print("a compressed step of fn.Optimizer:", ranks.run(2, behind_the_optimizer)[0])
+    for name, found in ranks.run(2, behind_the_optimizer)[0].items():
+        print(f"{name}, behind fn.Optimizer: {found}")
     print("a pure compressed step:", pure())
 
 

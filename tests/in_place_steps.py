@@ -8,7 +8,7 @@ from typing import Any
 from unittest import mock
 
 import fn
-from fn.adapters.optim import step
+from fn.adapters.optim import core
 from fn.inplace.protocol import InPlace
 
 
@@ -16,25 +16,25 @@ from fn.inplace.protocol import InPlace
 def listed() -> Iterator[list[bool]]:
     """List for each step that is written or skipped inside of this context whether all of it was staged in place."""
     steps: list[bool] = []
-    purely, commit, was_pure = step.stage_purely, step.commit, False
+    purely, take, was_pure = core.stage_purely, core.take, False
 
-    def noted(*args: Any, **more: Any) -> Any:
+    def noted(*args: Any) -> Any:
         nonlocal was_pure
         was_pure = True
-        return purely(*args, **more)
+        return purely(*args)
 
-    def written(*args: Any) -> None:
+    def taken(*args: Any) -> bool:
         nonlocal was_pure
-        steps.append(not was_pure)
         was_pure = False
-        commit(*args)
+        moves = take(*args)
+        steps.append(not was_pure)
+        return moves
 
-    with mock.patch.object(step, "stage_purely", noted), mock.patch.object(step, "commit", written):
+    with mock.patch.object(core, "stage_purely", noted), mock.patch.object(core, "take", taken):
         yield steps
 
 
 def stage_purely(opt: fn.Optimizer, wrap: Callable[[Any], Any] = lambda update: update) -> None:
     """Let an optimizer take the steps of its current phase purely. Args: wrap: what is made of their updates."""
-    update = step.update_of(opt.training, opt.phase)
-    pure = [wrap(of.pure if isinstance(of, InPlace) else of) for of in update.groups]
-    opt.training.updates[opt.phase] = update._replace(groups=pure)
+    updates = core.updates_of(opt, opt.next_phase)
+    updates[:] = [wrap(update.pure if isinstance(update, InPlace) else update) for update in updates]

@@ -15,7 +15,6 @@ from torch.nn.functional import pad
 
 import fn
 from fn import Round, tree
-from fn.base import NewParams
 from fn.collectives.codecs.codec import Segments, pack, segmented, unpack
 from fn.transforms.bases import Basis
 
@@ -180,11 +179,10 @@ class MetState(NamedTuple):
         return True
 
 
-def meeting(inner: fn.Transform, axis: str, parts: Sequence[str], *, new: bool = True) -> fn.Transform:
+def meeting(inner: fn.Transform, axis: str, parts: Sequence[str]) -> fn.Transform:
     """Take local steps, and move the params in the given parts of a round, the whole round being its parts in turn.
 
-    "difference" halves them, "mean" puts the ranks' mean in their place, "outer" goes half of the way to it; the latter
-    as new params, or as updates.
+    "difference" halves them, "mean" puts the ranks' mean in their place, "outer" goes half of the way to it.
     """
 
     def init(params: Tree) -> MetState:
@@ -194,35 +192,18 @@ def meeting(inner: fn.Transform, axis: str, parts: Sequence[str], *, new: bool =
         updates, after = inner.local_update(updates, state.inner, params)
         return updates, state._replace(inner=after)
 
-    def difference(updates: Tree, state: MetState, params: Tree, /) -> tuple[Tree, MetState]:
+    def difference(number: int, state: MetState, params: Tree) -> tuple[Tree, MetState]:
         found = tree.map(lambda p: 0.5 * p, params) if "difference" in parts else params
-        return NewParams(found), state._replace(noted=tree.map(torch.clone, params))
+        return found, state._replace(noted=tree.map(torch.clone, params))
 
-    def mean(updates: Tree, state: MetState, params: Tree, /) -> tuple[Tree, MetState]:
+    def mean(number: int, state: MetState, params: Tree) -> tuple[Tree, MetState]:
         noted = fn.pmean(state.noted, axis)
-        return NewParams(noted if "mean" in parts else params), state._replace(noted=noted)
+        return noted if "mean" in parts else params, state._replace(noted=noted)
 
-    def outer(updates: Tree, state: MetState, params: Tree, /) -> tuple[Tree, MetState]:
+    def outer(number: int, state: MetState, params: Tree) -> tuple[Tree, MetState]:
         if "outer" not in parts:
-            return NewParams(params), state
-        if not new:
-            return tree.map(lambda p, x: 0.5 * (x - p), params, state.noted), state
-        return NewParams(tree.map(lambda p, x: torch.lerp(p, x, 0.5), params, state.noted)), state
+            return params, state
+        return tree.map(lambda p, x: torch.lerp(p, x, 0.5), params, state.noted), state
 
-    each = {"local": local, "difference": difference, "mean": mean, "outer": outer}
-
-    def rounds(found: Any) -> Any:
-        if not isinstance(found, Round):
-            return each[found.kind]
-
-        def whole(updates: Tree, state: MetState, params: Tree, /) -> tuple[Tree, MetState]:
-            moves, state = local(updates, state, params)
-            here = fn.apply_updates(params, moves)
-            for part in found.exchange:
-                moves, state = each[part.kind](moves, state, here)
-                here = fn.apply_updates(here, moves)
-            return NewParams(here), state
-
-        return local if found == Round() else whole
-
-    return fn.Transform(init, local, rounds(Round(0, 0)), local, rounds=rounds)
+    exchange = fn.Exchange(difference, mean, outer)
+    return fn.Transform(init, local, exchange.after(local, Round(0, 0)), local, exchange=exchange)

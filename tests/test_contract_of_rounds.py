@@ -36,16 +36,14 @@ METHODS: dict[str, tuple[Any, Any]] = {
     "sparse_loco": (partial(fn.sparse_loco, k=4, tile=4), fn.every(3, start=2)),
     "muloco": (partial(fn.muloco, codec=fn.bins(4, 6)), fn.every(3, start=2)),
     "guarded": (partial(fn.diloco, guard=fn.norm_guard(temperature=1.0, clip=1.0)), fn.every(3, start=2)),
-    "a round late": (partial(fn.diloco, in_flight=2, codec=fn.int8()), fn.every(3, delay=3, start=2)),
-    "eager": (partial(fn.diloco, eager=True), fn.every(3, delay=3, start=2)),
     "sparta": (partial(fn.sparta, density=0.5), fn.every(3, start=2)),
     "des_loc": (fn.des_loc, fn.periods(3, 3, 6, start=2)),
     "no_loco": (fn.no_loco, fn.every(3, start=2)),
 }  # fmt: skip
-APART = ("eager", "no_loco", "sparta")
+APART = ("no_loco", "sparta")
 """Methods whose ranks agree on nothing; no exchange makes their params the same."""
 WITHOUT_ANCHOR = ("sparta", "des_loc")
-LEFT_OUT_BY_ALL = tuple(name for name in METHODS if name not in (*APART, "des_loc", "guarded", "a round late"))
+LEFT_OUT_BY_ALL = tuple(name for name in METHODS if name not in (*APART, "des_loc", "guarded"))
 """Methods of which all ranks leave out an exchange where one rank's params are not finite, in the same round."""
 FIRST = 4
 """The step with the first exchange, or its end; further ones follow in each third step."""
@@ -375,7 +373,7 @@ def held() -> dict[str, tuple[Any, ...]]:
                 storages = [ref() for ref in allocations.storages[: counts[step - 4]]]
                 sizes = [storage.nbytes() for storage in storages if storage is not None]
                 buffers = [x.data_ptr() for x in tree.leaves((own(opt).inner, anchor_of(opt)))]
-                seen.append((len(sizes), sum(sizes), len(opt.training.updates), buffers))
+                seen.append((len(sizes), sum(sizes), len(opt.updates), buffers))
         found[name] = tuple(seen)
     return found
 

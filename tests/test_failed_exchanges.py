@@ -26,12 +26,12 @@ from test_contract_of_rounds import (
 from test_transactions import Interrupt, bits, fail, same
 
 import fn
-from fn import Phase, Round, tree
+from fn import Phase, Round
 
 two = ranks.Cases(2)
 
 
-AT_ONCE = [name for name in METHODS if name not in ("streaming", "a round late", "eager")]
+AT_ONCE = [name for name in METHODS if name != "streaming"]
 each_at_once = pytest.mark.parametrize("name", AT_ONCE)
 
 
@@ -102,29 +102,6 @@ def test_a_rank_that_is_killed_is_named_and_the_others_keep_their_local_steps(na
     found = ranks.outcomes(3, killed, name, delay)
     assert found[1] == ranks.Died(-signal.SIGKILL)
     assert found[0] == found[2] == ("PeerLost", (1,), True, 8)
-
-
-def killed_a_round_late(name: str, delay: int) -> tuple[str, tuple[int, ...], bool]:
-    """Kill rank 1 while a mean is on its way, and a round goes on; what departs next does not arrive."""
-    opt = take(build(name, schedule=fn.every(4, delay=delay)), *range(11))
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    try:
-        take(opt, *range(11, 16))
-        opt.state_dict()
-    except fn.PeerLost as error:
-        ranks.stay()
-        held = tree.leaves((params_of(opt), opt.state_dict()))  # nothing is on its way any more
-        return "PeerLost", error.lost, all(bool(x.isfinite().all()) for x in held if isinstance(x, torch.Tensor))
-    return "nothing", (), False
-
-
-@pytest.mark.parametrize(("name", "delay"), [("a round late", 4), ("a round late", 6), ("eager", 4)])
-def test_a_rank_that_is_killed_while_means_are_on_their_way_is_named(name, delay):
-    found = ranks.outcomes(3, killed_a_round_late, name, delay)
-    assert found[1] == ranks.Died(-signal.SIGKILL)
-    assert found[0] == found[2] == ("PeerLost", (1,), True)
 
 
 def killed_first(delay: int) -> tuple[str, tuple[int, ...], str, int]:

@@ -57,7 +57,6 @@ MISMATCHES = {
     "world": "size of axis 'other' is 1",
     "version": "version of fn is 9.9.9",
     "codec": "block is 64",
-    "compiled": "compile is True",  # LoCo's messages would be others
 }
 
 
@@ -76,13 +75,12 @@ def mismatched(kind: str) -> tuple[float, str, int, str]:
     hyper |= {"codec": fn.sign(block=64)} if kind == "codec" and second else {}
     agreement.__version__ = "9.9.9" if kind == "version" and second else fn.__version__
     groups = {"data": dist.group.WORLD, "other": alone if kind == "world" and second else dist.group.WORLD}
-    options = {"compile": True} if kind == "compiled" and second else {}
     for _ in range(5):
         with fn.bind(groups if kind == "world" else {"data": dist.group.WORLD}):
             dist.barrier()
             began = time.monotonic()
             try:
-                fn.Optimizer(named, partial(fn.onebit_adam, axis="data", **hyper), lr=0.1, **options)
+                fn.Optimizer(named, partial(fn.onebit_adam, axis="data", **hyper), lr=0.1)
             except fn.RanksDisagree as error:
                 text, culprit, field = str(error), error.rank, error.field
             best = min(best, time.monotonic() - began)

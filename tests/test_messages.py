@@ -15,7 +15,6 @@ from torch import Tensor
 import fn
 from fn import Phase
 from fn.adapters import ddp
-from fn.adapters.ddp.overlapped import Changes
 from fn.adapters.optim.gradients import check_max_grad_norm
 
 PARAMS = {"w": torch.ones(3), "b": torch.ones(2)}
@@ -164,43 +163,3 @@ def test_clipping_behind_backward_is_one_error_whose_cure_is_of_the_function_tha
     message = CHANGED.format(BY[by_overlap])
     assert run(2, clipped, (0, 1), by_overlap, 0.0) == [message, message]
     assert run(2, clipped, (0, 1), by_overlap, 3600.0) == [message, message]  # where steps are not overlapped
-
-
-def test_clipping_on_one_rank_is_one_error_on_all_where_steps_are_not_overlapped():
-    message = CHANGED.format(BY[False])
-    text = f"RanksDisagree: this step cannot be taken on rank 1 of axis 'data': {message}; nothing has moved"
-    assert run(2, clipped, (1,), False, 3600.0) == [text, text]
-
-
-def test_a_scaler_that_nobody_was_told_of_is_told_to_the_function_that_was_called():
-    for maker in ("overlap", "fn.adapters.ddp.optimizer"):
-        opt = fn.Optimizer(parameter(), fn.adamw)
-        opt.found_inf = torch.zeros(())  # as a scaler leaves it
-        changes = Changes(opt, None)
-        changes.note_settings()
-        expected = f"scaler: scales the loss, but {maker} does not know it; pass {maker}(..., scaler=scaler)"
-        assert str(changes.of_settings(maker)) == expected
-
-
-def refused_on_one_of_a_grid(what: str) -> str:
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("node", "local"))
-    params, last = parameter(), torch.distributed.get_rank() == 3
-    with fn.bind(mesh):
-        opt = fn.Optimizer(params, partial(fn.onebit_adam, axis=("local", "node")), schedule=fn.freeze_after(9))
-    params[0].grad = None if last and what == "absent" else torch.ones(3)
-    if last and what == "b1":
-        opt.param_groups[0]["b1"] = 7.0
-    try:
-        opt.step()
-    except fn.RanksDisagree as error:
-        return str(error)
-    return "nothing"
-
-
-def test_what_one_rank_of_a_grid_cannot_take_is_said_on_all_of_them():
-    """A rank of neither its row nor its column waited on the second axis for those that had raised on the first."""
-    text = "this step cannot be taken on rank 1 of axis 'node', rank 1 of axis 'local': "
-    text += "ValueError: b1: expected a number in [0, 1), but got 7.0; nothing has moved"
-    assert {*run(4, refused_on_one_of_a_grid, "b1")} == {text}
-    differ = "the gradient of param group 0, parameter 0 is absent on rank 1 and present on rank 0"
-    assert all(differ in said for said in run(4, refused_on_one_of_a_grid, "absent"))

@@ -217,36 +217,7 @@ def test_two_param_groups_train_what_one_trains(optimizer):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def compiled(name: str, max_norm: float | None) -> tuple:
-    eager = through_the_adapter(name, torch.float32, max_norm=max_norm)
-    real = torch.compile
-    torch.compile = partial(real, backend="aot_eager")
-    try:
-        return eager[0], through_the_adapter(name, torch.float32, max_norm=max_norm, compile=True)[0]
-    finally:
-        torch.compile = real
-
-
-CLIPPED = (("onebit_adam", None), ("onebit_adam", 0.5))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CLIPPED, ids=["as they are", "clipped"])
-def test_compiled_steps_agree_with_eager_ones_on_processes(case):
-    first, second = (found[case] for found in answers(2, compiled, CLIPPED))
-    for eager, fast in (first, second):
-        for a, b in zip(eager, fast, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert same_bits(first[1], second[1])
-
-
-@pytest.mark.slow
-def test_what_is_clipped_in_these_steps_ends_elsewhere():
-    (plain, _), (clipped, _) = (answers(2, compiled, CLIPPED)[0][case] for case in CLIPPED)
-    assert max(float((a - b).abs().max()) for a, b in zip(plain, clipped, strict=True) if a.numel()) > 1e-3
-
-
-# Bad numbers and missing gradients.
+# Bad numbers.
 
 
 def one_bad_number(name: str, phase: Phase, culprit: int, groups: int) -> tuple:
@@ -286,59 +257,6 @@ def test_nan_on_one_rank_skips_the_step_on_all_and_leaves_every_bit(optimizer, p
         assert all(map(torch.equal, p2, p3))
         assert all(map(torch.equal, s2, s3))
         assert not all(map(torch.equal, p3, p4))
-
-
-def missing_gradients(absent: tuple[tuple[int, ...], ...], phase: Phase) -> tuple:
-    """Take three steps; in the second, rank r has no gradient for the parameters absent[r]."""
-    names = ["first", "second", "third", "empty", "last"]
-    params = [torch.nn.Parameter(p) for p in start()]
-    asked = [Phase.WARMUP, phase, phase]
-    with bound():
-        make = partial(fn.onebit_adam, axis="data")
-        opt = fn.Optimizer(list(zip(names, params, strict=True)), make, schedule=asked.__getitem__, lr=0.01)
-    errors, before = [], None
-    for t in range(3):
-        for p, g in zip(params, gradient(t, dist.get_rank()), strict=True):
-            p.grad = g
-        for i in absent[dist.get_rank()] if t == 1 else []:
-            params[i].grad = None
-        before = [b.clone() for b in bits((params, opt.states))] if t == 1 else before
-        moved = params[0].detach().clone(), params[4].detach().clone()
-        try:
-            opt.step()
-        except ValueError as error:
-            errors.append((t, str(error), all(map(torch.equal, bits((params, opt.states)), before))))
-        if t == 1:
-            still = torch.equal(moved[0], params[0]), torch.equal(moved[1], params[4])
-    return errors, still, opt.skipped, opt.steps
-
-
-ONE_RANK, ALL_RANKS = [((1, 4), ()), ((), (1, 4))], ((4,), (4,))
-MISSING = tuple((absent, p) for absent in (*ONE_RANK, ALL_RANKS) for p in (Phase.WARMUP, Phase.COMPRESSED))
-
-
-@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
-@pytest.mark.parametrize("absent", ONE_RANK)
-def test_a_gradient_that_is_absent_on_one_rank_only_is_refused_on_all_and_named(phase, absent):
-    for found in answers(2, missing_gradients, MISSING):
-        errors, still, skipped, steps = found[absent, phase]
-        ((step, text, unchanged),) = errors  # the step after it, with all gradients there, is fine
-        assert step == 1
-        assert "second" in text
-        assert "rank 1" in text
-        assert "absent" in text
-        assert unchanged
-        assert still == (True, True)
-        assert (skipped, steps) == (0, 2)
-
-
-@pytest.mark.parametrize("phase", [Phase.WARMUP, Phase.COMPRESSED])
-def test_a_gradient_that_is_absent_on_all_ranks_leaves_its_parameter_and_moves_the_others(phase):
-    for found in answers(2, missing_gradients, MISSING):
-        errors, still, skipped, steps = found[ALL_RANKS, phase]
-        assert errors == []
-        assert still == (False, True)
-        assert (skipped, steps) == (0, 3)
 
 
 # Ranks that do not mean the same thing.

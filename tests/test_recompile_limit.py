@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -68,18 +67,6 @@ def test_a_process_may_compile_twelve_updates_of_a_kind_on_params_of_their_own(m
         expected = make(key)(grads, tree.map(torch.clone, state), params)[0]
         updates, _ = torch.compile(make(key), fullgraph=True, backend="eager")(grads, state, params)
         torch.testing.assert_close(updates, expected)
-
-
-@pytest.mark.slow
-def test_a_process_may_build_twelve_optimizers_that_compile(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    for i in range(UPDATES):
-        p = torch.nn.Parameter(torch.ones([1] * (i + 1)))
-        opt = fn.Optimizer([p], fn.scale_by_learning_rate, lr=0.1, compile=True)
-        p.grad = torch.ones(p.shape)
-        opt.step()
-        assert float(p.detach()) == pytest.approx(0.9)
 
 
 def test_an_update_that_is_asked_for_again_is_not_compiled_again(graphs):

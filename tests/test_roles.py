@@ -264,14 +264,15 @@ def test_the_library_looks_for_no_field_by_its_name():
 def test_a_declaration_leaves_alone_what_it_does_not_name():
     class Written(NamedTuple):
         mu: torch.Tensor
-        added: torch.Tensor  # a field, and no declaration
+        agreed: torch.Tensor  # a field, and no declaration
 
         @property
         def rank_local(self) -> frozenset[str]:
             return frozenset({"mu"})
 
     state: Any = roles.declare(first_moment=("mu",))(Written)(torch.zeros(1), torch.ones(1))
-    assert state.added is state[1]
+    assert state.agreed is state[1]
+    assert roles.agreed_of(state) is None
     assert roles.rank_local(state) == {"mu"}
     assert roles.roles_of(state).first_moment == ("mu",)
 
@@ -288,10 +289,10 @@ def test_a_declaration_leaves_alone_what_it_does_not_name():
 def test_a_declaration_that_would_hide_a_field_or_is_a_string_is_refused():
     class Counted(NamedTuple):
         mu: torch.Tensor
-        added: torch.Tensor
+        agreed: torch.Tensor
 
-    with pytest.raises(ValueError, match=r"^Counted: expected to have no field 'added'"):
-        roles.declare(added={"mu": 0})(Counted)
+    with pytest.raises(ValueError, match=r"^Counted: expected to have no field 'agreed'"):
+        roles.declare(agreed=lambda state, params: params)(Counted)
     state: Any = roles.declare(rank_local="mu")(Counted)(torch.zeros(1), torch.zeros(1))
     with pytest.raises(TypeError, match=r"^expected Counted.rank_local to be a set or tuple .* the string 'mu'"):
         roles.check(state)

@@ -67,27 +67,22 @@ def test_periodic_refuses_what_is_no_number_of_steps(period):
         fn.periodic(period)
 
 
-@given(st.integers(1, 4), st.integers(1, 5), st.integers(0, 60))
-def test_every_exchange_ends_a_delay_after_it_began_in_order_and_alone_under_its_number(fragments, length, delay):
+@given(st.integers(1, 4), st.integers(1, 5), st.data())
+def test_every_exchange_ends_a_delay_after_it_began_in_order_and_alone_under_its_number(fragments, length, data):
     h = fragments * length
-    schedule, on_their_way, ended, begun = fn.every(h, fragments=fragments, delay=delay), {}, 0, set()
-    in_flight = delay // h + 1
+    delay = data.draw(st.integers(0, h))
+    schedule, on_their_way, ended = fn.every(h, fragments=fragments, delay=delay), {}, 0
+    numbers = 2 if delay == h else 1  # of a fragment
     for t in range(4 * (h + delay)):
-        found = schedule(t)
-        assert found.in_flight == (1 if found == fn.Round() else in_flight)
-        if found.begin is not None:
-            assert found.begin not in on_their_way
-            assert found.begin // in_flight == t // length % fragments
-            on_their_way[found.begin] = t
-            begun.add(found.begin // in_flight)
-        if found.end is not None and found.end in on_their_way:
-            assert found.end == next(iter(on_their_way))  # the oldest
-            assert on_their_way.pop(found.end) == t - delay
+        begin, end = schedule(t)
+        if begin is not None:
+            assert begin not in on_their_way
+            assert begin // numbers == t // length % fragments
+            on_their_way[begin] = t
+        if end is not None:
+            assert end == next(iter(on_their_way))  # the oldest
+            assert on_their_way.pop(end) == t - delay
             ended += 1
-        elif found.end is not None:
-            assert in_flight > 1
-            assert found.end // in_flight in begun
-            assert t < h + delay
     assert ended >= 2
 
 
@@ -96,6 +91,7 @@ def test_every_exchange_ends_a_delay_after_it_began_in_order_and_alone_under_its
     [
         ("h: expected a whole number of at least 1", {"h": 0}),
         ("h: expected a whole number of at least 1", {"h": 2.5}),
+        ("delay: expected at most h=4, but got 5", {"h": 4, "delay": 5}),
         ("h: expected a multiple of the 3 fragments, but got 4", {"h": 4, "fragments": 3}),
         ("fragments: expected a whole number of at least 1", {"h": 4, "fragments": 0}),
         ("delay: expected a whole number of at least 0", {"h": 4, "delay": -1}),

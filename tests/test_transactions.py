@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-import re
 import signal
 import time
 from functools import partial
@@ -25,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fn
 from fn import Phase, tree
+from fn.adapters.optim import core
 from fn.collectives.transports import failure_detection as peers
 from fn.collectives.transports.tcp import Connections
 
@@ -72,7 +72,7 @@ class Interrupt(TorchDispatchMode):
 
 
 def fail() -> None:
-    peers.abort_connections = lambda transport: None  # the failure is made up, and the connections are to be used again
+    peers.abort_connections = core.abort_connections = lambda transport: None  # they are to be used again
     raise RuntimeError(BROKEN)
 
 
@@ -276,10 +276,10 @@ def test_a_rank_that_stops_is_named_after_the_timeout():
     check(outcomes)
 
 
-# What one rank alone cannot do: all of them refuse it together, and nobody waits.
+# A group, or an optimizer, that one rank alone cannot make: all of them refuse it together, and nobody waits.
 
 
-def alone(what: str, phase: Phase) -> tuple[str, str, bool, bool]:
+def alone(phase: Phase) -> tuple[str, str, bool, bool]:
     asked = phases_until(phase)
     params, opt = build("onebit_adam", 1, asked.__getitem__)
     for t in range(3):
@@ -287,25 +287,14 @@ def alone(what: str, phase: Phase) -> tuple[str, str, bool, bool]:
         opt.step()
     set_gradients(params, 3)
     second = dist.get_rank() == 1
-    if second and what == "sparse":
-        params[0].grad = params[0].grad.to_sparse()
-    if second and what == "hyper-parameter":
-        opt.param_groups[0]["lr"] = "a word"
-    if second and what == "rate":
-        opt.param_groups[0]["lr"] = -0.5
     before = bits((params, opt.states))
     kind = text = "nothing"
     try:
-        if what == "group":
-            more = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64 if second else torch.float32))
-            opt.add_param_group({"params": [more]})
-        else:
-            opt.step()
+        more = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64 if second else torch.float32))
+        opt.add_param_group({"params": [more]})
     except (ValueError, TypeError) as error:
         kind, text = type(error).__name__, str(error)
     unchanged = same(bits((params, opt.states)), before) and opt.steps == 3
-    set_gradients(params, 3)
-    opt.param_groups[0]["lr"] = 0.01
     opt.step()
     return kind, text, unchanged, opt.steps == 4 and opt.skipped == 0
 
@@ -323,18 +312,12 @@ def construct_alone(what: str) -> tuple[str, str]:
     return "nothing", ""
 
 
-REASONS = {
-    "sparse": "gradients of param group 0: expected leaf '0' .*sparse",
-    "hyper-parameter": "a word",
-    "rate": "0-d tensor, of at least 0, but got -0.5",
-    "group": "complex64",
-}
-ALONE = tuple((what, p) for what in REASONS for p in (Phase.WARMUP, Phase.COMPRESSED))
+ALONE = (Phase.WARMUP, Phase.COMPRESSED)
 BUILDS = {"params": "complex64", "hyper-parameter": "in [0, 1), but got 2.0", "empty": "number of param"}
 
 
 def all_alone() -> dict[Any, Any]:
-    return {case: alone(*case) for case in ALONE} | {what: construct_alone(what) for what in BUILDS}
+    return {phase: alone(phase) for phase in ALONE} | {what: construct_alone(what) for what in BUILDS}
 
 
 @functools.cache
@@ -342,13 +325,13 @@ def alone_answers() -> list[dict[Any, Any]]:
     return ranks.run(2, all_alone)
 
 
-@pytest.mark.parametrize(("what", "phase"), ALONE)
-def test_what_one_rank_cannot_take_all_refuse_by_name_and_go_on_afterwards(what, phase):
+@pytest.mark.parametrize("phase", ALONE)
+def test_a_group_that_one_rank_cannot_take_all_refuse_by_name_and_go_on_afterwards(phase):
     for found in alone_answers():
-        kind, text, unchanged, goes_on = found[what, phase]
+        kind, text, unchanged, goes_on = found[phase]
         assert kind == "RanksDisagree"
         assert "on rank 1" in text
-        assert re.search(REASONS[what], text)
+        assert "complex64" in text
         assert unchanged
         assert goes_on
 

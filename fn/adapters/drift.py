@@ -12,12 +12,16 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from fn.adapters.optim.consistency import OWN, SAME, by_path, compare_on_axes, device_among, kinds
+from fn import roles, tree
+from fn.adapters.optim.core import device_of
+from fn.adapters.optim.groups import names_of
+from fn.adapters.optim.hooks.agree import compare_on_axes
 from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.param_groups import names_of
+from fn.adapters.optim.shards import pieces
 from fn.base import facts_of
 from fn.collectives.agreement import check_agreement, describe, describe_numbers, differences, gather_values
 from fn.errors import RanksDrifted, expected
+from fn.roles import OWN, SAME
 
 
 def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
@@ -39,14 +43,14 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
     """
     if every < 1:
         raise ValueError(expected("every", "a whole number of at least 1", f"{every}"))
-    device, fields = _device(optimizer), {"steps between drift checks": every, "steps": optimizer.steps}
-    with optimizer.training.binding:
-        compare_on_axes(optimizer.training.axes, lambda axis: check_agreement(axis, fields, device), device)
+    device, fields = device_of(optimizer), {"steps between drift checks": every, "steps": optimizer.steps}
+    with optimizer.binding:
+        compare_on_axes(optimizer.axes, lambda axis: check_agreement(axis, fields, device), device)
     since: list[int] = []
 
     def before_step(*args: Any) -> None:
         if optimizer.steps % every == 0:
-            with torch.no_grad(), optimizer.training.binding:
+            with torch.no_grad(), optimizer.binding:
                 _compare(optimizer, since[-1] if since else None)
             since[:] = [optimizer.steps]
 
@@ -54,13 +58,13 @@ def check_drift(optimizer: Optimizer, every: int) -> RemovableHandle:
 
 
 def _compare(optimizer: Optimizer, since: int | None) -> None:
-    step, replicated, device = optimizer.steps, _replicated(optimizer), _device(optimizer)
+    step, replicated, device = optimizer.steps, _replicated(optimizer), device_of(optimizer)
     drifted = partial(RanksDrifted, step=step, since=since)
 
     def compare(axis: str) -> None:
         for difference in differences(replicated, partial(gather_values, axis=axis, device=device)):
             cause = f"; the optimizer does not communicate over {axis!r}, for its `make` is given no axis"
-            cause = "" if any(axis in facts_of(tx).axes for tx in optimizer.training.transforms) else cause
+            cause = "" if any(axis in facts_of(unit.transform).axes for unit in optimizer.units) else cause
             last = "they were not compared earlier" if since is None else f"they were alike before step {since}"
             leaf, rank = difference.name, difference.rank
             message = (
@@ -69,21 +73,17 @@ def _compare(optimizer: Optimizer, since: int | None) -> None:
             )
             raise drifted(message, rank=rank, field=leaf)
 
-    compare_on_axes(optimizer.training.axes, compare, device, drifted)
-
-
-def _device(optimizer: Optimizer) -> torch.device:
-    return device_among([group["params"] for group in optimizer.param_groups])
+    compare_on_axes(optimizer.axes, compare, device, drifted)
 
 
 def _replicated(optimizer: Optimizer) -> dict[str, str]:
     """Return by name, as text, what all ranks should hold alike."""
     values = _hyper_parameters(optimizer)  # first, for the rest follows from them
-    marks = by_path(kinds(optimizer.states))
-    tensors = {path: leaf for path, leaf in by_path(optimizer.states).items() if marks[path] == SAME}
+    marks = tree.by_path(roles.kinds(optimizer.states), "state.")
+    tensors = {path: leaf for path, leaf in tree.by_path(optimizer.states, "state.").items() if marks[path] == SAME}
     if OWN not in marks.values():
         for g, group in enumerate(optimizer.param_groups):
-            pairs = zip(names_of(group), group["params"], strict=True)
+            pairs = zip(names_of(group), pieces(group["params"]), strict=True)
             tensors.update({f"params[{g}].{name}": p for name, p in pairs})
     return values | describe_numbers(tensors)
 

@@ -23,7 +23,7 @@ class StepMetrics(NamedTuple):
         plus its error, Q and D are the codec's encode and decode. The second half of the exchange, in which a rank
         encodes the mean of its shard, is not in it; nor are hops that travel exactly.
     error_norm: norm of the errors that this rank keeps for the next step, of worker and server together, as the plain
-        vectors that they stand for. None, as the one before, in a step that was skipped and with `compile=True`.
+        vectors that they stand for. None, as the one before, in a step that was skipped.
     encode_seconds, wire_seconds, decode_seconds: host time in the ranges "encode"; "exchange", "gather" and
         "average"; "serve", "decode" and "decode and apply" of the profiler. On an accelerator that is the time to
         launch, not to run; wire includes the waiting for slower ranks.
@@ -73,7 +73,7 @@ class Watch:
         moved = optimizer.skipped == skipped
         wire = seen.time_in("exchange", "gather", "average")
         # A step that is overlapped with the backward pass was measured on another thread, by nobody: None, not zeros.
-        elsewhere = optimizer.training.ahead is not None and phase is not Phase.LOCAL and wire is None
+        elsewhere = optimizer.ahead is not None and phase is not Phase.LOCAL and wire is None
         metrics = StepMetrics(
             step=optimizer.steps - 1,
             phase=phase,

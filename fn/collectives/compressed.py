@@ -32,7 +32,7 @@ from torch import Tensor
 from fn import tree
 from fn.collectives import messages, primitives
 from fn.collectives.axis import AxisNames, axis_size, names
-from fn.collectives.codecs.codec import Codec, Segments, identity, mean_of_rows
+from fn.collectives.codecs.codec import Codec, Fused, Segments, identity, mean_of_rows
 from fn.collectives.differentiation import is_differentiated, refuse_to_differentiate
 from fn.collectives.feedback import DampedError, Feedback, LazyError, Off, StoredError, fused_with, off, settle
 from fn.collectives.hierarchy import Codecs, Feedbacks, Hop, hops, join_errors, levels, pieces, split_errors
@@ -175,7 +175,7 @@ def compressed_all_reduce(
     rows = x.view(size, -1)
     payload, worker[-1] = encode(last.for_rows(cuts[-1]), last.feedback, rows, worker[-1], consume=consume)
     if servers:
-        payload, server[-1] = through_servers(payload, server[-1], last, cuts[-1], shard.view(1, -1))
+        payload, server[-1] = servers_of(last, cuts[-1]).pass_on(payload, server[-1], shard.view(1, -1))
     else:
         payload = messages.gather(payload, last.axis)
 
@@ -188,29 +188,39 @@ def compressed_all_reduce(
     return mean.to(dtype), (join_errors(worker, axis), join_errors(server, axis))
 
 
-def through_servers(
-    payload: Tree, server: Tree, hop: Hop, segments: Segments | None, shard: Tensor
-) -> tuple[Tree, Tree]:
-    """Carry W encoded rows through the servers: exchange, decode, mean, feedback, encode, gather.
+class Servers(NamedTuple):
+    """What the servers of a vector do, planned once: decode, mean, feedback, encode. serve: in one kernel, or None."""
 
-    Args: payload: W rows. server: the server's error. shard: what a server's mean (1, n / W) is like.
-    Returns: the payload of the mean, W rows, the same on every rank, and the next error.
-    """
+    axis: str
+    codec: Codec
+    feedback: Feedback
+    fused: Fused | None
+
+    def pass_on(self, payload: Tree, server: Tree, shard: Tensor) -> tuple[Tree, Tree]:
+        """Carry W encoded rows through the servers: exchange, decode, mean, feedback, encode, gather.
+
+        Args: payload: W rows. server: the server's error. shard: what a server's mean (1, n / W) is like.
+        Returns: the payload of the mean, W rows, the same on every rank, and the next error.
+        """
+        fused, received = self.fused, messages.exchange(payload, self.axis)
+        # A kernel does not round the mean to half precision before it encodes it; the two halves in a row do.
+        if fused is not None and fused.serve and shard.element_size() >= 4 and fused.accepts(shard, server):
+            with step_range("serve"):
+                payload, server = fused.serve(received, server)
+            if observed():
+                observe_kept(fused.settle(server, 1))
+        else:
+            with step_range("decode"):
+                mean = mean_of_rows(self.codec, received).to(shard.dtype)
+            payload, server = encode(self.codec, self.feedback, mean.view(1, -1), server, worker=False)
+        del received  # as large as what is gathered
+        return messages.gather(payload, self.axis), server
+
+
+def servers_of(hop: Hop, segments: Segments | None) -> Servers:
+    """Return the servers of vectors whose rows have these segments."""
     codec = hop.for_own_row(segments)
-    fused = fused_with(codec, hop.feedback)
-    received = messages.exchange(payload, hop.axis)
-    # A kernel does not round the mean to half precision before it encodes it; the two halves one after the other do.
-    if fused is not None and fused.serve is not None and shard.element_size() >= 4 and fused.accepts(shard, server):
-        with step_range("serve"):
-            payload, server = fused.serve(received, server)
-        if observed():
-            observe_kept(fused.settle(server, 1))
-    else:
-        with step_range("decode"):
-            mean = mean_of_rows(codec, received).to(shard.dtype)
-        payload, server = encode(codec, hop.feedback, mean.view(1, -1), server, worker=False)
-    del received  # as large as what is gathered
-    return messages.gather(payload, hop.axis), server
+    return Servers(hop.axis, codec, hop.feedback, fused_with(codec, hop.feedback))
 
 
 def _reduce(x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[Segments | None]) -> Tensor:

@@ -8,13 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from fn.collectives.axis import axis_size
-from fn.inplace.bounds import MatchedChain, Reach, Sized, bounded, largest_of
 from fn.inplace.compressed_average import CodedAverage, Mean, average_of
-from fn.inplace.links import Descent
+from fn.inplace.links import Descent, MatchedChain, Sized, largest_of, staged_by
 from fn.inplace.protocol import WITH_FLOAT16, Eligibility, InPlace, number, write
 from fn.kernels import ops
 from fn.transforms.adam import Adam, AdamState, OnebitAdam, OnebitAdamState
-from fn.transforms.momentum_codes import MomentumCodes
 
 Tree = Any
 Moments = AdamState | OnebitAdamState
@@ -23,84 +21,61 @@ Moments = AdamState | OnebitAdamState
 def warmup(rule: Adam, chain: MatchedChain) -> InPlace | str:
     """Return how a step of Adam is staged."""
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: Moments, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: Moments) -> Sized:
         params, mu, nu = lists
 
         def commit() -> None:
             count_step(moments, rule.b1, rule.b2)
-            numbers = kernel_args(rule, chain.descent.weight_decay, reach.rate, moments)
+            numbers = kernel_args(rule, chain.descent, moments)
             ops.direct("adamw_", params, grads, mu, nu, rule.b1, rule.b2, *numbers, math.inf, math.inf, False)
 
         return Sized(largest_of(grads, moments.step), commit)
 
-    def reach(moments: Moments) -> Reach:
-        if not rule.b2:  # then no slope of the old moments bounds the new ones
-            return reach_of(rule, chain.descent, moments)
-        growth = rule.b1 / math.sqrt(rule.b2), (1 - rule.b1) / math.sqrt(1 - rule.b2)
-        return reach_of(rule, chain.descent, moments)._replace(slope_growth=growth)
-
-    return bounded(chain, Eligibility("adamw_", ("mu", "nu"), WITH_FLOAT16), reach, stage)
+    return staged_by(chain, rule.eps, Eligibility("adamw_", ("mu", "nu"), WITH_FLOAT16), stage)
 
 
 def compressed(rule: OnebitAdam, chain: MatchedChain) -> InPlace | str:
     """Return how a step of 1-bit Adam is staged, from the codes of the mean where they are signs by tensor.
 
     `stage` sends and receives; nothing is written until all ranks know that the mean is finite. `commit` decodes it
-    into the momentum and takes the step, in one pass. A momentum that is kept as codes gets the codes.
+    into the momentum and takes the step, in one pass.
     """
     average = average_of(rule.average)
     if isinstance(average, CodedAverage) and axis_size(average.rule.axis) == 1:
         average = None  # the momentum is its own mean
     eligible = Eligibility("adamw_" if average is None else "onebit_adam_", ("mu", "nu"), WITH_FLOAT16)
-    eligible_for_codes = Eligibility("momentum_recode", ("nu",), WITH_FLOAT16)
 
     def fits(updates: Tree, moments: OnebitAdamState, params: Tree) -> list[list[Tensor]] | None:
-        if isinstance(moments.mu, MomentumCodes):
-            lists = eligible_for_codes(updates, moments, params)
-            if lists is None or not rule.keep_zeros or not isinstance(average, CodedAverage):
-                return None
-            return lists if average.keeps(moments.mu, lists[0], moments.sync) else None
         lists = eligible(updates, moments, params)
         if lists is None or rule.keep_zeros:
             return lists
         return lists if isinstance(average, CodedAverage) and average.in_signs(lists[0], moments.sync) else None
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitAdamState, reach: Reach) -> Sized:
-        params, *mus, nu = lists
-        mu, codes = (mus[0], None) if mus else ([], moments.mu)
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitAdamState) -> Sized:
+        params, mu, nu = lists
         mean: Mean | None = None
         if average is not None:
-            mean = average.average_moments(moments.sync, codes or mu, grads, rule.b1, moments.mu)
+            mean = average.average_moments(moments.sync, mu, grads, rule.b1, moments.mu)
 
         def commit() -> None:
             count_step(moments, rule.b1)
-            numbers = kernel_args(rule, chain.descent.weight_decay, reach.rate, moments)
+            numbers = kernel_args(rule, chain.descent, moments)
             descent = *numbers, rule.max_step, math.inf
             if mean is None:
                 ops.direct("adamw_", params, grads, mu, nu, rule.b1, 0.0, *descent, True)
             else:
-                mean.step(params, mu, nu, descent, keep_zeros=rule.keep_zeros, codes=codes)
+                mean.step(params, mu, nu, descent, keep_zeros=rule.keep_zeros)
                 mean.keep()
 
         return Sized(largest_of(grads if mean is None else mean.numbers, moments.step), commit)
 
-    def reach(moments: OnebitAdamState) -> Reach:
-        return reach_of(rule, chain.descent, moments, keeps=average is None)
-
-    return bounded(chain, fits, reach, stage)
+    return staged_by(chain, rule.eps, fits, stage)
 
 
-def reach_of(rule: Adam | OnebitAdam, descent: Descent, moments: Moments, *, keeps: bool = True) -> Reach:
-    """Return how far the next step goes. keeps: whether the old momentum enters the new one."""
-    weight = rule.b1 * number(moments.mu_weight) + 1 - rule.b1 if rule.corrected else 1.0
-    return Reach(descent.rate, rule.eps, descent.weight_decay, weight, momentum_enters=keeps)
-
-
-def kernel_args(rule: Adam | OnebitAdam, weight_decay: float, rate: float, moments: Moments) -> tuple[float, ...]:
+def kernel_args(rule: Adam | OnebitAdam, descent: Descent, moments: Moments) -> tuple[float, ...]:
     """Return eps, weight decay, learning rate and the weights of the moments, as the kernels take them."""
-    if not rule.corrected:
-        return rule.eps, weight_decay, rate, 1.0, 1.0
-    return rule.eps, weight_decay, rate, number(moments.mu_weight), number(moments.nu_weight) or 1.0
+    weights = (number(moments.mu_weight), number(moments.nu_weight) or 1.0) if rule.corrected else (1.0, 1.0)
+    return rule.eps, descent.weight_decay, descent.rate, *weights
 
 
 def count_step(moments: Moments, b1: float, b2: float | None = None) -> None:

@@ -20,12 +20,13 @@ from fn.collectives.codecs.codec import Fused, Segments
 from fn.collectives.codecs.sign import SignPayload
 from fn.collectives.compressed import (
     ErrorFeedbackState,
+    Servers,
     check_no_server,
     compressed_all_reduce,
     encode,
     gather_codes,
     reduce_exactly,
-    through_servers,
+    servers_of,
 )
 from fn.collectives.feedback import fused_with, settle
 from fn.collectives.hierarchy import Hop, hops, levels, row_count
@@ -36,7 +37,6 @@ from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import CompressedAverage
 from fn.transforms.flat_layout import Bucket
-from fn.transforms.momentum_codes import BYTE, MomentumCodes
 
 Tree = Any
 
@@ -65,15 +65,14 @@ class CodedMean(NamedTuple):
 
     def step(
         self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], descent: Sequence[float], *,
-        factor: float = 1.0, keep_zeros: bool = True, copies: Sequence[Tensor] = (), codes: MomentumCodes | None = None,
+        factor: float = 1.0, keep_zeros: bool = True, copies: Sequence[Tensor] = (),
     ) -> None:  # fmt: skip
         """Write factor times the mean into mu, and take the step of `onebit_adam_` from it.
 
         Args: descent: eps, weight decay, learning rate, the weights of the moments, max_step and max_momentum.
             keep_zeros: must be true where the mean is no codes. copies: into which the new params are copied, or none.
-            codes: where the momentum is kept in place of mu, which is then (); only with factor 1.
         """
-        for place, (bucket, mean, _) in enumerate(self.buckets):
+        for bucket, mean, _ in self.buckets:
             lists = [[each[i] for i in bucket.leaf_indices] if each else [] for each in (params, mu, nu, copies)]
             (p, m, v), p_copies = lists[:3], lists.pop()
             with step_range("decode and apply"):
@@ -83,9 +82,6 @@ class CodedMean(NamedTuple):
                     mean_codes = bits, scales if factor == 1 else scales * factor
                     layout = _valid_on(bucket.segments, p[0].device), bucket.segments.runs
                     ops.direct("onebit_adam_", *lists, *mean_codes, *layout, *descent, keep_zeros, p_copies)
-                    if codes is not None:
-                        codes.bits[place].copy_(bits[:, 0])
-                        codes.scales[place].copy_(scales[:, 0])
                 else:
                     layouts.split_into(m, mean if factor == 1 else mean.mul_(factor), bucket)
                     apply_momentum(p, m, v, descent)
@@ -122,7 +118,7 @@ class BucketPlan(NamedTuple):
 
     errors: a worker's and a server's. ends: those of the last hop. segments: of the rows there. parts: what is averaged
     exactly before, a bucket at a time. fused: the codec and its feedback in kernels, None where the codes are not signs
-    by tensor.
+    by tensor. servers: None without. shard: what a server's mean is like.
     """
 
     bucket: Bucket
@@ -131,6 +127,8 @@ class BucketPlan(NamedTuple):
     segments: Segments
     parts: list[Bucket]
     fused: Fused | None
+    servers: Servers | None
+    shard: Tensor
 
 
 class CodedAverage(NamedTuple):
@@ -160,7 +158,9 @@ class CodedAverage(NamedTuple):
             by_tensor = not bucket.fused and (servers or not self.inner)
             fused = self._fused(segments, *ends) if by_tensor else None
             parts = layouts.parts(bucket) if self.inner else [bucket]
-            plans.append(BucketPlan(bucket, (worker, server), ends, segments, parts, fused))
+            there = servers_of(self.last, segments) if servers else None
+            shard = _like(segments)[:1]
+            plans.append(BucketPlan(bucket, (worker, server), ends, segments, parts, fused, there, shard))
         self.plans[:] = [(sync, plans)]
         return plans
 
@@ -178,13 +178,6 @@ class CodedAverage(NamedTuple):
         """Return whether all codes are signs by tensor."""
         return all(plan.fused is not None for plan in self.plan(leaves, sync))
 
-    def keeps(self, codes: MomentumCodes, leaves: Sequence[Tensor], sync: ErrorFeedbackState) -> bool:
-        """Return whether a momentum is kept in the codes that come back from the servers."""
-        if self.inner or not self.rule.servers or not self.in_signs(leaves, sync):
-            return False
-        rows = [plan.bucket.segments for plan in self.plan(leaves, sync)]
-        return [x.shape for x in codes.bits] == [(len(r.valid), r.row_length // BYTE) for r in rows]
-
     def average_rows(
         self, leaves: Sequence[Tensor], sync: ErrorFeedbackState, rows: Callable[[Bucket], Tensor]
     ) -> CodedMean:
@@ -199,38 +192,28 @@ class CodedAverage(NamedTuple):
         return self._average(self.plan(leaves, sync), rows, encoded)
 
     def average_moments(
-        self,
-        sync: ErrorFeedbackState,
-        mu: list[Tensor] | MomentumCodes,
-        grads: list[Tensor],
-        decay: float,
-        params: Tree = None,
+        self, sync: ErrorFeedbackState, mu: list[Tensor], grads: list[Tensor], decay: float, params: Tree = None
     ) -> CodedMean:
-        """Average decay * mu + (1 - decay) * grad. mu: codes only if `keeps` says so. params: of no use here."""
-        if isinstance(mu, MomentumCodes):
-            buckets = zip(self.plan(grads, sync), mu.bits, mu.seen, mu.scales, strict=True)
-            messages_of = ((plan, self._encoded(plan, codes, grads, decay, coded=True)) for plan, *codes in buckets)
-            return CodedMean([self._of_codes(plan, *message) for plan, message in messages_of])
+        """Average decay * mu + (1 - decay) * grad. params: of no use here."""
 
         def rows(bucket: Bucket) -> Tensor:
             return moving_averages(mu, grads, decay, bucket)
 
         def encoded(plan: BucketPlan) -> tuple[Tree, Tree]:
-            return self._encoded(plan, [[mu[i] for i in plan.bucket.leaf_indices]], grads, decay)
+            return self._encoded(plan, mu, grads, decay)
 
         return self.average_rows(mu, sync, rows) if self.inner else self._average(self.plan(mu, sync), rows, encoded)
 
     def _encoded(
-        self, plan: BucketPlan, mu: Sequence[Any], grads: list[Tensor], decay: float, *, coded: bool = False
+        self, plan: BucketPlan, mu: list[Tensor], grads: list[Tensor], decay: float
     ) -> tuple[Tree, Tree]:
-        """Encode the moving averages of a bucket. Args: mu: what the kernel takes of it. coded: whether as codes."""
+        """Encode the moving averages of a bucket."""
         assert plan.fused is not None
-        kernel = plan.fused.recode if coded else plan.fused.averages
-        assert kernel is not None
-        fresh = [grads[i] for i in plan.bucket.leaf_indices]
+        assert plan.fused.averages is not None
+        moments, fresh = ([tensors[i] for i in plan.bucket.leaf_indices] for tensors in (mu, grads))
         with step_range("encode"):
             count = plan.segments.valid.shape[0]
-            payload, worker = kernel(*mu, fresh, decay, error=plan.ends[0], rows=count)
+            payload, worker = plan.fused.averages(moments, fresh, decay, error=plan.ends[0], rows=count)
         if observed():  # the whole difference is the error, so what was encoded is the sum of the two
             codec = self.last.for_rows(plan.segments)
             kept = settle(codec, self.last.feedback, worker, _like(plan.segments))
@@ -262,8 +245,8 @@ class CodedAverage(NamedTuple):
     def _of_codes(self, plan: BucketPlan, payload: Tree, worker: Tree) -> BucketMean:
         """Average what is encoded. worker: the next error."""
         server = plan.ends[1]
-        if self.rule.servers:
-            payload, server = through_servers(payload, server, self.last, plan.segments, _like(plan.segments)[:1])
+        if plan.servers is not None:
+            payload, server = plan.servers.pass_on(payload, server, plan.shard)
             payload = gather_codes(payload, self.inner) if self.inner else payload
         else:
             payload = messages.gather(payload, self.last.axis)
@@ -297,10 +280,9 @@ class PureMean(NamedTuple):
         return self.mean
 
     def step(
-        self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], descent: Sequence[float], *, keep_zeros: bool,
-        codes: None = None,
-    ) -> None:  # fmt: skip
-        """Write the mean into mu, and take the step from it. keep_zeros: must be true. codes: there are none."""
+        self, params: list[Tensor], mu: list[Tensor], nu: list[Tensor], descent: Sequence[float], *, keep_zeros: bool
+    ) -> None:
+        """Write the mean into mu, and take the step from it. keep_zeros: must be true."""
         torch._foreach_copy_(mu, self.mean)
         apply_momentum(params, mu, nu, descent)
 

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from fn import tree
 from fn.collectives.axis import axis_size
-from fn.inplace.bounds import SUMMED, MatchedChain, Reach, Sized, bounded, largest_of
 from fn.inplace.compressed_average import CodedAverage, average_of, moving_averages
-from fn.inplace.links import Descent
+from fn.inplace.links import MatchedChain, Sized, largest_of, staged_by
 from fn.inplace.protocol import Eligibility, InPlace
 from fn.kernels.tracing import cached_plan
 from fn.transforms import flat_layout as layouts
@@ -37,7 +36,7 @@ def warmup(rule: LambHyper, chain: MatchedChain) -> InPlace | str:
     if chain.descent.weight_decay:
         return DECAYS
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState) -> Sized:
         leaves, mu, nu, fresh = lists
 
         def commit() -> None:
@@ -48,12 +47,11 @@ def warmup(rule: LambHyper, chain: MatchedChain) -> InPlace | str:
             _write(moments.factor, torch.ones_like(ratio))
             _write(moments.scaling, common_scale_of(rms / _counts(mu).clamp(min=1).sqrt()).float())
             torch._foreach_copy_(fresh, nu)
-            _descend(moments, lists, ratio, h, reach.rate, math.inf)
+            _descend(moments, lists, ratio, h, chain.descent.rate, math.inf)
 
         return Sized(largest_of(grads, moments.step), commit)
 
-    fits = Eligibility("lamb_step_", FIELDS)
-    return bounded(chain, fits, lambda moments: _reach(h, chain.descent), stage)
+    return staged_by(chain, h.eps, Eligibility("lamb_step_", FIELDS), stage)
 
 
 def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
@@ -68,7 +66,7 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
     def fits(updates: Tree, moments: OnebitLambState, params: Tree) -> list[list[Tensor]] | None:
         return eligible(updates, moments, params) if axis_size(average.rule.axis) > 1 else None
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: OnebitLambState) -> Sized:
         leaves, mu, nu, fresh = lists
         scaling = _read(moments.scaling)
         alike = [g.to(moments.tail.dtype) for g in grads] if moments.tail.numel() else grads
@@ -91,22 +89,17 @@ def compressed(rule: OnebitLamb, chain: MatchedChain) -> InPlace | str:
             factor = torch.where(_counts(mu) > 0, factor, last)
             _write(moments.factor, factor)
             moments.tail.copy_(tail)
-            _descend(moments, lists, frozen_ratio(_read(moments.coefficient), factor), h, reach.rate, rule.max_step)
+            ratio = frozen_ratio(_read(moments.coefficient), factor)
+            _descend(moments, lists, ratio, h, chain.descent.rate, rule.max_step)
             mean.keep()
 
         return Sized(size, commit)
 
-    gain = 2 / (1 - h.b1)  # of gradients that are formed from a momentum less b1 times the last one
-    return bounded(chain, fits, lambda moments: _reach(h, chain.descent, gain), stage)
+    return staged_by(chain, h.eps, fits, stage)
 
 
 FIELDS = ("mu", "nu", "nu_fresh")
 DECAYS = "a weight decay stands behind 1-bit LAMB, whose trust ratio has to see it; hand it to scale_by_onebit_lamb"
-
-
-def _reach(h: LambHyper, descent: Descent, gain: float = 1.0) -> Reach:
-    ratio = max(1.0, h.max_coeff, h.factor_max)
-    return Reach(descent.rate, h.eps, h.weight_decay, trust_ratio=ratio, gradient_factor=gain, largest=SUMMED)
 
 
 def _descend(

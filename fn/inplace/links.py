@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import Link, Step
+from fn.base import Link, Step, UpdateFn
 from fn.inplace.memory import written_into
-from fn.inplace.protocol import DTYPE, WITH_FLOAT16, number
+from fn.inplace.protocol import DTYPE, WITH_FLOAT16, InPlace, Staged, number
+from fn.kernels import ops
+from fn.kernels.reference.steps import is_normal
 from fn.transforms.decay_and_lr import Decay, Rate
 
 Tree = Any
@@ -80,3 +84,74 @@ def descent_of(links: Sequence[Link]) -> Descent | Link:
         else:
             return link
     return Descent(decay, tuple(rates))
+
+
+class Sized(NamedTuple):
+    """A step that waits to be written. size: the largest magnitude of what enters the momentum, 0-d; NaN if one is.
+
+    otherwise: what to write if it is not finite, in a step of which no other rank hears. None: all ranks skip it.
+    """
+
+    size: Tensor
+    commit: Callable[[], None]
+    otherwise: Callable[[], None] | None = None
+
+
+class MatchedChain(NamedTuple):
+    """A chain, cut at the link that keeps the moments.
+
+    update: the pure one. link: that link. head: the links in front of it. descent: what those behind it amount to.
+    """
+
+    update: UpdateFn
+    link: Link
+    head: Head
+    descent: Descent
+
+
+NO_EPS = "kernels divide by sqrt(nu) + eps, which an eps of 0, or one that rounds to it, does not keep from zero"
+
+
+def staged_by(
+    chain: MatchedChain,
+    eps: float,
+    fits: Callable[[Tree, Tree, Tree], list[list[Tensor]] | None],
+    stage: Callable[[list[Tensor], list[list[Tensor]], Any], Sized],
+) -> InPlace | str:
+    """Return how the update of a chain is staged, or why it is not.
+
+    What enters the moments is finite where the updates are, which a guard of the pure step looks at.
+
+    Args: eps: of the direction. fits: (updates, the link's state, params) -> the lists that the kernels write, params
+        first; None without any.
+        stage: (gradients, those lists, the link's state) -> all of a step but to write it.
+    """
+
+    def staged(updates: Tree, state: Tree, params: Tree) -> Staged | None:
+        moments = chain.link.state(state)
+        lists = fits(updates, moments, params)
+        if lists is None:
+            return None
+        grads, keep_front = chain.head.gradients(updates, state, params, moments.nu)
+        size, write, otherwise = stage(grads, lists, moments)
+        # A magnitude below Inf is finite, and no NaN: one launch on a device, where isfinite takes four.
+        ok = (size if size.device.type != "cpu" else float(size)) < math.inf
+        return Staged(ok, _both(write, keep_front), otherwise and _both(otherwise, keep_front))
+
+    return InPlace(chain.update, staged) if is_normal(eps, torch.float32) else NO_EPS
+
+
+def _both(first: Callable[[], None], then: Callable[[], None]) -> Callable[[], None]:
+    def write() -> None:
+        first()
+        then()
+
+    return write
+
+
+def largest_of(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """Return the largest magnitude, 0-d; NaN where an element is. like: is on the device where it is zero of none."""
+    if not tensors:
+        return torch.zeros((), dtype=torch.float32, device=like.device)
+    largest: Tensor = ops.direct("largest_magnitude", tensors)
+    return largest

@@ -23,8 +23,7 @@ from fn.base import Guarded, Link, Phase, Step, Transform, UpdateFn, has_phase, 
 from fn.collectives.agreement import device_of, true_on_all
 from fn.compiling import original
 from fn.inplace import adam, lamb, sharded, zero_one_adam
-from fn.inplace.bounds import Bounds, MatchedChain
-from fn.inplace.links import Head, descent_of
+from fn.inplace.links import Head, MatchedChain, descent_of
 from fn.inplace.protocol import PARAM_DTYPES, InPlace, Staged, on_host
 from fn.transforms.adam import Adam, OnebitAdam
 from fn.transforms.lamb import LambHyper, OnebitLamb
@@ -49,13 +48,12 @@ STAGES: dict[type, tuple[Callable[..., InPlace | str], bool]] = {
 """By the rule's type of the link that keeps the moments: how its step is staged, and whether a guard looks at it."""
 
 
-def in_place(update: UpdateFn, bounds: dict[Any, Bounds] | None = None) -> InPlace | str:
+def in_place(update: UpdateFn) -> InPlace | str:
     """Return how an update is staged, or the reason why it cannot be: a phrase that names the link in the way.
 
-    Args: update: of a transform that `skip_nonfinite` made, in one phase. bounds: of the tensors of each link by its
-        path, which the phases of one optimizer share; it is filled here. None: nobody shares them.
+    Args: update: of a transform that `skip_nonfinite` made, in one phase.
     """
-    bounds, update = {} if bounds is None else bounds, original(update)
+    update = original(update)
     if not isinstance(update, Guarded):
         return "it is not guarded by fn.skip_nonfinite"
     links = links_of(update.inner, (0,))  # 0: `inner` of the guard's state
@@ -64,21 +62,19 @@ def in_place(update: UpdateFn, bounds: dict[Any, Bounds] | None = None) -> InPla
         if update.looks == isinstance(last.rule, OuterLocal):
             return _refused_for_guard(update, last)
         inner = links_of(last.rule.inner, (*links[-1].path, 0))  # 0: `inner` of their states
-        staged = _match(update, [*links[:-1], *inner], True, bounds)
+        staged = _match(update, [*links[:-1], *inner], True)
         staged = staged if isinstance(staged, str) else _around(last.rule, links[-1], staged)
     else:
-        staged = _match(update, links, update.looks, bounds)
+        staged = _match(update, links, update.looks)
     return staged if isinstance(staged, str) else staged._replace(stage=refusing(update, staged.stage))
 
 
-def refusing(
-    update: UpdateFn, run: Callable[[Tree, Tree, Tree], Any], path: tuple[int, ...] = ()
-) -> Callable[[Tree, Tree, Tree], Any]:
-    """Let another way to take the steps of an update, in place or compiled, refuse the states that its links refuse.
+def refusing(update: UpdateFn, run: Callable[[Tree, Tree, Tree], Any]) -> Callable[[Tree, Tree, Tree], Any]:
+    """Let the steps of an update that are taken in place refuse the states that its links refuse.
 
-    They say so in `Step.check`. Nothing is communicated before. Args: path: to the state of the update in that of run.
+    They say so in `Step.check`. Nothing is communicated before.
     """
-    steps = [(link, link.update) for link in _links_in(update, path) if isinstance(link.update, Step)]
+    steps = [(link, link.update) for link in _links_in(update) if isinstance(link.update, Step)]
     checks = [(link, step.check) for link, step in steps if step.check is not None]
 
     def checked(updates: Tree, state: Tree, params: Tree) -> Any:
@@ -99,7 +95,7 @@ def _links_in(update: UpdateFn, path: tuple[int, ...] = ()) -> list[Link]:
     return [link for link in links if link not in inside] + [x for link in inside for x in _links_in(*link)]
 
 
-def _match(update: Guarded, links: list[Link], looks: bool, bounds: dict[Any, Bounds]) -> InPlace | str:
+def _match(update: Guarded, links: list[Link], looks: bool) -> InPlace | str:
     for i, link in enumerate(links):
         rule = link.update.rule if isinstance(link.update, Step) else None
         if type(rule) not in STAGES:
@@ -111,7 +107,7 @@ def _match(update: Guarded, links: list[Link], looks: bool, bounds: dict[Any, Bo
         if isinstance(descent, Link):
             got = name_of(descent.update)
             return f"expected weight decays, then rates, behind {name_of(link.update)}, but got {got}"
-        chain = MatchedChain(update, link, Head(links[:i]), descent, bounds.setdefault(link.path, Bounds()))
+        chain = MatchedChain(update, link, Head(links[:i]), descent)
         return without_guards(chain.head, stage(rule, chain))
     return f"none of its links has kernels: {', '.join(name_of(link.update) for link in links) or 'it has none'}"
 
@@ -119,14 +115,6 @@ def _match(update: Guarded, links: list[Link], looks: bool, bounds: dict[Any, Bo
 def _refused_for_guard(guard: Guarded, update: UpdateFn) -> str:
     verb = "looks" if guard.looks else "does not look"
     return f"in this phase its guard {verb} at what {name_of(update)} returns"
-
-
-def same_links(a: UpdateFn, b: UpdateFn) -> bool:
-    """Tell whether updates are the same links, in the same guards."""
-    a, b = original(a), original(b)
-    if isinstance(a, Guarded) and isinstance(b, Guarded):
-        return a.looks == b.looks and same_links(a.inner, b.inner)
-    return links_of(a) == links_of(b)
 
 
 def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
@@ -137,11 +125,11 @@ def without_guards(head: Head, staged: InPlace | str) -> InPlace | str:
         if isinstance(link.update, Guarded):
             return f"{name_of(link.update)} stands in front of the moments inside of another guard"
 
-    def fits(updates: Tree, state: Tree, params: Tree) -> bool:
+    def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
         hidden = any(roles.find(link.state(state), "skips") for link in head.links)  # in a link of the user's own
-        return not hidden and staged.fits(updates, state, params)
+        return None if hidden else staged.stage(updates, state, params)
 
-    return staged._replace(fits=fits)
+    return staged._replace(stage=stage)
 
 
 def _around(rule: OuterWarmup | PlainWarmup | OuterLocal, link: Link, inner: InPlace) -> InPlace:
@@ -153,17 +141,17 @@ def _around(rule: OuterWarmup | PlainWarmup | OuterLocal, link: Link, inner: InP
         return inner
     is_warmup = isinstance(rule, OuterWarmup)
 
-    def fits(updates: Tree, state: Tree, params: Tree) -> bool:
-        return not (is_warmup and _anchor_is_narrower(link.state(state), params)) and inner.fits(updates, state, params)
-
-    def stage(updates: Tree, state: Tree, params: Tree) -> Staged:
-        step = inner.stage(updates, state, params)
+    def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
+        is_narrow = is_warmup and _anchor_is_narrower(link.state(state), params)
+        step = None if is_narrow else inner.stage(updates, state, params)
+        if step is None:
+            return None
         if isinstance(rule, OuterLocal) and rule.inside:  # as the pure step does, which others of the island may take
             own = step.ok if isinstance(step.ok, Tensor) else torch.tensor(step.ok, dtype=torch.bool, device="cpu")
             step = step._replace(ok=true_on_all(own, rule.inside, device_of(params)))
         return (_with_anchor if is_warmup else _alone)(step, link.state(state), params)
 
-    return inner._replace(fits=fits, stage=stage)
+    return inner._replace(stage=stage)
 
 
 def _anchor_is_narrower(state: OuterState, params: Tree) -> bool:
@@ -177,8 +165,7 @@ def _with_anchor(step: Staged, state: OuterState, params: Tree) -> Staged:
 
     def commit() -> None:
         step.commit()
-        for copies in filter(None, map(tree.leaves, (state.anchor, state.start))):
-            torch._foreach_copy_(copies, [p.detach() for p in tree.leaves(params)])
+        torch._foreach_copy_(tree.leaves(state.anchor), [p.detach() for p in tree.leaves(params)])
 
     return step._replace(commit=commit)
 
@@ -221,7 +208,7 @@ def explain(transform: Transform) -> str:
     transform = transform if guarded else skip_nonfinite(transform)  # as `fn.Optimizer` does
     lines = []
     for phase in (phase for phase in Phase if has_phase(transform, phase)):
-        if transform.rounds is not None and phase is Phase.COMPRESSED:
+        if transform.exchange is not None and phase is Phase.COMPRESSED:
             lines.append(f"{phase.value:10}  as the local step; then the exchange, which is rare, tensor by tensor")
             continue
         staged = in_place(transform.composed(phase))

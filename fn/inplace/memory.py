@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from fn import tree
+from fn.base import NewParams
+from fn.errors import expected
 from fn.kernels import rules
 from fn.kernels.lists import elementwise
 from fn.kernels.tracing import is_concrete
@@ -74,15 +76,17 @@ def successor(old: Tree, new: Tree) -> Callable[[], None]:
 
 def _alike(old: Tree, new: Tree) -> tuple[list[Any], list[Any]]:
     """Return the leaves of two states. Raises: ValueError if structure, a shape or a dtype differs."""
-    olds, structure = tree.flatten(old)
-    news, new_structure = tree.flatten(new)
-    if structure != new_structure:
-        raise ValueError(
-            f"update: changed the structure of the state from {structure} to {new_structure}; return the trees that "
-            "init returned"
-        )
+    if tree.are_lists(old, new):
+        olds, news = old, new
+    else:
+        (olds, structure), (news, new_structure) = map(tree.flatten, (old, new))
+        if structure != new_structure:
+            raise ValueError(
+                f"update: changed the structure of the state from {structure} to {new_structure}; return the trees "
+                "that init returned"
+            )
     for o, n in zip(olds, news, strict=True):
-        if o.shape != n.shape or o.dtype != n.dtype:
+        if n is not o and (o.shape != n.shape or o.dtype != n.dtype):
             raise ValueError(
                 f"update: changed a leaf from {o.dtype} {tuple(o.shape)} to {n.dtype} {tuple(n.shape)}; keep the dtype "
                 "and the shape that init gave it"
@@ -101,6 +105,13 @@ def memory_of(x: Tensor) -> int:
     return memory
 
 
+def _memories(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the memory of each tensor; of many at once, for a step asks for that of all its leaves."""
+    if is_concrete(*tensors):
+        return [x.untyped_storage()._cdata for x in tensors]
+    return [*map(memory_of, tensors)]
+
+
 def among(leaves: list[Tensor]) -> Callable[[Any], bool]:
     """Return what tells whether something lies in the memory of one of these leaves.
 
@@ -108,7 +119,7 @@ def among(leaves: list[Tensor]) -> Callable[[Any], bool]:
     """
     if torch.compiler.is_compiling():
         return lambda x: any(x is leaf for leaf in leaves)
-    known = {memory_of(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+    known = {*_memories([leaf for leaf in leaves if isinstance(leaf, Tensor)])}
     return lambda x: isinstance(x, Tensor) and memory_of(x) in known
 
 
@@ -155,3 +166,63 @@ def _meet(a: Tensor, b: Tensor) -> bool:
     if rest or a.element_size() != b.element_size() or (a.is_contiguous() and b.is_contiguous()):
         return True
     return bool(torch.isin(_places(b) + distance, _places(a)).any())
+
+
+def move(params: Tree, moves: Tree) -> None:
+    """Add updates to parameters, in the wider of the two dtypes, rounded once; or copy `NewParams`, rounded."""
+    pairs = [*zip(tree.leaves(params), tree.leaves(moves), strict=True)]
+    if isinstance(moves, NewParams):
+        copy_into(*([pair[side] for pair in pairs] for side in (0, 1)))
+        return
+    if pairs and all(x.device.type != "cpu" for x in pairs[0]):
+        # kernels calculate in float32, which would round a float64 update before it is added, and once more after
+        fits = [(p, u) for p, u in pairs if p.dtype == u.dtype or u.dtype != torch.float64]
+        if fits:
+            olds, news = map(list, zip(*fits, strict=True))
+            elementwise(rules.added, (olds, news), wide=True, out=[olds])
+        pairs = [(p, u) for p, u in pairs if p.dtype != u.dtype and u.dtype == torch.float64]
+    alike = [(p, u) for p, u in pairs if p.dtype == u.dtype]
+    if alike:
+        torch._foreach_add_(*map(list, zip(*alike, strict=True)))
+    for p, u in pairs:
+        if p.dtype != u.dtype:
+            p.copy_(p + u)
+
+
+def check_apart(state: Tree, params: Tree) -> None:
+    """Refuse a state whose leaves lie in the memory of one another or of the params, with a ValueError that names one.
+
+    Writing one of them would overwrite the other one.
+    """
+    if shared := _shared(state, params):
+        leaf = tree.paths(state)[shared[0]] or "the root"
+        got = "that of another leaf or of the params, with which it would be overwritten"
+        raise ValueError(expected("state", f"leaf {leaf!r} to have memory of its own", got, "clone it in init"))
+
+
+def owned(state: Tree, params: Tree) -> Tree:
+    """Return a state whose leaves have memory of their own, so that writing one changes no other one and no param."""
+    leaves, structure = tree.flatten(state)
+    shared = {*_shared(state, params), *(i for i, x in enumerate(leaves) if isinstance(x, Tensor) and is_folded(x))}
+    if not shared:
+        return state
+    return tree.unflatten(structure, [x.clone() if i in shared else x for i, x in enumerate(leaves)])
+
+
+def _shared(state: Tree, params: Tree) -> list[int]:
+    """Return the places of leaves that begin where a leaf before them does, or lie in the params' memory."""
+    leaves = tree.leaves(state)
+    tensors = [x for x in leaves if isinstance(x, Tensor)]
+    if not is_concrete(*tensors):
+        return []
+    starts = [start for x in tensors if (start := x.data_ptr())]  # 0 where there is no memory
+    theirs = {*_memories([p for p in tree.leaves(params) if isinstance(p, Tensor)])}
+    if len({*starts}) == len(starts) and theirs.isdisjoint(_memories(tensors)):
+        return []
+    seen, shared = set[int](), []
+    for place, x in enumerate(leaves):
+        if isinstance(x, Tensor) and x.numel():
+            if x.data_ptr() in seen or memory_of(x) in theirs:
+                shared.append(place)
+            seen.add(x.data_ptr())
+    return shared

@@ -1,4 +1,8 @@
-"""Pure steps that write into memory of their own: what follows an exchange takes no more of it.
+"""Pure steps in memory of their own: the peak of Muon's step is a quarter lower, 21 bytes a parameter in place of 29.
+
+Counted are parameters, gradients, state and temporaries of a GPT of 1.3 billion parameters, all of whose matrices every
+rank steps (`tests/scripts/gpu_counts.py`). Where matrices have owners nothing is saved, and where all are one batch a
+ninth.
 
 A link of a chain takes memory for what it returns while what it was given is still held: behind an average of low rank
 a scale by shape, a decay and a rate are three times the params. What `NEW` links return lies in memory that nobody else

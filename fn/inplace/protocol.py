@@ -7,6 +7,9 @@ rounding; only adapters, which own their buffers, use it.
 
 A step in place has two parts: `stage` does all that can fail, communication first of all, and writes nothing;
 `commit` writes, and cannot fail. So a step that fails leaves params and state as they were.
+
+A step is taken if the numbers that enter it are finite, and skipped otherwise, on all ranks alike. Nobody looks at the
+result: finite numbers that overflow in it, because of an absurd learning rate say, are as in torch.
 """
 
 from __future__ import annotations
@@ -29,43 +32,39 @@ Tree = Any
 
 
 class Staged(NamedTuple):
-    """A step that waits to be written. commit: write it, if it is ok and safe.
+    """A step that waits to be written. commit: write it, if it is ok.
 
-    ok: what it is taken from is finite; if not, it is skipped. safe: so is what it writes (see `bounds`); if it may not
-    be, the pure step is taken instead. On all ranks alike; 0-d bools where nobody has waited for the device yet.
-    otherwise: what to write if it is not ok, in a step of which no other rank hears; None: all ranks skip the step.
+    ok: what it is taken from is finite, on all ranks alike; if not, all skip it. A 0-d bool where nobody has waited for
+    the device yet. otherwise: what to write if it is not ok, in a step of which no other rank hears.
     """
 
     ok: bool | Tensor
     commit: Callable[[], None]
-    safe: bool | Tensor = True
     otherwise: Callable[[], None] | None = None
 
 
 def settled(steps: Sequence[Staged]) -> list[Staged]:
     """Return steps with bools; a device is waited for once."""
-    flags = [flag for step in steps for flag in (step.ok, step.safe)]
+    flags = [step.ok for step in steps]
     on_device = {id(flag): flag for flag in flags if isinstance(flag, Tensor) and flag.device.type != "cpu"}
     if len({flag.device for flag in on_device.values()}) == 1:
         numbers = dict(zip(on_device, torch.stack([*on_device.values()]).cpu().tolist(), strict=True))
         flags = [numbers.get(id(flag), flag) for flag in flags]
-    triples = [*zip(steps, map(bool, flags[::2]), map(bool, flags[1::2]), strict=True)]
     return [
-        Staged(ok, step.commit, safe or not ok) if ok or step.otherwise is None else Staged(True, step.otherwise)
-        for step, ok, safe in triples
+        Staged(bool(ok), step.commit) if ok or step.otherwise is None else Staged(True, step.otherwise)
+        for step, ok in zip(steps, flags, strict=True)
     ]
 
 
 class InPlace(NamedTuple):
     """A pure update that can also be staged.
 
-    pure: the update. fits: whether these (updates, state, params) can be staged; every rank answers alike, or sends
-        the same messages either way. stage: (updates, state, params) -> Staged.
+    pure: the update. stage: (updates, state, params) -> Staged; None if no kernels fit them, before anything is sent:
+        every rank answers alike, or sends the same messages either way.
     """
 
     pure: UpdateFn
-    fits: Callable[[Tree, Tree, Tree], bool]
-    stage: Callable[[Tree, Tree, Tree], Staged]
+    stage: Callable[[Tree, Tree, Tree], Staged | None]
 
     def __call__(self, updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
         """Return what the pure update returns."""
@@ -121,10 +120,10 @@ _SHAPE, DTYPE, _DEVICE = (attrgetter(name) for name in ("shape", "dtype", "devic
 
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16)
-"""Dtypes of params that all kernels take; moments are float32. float16 overflows where bounds of float32 hold."""
+"""Dtypes of params that all kernels take; moments are float32. Sums that are rounded to float16 may overflow."""
 
 WITH_FLOAT16 = (*PARAM_DTYPES, torch.float16)
-"""Dtypes of gradients that all kernels take, and of params in steps that have bounds for float16, too."""
+"""Dtypes of gradients that all kernels take."""
 
 
 def has_kernel(op: str, dtypes: Sequence[torch.dtype], first: Sequence[Tensor], *others: Sequence[Tensor]) -> bool:

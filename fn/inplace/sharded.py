@@ -1,7 +1,7 @@
 """Steps of sharded AdamW and 1-bit Adam in place: one kernel updates the shard, in memory of the pool.
 
 Only the rank that owns a shard sees whether its step is sound. It says so in the shard, which travels anyway: NaN
-throughout where something is not finite, and Inf throughout where only the pure step can judge.
+throughout where something is not finite.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fn import tree
 from fn.base import Link, Step, links_of
 from fn.collectives.axis import axis_index, axis_size
 from fn.inplace.adam import Moments, count_step, kernel_args
-from fn.inplace.bounds import MOVE, SMALLEST, MatchedChain
-from fn.inplace.links import Descent, descent_of
+from fn.inplace.links import NO_EPS, Descent, MatchedChain, descent_of
 from fn.inplace.memory import successor
 from fn.inplace.protocol import InPlace, Staged, has_kernel, on_host
 from fn.kernels import memory_pool
+from fn.kernels.reference.steps import is_normal
 from fn.kernels.tracing import is_concrete
 from fn.transforms import flat_layout as layouts
 from fn.transforms.adam import Adam, OnebitAdam
@@ -45,7 +45,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
     """Return how a step of `sharded` over a chain of Adam's moments, weight decays and learning rates is staged.
 
     The moments may be 1-bit Adam's, whose second one rests. The shard's new params and moments are made in fresh memory
-    of the pool and take the old ones' place when all ranks know that they are finite, so nothing has to be bounded.
+    of the pool and take the old ones' place when all ranks know that they are finite.
     Params travel back, also where the pure chain sends updates.
     """
     rules, inner = rule.rules, links_of(rule.inner)
@@ -54,6 +54,8 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
     if not isinstance(h, Adam | OnebitAdam) or (isinstance(h, OnebitAdam) and not rests):
         adams = "scale_by_adam, or with scale_by_onebit_adam with keep_zeros and a sync that does nothing"
         return f"fn.sharded has kernels for a chain that begins with {adams}"
+    if not is_normal(h.eps, torch.float32):
+        return NO_EPS
     b2 = h.b2 if isinstance(h, Adam) else None
     max_step = h.max_step if isinstance(h, OnebitAdam) else math.inf
     behind = descent_of(inner[1:])
@@ -66,19 +68,19 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         moments: Moments = inner[0].state(chain.link.state(state).inner)
         return moments
 
-    def fits(updates: Tree, state: Tree, params: Tree) -> bool:
-        inside: ShardedState = chain.link.state(state)
-        moments = moments_of(state)
+    def fits(updates: Tree, inside: ShardedState, moments: Moments, params: Tree) -> bool:
         leaves, masters = tree.leaves(params), tree.leaves(inside.master)
         if rules.gather is not None and len(masters) != len(inside.master):
             return False  # updates in codes are not the same as params in codes
         eager = is_concrete(*leaves, *tree.leaves(updates)) and all(p.is_contiguous() for p in leaves)
         known = has_kernel("adamw_into_", (), (), tree.leaves(moments.mu), tree.leaves(moments.nu), masters)
-        return h.eps >= SMALLEST and eager and known
+        return eager and known
 
-    def stage(updates: Tree, state: Tree, params: Tree) -> Staged:
+    def stage(updates: Tree, state: Tree, params: Tree) -> Staged | None:
         inside: ShardedState = chain.link.state(state)
         moments = moments_of(state)
+        if not fits(updates, inside, moments, params):
+            return None
         made, keep = chain.head.run(updates, state, params)
         tree.check_updates(made, params)
         leaves, grads, index = tree.leaves(params), tree.leaves(made), axis_index(rules.axis)
@@ -88,7 +90,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
         after = moments._replace(mu_weight=h.b1 * on_host(moments.mu_weight) + (1 - h.b1))  # the weights after the step
         if b2 is not None:
             after = after._replace(nu_weight=b2 * on_host(moments.nu_weight) + (1 - b2))
-        numbers = h.b1, b2 or 0.0, *kernel_args(h, behind.weight_decay, behind.rate, after), max_step, b2 is None
+        numbers = h.b1, b2 or 0.0, *kernel_args(h, behind, after), max_step, b2 is None
         mus, nus = tree.leaves(moments.mu), tree.leaves(moments.nu)
         for bucket, kept, master, mu, nu in zip(plan, kept_of(inside), inside.master, mus, nus, strict=True):
             rows, kept = reduce_to_rows(grads, kept, bucket, rules, codes)
@@ -104,7 +106,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
                 new[0] = whole[int(index)]  # params that are not kept are made where they travel from
             peaks = torch.ops.fn.adamw_into_(new, rows, [old, mu, nu], *numbers)
             del rows, old, moved  # gradients are as large as the params, and the gather makes another vector like that
-            _mark(new[0], peaks, dtype, b2 is None)
+            _mark(new[0], peaks, dtype)
             full, kept = gather_in_place(new[0], dtype, whole, kept, bucket, rules, codes)
             steps.append(_Step(bucket, kept, new, full))
         exact = not codes or rules.gather is None
@@ -120,10 +122,9 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
             renew()
             keep()
 
-        ok, safe = _agree([s.whole for s in steps], plan, exact)
-        return Staged(ok, commit, safe)
+        return Staged(_agree([s.whole for s in steps], plan, exact), commit)
 
-    return InPlace(chain.update, fits, stage)
+    return InPlace(chain.update, stage)
 
 
 class _Step(NamedTuple):
@@ -135,30 +136,23 @@ class _Step(NamedTuple):
     whole: Tensor
 
 
-def _mark(shard: Tensor, peaks: Tensor, dtype: torch.dtype, frozen: bool) -> None:
-    """Make a shard NaN if its step is not finite, Inf if only the pure step can judge; nothing waits for a device.
+def _mark(shard: Tensor, peaks: Tensor, dtype: torch.dtype) -> None:
+    """Make a shard NaN if its step is not finite; nothing waits for a device.
 
     Args: shard: the new params. peaks: as `adamw_into_` returns them. dtype: in which params travel.
     """
-    largest = peaks[0] if frozen else peaks[0].square()  # what the second moment takes in
-    finite = largest.isfinite() & peaks[1].to(dtype).isfinite()
-    sound = finite & (peaks[1] < MOVE)
+    sound = peaks[0].isfinite() & peaks[1].to(dtype).isfinite()
     if sound.device.type != "cpu" or not sound:
-        shard.masked_fill_(~sound, torch.where(finite, math.inf, math.nan).to(shard.dtype))
+        shard.masked_fill_(~sound, math.nan)
 
 
-def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> tuple[bool | Tensor, bool | Tensor]:
-    """Return whether all ranks' shards are finite, and whether a pure step would write them: what `_mark` says of them.
+def _agree(wholes: list[Tensor], plan: list[layouts.Bucket], exact: bool) -> bool | Tensor:
+    """Return whether all ranks' shards are finite: what `_mark` says of them.
 
-    Args: exact: whether shards travelled as they are, padding included; then each one's first element tells. Codes need
-        not tell NaN and Inf apart, so that the pure step judges both.
+    Args: exact: whether shards travelled as they are, padding included; then each one's first element tells.
     """
-    if not exact:
-        finite = all_finite(wholes)
-        return True, finite if finite.device.type != "cpu" else bool(finite)
     firsts = [x.view(b.segments.valid.shape[0], -1)[:, 0] for x, b in zip(wholes, plan, strict=True) if x.numel()]
     if not firsts:
-        return True, True
-    marks = torch.cat(firsts) if len(firsts) > 1 else firsts[0]
-    ok, safe = ~marks.isnan().any(), ~marks.isinf().any()
-    return (ok, safe) if marks.device.type != "cpu" else (bool(ok), bool(safe))
+        return True
+    ok = ~torch.cat(firsts).isnan().any() if exact else all_finite(wholes)
+    return ok if ok.device.type != "cpu" else bool(ok)

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from fn.collectives.axis import axis_size
-from fn.inplace.bounds import SMALLEST, MatchedChain, Reach, Sized, bounded, largest_of
 from fn.inplace.compressed_average import CodedAverage, average_of
-from fn.inplace.links import Descent
+from fn.inplace.links import Descent, MatchedChain, Sized, largest_of, staged_by
 from fn.inplace.protocol import Eligibility, InPlace, on_host, write
 from fn.kernels import ops
 from fn.transforms.flat_layout import Bucket
@@ -25,6 +24,9 @@ from fn.transforms.zero_one_adam import (
 
 Tree = Any
 
+SMALLEST = 2.0**-120
+"""Numbers from here on keep their digits in the products that kernels form with them."""
+
 FIELDS = ("mu", "nu", "anchor")
 BEHIND = "a weight decay or a rate stands behind 0/1 Adam, whose updates are added to the params as they are"
 
@@ -35,7 +37,7 @@ def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
     if chain.descent != Descent(0.0, ()):
         return BEHIND
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
         def commit() -> None:
             params, _, _, anchor = lists
             moments.peak.copy_(ops.direct("largest_magnitude", grads))
@@ -44,10 +46,7 @@ def variance(rule: VarianceStep, chain: MatchedChain) -> InPlace | str:
 
         return Sized(largest_of(grads, moments.step), commit)
 
-    def reach(moments: ZeroOneAdamState) -> Reach:
-        return Reach(float(_rate(h)), h.eps, h.weight_decay)
-
-    return bounded(chain, Eligibility("adamw_", FIELDS), reach, stage)
+    return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
 
 
 def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
@@ -56,7 +55,7 @@ def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
     if chain.descent != Descent(0.0, ()):
         return BEHIND
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
         def count_elapsed() -> None:
             write(moments.elapsed, lambda elapsed: elapsed.add_(_rate(h)))
 
@@ -71,10 +70,7 @@ def local(rule: LocalStep, chain: MatchedChain) -> InPlace | str:
 
         return Sized(largest_of(grads, moments.step), commit, drop)
 
-    def reach(moments: ZeroOneAdamState) -> Reach:
-        return Reach(float(_rate(h)), h.eps, 0.0)
-
-    return bounded(chain, Eligibility("adamw_", FIELDS), reach, stage)
+    return staged_by(chain, h.eps, Eligibility("adamw_", FIELDS), stage)
 
 
 def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
@@ -93,7 +89,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
         moved = axis_size(average.rule.axis) > 1 and elapsed_after(moments) >= SMALLEST
         return eligible(updates, moments, params) if moved else None
 
-    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState, reach: Reach) -> Sized:
+    def stage(grads: list[Tensor], lists: list[list[Tensor]], moments: ZeroOneAdamState) -> Sized:
         params, mu, nu, anchor = lists
         elapsed = elapsed_after(moments)
 
@@ -116,10 +112,7 @@ def synchronise(rule: SynchronisingStep, chain: MatchedChain) -> InPlace | str:
 
         return Sized(peak / elapsed, commit)
 
-    def reach(moments: ZeroOneAdamState) -> Reach:
-        return Reach(elapsed_after(moments), h.eps, h.weight_decay, momentum_enters=False)
-
-    return bounded(chain, fits, reach, stage)
+    return staged_by(chain, h.eps, fits, stage)
 
 
 def _descend(

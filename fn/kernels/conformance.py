@@ -263,10 +263,6 @@ def arguments(
         "momentum_encode": lambda: (
             tensors(), leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *of_tensors,
         ),
-        "momentum_recode": lambda: (
-            integers(torch.uint8, 2, bytes_for(n)), integers(torch.uint8, 2, bytes_for(n)), scales(2, segments),
-            leaves(), 0.9, numbers(wide, 2, n).contiguous(), scales(2, segments), *of_tensors,
-        ),
         "momentum_rows": lambda: (
             tensors(), leaves(), 0.9, scales(segments) if strided else None, 2, of_tensors[1],
         ),

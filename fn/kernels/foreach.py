@@ -94,24 +94,6 @@ def momentum_encode(
     return (x, *ops.direct("sign_encode_feedback_", x, buffer, sent, valid, runs))
 
 
-def momentum_recode(
-    bits: Tensor, seen: Tensor, scales: Tensor, grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor,
-    valid: Tensor, runs: Sequence[int],
-) -> Any:  # fmt: skip
-    """See `reference.steps.momentum_recode`. The device's own `sign_decode` decodes."""
-    if not plain(grads, (scales, buffer, sent)):
-        return NotImplemented
-    mean = ops.direct("sign_decode", bits, scales, valid, runs)
-    above = ops.direct("sign_decode", seen, torch.ones_like(scales), valid, runs)
-    mean.masked_fill_(above <= 0.0, 0.0)
-    x = above.zero_()
-    fresh, places = paired_views([g.view(-1) for g in grads], x, widths_of(runs))
-    if places:
-        torch._foreach_copy_(places, fresh)
-    x.lerp_(mean, decay)
-    return (x, *ops.direct("sign_encode_feedback_", x, buffer, sent, valid, runs))
-
-
 def quantize_feedback(
     x: Tensor, error: Tensor, error_scales: Tensor, beta: float, valid: Tensor, runs: Sequence[int], width: int
 ) -> Any:
@@ -164,7 +146,6 @@ def onebit_adam_(
     """See `reference.steps.onebit_adam_`. The device's own `sign_decode_mean` decodes."""
     if not plain(params, mu, nu, (scales,), copies):
         return NotImplemented
-    mu = mu or [memory_pool.empty(v.shape, v.dtype, v.device) for v in nu]
     mean = ops.direct("sign_decode_mean", bits, scales, valid, runs)
     flats, pieces = paired_views([m.view(-1) for m in mu], mean, widths_of(runs))
     if flats:
@@ -208,7 +189,7 @@ def _fused_adamw_(
 
     Torch divides moments by weights of its own, from a count of steps. The count here is so large that these are 1, and
     our weights multiply the numbers which they would divide. On CUDA a second moment that overflows is NaN, and not
-    Inf; a step in place is not taken where one might, see `inplace.bounds`.
+    Inf, as in torch's own step.
     """
     root = nu_weight**0.5
     steps = [_endless(params[0].device)] * len(params)
@@ -420,25 +401,22 @@ def clear_by_signs(m: list[Tensor], v: list[Tensor]) -> None:
 
 
 def clamped(u: Tensors, max_step: float) -> Tensors:
-    """Return `rules.clamped` of each tensor, in place; NaN where a direction is not finite."""
+    """Return `rules.clamped` of each tensor, in place."""
     if max_step == math.inf:
         return u
-    lost = torch._foreach_sub(u, u)  # zero, and NaN where u is not finite, which a clamp alone would make finite
     torch._foreach_clamp_min_(u, -max_step)
     torch._foreach_clamp_max_(u, max_step)
-    torch._foreach_add_(u, lost)
     return u
 
 
 def _hold(m: list[Tensor], v: list[Tensor], eps: float, max_step: float) -> None:
-    """Clamp a momentum, in place, so that its direction is within +-max_step; NaN where it is not finite."""
+    """Clamp a momentum, in place, so that its direction is within +-max_step."""
     if max_step == math.inf:
         return
-    lost, limit = torch._foreach_sub(m, m), _denominators(v, eps)
+    limit = _denominators(v, eps)
     torch._foreach_mul_(limit, max_step)
     torch._foreach_clamp_max_(m, limit)
     torch._foreach_clamp_min_(m, torch._foreach_neg(limit))
-    torch._foreach_add_(m, lost)
 
 
 def _descend(
@@ -483,7 +461,7 @@ def _counts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(sizes, dtype=torch.int64, device=device)
 
 
-EVERYWHERE = (momentum_rows, momentum_encode, momentum_recode, quantize_feedback, onebit_adam_, adamw_)
+EVERYWHERE = (momentum_rows, momentum_encode, quantize_feedback, onebit_adam_, adamw_)
 ON_ACCELERATORS = (
     elementwise_, sums_of_squares, drift, largest_magnitude, lamb_moments_, onebit_lamb_moments_, lamb_step_,
 )  # fmt: skip

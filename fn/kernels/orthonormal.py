@@ -1,18 +1,14 @@
 """Orthonormal bases of the columns of matrices, stack by stack: QR, or on accelerators products and Cholesky's factor.
 
 QR goes column by column, and an accelerator is at its slowest there. Cholesky's way is products of whole stacks, but it
-fails where columns are nearly dependent. Whether it did is known on the device only, and nobody waits for that: a
-matrix that it fails on becomes NaN, which makes the step's result NaN on all ranks. So it is taken only inside of
-`attempt`, by someone who looks at the result, and takes the step again without it.
+fails where columns are nearly dependent. Whether it did is known on the device only, and nobody waits for that: the
+basis of a matrix that it fails on is zero. Who projects on it sends nothing of this matrix, and keeps all of it as a
+residual error. NaN in what is projected stays NaN.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,51 +25,25 @@ FAR = 0.5
 """How far from orthonormal columns may be before the last pass, in the Frobenius norm; below 1 it repairs them."""
 
 
-@dataclass
-class Attempt:
-    """A piece of work that may come out as NaN. was_quick: whether it did what may fail."""
-
-    was_quick: bool = False
-
-
-_attempt: ContextVar[Attempt | None] = ContextVar("attempt", default=None)
-
-
-@contextmanager
-def attempt() -> Iterator[Attempt]:
-    """Let `orthonormalized` be quick inside, and return NaN for what it fails on.
-
-    Who enters it takes the work again outside of it, if what comes out is not finite and `was_quick` is true.
-    """
-    begun = Attempt()
-    token = _attempt.set(begun)
-    try:
-        yield begun
-    finally:
-        _attempt.reset(token)
-
-
 def orthonormalized(stacks: Sequence[Tensor]) -> list[Tensor]:
     """Return orthonormal bases of the columns of matrices; of columns of zeros, some unit vectors.
 
-    Args: stacks: (b, n, r) each, of b matrices with n >= r. Returns: as many stacks of the same shapes.
+    Args: stacks: (b, n, r) each, of b matrices with n >= r.
+    Returns: as many stacks of the same shapes; zeros where `by_cholesky` fails.
     """
     if stacks and is_concrete(*stacks) and not any(x.device.type in BY_QR or x.requires_grad for x in stacks):
-        begun = _attempt.get()
-        if begun is not None:
-            begun.was_quick = True
-            return by_cholesky(stacks)
+        return by_cholesky(stacks)
     return [torch.linalg.qr(x).Q for x in stacks]
 
 
 def by_cholesky(stacks: Sequence[Tensor]) -> list[Tensor]:
-    """Return the same by products of matrices: shifted CholeskyQR3. What it fails on is NaN, a matrix at a time.
+    """Return the same by products of matrices: shifted CholeskyQR3. What it fails on is zero, a matrix at a time.
 
         >>> import torch
         >>> a = torch.tensor([[[3.0, 1.0], [4.0, 2.0], [0.0, 2.0]], [[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]]])
         >>> (q,) = by_cholesky([a])                      # the columns of the second matrix are dependent
-        >>> (q[0].mT @ q[0] - torch.eye(2)).abs().max() < 1e-6, q[1].isnan().all()
-        (tensor(True), tensor(True))
+        >>> (q[0].mT @ q[0] - torch.eye(2)).abs().max() < 1e-6, q[1].any()
+        (tensor(True), tensor(False))
 
     All stacks with as many columns go through the factorisation together.
 
@@ -111,8 +81,9 @@ def _by_cholesky(stacks: list[Tensor]) -> list[Tensor]:
     # The last pass squares how far the columns are from orthonormal, if that is not too far: so this is the only check.
     gram = _gram(stacks)
     off = (gram - one).flatten(1).norm(dim=1)  # NaN, if a factorisation has failed, is not below anything
-    failed = torch.where(off < FAR, 0.0, math.nan)
-    return _times(stacks, _inverse(gram, one).add_(failed[:, None, None]))
+    holds = (off < FAR)[:, None, None].split(counts)
+    bases = _times(stacks, _inverse(gram, one))
+    return [torch.where(ok, x, 0.0) for ok, x in zip(holds, bases, strict=True)]
 
 
 def _gram(stacks: list[Tensor]) -> Tensor:

@@ -129,15 +129,12 @@ def corrected_direction(m: Number, v: Number, m_weight: Number, v_weight: Number
 
 
 def clamped(u: Number, limit: Number) -> Number:
-    """Return a direction within +-limit; NaN where it is not finite, so that such a step is skipped, not taken.
-
-    u - u is zero, and NaN if u is not finite. With an infinite limit u comes back as it is.
-    """
-    return where(u > limit, limit + (u - u), where(u < -limit, (u - u) - limit, u))
+    """Return a direction within +-limit, where one that overflowed is at the limit, and NaN stays NaN."""
+    return where(u > limit, limit, where(u < -limit, -limit, u))
 
 
 def held(m: Number, v: Number, eps: Number, limit: Number) -> Number:
-    """Return a momentum whose direction is within +-limit; NaN where it is not finite. Infinite: as it is."""
+    """Return a momentum whose direction is within +-limit."""
     return clamped(m, limit * denominator(v, eps))
 
 

@@ -31,8 +31,6 @@ SCHEMAS: Mapping[str, str] = MappingProxyType(
         "dequantize_fp8": f"(Tensor codes, Tensor scales, {_SEGMENTS}, int mantissa) -> Tensor",
         "momentum_encode": f"(Tensor[] mu, Tensor[] grads, float decay, Tensor buffer, Tensor sent, {_SEGMENTS}) -> "
         "(Tensor, Tensor, Tensor)",
-        "momentum_recode": "(Tensor bits, Tensor seen, Tensor scales, Tensor[] grads, float decay, Tensor buffer, "
-        f"Tensor sent, {_SEGMENTS}) -> (Tensor, Tensor, Tensor)",
         "momentum_rows": "(Tensor[] mu, Tensor[] grads, float decay, Tensor? factors, int rows, int[] runs) -> Tensor",
         "drift": "(Tensor[] params, Tensor[] anchors, Tensor[] mu, Tensor[] grads, Tensor[] nu, float decay, "
         "float eps, float lr, int rows, int[] runs) -> Tensor",

@@ -25,7 +25,7 @@ import torch
 
 from fn.errors import expected
 from fn.kernels import known_answers
-from fn.kernels.schemas import ARGUMENTS, SCHEMAS
+from fn.kernels.schemas import ARGUMENTS, ON_LISTS, SCHEMAS
 
 logger = logging.getLogger("fn")
 
@@ -257,6 +257,24 @@ def _believed(op: str, device_type: str) -> Iterator[Cell]:
             _refuse(device_type, row.name, op, reason)
 
 
+def warm_kernels(groups: Iterable[Mapping[str, Any]], compress: bool) -> None:
+    """Have the kernels of an accelerator compiled now, at construction, where steps in codes come later.
+
+    The first step of the compressed phase would otherwise wait for a compiler in the middle of a run.
+
+    Args: groups: param groups. compress: whether there will be codes.
+    """
+    dtypes: dict[torch.device, set[torch.dtype]] = {}
+    for p in (p for group in groups for p in group["params"]):
+        dtypes.setdefault(p.device, set()).add(p.dtype)
+    for device, kinds in dtypes.items() if compress else ():
+        if device.type != "cpu":
+            logger.info("kernels for %r are compiled, unless they are kept from before", device.type)
+            with torch.accelerator.device_index(device.index or 0):
+                warm(SCHEMAS, device.type)
+                warm_halves(ON_LISTS, device, kinds)
+
+
 def warm(ops: Iterable[str], device_type: str) -> None:
     """Have the kernels of ops compiled and asked for known answers now, and not in the first step that needs them."""
     for op in ops:
@@ -331,7 +349,7 @@ def table(progress: Callable[[str, int, int], None] | None = None) -> Table:
     >>> import fn
     >>> who = fn.kernels.table().providers["cpu"]
     >>> len(who), who["direction"] in ("numba", "reference")
-    (30, True)
+    (29, True)
 
     Args: progress: is called with the name of an op before it is tried, how many were tried, and how many there are;
         with the last op once more at the end.

@@ -156,7 +156,7 @@ class Row(NamedTuple):
         or a function of the ranks among which codes travel.
     cut: what leaves together: "whole" is everything, "bucket" are buckets behind the backward pass, a number so many
         fragments, each a part of its own.
-    delay: the part of an interval that goes on while a part travels.
+    delay: the part of an interval that goes on while a part travels; at most all of it but a step.
     two_level: fn runs it over two axes. fits: whether it can take a model.
     exact: (model, ranks) -> messages of one step of so many, the period, in place of those of `send`.
     """
@@ -183,7 +183,7 @@ class Row(NamedTuple):
 
     def delay_of(self, interval: int) -> int:
         """Return the steps that go on while a part travels."""
-        return int(self.delay * interval)
+        return min(int(self.delay * interval), interval - 1)
 
 
 def rows(
@@ -247,7 +247,7 @@ def rows(
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
         round_("diloco, int8", in_bytes, coded=36),
         round_("diloco, int8, delayed", in_bytes, coded=36, delay=0.25),
-        round_("diloco, int8, a round late", in_bytes, coded=36, delay=1.0),
+        round_("diloco, int8, late", in_bytes, coded=36, delay=1.0),
         round_("diloco, e3m0, 4 fragments, delayed", partial(codes, codec=E3M0), coded=36, cut=4, delay=0.05),
         round_("diloco, 2 bits", partial(codes, codec=BINS), coded=60),
         round_("diloco, 1 bit", signs, coded=32),

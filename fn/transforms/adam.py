@@ -30,20 +30,12 @@ from fn.base import (
     links_of,
     missing,
 )
-from fn.collectives.axis import axis_size
 from fn.errors import expected
 from fn.kernels import reference, rules
 from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms.leafwise import apply
-from fn.transforms.momentum_codes import (
-    MomentumCodes,
-    check_is_of_codes,
-    decoded,
-    encoded,
-    vectors_between,
-    vectors_of,
-)
+from fn.transforms.skip_nonfinite import shown
 
 Tree = Any
 
@@ -83,7 +75,7 @@ class OnebitAdam(NamedTuple):
     max_step: float
 
 
-@declare(first_moment=("mu",), second_moment=("nu",))
+@declare(first_moment=("mu",), second_moment=("nu",), counts=("step",), weights=("mu_weight", "nu_weight"))
 class AdamState(NamedTuple):
     """step: updates made, 0-d int64. mu, nu: moments, like the params. mu_weight, nu_weight: 1 - b**t, 0-d."""
 
@@ -94,12 +86,15 @@ class AdamState(NamedTuple):
     nu_weight: Tensor
 
 
-@declare(first_moment=("mu",), second_moment=("nu",), others=("sync",))
+@declare(
+    first_moment=("mu",),
+    second_moment=("nu",),
+    counts=("step",),
+    weights=("mu_weight", "nu_weight"),
+    others=("sync",),
+)
 class OnebitAdamState(NamedTuple):
-    """As `AdamState`; nu and nu_weight stay as they are after the warm-up. sync: the state of `sync`.
-
-    mu is a `MomentumCodes` behind `momentum_as_codes`.
-    """
+    """As `AdamState`; nu and nu_weight stay as they are after the warm-up. sync: the state of `sync`."""
 
     step: Tensor
     mu: Tree
@@ -176,7 +171,7 @@ def scale_by_onebit_adam(
             so such an element would drift by +-scale / eps in each step.
         max_step: clamp each element of u to +-max_step in the compressed phase; None for no clamp. Adam's own u stays
             near 1. A sign code moves an element by the scale of its whole tensor: if its second moment froze near zero,
-            hundreds of times as far. A step whose u is not finite is skipped, not clamped. The momentum and the
+            hundreds of times as far. A step whose m is not finite is skipped, not clamped. The momentum and the
             residual errors are not changed.
     Raises: ValueError if b1 or b2 is outside [0, 1), eps is negative or not finite, or max_step is not above zero.
 
@@ -186,7 +181,7 @@ def scale_by_onebit_adam(
     """
     check_is_transform("sync", sync)
     check_betas(b1, b2, eps)
-    limit, axes = limit_of(max_step), facts_of(sync).axes
+    limit = limit_of(max_step)
 
     def init(params: Tree) -> OnebitAdamState:
         moments = start_moments(params)
@@ -203,41 +198,25 @@ def scale_by_onebit_adam(
         check_state(state, OnebitAdamState)
         tree.check_updates(updates, state.nu)
         params = params if params is None else tree.in_order(params, state.nu, "params")
-        mu, sync_state = average(moving_average(with_floats(state).mu, updates, b1), state.sync, params)
+        mu, sync_state = average(moving_average(state.mu, updates, b1), state.sync, params)
         weight = b1 * state.mu_weight + (1 - b1)
         return state._replace(step=state.step + 1, mu=mu, mu_weight=weight, sync=sync_state)
 
     def warmup(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
-        if isinstance(state, OnebitAdamState) and isinstance(state.mu, MomentumCodes):  # they cannot hold its momentum
-            wanted = "a momentum in floating point in a warm-up step"
-            raise ValueError(expected("state", wanted, "one as codes", "call fn.momentum_as_floats(state) before it"))
         state = next_momentum(updates, state, params, sync.warmup_update)
         nu, weight = moving_average_of_squares(state.nu, updates, b2), b2 * state.nu_weight + (1 - b2)
         state = state._replace(nu=nu, nu_weight=weight)
         return direction(state), state
 
     def compressed(updates: Tree, state: OnebitAdamState, params: Tree, /) -> tuple[Tree, OnebitAdamState]:
-        before, state = state, next_momentum(updates, state, params, sync.compressed_update)
+        state = next_momentum(updates, state, params, sync.compressed_update)
         if keep_zeros and not bias_correction:  # what is below, in one pass over memory
             mu, out = kept_direction(state.mu, state.nu, eps, limit)
-            return out, kept_as(before, state._replace(mu=mu))
-        if keep_zeros:
-            state = state._replace(mu=keep_unseen_at_zero(state.mu, state.nu))
-        return direction(state, limit), kept_as(before, state)
-
-    def kept_as(before: OnebitAdamState, after: OnebitAdamState) -> OnebitAdamState:
-        """Return a state with its momentum as codes if it was kept so before."""
-        if not isinstance(before.mu, MomentumCodes):
-            return after
-        if not keep_zeros:
-            wanted = "a momentum in floating point where keep_zeros is False"
-            raise ValueError(expected("state", wanted, "one as codes", "leave fn.momentum_as_codes out"))
-        ranks = axis_size(axes) if axes else 1
-        if any(bits.numel() and len(bits) != ranks for bits in before.mu.bits):
-            wanted, got = f"codes made by {ranks} ranks, as many as there are", "codes of another number"
-            raise ValueError(expected("state", wanted, got, "call fn.momentum_as_floats(state) before it"))
-        vectors = vectors_of(before.mu, tree.leaves(after.nu))
-        return after._replace(mu=encoded(after.mu, after.nu, vectors))
+            state = state._replace(mu=mu)
+        else:
+            state = state._replace(mu=keep_unseen_at_zero(state.mu, state.nu)) if keep_zeros else state
+            out = direction(state, limit)
+        return (shown(out, state.mu) if limit < math.inf else out), state
 
     rule = OnebitAdam(b1, eps, bias_correction, keep_zeros, sync.compressed_update, limit)
     # a sync that also communicates in the warm-up has no kernels: the rule Adam knows of no average
@@ -327,7 +306,7 @@ def adam_direction(
     max_step: float = math.inf,
     out: Tree | None = None,
 ) -> Tree:
-    """Return mu / (sqrt(nu) + eps), clamped to +-max_step; 0 for 0 / 0, and NaN where it is not finite.
+    """Return mu / (sqrt(nu) + eps), clamped to +-max_step; 0 for 0 / 0.
 
     Args: mu_weight, nu_weight: what the moments are divided by first; None for no bias correction. out: what may be
         written over, where it has the dtypes of mu.
@@ -349,67 +328,3 @@ def adam_direction(
     else:
         u = apply(rules.corrected_direction, (mu, nu), mu_weight, nu_weight, eps, out=out)
     return u if max_step == math.inf else apply(rules.clamped, (u,), max_step)
-
-
-def momentum_as_codes(state: Tree) -> Tree:
-    """Return a state in which 1-bit Adam keeps its momentum as codes: two bits per element, in place of 32.
-
-    After a compressed step all ranks have received the momentum as scale * sign, zero where nu is zero. The numbers of
-    the following compressed steps are exactly the same. `momentum_as_floats` undoes it, before a warm-up step, on one
-    rank and in another world.
-
-        >>> import torch, fn
-        >>> tx = fn.onebit_adam(0.1, axis="data")
-        >>> def momentum(g):                                       # a rank's gradient, the same in each step
-        ...     state = tx.init(g)
-        ...     for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED):
-        ...         _, state = tx.update(phase)(g, state, g)
-        ...     codes = fn.momentum_as_codes(state)
-        ...     (mu,), (kept,) = (fn.roles.find(s, "first_moment") for s in (state, codes))
-        ...     return mu, kept.bits[0][0], kept.seen[0][0]        # of the first server's piece
-        >>> mu, bits, seen = fn.simulate(momentum, "data", 2)(torch.tensor([[1.0, 4.0, -1.0], [2.0, -8.0, 1.0]]))
-        >>> mu[0], f"{bits[0].item():03b}", f"{seen[0].item():03b}"        # the lowest bit comes first
-        (tensor([ 0.2832, -0.2832,  0.0000]), '101', '011')
-
-    Args: state: any tree with the states of `scale_by_onebit_adam`, which average over one axis with `fn.sign()` and
-        keep zeros.
-    Raises: ValueError if a momentum is not scale * sign, as before the first compressed step and on one rank, or if the
-        state of its average does not say how it travels. Inside of `simulate` and in traces nobody can look.
-    """
-
-    def as_codes(adam: OnebitAdamState) -> OnebitAdamState:
-        if isinstance(adam.mu, MomentumCodes):
-            return adam
-        vectors = vectors_between(adam.sync, tree.leaves(adam.mu))
-        if vectors is None:
-            wanted = "the state of fn.compressed_average over one axis, through servers, with a scale per tensor"
-            raise ValueError(expected("state", wanted, f"{type(adam.sync).__name__} of another average"))
-        codes = encoded(adam.mu, adam.nu, vectors)
-        check_is_of_codes(adam.mu, codes, adam.nu)
-        return adam._replace(mu=codes)
-
-    return tree.replace(state, OnebitAdamState, as_codes)
-
-
-def momentum_as_floats(state: Tree) -> Tree:
-    """Return a state in which 1-bit Adam keeps its momentum in floating point: undo `momentum_as_codes`, exactly.
-
-    Warm-up steps refuse codes, and so does another number of ranks. See `momentum_as_codes`.
-
-        >>> import torch, fn
-        >>> tx = fn.onebit_adam(0.1, axis="data")
-        >>> def back(g):
-        ...     state = tx.init(g)
-        ...     for phase in (fn.Phase.WARMUP, fn.Phase.COMPRESSED):
-        ...         _, state = tx.update(phase)(g, state, g)
-        ...     return state, fn.momentum_as_floats(fn.momentum_as_codes(state))
-        >>> pair = fn.simulate(back, "data", 2)(torch.tensor([[1.0, 4.0], [2.0, -8.0]]))
-        >>> [torch.equal(*(fn.roles.find(state, "first_moment")[0] for state in pair))]
-        [True]
-    """
-    return tree.replace(state, OnebitAdamState, with_floats)
-
-
-def with_floats(adam: OnebitAdamState) -> OnebitAdamState:
-    """Return a state of 1-bit Adam whose momentum is a tree like the params."""
-    return adam._replace(mu=decoded(adam.mu, adam.nu)) if isinstance(adam.mu, MomentumCodes) else adam

@@ -16,15 +16,13 @@ from torch import Tensor
 
 from fn import roles, tree
 from fn.base import (
+    Exchange,
     Facts,
-    NewParams,
-    Part,
     Phase,
     Round,
     Step,
     Transform,
     UpdateFn,
-    apply_updates,
     check_params,
     check_state,
     facts_of,
@@ -33,13 +31,13 @@ from fn.base import (
 )
 from fn.collectives.axis import current_binding
 from fn.collectives.simulation import found_alike
-from fn.compiling import memoized
 from fn.errors import expected
 from fn.kernels.flags import known
 from fn.roles import declare
+from fn.schedules import Every, Schedule
 from fn.transforms.outer import OuterLocal, PlainWarmup, taken_alone
 from fn.transforms.round_arguments import check_alike, check_inner, check_sync
-from fn.transforms.skip_nonfinite import all_addable, all_finite
+from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
 
@@ -101,7 +99,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
             `sparse_average` does.
     Returns: a transform with a warm-up, rounds, and as phases the local one and the average of the params.
     Raises: TypeError or ValueError that names the argument; from the update of a round, ValueError if the inner
-        optimizer has no moments of the kind that is to be averaged, or for a round that begins or ends only.
+        optimizer has no moments of the kind that is to be averaged.
 
     Paper: McMahan et al., Communication-efficient learning of deep networks from decentralized data (arXiv
         1602.05629): the average of params; Iacob et al., DES-LoC (arXiv 2505.22549): that of moments.
@@ -126,8 +124,7 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
         check_params(params)
         check_alike(state.alone)
         moves, inner_state = inner.warmup_update(updates, state.inner, params)
-        floats = [x for x in tree.leaves(inner_state) if x.is_floating_point()]
-        ok = all_addable(tree.leaves(moves), tree.leaves(params)) & all_finite(floats)
+        ok = all_finite(tree.leaves(moves))
         # a guard around it looks at `fine` only, since the rest differs between ranks in rounds
         fine = torch.where(ok.to(state.fine.device), state.fine, torch.nan)
         axes = tuple(current_binding().axes)  # of averaged gradients all ranks make the same, which vmap cannot know
@@ -163,42 +160,29 @@ def average_params(inner: Transform, sync: Transform) -> Transform:
                 inner_state = roles.replace(inner_state, kind, partial(_next, iter(after)))
         return params, state._replace(inner=inner_state, sync=tuple(syncs))
 
-    def exchange(round_: Round) -> UpdateFn:
-        def update(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[NewParams, AverageParamsState]:
-            _check_at_once(round_)
-            moves, state = alone(updates, state, params)
-            new, state = averaged(round_.begin or 0, apply_updates(params, moves), state)
-            return NewParams(new), state
+    def begin(number: int, state: AverageParamsState, params: Tree) -> tuple[Tree, AverageParamsState]:
+        check_state(state, AverageParamsState)
+        return params, state
 
-        return update
+    def mean(number: int, state: AverageParamsState, params: Tree) -> tuple[Tree, AverageParamsState]:
+        check_state(state, AverageParamsState)
+        return averaged(number, params, state)
 
-    def of_part(part: Part) -> UpdateFn:
-        def update(updates: Tree, state: AverageParamsState, params: Tree, /) -> tuple[NewParams, AverageParamsState]:
-            check_state(state, AverageParamsState)
-            new, state = averaged(part.fragment, params, state) if part.kind == "mean" else (params, state)
-            return NewParams(new), state
-
-        return update
-
-    @memoized
-    def rounds(key: Round | Part) -> UpdateFn:
-        if key == Round() or (isinstance(key, Part) and key.kind == "local"):
-            return alone
-        return of_part(key) if isinstance(key, Part) else exchange(key)
+    exchange = Exchange(begin, mean, begin, _check_at_once)
 
     alone = alone_by(inner_update)
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if Phase.LOCAL in inner.needs_warmup else frozenset[Phase]()
     facts = merged(Facts(local_params=True), facts_of(inner), facts_of(sync))
     rule = PlainWarmup(inner.warmup_update)
     together = Step(rule, warmup, lambda state, read: check_alike(read(state.alone)))
-    return Transform(init, together, rounds(Round(0, 0)), alone, needs, rounds, facts)
+    return Transform(init, together, exchange.after(alone, Round(0, 0)), alone, needs, exchange, facts)
 
 
 def _next(values: Iterator[Tree], old: Tree) -> Tree:
     return next(values)
 
 
-def _check_at_once(round_: Round) -> None:
-    if round_.begin != round_.end:
+def _check_at_once(schedule: Schedule) -> None:
+    if isinstance(schedule, Every) and schedule.delay:
         wanted = "an average that begins and ends in one step, for it moves the params themselves"
-        raise ValueError(expected("phase", wanted, f"{round_}", "leave out delay= of fn.every"))
+        raise ValueError(expected("schedule", wanted, f"delay={schedule.delay}", "leave out delay= of fn.every"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,6 +42,7 @@ from fn.transforms.adam import (
 )
 from fn.transforms.decay_and_lr import check_decay
 from fn.transforms.leafwise import apply
+from fn.transforms.skip_nonfinite import shown
 
 Tree = Any
 
@@ -264,6 +266,7 @@ def onebit_lamb_by_tensor(
         rows = _rows(params, mu, state.mu, state.nu, state.nu_fresh, state.coefficient, state.factor)
         results = [_step_tensor(h, limit, *row) for h, row in zip(hyper_of, rows, strict=True)]
         out, fresh, factor, ratio = _columns(results, updates, 4)
+        out = shown(out, mu) if limit < math.inf else out
         state = state._replace(mu=mu, nu_fresh=fresh, factor=factor, ratio=ratio, tail=rest, sync=sync_state)
         return out, state._replace(step=state.step + 1)
 

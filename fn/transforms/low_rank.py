@@ -44,7 +44,7 @@ from fn.kernels.tracing import cached_plan, is_concrete, is_recorded, pooled
 from fn.roles import declare
 from fn.transforms import flat_layout as layouts
 from fn.transforms.average import average
-from fn.transforms.resharding import Orders, Reshape, errors_reshape, in_parts, reshapes
+from fn.transforms.resharding import Reshape, errors_reshape, in_parts, reshapes
 
 Tree = Any
 
@@ -390,7 +390,7 @@ def _reshape(leaves: Sequence[Tensor], plans: Sequence[_Plan], axis: str, feedba
     def bases_of(state: LowRankState) -> list[Tensor]:
         return [state.q[i] for i in places]
 
-    def addends(bases: list[Tensor], world: int, rank: int, orders: Orders) -> list[Tensor]:
+    def addends(bases: list[Tensor], world: int, rank: int) -> list[Tensor]:
         return [q.double().cpu() * (rank == 0) for q in bases]
 
     def adopt(total: list[Tensor], fresh: list[Tensor]) -> list[Tensor]:

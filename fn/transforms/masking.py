@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fn import tree
 from fn.base import (
+    Exchange,
     Facts,
     NewParams,
     Phase,
@@ -74,7 +75,26 @@ def mask(inner: Transform, mask: Tree | Callable[[Tree], Tree]) -> Transform:
 
         return update
 
-    return combine([inner], init, masked, Facts(whole=("mask by a function",) if callable(mask) else ()))
+    facts = Facts(whole=("mask by a function",) if callable(mask) else ())
+    exchange = inner.exchange and _on_some(inner.exchange, places)
+    return combine([inner], init, masked, facts, exchange=exchange)
+
+
+Exchanging = Callable[[int, Tree, Tree], tuple[Tree, Tree]]
+
+
+def _on_some(exchange: Exchange, places: Callable[[Tree], list[int]]) -> Exchange:
+    """Return an exchange of params of which it has those in some places."""
+
+    def on(f: Exchanging) -> Exchanging:
+        def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+            chosen = places(params)
+            new, state = f(number, state, _pick(params, chosen))
+            return _put(params, dict(zip(chosen, new, strict=True))), state
+
+        return run
+
+    return Exchange(on(exchange.difference), on(exchange.mean), on(exchange.outer), exchange.check)
 
 
 def _pick(t: Tree, chosen: list[int]) -> list[Any]:
@@ -150,7 +170,38 @@ def partition(transforms: Mapping[str, Transform], labels: Tree | Callable[[Tree
         return of(dict(zip(transforms, updates_of, strict=True)))
 
     facts = Facts(whole=("partition by a function",) if callable(labels) else ())
-    return combine([*transforms.values()], init, compose, facts)
+    exchanges = [
+        _of_label(label, tx.exchange, places) for label, tx in transforms.items() if tx.exchange is not None
+    ]
+    exchange = _one_after_the_other(exchanges) if exchanges else None
+    return combine([*transforms.values()], init, compose, facts, exchange=exchange)
+
+
+def _of_label(label: str, exchange: Exchange, places: Callable[[Tree], dict[str, list[int]]]) -> Exchange:
+    """Return the exchange of a label's params as one of all of them, in the state of a partition."""
+    some = _on_some(exchange, lambda params: places(params)[label])
+    return some.within(lambda states: states[label], lambda states, own: {**states, label: own})
+
+
+def _one_after_the_other(exchanges: list[Exchange]) -> Exchange:
+    def all_of(steps: list[Exchanging]) -> Exchanging:
+        def run(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+            for step in steps:
+                params, state = step(number, state, params)
+            return params, state
+
+        return run
+
+    def check(schedule: Callable[[int], Any]) -> None:
+        for exchange in exchanges:
+            exchange.check(schedule)
+
+    return Exchange(
+        all_of([exchange.difference for exchange in exchanges]),
+        all_of([exchange.mean for exchange in exchanges]),
+        all_of([exchange.outer for exchange in exchanges]),
+        check,
+    )
 
 
 def _check_labels(state: Tree, labels: Iterable[str]) -> None:
@@ -208,7 +259,7 @@ def unfrozen(inner: Transform) -> Transform:
     """
     check_is_transform("inner", inner)
     update = inner.warmup_update
-    return inner._replace(compressed_update=update, local_update=update, needs_warmup=frozenset(), rounds=None)
+    return inner._replace(compressed_update=update, local_update=update, needs_warmup=frozenset(), exchange=None)
 
 
 def apply_mask(mask: Tree) -> Transform:

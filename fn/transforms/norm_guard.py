@@ -51,7 +51,12 @@ class NormHistory(NamedTuple):
     variance: Tensor
 
 
-@declare(rank_local=("history", "norm", "weight", "out"), local_params=True)
+@declare(
+    rank_local=("history", "norm", "weight", "out"),
+    local_params=True,
+    weight=("weight",),
+    outliers=("number", "first"),
+)
 class GuardState(NamedTuple):
     """What a rank knows of the norms of a fragment. All numbers are 0-d.
 

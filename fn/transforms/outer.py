@@ -10,6 +10,7 @@ anchor x                 the params that all ranks agreed on last
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,9 +19,8 @@ from torch import Tensor
 from fn import roles, tree
 from fn.base import (
     Chained,
+    Exchange,
     Facts,
-    NewParams,
-    Part,
     Phase,
     Round,
     Step,
@@ -28,16 +28,14 @@ from fn.base import (
     UpdateFn,
     apply_updates,
     check_arguments,
-    check_interval,
     check_state,
     facts_of,
     merged,
 )
 from fn.collectives.agreement import device_of, true_on_all
-from fn.collectives.axis import axis_size, current_binding
+from fn.collectives.axis import current_binding
 from fn.collectives.simulation import found_alike
-from fn.compiling import memoized, original
-from fn.errors import expected
+from fn.compiling import original
 from fn.kernels import lists, rules
 from fn.kernels.flags import are_assumed, known, read
 from fn.kernels.tracing import is_concrete
@@ -45,38 +43,27 @@ from fn.roles import declare
 from fn.transforms import norm_guard
 from fn.transforms.adam import zeros_like_moment
 from fn.transforms.decay_and_lr import Rate
-from fn.transforms.fragments import Fragments, check_fragments, fragment_places, places_in, put
+from fn.transforms.fragments import Fragments, fragment_places, places_in, put
 from fn.transforms.round_arguments import (
     check_alike,
-    check_guard,
     check_holds,
-    check_in_flight,
-    check_inner,
-    check_late,
-    check_outer_tx,
-    check_store,
-    check_sync,
+    check_outer,
+    check_schedule,
     local_phase,
 )
-from fn.transforms.skip_nonfinite import all_addable, all_finite
+from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
 
 
-class Lane(NamedTuple):
-    """What a further exchange of each fragment needs that is on its way at the same time: as in `OuterState`."""
-
-    pending: Tree
-    begun: Tree
-
-
 @declare(
-    rank_local=("inner", "dropped", "start"),
+    rank_local=("inner", "dropped"),
     local_params=True,
-    added={"left_out": 0, "begun": True},  # version 0.2.0 took every exchange that ends as one that began
+    agreed=lambda state, params: tree.leaves(state.anchor) if float(state.alone) else None,
+    difference=("pending",),
     dropped=("dropped",),
     left_out=("left_out",),
-    copies=("anchor", "start"),
+    copies=("anchor",),
     watched=("anchor",),
     others=("inner", "sync"),
 )
@@ -93,8 +80,6 @@ class OuterState(NamedTuple):
     left_out: exchanges that all ranks left out because a mean or an outer step was not finite, 0-d int64.
     begun: whether an exchange has begun and not ended, 0-d bools, one per fragment.
     guard: what the guard knows of norms, per fragment; () without a guard.
-    more: a `Lane` for each further exchange of a fragment that may be on its way.
-    start: where the next differences begin, each rank's own; () where that is the anchor.
     """
 
     inner: Tree
@@ -107,13 +92,6 @@ class OuterState(NamedTuple):
     left_out: Tensor
     begun: Tree
     guard: Tree = ()
-    more: tuple[Lane, ...] = ()
-    start: Tree = ()
-
-
-@declare(rank_local=("inner", "anchor", "pending", "outer", "dropped", "left_out", "more", "start"))
-class OwnAnchorState(OuterState):
-    """State of `own_anchors`, and of `outer(eager=True)`: anchors and outer states are each rank's own."""
 
 
 Store = torch.dtype | Literal["cpu"] | None
@@ -154,9 +132,6 @@ def outer(
     store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
     guard: norm_guard.Guard | None = None,
-    in_flight: int = 1,
-    since: Literal["anchor", "start"] = "anchor",
-    eager: bool = False,
 ) -> Transform:
     """Take local steps by one optimizer, and now and then a common step by another: DiLoCo and its family.
 
@@ -206,43 +181,16 @@ def outer(
         guard: which differences count in the mean, and how much, by their norms: `norm_guard()`. A rank whose
             difference is left out goes on from the anchor, and so do all where an exchange is left out. None: all
             differences count alike, and one that is not finite makes all ranks leave out the exchange.
-        in_flight: how many exchanges of one fragment may be on their way at once: delay // h + 1 of `fn.every`. The
-            number of an exchange in a `Round` is then fragment * in_flight + one of these, in turn, and a round of a
-            schedule with another in_flight is refused. Where one ends that did not begin, such as the first, the params
-            go to x + alpha (p - x) all the same: what was sent meanwhile would count twice.
-        since: where the next difference begins. "anchor": x, so that with alpha > 0 what was kept counts again.
-            "start": the params where the last one was taken, moved as the exchanges since moved them, so that each
-            local step counts once.
-        eager: take the outer step where an exchange begins, by the rank's own difference and what the others sent a
-            round before, d = mean_last + (own - own_last) / W. Anchors and outer states are each rank's own then. It
-            goes with `fn.every(h, delay=h)`.
     Returns: a transform with a warm-up, rounds, and as phases the local one and the exchange of fragment 0. Where an
-        exchange begins or ends it returns `NewParams`, elsewhere updates. A round that ends an exchange that did not
+        exchange begins or ends it returns new params, elsewhere updates. A round that ends an exchange that did not
         begin moves nothing, so params that join in between start with the next exchange. A rank leaves out a local step
         that is not finite alone, and counts it (`dropped`). On one rank it is a lookahead optimizer.
-    Raises: TypeError or ValueError that names the argument; from `init`, if the fragments do not fit the params; from
-        `update`, for a round of a schedule with another `in_flight`.
+    Raises: TypeError or ValueError that names the argument; from `init`, if the fragments do not fit the params.
 
     Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1; Streaming DiLoCo (arXiv 2501.18512), algorithm 2:
-        fragments, alpha, and the delay, which is `fn.every`'s; Kale et al., Eager updates (arXiv 2502.12996): eager. A
-        mean that comes a whole round late is that of DiLoCoX (arXiv 2506.21263), too.
+        fragments, alpha, and the delay, which is `fn.every`'s.
     """
-    check_inner(inner, sync)
-    check_outer_tx(outer_tx)
-    check_sync(sync)
-    if facts_of(sync).unequal:  # the anchor is taken to be the same on all ranks, and they would drift apart in silence
-        cure = "with an average of pairs write fn.own_anchors(average, inner, outer_tx, sync)"
-        raise ValueError(expected("sync", "an average that is the same on all ranks", "one that differs", cure))
-    check_fragments(fragments)
-    check_interval("alpha", alpha, "[0, 1]")
-    check_store(store)
-    if on_skip not in ("keep", "anchor"):
-        raise ValueError(expected("on_skip", "'keep' or 'anchor'", f"{on_skip!r}"))
-    check_guard(guard, sync)
-    if guard is not None and (inside := facts_of(inner).axes):
-        got = f"one beside an inner optimizer that communicates over {', '.join(map(repr, inside))}"
-        raise ValueError(expected("guard", "None", got, "give inner no axis, or leave out the guard"))
-    in_flight = check_late(in_flight, since, eager, alpha, guard, sync)
+    check_outer(inner, outer_tx, sync, fragments, alpha, store, on_skip, guard)
     move, axes = moves_of(outer_tx), facts_of(sync).axes
     inner_phase, inside = local_phase(inner), facts_of(inner).axes
     dtype, host = (None, torch.device("cpu")) if store == "cpu" else (store, None)
@@ -266,26 +214,20 @@ def outer(
         begun = tuple(torch.zeros((), dtype=torch.bool, device=device) if part else () for part in parts)
         guards = () if guard is None else tuple(norm_guard.start(guard, device) if part else () for part in parts)
         states = inner.init(params), anchor, pending, outer_states, sync_states
-        starts = tree.map(torch.clone, anchor) if since == "start" else ()
-        if eager:  # the first round has no mean of a last one, which counts as zero
-            begun = tree.map(torch.ones_like, begun)
-        more = tuple(Lane(*tree.map(torch.clone, (pending, begun))) for _ in range(in_flight - 1))
-        kind = OwnAnchorState if eager else OuterState
-        return kind(*states, alone, dropped, left_out, begun, guards, more, starts)
+        return OuterState(*states, alone, dropped, left_out, begun, guards)
 
     def warmup(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
         updates, params = check_arguments(updates, state, params, OuterState, "anchor")
         check_alike(state.alone)
         moves, inner_state = inner.warmup_update(updates, state.inner, params)
-        ok = all_addable(tree.leaves(moves)) & all_finite(_floats(inner_state))
+        ok = all_finite(tree.leaves(moves))
         ok = true_on_all(ok, inside, device_of(params))
         anchor = tree.map(as_anchor, apply_updates(params, moves))
         # a guard around it looks at the anchor only, so what is wrong elsewhere has to show there
         anchor = tree.map(lambda x: torch.where(ok.to(x.device), x, torch.nan), anchor)
         axes = tuple(current_binding().axes)  # of averaged gradients all ranks make the same, which vmap cannot know
         anchor = tree.map(lambda x: found_alike(x, axes), anchor) if axes else anchor
-        starts = tree.map(lambda x, p, u: (p + u).to(x), state.start, params, moves) if since == "start" else ()
-        return moves, state._replace(inner=inner_state, anchor=anchor, start=starts)
+        return moves, state._replace(inner=inner_state, anchor=anchor)
 
     def alone_by(update: UpdateFn) -> Step:
         def local(updates: Tree, state: OuterState, params: Tree, /) -> tuple[Tree, OuterState]:
@@ -300,191 +242,130 @@ def outer(
         """Return what the ranks of an island have alike, which vmap cannot know."""
         return found_alike(x, inside) if inside else x
 
-    def difference(places: Sequence[int], params: list[Tensor], state: OuterState, number: int) -> OuterState:
+    def chosen(number: int, state: OuterState, params: Tree, field: str) -> tuple[Tree, list[Tensor], Sequence[int]]:
+        """Return the params in the order of the state, their leaves, and the places of those of a fragment."""
+        check_state(state, OuterState)
+        params = tree.in_order(params, state.anchor, "params")
+        return params, tree.leaves(params), places_in(fragments, params, number, field)
+
+    def difference(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
         """Keep this rank's pseudo-gradient, anchor - params, where the mean belongs."""
-        fragment, lane = divmod(number, in_flight)
-        anchor, structure = tree.flatten(state.start if since == "start" else state.anchor)
-        pending, begun = lane_of(state, lane)
-        pending = tree.leaves(pending)
-        starts = [anchor[i].to(params[i]).to(pending[i].dtype) for i in places]  # on the device of the params
-        steps = lists.elementwise(rules.plus, (starts, [params[i] for i in places]), -1.0)
+        params, leaves, places = chosen(number, state, params, "begin")
+        if not places:
+            return params, state
+        anchor, (pending, structure) = tree.leaves(state.anchor), tree.flatten(state.pending)
+        here = [leaves[i] for i in places]
+        starts = [anchor[i].to(p).to(pending[i].dtype) for i, p in zip(places, here, strict=True)]  # on their device
+        steps = lists.elementwise(rules.plus, (starts, here), -1.0)
         # one rank's alone would be left out of the mean of its place only, and the places' anchors would part for good
-        fine = true_on_all(all_finite(steps), inside, device_of(params)) if inside else None
+        fine = true_on_all(all_finite(steps), inside, device_of(leaves)) if inside else None
         if fine is not None and not known(fine):
             steps = [torch.where(fine.to(x.device), x, torch.nan) for x in steps]
         steps = [alike(x.to(host)) for x in steps]
-        begun = _with(begun, fragment, torch.ones_like(begun[fragment]))
-        state = with_lane(state, lane, tree.unflatten(structure, put(pending, places, steps)), begun)
-        if since == "start":
-            here = put(anchor, places, [params[i].to(anchor[i]) for i in places])
-            state = state._replace(start=tree.unflatten(structure, here))
-        if guard is None:
-            return state
-        return state._replace(guard=_with(state.guard, fragment, norm_guard.noted(state.guard[fragment], steps)))
-
-    def mean(places: Sequence[int], params: list[Tensor], state: OuterState, number: int) -> OuterState:
-        """Average the pseudo-gradients over the ranks; keep the mean, and the residual errors if it is finite."""
-        fragment, lane = divmod(number, in_flight)
-        anchor, structure = tree.flatten(state.anchor)
-        pending, begun = lane_of(state, lane)
-        pending = tree.leaves(pending)
-        steps, before = [pending[i].to(params[i].device) for i in places], state.sync[fragment]
+        begun = _with(state.begun, number, torch.ones_like(state.begun[number]))
+        state = state._replace(pending=tree.unflatten(structure, put(pending, places, steps)), begun=begun)
         if guard is not None:
-            steps, of_guard = norm_guard.weighed(guard, state.guard[fragment], steps, axes)
-            state = state._replace(guard=_with(state.guard, fragment, of_guard))
+            state = state._replace(guard=_with(state.guard, number, norm_guard.noted(state.guard[number], steps)))
+        return params, state
+
+    def mean(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
+        """Average the pseudo-gradients over the ranks; keep the mean, and the residual errors if it is finite."""
+        params, leaves, places = chosen(number, state, params, "begin")
+        if not places:
+            return params, state
+        anchor, (pending, structure) = tree.leaves(state.anchor), tree.flatten(state.pending)
+        steps, before = [pending[i].to(leaves[i].device) for i in places], state.sync[number]
+        if guard is not None:
+            steps, of_guard = norm_guard.weighed(guard, state.guard[number], steps, axes)
+            state = state._replace(guard=_with(state.guard, number, of_guard))
         averaged, after = sync.compressed_update(steps, before, [anchor[i] for i in places])
         averaged = [alike(x) for x in tree.leaves(averaged)]
-        ok = true_on_all(all_finite(averaged), shards, device_of(params))
+        ok = true_on_all(all_finite(averaged), shards, device_of(leaves))
         if guard is not None:
             averaged = norm_guard.clipped(guard, averaged)
-            ok = ok & ~state.guard[fragment].nobody.to(ok.device)
-        if eager:
-            averaged = of_others(averaged, ok, [pending[i].to(params[i].device) for i in places])
-            begun = _with(begun, fragment, begun[fragment] & ok.to(begun[fragment].device))
+            ok = ok & ~state.guard[number].nobody.to(ok.device)
         after = tree.map(lambda new, old: _chosen(ok, new, old), after, before)
-        means = [d.to(pending[i]) for i, d in zip(places, averaged, strict=True)]
-        state = with_lane(state, lane, tree.unflatten(structure, put(pending, places, means)), begun)
-        return state._replace(sync=_with(state.sync, fragment, after))
+        pending = put(pending, places, [d.to(pending[i]) for i, d in zip(places, averaged, strict=True)])
+        pending = tree.unflatten(structure, pending)
+        return params, state._replace(pending=pending, sync=_with(state.sync, number, after))
 
-    def of_others(averaged: list[Tensor], ok: Tensor, steps: list[Tensor]) -> list[Tensor]:
-        """Return what is to follow of a mean of which this rank has used its own part already; all without that.
-
-        Without a mean its own part is taken back, or anchors would stay apart. A part that is not finite was not used.
-        """
-        used = zero_unless(true_on_all(all_finite(steps), shards, device_of(steps)), steps)
-        found: list[Tensor] = lists.elementwise(
-            rules.plus, (zero_unless(ok, averaged), used), -1.0 / axis_size(axes)
-        )
-        return found
-
-    def outer_step(
-        places: Sequence[int], params: list[Tensor], state: OuterState, number: int
-    ) -> tuple[list[Tensor], OuterState]:
-        """Take the outer step, if the exchange has begun; return the params after it, and the state."""
-        fragment, lane = divmod(number, in_flight)
-        pending, has_begun = lane_of(state, lane)
-        begun = torch.ones_like(has_begun[fragment]) if eager else has_begun[fragment]
-        if in_flight == 1 and _is_known(~begun):
+    def outer_step(number: int, state: OuterState, params: Tree) -> tuple[Tree, OuterState]:
+        """Take the outer step, if the exchange has begun."""
+        params, leaves, places = chosen(number, state, params, "end")
+        if not places or _is_known(~state.begun[number]):
             return params, state
-        anchor, structure = tree.flatten(state.anchor)
-        pending = tree.leaves(pending)
+        begun, structure = state.begun[number], tree.flatten(params)[1]
+        anchor, pending = tree.leaves(state.anchor), tree.leaves(state.pending)
         before, means = [anchor[i] for i in places], [pending[i] for i in places]
         wide = [x.to(d.dtype) for x, d in zip(before, means, strict=True)]
-        counts = None if guard is None else ~state.guard[fragment].out  # whether this rank's difference is in the mean
-        if eager:
-            here = [params[i].to(x) for i, x in zip(places, wide, strict=True)]
-            own = lists.elementwise(rules.plus, (wide, here), -1.0)
-            counts = true_on_all(all_finite(own), island, device_of(params))
-            own = own if read(counts) else zero_unless(counts, own)
-            means = lists.elementwise(rules.plus, (means, own), 1.0 / axis_size(axes))
-        moves, outer_state = move(means, state.outer[fragment], wide)
+        moves, outer_state = move(means, state.outer[number], wide)
         new = lists.elementwise(rules.plus, (wide, moves), 1.0, out=room_in(moves, [*means, *wide]))
-        rounded = [x.to(params[i].dtype) for i, x in zip(places, new, strict=True)]
+        rounded = [x.to(leaves[i].dtype) for i, x in zip(places, new, strict=True)]
         stored = [x.to(old.dtype) for x, old in zip(new, before, strict=True)]
         results = [*means, *new, *rounded, *stored, *_floats(outer_state)]
         ok = all_finite([*{id(x): x for x in results}.values()])  # mostly, what was rounded is the same tensor
-        ok = ok if guard is None else ok & ~state.guard[fragment].nobody.to(ok.device)
-        ok = true_on_all(ok, island, device_of(params))
+        ok = ok if guard is None else ok & ~state.guard[number].nobody.to(ok.device)
+        ok = true_on_all(ok, island, device_of(leaves))
         taken = ok & begun.to(ok.device)
         if read(taken):  # then nothing below is selected, which would take a pass and memory for each tensor
             ok = taken = torch.ones_like(taken, device="cpu")
-        outer_state = tree.map(lambda new, old: _chosen(taken, new, old), outer_state, state.outer[fragment])
-        after = [_chosen(taken, x, old) for x, old in zip(stored, before, strict=True)]
+            after = stored
+        else:
+            outer_state = tree.map(lambda new, old: _chosen(taken, new, old), outer_state, state.outer[number])
+            after = [_chosen(taken, x, old) for x, old in zip(stored, before, strict=True)]
         left_out = state.left_out if _is_known(ok) else state.left_out + (begun & ~ok.to(begun.device)).long()
-        left_out = left_out + (~has_begun[fragment]).long() if eager else left_out  # whose mean was not finite
-        state = with_lane(
-            state,
-            lane,
-            tree.unflatten(structure, put(pending, places, _zeros_like(means))),
-            _with(has_begun, fragment, torch.zeros_like(begun)),
-        )._replace(
+        state = state._replace(
             anchor=tree.unflatten(structure, put(anchor, places, after)),
-            outer=_with(state.outer, fragment, outer_state),
+            pending=tree.unflatten(structure, put(pending, places, _zeros_like(means))),
+            outer=_with(state.outer, number, outer_state),
+            begun=_with(state.begun, number, torch.zeros_like(begun)),
             left_out=left_out,
         )
-        anchors = [x.to(params[i].device, d.dtype) for i, x, d in zip(places, after, means, strict=True)]
-        moved = [_between(x, params[i], alpha) for i, x in zip(places, anchors, strict=True)]
-        counts = None if counts is None or read(counts) else counts.to(ok.device)
-        if counts is not None:
+        anchors = [x.to(leaves[i].device, d.dtype) for i, x, d in zip(places, after, means, strict=True)]
+        moved = [_between(x, leaves[i], alpha) for i, x in zip(places, anchors, strict=True)]
+        counts = None if guard is None else ~state.guard[number].out  # whether this rank's difference is in the mean
+        if counts is not None and not read(counts):
+            counts = counts.to(ok.device)
             moved = [_chosen(counts, x, y) for x, y in zip(moved, anchors, strict=True)]
+            ok = ok & counts
         elif _is_known(taken):
-            return put(params, places, moved), state
-        instead = [params[i].to(x.dtype) for i, x in zip(places, moved, strict=True)]
+            return tree.unflatten(structure, put(leaves, places, moved)), state
+        instead = [leaves[i].to(x.dtype) for i, x in zip(places, moved, strict=True)]
         if on_skip == "anchor" or guard is not None:
             instead = [_chosen(begun, x.to(p), p) for x, p in zip(after, instead, strict=True)]
-        takes_over = taken if in_flight == 1 else taken | ~begun.to(taken.device)
-        moved = put(params, places, [_chosen(takes_over, x, old) for x, old in zip(moved, instead, strict=True)])
-        unharmed = (ok if counts is None else ok & counts) | ~begun.to(ok.device)
-        return (moved, state) if _is_known(unharmed) else healed(unharmed, params, moved, state)
+        moved = put(leaves, places, [_chosen(taken, x, old) for x, old in zip(moved, instead, strict=True)])
+        unharmed = ok | ~begun.to(ok.device)
+        if not _is_known(unharmed):
+            moved, state = _healed(inner, island, unharmed, leaves, moved, state)
+        return tree.unflatten(structure, moved), state
 
-    def healed(
-        ok: Tensor, params: list[Tensor], moved: list[Tensor], state: OuterState
-    ) -> tuple[list[Tensor], OuterState]:
-        """Where an exchange was left out, give a rank that is not finite the anchor and a fresh inner state.
-
-        Also where only its own difference was.
-
-        Its params would otherwise make every later mean not finite, and no exchange would ever be taken again.
-        """
-        is_finite = true_on_all(all_finite([*params, *_floats(state.inner)]), island, device_of(params))
-        fine = ok.to(is_finite.device) | is_finite
-        anchor, structure = tree.flatten(state.anchor)
-        moved = [_chosen(fine, x, a.to(x)) for x, a in zip(moved, anchor, strict=True)]
-        fresh = inner.init(tree.unflatten(structure, [x.to(p.dtype) for x, p in zip(moved, params, strict=True)]))
-        return moved, state._replace(inner=tree.map(lambda old, new: _chosen(fine, old, new), state.inner, fresh))
-
-    def take_part(part: Part, params: Tree, state: OuterState) -> tuple[Tree, OuterState]:
-        """Take a part of an exchange; return the params and the state."""
-        field = "end" if part.kind == "outer" else "begin"
-        places = places_in(fragments, params, part.fragment // in_flight, field)
-        if not places:
-            return params, state
-        leaves, structure = tree.flatten(params)
-        if part.kind != "outer":
-            return params, (difference if part.kind == "difference" else mean)(places, leaves, state, part.fragment)
-        after, state = outer_step(places, leaves, state, part.fragment)
-        if since == "start":  # differences begin where they did, as seen from the params
-            starts, of_starts = tree.flatten(state.start)
-            triples = zip(starts, leaves, after, strict=True)
-            starts = [x if p is new else _moved_along(x, p, new) for x, p, new in triples]
-            state = state._replace(start=tree.unflatten(of_starts, starts))
-        return tree.unflatten(structure, after), state
-
-    def exchange(round_: Round) -> UpdateFn:
-        def update(updates: Tree, state: OuterState, params: Tree, /) -> tuple[NewParams, OuterState]:
-            if eager and (round_.begin is None or round_.end is None):
-                wanted = "an exchange that begins in the step in which the last one ends"
-                raise ValueError(expected("phase", wanted, f"{round_}", "use fn.every(h, delay=h)"))
-            moves, state = alone(updates, state, params)
-            params = apply_updates(tree.in_order(params, state.anchor, "params"), moves)
-            for part in round_.exchange:
-                params, state = take_part(part, params, state)
-            return NewParams(params), state
-
-        return update
-
-    def of_part(part: Part) -> UpdateFn:
-        def update(updates: Tree, state: OuterState, params: Tree, /) -> tuple[NewParams, OuterState]:
-            check_state(state, OuterState)
-            params, state = take_part(part, tree.in_order(params, state.anchor, "params"), state)
-            return NewParams(params), state
-
-        return update
-
-    @memoized
-    def rounds(key: Round | Part) -> UpdateFn:
-        if (key.of if isinstance(key, Part) else key.phase) is not Phase.LOCAL:
-            check_in_flight(key.in_flight, in_flight, eager)
-        if key == Round() or (isinstance(key, Part) and key.kind == "local"):
-            return alone
-        return of_part(key) if isinstance(key, Part) else exchange(key)
+    exchange = Exchange(difference, mean, outer_step, partial(check_schedule, fragments))
 
     alone = alone_by(inner.update(inner_phase))
     needs = frozenset({Phase.COMPRESSED, Phase.LOCAL}) if inner_phase in inner.needs_warmup else frozenset[Phase]()
     facts = merged(Facts(local_params=True, inside=inside), *map(facts_of, (inner, outer_tx, sync)))
     facts = facts if guard is None else merged(facts, Facts(whole=("norm_guard",), tree=("norm_guard",)))
     together = Step(OuterWarmup(inner.warmup_update), warmup, lambda state, read: check_alike(read(state.alone)))
-    return Transform(init, together, rounds(Round(0, 0, in_flight)), alone, needs, rounds, facts)
+    return Transform(init, together, exchange.after(alone, Round(0, 0)), alone, needs, exchange, facts)
+
+
+def _healed(
+    inner: Transform, island: Sequence[str], ok: Tensor, params: list[Tensor], moved: list[Tensor], state: OuterState
+) -> tuple[list[Tensor], OuterState]:
+    """Where an exchange was left out, give a rank that is not finite the anchor and a fresh inner state.
+
+    Also where only its own difference was. Its params would otherwise make every later mean not finite, and no exchange
+    would ever be taken again.
+
+    Args: island: axes whose ranks do it together. ok: where nothing was left out, 0-d. params, moved: before the outer
+        step and after it.
+    """
+    is_finite = true_on_all(all_finite([*params, *_floats(state.inner)]), island, device_of(params))
+    fine = ok.to(is_finite.device) | is_finite
+    anchor, structure = tree.flatten(state.anchor)
+    moved = [_chosen(fine, x, a.to(x)) for x, a in zip(moved, anchor, strict=True)]
+    fresh = inner.init(tree.unflatten(structure, [x.to(p.dtype) for x, p in zip(moved, params, strict=True)]))
+    return moved, state._replace(inner=tree.map(lambda old, new: _chosen(fine, old, new), state.inner, fresh))
 
 
 def taken_alone(
@@ -496,7 +377,7 @@ def taken_alone(
     Returns: its updates, -0.0 where it is left out; the state after it; whether it was taken, 0-d bool.
     """
     moves, after = update(updates, state, params)
-    ok = all_addable(tree.leaves(moves)) & all_finite(_floats(after))
+    ok = all_finite(tree.leaves(moves))
     for new, old in zip(roles.find(after, "skips"), roles.find(state, "skips"), strict=True):
         ok = ok if new is old else ok & (new == old).to(ok.device)  # what a guard inside skips counts as left out
     ok = true_on_all(ok, shards, device_of(params))
@@ -550,30 +431,6 @@ def _floats(state: Tree) -> list[Tensor]:
 
 def _with(states: tuple[Tree, ...], place: int, new: Tree) -> tuple[Tree, ...]:
     return (*states[:place], new, *states[place + 1 :])
-
-
-def lane_of(state: OuterState, lane: int) -> tuple[Tree, Tree]:
-    """Return `pending` and `begun` of an exchange of each fragment, one of those that may be on their way at once."""
-    return (state.more[lane - 1].pending, state.more[lane - 1].begun) if lane else (state.pending, state.begun)
-
-
-def with_lane(state: OuterState, lane: int, pending: Tree, begun: Tree) -> OuterState:
-    """Return a state with another `pending` and `begun` of one of these exchanges."""
-    if not lane:
-        return state._replace(pending=pending, begun=begun)
-    return state._replace(more=_with(state.more, lane - 1, Lane(pending, begun)))
-
-
-def _moved_along(start: Tensor, p: Tensor, new: Tensor) -> Tensor:
-    """Return where a difference begins, moved as the params were; the very params where these are where it begins."""
-    p, new = p.to(start), new.to(p.dtype).to(start)
-    return torch.where(start == p, new, start + (new - p))
-
-
-def zero_unless(ok: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return tensors where a flag is true, else zeros, without waiting for a device; they may be NaN then."""
-    kept: list[Tensor] = lists.elementwise(rules.kept_at_zero, (tensors,), ok.to(torch.float32), 0.0, 0.0)
-    return kept
 
 
 def _between(anchor: Tensor, p: Tensor, alpha: float) -> Tensor:

@@ -64,7 +64,7 @@ Costs = Tree | Callable[[Tree], Tree] | None
 """A number for each tensor, in a tree like the params, or a function of them. None: `newton_schulz_costs`."""
 
 
-@declare(rank_local=("inner", "back"), errors=("back",), others=("inner",))
+@declare(rank_local=("inner", "back"), errors=("back",), owned=("inner", "back"), plan=("owners",), others=("inner",))
 class OwnedState(NamedTuple):
     """What a rank keeps of an optimizer whose tensors have owners. Tuples have an entry for each tensor.
 
@@ -211,7 +211,7 @@ def _check_inner(inner: Any, axis: Any) -> None:
     if not isinstance(axis, str):
         raise TypeError(expected("axis", "the name of one axis", f"{axis!r}"))
     facts = facts_of(inner)
-    if inner.rounds is not None:
+    if inner.exchange is not None:
         raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
     if axis in facts.axes + facts.shards:
         wanted = f"no communication over the axis {axis!r}, on which every rank has other tensors"

@@ -16,9 +16,6 @@ from fn import tree
 from fn.base import (
     Facts,
     Guarded,
-    Part,
-    Phase,
-    Round,
     Transform,
     UpdateFn,
     chain,
@@ -34,11 +31,10 @@ from fn.collectives.agreement import check_agreement, describe, device_of
 from fn.collectives.axis import axis_size
 from fn.collectives.primitives import permute
 from fn.collectives.simulation import found_alike
-from fn.compiling import memoized
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
 from fn.roles import declare
-from fn.transforms.outer import OwnAnchorState, outer
+from fn.transforms.outer import OuterState, outer
 from fn.transforms.skip_nonfinite import SkipState, all_finite, skip_nonfinite
 from fn.transforms.sparse_average import MASK, hashed
 
@@ -154,6 +150,13 @@ def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]
     return found
 
 
+@declare(rank_local=("inner", "anchor", "pending", "outer", "dropped", "left_out"))
+class OwnAnchorState(OuterState):
+    """State of `own_anchors`: anchors and outer states are each rank's own."""
+
+    agreed = None  # there is nothing that all ranks agree on
+
+
 def _counted(state: PairAverageState, old: PairAverageState) -> PairAverageState:
     """Let an average count as a turn also where this rank leaves it out, or its pairs would be others than theirs."""
     return state if state.turn is old.turn else state._replace(turn=old.turn + 1)
@@ -198,8 +201,12 @@ def own_anchors(
 
         return Guarded(update, False, run, around)
 
-    def unguarded(key: Phase | Round | Part) -> UpdateFn:
-        return around(whole.composed(key))
+    def met(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        olds = iter(tree.instances(state, PairAverageState))
+        params, after = exchange.mean(number, state, params)
+        return params, tree.replace(after, PairAverageState, lambda s: _counted(s, next(olds)))
 
-    rounds = memoized(unguarded)
-    return guarded._replace(compressed_update=rounds(Phase.COMPRESSED), rounds=rounds)
+    assert whole.exchange is not None
+    exchange = whole.exchange
+    unguarded = exchange._replace(mean=met).within(lambda s: s.inner, lambda s, own: s._replace(inner=own))
+    return guarded._replace(compressed_update=around(whole.compressed_update), exchange=unguarded)

@@ -79,7 +79,7 @@ def primal_average(
         rate so far, which is the same where the rate is constant.
     """
     check_is_transform("inner", inner)
-    if inner.rounds is not None:
+    if inner.exchange is not None:
         raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
     check_interval("interpolation", interpolation, "(0, 1]")
     if averaging is not None:

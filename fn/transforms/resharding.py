@@ -30,7 +30,6 @@ from fn.transforms import flat_layout as layouts
 
 Tree = Any
 Note = TypeVar("Note")
-Orders = Sequence[tuple[int, ...]]
 Addends = list[Tensor]
 """Of one part of a state; those of a state in parts are a list of these."""
 
@@ -38,13 +37,11 @@ Addends = list[Tensor]
 class Reshape(NamedTuple):
     """How a state moves to another number of ranks.
 
-    addends: (state of a rank, W, its rank, orders) -> float64 tensors; added up over the ranks they do not depend on W.
-        orders: the dimensions of each leaf, the slowest first, where vectors hold its elements in another order than
-        that of its shape, as version 0.2.0 saved them; () elsewhere.
+    addends: (state of a rank, W, its rank) -> float64 tensors; added up over the ranks they do not depend on W.
     adopt: (the sum of all addends, a fresh state) -> the state of this rank on the axes that are bound now.
     """
 
-    addends: Callable[[Tree, int, int, Orders], Tree]
+    addends: Callable[[Tree, int, int], Tree]
     adopt: Callable[[Tree, Tree], Tree]
 
 
@@ -78,14 +75,14 @@ Plan = Callable[[int], list[layouts.Bucket]]
 def errors_reshape(leaves: Sequence[Tensor], axis: str, plan: Plan, worker: Hop, server: Hop) -> Reshape:
     """Return how an `ErrorFeedbackState` over leaves moves. worker, server: how the halves of an exchange travel."""
 
-    def addends(state: ErrorFeedbackState, world: int, rank: int, orders: Orders) -> Tree:
+    def addends(state: ErrorFeedbackState, world: int, rank: int) -> Tree:
         sums: Addends = []
         for bucket, e, d in zip(plan(world), state.worker, state.server, strict=True):
             dtype, segments = leaves[bucket.leaf_indices[0]].dtype, bucket.segments
             worker_error = to_plain(e, worker.codec, worker.feedback, segments, dtype)
-            sums += parts_of(None if worker_error is None else worker_error.double() / world, bucket, orders)
+            sums += parts_of(None if worker_error is None else worker_error.double() / world, bucket)
             server_error = to_plain(d, server.codec, server.feedback, _row_of(segments, rank), dtype)
-            sums += parts_of(None if server_error is None else in_row(server_error, bucket, rank), bucket, orders)
+            sums += parts_of(None if server_error is None else in_row(server_error, bucket, rank), bucket)
             sums += [_age(e, rank), _age(d, rank)]
         return sums
 
@@ -129,26 +126,11 @@ def in_row(piece: Tensor, bucket: layouts.Bucket, rank: int) -> Tensor:
     return full.view(-1)
 
 
-def parts_of(vector: Tensor | None, bucket: layouts.Bucket, orders: Orders) -> Addends:
-    """Return the bucket's tensors of a vector, on the CPU; zeros for None. orders: see `Reshape`."""
+def parts_of(vector: Tensor | None, bucket: layouts.Bucket) -> Addends:
+    """Return the bucket's tensors of a vector, on the CPU; zeros for None."""
     if vector is None:
         return [torch.zeros(shape, dtype=torch.float64, device="cpu") for shape in bucket.shapes]
-    parts = [part.double().cpu() for part in layouts.split(vector, bucket)]
-    return [read_in_order(x, orders[i]) for i, x in zip(bucket.leaf_indices, parts, strict=True)] if orders else parts
-
-
-def read_in_order(x: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return a tensor of the shape of x, contiguous, whose elements lie in x in another order of dimensions.
-
-    >>> x = torch.tensor([[1, 2, 3], [4, 5, 6]])    # columns, one after the other
-    >>> read_in_order(x, (1, 0))
-    tensor([[1, 3, 5],
-            [2, 4, 6]])
-    """
-    if not order:
-        return x
-    inverse = sorted(range(len(order)), key=order.__getitem__)
-    return x.reshape([x.shape[d] for d in order]).permute(inverse).contiguous()
+    return [part.double().cpu() for part in layouts.split(vector, bucket)]
 
 
 def take_parts(rest: Iterator[Tensor], bucket: layouts.Bucket) -> Tensor:
@@ -171,7 +153,7 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
                 return bucket
         return None
 
-    def addends(state: Tree, world: int, rank: int, orders: Orders) -> Tree:
+    def addends(state: Tree, world: int, rank: int) -> Tree:
         buckets, sums = plan(world), list[Tensor]()
         for path, leaf in zip(tree.paths(state), tree.leaves(state), strict=True):
             bucket = bucket_of(path, leaf, buckets)
@@ -179,7 +161,7 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
                 zeros = torch.zeros(leaf.shape, dtype=torch.float64, device="cpu")
                 sums.append(leaf.double().cpu() if rank == 0 else zeros)
             else:
-                sums += parts_of(in_row(leaf, bucket, rank), bucket, orders)
+                sums += parts_of(in_row(leaf, bucket, rank), bucket)
         return sums
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
@@ -198,9 +180,9 @@ def shards_reshape(axis: str, plan: Plan, suffixes: Sequence[str]) -> Reshape:
 def vectors_reshape(axis: str, plan: Plan) -> Reshape:
     """Return how a tuple moves that has an entry for each bucket: a vector (n,) that all ranks hold alike, or ()."""
 
-    def addends(state: Tree, world: int, rank: int, orders: Orders) -> Tree:
+    def addends(state: Tree, world: int, rank: int) -> Tree:
         pairs = zip(state, plan(world), strict=True)
-        return [parts_of(v if rank == 0 else None, b, orders) if isinstance(v, Tensor) else [] for v, b in pairs]
+        return [parts_of(v if rank == 0 else None, b) if isinstance(v, Tensor) else [] for v, b in pairs]
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
         triples = zip(total, fresh, plan(axis_size(axis)), strict=True)
@@ -218,8 +200,8 @@ def in_parts(
         -> the state.
     """
 
-    def addends(state: Tree, world: int, rank: int, orders: Orders) -> Tree:
-        return [reshape.addends(pick(state), world, rank, orders) for pick, reshape in parts]
+    def addends(state: Tree, world: int, rank: int) -> Tree:
+        return [reshape.addends(pick(state), world, rank) for pick, reshape in parts]
 
     def adopt(total: Tree, fresh: Tree) -> Tree:
         moved = [reshape.adopt(sums, pick(fresh)) for sums, (pick, reshape) in zip(total, parts, strict=True)]
@@ -240,20 +222,18 @@ class Move(NamedTuple):
     """How saved states of another number of ranks move to this one.
 
     notes: (a fresh state, how it moves), as `reshapes` collected them. rows: those that this rank has read. add: sums
-    over the ranks that are bound now. orders: for each note, see `Reshape`; () where all are in the order of the
-    shapes.
+    over the ranks that are bound now.
     """
 
     notes: Sequence[tuple[Tree, Reshape]]
     rows: Rows
     add: Callable[[Tree], Tree]
-    orders: Sequence[Orders] = ()
 
     def walk(self, fresh: Tree, saved: Tree) -> Tree:
         """Return a fresh state with what was saved. saved: a tree like it, with `Rows` for what is rank-local."""
-        for i, (state, reshape) in enumerate(self.notes):
+        for state, reshape in self.notes:
             if state is fresh:
-                return reshape.adopt(self._total(reshape, fresh, saved, self.orders[i] if self.orders else ()), fresh)
+                return reshape.adopt(self._total(reshape, fresh, saved), fresh)
         has_errors = isinstance(fresh, ErrorFeedbackState) and tree.leaves(fresh)
         if has_errors or (hasattr(fresh, "_fields") and roles.roles_of(fresh).shard):
             raise ValueError("state: is of another world, and nothing says how errors of several axes move")
@@ -267,17 +247,17 @@ class Move(NamedTuple):
             return dict(zip(keys, below, strict=True))
         return type(fresh)(*below) if hasattr(fresh, "_fields") else type(fresh)(below)
 
-    def _total(self, reshape: Reshape, fresh: Tree, saved: Tree, orders: Orders) -> Tree:
+    def _total(self, reshape: Reshape, fresh: Tree, saved: Tree) -> Tree:
         def of_rank(take: Callable[[Tensor], Tensor]) -> Tree:
             return tree.map(lambda _, x: take(x.rows) if isinstance(x, Rows) else x, fresh, saved)
 
         rows, first, world = self.rows
         try:
             nothing = of_rank(lambda rows: rows.new_zeros(rows.shape[1:]))
-            total = tree.map(torch.zeros_like, reshape.addends(nothing, world, 0, orders))
+            total = tree.map(torch.zeros_like, reshape.addends(nothing, world, 0))
             for j in range(rows.shape[0]):
                 of_old_rank = of_rank(lambda rows, j=j: rows[j])  # type: ignore[misc]
-                share = reshape.addends(of_old_rank, world, first + j, orders)
+                share = reshape.addends(of_old_rank, world, first + j)
                 total = tree.map(torch.add, total, share)
         except (RuntimeError, ValueError, AttributeError) as error:
             raise ValueError(f"state: its errors do not fit these parameters on {world} ranks: {error}") from error

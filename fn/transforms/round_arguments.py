@@ -15,8 +15,8 @@ from fn.base import (
     Step,
     Transform,
     UpdateFn,
+    check_interval,
     check_is_transform,
-    check_whole,
     facts_of,
     has_phase,
     links_of,
@@ -25,9 +25,43 @@ from fn.base import (
 from fn.compiling import original
 from fn.errors import expected
 from fn.kernels.tracing import is_concrete
+from fn.schedules import Every, Schedule
 from fn.transforms.average import Average
 from fn.transforms.decay_and_lr import Rate
+from fn.transforms.fragments import check_fragments
 from fn.transforms.norm_guard import Guard
+
+
+def check_outer(
+    inner: Any, outer_tx: Any, sync: Any, fragments: Any, alpha: Any, store: Any, on_skip: Any, guard: Any
+) -> None:
+    """Refuse what `outer` cannot take, with a TypeError or ValueError that names the argument."""
+    check_inner(inner, sync)
+    check_outer_tx(outer_tx)
+    check_sync(sync)
+    if facts_of(sync).unequal:  # the anchor is taken to be the same on all ranks, and they would drift apart in silence
+        cure = "with an average of pairs write fn.own_anchors(average, inner, outer_tx, sync)"
+        raise ValueError(expected("sync", "an average that is the same on all ranks", "one that differs", cure))
+    check_fragments(fragments)
+    check_interval("alpha", alpha, "[0, 1]")
+    check_store(store)
+    if on_skip not in ("keep", "anchor"):
+        raise ValueError(expected("on_skip", "'keep' or 'anchor'", f"{on_skip!r}"))
+    check_guard(guard, sync)
+    if guard is not None and (inside := facts_of(inner).axes):
+        got = f"one beside an inner optimizer that communicates over {', '.join(map(repr, inside))}"
+        raise ValueError(expected("guard", "None", got, "give inner no axis, or leave out the guard"))
+
+
+def check_schedule(fragments: Any, schedule: Schedule) -> None:
+    """Refuse an `fn.every` of another number of fragments, or one that begins an exchange before the last one ends."""
+    counted = 1 if fragments is None else fragments  # how many a function makes depends on the params
+    if isinstance(schedule, Every) and isinstance(counted, int) and schedule.fragments != counted:
+        wanted, got = f"{counted} fragments, as fn.outer has", f"fn.every.fragments={schedule.fragments}"
+        raise ValueError(expected("schedule", wanted, got, "give both the same number"))
+    if isinstance(schedule, Every) and schedule.delay >= schedule.h:
+        wanted = f"a delay of less than h={schedule.h}"
+        raise ValueError(expected("schedule", wanted, f"delay={schedule.delay}", "use delay = h - 1"))
 
 
 def check_inner(inner: Any, sync: Any = None) -> None:
@@ -37,7 +71,7 @@ def check_inner(inner: Any, sync: Any = None) -> None:
     would lead them apart is refused. Args: sync: what averages over islands; None: it may not communicate at all.
     """
     check_is_transform("inner", inner)
-    if inner.rounds is not None:
+    if inner.exchange is not None:
         raise ValueError(expected("inner", "an optimizer that takes steps", "one with rounds, such as fn.outer"))
     facts = facts_of(inner)
     if not facts.axes:
@@ -117,52 +151,6 @@ def check_guard(guard: Any, sync: Transform) -> None:
     if facts_of(sync).silent:
         cure = "give it facts=fn.Facts(axes=(...,)), for norms are compared over the same axes"
         raise ValueError(expected("sync", "an average that names its axes, for there is a guard", "one without", cure))
-
-
-def check_late(
-    in_flight: Any, since: Any, eager: Any, alpha: float, guard: Guard | None, sync: Transform
-) -> int:
-    """Refuse arguments for late means that do not go together; return how many of a fragment may be on their way."""
-    check_whole("in_flight", in_flight, 1)
-    if since not in ("anchor", "start"):
-        raise ValueError(expected("since", "'anchor' or 'start'", f"{since!r}"))
-    if not isinstance(eager, bool):
-        raise TypeError(expected("eager", "True or False", f"{eager!r}"))
-    if guard is not None and (eager or in_flight > 1):
-        got = "eager=True" if eager else f"in_flight={in_flight}"
-        raise ValueError(expected("guard", "None where means come a round late", f"one beside {got}"))
-    if not eager:
-        return int(in_flight)
-    if alpha or since != "anchor" or in_flight > 2:
-        wanted = "alpha=0, since='anchor' and no in_flight, for each rank goes on from its own anchor"
-        raise ValueError(expected("eager", wanted, f"alpha={alpha}, since={since!r}, in_flight={in_flight}"))
-    if facts_of(sync).silent:
-        cure = "give it facts=fn.Facts(axes=(...,)), for a rank's own part is one of as many as there are ranks"
-        raise ValueError(expected("sync", "an average that names its axes, for steps are eager", "one without", cure))
-    return 2
-
-
-def check_in_flight(of_schedule: int, in_flight: int, eager: bool) -> None:
-    """Refuse a round that numbers exchanges otherwise than `outer` does: it would be of another fragment.
-
-    Args: of_schedule: what the round says. in_flight: what `outer` has, 2 where steps are eager.
-    """
-    if of_schedule == in_flight:
-        return
-    given = "eager=True, so 2" if eager else f"in_flight={in_flight}"
-    fitting = f"in_flight={of_schedule}" + (" and eager=False" if eager else "")
-    cure = f"give fn.outer {fitting}, or fn.every {late_enough(in_flight, eager)}"
-    raise ValueError(expected("phase.in_flight", f"{in_flight}, for fn.outer has {given}", f"{of_schedule}", cure))
-
-
-def late_enough(in_flight: int, eager: bool) -> str:
-    """Return which delay of `fn.every` goes with `outer`."""
-    if eager:
-        return "a delay of h, for steps are eager"
-    if in_flight == 1:
-        return "a delay of less than h"
-    least = "h" if in_flight == 2 else f"{in_flight - 1} h"
-    return f"a delay of {least} or more, below {in_flight} h"
 
 
 def check_store(store: Any) -> None:

@@ -64,7 +64,6 @@ from fn.transforms import flat_layout as layouts
 from fn.transforms.flat_layout import Bucket, adjoin, end_to_end, join, split
 from fn.transforms.leafwise import apply
 from fn.transforms.resharding import Notes, Reshape, errors_reshape, in_parts, reshapes, shards_reshape, vectors_reshape
-from fn.transforms.skip_nonfinite import all_finite
 
 Tree = Any
 
@@ -158,7 +157,7 @@ def _check_inner(inner: Any, axis: AxisNames) -> None:
     """
     check_is_transform("inner", inner)
     facts = facts_of(inner)
-    if inner.rounds is not None:
+    if inner.exchange is not None:
         raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer"))
     if shared := [name for name in names(axis) if name in facts.axes + facts.shards]:
         wanted = f"no communication over the axis {shared[0]!r}, on which every rank has another shard"
@@ -226,8 +225,8 @@ def sharded(
 
     Paper: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5; Wang et al., ZeRO++ (arXiv 2306.10209), sections
         4.1 and 4.3, for codes in both halves.
-    Differs: params stay whole on every rank, so this is not stage 3; `fn.adapters.fsdp` is for that. Where a state of
-        inner is not finite or a guard inside of it skips, the shard's updates are NaN, for all ranks to see and skip.
+    Differs: params stay whole on every rank, so this is not stage 3; `fn.adapters.fsdp` is for that. Where a guard
+        inside of inner skips, the shard's updates are NaN, for all ranks to see and skip.
     """
     _check_inner(inner, axis)
     layouts.check_layout(layout)
@@ -543,7 +542,7 @@ def _piece(tensor: Tensor, start: int, width: int) -> Tensor:
 
 
 def show_failures(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:
-    """Make the moves of a shard NaN where the rank's state is not finite or a guard inside skipped.
+    """Make the moves of a shard NaN where a guard inside skipped.
 
     Only this rank can see that. The moves are gathered, so all ranks then see a NaN and skip together. The guard around
     `sharded` counts that step, so skip counts inside stay as they were.
@@ -551,13 +550,12 @@ def show_failures(moves: Tree, before: Tree, after: Tree) -> tuple[Tree, Tree]:
     Args: moves: of this rank's shard. before, after: the inner states of this step.
     Returns: the moves, and the state after.
     """
-    olds, (news, structure) = tree.leaves(before), tree.flatten(after)
     skips = roles.find(before, "skips")
-    ok, kept = all_finite([x for x, old in zip(news, olds, strict=True) if x is not old and x.is_floating_point()]), []
-    for new, old in zip(news, olds, strict=True):
-        is_count = any(old is count for count in skips)
-        ok = ok & (new == old) if is_count else ok
-        kept.append(old if is_count else new)
+    if not skips:
+        return moves, after
+    ok = torch.stack([new == old for new, old in zip(roles.find(after, "skips"), skips, strict=True)]).all()
+    olds, (news, structure) = tree.leaves(before), tree.flatten(after)
+    kept = [old if any(old is count for count in skips) else new for new, old in zip(news, olds, strict=True)]
     after = tree.unflatten(structure, kept)
     if is_concrete(ok) and ok.device.type == "cpu" and ok:
         return moves, after

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,18 +14,14 @@ from fn.base import (
     Guarded,
     NewParams,
     Phase,
-    SideBySide,
     Transform,
     UpdateFn,
-    apply_updates,
     check_is_transform,
     check_state,
     combine,
     facts_of,
-    merged,
 )
 from fn.collectives.agreement import device_of, true_on_all
-from fn.collectives.axis import rank_dims
 from fn.errors import expected
 from fn.kernels import ops
 from fn.kernels.flags import known
@@ -55,8 +50,9 @@ class _InsideState(NamedTuple):
 def skip_nonfinite(inner: Transform) -> Transform:
     """Leave params and state bitwise as they are in a step whose result is not finite, and count it.
 
-    A step is also skipped if a param could overflow: for an update of at least 2^103, 1e31, in float32 or 2^970 in
-    float64, and for one that makes a param of float16 overflow, for which 16 can be enough.
+    What is looked at are the updates alone; of transforms that lead params which differ between ranks to common ones,
+    what all ranks hold alike after it (`Roles.watched`). Finite numbers that overflow are as in torch: a gradient of
+    1e25 makes a second moment infinite, with which an element moves no more, and no step is skipped for it.
 
     A NaN or Inf on one rank reaches every rank, in the exact mean or in the scales of the codes, and so makes the
     replicated results of all ranks non-finite. Looking at these needs no message, and all ranks skip together. In a
@@ -80,9 +76,7 @@ def skip_nonfinite(inner: Transform) -> Transform:
     The local phase is not guarded, because no rank can know there what another saw. Transforms with local steps, such
     as 0/1 Adam, leave out non-finite ones themselves.
 
-    Some transforms lead params that differ between ranks to common ones. The classes of their states declare which
-    fields all ranks hold alike after an exchange (`Roles.watched`), and only these are checked then. So beside such a
-    transform in a partition each label needs a guard of its own.
+    Beside a transform with something watched in a partition each label needs a guard of its own.
 
     Args: inner: the transform to guard.
     Returns: a transform with the phases of `inner`.
@@ -116,49 +110,15 @@ def skip_nonfinite(inner: Transform) -> Transform:
                 after = tree.replace(after, _InsideState, lambda s: SkipState(*s))
             else:
                 out, after = inner_update(updates, before, params)
-            ok = true_on_all(_is_fine(out, after, state.inner, params), shards, device_of(out))
+            _check_tensors(state.inner, after)
+            ok = true_on_all(_is_fine(out, after, state.inner), shards, device_of(out))
             return _keep_or_skip(ok, out, after, state, params, math.nan if is_inside else None)
 
         looks = phase is not Phase.LOCAL
         return Guarded(inner_update, looks, update if looks else local, partial(guarded, phase))
 
-    return combine([inner], init, lambda phase, updates_of: guarded(phase, *updates_of))
-
-
-def together(transforms: Sequence[Transform]) -> Transform:
-    """Apply one transform to each of several trees; a step that one of them skips, all skip.
-
-    Args: transforms: for the param groups of an optimizer. Those that skip are made by `skip_nonfinite`.
-    Returns: a transform of tuples, one entry per tree, with the phases that all of them have.
-    """
-
-    shards = merged(*map(facts_of, transforms)).shards
-
-    def init(params: tuple[Tree, ...]) -> tuple[Tree, ...]:
-        return tuple(t.init(p) for t, p in zip(transforms, params, strict=True))
-
-    def compose(phase: Phase, updates_of: list[UpdateFn]) -> UpdateFn:
-        def update(updates: Tree, state: Tree, params: Tree, /) -> tuple[Tree, Tree]:
-            results = [f(*args) for f, args in zip(updates_of, zip(updates, state, params, strict=True), strict=True)]
-            guards = [(new, old) for (_, new), old in zip(results, state, strict=True) if isinstance(old, SkipState)]
-            counts = [(new.skipped, old.skipped) for new, old in guards if new.skipped is not old.skipped]
-            if len(results) > 1 and (counts or shards):
-                flags = [new == old for new, old in counts] or [torch.tensor(True, dtype=torch.bool, device="cpu")]
-                ok = true_on_all(torch.stack(flags).all(), shards, device_of(params))
-                results = [
-                    _keep_or_skip(ok, out, new.inner, old, p) if isinstance(old, SkipState) else (out, new)
-                    for (out, new), old, p in zip(results, state, params, strict=True)
-                ]
-            outs, after = zip(*results, strict=True) if results else ((), ())
-            if any(isinstance(out, NewParams) for out in outs):  # then all trees have them
-                pairs_of = zip(outs, params, strict=True)
-                new = [out.params if isinstance(out, NewParams) else apply_updates(p, out) for out, p in pairs_of]
-                return NewParams(tuple(new)), after
-            return outs, after
-
-        return SideBySide(tuple(updates_of), update)
-
-    return combine(transforms, init, compose)
+    exchange = inner.exchange and inner.exchange.within(lambda s: s.inner, lambda s, own: s._replace(inner=own))
+    return combine([inner], init, lambda phase, updates_of: guarded(phase, *updates_of), exchange=exchange)
 
 
 def _guards_itself(state: Tree) -> bool:
@@ -167,19 +127,24 @@ def _guards_itself(state: Tree) -> bool:
     return any(roles.rank_local(x).intersection(roles.roles_of(x).watched) for x in classes)
 
 
-def _is_fine(out: Tree, after: Tree, before: Tree, params: Tree) -> Tensor:
+def _is_fine(out: Tree, after: Tree, before: Tree) -> Tensor:
     """Return whether a step may be taken, 0-d bool, the same on all ranks. out: its updates. before, after: states."""
     if watched := tree.leaves(roles.find(after, "watched")):
         olds = tree.leaves(roles.find(before, "watched"))
         return all_finite([new for new, old in zip(watched, olds, strict=True) if new is not old])
-    if isinstance(out, NewParams):
-        ok = all_finite(tree.leaves(out))
-    else:
-        ok = all_addable(tree.leaves(out), tree.leaves(params))
-    ok = ok & all_finite(_changed_and_replicated(before, after))
+    ok = all_finite(tree.leaves(out))
     for new, old in zip(roles.find(after, "skips"), roles.find(before, "skips"), strict=True):
         ok = ok if new is old else ok & (new == old)  # where a guard inside skips, the whole step is skipped
     return ok
+
+
+def _check_tensors(before: Tree, after: Tree) -> None:
+    """Refuse a state in which something other than a tensor changes: a step that is skipped could not put it back."""
+    for place, (old, new) in enumerate(zip(tree.leaves(before), tree.leaves(after), strict=True)):
+        if new is not old and not isinstance(new, Tensor):
+            wanted = f"leaf {tree.paths(after)[place] or 'the root'!r}, which changes, to be a tensor"
+            cure = "use torch.zeros((), dtype=torch.int64) for a counter"
+            raise TypeError(expected("state", wanted, type(new).__name__, cure))
 
 
 def _keep_or_skip(
@@ -202,18 +167,6 @@ def _keep_or_skip(
     return updates, SkipState(tree.map(chosen, after, state.inner), skipped)
 
 
-def _changed_and_replicated(before: Tree, after: Tree) -> list[Tensor]:
-    leaves = zip(tree.leaves(before), tree.leaves(after), tree.leaves(rank_dims(after)), strict=True)
-    # what did not change was finite before; what is rank-local may not decide, or ranks would skip apart
-    changed = [(place, new) for place, (old, new, dim) in enumerate(leaves) if dim is None and new is not old]
-    for place, new in changed:
-        if not isinstance(new, Tensor):
-            wanted = f"leaf {tree.paths(after)[place] or 'the root'!r}, which changes, to be a tensor"
-            cure = "use torch.zeros((), dtype=torch.int64) for a counter"
-            raise TypeError(expected("state", wanted, type(new).__name__, cure))
-    return [new for _, new in changed if new.is_floating_point()]
-
-
 def all_finite(leaves: list[Tensor]) -> Tensor:
     """Return whether all elements of all leaves are finite, 0-d bool."""
     leaves = [x for x in leaves if x.numel()]
@@ -221,54 +174,24 @@ def all_finite(leaves: list[Tensor]) -> Tensor:
         sums = [float(x.detach().sum(dtype=x.dtype)) for x in leaves]
         if all(map(math.isfinite, sums)):  # finite sums prove it in half the time; an infinite one proves nothing
             return torch.tensor(True, dtype=torch.bool, device="cpu")
-    if _has_numbers(leaves):
-        return _all_below(math.inf, leaves)
+    if is_concrete(*leaves) and not _is_on_host(leaves):
+        return _by_kernel(leaves)
     return torch.isfinite(ends(leaves)).all()
 
 
-def all_addable(updates: list[Tensor], params: Sequence[Tensor] = ()) -> Tensor:
-    """Return whether updates are finite and make no finite param overflow, 0-d bool.
-
-    An update of less than half a unit in the last place of the dtype's largest number makes no finite param overflow.
-    In float16 that is 16, which sound updates can reach, so there the sums are looked at.
-
-    Args: params: of the updates, where some may be of float16.
-    """
-    halves = [p if p.dtype == torch.float16 else None for p in params if isinstance(p, Tensor)]
-    halves = halves if len(halves) == len(updates) else [None] * len(updates)
-    pairs = [(x, p) for x, p in zip(updates, halves, strict=True) if x.numel()]
-    small = (float(torch.linalg.vector_norm(x.detach())) < _far(x, p) for x, p in pairs)
-    if _is_on_host([x for x, _ in pairs]) and all(small):
-        return torch.tensor(True, dtype=torch.bool, device="cpu")
-    if _has_numbers([x for x, _ in pairs]):
-        limits = {_far(x): [y for y, q in pairs if q is None and _far(y) == _far(x)] for x, p in pairs if p is None}
-        flags = [_all_below(limit, some) for limit, some in limits.items()]
-        pairs = [(x, p) for x, p in pairs if p is not None]
-    else:
-        flags = []
-    flags += [ends([x]).abs() < _far(x) if p is None else (p + x).to(p.dtype).isfinite() for x, p in pairs]
-    return torch.stack([flag.all().to(flags[0].device) for flag in flags]).all()
-
-
-def _all_below(limit: float, leaves: list[Tensor]) -> Tensor:
-    """Return whether all magnitudes are below a limit, by a kernel for lists of one dtype on one device; 0-d bool."""
+def _by_kernel(leaves: list[Tensor]) -> Tensor:
+    """Return whether all elements are finite, by a kernel for lists of one dtype on one device; 0-d bool."""
     alike: dict[Any, list[Tensor]] = {}
     for x in leaves:
         alike.setdefault((x.dtype, x.device), []).append(x.detach())
-    flags = [ops.direct("largest_magnitude", some) < limit for some in alike.values()]  # NaN is not
+    flags = [ops.direct("largest_magnitude", some) < math.inf for some in alike.values()]  # NaN is not
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 
-def _has_numbers(leaves: list[Tensor]) -> bool:
-    """Return whether leaves hold numbers that are not on the host alone."""
-    return bool(leaves) and is_concrete(*leaves) and not _is_on_host(leaves)
-
-
-def _far(x: Tensor, half: Tensor | None = None) -> float:
-    """Return from which size on an update counts as too large. half: the param, if it is of float16."""
-    if half is not None:
-        return 2.0**4
-    return 2.0**970 if x.dtype == torch.float64 else 2.0**103
+def shown(updates: Tree, momentum: Tree) -> Tree:
+    """Return updates that are clamped; NaN where the momentum is not finite, so that a guard skips the step."""
+    ok = all_finite(tree.leaves(momentum))
+    return updates if known(ok) else tree.map(lambda u: torch.where(ok.to(u.device), u, torch.nan), updates)
 
 
 def _is_on_host(leaves: list[Tensor]) -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fn import tree
-from fn.base import NewParams, Part, Phase, Round, Transform, apply_updates, check_is_transform, facts_of
+from fn.base import Phase, Round, Transform, apply_updates, check_is_transform, facts_of
 from fn.collectives.axis import ALONE, axis_index, current_binding, names, rank_dims
 from fn.collectives.primitives import all_gather
 from fn.collectives.simulation import simulate
@@ -73,7 +73,7 @@ def _steps(tx: Transform, schedule: Schedule) -> Sequence[Phase | Round]:
     counts, in_a_row, last = Counter[Any](), 0, None
     for step in range(SCANNED):
         phase = phase_of(schedule, step)
-        if tx.rounds is None and isinstance(phase, Round):
+        if tx.exchange is None and isinstance(phase, Round):
             phase = phase.phase
         in_a_row = in_a_row + 1 if phase == last else 1
         last = phase
@@ -94,7 +94,7 @@ def _checks(run: _Run, steps: Sequence[Phase | Round]) -> Iterator[Check]:
         if not run.goes_on:
             return
         yield f"{what}, replicas", run.replicas
-        if run.tx.rounds is not None and phase is not Phase.WARMUP:
+        if run.tx.exchange is not None and phase is not Phase.WARMUP:
             yield f"{what}, parts", partial(run.parts, phase, delayed)
         if isinstance(run.before[1], SkipState):
             yield f"{what}, NaN on one rank", partial(run.skips, phase)
@@ -198,42 +198,42 @@ class _Run:
         return None
 
     def parts(self, phase: Phase | Round, delayed: bool) -> str | None:
-        """Take the parts of a round, as an adapter does; they lead where the whole leads."""
+        """Take the exchange of a round in its three parts, as an adapter does; they lead where the whole leads."""
         phase = {Phase.COMPRESSED: Round(0, 0), Phase.LOCAL: Round()}[phase] if isinstance(phase, Phase) else phase
         g, state, params = self.before
-        zeros = tree.map(torch.zeros_like, g)
-        local_state, local_params = self.part(phase.local, g, state, params)
+        local_state, local_params = self.step(Phase.LOCAL, g, state, params)
         here, now = local_params, local_state
-        for part in phase.exchange:
-            if part.kind == "mean" and (delayed or phase.begin != phase.end):
+        if phase.begin is not None:
+            here, now = self.part("difference", phase.begin, now, here)
+            if delayed or phase.begin != phase.end:
                 unknown = tree.map(lambda p: torch.full_like(p, torch.nan), here)
-                blind, returned = self.part(part, zeros, now, unknown)
+                returned, blind = self.part("mean", phase.begin, now, unknown)
                 if any(not bool(x.isnan().all()) for x in tree.leaves(returned)):
-                    cure = "return them in the part 'outer', for local steps move them while the mean travels"
+                    cure = "return them in 'outer', for local steps move them while the mean travels"
                     return f"the part 'mean' returns params; {cure}"
-                if fault := _differs(self.part(part, zeros, now, here)[0], blind, ""):
-                    cure = "note them in the state in the part 'difference', for local steps move them meanwhile"
+                if fault := _differs(self.part("mean", phase.begin, now, here)[1], blind, ""):
+                    cure = "note them in the state in 'difference', for local steps move them meanwhile"
                     return f"the part 'mean' reads the params ({fault}); {cure}"
                 if both := _changed(state, local_state) & _changed(local_state, blind):
                     cure = "let the exchange keep what it changes in fields of its own"
                     return f"leaf {min(both)!r} is changed by local steps and by a mean that travels meanwhile; {cure}"
                 now = blind
             else:
-                now, here = self.part(part, zeros, now, here)
-        cure = "let `rounds` make a round of its parts: local, difference, mean, outer, each on what the last returned"
+                here, now = self.part("mean", phase.begin, now, here)
+        if phase.end is not None:
+            here, now = self.part("outer", phase.end, now, here)
+        cure = "let the update of a round be the local step and what the exchange does, one after the other"
         fault = _differs(self.after[0], now, "of the state ") or _differs(self.after[1], here, "of the params ")
         return f"the parts differ from the whole round at {fault}; {cure}" if fault else None
 
-    def part(self, part: Part, g: Tree, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        """Return the state and the params after a part."""
+    def part(self, name: str, number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """Return the params and the state after a part of the exchange."""
 
-        def on_rank(g: Tree, s: Tree, p: Tree) -> tuple[Tree, Tree]:
-            moves, after = self.tx.composed(part)(g, s, p)
-            if isinstance(moves, NewParams):
-                return after, tree.map(lambda x, old: x.to(old.dtype), moves.params, p)
-            return after, apply_updates(p, moves)
+        def on_rank(s: Tree, p: Tree) -> tuple[Tree, Tree]:
+            new, after = getattr(self.tx.exchange, name)(number, s, p)
+            return tree.map(lambda x, old: x.to(old.dtype), new, p), after
 
-        result: tuple[Tree, Tree] = self.simulated(on_rank, g, state, params)
+        result: tuple[Tree, Tree] = self.simulated(on_rank, state, params)
         return result
 
     def skips(self, phase: Phase | Round) -> str | None:
@@ -246,7 +246,7 @@ class _Run:
         first[(-1,) * first.ndim] = torch.nan
         after, moved = self.step(phase, bad, state, params)
         cure = "let a NaN reach what is sent, so that all ranks see it, and guard the whole chain by fn.skip_nonfinite"
-        meets = phase is Phase.WARMUP or (phase is Phase.COMPRESSED and self.tx.rounds is None)
+        meets = phase is Phase.WARMUP or (phase is Phase.COMPRESSED and self.tx.exchange is None)
         if meets and not bool((after.skipped == state.skipped + 1).all()):
             return f"a NaN on one rank is not skipped and counted by all ranks; {cure}"
         if meets and (fault := _differs((state.inner, params), (after.inner, moved), "")):

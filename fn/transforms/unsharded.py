@@ -215,7 +215,7 @@ def _check(inner: Any, shards: Any) -> None:
     if not isinstance(shards, Shards) or not isinstance(shards.axis, str):
         raise TypeError(expected("shards", "the name of one axis, or fn.Shards", f"{shards!r}"))
     facts = facts_of(inner)
-    if inner.rounds is not None:
+    if inner.exchange is not None:
         cure = "put fn.outer around the chain that holds fn.unsharded"
         raise ValueError(expected("inner", "a transform with phases only", "one with rounds, such as fn.outer", cure))
     if shards.axis in facts.axes + facts.shards:
@@ -278,7 +278,8 @@ def _cuts(shards: Shards, leaves: Sequence[Tensor]) -> list[_Cut | None]:
     """Return how leaves are divided. Raises: ValueError for pieces that do not fit."""
     world, _, transport = axes.resolve(shards.axis)
     dims = shards.dims or tuple(0 if leaf.ndim else None for leaf in leaves)
-    shapes = shards.shapes or tuple(_of_pieces(leaf.shape, world) for leaf in leaves)
+    known = shards.shapes if transport != axes.ALONE else None  # whoever is alone has whole tensors
+    shapes = known or tuple(_of_pieces(leaf.shape, world) for leaf in leaves)
     if not len(leaves) == len(dims) == len(shapes):
         wanted, got = f"one for each of {len(leaves)} tensors", f"{len(shapes)} shapes and {len(dims)} dimensions"
         raise ValueError(expected("shards", wanted, got))

@@ -36,9 +36,17 @@ from fn.transforms.adam import (
     start_moments,
 )
 from fn.transforms.decay_and_lr import check_decay, check_rate
-from fn.transforms.skip_nonfinite import all_addable, all_finite, ends
+from fn.transforms.skip_nonfinite import all_finite, ends
 
 Tree = Any
+
+
+def _agreed(state: ZeroOneAdamState, params: list[Tensor]) -> list[Tensor] | None:
+    """Return the params after the last synchronisation; None where no local step has followed it."""
+    if not float(state.elapsed):
+        return None
+    anchor = tree.leaves(state.anchor)
+    return anchor or [p.to(w.dtype) - w for p, w in zip(params, tree.leaves(state.went), strict=True)]
 
 
 @declare(
@@ -47,7 +55,8 @@ Tree = Any
     first_moment=("mu",),
     second_moment=("nu",),
     copies=("anchor",),
-    watched=("nu", "peak"),
+    agreed=_agreed,
+    watched=("peak",),
     dropped=("dropped",),
     others=("sync",),
 )
@@ -200,7 +209,7 @@ def scale_by_zero_one_adam(
         direction = adam_direction(mu, state.nu, eps, max_step=max_step)
         updates = tree.map(lambda u, p: (-lr * (u + weight_decay * p)).to(u.dtype), direction, wide)
         anchor = tree.map(torch.add, wide, updates) if anchored else ()
-        peak = _shown(state.peak, all_addable(tree.leaves(updates)))
+        peak = _shown(state.peak, all_finite(tree.leaves(updates)))
         return updates, state._replace(step=state.step + 1, mu=mu, anchor=anchor, peak=peak)
 
     def warmup(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
@@ -226,8 +235,8 @@ def scale_by_zero_one_adam(
     def local(updates: Tree, state: ZeroOneAdamState, params: Tree, /) -> tuple[Tree, ZeroOneAdamState]:
         updates, params = check_arguments(updates, state, params, ZeroOneAdamState, "mu")
         moves, mu = step_alone(updates, state, params)
-        squares = tree.map(lambda m, g: g.to(m.dtype).square(), state.mu, updates)  # where nu is zero, moves are too
-        ok = (all_addable(tree.leaves(moves)) & all_finite(tree.leaves(squares))).to(state.dropped.device)
+        # where nu is zero, moves are zero whatever the gradient is
+        ok = all_finite([*tree.leaves(moves), *tree.leaves(updates)]).to(state.dropped.device)
         moves = tree.map(lambda u: torch.where(ok, u, -0.0), moves)
         mu = tree.map(lambda new, old: torch.where(ok, new, old), mu, state.mu)
         went = () if anchored else tree.map(torch.add, state.went, moves)
@@ -246,9 +255,7 @@ def scale_by_zero_one_adam(
         mean, sync_state = sync.compressed_update(scaled, state.sync, params)
         peak = largest(mean)
         mean = zeros_kept(mean, state.nu)
-        far = ()  # what is clamped is finite: a step that is not is to be skipped all the same
         if limit < math.inf:
-            far = tree.map(lambda s, v: over_root(s, v, eps), mean, state.nu)
             mean = tree.map(lambda s, v: rules.held(s, v, eps, limit * elapsed).to(s.dtype), mean, state.nu)
         mu = tree.map(lambda s: torch.where(elapsed > 0, -s / elapsed, 0.0).to(s.dtype), mean)
         decay = 0.0 if decay_in_momentum else weight_decay
@@ -257,7 +264,7 @@ def scale_by_zero_one_adam(
             return (x - elapsed * decay * x + over_root(s, v, eps)).to(x.dtype)
 
         new_params = tree.map(moved, start, mean, state.nu)
-        peak = _shown(peak, all_finite([*tree.leaves(far), *tree.leaves(new_params), *tree.leaves(mu)]))
+        peak = _shown(peak, all_finite([*tree.leaves(new_params), *tree.leaves(mu)]))
         kept = (new_params, ()) if anchored else ((), tree.map(torch.zeros_like, went))
         zero = torch.zeros_like(state.elapsed)
         state = state._replace(mu=mu, anchor=kept[0], went=kept[1], elapsed=zero, peak=peak, sync=sync_state)

@@ -68,7 +68,7 @@ def written(number: str) -> tuple[int, str]:
     for t in range(12):
         set_gradients(params, t)
         if t == FLIPPED_AFTER and dist.get_rank() == 1:
-            opt.param_groups[0][number] = 0.5
+            opt.param_groups[0].update({"lr": 0.5} if number == "lr" else {"betas": (0.5, 0.999)})
         try:
             opt.step()
         except fn.RanksDrifted as error:
@@ -95,7 +95,7 @@ CASES = [("parameter", 0), ("parameter", 31), ("second moment", 0), ("local phas
 
 
 def all_drifting() -> list[tuple]:
-    others = rescheduled(), written("lr"), written("b1"), alone(None), alone("data")
+    others = rescheduled(), written("lr"), written("betas"), alone(None), alone("data")
     return [*(drifting(*case) for case in CASES), *others]
 
 

@@ -16,6 +16,7 @@ import fn.adapters.torchft as adapter
 from fn import tree
 from fn.adapters.torchft import handing_over
 from fn.adapters.torchft.handing_over import become, check_made, made_of
+from fn.collectives.axis import ALONE, Axis, Binding, current_binding
 
 H = 4
 
@@ -35,10 +36,10 @@ class NoManager:
 
 
 def trained(seed: int, make: Any = CODES, rank: int = 0) -> tuple[list[torch.nn.Parameter], fn.Optimizer]:
-    """Return an island that has taken local steps."""
-    params = start(seed)
-    opt = adapter.optimizer(params, make, NoManager(), schedule=fn.every(H), lr=0.02)
-    opt.training.meet, opt._optimizer_step_pre_hooks = None, {}  # nobody to meet
+    """Return an island that has taken local steps, and an exchange with itself."""
+    params, alone = start(seed), Axis(1, torch.tensor(0), ALONE)
+    with Binding({**current_binding().axes, "islands": alone}):
+        opt = fn.Optimizer(params, partial(make, axis="islands"), schedule=fn.every(H), lr=0.02)
     for step in range(H + 1):
         for p in params:
             p.grad = torch.full_like(p, 1.0 + step + seed + rank)
@@ -48,9 +49,8 @@ def trained(seed: int, make: Any = CODES, rank: int = 0) -> tuple[list[torch.nn.
 
 def test_a_healed_island_is_a_copy_at_its_anchor_with_nothing_undelivered():
     (_, donor), (params, opt) = trained(0), trained(1)
-    for (error,) in tree.fields(donor.states, "worker"):
-        for x in tree.leaves(error):
-            x.add_(1)
+    for x in tree.leaves(fn.roles.find(donor.states, "errors")):
+        x.add_(1)
     become(opt, donor.state_dict())
     (anchor,), (wanted,) = (tree.fields(x.states, "anchor") for x in (opt, donor))
     assert all(torch.equal(p, x) and torch.equal(x, y) for p, x, y in zip(params, anchor, wanted, strict=True))
@@ -79,15 +79,19 @@ def test_an_island_that_runs_another_version_is_refused_by_name(monkeypatch):
 def test_what_is_no_number_of_tokens_is_refused(tokens):
     opt = adapter.optimizer(start(0), CODES, NoManager(), schedule=fn.every(H), lr=0.02, tokens=lambda: tokens)
     with pytest.raises(ValueError, match="tokens: expected to return a number of at least 0"):
-        opt.training.meet(fn.Round(0, 0))
+        opt.exchange(fn.Round(0, 0))
 
 
 @pytest.mark.parametrize(
     ("make", "schedule", "message"),
     [
-        (partial(fn.diloco, codec=fn.int8()), fn.every(H), "make: expected a method without errors of servers"),
+        (partial(fn.diloco, codec=fn.int8()), fn.every(H), "not depend on the number of islands, .* servers=False"),
         (fn.onebit_adam, fn.every(H), "schedule: .* does not fit this optimizer"),
-        (partial(fn.diloco, in_flight=2), fn.every(H, delay=H), "schedule: expected one mean on its way at a time"),
+        (
+            partial(fn.diloco, fragments=2),
+            fn.every(4, fragments=2, delay=3),
+            "schedule: expected one mean on its way at a time",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(make, schedule, message):

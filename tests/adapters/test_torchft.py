@@ -26,7 +26,8 @@ from torch import Tensor
 
 import fn
 from fn import tree
-from fn.adapters.optim.exchange import stage_exchange, weight_of
+from fn.adapters.optim.core import stage_exchange
+from fn.adapters.torchft.islands import weight_of
 
 pytestmark = [
     pytest.mark.torchft,
@@ -259,10 +260,13 @@ def like_ranks(steps: int, delay: int) -> list[list[float]]:
     return [x.tolist() for x in tree.fields(opt.states, "anchor")[0]]
 
 
-@pytest.mark.parametrize("point", ["counted", "staged"])
-def test_an_exchange_that_fails_is_dropped_and_nothing_is_lost(point):
+FAILURES = [("counted", 0, EXACT), ("staged", 0, CODES), ("staged", 2, CODES)]
+
+
+@pytest.mark.parametrize(("point", "delay", "make"), FAILURES)
+def test_an_exchange_that_fails_is_dropped_and_nothing_is_lost(point, delay, make):
     with Islands(least=3) as sea:
-        job = {"full": 3, "init_sync": False}
+        job = {"full": 3, "init_sync": False, "delay": delay, "make": make}
         fails = {"at": point, "fails": True}
         sea.start({n: {**job, "tokens": TOKENS[n], **(fails if n == 1 else {})} for n in range(3)})
         found = sea.end()
@@ -271,22 +275,22 @@ def test_an_exchange_that_fails_is_dropped_and_nothing_is_lost(point):
         assert [written for *_, written, _ in told.exchanges].count(False) == 1
         assert [count for _, count, _, _ in told.exchanges] == [3] * len(told.exchanges)
     steps = found[0].steps
-    for wanted in ranks.run(3, of_ranks, steps):
+    for wanted in ranks.run(3, of_ranks, steps, delay, make):
         for x, y in zip(found[0].last, wanted, strict=True):
             assert torch.allclose(torch.tensor(x), torch.tensor(y), rtol=0, atol=2e-6)
 
 
-def of_ranks(steps: int) -> list[list[float]]:
+def of_ranks(steps: int, delay: int, make: Any) -> list[list[float]]:
     """Return the anchor of three ranks that leave out the exchange that the islands drop."""
     params, rank = start(0), dist.get_rank()
+
+    class Weighed(fn.Optimizer):
+        def exchange(self, round_: fn.Round) -> None:
+            if self.steps != H * LOST_IN - delay:
+                stage_exchange(self, round_, weight_of(TOKENS, rank)).commit()
+
     with fn.bind({"data": dist.group.WORLD}):
-        opt = fn.Optimizer(params, partial(EXACT, axis="data"), schedule=fn.every(H), lr=0.02)
-
-    def meet(round_: fn.Round) -> None:
-        if opt.steps != H * LOST_IN:
-            stage_exchange(opt.training, round_, weight_of(TOKENS, rank)).commit()
-
-    opt.training.meet = meet
+        opt = Weighed(params, partial(make, axis="data"), schedule=fn.every(H, delay=delay), lr=0.02)
     for step in range(steps):
         fill(params, step, rank)
         opt.step()

@@ -28,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fn
 from fn import tree
-from fn.adapters.optim.exchange import stage_exchange
+from fn.adapters.optim.core import stage_exchange
+from fn.adapters.optim.shards import pieces
 
 pytestmark = [
     pytest.mark.torchft,
@@ -148,7 +149,7 @@ def rank_of_island(job: Job, end: Any) -> None:
                 end.send_bytes(pickle.dumps(str(error)))
                 os._exit(1)
             opt.zero_grad()
-            params[opt.steps] = digest([p for group in opt.training.params for p in group])
+            params[opt.steps] = digest(pieces([*model.parameters()]))
             (anchor,) = tree.fields(opt.states, "anchor")
             anchors[manager.current_step()] = digest(anchor)
     end.send_bytes(pickle.dumps(Told(anchors, params, exchanges)))

@@ -217,13 +217,13 @@ def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_is_short_and_says_first_how_to_get_it() -> None:
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 200
+    assert len(text.splitlines()) <= 160
     assert re.findall(r"^## (.*)$", text, re.MULTILINE)[0] == "Install"
 
 
 def test_what_cites_the_version_and_lists_its_changes_is_about_this_version() -> None:
     assert f"\nversion: {fn.__version__}\n" in (ROOT / "CITATION.cff").read_text()
-    assert re.findall(r"^## \[([\d.]+)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == fn.__version__
+    assert re.findall(r"^## \[?([\w.]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0] == fn.__version__
 
 
 def test_the_map_of_the_house_names_what_is_there() -> None:

@@ -27,7 +27,7 @@ def blocks() -> list[str]:
 @pytest.mark.slow
 def test_the_readme_shows_python_and_all_of_it_runs_in_order(tmp_path):
     """All blocks in one file, as a reader goes through them, under torchrun with two processes."""
-    assert len(blocks()) >= 4
+    assert len(blocks()) >= 2
     script = tmp_path / "readme.py"
     script.write_text("\n".join(f"# block {number + 1}\n{block}" for number, block in enumerate(blocks())))
     run = subprocess.run(

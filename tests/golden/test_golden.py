@@ -12,8 +12,23 @@ from golden_cases import Case, assert_close, load_cases, names, record
 import fn
 from fn import tree
 from fn.adapters.deepspeed import transforms as numerics
+from fn.base import NewParams, combine
 
 CASES = load_cases("onebit_adam", "onebit_lamb", "zero_one_adam")
+
+
+def together(transforms: list[fn.Transform]) -> fn.Transform:
+    """Apply a transform to each of several trees, those of param groups."""
+
+    def compose(phase: fn.Phase, updates_of: list[Any]) -> Any:
+        def update(updates: Any, states: Any, params: Any) -> tuple[Any, Any]:
+            results = [f(*args) for f, *args in zip(updates_of, updates, states, params, strict=True)]
+            new = tuple(fn.apply_updates(p, out) for p, (out, _) in zip(params, results, strict=True))
+            return NewParams(new), tuple(state for _, state in results)
+
+        return update
+
+    return combine(transforms, lambda trees: tuple(t.init(p) for t, p in zip(transforms, trees, strict=True)), compose)
 
 
 def transform_and_phase(case: Case, groups: list[Any], call: int) -> tuple[fn.Transform, fn.Phase]:
@@ -28,15 +43,14 @@ def transform_and_phase(case: Case, groups: list[Any], call: int) -> tuple[fn.Tr
             first=2,
         )
         frozen = call > hyper["var_freeze_step"]
-        tx = numerics.zero_one_adam(groups, axis="data", world_size=world, frozen=frozen)
+        tx = together(numerics.zero_one_adam(groups, axis="data", world_size=world, frozen=frozen))
         return tx, schedule(call - 1)
     phase = fn.freeze_after(max(hyper["freeze_step"] - 1, 1))(call - 1)
     if optimizer == "onebit_adam":
-        return numerics.onebit_adam(groups, axis="data", world_size=world), phase
+        return together(numerics.onebit_adam(groups, axis="data", world_size=world)), phase
     factors = {k: hyper[k] for k in ("coeff_beta", "factor_max", "factor_min", "factor_threshold")}
     copy_fresh = hyper["freeze_step"] >= 2
     return numerics.onebit_lamb(groups, axis="data", world_size=world, copy_fresh=copy_fresh, **factors), phase
-
 
 
 def step(tx: fn.Transform, phase: fn.Phase, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:

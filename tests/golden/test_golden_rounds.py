@@ -16,7 +16,6 @@ from torch import Tensor
 
 import fn
 from fn import Round, tree
-from fn.transforms.outer import lane_of
 
 CASES = load("index.json", ROUNDS)
 
@@ -78,12 +77,10 @@ def edit(case: Case) -> fn.Transform:
 
 def all_fragments(tx: fn.Transform, when: Round, g: Any, s: Any, p: Any) -> tuple[Any, Any]:
     """Take the local step of a round, and the exchanges of all fragments behind it."""
-    moves, s = tx.composed(when.local)(g, s, p)
+    moves, s = tx.local_update(g, s, p)
     p = fn.apply_updates(p, moves)
-    for fragment in range(len(s.outer) if when.exchange else 0):
-        for part in Round(fragment, fragment).exchange:
-            moves, s = tx.composed(part)(g, s, p)
-            p = fn.apply_updates(p, moves)
+    for fragment in range(len(s.outer) if when != Round() else 0):
+        p, s = tx.exchange.take(Round(fragment, fragment), s, p)
     return p, s
 
 
@@ -115,39 +112,6 @@ def replay_edit(case: Case, step: Any, state: Any, params: list[Tensor], rank: i
 
 def exact() -> fn.Transform:
     return fn.compressed_average("data", fn.identity(), fn.off())
-
-
-def late(case: Case) -> fn.Transform:
-    """Take over a mean a whole round late; `eager` takes the rank's own part of it at once."""
-    more = {"eager": True} if case.row["method"] == "eager" else {"in_flight": 2, "alpha": case.hyper.get("alpha", 0.0)}
-    since = case.hyper.get("since", "anchor")
-    return fn.outer(inner_of(case.hyper["inner"]), sgd(case.hyper["outer"]), exact(), since=since, **more)
-
-
-def replay_late(case: Case, step: Any, state: Any, params: list[Tensor], rank: int | None = None) -> float:
-    gradients, worst, tx, row = case.gradients(rank), [0.0], late(case), 0
-    schedule, eager = fn.every(case.hyper["H"], delay=case.hyper["H"]), case.row["method"] == "eager"
-    whose = rank if eager else rank or 0
-    for t in range(int(case.hyper["steps"])):
-        when = schedule(t)
-        assert (when.end is None) == (case.arrays["applied"][t] < 0)
-        params, state = step(tx, when, gradients(t, params), state, params)
-        worst += [case.off(p, f"p{i}.param", t, rank) for i, p in enumerate(params)]
-        for name, field in (("exp_avg", "mu"), ("exp_avg_sq", "nu")):
-            if f"p0.{name}" in case.arrays:
-                (leaves,) = tree.fields(state.inner, field)
-                worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(leaves)]
-        if when.begin is None:
-            continue
-        (momenta,), (pending, _) = tree.fields(state.outer[0], "mu"), lane_of(state, when.begin)
-        for i, x in enumerate(state.anchor):
-            worst.append(case.off(x, f"p{i}.anchor", row, whose))
-            worst.append(case.off(momenta[i], f"p{i}.outer_momentum", row, whose))
-            if not eager:  # which keeps what is still to follow of the mean
-                worst.append(case.off(pending[i], f"p{i}.mean", row, whose))
-        row += 1
-    assert row == len(case.arrays["p0.anchor"]) > 1
-    return max(worst)
 
 
 def momentum_only(decay: float) -> fn.Transform:
@@ -205,10 +169,7 @@ def both(tx: tuple[fn.Transform, fn.Transform], when: Round, g: Any, s: TwiceSta
     """Take a step of SPARTA, and behind it the exchange of a round of DiLoCo, if there is one."""
     shared, rounds = tx
     p, of_shared = step_of(shared, Round(0, 0), g, s.shared, p)
-    of_rounds = s.rounds
-    for part in when.exchange:
-        moves, of_rounds = rounds.composed(part)(g, of_rounds, p)
-        p = fn.apply_updates(p, moves)
+    p, of_rounds = rounds.exchange.take(when, s.rounds, p)
     return p, TwiceState(of_shared, of_rounds)
 
 
@@ -237,8 +198,6 @@ METHODS = {
     "sparta": Method(lambda case: sparta(case, 0), replay),
     "edit": Method(edit, replay_edit, all_fragments),
     "edit_paper": Method(edit, replay_edit, all_fragments),
-    "delayed": Method(late, replay_late),
-    "eager": Method(late, replay_late),
     "pier": Method(lambda case: pier(case, 0, warm=True), replay_pier),
     "sparta_diloco": Method(init_both, replay_both, both),
 }

@@ -132,13 +132,13 @@ def test_a_step_in_place_is_the_pure_step(world, rows):
     check_cases(CASES, ranks.run(world, against_the_pure_chain, "onebit_adam", rows), rows)
 
 
-def test_a_gradient_whose_update_overflows_is_skipped_on_a_single_rank_too():
+def test_a_step_that_overflows_is_at_the_clamp_in_place():
     p = torch.nn.Parameter(torch.ones(6))
     opt = fn.Optimizer([p], partial(fn.onebit_adam, axis="data"), schedule=fn.freeze_after(3), lr=0.01)
     for step in range(8):
         p.grad = torch.linspace(-1, 1, 6) if step < 4 else torch.full((6,), 3e38)
         opt.step()
-    assert opt.skipped == 4
+    assert opt.skipped == 0
     assert p.isfinite().all()
 
 
@@ -253,23 +253,9 @@ def test_what_cannot_be_staged_runs_the_donated_update():
     assert isinstance(update, InPlace)
     for params in ([torch.ones(3, dtype=torch.float64)], [torch.ones(4, 4).t()[:, :2]], []):
         state = fn.adamw(1e-2).init(params)
-        assert not update.fits(params, state, params)
+        assert update.stage(params, state, params) is None
     params = [torch.ones(3)]
-    assert update.fits(params, fn.adamw(1e-2).init(params), params)
-
-
-def test_a_square_that_overflows_skips_as_the_pure_step_does():
-    params = [torch.nn.Parameter(torch.ones(9))]
-    opt = fn.Optimizer(params, fn.adamw, lr=1e-2)
-    params[0].grad = torch.full((9,), 1e30)
-    opt.step()
-    assert opt.skipped == 1
-    assert torch.equal(params[0].detach(), torch.ones(9))
-    params[0].grad = torch.full((9,), 1e18)  # the squares are finite, their sum is not always
-    opt.step()
-    assert opt.skipped == 1
-    assert not torch.equal(params[0].detach(), torch.ones(9))
-    assert all(t.isfinite().all() for t in tree.leaves(opt.states) if t.is_floating_point())
+    assert update.stage(params, fn.adamw(1e-2).init(params), params) is not None
 
 
 def test_staging_writes_nothing():
@@ -365,22 +351,3 @@ def zero_one_without_steps() -> list[float]:
 
 def test_zero_one_adam_synchronises_at_a_learning_rate_of_zero():
     assert ranks.run(2, zero_one_without_steps) == [[1.0, 1.0, 0.0, 0]] * 2
-
-
-def lamb_near_overflow() -> list[Any]:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    p = torch.nn.Parameter(torch.ones(40))
-    with fn.bind(mesh):
-        opt = fn.Optimizer([p], partial(fn.onebit_lamb, axis="data"), schedule=fn.freeze_after(2), lr=0.1,
-                           refuse_averaged=False)  # fmt: skip
-    for step in range(4):
-        p.grad = torch.full((40,), 1e30 if step == 2 else 0.5)
-        before = [x.clone() for x in tree.leaves([p.detach(), opt.states[0].inner])]
-        opt.step()
-        same = all(map(torch.equal, before, tree.leaves([p.detach(), opt.states[0].inner])))
-        assert same == (step == 2), step
-    return [opt.skipped, all(bool(t.isfinite().all()) for t in tree.leaves(opt.states))]
-
-
-def test_onebit_lamb_skips_a_momentum_whose_square_overflows():
-    assert ranks.run(2, lamb_near_overflow) == [[1, True]] * 2

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fn
 from fn import Phase, tree
-from fn.adapters.optim.step import stage_purely
+from fn.adapters.optim.core import stage_purely
 from fn.collectives import transports
 from fn.collectives.axis import Axis, Binding
 from fn.inplace.memory import memory_of
@@ -143,7 +143,7 @@ def muon(**hyper: Any) -> fn.Transform:
     return fn.muon(0.1, owned=False, labels=labels, **hyper)
 
 
-LOCAL, WARMUP = fn.Round().local, Phase.WARMUP
+LOCAL, WARMUP = Phase.LOCAL, Phase.WARMUP
 LATE: dict[str, tuple[Any, Any]] = {
     "muon": (muon, WARMUP),
     "muon without nesterov": (lambda: muon(nesterov=False), WARMUP),

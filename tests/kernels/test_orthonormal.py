@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from fn.kernels import orthonormal
-from fn.kernels.orthonormal import attempt, by_cholesky, orthonormalized
+from fn.kernels.orthonormal import by_cholesky, orthonormalized
 
 SHAPES = [(3, 12, 4), (1, 30, 4), (2, 5, 5), (4, 9, 1), (1, 64, 16)]
 
@@ -50,15 +50,15 @@ def test_stacks_together_are_as_each_matrix_alone():
             torch.testing.assert_close(by_cholesky([matrix[None]])[0][0], basis, rtol=1e-4, atol=1e-5)
 
 
-def test_zeros_have_unit_vectors_and_a_matrix_of_too_small_a_rank_alone_is_nan():
+def test_zeros_have_unit_vectors_and_a_matrix_of_too_small_a_rank_alone_is_zero():
     x = stacks()[0]
     x[0], x[1, 1:] = 0, 0  # in the second matrix only one row is not zero
     (q,) = by_cholesky([x])
     torch.testing.assert_close(q[0], torch.eye(12, 4))
-    assert q[1].isnan().all()
+    assert not q[1].any()
+    assert q[2].any()
     assert q[2].isfinite().all()
-    assert by_cholesky([torch.full((1, 3, 2), torch.nan)])[0].isnan().all()
-    assert by_cholesky([torch.full((1, 3, 2), torch.inf)])[0].isnan().all()
+    assert not by_cholesky([torch.full((1, 3, 2), torch.nan)])[0].any()
 
 
 def test_a_column_of_zeros_is_one_that_is_free():
@@ -69,22 +69,10 @@ def test_a_column_of_zeros_is_one_that_is_free():
     torch.testing.assert_close(q @ (q.mT @ x), x, rtol=1e-5, atol=1e-5)
 
 
-def test_it_is_taken_on_accelerators_in_an_attempt_only(monkeypatch):
+def test_it_is_taken_on_accelerators(monkeypatch):
     x = stacks()
-    by_qr = [torch.linalg.qr(one).Q for one in x]
-
-    def attempted(x: list[Tensor]) -> tuple[list[Tensor], bool]:
-        with attempt() as begun:
-            return orthonormalized(x), begun.was_quick
-
-    found, was_quick = attempted(x)  # on the CPU
-    assert not was_quick
-    assert all(map(torch.equal, found, by_qr))
+    assert all(map(torch.equal, orthonormalized(x), [torch.linalg.qr(one).Q for one in x]))  # on the CPU
     monkeypatch.setattr(orthonormal, "BY_QR", frozenset())
-    found, was_quick = attempted(x)
-    assert was_quick
-    assert all(map(torch.equal, found, by_cholesky(x)))
-    assert all(map(torch.equal, orthonormalized(x), by_qr))  # outside
-    assert not attempted([])[1]
-    assert not attempted([x[0].requires_grad_()])[1]
-    assert not torch.func.vmap(lambda one: torch.tensor(attempted([one])[1]).expand(1))(torch.ones(2, 1, 3, 2)).any()
+    assert all(map(torch.equal, orthonormalized(x), by_cholesky(x)))
+    assert orthonormalized([]) == []
+    assert orthonormalized([x[0].clone().requires_grad_()])[0].requires_grad

@@ -119,9 +119,7 @@ MAKES = {
     "diloco": [fn.diloco, fn.local_sgd, fn.muloco],
     "diloco, int8": [partial(fn.diloco, codec=fn.int8())],
     "diloco, int8, delayed": [partial(fn.diloco, codec=fn.int8())],
-    "diloco, int8, a round late": [
-        partial(fn.diloco, codec=fn.int8(), in_flight=2), partial(fn.diloco, codec=fn.int8(), eager=True)
-    ],
+    "diloco, int8, late": [partial(fn.diloco, codec=fn.int8())],
     "diloco, e3m0, 4 fragments, delayed": [partial(fn.diloco, codec=fn.e3m0(), fragments=4)],
     "diloco, 2 bits": [partial(fn.diloco, codec=fn.bins(4, 6))],
     "diloco, 1 bit": [partial(fn.diloco, codec=fn.sign())],

@@ -71,12 +71,9 @@ def cases(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
         error, sent = torch.randn((count, n), generator=draw), torch.rand((count, segments), generator=draw)
         message = codes(count, messages, runs)
         yield "momentum_encode", (tensors(), tensors(dtype), 0.9, error, sent, *place)
-        mine, seen = (codes(count, 1, runs)[0][:, 0].contiguous() for _ in range(2))
-        yield "momentum_recode", (mine, seen, torch.rand_like(sent), tensors(dtype), 0.9, error, sent, *place)
         step = tensors(dtype), tensors(), tensors(min=0.0)
         copies = tensors(torch.float16 if dtype == torch.float32 else dtype) if count > 1 else []
         yield "onebit_adam_", (*step, *message, *place, *DESCENT, MOST, True, copies)
-        yield "onebit_adam_", (step[0], [], step[2], *message, *place, *DESCENT, MOST, True, copies)
         yield "momentum_rows", (tensors(), tensors(dtype), 0.2, sent[0] if count > 1 else None, count, runs)
         yield "drift", (step[0], tensors(), tensors(), tensors(dtype), step[2], 0.9, 1e-3, 1e-2, count, runs)
     yield from anywhere(dtype)

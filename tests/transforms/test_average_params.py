@@ -172,7 +172,6 @@ def test_params_that_are_not_finite_stop_no_other_turn() -> None:
 def refusals() -> dict[str, Any]:
     tx, p = fn.average_params(fn.scale_by_learning_rate(0.1), EXACT), torch.zeros(2)
     return {
-        "begins and ends in one step": lambda: tx.update(Round(0, None))(p, tx.init(p), p),
         "has no first moment": lambda: tx.update(Round(1, 1))(p, tx.init(p), p),
         "a number below 7": lambda: tx.update(Round(7, 7))(p, tx.init(p), p),
         "no communication over an axis": lambda: fn.average_params(fn.average("data"), EXACT),

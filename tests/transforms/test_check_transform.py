@@ -16,8 +16,7 @@ import torch.distributed as dist
 from registry import OPTIMIZERS
 
 import fn
-from fn import Phase, Round, tree
-from fn.base import NewParams, Part
+from fn import Phase, tree
 
 PARAMS = {"w": torch.linspace(-1, 1, 20).view(5, 4), "b": torch.linspace(0.5, 1, 4), "s": torch.tensor(0.3)}
 METHODS: dict[str, tuple[Callable[..., fn.Transform], Any]] = {
@@ -101,27 +100,14 @@ def meeting(*parts: str) -> fn.Transform:
     return own_pieces.meeting(inner, "data", parts)
 
 
-def other_whole() -> fn.Transform:
-    """Return rounds whose whole forgets the outer step."""
-    tx = meeting("outer")
-
-    def rounds(found: Any) -> Any:
-        return tx.composed(found if isinstance(found, Part) or found.end is None else Round())
-
-    return tx._replace(rounds=rounds, compressed_update=rounds(Round(0, 0)))
-
-
 def reading_mean() -> fn.Transform:
-    """Return rounds whose mean is that of the params it is shown."""
+    """Return an exchange whose mean is that of the params it is shown."""
     tx = meeting("outer")
 
-    def mean(updates: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
-        return NewParams(params), state._replace(noted=fn.pmean(params, "data"))
+    def mean(number: int, state: Any, params: Any) -> tuple[Any, Any]:
+        return params, state._replace(noted=fn.pmean(params, "data"))
 
-    def rounds(found: Any) -> Any:
-        return mean if isinstance(found, Part) and found.kind == "mean" else tx.composed(found)
-
-    return tx._replace(rounds=rounds)
+    return tx._replace(exchange=tx.exchange._replace(mean=mean))
 
 
 def warm_up(step: int) -> Phase:
@@ -148,11 +134,10 @@ WRONG: dict[str, tuple[Callable[[], fn.Transform], Any, str]] = {
         r"leaf '0.mu.*' of the state differs between ranks, but is called replicated; name its field in .*rank_local",
     ),
     "NaN": (hiding_nan, warm_up, r"a NaN on one rank is not skipped and counted by all ranks; let a NaN reach"),
-    "another whole": (other_whole, fn.every(3), r"parts differ from the whole round at leaf .*let `rounds` make"),
     "late params": (
-        lambda: meeting("mean"), fn.every(4, delay=2), r"the part 'mean' returns params; return them in the part",
+        lambda: meeting("mean"), fn.every(4, delay=2), r"the part 'mean' returns params; return them in",
     ),
-    "late reading": (reading_mean, fn.every(4, delay=2), r"the part 'mean' reads the params .*in the part"),
+    "late reading": (reading_mean, fn.every(4, delay=2), r"the part 'mean' reads the params .*in "),
 }  # fmt: skip
 
 

@@ -79,8 +79,8 @@ def same_bits(a: Any, b: Any) -> bool:
     return len(bits(a)) == len(bits(b)) and all(map(torch.equal, bits(a), bits(b)))
 
 
-LATE = [(2, 6, 0.5), (1, 8, 0.0), (1, 8, 0.25), (2, 13, 0.5), (4, 19, 0.25)]
-"""Fragments, delay, alpha: several exchanges are on their way, of one fragment from a delay of 8 on."""
+LATE = [(2, 6, 0.5), (4, 7, 0.25)]
+"""Fragments, delay, alpha: an exchange of one fragment begins before that of another has ended."""
 
 
 @pytest.mark.parametrize(("parts", "delay", "alpha"), [(1, 0, 0.0), (2, 0, 0.0), (2, 1, 0.5), (4, 0, 0.25), *LATE])
@@ -88,7 +88,7 @@ def test_a_run_is_that_of_a_loop_in_float64(parts: int, delay: int, alpha: float
     world, h, lr, mu, inner_lr = 3, 8, 0.4, 0.9, 0.05
     outer_tx = fn.chain(fn.trace(mu, nesterov=True), fn.scale_by_learning_rate(lr))
     w = World(
-        fn.outer(sgd(inner_lr), outer_tx, exact(), fragments=parts, alpha=alpha, in_flight=delay // h + 1),
+        fn.outer(sgd(inner_lr), outer_tx, exact(), fragments=parts, alpha=alpha),
         world,
         dtype=torch.float64,
     )
@@ -286,7 +286,7 @@ def test_a_warm_up_step_that_is_not_finite_is_skipped_by_all() -> None:
     w = World(fn.diloco(0.02, axis="data"), 2)
     w.step(Phase.WARMUP, gradients(2, 0))
     before = bits((w.params, w.own))
-    for bad in (float("nan"), 1e30):  # 1e30: the square overflows, the step itself is finite
+    for bad in (float("nan"), float("inf")):
         g = gradients(2, 1)
         g["d"][1, 0] = bad
         w.step(Phase.WARMUP, g)
@@ -450,24 +450,8 @@ BAD = {
     "fragments: expected leaf 'b' to be a number from 0": lambda: fn.outer(
         sgd(), RATE, exact(), fragments=lambda p: {**dict.fromkeys(p, 0), "b": -1}
     ).init(start()),
-    "in_flight: expected a whole number of at least 1": lambda: fn.outer(sgd(), RATE, exact(), in_flight=0),
-    "since: expected 'anchor' or 'start'": lambda: fn.outer(sgd(), RATE, exact(), since="begin"),
-    "eager: expected True or False": lambda: fn.outer(sgd(), RATE, exact(), eager=1),
-    "eager: expected alpha=0": lambda: fn.outer(sgd(), RATE, exact(), eager=True, alpha=0.5),
-    "sync: expected an average that names its axes": lambda: fn.outer(
-        sgd(), RATE, exact()._replace(facts=None), eager=True
-    ),
-    "guard: expected None where means come a round late, but got one beside in_flight=2": lambda: fn.outer(
-        sgd(), RATE, exact(), guard=fn.norm_guard(), in_flight=2
-    ),
-    "schedule: expected a delay of less than h, but got fn.every.delay=2, h=2; or give fn.outer in_flight=2": (
+    r"schedule: expected a delay of less than h=2, but got delay=2; use delay = h - 1": (
         lambda: fn.Optimizer(params_of(2), partial(fn.diloco, axis="data"), schedule=fn.every(2, delay=2))
-    ),
-    "schedule: expected a delay of h or more, below 2 h, but got fn.every.delay=0, h=2; or give .* in_flight=1": (
-        lambda: fn.Optimizer(params_of(2), partial(fn.diloco, axis="data", in_flight=2), schedule=fn.every(2))
-    ),
-    "schedule: expected a delay of h, for steps are eager, but got fn.every.delay=3, h=2": (
-        lambda: fn.Optimizer(params_of(2), partial(fn.diloco, axis="data", eager=True), schedule=fn.every(2, delay=3))
     ),
     "feedback: is given without a codec": lambda: fn.diloco(axis="data", feedback=fn.classic()),
     "decay: expected": lambda: fn.trace(1.0),
@@ -495,48 +479,6 @@ def test_a_round_of_a_fragment_that_is_none_is_refused() -> None:
     state = tx.init(params)
     with pytest.raises(ValueError, match=r"phase\.begin: expected one of 2 fragments.*got 2.*same number"):
         tx.update(Round(2, None))(params, state, params)
-
-
-@pytest.mark.parametrize("when", [Round(0, None, 2), Round(None, 1, 2)])
-def test_eager_steps_are_refused_where_nothing_begins_as_the_last_one_ends(when: Round) -> None:
-    tx, params = fn.outer(sgd(), RATE, exact(), eager=True), start()
-    with pytest.raises(ValueError, match=r"phase: expected an exchange that begins .* use fn\.every\(h, delay=h\)"):
-        tx.update(when)(params, tx.init(params), params)
-
-
-def eager_anchors(bad: bool) -> tuple[Tensor, Tensor]:
-    """Return the anchors of two ranks behind some rounds of local SGD, eagerly, and their last own differences.
-
-    Args: bad: whether one exchange in between has a NaN.
-    """
-    w = World(fn.outer(sgd(0.1), sgd(1.0), exact(), eager=True), 2)
-    schedule, before = fn.every(2, delay=2), w.params["a"]
-    for t in range(12):
-        if bad and t == 5:
-            w.params["b"][1, 0, 0] = torch.nan
-        before = w.own.anchor["a"]
-        w.step(schedule(t), gradients(2, t))
-        if bad and t == 5:
-            w.params["b"][1] = w.own.anchor["b"][1]  # the step of that rank was left out
-    went = before - 0.0
-    for step in (10, 11):
-        went = went - 0.1 * gradients(2, step)["a"]
-    return w.own.anchor["a"], before - went
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_eager_anchors_differ_by_what_is_on_its_way_also_behind_a_mean_that_was_lost(bad: bool) -> None:
-    anchors, own = eager_anchors(bad)
-    torch.testing.assert_close(anchors[0] - anchors[1], -(own[0] - own[1]) / 2, rtol=0, atol=1e-5)
-    assert bool(anchors.isfinite().all())
-
-
-def test_late_rounds_keep_what_adapters_rely_on() -> None:
-    params = {"a": torch.ones(4), "b": torch.ones(3)}
-    for more in ({"in_flight": 2, "alpha": 0.5}, {"eager": True}):
-        tx = fn.diloco(0.1, axis="data", fragments=2, **more)
-        report = fn.check_transform(tx, params, fn.every(4, fragments=2, delay=4, start=2))
-        assert report, report.faults
 
 
 def test_a_warm_up_step_behind_rounds_is_refused() -> None:
@@ -590,62 +532,3 @@ def test_an_outer_step_in_place_leaves_the_state_that_it_was_given(monkeypatch: 
     assert torch.equal(before, torch.full((3,), 4.0))
     assert torch.equal(moves[0], torch.full((3,), -2.0))
     assert after[0][0] is now
-
-
-def numbered(params: Any) -> Any:
-    """Return a fragment of its own for each leaf."""
-    return dict(zip(params, range(len(params)), strict=True))
-
-
-OTHERWISE: dict[str, tuple[Any, Any, str]] = {
-    "no delay": (
-        {"fragments": 2, "in_flight": 2}, fn.every(4, fragments=2),
-        "expected 2, for fn.outer has in_flight=2, but got 1; give fn.outer in_flight=1, or fn.every a delay of h or "
-        "more, below 2 h",
-    ),
-    "a delay of h": (
-        {"fragments": numbered}, fn.every(4, fragments=2, delay=4),
-        "expected 1, for fn.outer has in_flight=1, but got 2; give fn.outer in_flight=2, or fn.every a delay of less "
-        "than h",
-    ),
-    "a delay of h, and one fragment": (
-        {}, fn.every(4, delay=5),
-        "expected 1, for fn.outer has in_flight=1, but got 2; give fn.outer in_flight=2, or fn.every a delay of less "
-        "than h",
-    ),
-    "a longer one": (
-        {"in_flight": 3}, fn.every(4, delay=4),
-        "expected 3, for fn.outer has in_flight=3, but got 2; give fn.outer in_flight=2, or fn.every a delay of 2 h or "
-        "more, below 3 h",
-    ),
-    "eager": (
-        {"eager": True, "fragments": 2}, fn.every(4, fragments=2, delay=2),
-        "expected 2, for fn.outer has eager=True, so 2, but got 1; give fn.outer in_flight=1 and eager=False, or "
-        "fn.every a delay of h, for steps are eager",
-    ),
-}  # fmt: skip
-"""Settings of `outer`, a schedule with other numbers of exchanges, what is said of both."""
-
-
-@pytest.mark.parametrize("name", OTHERWISE)
-def test_a_round_whose_numbers_mean_other_fragments_is_refused_before_anything_moves(name):
-    settings, schedule, said = OTHERWISE[name]
-    tx = fn.chain(fn.average("data"), fn.outer(sgd(), sgd(1.0), exact(), **settings))
-    first = next(schedule(t) for t in range(20) if schedule(t) != Round())
-    for when in (first, first.local, *first.exchange):
-        with pytest.raises(ValueError, match=f"^phase.in_flight: {said}$"):
-            tx.composed(when)
-    tx.update(Round())  # a local step is the same in every round
-
-
-def test_the_optimizer_refuses_such_a_round_of_a_schedule_of_ones_own_before_its_local_step():
-    params = params_of(2)
-    late = partial(fn.diloco, axis="data", in_flight=2)
-    opt = fn.Optimizer(params, late, schedule=lambda t: Round(0, 0), lr=0.1)
-    before = [bits(params), bits(opt.states)]
-    for p in params:
-        p.grad = torch.ones_like(p)
-    with pytest.raises(ValueError, match=r"^phase.in_flight: expected 2, for fn.outer has in_flight=2, but got 1"):
-        opt.step()
-    assert opt.steps == 0
-    assert all(map(torch.equal, before[0] + before[1], bits(params) + bits(opt.states)))

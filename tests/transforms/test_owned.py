@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import OwnedState, Phase, tree
-from fn.adapters.optim.consistency import owned_elsewhere
 from fn.collectives import messages, primitives
 from fn.collectives import owners as collectives_owners
 from fn.transforms import owned as transforms_owned
@@ -196,11 +195,11 @@ def test_a_message_of_no_tensors_lies_where_those_of_others_do() -> None:
 def hold_own(state: OwnedState, simulated: OwnedState, rank: int) -> None:
     """Hold a real rank's state to its row of the simulated one: own tensors are whole, others have no elements."""
     dims = tree.leaves(fn.rank_dims(simulated))
-    elsewhere = owned_elsewhere(state)
     for path, ours, theirs, dim in zip(
         tree.paths(state), tree.leaves(state), tree.leaves(simulated), dims, strict=True
     ):
-        assert f"state.{path}" in elsewhere or torch.equal(ours, theirs if dim is None else theirs[rank]), path
+        elsewhere = not ours.numel() or path.endswith(".age")  # of an error that another rank has
+        assert elsewhere or torch.equal(ours, theirs if dim is None else theirs[rank]), path
     owners = dict(zip(SHAPES, state.owners.tolist(), strict=True))
     if not tree.fields(state.inner, "mu"):
         return
@@ -319,23 +318,11 @@ def optimizers() -> dict[str, Any]:
                 set_gradients(clipped, t)
                 clips.step()
             found[name] = [p.detach().clone() for p in clipped]
-        set_gradients(ours, 3)
-        if rank == 1:
-            ours[1].grad = None
-        try:
-            opt.step()
-        except fn.RanksDisagree as error:
-            found["missing"] = str(error)
-        found["unmoved"] = all(map(torch.equal, ours, found["owned"]))
         set_gradients(ours, 4)
         if rank == 0:
             ours[0].grad[0, 0] = torch.nan
         opt.step()
         found["skipped"] = opt.skipped, all(map(torch.equal, ours, found["owned"]))
-        for i, p in enumerate(ours):
-            p.grad = None if i == 1 else torch.ones_like(p)  # on all ranks: it stays as it is
-        opt.step()
-        found["without"] = torch.equal(ours[1], found["owned"][1]), torch.equal(ours[0], found["owned"][0])
     return found
 
 
@@ -344,7 +331,4 @@ def test_an_optimizer_of_owned_tensors_is_the_replicated_one() -> None:
         for ours, theirs in (("replicated", "owned"), ("clipped", "owned, clipped")):
             for a, b in zip(found[ours], found[theirs], strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-        assert "gradient of param group 0, parameter 1" in found["missing"]
-        assert found["unmoved"]
         assert found["skipped"] == (1, True)
-        assert found["without"] == (True, False)

@@ -95,20 +95,18 @@ def test_params_are_whole_on_every_rank():
 
 
 def test_a_shard_that_is_not_finite_is_nan_for_all_ranks_to_see():
-    """The inner's own update is finite, 0: 1 / sqrt(inf). All ranks gather NaN in its place, in that shard alone.
+    """A guard inside makes the update zero. All ranks gather NaN in its place, in that shard alone.
 
-    Differs: fn.transforms.sharded.sharded: Where a state of inner is not finite or a guard inside of it skips, the
-        shard's updates are NaN, for all ranks to see and skip.
+    Differs: fn.transforms.sharded.sharded: Where a guard inside of inner skips, the shard's updates are NaN, for all
+        ranks to see and skip.
     """
     g, p = torch.ones(2, 64), torch.zeros(64)
-    g[:, 60] = 1e30  # its square is infinite in float32
-    for inner, alone in ((fn.scale_by_adam(), 0.0), (fn.skip_nonfinite(fn.scale_by_adam()), 0.0)):
-        u, _ = inner.warmup_update([g[0]], inner.init([p]), [p])
-        assert u[0][60] == alone
-        assert u[0].isfinite().all()
-        tx = fn.sharded(inner, "data")
-        found = fn.simulate(lambda g, tx=tx: tx.compressed_update([g], tx.init([p]), [p])[0][0], "data", 2)(g)
-        assert found.isnan().tolist() == [[i >= 32 for i in range(64)]] * 2
+    g[:, 60] = torch.inf
+    inner = fn.skip_nonfinite(fn.scale_by_adam())
+    assert inner.warmup_update([g[0]], inner.init([p]), [p])[0][0].isfinite().all()
+    tx = fn.sharded(inner, "data")
+    found = fn.simulate(lambda g: tx.compressed_update([g], tx.init([p]), [p])[0][0], "data", 2)(g)
+    assert found.isnan().tolist() == [[i >= 32 for i in range(64)]] * 2
 
 
 def test_half_precision_params_are_the_rounded_master_which_follows_float32_adamw():
@@ -205,9 +203,8 @@ def test_a_taken_shard_is_a_row_of_the_joined_vector(shapes, world, align, layou
 
 @pytest.mark.parametrize("guarded_inside", [False, True])
 @pytest.mark.parametrize("master", [False, True])
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e30])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_only_one_shard_sees_makes_all_ranks_skip(value, master, guarded_inside):
-    """1e30 is finite, and so is its update, but its square is not, and only one rank keeps that."""
     inner = fn.adamw(0.1) if guarded_inside else adam()
     tx = fn.skip_nonfinite(fn.sharded(inner, "data", fn.int4(8), fn.damped(block=8), master=master))
     params = {"w": torch.randn(64)}

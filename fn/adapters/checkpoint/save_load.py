@@ -28,32 +28,20 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.tensor import DTensor
 
-from fn import roles, tree
-from fn.adapters.checkpoint import replicated, resharding
+from fn import tree
+from fn.adapters.checkpoint import rows
 from fn.adapters.checkpoint import storage as files
-from fn.adapters.checkpoint.owner import Claim
-from fn.adapters.optim.consistency import by_path, check_paths, device_among, owned_elsewhere, owned_paths
-from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.signals import begin_writing, defer_signals, writing
-from fn.adapters.optim.state_dict import (
-    OF_RANK,
-    ORDER,
-    SAVED_BY,
-    SPLIT,
-    about_servers,
-    check_late_means,
-    flat_state,
-    is_optional,
-    place_of,
-    restore_flat,
-)
-from fn.collectives.agreement import differences
+from fn.adapters.checkpoint.compare import EXTRA, HINTS, compare
+from fn.adapters.checkpoint.rows import EACH, everything, world
+from fn.adapters.optim.core import TORN, Core, device_of
+from fn.adapters.optim.hooks import agree
+from fn.adapters.optim.state_dict import OF_RANK, check_paths, marks_of, owned_elsewhere, place_of, restore
 from fn.collectives.transports.failure_detection import raising_peer_lost, remember
 from fn.collectives.transports.tcp import timeout_of
 from fn.errors import expected
-from fn.transforms.average_params import AverageParamsState
-from fn.transforms.outer import OwnAnchorState
+from fn.roles import OWNED
 from fn.transforms.resharding import Rows
 
 __all__ = ["gather", "load", "save", "save_async"]
@@ -66,7 +54,7 @@ _pending: set[Future[Path]] = set()
 _writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="fn-checkpoint")
 
 
-def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: int = 2, group: Group = None) -> Path:
+def save(folder: str | Path, optimizer: Core, extra: Tree = None, *, keep: int = 2, group: Group = None) -> Path:
     """Save a checkpoint; every rank must call it at the same step, with a folder that all of them see.
 
     A process that is killed meanwhile leaves the checkpoint before this one, or this one, complete.
@@ -81,27 +69,25 @@ def save(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: 
         >>> folder.cleanup()
 
     Args:
-        folder: where checkpoints of this training are kept.
-        optimizer: between two steps.
+        folder: where checkpoints of this training are kept. Give each job a folder of its own.
+        optimizer: an `fn.Optimizer`, between two steps.
         extra: a tree of tensors, such as a model's state dict. Leaves whose numbers differ between ranks are saved for
             each of them; shapes and dtypes must be the same.
         keep: how many checkpoints stay, of those that `save` wrote: the ones that were saved last.
         group: over all ranks; None is the default group.
     Returns: the folder of this checkpoint.
     Raises: ValueError if the optimizer's axes are not all ranks, or two leaves of `extra` have one path; TypeError if
-        it holds anything but tensors; RuntimeError inside of a step; `RanksDisagree` if steps, parameters or state
-        differ that are saved once for all, or the leaves of `extra` in shape, dtype or name; `PeerLost` if a rank ends;
-        OSError, on all ranks, if one of them cannot write, if they do not see one folder, or if another job is saving
-        into it.
+        it holds anything but tensors; RuntimeError if a step is half written; `RanksDisagree` if steps, parameters or
+        state differ that are saved once for all, or the leaves of `extra` in shape, dtype or name; `PeerLost` if a rank
+        ends; OSError, on all ranks, if one of them cannot write, or if they do not see one folder.
     """
     _check_save(optimizer, extra, keep)
     wait(list(_pending))  # what `save_async` still writes comes first
-    training = optimizer.training
-    return _write(Path(folder), resharding.to_save(training, extra), keep, group, training.transports)
+    return _write(Path(folder), rows.to_save(optimizer, extra), keep, group, optimizer.wires)
 
 
 def save_async(
-    folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, keep: int = 2, group: Group = None
+    folder: str | Path, optimizer: Core, extra: Tree = None, *, keep: int = 2, group: Group = None
 ) -> Future[Path]:
     """Save as `save` does, but only copy now and write on another thread while the training goes on.
 
@@ -111,7 +97,7 @@ def save_async(
     Returns: a future of what `save` returns, as an absolute path; it raises what `save` raises.
     Raises: ValueError if the group is missing.
     """
-    if resharding.world()[1] > 1 and group is None:
+    if world()[1] > 1 and group is None:
         cure = 'pass dist.new_group(backend="gloo", timeout=...)'
         raise ValueError(expected("group", "a process group of its own", "None", cure))
     _check_save(optimizer, extra, keep)
@@ -121,13 +107,13 @@ def save_async(
         warnings.warn(f"{text}; a process does not end while a save waits: new_group(..., timeout=...)", stacklevel=2)
     wires = {} if group is None else {"checkpoint": remember(group)}
     folder = Path(folder).absolute()  # the process may be in another folder when it is written
-    future = _writer.submit(_write, folder, resharding.to_save(optimizer.training, extra), keep, group, wires)
+    future = _writer.submit(_write, folder, rows.to_save(optimizer, extra), keep, group, wires)
     _pending.add(future)
     future.add_done_callback(_pending.discard)
     return future
 
 
-def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: str | None = None) -> Tree:
+def load(folder: str | Path, optimizer: Core, extra: Tree = None, *, name: str | None = None) -> Tree:
     """Load the newest checkpoint of a folder; every rank must call it.
 
     On another number of ranks, what differed between the ranks that saved becomes their mean, in the parameters and in
@@ -140,48 +126,34 @@ def load(folder: str | Path, optimizer: Optimizer, extra: Tree = None, *, name: 
         name: of a checkpoint in the folder, such as "step-000000001200-0". None: the newest.
     Returns: the tree that was saved as `extra`.
     Raises: FileNotFoundError if there is no checkpoint; `CheckpointDamaged` on all ranks if a file of it is not what
-        was saved; ValueError if it is of another optimizer. Nothing is loaded then.
+        was saved; ValueError if it is of another optimizer, or in the format of an older version. Nothing is loaded
+        then.
     """
-    _check_arguments(optimizer, extra)
-    training, (rank, size) = optimizer.training, resharding.world()
-    with raising_peer_lost(training.transports, where="checkpoint.load"):
-        checkpoint, reader, old = _verified(Path(folder), name, rank, size)
-    of_extra = (replicated.SAME, replicated.EACH)
-    forms = {k: form for k, form in reader.forms.items() if extra is not None or not k.startswith(of_extra)}
-    own_keys, elsewhere = resharding.own_rows(training), owned_elsewhere(training.states)
-    forms = {key: form for key, form in forms.items() if key not in elsewhere}
-    live = by_path(training.states)  # what is one rank's own was saved as rows
-    own_there = {key for key, (shape, _) in forms.items() if key in live and len(shape) > live[key].ndim}
-    check_late_means(training, forms, own_there, "checkpoint")
-    added = roles.added(training.states, forms, "state.")
-    _check_keys(optimizer, extra, {**replicated.join_extra(forms), **added})
-    if old == size or place_of(training)[1] == size:  # else no axis adds up what all ranks have read
-        rows = {k: dtype for k, (_, dtype) in forms.items() if k.startswith(replicated.EACH)}
-        own_keys |= {k for k, dtype in rows.items() if old == size or dtype.is_floating_point}
-    filled = resharding.to_fill(own_keys, forms)
-    wires = training.transports
-    with warnings.catch_warnings(), raising_peer_lost(wires, where="checkpoint.load"), _files("read", checkpoint):
-        warnings.simplefilter("ignore")  # that a process is alone is no surprise here
-        state_dict_loader.load(filled, storage_reader=reader)
-    read: dict[str, Any] = {k: resharding.local_rows(v) if k in own_keys else v for k, v in filled.items()} | added
-    of_state = any(k.startswith("state.") for k in own_keys)
-    in_memory_order = of_state and any(k.startswith(ORDER) for k in read)  # as version 0.2.0 saved channels_last
-    state = {k: v.rows[0] if isinstance(v, Rows) else v for k, v in read.items()} if old == size else {}
-    if old != size or in_memory_order:
-        kind = " with elements in the order of memory" if in_memory_order else ""
-        logger.info("checkpoint of %d ranks%s is loaded on %d; errors keep their mean", old, kind, size)
-        kept_extra = {k: v for k, v in state.items() if k.startswith(of_extra)}
-        moving = {k: v for k, v in read.items() if k not in kept_extra}
-        moving = moving if old == size else replicated.mean_extra(moving, old, size)
-        state = {**resharding.moved(training, moving), **kept_extra}
-    state = replicated.join_extra(state)
-    _restore(optimizer, state)
+    _check_arguments(optimizer, extra, is_load=True)
+    with raising_peer_lost(optimizer.wires, where="checkpoint.load"):
+        checkpoint, reader, old = _verified(Path(folder), name)
+        rows.own_keys(optimizer)  # raises where there can be no rows
+        paths = {key.removeprefix(EACH): key for key in reader.forms}
+        unread = owned_elsewhere(optimizer) | {path for path in paths if extra is None and path.startswith(EXTRA)}
+        check_paths(everything(optimizer, extra).keys(), paths.keys() - unread, "checkpoint")
+        filled = rows.to_fill({key: reader.forms[key] for path, key in paths.items() if path not in unread}, old)
+        with _files("read", checkpoint):
+            state_dict_loader.load(filled, storage_reader=reader)
+        found = rows.read(filled, old)
+        if old == world()[1]:
+            state = {key: x.rows[0] if isinstance(x, Rows) else x for key, x in found.items()}
+        else:
+            logger.info("checkpoint of %d ranks is loaded on %d; errors keep their mean", old, world()[1])
+            state = rows.moved(optimizer, found, old)
+    params = {key: p for key, p in everything(optimizer).items() if key.startswith("params.")}
+    of_optimizer = {key: x for key, x in state.items() if not key.startswith(EXTRA)}
+    restore(optimizer, of_optimizer, place_of(optimizer), params)
     if extra is None:
         return None
-    return tree.unflatten(tree.flatten(extra)[1], [state[f"extra.{path}"] for path in tree.paths(extra)])
+    return tree.unflatten(tree.flatten(extra)[1], [state[EXTRA + path] for path in tree.paths(extra)])
 
 
-def gather(optimizer: Optimizer, *, group: dist.ProcessGroup | None = None) -> dict[str, Tensor] | None:
+def gather(optimizer: Core, *, group: Group = None) -> dict[str, Tensor] | None:
     """Return a state dict of all ranks on rank 0, None elsewhere; every rank must call it at the same step.
 
         whole = checkpoint.gather(opt)
@@ -197,65 +169,59 @@ def gather(optimizer: Optimizer, *, group: dist.ProcessGroup | None = None) -> d
     `save` moves both. The memory is that of all ranks' errors and shards, on rank 0's CPU.
 
     Between the synchronisations of 0/1 Adam and DiLoCo each rank has parameters of its own, and rank 0's model has only
-    one rank's. They are refused: gather after a step that synchronises all of them, or call `save`. SPARTA, NoLoCo and
-    eager rounds have no such step.
+    one rank's. They are refused: gather after a step that synchronises all of them, or call `save`. SPARTA and
+    NoLoCo have no such step.
 
     Args: optimizer: between two steps. group: over all ranks; None is the default group.
-    Raises: ValueError if the optimizer's axes are not all ranks; RuntimeError inside of a step; `RanksDisagree` if
-        ranks differ in their parameters, or in what is called the same on all; `PeerLost` if a rank ends.
+    Raises: ValueError if the optimizer's axes are not all ranks; `RanksDisagree` if ranks differ in their parameters,
+        or in what is called the same on all; `PeerLost` if a rank ends.
     """
-    resharding.check_optimizer(optimizer)
-    local_params = any(key.startswith("params.") for key in resharding.own_rows(optimizer.training))
+    _check_arguments(optimizer, None)
+    hints = HINTS
+    if any(key.startswith("params.") for key in rows.own_keys(optimizer)):
+        cure = "gather behind a step that makes them the same, if the method has one, or call checkpoint.save"
+        hints = {**HINTS, "params.": f"{cure}, which keeps each rank's"}
+    rank, size = world()
     flat: dict[str, Tensor] = optimizer.state_dict()
-    own = {key: x for key, x in flat.items() if OF_RANK.fullmatch(key)}
-    owned = {key: flat[key] for key in sorted(owned_paths(optimizer.training.states) & flat.keys())}
-    same = {key: x for key, x in flat.items() if key not in own and key not in owned}
-    rank, size = resharding.world()
+    marks = marks_of(optimizer)
+    own = [key for key in flat if OF_RANK.fullmatch(key) or marks.get(key) == OWNED]
+    same = {key: x for key, x in flat.items() if key not in {*own}}
     whole = {key: _on_cpu(x) for key, x in (same if size > 1 else flat).items()} if rank == 0 else {}
-    if size == 1:
-        return whole
     everyone = dist.group.WORLD if group is None else group
-    assert everyone is not None
+    if size == 1 or everyone is None:
+        return whole
     with raising_peer_lost({"world": remember(everyone)}, where="checkpoint.gather"):
-        params = {k: x for k, x in resharding.everything(optimizer.training).items() if k.startswith("params.")}
-        hints = {**replicated.HINTS, "params.": _advice(optimizer)} if local_params else replicated.HINTS
-        gather_values = partial(_all_values, size=size, group=everyone)
-        device = device_among(optimizer.param_groups)
-        replicated.check_replicated({**same, **params}, device, gather_values, hints=hints)
-        for key, x in own.items():  # one after the other: rank 0 holds each once more while it arrives
-            rows: list[Any] | None = [None] * size if rank == 0 else None
-            dist.gather_object((key, _on_cpu(x)), rows, dst=0, group=everyone)
-            whole.update(rows or [])
-        of_ranks: list[Any] | None = [None] * size if rank == 0 else None
-        dist.gather_object({key: _on_cpu(x) for key, x in owned.items()}, of_ranks, dst=0, group=everyone)
-        for tensors in of_ranks or []:
-            whole.update(tensors)
+        params = {k: x for k, x in everything(optimizer).items() if k.startswith("params.")}
+        compare({**same, **params}, device_of(optimizer), partial(_of_all, group=everyone), hints)
+        for i in range(max(_of_all(len(own), everyone))):  # one by one: rank 0 holds each twice while it arrives
+            of_ranks: list[Any] | None = [None] * size if rank == 0 else None
+            dist.gather_object({key: _on_cpu(flat[key]) for key in own[i : i + 1]}, of_ranks, dst=0, group=everyone)
+            for of_one in of_ranks or ():
+                whole |= of_one
     return whole if rank == 0 else None
-
-
-def _advice(optimizer: Optimizer) -> str:
-    """Return what to do about parameters that a method leaves to each rank."""
-    states, save = optimizer.training.states, "call checkpoint.save, which keeps each rank's"
-    if tree.instances(states, OwnAnchorState):
-        return f"no step of this method makes them the same; {save}"
-    if tree.instances(states, AverageParamsState):
-        return f"gather behind an average of all of them, as fn.des_loc has; fn.sparta has none, so {save}"
-    return f"gather after a step that synchronises all of them, or {save}"
 
 
 def _on_cpu(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu").copy_(x.detach())
 
 
-def _check_arguments(optimizer: object, extra: Tree) -> None:
-    resharding.check_optimizer(optimizer)
+def _check_arguments(optimizer: object, extra: Tree, *, is_load: bool = False) -> None:
+    """Refuse anything but an optimizer of whole parameters between two steps; half a step may be loaded over."""
+    if not isinstance(optimizer, Core):
+        raise TypeError(expected("optimizer", "an fn.Optimizer, after the folder", type(optimizer).__name__))
+    if any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
+        cure = "save opt.state_dict() with torch.distributed.checkpoint, which loads it on any number of ranks"
+        wanted, got = "an optimizer of whole parameters", "one of DTensors, of which a rank has shards"
+        raise ValueError(expected("optimizer", wanted, got, cure))
+    if not (is_load and optimizer.refused == TORN):
+        optimizer.check_free("checkpoint")
     if extra is not None:
-        check_paths(extra, "extra", "give it dicts")
+        agree.check_paths(extra, "extra", "give it dicts")
 
 
 def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
     _check_arguments(optimizer, extra)
-    for path, leaf in {} if extra is None else by_path(extra, "").items():
+    for path, leaf in {} if extra is None else tree.by_path(extra).items():
         if not isinstance(leaf, Tensor):
             wanted = f"leaf {path or 'the root'!r} to be a tensor, as in a model's state_dict()"
             cure = "save a scheduler's numbers with torch.save"
@@ -263,7 +229,7 @@ def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
     if keep < 1:
         raise ValueError(expected("keep", "a whole number of at least 1", f"{keep}"))
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and resharding.world()[0] == 0:
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and world()[0] == 0:
         text = (
             "torchrun keeps its key-value store over a restart, in which ranks may find the addresses of the last "
             "start and wait for them; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
@@ -271,52 +237,30 @@ def _check_save(optimizer: object, extra: Tree, keep: int) -> None:
         warnings.warn(text, stacklevel=3)
 
 
-def _write(folder: Path, snapshot: resharding.Snapshot, keep: int, group: Group, wires: Mapping[str, str]) -> Path:
-    rank, size = resharding.world()
-    do = partial(_all, size=size, group=group)
+def _write(folder: Path, snapshot: rows.Snapshot, keep: int, group: Group, wires: Mapping[str, str]) -> Path:
+    rank, size = world()
     with raising_peer_lost(wires, where="checkpoint.save"):
-        gather_values = partial(_all_values, size=size, group=group)
-        for difference in differences({"steps": snapshot.steps}, gather_values):
-            here, first = difference.values[difference.rank], difference.values[0]
-            raise difference.error(
-                f"the optimizer has taken {here} steps on rank {difference.rank} and {first} on rank 0; call "
-                f"checkpoint.save on all ranks after the same step; nothing was saved"
-            )
-        replicated_ones = {key: x for key, x in snapshot.tensors.items() if key not in snapshot.owned}
-        replicated.check_replicated(replicated_ones, snapshot.device, gather_values)
-        state = replicated.split_extra(snapshot.tensors, snapshot.as_row, do)
-    with warnings.catch_warnings(), raising_peer_lost(wires, where="checkpoint.save"), Claim(folder) as claim:
-        warnings.simplefilter("ignore")
-
-        def begin() -> files.Names | None:
-            if rank:
-                return None
-            claim.take()
-            return files.begin(folder, snapshot.steps, size)
-
-        def finish() -> None:
-            if rank == 0:
-                claim.check()
-                files.finish(folder, names, keep)
-
+        of_all = {key: x for key, x in snapshot.tensors.items() if key not in snapshot.own | snapshot.owned}
+        state = snapshot.rows(compare(of_all, snapshot.device, partial(_of_all, group=group)))
         # Each of these waits for all ranks. No file is written before all see the folder, and the checkpoint does not
         # become the newest before the files of all ranks are there with their digests.
-        names: files.Names = do(begin)[0]
-        do(lambda: files.check_seen(folder, names, rank))
+        names: files.Names = _all(lambda: None if rank else files.begin(folder, snapshot.steps, size), group)[0]
+        _all(lambda: files.check_seen(folder, names, rank), group)
         writing = folder / names.writing
         with _files("write", writing):
             state_dict_saver.save(state, storage_writer=FileSystemWriter(writing), process_group=group)
-        do(lambda: files.seal(folder, names, rank, size))
-        do(finish)
+        _all(lambda: files.seal(folder, names, rank, size), group)
+        _all(lambda: None if rank else files.finish(folder, names, keep), group)
     logger.info("checkpoint of step %d is in %s", snapshot.steps, folder / names.done)
     return folder / names.done
 
 
-def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Path, files.Reader, int]:
+def _verified(folder: Path, name: str | None) -> tuple[Path, files.Reader, int]:
     """Return a checkpoint, what reads its tensors, and its world size.
 
     Each rank looks at a part of the files, and all hear of damage.
     """
+    rank, size = world()
 
     def look() -> tuple[Path, int, set[str]]:
         if name is not None and not files.is_name(name):
@@ -325,11 +269,11 @@ def _verified(folder: Path, name: str | None, rank: int, size: int) -> tuple[Pat
         checkpoint = files.newest(folder) if name is None else folder / name
         return checkpoint, *files.verify(checkpoint, rank, size)
 
-    looked = _all(look, size)
+    looked = _all(look)
     checkpoint, old, _ = looked[rank]
     names = {name for _, _, verified in looked for name in verified}
     readers: list[files.Reader] = []
-    _all(lambda: readers.append(files.Reader(checkpoint, names)), size)
+    _all(lambda: readers.append(files.Reader(checkpoint, names)))
     return checkpoint, readers[0], old
 
 
@@ -341,9 +285,11 @@ def _files(act: str, folder: Path) -> Iterator[None]:
         rank, which torch catches, too.
     """
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a process is alone is no surprise here
+            yield
     except CheckpointException as error:
-        here, _ = error.failures.get(resharding.world()[0], (None, None))
+        here, _ = error.failures.get(world()[0], (None, None))
         if here is not None and not isinstance(here, Exception):
             raise here from error
         rank, (problem, _) = min(error.failures.items())
@@ -354,7 +300,7 @@ def _files(act: str, folder: Path) -> Iterator[None]:
         raise OSError(text) from error
 
 
-def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
+def _all(act: Callable[[], Any], group: Group = None) -> list[Any]:
     """Do something on every rank and return what it returned on each; raise on all ranks what one of them raised.
 
     A disk that is full on one rank must not leave the others waiting.
@@ -364,9 +310,8 @@ def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
         mine = act(), None
     except Exception as error:
         mine = None, error
-    of_ranks = [mine]
-    if size > 1:
-        of_ranks = [(None, None)] * size
+    of_ranks = [mine] * world()[1]
+    if len(of_ranks) > 1:
         dist.all_gather_object(of_ranks, mine, group=group)
     for _, problem in of_ranks:
         if problem is not None:
@@ -374,30 +319,5 @@ def _all(act: Callable[[], Any], size: int, group: Group = None) -> list[Any]:
     return [value for value, _ in of_ranks]
 
 
-def _all_values(value: Any, size: int, group: Group) -> list[Any]:
-    return _all(lambda: value, size, group)
-
-
-def _check_keys(optimizer: Optimizer, extra: Tree, forms: dict[str, Any]) -> None:
-    wanted = set(resharding.everything(optimizer.training, extra))
-    optional = {k for k in wanted | set(forms) if is_optional(k) or (extra is None and k.startswith("extra."))}
-    for key in sorted((wanted ^ set(forms)) - optional):
-        what = "missing" if key in wanted else "of no use to this optimizer"
-        split = SPLIT if key.startswith(("groups.", "params.")) else ""
-        raise ValueError(f"checkpoint: {key!r} is {what}{about_servers(key, wanted, forms)}{split}")
-
-
-def _restore(optimizer: Optimizer, state: dict[str, Tensor]) -> None:
-    params = {k: v for k, v in state.items() if k.startswith("params.")}
-    live = {k: v for k, v in resharding.everything(optimizer.training).items() if k in params}
-    for key, p in live.items():
-        if p.shape != params[key].shape or p.dtype != params[key].dtype:
-            saved, here = (f"{x.dtype} {tuple(x.shape)}" for x in (params[key], p))
-            raise ValueError(f"checkpoint: {key!r} is {saved}, but here {here}{SPLIT}")
-    kept = {k: v for k, v in state.items() if not k.startswith(("params.", "extra."))}
-    with defer_signals(), torch.no_grad():
-        begin_writing()  # an interrupted load would leave the state of one checkpoint with the params of another
-        restore_flat(optimizer.training, {**kept, SAVED_BY: flat_state(optimizer.training)[SAVED_BY]})
-        with writing(optimizer.training):
-            for key, p in live.items():
-                p.copy_(params[key])
+def _of_all(value: Any, group: Group) -> list[Any]:
+    return _all(lambda: value, group)

@@ -3,10 +3,10 @@
     folder/latest                     the name of a checkpoint below, and a digest of it
     folder/step-000000001200-0/       what torch.distributed.checkpoint wrote, and a file of digests per rank
     folder/.writing-.../              a checkpoint that was never finished, or is being removed
-    folder/.owner                     which process saves, see `owner.Claim`
 
-A process that is killed at any moment leaves the old checkpoint or the new one. A file that was cut short or changed
-is refused before anything is read from it. What carries no digests of ours is never touched.
+A folder is one job's: two that save at once would clear away each other's unfinished files. A process that is killed at
+any moment leaves the old checkpoint or the new one. A file that was cut short or changed is refused before anything is
+read from it. What carries no digests of ours is never touched.
 
 torch pickles the metadata of a checkpoint, and its own reader unpickles whatever is there, and what is marked as bytes
 again. `Reader` makes only the classes that metadata consist of, refuses every other name, and takes tensors only, out
@@ -24,14 +24,15 @@ import pickle
 import secrets
 import shutil
 import socket
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
+from fn.adapters.optim.state_dict import FORMAT, VERSION, check_format
 from fn.errors import CheckpointDamaged, expected
 
 LATEST = "latest"
@@ -40,19 +41,18 @@ METADATA = ".metadata"
 FIRST = f"{DIGESTS}-0"
 """Written before anything else and removed after everything else: whatever folder holds it is ours."""
 
-ONE_FOLDER = "give all ranks one folder, on a file system that all their machines see; nothing was saved"
-
 
 class Digests(NamedTuple):
     """What a rank says of the files that it wrote.
 
     world: how many ranks wrote. sequence: of this checkpoint among those of the folder, as they were saved. files:
-    name -> digest.
+    name -> digest. format: of what is in them; None in those of fn 0.3 and before.
     """
 
     world: int
     sequence: int
     files: dict[str, str]
+    format: int | None = VERSION
 
 
 class Names(NamedTuple):
@@ -102,25 +102,22 @@ def check_seen(folder: Path, names: Names, rank: int) -> None:
     if not (folder / names.writing / FIRST).is_file():
         raise OSError(
             f"folder: {folder} on rank {rank} of {socket.gethostname()} is not the folder of rank 0, which made "
-            f"{names.writing} there; {ONE_FOLDER}"
+            f"{names.writing} there; give all ranks one folder, on a file system that all their machines see; nothing "
+            f"was saved"
         )
 
 
 def seal(folder: Path, names: Names, rank: int, world: int) -> None:
     """Write down the digests of the files that this rank wrote; the first rank also those that belong to nobody."""
     writing = folder / names.writing
-    names_there = sorted(p.name for p in writing.iterdir() if DIGESTS not in p.name)
-    mine = [n for n in names_there if n.startswith(f"__{rank}_") or (rank == 0 and not n.startswith("__"))]
+    there = sorted(p.name for p in writing.iterdir() if DIGESTS not in p.name)
+    mine = [n for n in there if n.startswith(f"__{rank}_") or (rank == 0 and not n.startswith("__"))]
     _write(writing, rank, Digests(world, names.sequence, {name: digest_of(writing / name) for name in mine}))
 
 
-def finish(folder: Path, names: Names, keep: int) -> Path:
-    """Make a written checkpoint the newest one, in one stroke, and remove all but those that were saved last.
-
-    Raises: OSError if the parts of all ranks are not there.
-    """
+def finish(folder: Path, names: Names, keep: int) -> None:
+    """Make a written checkpoint the newest one, in one stroke, and remove all but those that were saved last."""
     writing, done = folder / names.writing, folder / names.done
-    _check_parts(writing)
     # The order is what a machine that loses power leaves: names of files are on disk before the folder has its last
     # name, and that is on disk before `latest` says it. Else `latest` could name a folder that is not there.
     _sync(writing)
@@ -128,15 +125,13 @@ def finish(folder: Path, names: Names, keep: int) -> Path:
     _sync(folder)
     write_sealed(folder / LATEST, done.name)
     _sync(folder)
-    ours = _ours(folder, "step-*")
     # By the order of saving, not by steps: a run that goes on from an older checkpoint has fewer steps than those that
     # it abandons, which else would stay in place of its own.
-    others = sorted((p for p in ours if p != done), key=lambda p: (ours[p], p.name))
-    for old in others[: -(keep - 1) or None]:
+    ours = _ours(folder, "step-*")
+    for old in sorted(ours, key=lambda path: (ours[path], path.name))[:-keep]:
         leaving = folder / f".writing-{old.name}-{secrets.token_hex(4)}"
         old.rename(leaving)  # so that nobody finds half of it
         _remove(leaving)
-    return done
 
 
 def newest(folder: Path) -> Path:
@@ -162,9 +157,11 @@ def verify(checkpoint: Path, rank: int, size: int) -> tuple[int, set[str]]:
     """Compare the files of a checkpoint with their digests, one of `size` parts of them.
 
     Returns: how many ranks saved it, and the names of the files in this part.
-    Raises: CheckpointDamaged that names the first file that is missing or not what was saved.
+    Raises: CheckpointDamaged that names the first file that is missing or not what was saved; ValueError for the format
+        of another version.
     """
     first, names = read_digests(checkpoint / FIRST), set[str]()
+    check_format({FORMAT: first.format}, "checkpoint")
     if METADATA not in first.files:
         raise damaged(checkpoint / FIRST, f"has no digest of {METADATA}")
     for writer in range(rank, first.world, size):
@@ -211,7 +208,7 @@ def _digests(text: str) -> Digests | None:
     """Return what a list of digests says; None if it is none."""
     try:
         fields = json.loads(text)
-        digests = Digests(fields["world"], fields.get("sequence", 0), fields["files"])
+        digests = Digests(fields["world"], fields.get("sequence", 0), fields["files"], fields.get("format"))
         numbers = type(digests.world) is int and digests.world > 0 and type(digests.sequence) is int
         files = all(is_name(name) and isinstance(digest, str) for name, digest in digests.files.items())
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):  # what JSON else may hold
@@ -232,24 +229,13 @@ def _unsealed(path: Path) -> str | None:
     return text.decode(errors="replace") if same else None
 
 
-def _check_parts(writing: Path) -> None:
-    for rank in range(read_digests(writing / FIRST).world):
-        digests = writing / f"{DIGESTS}-{rank}"
-        files = read_digests(digests).files if digests.is_file() else {}
-        for path in (digests, *(writing / name for name in files)):
-            if not path.is_file():
-                text = f"folder: {path.name}, which rank {rank} wrote, is not in {writing} of rank 0"
-                raise OSError(f"{text}; {ONE_FOLDER}")
-
-
 def _ours(folder: Path, pattern: str) -> dict[Path, int]:
-    """Return the checkpoints in a folder that carry digests of ours, and their places in the order of saving."""
+    """Return the checkpoints in a folder that carry digests of this format, and their places in the order of saving."""
     sequences = {}
     for path in folder.glob(pattern):
-        if not path.is_symlink() and path.is_dir():
-            digests = _digests(_unsealed(path / FIRST) or "")
-            if digests is not None:
-                sequences[path] = digests.sequence
+        digests = _digests(_unsealed(path / FIRST) or "") if path.is_dir() and not path.is_symlink() else None
+        if digests is not None and digests.format == VERSION:
+            sequences[path] = digests.sequence
     return sequences
 
 
@@ -297,12 +283,11 @@ _CLASSES: dict[tuple[str, str], Any] = {
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     **{("torch", k): v for k, v in vars(torch).items() if isinstance(v, torch.dtype)},
 }
-_PATHS = {"PosixPath", "WindowsPath"}
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] == "pathlib" and name in _PATHS:
+        if module.partition(".")[0] == "pathlib":
             return pathlib.PurePath  # where it was saved, which nobody asks for
         if (module, name) not in _CLASSES:
             raise pickle.UnpicklingError(f"names {module}.{name}, which metadata do not consist of")
@@ -310,7 +295,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class Reader(filesystem.FileSystemReader):
-    """A reader of a checkpoint's tensors that executes nothing of it.
+    """A reader of a checkpoint's tensors that executes nothing of it. forms: the shape and dtype of each.
 
     Args: checkpoint: its folder. verified: the names of its files whose digests were compared.
     Raises: CheckpointDamaged if its metadata are not those of tensors in such files.
@@ -318,52 +303,22 @@ class Reader(filesystem.FileSystemReader):
 
     def __init__(self, checkpoint: Path, verified: Collection[str]):
         super().__init__(checkpoint)
-        path, sizes = checkpoint / METADATA, {name: (checkpoint / name).stat().st_size for name in verified}
+        path = checkpoint / METADATA
         try:
             with path.open("rb") as file:
-                unpickled = _Unpickler(file).load()
-            self.forms: Mapping[str, Form] = _forms(unpickled, sizes)
+                self._metadata: Metadata = _Unpickler(file).load()
+            self.forms = dict[str, Form]()
+            for key, saved in self._metadata.state_dict_metadata.items():
+                if type(saved) is not TensorStorageMetadata or type(saved.size) is not torch.Size:
+                    raise TypeError(expected(f"{key!r}", "a tensor", type(saved).__name__))
+                self.forms[key] = saved.size, saved.properties.dtype
+            for entry in self._metadata.storage_data.values():
+                if entry.relative_path not in verified:
+                    raise ValueError(f"names {entry.relative_path!r}, a file without a digest")
         except Exception as error:  # whatever somebody wrote may raise anything, in pickle or in these classes
             raise damaged(path, f"is not the metadata of tensors: {type(error).__name__}: {error}") from error
-        self._metadata: Metadata = unpickled
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Return the metadata that were read; torch calls this."""
         self._metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return self._metadata
-
-
-def _forms(unpickled: Any, files: Mapping[str, int]) -> dict[str, Form]:
-    """Return the shape and dtype of every tensor.
-
-    Args: unpickled: metadata, or what somebody wrote in their place. files: the sizes in bytes of the files whose
-        digests were compared.
-    Raises: if it is anything but whole tensors in such files.
-    """
-    forms, total = {}, 0
-    for key, saved in unpickled.state_dict_metadata.items():
-        if type(saved) is not TensorStorageMetadata:
-            raise TypeError(expected(f"{key!r}", "a tensor", type(saved).__name__))
-        form = saved.size, saved.properties.dtype
-        if (type(key), *map(type, form)) != (str, torch.Size, torch.dtype):
-            raise TypeError(f"{key!r} has shape {form[0]!r} and dtype {form[1]!r}")
-        total += torch.empty(form[0], dtype=form[1], device="meta").nbytes  # raises for sizes that no tensor has
-        if not _is_covered(saved.size, saved.chunks):  # what no chunk covers would stay as it was allocated: zero
-            raise ValueError(f"{key!r} has chunks that are not the rows of a tensor of shape {tuple(saved.size)}")
-        forms[key] = form
-    for entry in unpickled.storage_data.values():
-        if entry.relative_path not in files:
-            raise ValueError(f"names {entry.relative_path!r}, a file without a digest")
-    if total > sum(files.values()):  # allocated before anything is read
-        raise ValueError(f"describes tensors of {total} bytes, but its files have {sum(files.values())}")
-    return forms
-
-
-def _is_covered(size: torch.Size, chunks: Iterable[ChunkStorageMetadata]) -> bool:
-    """Tell whether chunks are a whole tensor, or rows of it that follow each other: what `save` writes."""
-    row = 0
-    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
-        if chunk.offsets != (row, *[0] * (len(size) - 1))[: len(size)] or chunk.sizes[1:] != size[1:]:
-            return False
-        row += chunk.sizes[0] if size else 1
-    return row == (size[0] if size else 1)

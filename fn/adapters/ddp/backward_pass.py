@@ -8,14 +8,16 @@ so that errors belong to parameters and outlive any rearrangement. In the order 
    left, so all ranks send in one order.
 3. `BackwardPass` gives the job of a bucket to one of the `Threads`. If a job fails, no later one is begun, because the
    peers may be gone.
-4. At the end of the pass, the buckets that are not complete leave, with zeros for what is missing.
+4. The buckets that are not complete leave last, with zeros for what is missing: averaged gradients at the end of the
+   pass, and overlapped steps in `step`, when all gradients are there that are to come.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,8 +28,8 @@ from torch.autograd import Variable
 from fn.collectives.axis import Binding
 from fn.collectives.comm_thread import CommunicationThread
 from fn.collectives.ledger import ledger
-from fn.collectives.transports.failure_detection import raising_peer_lost
-from fn.errors import PeerLost
+from fn.collectives.transports.failure_detection import abort_connections, raising_peer_lost
+from fn.errors import PeerLost, RanksDisagree, RefusedByAll
 
 Bucket = Sequence[Tensor]
 """Parameters that travel together."""
@@ -69,13 +71,12 @@ class Arrivals:
             ready.append(self.to_leave.pop(0))
         return ready
 
-    def missing(self) -> list[Tensor]:
-        """Return the parameters whose gradients have not come."""
-        pairs = zip(self._buckets, self._arrived, strict=True)
-        return [p for bucket, arrived in pairs for j, p in enumerate(bucket) if j not in arrived]
+    def held_back(self) -> list[Tensor]:
+        """Return the parameters of the buckets that have not left."""
+        return [p for i in self.to_leave for p in self._buckets[i]]
 
     def rest(self) -> list[int]:
-        """Return the buckets that have not left; at the end of a pass, those with parameters outside of it."""
+        """Return the buckets that have not left, which leave now; those with parameters outside of the pass."""
         rest, self.to_leave = self.to_leave, []
         return rest
 
@@ -108,6 +109,18 @@ class Threads:
     def raising_peer_lost(self) -> Any:
         """Return a context for jobs; on a loss this rank falls silent on all threads, where others may wait for it."""
         return raising_peer_lost(self._transports, self._of_all)
+
+    @contextmanager
+    def falling_silent(self) -> Iterator[None]:
+        """Close this rank's connections where it fails alone, so that the others raise `PeerLost` and do not wait."""
+        try:
+            yield
+        except (RanksDisagree, RefusedByAll):
+            raise  # on all ranks alike
+        except BaseException:
+            for transport in self._of_all:
+                abort_connections(transport)
+            raise
 
     def catch_up(self) -> None:
         """Let this thread's stream wait for what the jobs have queued on theirs."""
@@ -142,13 +155,9 @@ class BackwardPass:
         """Take gradients; send the buckets that they complete."""
         self._send(self._arrivals.add(params, grads))
 
-    def missing(self) -> list[Tensor]:
-        """Return the parameters whose gradients have not come."""
-        return self._arrivals.missing()
-
-    def has_left(self) -> bool:
-        """Tell whether all buckets have left; they have not if the pass broke off."""
-        return not self._arrivals.to_leave
+    def held_back(self) -> list[Tensor]:
+        """Return the parameters of the buckets that have not left."""
+        return self._arrivals.held_back()
 
     def end(self) -> None:
         """Send the buckets that have not left, zeros for what is missing."""
@@ -204,6 +213,9 @@ class Sender(Protocol):
     def begin(self) -> BackwardPass | None:
         """Begin a backward pass; return None if nothing is to be sent behind it."""
 
+    def on_last(self) -> None:
+        """Hear that DDP has reported its last gradient; what is submitted by then, `backward` waits for."""
+
     def on_sent(self) -> None:
         """Hear, on one of the threads, that all was sent or has failed; what this raises, `backward` raises."""
 
@@ -235,7 +247,7 @@ class DdpHook:
         if bucket.is_last():  # the gradients may be changed, and others may communicate, once all have left
             ended, still_open = self._pass, self._open
             self._pass, self._open = None, []  # or the gradients would live until the next pass
-            ended.end()
+            self._sender.on_last()
             sent = ended.when_sent(partial(self._complete, still_open))
             self._at_end(sent, [future for future, _ in still_open])
         return done
@@ -288,9 +300,8 @@ def _no_pass() -> None:
 class GradientHooks:
     """Hooks on the parameters of a plain module; gradients stay where they are, and nothing is copied.
 
-    A backward pass ends when autograd says so. Then the gradients of earlier passes count for the parameters that had
-    no part in this one. Checkpoints with `use_reentrant=True` run passes inside of the pass; all communicate, and only
-    what the last one sent counts: use False.
+    A backward pass ends when autograd says so. Checkpoints with `use_reentrant=True` run passes inside of the pass; all
+    communicate, and only what the last one sent counts: use False.
     """
 
     def __init__(self, params: Sequence[Tensor], sender: Sender):
@@ -316,9 +327,5 @@ class GradientHooks:
             running.arrive([p], [grad])
 
     def _on_end(self, sender: Sender) -> None:
-        ended, self._task, self._pass = self._pass(), None, _no_pass
-        if ended is not None:
-            earlier = [(p, grad) for p in ended.missing() if (grad := p.grad) is not None]
-            ended.arrive([p for p, _ in earlier], [grad for _, grad in earlier])
-            ended.end()
+        self._task, self._pass = None, _no_pass
         sender.on_end()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn.adapters.optim.param_groups import as_list
+from fn.adapters.optim.groups import as_list
 from fn.errors import expected
 
 BUCKET = 3 << 20

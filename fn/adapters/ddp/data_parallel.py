@@ -31,8 +31,9 @@ from fn.adapters.ddp.buckets import bucketed, enough, split
 from fn.adapters.ddp.gradient_averaging import GradientAverage, coded_average
 from fn.adapters.ddp.overlapped import Overlap
 from fn.adapters.labels import labels_of
+from fn.adapters.optim.core import land
+from fn.adapters.optim.groups import check_make
 from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.param_groups import check_make
 from fn.base import Phase, Transform, chain
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import ALONE, bind, ranks_around
@@ -97,13 +98,14 @@ def overlap(
         scaler: the `torch.amp.GradScaler` that scales the loss, if one does.
         least_wire_seconds: 0 overlaps in any case.
     Returns: what runs it; `is_on(phase)`, `bytes` and `wire_seconds(phase)` say what was decided and why.
-    Raises: TypeError if the model or the optimizer is of another type; ValueError if the optimizer is compiled or
-        clips by `max_norm`, has parameters that are not the model's, or an axis that is not the model's process group,
-        or if the model itself communicates in its backward pass, over another backend than gloo;
-        RuntimeError if the model has a hook already.
-        From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for
-        one: their update is computed already, and is written, as on ranks that know of no change. In phases that are
-        not overlapped all ranks raise `RanksDisagree` or that error, and nothing is written.
+    Raises: TypeError if the model or the optimizer is of another type; ValueError if the optimizer clips by
+        `max_norm`, has parameters that are not the model's, or an axis that is not the model's process group, or if
+        the model itself communicates in its backward pass, over another backend than gloo; RuntimeError if the model
+        has a hook already.
+
+    From then on `optimizer.step` raises ValueError if gradients were changed after backward, by clipping for one: their
+    update is computed already. Do not catch that and go on: this rank's connections are closed then, so the others
+    raise `PeerLost`. What follows from another learning rate or state than that of the backward pass is computed anew.
 
     >>> import torch, fn
     >>> import torch.distributed as dist
@@ -126,14 +128,11 @@ def overlap(
         raise TypeError(expected("model", "a DistributedDataParallel or another module", type(model).__name__))
     if not isinstance(optimizer, Optimizer):
         raise TypeError(expected("optimizer", "an fn.Optimizer", type(optimizer).__name__))
-    if len(optimizer.training.transforms) != len(optimizer.param_groups):
+    if len(optimizer.units) != len(optimizer.param_groups):
         raise ValueError(expected("optimizer", "one that steps param groups one by one", type(optimizer).__name__))
-    if optimizer.training.max_norm is not None:
+    if optimizer.max_norm is not None:
         raise ValueError("optimizer: clips by max_norm; the global norm is known only after the whole backward pass")
-    if optimizer.training.compile:
-        raise ValueError(expected("optimizer", "compile=False, for threads split the updates", "one that is compiled"))
-    in_ddp = isinstance(model, DistributedDataParallel)
-    if not in_ddp and any(isinstance(part, DistributedDataParallel) for part in model.modules()):
+    if any(isinstance(part, DistributedDataParallel) for part in model.modules() if part is not model):
         wanted, got = "a module without a DistributedDataParallel inside", f"{type(model).__name__}, which holds one"
         raise TypeError(expected("model", wanted, got, "pass that part itself, for it averages gradients"))
     _refuse_shards(model)
@@ -145,13 +144,13 @@ def overlap(
     bindings = [bind_twin(axis, group) for _ in range(_threads(group, params[0].device))]
     with bindings[0]:
         rate = seconds_per_byte(axis, params[0].device)
-    running = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds, in_ddp)
+    running = Overlap(params, optimizer, bindings, scaler, rate, least_wire_seconds)
     if isinstance(model, DistributedDataParallel):
         hook = DdpHook(running)
         _hook(model, _unless_joining(model, lambda state, bucket: hook(_dense(bucket))))
     else:
         GradientHooks(params, running)
-    optimizer.training.ahead = running.ahead
+    optimizer.ahead = running.ahead
     return running
 
 
@@ -168,11 +167,11 @@ def close(optimizer: Optimizer | GradientAverage) -> None:
     """
     running: Any = optimizer
     if isinstance(optimizer, Optimizer):
-        running = getattr(optimizer.training.ahead, "__self__", None)
+        running = getattr(optimizer.ahead, "__self__", None)
     if isinstance(running, Overlap | GradientAverage):
         running.close()
     if isinstance(optimizer, Optimizer):  # last, for it raises what was raised on the way
-        optimizer.training.settle()
+        land(optimizer)
 
 
 def optimizer(
@@ -220,7 +219,7 @@ def optimizer(
         made = Optimizer(groups, partial(make, axis=AXIS), **options)
     if alone:
         return made
-    if made.training.max_norm is None:
+    if made.max_norm is None:
         overlap(model, made, scaler=scaler, least_wire_seconds=least_wire_seconds).maker = "fn.adapters.ddp.optimizer"
     else:
         keep_local(model)
@@ -339,7 +338,7 @@ def _warn_of_others(model: nn.Module, optimizer: Optimizer) -> None:
 
 def _axis(model: nn.Module, optimizer: Optimizer) -> tuple[str, dist.ProcessGroup]:
     """Return the optimizer's axis and its process group, which is the model's if that is in DDP."""
-    bound = {axis: optimizer.training.binding.axes[axis] for axis in optimizer.training.axes}
+    bound = {axis: optimizer.binding.axes[axis] for axis in optimizer.axes}
     sizes = {axis: size for axis, (size, _, _) in bound.items()}
     size = model.process_group.size() if isinstance(model, DistributedDataParallel) else None
     if len(sizes) != 1 or size not in (None, *sizes.values()):

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fn import tree
+from fn import roles, tree
 from fn.adapters.ddp.backward_pass import BackwardPass, Threads, leaving_order
-from fn.adapters.optim.consistency import SAME, by_path, kinds
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.state_dict import check_fits, check_keys, check_tensor
 from fn.base import Phase, Transform, UpdateFn, check_is_transform
@@ -107,13 +106,18 @@ class GradientAverage:
 
         def average() -> tuple[bool, Tree]:
             params = [p.detach() for p in self._buckets[bucket]]
-            (wide,) = unscaled((grads,), scale, None)
+            (wide,) = unscaled([grads], scale, None)
             means, after = update(wide, self.states[bucket], params)
             for g, mean in zip(grads, means, strict=True):
                 g.copy_(mean if scale is None else mean * scale)
             return bool(all_finite(means)), after
 
         return average
+
+    def on_last(self) -> None:
+        """Send what DDP says nothing of, with zeros."""
+        assert self._pass is not None
+        self._pass.end()
 
     def on_sent(self) -> None:
         """Take the new errors over if all buckets are finite. Raises what a job raised; nothing is taken over then."""
@@ -140,7 +144,7 @@ class GradientAverage:
         The errors are this rank's own. Their paths name it, so that `torch.distributed.checkpoint`, which writes once
         what several ranks call alike, keeps those of all of them.
         """
-        errors = {path: leaf.clone() for path, leaf in by_path(self.states, f"state of {self._who}.").items()}
+        errors = {path: leaf.clone() for path, leaf in tree.by_path(self.states, f"state of {self._who}.").items()}
         return {**self._counts(), **errors}
 
     def _counts(self) -> dict[str, Tensor]:
@@ -157,7 +161,7 @@ class GradientAverage:
             no tensor. Nothing is loaded then.
         """
         check_keys(state_dict, "GradientAverage")
-        errors = by_path(self.states, f"state of {self._who}.")
+        errors = tree.by_path(self.states, f"state of {self._who}.")
         ranks = _ranks(state_dict)
         world = next(iter(ranks), (0, 0))[1]
         mine = {path: leaf for path, leaf in state_dict.items() if not _RANK.match(path) or path in errors}
@@ -175,7 +179,7 @@ class GradientAverage:
         """Return the states of this rank from those of all ranks of another world."""
         with self._binding, torch.no_grad(), reshapes.collected() as notes:
             fresh = tuple(self._transform.init([p.detach() for p in bucket]) for bucket in self._buckets)
-        like = by_path(fresh, "")
+        like = tree.by_path(fresh, "")
         forms = self._counts()
         for path, leaf in like.items():  # shapes may differ between worlds, but not within one
             first = saved.get(f"state of rank 0 of {world}.{path}", leaf)
@@ -184,9 +188,9 @@ class GradientAverage:
             forms.update({f"state of rank {rank} of {world}.{path}": form for rank in range(world)})
         check_fits(forms, saved)
         gathered: list[Any] = []
-        for path, mark in by_path(kinds(fresh), "").items():
+        for path, mark in tree.by_path(roles.kinds(fresh), "").items():
             of_ranks = [saved[f"state of rank {rank} of {world}.{path}"].to(like[path].device) for rank in range(world)]
-            gathered.append(of_ranks[0].clone() if mark == SAME else Rows(torch.stack(of_ranks), 0, world))
+            gathered.append(of_ranks[0].clone() if mark == roles.SAME else Rows(torch.stack(of_ranks), 0, world))
         no_rows = Rows(torch.empty(0, dtype=torch.float32, device="cpu"), 0, world)
         first_rows = next((x for x in gathered if isinstance(x, Rows)), no_rows)
         move = Move(notes, first_rows, lambda addends: addends)

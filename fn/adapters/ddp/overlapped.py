@@ -1,16 +1,13 @@
 """Steps that begin before the backward pass has ended.
 
-An update is a pure function, or staged without side effects, so it can be computed as soon as its gradients are there,
-kept aside, and thrown away if the step never comes. `Overlap` stages single param groups, on threads of its own, while
-gradients of others are still computed; the optimizer's step writes the results. Nothing changes before that.
+A unit is staged without side effects, so it can be staged as soon as its gradients are there, kept aside, and thrown
+away if the step never comes. `Overlap` stages units, on threads of its own, while gradients of others are still
+computed; the optimizer's step writes the results. Nothing changes before that.
 
-`fn.adapters.ddp.backward_pass` tells `Overlap` of a pass, and the optimizer calls `Overlap.ahead` in its step. Three
-things may go wrong:
-
-- A rank cannot take the step as the others do. It sends NaN, and all meet in the serial step, which compares.
-- Communication fails. What is left is not sent, and `ahead` raises the error.
-- Somebody clips gradients, writes a learning rate or loads a state between backward and step, and means the step to
-  follow that. But the step is computed already: `Changes` notices.
+`fn.adapters.ddp.backward_pass` tells `Overlap` of a pass, and `fn.adapters.optim.core.take` calls `Overlap.ahead`,
+which sends what the pass held back. So each pass sends all units, in one order, whatever it came to on this rank. A
+learning rate or a state that was changed between backward and step begins another pass, in the step. Gradients that
+were changed are refused: which of them the others were sent nobody knows.
 """
 
 from __future__ import annotations
@@ -25,11 +22,13 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.ddp.backward_pass import BackwardPass, Threads, leaving_order
-from fn.adapters.optim.consistency import worker_errors
+from fn.adapters.optim.core import device_of, stage_group, updates_of
 from fn.adapters.optim.gradients import unscaled
 from fn.adapters.optim.optimizer import Optimizer
-from fn.base import Phase
+from fn.base import Phase, Round
+from fn.collectives.agreement import gather_values
 from fn.collectives.axis import Binding
+from fn.collectives.profiling import Watchers, watched_by
 from fn.inplace.protocol import Staged, settled
 
 logger = logging.getLogger("fn")
@@ -39,11 +38,10 @@ class Overlap:
     """What runs behind the backward passes of one model for one optimizer. Made by `fn.adapters.ddp.overlap`.
 
     Args:
-        params: of the model, in its order. optimizer: whose steps are taken ahead; a param group travels at a time.
-        bindings: its axis, on process groups that nothing else uses, one for each thread.
+        params: of the model, in its order. optimizer: whose steps are taken ahead; a unit, a param group, travels at a
+            time. bindings: its axis, on process groups that nothing else uses, one for each thread.
         scaler: what the loss is scaled by, if it is. rate: seconds per byte on the wire. least: seconds on the wire
-            below which a phase is not overlapped. alike: all ranks know which parameters had no part in a backward
-            pass, as they do under DDP.
+            below which a phase is not overlapped.
     """
 
     def __init__(
@@ -54,22 +52,22 @@ class Overlap:
         scaler: Any,
         rate: float,
         least: float,
-        alike: bool,
     ):
-        self._params, self._optimizer = params, optimizer
-        self._known, self._said_thawed = {*map(id, params)}, False
-        self._changes = Changes(optimizer, scaler)
+        self._optimizer, self._scaler = optimizer, scaler
+        self._order = leaving_order([group["params"] for group in optimizer.param_groups], params)
+        self._changes = Changes(optimizer)
         self.maker = "overlap"
         """The function that the user called: what errors advise to change."""
         self._threads = Threads(bindings, params[0].device)
-        self._rate, self._least, self._alike = rate, least, alike
+        self._rate, self._least = rate, least
+        self._axis = next(iter(bindings[0].axes))
         self._is_first = all(int(axis.rank) == 0 for axis in bindings[0].axes.values())
         self.bytes: dict[Phase, int] = {}
-        """What a rank sends in a step of each phase, once one has been taken ahead."""
+        """What a rank sends in a step of each phase, once one has been taken ahead; of ranks that differ, the most."""
         self.is_paused = False
         self._phase, self._pass = Phase.LOCAL, None
-        self._problem: Exception | None = None
-        """Why this rank cannot take the step as the others do."""
+        self._scaling: tuple[Any, Any] = None, None
+        """What the gradients that leave are scaled by, and whether an Inf was found in them."""
 
     _pass: BackwardPass | None
     """The backward pass whose gradients are sent as they arrive; None where they are left to the step."""
@@ -98,18 +96,26 @@ class Overlap:
 
     def begin(self) -> BackwardPass | None:
         """Begin a backward pass; forget what was taken ahead for a step that never came."""
-        optimizer = self._optimizer
-        problem = optimizer.training.follow_groups()
-        phase = optimizer.training.phase
-        self._forget(phase if isinstance(phase, Phase) and self._threads else Phase.LOCAL)  # in rounds nothing is sent
-        self._problem = problem
-        if phase is not Phase.COMPRESSED:
-            optimizer.training.keep_momentum(phase)
-        if self.is_on(self._phase) and not self._has_thawed():
-            buckets = [group["params"] for group in optimizer.param_groups]
-            self._pass = BackwardPass(self._threads, buckets, leaving_order(buckets, self._params), self._job_of)
-            self._changes.note_settings()
+        core = self._optimizer
+        with self._threads.falling_silent():
+            self._forget()
+            core.follow_groups()
+            phase = core.next_phase
+            if not isinstance(phase, Phase) or not self._threads:  # a round sends nothing in its local step
+                return None
+            self._phase = phase
+            if self.is_on(phase):
+                with core.binding:
+                    updates_of(core, phase)  # here, for the threads would each make them
+                order = [*self._order, *range(len(self._order), len(core.units))]
+                buckets = [group["params"] for group in core.param_groups]
+                self._pass = BackwardPass(self._threads, buckets, order, self._job_of)
+                self._changes.note_settings()
+                self._scaling = None if self._scaler is None else self._scaler.get_scale(), None
         return self._pass
+
+    def on_last(self) -> None:
+        """Leave what is held back to the step: gradients may still come of which DDP says nothing."""
 
     def on_sent(self) -> None:
         """Leave results and errors to the optimizer's step."""
@@ -119,90 +125,64 @@ class Overlap:
         if self._phase is not Phase.LOCAL:  # nobody asks
             self._changes.note_gradients()
 
-    def _forget(self, phase: Phase) -> None:
-        """Wait for what was submitted, and be as before a backward pass for a step of a phase."""
-        if self._pass is not None:
-            self._pass.wait()
-        self._phase, self._pass, self._problem = phase, None, None
+    def _forget(self) -> None:
+        """Be as before a backward pass, when all that the others wait for is sent."""
+        ended, self._pass, self._phase = self._pass, None, Phase.LOCAL
         self._changes.forget()
+        if ended is not None:
+            ended.end()
+            ended.wait()
+        self._scaling = None, None
 
-    def _has_thawed(self) -> bool:
-        """Tell whether a parameter needs gradients that did not need them when this was made: nobody reports these."""
-        params = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-        has_thawed = not self._known.issuperset(map(id, params))
-        if has_thawed and not self._said_thawed and self._is_first:
-            logger.warning("overlap is off: parameters were thawed; wrap the model and make its optimizer anew for it")
-        self._said_thawed = self._said_thawed or has_thawed
-        return has_thawed
-
-    def _job_of(self, group: int, grads: list[Tensor]) -> Callable[[], Staged]:
-        """Return what stages the step of a param group, from NaN if this rank cannot take it as the others do."""
-        phase, scale, training = self._phase, self._changes.scale, self._optimizer.training
-        params = self._optimizer.param_groups[group]["params"]
-        is_unlike = not self._alike and training.gradients.are_others_absent(group, params)
-        if self._problem is not None or is_unlike:  # the others hear of it, and all meet in the step
-            grads = [torch.full_like(g, float("nan")) for g in grads]
+    def _job_of(self, unit: int, grads: list[Tensor]) -> Callable[[], Staged]:
+        """Return what stages the step of a unit."""
+        core, phase, scaling = self._optimizer, self._phase, self._scaling
 
         def stage() -> Staged:
-            (wide,) = unscaled((grads,), scale, None)
-            return self._optimizer.stage_group(group, phase, wide)
+            return stage_group(core, unit, phase, core.units[unit].of(unscaled([grads], *scaling)))
 
         return stage
 
-    def ahead(self, phase: Phase) -> tuple[list[Staged] | None, ValueError | None]:
-        """Return the step whose backward pass is over, a part per param group, and an error if gradients changed since.
+    def ahead(self, phase: Phase | Round) -> None:
+        """Fill `staged` of the optimizer with the units of its step, where the phase is overlapped.
 
-        The step is None if it was not taken ahead, or its pass broke off half way, or if all ranks have to meet in it:
-        a number is not finite, or a rank cannot take it. Then the ranks can agree on the error. A step that was taken
-        is to be written all the same, before the error is raised: the other ranks, whose gradients may be as they were,
-        write it, too.
-
-        Raises: ValueError if hyper-parameters or the state were changed since, or the loss is scaled and nobody said
+        Raises: ValueError if the gradients were changed since the backward pass, or the loss is scaled and nobody said
             so; what was raised while communicating.
         """
-        is_of_pass = phase is self._phase
-        unchanged, error_of = self._changes.of_gradients(self.maker)
-        self._send_the_rest(phase)
-        if self._pass is None or phase is not self._phase:
-            return None, None if unchanged or not is_of_pass else error_of()
-        gradients, groups = self._optimizer.training.gradients, self._optimizer.param_groups
-        others_absent = any(gradients.are_others_absent(g, group["params"]) for g, group in enumerate(groups))
-        problem = self._changes.of_settings(self.maker)  # while the last codes are on the wire
-        ended, self._pass = self._pass, None
-        steps = ended.results()
+        if not isinstance(phase, Phase) or phase is Phase.LOCAL or not self._threads:
+            self._changes.forget()
+            return
+        core, steps = self._optimizer, list[Staged]()
+        with self._threads.falling_silent():
+            if self._scaler is None and hasattr(core, "found_inf"):
+                text = f"scales the loss, but {self.maker} does not know it; pass {self.maker}(..., scaler=scaler)"
+                raise ValueError(f"scaler: {text}")
+            unchanged, error = self._changes.of_gradients(self._scaling[0], self.maker)
+            if self.is_on(phase):
+                if self._pass is None or phase is not self._phase or self._changes.settings_differ():
+                    self.begin()
+                steps = self._results(phase)
+            # One wait for all: whether the numbers of each unit are finite, and whether the gradients are as they were.
+            *steps, compared = settled([*steps, Staged(unchanged, lambda: None)])
+            if not compared.ok:
+                raise error()
+        core.staged.update(enumerate(steps))
+
+    def _results(self, phase: Phase) -> list[Staged]:
+        """Send what the pass has held back, wait, and return the steps of all units."""
+        running, self._pass, core = self._pass, None, self._optimizer
+        assert running is not None
+        self._scaling = getattr(core, "grad_scale", None), getattr(core, "found_inf", None)
+        rest = [(p, grad) for p in running.held_back() if (grad := p.grad) is not None]
+        running.arrive([p for p, _ in rest], [grad for _, grad in rest])
+        running.end()
+        steps: list[Staged] = running.results()
         self._threads.catch_up()
-        # One wait for all: whether the numbers of each step are finite, and whether the gradients are as they were.
-        *steps, compared = settled([*steps, Staged(unchanged, lambda: None)])
-        changed = None if compared.ok or not is_of_pass else error_of()
-        if len(steps) < len(groups) or not all(step.ok and step.safe for step in steps):
-            return None, changed
-        if others_absent:
-            return None, changed  # DDP knows on all ranks alike which parameters had no part; the step asks once more
-        if problem is not None:
-            raise problem
         if phase not in self.bytes:
-            self.bytes[phase] = ended.bytes
+            with watched_by(Watchers()):  # no ledger counts it
+                self.bytes[phase] = max(gather_values(running.bytes, self._axis, device_of(core)))
             self._say(phase)
-        return steps if changed is None else [*steps, Staged(True, self._mend_errors)], changed
-
-    def _send_the_rest(self, phase: Phase) -> None:
-        """Send NaN for what the backward pass has not come to on this rank: the others wait, and all meet in the step.
-
-        Of a parameter that was frozen after DDP was made, on this rank only perhaps, DDP says nothing; of none at all
-        if its bucket is the first.
-        """
-        is_silent = self._pass is None and self._alike and self.is_on(phase)
-        if is_silent and not all(p.requires_grad for p in self._params):
-            self.begin()
-        if self._pass is not None and not self._pass.has_left():
-            self._problem = self._problem or RuntimeError("a part of the backward pass did not come")
-            self._pass.end()
-
-    def _mend_errors(self) -> None:
-        """Drop errors that are not finite: they may be formed with the step, from gradients as they are then."""
-        for leaf in tree.leaves(worker_errors(self._optimizer.training.states)):
-            if leaf.is_floating_point():
-                leaf.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        return steps
 
     def _say(self, phase: Phase) -> None:
         seconds, size = self.wire_seconds(phase), self.bytes[phase]
@@ -216,9 +196,9 @@ class Overlap:
 
         See `fn.adapters.ddp.close`.
         """
-        self._forget(Phase.LOCAL)
-        if self._optimizer.training.ahead == self.ahead:
-            self._optimizer.training.ahead = None
+        self._forget()
+        if self._optimizer.ahead == self.ahead:
+            self._optimizer.ahead = None
         self._threads.close()
 
 
@@ -229,56 +209,40 @@ SAMPLES = 64
 class Changes:
     """Tells a step what is different from what its backward pass was run with, and from what that has left.
 
-    Args: optimizer: whose step it is. scaler: what the loss is scaled by, if it is.
+    Args: optimizer: whose step it is.
     """
 
-    def __init__(self, optimizer: Optimizer, scaler: Any):
-        self._optimizer, self._scaler = optimizer, scaler
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = optimizer
         self.forget()
 
     def forget(self) -> None:
         """Start anew, with another backward pass."""
-        self.scale: float | None = None
-        """What the loss of the pass is scaled by, once its settings are noted."""
         self._settings: list[Any] = []
         self._left: list[Tensor] = []  # some elements of each param group's gradients
 
     def note_settings(self) -> None:
         """Note hyper-parameters and state at the beginning of a pass."""
-        self.scale = None if self._scaler is None else self._scaler.get_scale()
         self._settings = self._read_settings()
 
     def note_gradients(self) -> None:
         """Note what gradients a pass has left, once nobody but the user changes them any more."""
         self._left = self._sampled()
 
-    def of_settings(self, maker: str) -> ValueError | None:
-        """Return what is wrong if hyper-parameters or state are others than those that were noted.
+    def settings_differ(self) -> bool:
+        """Tell whether hyper-parameters or state are others than those that were noted."""
+        return self._read_settings() != self._settings
 
-        Args: maker: the function that the user called.
-        """
-        if self._read_settings() != self._settings:
-            text = "param_groups or state: changed between backward and step, but the step was taken behind backward"
-            return ValueError(text)
-        if self._scaler is None and hasattr(self._optimizer, "found_inf"):
-            text = f"scales the loss, but {maker} does not know it; pass {maker}(..., scaler=scaler)"
-            return ValueError(f"scaler: {text}")
-        return None
-
-    def of_gradients(self, maker: str) -> tuple[bool | Tensor, Callable[[], ValueError | None]]:
+    def of_gradients(self, scale: float | None, maker: str) -> tuple[bool | Tensor, Callable[[], ValueError]]:
         """Return whether gradients are those that were noted, and what is wrong if they are not; asked once for a pass.
 
-        The former is a flag of the device, 0-d, where the gradients are there. Args: maker: the function that the user
-        called.
+        The former is a flag of the device, 0-d, where the gradients are there. Args: scale: of the loss, by which
+        `GradScaler.unscale_` may have divided them. maker: the function that the user called.
         """
-        left, self._left = self._left, []
-        by_scaler = self._scaler is not None or hasattr(self._optimizer, "found_inf")
-        unscaled = by_scaler and getattr(self._optimizer, "grad_scale", None) is None
-        factor = 1.0 / self.scale if unscaled and self.scale else 1.0
-        # Where nothing was noted, or a group came since, all is sent in the step. Or it is a scale nobody told us.
-        if len(left) != len(self._optimizer.param_groups) or (unscaled and self.scale is None):
-            return True, lambda: None
-        now = self._sampled()
+        core, left = self._optimizer, self._left
+        now, self._left = self._sampled()[: len(left)] if left else [], []
+        unscaled = hasattr(core, "found_inf") and getattr(core, "grad_scale", None) is None
+        factor = 1.0 / scale if unscaled and scale else 1.0
 
         def error() -> ValueError:
             pairs = enumerate(zip(now, left, strict=True))
@@ -291,12 +255,15 @@ class Changes:
                 f"trainer's max_grad_norm perhaps, and clip with {clips}; torch.nn.utils.get_total_norm only reads"
             )
 
-        return _near(now, left, factor), error
+        # Where nothing was noted all is sent in the step. Where the phase is not overlapped nobody noted the scale.
+        is_unknown = not left or (unscaled and scale is None)
+        return is_unknown or _near(now, left, factor), error
 
     def _read_settings(self) -> list[Any]:
-        training = self._optimizer.training
-        tensors = [*training.lrs, *tree.leaves(training.states)]
-        return [*((id(x), x._version) for x in tensors), *map(id, training.hypers)]
+        units = self._optimizer.units
+        rates = [float(x) if x.device.type == "cpu" else x._version for unit in units for x in unit.rates]
+        states = [(id(x), x._version) for unit in units for x in tree.leaves(unit.state)]
+        return [rates, states, [id(unit.transform) for unit in units]]
 
     def _sampled(self) -> list[Tensor]:
         return [_sample(group["params"]) for group in self._optimizer.param_groups]

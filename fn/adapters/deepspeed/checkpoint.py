@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,13 +11,10 @@ from torch import Tensor
 
 from fn import tree
 from fn.adapters.deepspeed import transforms as numerics
-from fn.adapters.optim.donate import write_back
-from fn.adapters.optim.optimizer import Optimizer
-from fn.adapters.optim.param_groups import follow
 from fn.errors import expected
-from fn.transforms.adam import OnebitAdamState
-from fn.transforms.lamb import OnebitLambState
-from fn.transforms.zero_one_adam import ZeroOneAdamState
+
+Tree = Any
+Groups = Sequence[Mapping[str, Any]]
 
 NAMES = {
     "exp_avg": "mu",
@@ -30,38 +27,30 @@ NAMES = {
 }
 """DeepSpeed's names of what a parameter's state holds, and ours."""
 
-STATES = (OnebitAdamState, OnebitLambState, ZeroOneAdamState)
-"""The states that hold it."""
 
+def load_checkpoint(states: Tree, groups: Groups, checkpoint: Mapping[str, Any]) -> tuple[int, Tree, list[float]]:
+    """Return steps, states and learning rates of {"state": ..., "param_groups": ...}; errors are zero.
 
-def load_checkpoint(optimizer: Optimizer, checkpoint: Mapping[str, Any]) -> None:
-    """Copy steps, moments, coefficients and learning rates of {"state": ..., "param_groups": ...}; zero the errors.
-
-    Raises: ValueError that names what is missing or of another shape; nothing is loaded then.
+    Args: states, groups: of the optimizer that is to go on from there.
+    Raises: ValueError that names what is missing or of another shape.
     """
     for wrapper in ("optimizer", "optimizer_state_dict"):  # of the engine, and of its fp16 wrapper
         checkpoint = checkpoint.get(wrapper, checkpoint)
-    by_group = _rows(optimizer, checkpoint)
+    by_group = _rows(groups, checkpoint)
     rows = [row for group in by_group for row in group]
-    state = numerics.reset_errors(optimizer.states)
+    states = numerics.reset_errors(states)
     for theirs, ours in NAMES.items():
         if all(theirs in row for row in rows):
-            state = _with_field(state, ours, iter([row[theirs] for row in rows]))
-    state = _with_field(state, "elapsed", iter([group[0].get("lrs", 0.0) if group else 0.0 for group in by_group]))
+            states = _with_field(states, ours, iter([row[theirs] for row in rows]))
+    states = _with_field(states, "elapsed", iter([group[0].get("lrs", 0.0) if group else 0.0 for group in by_group]))
     steps = max(int(rows[0]["step"]) - 1, 0) if rows else 0  # theirs counts the initialising call
-    state = _with_field(state, "step", itertools.repeat(steps))
-    with torch.no_grad():
-        write_back(optimizer.states, state)
-        lrs = optimizer.training.lrs
-        for group, lr, saved in zip(optimizer.param_groups, lrs, checkpoint["param_groups"], strict=True):
-            group["lr"] = float(saved["lr"])
-            follow(group, lr)
-    optimizer.steps = steps
+    states = _with_field(states, "step", itertools.repeat(steps))
+    return steps, states, [float(saved["lr"]) for saved in checkpoint["param_groups"]]
 
 
-def _rows(optimizer: Optimizer, checkpoint: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
+def _rows(groups: Groups, checkpoint: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
     """Return what is saved for every parameter, a list per group; raise as `load_checkpoint` does."""
-    groups, saved = optimizer.param_groups, checkpoint["param_groups"]
+    saved = checkpoint["param_groups"]
     if len(groups) != len(saved):
         raise ValueError(f"checkpoint: has {len(saved)} param groups; this optimizer has {len(groups)}")
     by_group: list[list[Mapping[str, Any]]] = []
@@ -90,13 +79,10 @@ def _split(row: Mapping[str, Any], params: list[Tensor]) -> list[Mapping[str, An
     return list(parts)
 
 
-def _with_field(state: Any, name: str, values: Iterator[Any]) -> Any:
-    """Return the state with a field of the `STATES` replaced, leaf by leaf, in the order of the params."""
+def _with_field(states: Tree, name: str, values: Iterator[Any]) -> Tree:
+    """Return states with every field of a name replaced, leaf by leaf, in the order of the params."""
 
     def convert(leaf: Tensor) -> Tensor:
         return torch.as_tensor(next(values), dtype=leaf.dtype, device=leaf.device).reshape(leaf.shape)
 
-    def replaced(one: Any) -> Any:
-        return one._replace(**{name: tree.map(convert, getattr(one, name))}) if name in one._fields else one
-
-    return tree.replace(state, STATES, replaced)
+    return numerics.with_field(states, name, lambda value: tree.map(convert, value))

@@ -27,11 +27,10 @@ from torch import Tensor
 from fn import tree
 from fn.adapters.deepspeed import transforms as numerics
 from fn.adapters.deepspeed.checkpoint import load_checkpoint
-from fn.adapters.optim.donate import write_back
+from fn.adapters.donate import write_back
+from fn.adapters.optim.core import Unit
+from fn.adapters.optim.groups import hyper_parameters
 from fn.adapters.optim.optimizer import Optimizer, Params
-from fn.adapters.optim.param_groups import checked_rate, host_tensor, show_rate
-from fn.adapters.optim.step import collect
-from fn.adapters.optim.training import Training
 from fn.base import Phase, Transform
 from fn.collectives.axis import Binding, axis_size, bind
 from fn.collectives.primitives import pmean
@@ -45,62 +44,8 @@ Group = dist.ProcessGroup | Communicator
 AXIS = "data"
 
 
-class DeepSpeedTraining(Training):
-    """A training whose transform spans all param groups and is made from them when an update is."""
-
-    built = False
-    """Whether there is a state, to which a new group's entry is added."""
-
-    def prepare(self, group: dict[str, Any]) -> tuple[Tensor, Transform | None]:
-        """Return a group's learning rate as a tensor; the transform is that of all groups."""
-        return host_tensor(group["lr"], torch.float32).detach().clone(), None
-
-    def start(self, group: dict[str, Any], lr: Tensor, transform: Transform | None) -> None:
-        """Take a group in; its state is made once the optimizer is built."""
-        show_rate(group, lr)
-        self.lrs.append(lr)
-        self.hypers.append({k: v for k, v in group.items() if k not in ("params", "lr", "initial_lr", "param_names")})
-        if self.built:
-            with self.binding:
-                self.states = (*self.states, self.fresh_states()[-1])
-        self.updates.clear()
-
-    def needs_warmup(self, phase: Phase, group: int | None = None) -> bool:
-        """Return whether a phase needs a warm-up step before it; all param groups are one transform."""
-        return phase in self.joined().needs_warmup
-
-    def check_group(self, index: int, group: Mapping[str, Any]) -> None:
-        """Raise what a step would raise if a param group held these entries. Nothing is changed."""
-        checked_rate(group["lr"])
-        groups = self.described()
-        groups[index] = _group(group, self.lrs[index])
-        with self.binding:
-            self.make(groups)
-
-    def remake(self, index: int) -> None:
-        """Do nothing: the transform is made from the groups when an update is."""
-
-    def joined(self) -> Transform:
-        """Return the transform of all param groups."""
-        return self.make(self.described())
-
-    def fresh_states(self) -> Tree:
-        """Return states as they start."""
-        return self.joined().init(tuple([p.detach() for p in params] for params in self.params))
-
-    def described(self) -> list[numerics.ParamGroup]:
-        """Return what the param groups say."""
-        return [_group(group, lr) for group, lr in zip(self.groups, self.lrs, strict=True)]
-
-
 class DeepSpeedOptimizer(Optimizer):
-    """A drop-in for one of DeepSpeed's 1-bit optimizers; `_numerics` says which.
-
-    The transform spans all param groups, because 1-bit LAMB's message does. Args are those of the drop-ins.
-    """
-
-    _training_class = DeepSpeedTraining
-    training: DeepSpeedTraining
+    """A drop-in for one of DeepSpeed's 1-bit optimizers; `_numerics` says which. Args are those of the drop-ins."""
 
     freeze_flag = "adam_freeze_key"
     """DeepSpeed's name of the attribute that says whether the optimizer is frozen."""
@@ -109,31 +54,26 @@ class DeepSpeedOptimizer(Optimizer):
         self,
         params: Params,
         schedule: Schedule,
-        *,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
         process_group: Group | None,
         deepspeed: Any,
         initialising_call: bool,
-        **defaults: Any,
+        **numbers: Any,
     ):
         self.engine: Any = None
         self.initialize = not initialising_call
-        hyper = {"betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, **defaults}
         with _binding(process_group):
             self._world = axis_size(AXIS)
             # An engine that is not attached goes on averaging, which is right, though it saves nothing.
-            super().__init__(params, self._numerics, schedule=schedule, lr=lr, refuse_averaged=False, **hyper)
-            self.states = self.training.fresh_states()
-        self.training.built = True
+            super().__init__(params, self._of_group, schedule=schedule, refuse_averaged=False, **numbers)
         if deepspeed is not None:
             self.attach(deepspeed)
 
     def _numerics(self, groups: Sequence[numerics.ParamGroup]) -> Transform:
-        """Return the transform over all param groups."""
+        """Return the transform of param groups: of a single one but in 1-bit LAMB."""
         raise NotImplementedError
+
+    def _of_group(self, lr: Tensor, **entries: Any) -> Transform:
+        return self._numerics([_described(entries, lr)])
 
     @property
     def frozen(self) -> bool:
@@ -145,6 +85,7 @@ class DeepSpeedOptimizer(Optimizer):
             return self.frozen
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
+    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, grads: Any = None) -> Any:
         """Take a step from each rank's own gradients in `p.grad`.
 
@@ -154,12 +95,11 @@ class DeepSpeedOptimizer(Optimizer):
         if grads is not None:
             raise ValueError(expected("grads", "None", "gradients", "put them into p.grad"))
         if self.initialize:
-            loss = super().step(closure)
+            loss = self._step(closure)
         else:
             self.initialize = True
             loss = None if closure is None else torch.enable_grad()(closure)()
-            with torch.no_grad():
-                self._take_initial_moments()
+            self._take_initial_moments()
         self._switch_engine()
         return loss
 
@@ -193,15 +133,13 @@ class DeepSpeedOptimizer(Optimizer):
         self._resume()
 
     def _resume(self) -> None:
-        """Go on from what was loaded: with no initialising call, in the phase of its step."""
+        """Go on from what was loaded, with no initialising call."""
         self.initialize = True
-        self.training.updates.clear()
         self._switch_engine()
 
     def reset_errors(self) -> None:
         """Set worker and server errors to zero, as DeepSpeed's restart does."""
-        with torch.no_grad():
-            write_back(self.states, numerics.reset_errors(self.states))
+        self._write(numerics.reset_errors(self.states))
 
     def load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
         """Load what DeepSpeed's optimizer of this name saved.
@@ -213,11 +151,20 @@ class DeepSpeedOptimizer(Optimizer):
             flattened are split.
         Raises: ValueError if groups or parameters are missing or have other shapes; nothing is loaded then.
         """
-        load_checkpoint(self, checkpoint)
+        steps, state, rates = load_checkpoint(self.states, self.param_groups, checkpoint)
+        self._write(state)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.steps = steps
         self._resume()
 
+    def _write(self, states: Tree) -> None:
+        with torch.no_grad(), self.writing():
+            write_back(self.states, states)
 
-def _group(group: Mapping[str, Any], lr: Tensor) -> numerics.ParamGroup:
+
+def _described(group: Mapping[str, Any], lr: Tensor) -> numerics.ParamGroup:
+    """Return what a param group says."""
     mask, (b1, b2) = group.get("exp_avg_mask"), group["betas"]
     return numerics.ParamGroup(
         lr,
@@ -225,8 +172,8 @@ def _group(group: Mapping[str, Any], lr: Tensor) -> numerics.ParamGroup:
         b2,
         group["eps"],
         group["weight_decay"],
-        tuple(p.numel() for p in group["params"]),
-        None if mask is None else host_tensor(mask).detach(),
+        tuple(p.numel() for p in group.get("params", ())),
+        None if mask is None else mask.detach(),
         bool(group.get("non_freeze", False)),
         group.get("max_coeff", 10.0),
         group.get("min_coeff", 0.01),
@@ -297,27 +244,18 @@ class OnebitAdam(DeepSpeedOptimizer):
         check_unused("1-bit Adam", amsgrad, bias_correction, eps_inside_sqrt, max_grad_norm, cuda_aware)
         self.freeze_step = freeze_step
         self.comm_backend_name = comm_backend_name
-        super().__init__(
-            params,
-            freeze_after(max(freeze_step - 1, 1)),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            process_group=process_group,
-            deepspeed=deepspeed,
-            initialising_call=initialising_call,
-        )
+        schedule = freeze_after(max(freeze_step - 1, 1))
+        numbers = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, schedule, process_group, deepspeed, initialising_call, **numbers)
 
     def _numerics(self, groups: Sequence[numerics.ParamGroup]) -> Transform:
-        return numerics.onebit_adam(groups, axis=AXIS, world_size=self._world)
+        (transform,) = numerics.onebit_adam(groups, axis=AXIS, world_size=self._world)
+        return transform
 
     def _take_initial_moments(self) -> None:
-        training = self.training
-        training.groups, training.scale = self.param_groups, (None, None)
-        grads = collect(training, self.phase)
-        with training.binding:
-            write_back(self.states, numerics.initialise(self.states, self.training.described(), pmean(grads, AXIS)))
+        described = [_described(group, unit.rates[0]) for unit in self.units for group in unit.groups]
+        with self.communicating("the initialising call is left out"):
+            self._write(numerics.initialise(self.states, described, pmean(self.gradients(self.phase), AXIS)))
 
 
 class ZeroOneAdam(DeepSpeedOptimizer):
@@ -356,17 +294,10 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         check_unused("0/1 Adam", amsgrad, bias_correction, eps_inside_sqrt, max_grad_norm, cuda_aware)
         self.var_freeze_step = var_freeze_step
         self.comm_backend_name = comm_backend_name
-        super().__init__(
-            params,
-            zero_one_schedule(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper, first=2),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            process_group=process_group,
-            deepspeed=deepspeed,
-            initialising_call=initialising_call,
-        )
+        intervals = (var_update_scaler, local_step_scaler, local_step_clipper)
+        schedule = zero_one_schedule(var_freeze_step, *intervals, first=2)
+        numbers = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, schedule, process_group, deepspeed, initialising_call, **numbers)
 
     @property
     def frozen(self) -> bool:
@@ -374,15 +305,18 @@ class ZeroOneAdam(DeepSpeedOptimizer):
         return self.steps >= self.var_freeze_step
 
     def _numerics(self, groups: Sequence[numerics.ParamGroup]) -> Transform:
-        return numerics.zero_one_adam(groups, axis=AXIS, world_size=self._world, frozen=self.frozen)
+        (transform,) = numerics.zero_one_adam(groups, axis=AXIS, world_size=self._world, frozen=self.frozen)
+        return transform
 
-    def step(self, closure: Callable[[], Any] | None = None, grads: Any = None) -> Any:
-        """Take a step, as `DeepSpeedOptimizer.step`; at the freeze the errors are set to zero, once."""
+    def made_of(self, given: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what a transform is made of: it is another one behind the freeze."""
+        return {**super().made_of(given), "frozen": self.frozen}
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
         before = self.frozen
-        loss = super().step(closure, grads)
+        loss = super()._step(closure)
         if self.frozen and not before:
             self.reset_errors()
-            self.training.updates.clear()
         return loss
 
 
@@ -434,23 +368,16 @@ class OnebitLamb(DeepSpeedOptimizer):
             "factor_min": factor_min,
             "factor_threshold": factor_threshold,
         }
-        super().__init__(
-            params,
-            freeze_after(max(freeze_step - 1, 1)),
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            process_group=process_group,
-            deepspeed=deepspeed,
-            initialising_call=initialising_call,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-        )
+        self._complete = False
+        schedule = freeze_after(max(freeze_step - 1, 1))
+        numbers = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        coeffs = {"max_coeff": max_coeff, "min_coeff": min_coeff}
+        super().__init__(params, schedule, process_group, deepspeed, initialising_call, **numbers, **coeffs)
+        self._complete = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse a group after construction with a RuntimeError."""
-        if self.training.built:
+        if self._complete:
             raise RuntimeError("add_param_group: 1-bit LAMB's message spans all groups; give them to the constructor")
         super().add_param_group(param_group)
 
@@ -458,6 +385,26 @@ class OnebitLamb(DeepSpeedOptimizer):
         return numerics.onebit_lamb(
             groups, axis=AXIS, world_size=self._world, copy_fresh=self.freeze_step >= 2, **self._factors
         )
+
+    def made(self, given: list[dict[str, Any]], rates: list[Tensor], *, shapes: bool = True) -> Transform:
+        """Return the transform of param groups, all of them or one that is looked at alone."""
+        return self._numerics([_described(*pair) for pair in zip(given, rates, strict=True)])
+
+    def made_of(self, given: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return what the groups' transform is made of, those of the first under their own names."""
+        each = [hyper_parameters(group, self.make) for group in given]
+        return {f"{name} of group {g}" if g else name: x for g, hyper in enumerate(each) for name, x in hyper.items()}
+
+    def prepared(self, group: dict[str, Any]) -> Unit:
+        """Return all groups so far, of which this is the last, as a unit."""
+        rates = [rate for unit in (*self.units, super().prepared(group)) for rate in unit.rates]
+        groups = [*self.param_groups]
+        return Unit(self.made(groups, rates), groups, rates, self.made_of(groups), spans=True)
+
+    def start(self, unit: Unit) -> None:
+        """Make the state of all groups, in place of that of the groups before the last."""
+        self.units.clear()
+        super().start(unit)
 
     def get_lamb_coeffs(self) -> list[float]:
         """Return what the last update of each parameter was scaled by, in the order of the parameters."""

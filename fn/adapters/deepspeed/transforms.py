@@ -15,7 +15,7 @@ Source: DeepSpeed 0.19.6, runtime/fp16/onebit/{adam,lamb,zoadam}.py and runtime/
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,12 +26,12 @@ from fn import roles, tree
 from fn.base import Transform, chain, stateless
 from fn.collectives.codecs.codec import Codec
 from fn.collectives.codecs.sign import sign
-from fn.transforms.adam import OnebitAdamState, moving_average, moving_average_of_squares, scale_by_onebit_adam
+from fn.transforms.adam import moving_average, moving_average_of_squares, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
-from fn.transforms.lamb import LambHyper, OnebitLambState, onebit_lamb_by_tensor
+from fn.transforms.lamb import LambHyper, onebit_lamb_by_tensor
 from fn.transforms.masking import apply_mask, unfrozen
-from fn.transforms.skip_nonfinite import skip_nonfinite, together
+from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 
 Tree = Any
@@ -65,8 +65,8 @@ def _masked_sync(axis: str, world_size: int, mask: Tensor | None) -> Transform:
     return sync if mask is None else chain(sync, apply_mask(mask))
 
 
-def onebit_adam(groups: Sequence[ParamGroup], *, axis: str, world_size: int) -> Transform:
-    """Return DeepSpeed's 1-bit Adam over param groups; without bias correction."""
+def onebit_adam(groups: Sequence[ParamGroup], *, axis: str, world_size: int) -> list[Transform]:
+    """Return DeepSpeed's 1-bit Adam for each param group; without bias correction."""
 
     def one(g: ParamGroup) -> Transform:
         sync = _masked_sync(axis, world_size, g.exp_avg_mask)
@@ -78,35 +78,38 @@ def onebit_adam(groups: Sequence[ParamGroup], *, axis: str, world_size: int) -> 
         )
         return skip_nonfinite(unfrozen(tx) if g.non_freeze else tx)
 
-    return together([one(g) for g in groups])
+    return [one(g) for g in groups]
 
 
-def zero_one_adam(groups: Sequence[ParamGroup], *, axis: str, world_size: int, frozen: bool) -> Transform:
-    """Return DeepSpeed's 0/1 Adam over param groups, before or after the variance is frozen.
+def zero_one_adam(groups: Sequence[ParamGroup], *, axis: str, world_size: int, frozen: bool) -> list[Transform]:
+    """Return DeepSpeed's 0/1 Adam for each param group, before or after the variance is frozen.
 
-    Both have the same state. On one rank the mask is not applied, and a step before the freeze in which the variance
-    rests leaves the momentum as it is.
+    Both have the same state and the local steps behind the freeze. On one rank the mask is not applied, and a
+    step before the freeze in which the variance rests leaves the momentum as it is.
     """
 
     def one(g: ParamGroup) -> Transform:
-        link = scale_by_zero_one_adam(
-            g.lr,
-            g.b1,
-            g.b2,
-            g.eps,
-            g.weight_decay,
-            sync=_masked_sync(axis, world_size, g.exp_avg_mask if world_size > 1 else None),
-            compress="steps" if frozen else "gradients",
-            decay_in_momentum=True,
-            anchored=False,
-            keep_zeros=False,
+        steps, gradients = (
+            scale_by_zero_one_adam(
+                g.lr,
+                g.b1,
+                g.b2,
+                g.eps,
+                g.weight_decay,
+                sync=_masked_sync(axis, world_size, g.exp_avg_mask if world_size > 1 else None),
+                compress=compress,
+                decay_in_momentum=True,
+                anchored=False,
+                keep_zeros=False,
+            )
+            for compress in ("steps", "gradients")
         )
-        if world_size == 1 and not frozen:
-            step = link.compressed_update
-            link = link._replace(compressed_update=lambda g, s, p: step(s.mu, s, p))
+        codes = gradients.compressed_update
+        before = codes if world_size > 1 else lambda g, s, p: codes(s.mu, s, p)
+        link = steps if frozen else steps._replace(compressed_update=before)
         return skip_nonfinite(chain(average(axis), link))
 
-    return together([one(g) for g in groups])
+    return [one(g) for g in groups]
 
 
 def onebit_lamb(
@@ -152,17 +155,25 @@ def initialise(state: Tree, groups: Sequence[ParamGroup], gradients: Sequence[Se
     Args: state: of `onebit_adam`, as made. gradients: the mean gradients, a list per group.
     """
 
-    def moments(value: Tree, g: ParamGroup, grads: list[Tensor]) -> Tree:
-        mu, nu = moving_average(value.mu, grads, g.b1), moving_average_of_squares(value.nu, grads, g.b2)
-        return value._replace(mu=mu, nu=nu)
+    def moments(own: Tree, g: ParamGroup, grads: list[Tensor]) -> Tree:
+        own = roles.replace(own, "first_moment", lambda mu: moving_average(mu, grads, g.b1))
+        return roles.replace(own, "second_moment", lambda nu: moving_average_of_squares(nu, grads, g.b2))
 
-    return tuple(
-        tree.replace(s, OnebitAdamState, partial(moments, g=g, grads=list(x))) if g.non_freeze else s
-        for s, g, x in zip(state, groups, gradients, strict=True)
-    )
+    triples = zip(state, groups, gradients, strict=True)
+    return tuple(moments(own, g, list(grads)) if g.non_freeze else own for own, g, grads in triples)
 
 
 def reset_errors(state: Tree) -> Tree:
-    """Return the state with zero errors and tail, which is how DeepSpeed restarts."""
-    state = roles.replace(state, "errors", partial(tree.map, torch.zeros_like))
-    return tree.replace(state, OnebitLambState, lambda lamb: lamb._replace(tail=torch.zeros_like(lamb.tail)))
+    """Return the state with zero errors and LAMB's tail, which is how DeepSpeed restarts."""
+    zeros = partial(tree.map, torch.zeros_like)
+    return with_field(roles.replace(state, "errors", zeros), "tail", zeros)
+
+
+def with_field(state: Tree, name: str, f: Callable[[Tree], Tree]) -> Tree:
+    """Return a tree of states with f of every field of a name, in the order of `fn.tree.fields`."""
+    if isinstance(state, tuple) and hasattr(state, "_fields"):
+        pairs = zip(state._fields, state, strict=True)
+        return type(state)(*(f(value) if field == name else with_field(value, name, f) for field, value in pairs))
+    if isinstance(state, tuple | list):
+        return type(state)(with_field(value, name, f) for value in state)
+    return state

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from fn import tree
 from fn.adapters.fsdp.comms import CompressedAllGather, CompressedReduceScatter, ReplicaMean
 from fn.adapters.fsdp.groups import Group, groups_of
-from fn.adapters.optim.consistency import by_path
 from fn.adapters.optim.state_dict import check_keys, check_tensor
 from fn.collectives.agreement import check_agreement, describe
 from fn.collectives.axis import bind
@@ -167,7 +167,7 @@ class Compressed:
             shards, widths = part.group.shards, part.group.gradients.widths
             state[f"{name}.rank"] = torch.tensor([shards.rank(), shards.size()], dtype=torch.int64, device="cpu")
             state[f"{name}.widths"] = torch.tensor(widths, dtype=torch.int64, device="cpu")
-            state.update(by_path(part.errors(), f"{name}."))
+            state.update(tree.by_path(part.errors(), f"{name}."))
         return state
 
     @torch.no_grad()

@@ -1,183 +1,215 @@
 """An optimizer's state as a flat {path: tensor}, which `torch.load(weights_only=True)` accepts.
 
-`flat_state` names the rank that saved it under one key. `of_rank`, what `fn.Optimizer.state_dict` returns, has the rank
-in the path of everything that is one rank's own: residual errors, shards, and what goes with params of its own.
-Loading checks everything first, and then writes.
+The path of what is one rank's own, such as residual errors and shards, names the rank. Loading checks everything first,
+and then writes.
 """
 
 from __future__ import annotations
 
+import numbers
 import re
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from fn import roles, tree
-from fn.adapters.optim.consistency import (
-    ERROR,
-    OF_EACH_RANK,
-    OWNED,
-    PLAN,
-    SHARD,
-    by_path,
-    kinds,
-    owned_elsewhere,
-    paths_of,
-)
-from fn.adapters.optim.local_shards import as_dtensor, as_local
-from fn.adapters.optim.param_groups import restored_numbers, saved_numbers, write_numbers
-from fn.adapters.optim.signals import defer_signals, writing
-from fn.adapters.optim.training import Training
+from fn.adapters.optim import groups
+from fn.adapters.optim.core import TORN, Core, Unit
+from fn.adapters.optim.shards import as_dtensor, pieces
+from fn.base import facts_of
+from fn.collectives.axis import ALONE, Axis, Binding
 from fn.collectives.compressed import ErrorFeedbackState
 from fn.errors import expected
 from fn.inplace.memory import written_into
+from fn.roles import ERROR, OF_EACH_RANK, OWN, OWNED, SAME, SHARD
 from fn.schedules import FreezeWhenStable
-from fn.transforms.outer import OuterState
-from fn.transforms.owned import OwnedState
 
 Tree = Any
 
-
-SAVED_BY = "saved by"
-"""The key of (rank, world size), int64: whose errors and shards these are."""
-
-ORDER, CARRIED = "element order.", "carried."
-"""How keys of version 0.2.0 begin: of the order in memory of a parameter's dimensions, in which its errors were saved,
-and of what 8-bit errors had rounded off when the number of ranks changed."""
-
-
-def flat_state(training: Training) -> dict[str, Tensor]:
-    """Return the steps, every group's numbers and state, and a schedule's memory, by path.
-
-    A mean that is on its way is waited for. What other ranks own is left out: its owner has it under the same path.
-    """
-    training.settle()
-    counts = {"steps": training.steps, SAVED_BY: place_of(training)}
-    flat = {name: torch.tensor(count, dtype=torch.int64, device="cpu") for name, count in counts.items()}
-    for i, (group, hypers) in enumerate(zip(training.groups, training.hypers, strict=True)):
-        flat.update({f"groups.{i}.{name}": x for name, x in saved_numbers(group, hypers).items()})
-    elsewhere = owned_elsewhere(training.states)
-    flat.update({path: x for path, x in by_path(training.states).items() if path not in elsewhere})
-    # They are compared with what is loaded, which some loaders write into the tensors that they were given.
-    plans = {path for path, mark in by_path(kinds(training.states)).items() if mark == PLAN}
-    flat.update({path: flat[path].clone() for path in paths_of(training.states, "shard") | plans})
-    schedule = training.schedule
-    if isinstance(schedule, FreezeWhenStable):
-        flat["schedule.norms"] = torch.tensor(schedule.norms, dtype=torch.float64, device="cpu")
-        frozen_at = -1 if schedule.frozen_at is None else schedule.frozen_at
-        flat["schedule.frozen_at"] = torch.tensor(frozen_at, dtype=torch.int64, device="cpu")
-    return flat
-
+FORMAT, VERSION = "format", 4
+"""The key of the number of this format, int64; fn 0.3 and before saved none."""
 
 OF_RANK = re.compile(r"rank (\d{1,9}) of (\d{1,9})\.(state\..*)", re.ASCII)
 """The path of what is one rank's own. `torch.distributed.checkpoint` writes once what several ranks call alike."""
 
+SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"
+"""What to say of a path that belongs to a param group."""
 
-def of_rank(training: Training) -> dict[str, Tensor]:
-    """Return `flat_state` with a rank in the paths of what is its own, in place of `SAVED_BY`."""
-    training.check_whole("state_dict")
-    (rank, size), flat = place_of(training), flat_state(training)
-    del flat[SAVED_BY]
-    flat.update({path: as_dtensor(flat[path], like) for path, like in training.divided.items() if path in flat})
-    of_this_rank = {path for path, mark in by_path(kinds(training.states)).items() if mark in OF_EACH_RANK}
-    return {f"rank {rank} of {size}.{path}" if path in of_this_rank else path: x for path, x in flat.items()}
+KEEP_ALL = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
 
 
-def restore_of_rank(training: Training, saved: Mapping[str, Any]) -> None:
+def flat_state(core: Core) -> dict[str, Tensor]:
+    """Return the steps, every group's numbers and names, the state, and a schedule's memory, by path.
+
+    A mean that is on its way is waited for. What other ranks own is left out: its owner has it under the same path.
+    """
+    flat = {FORMAT: _int64(VERSION), "steps": _int64(core.steps)}
+    for g, (group, _) in enumerate(_of_groups(core)):
+        flat |= {f"groups.{g}.{name}": x for name, x in numbers_of(group).items()}
+        if names := group.get("param_names"):
+            flat[f"groups.{g}.names"] = torch.tensor([*"\n".join(names).encode()], dtype=torch.uint8, device="cpu")
+    # What is compared in a load is copied, for some loaders write into the tensors that they are given.
+    compared, elsewhere = _with_role(core, "plan") | _with_role(core, "shard"), owned_elsewhere(core)
+    for path, x in tree.by_path(core.states, "state.").items():
+        if path not in elsewhere:
+            flat[path] = x.clone() if path in compared else x
+    if isinstance(core.schedule, FreezeWhenStable):
+        flat["schedule.norms"] = torch.tensor(core.schedule.norms, dtype=torch.float64, device="cpu")
+        flat["schedule.frozen_at"] = _int64(-1 if core.schedule.frozen_at is None else core.schedule.frozen_at)
+    return flat
+
+
+def of_rank(core: Core) -> dict[str, Tensor]:
+    """Return `flat_state` with this rank in the paths of what is its own, and DTensors of what is divided like one."""
+    if core.refused == TORN:
+        core.check_free("state_dict")
+    (rank, size), flat = place_of(core), flat_state(core)
+    flat |= {path: as_dtensor(flat[path], like) for path, like in divided(core).items() if path in flat}
+    own = {path for path, mark in marks_of(core).items() if mark in OF_EACH_RANK}
+    return {f"rank {rank} of {size}.{path}" if path in own else path: x for path, x in flat.items()}
+
+
+def restore_of_rank(core: Core, saved: Mapping[str, Any]) -> None:
     """Load what `of_rank` returned, here or on another rank, or of all ranks' what is this rank's own.
 
-    Raises: as `restore_flat`; ValueError if it holds what belongs to other numbers of ranks.
+    Raises: as `restore`; ValueError if it holds what belongs to other numbers of ranks.
     """
+    if core.refused != TORN:
+        core.check_free("load_state_dict")
     check_keys(saved, "fn.Optimizer")
-    saved = {path: as_local(x) for path, x in saved.items()}
-    matches = {path: OF_RANK.fullmatch(path) for path in saved}
-    places = {(int(m[1]), int(m[2])) for m in matches.values() if m}
-    if len({size for _, size in places}) > 1:
-        ranks = ", ".join(f"rank {rank} of {size}" for rank, size in sorted(places))
+    here, alike = place_of(core), dict[str, Any]()
+    of_ranks: dict[tuple[int, int], dict[str, Any]] = {}
+    for path, x in saved.items():
+        if match := OF_RANK.fullmatch(path):
+            of_ranks.setdefault((int(match[1]), int(match[2])), {})[match[3]] = x
+        else:
+            alike[path] = x
+    if len({size for _, size in of_ranks}) > 1:
+        ranks = ", ".join(f"rank {rank} of {size}" for rank, size in sorted(of_ranks))
         raise ValueError(expected("state_dict", "the errors of one rank, or of one world", f"those of {ranks}"))
-    if SAVED_BY in saved:
-        raise ValueError(f"state_dict: {SAVED_BY!r} is unexpected; paths say whose errors and shards they hold")
-    here = place_of(training)
-    place = here if here in places else min(places, default=here)
-    of_place = {m[3]: saved[path] for path, m in matches.items() if m and (int(m[1]), int(m[2])) == place}
-    same = {path: x for path, x in saved.items() if not matches[path]}
-    check_late_means(training, {*same, *of_place}, set(of_place), "state_dict")
-    restore_flat(training, {SAVED_BY: torch.tensor(place, dtype=torch.int64, device="cpu"), **same, **of_place})
+    by = here if here in of_ranks else min(of_ranks, default=here)
+    flat = alike | of_ranks.get(by, {})
+    restore(core, {path: pieces([x])[0] for path, x in flat.items()}, by)
 
 
-def place_of(training: Training, axes: Sequence[str] | None = None) -> tuple[int, int]:
+def restore(
+    core: Core, saved: Mapping[str, Any], by: tuple[int, int], params: Mapping[str, Tensor] | None = None
+) -> None:
+    """Copy a `flat_state` into an optimizer's buffers. What another rank saved continues with errors of zero.
+
+    Args: by: the rank that saved, and of how many. params: parameters that are written together with it, by path.
+    Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype, or for what
+        another rank saved if it holds shards, or errors on the way back within a node; nothing is copied then.
+    """
+    check_format(saved)
+    live, marks, here = {**(params or {}), **flat_state(core)}, marks_of(core), place_of(core)
+    mine = {path: x for path, x in saved.items() if marks.get(path) != OWNED or path in live}
+    mine |= {path: live[path] for path in _with_role(core, "plan") & mine.keys()}  # owners are those of these ranks
+    for path in (path for path in live if marks.get(path) == OWNED and path not in mine):
+        cure = "save with fn.adapters.checkpoint, whose save and gather have the tensors of all ranks"
+        raise ValueError(expected("state_dict", f"{path!r}, which this rank owns", "none", cure))
+    who = f"state_dict: is of rank {by[0]} of {by[1]}, but this is rank {here[0]} of {here[1]}"
+    lost = {path: torch.zeros_like(live[path]) for path, mark in marks.items() if mark == ERROR and by != here}
+    mine |= lost
+    if by != here:
+        check_foreign(core, who)
+    check_fits(live, mine)
+    check_shards(core, live, mine)
+    entries = [entries_of(core, g, mine) for g in range(len(core.param_groups))]
+    if lost:
+        text = f"{who}: its own errors, what compression had not delivered yet, are lost and start from zero"
+        warnings.warn(f"{text}; to keep them {KEEP_ALL}", stacklevel=4)
+    of_states = tree.by_path(core.states, "state.").items()
+    buffers = {**(params or {}), **{path: x for path, x in of_states if path in mine}}
+    write_all = written_into([*buffers.values()], [mine[path] for path in buffers])
+    with core.writing(), torch.no_grad():
+        write_all()
+        for (group, _), new in zip(_of_groups(core), entries, strict=True):
+            if "lr" in new and isinstance(group["lr"], Tensor):
+                new["lr"] = group["lr"].fill_(new["lr"])
+            group.update(new)
+        core.steps = int(mine["steps"])
+        if isinstance(core.schedule, FreezeWhenStable):
+            frozen_at = int(mine["schedule.frozen_at"])
+            core.schedule.norms = mine["schedule.norms"].tolist()
+            core.schedule.frozen_at = None if frozen_at < 0 else frozen_at
+    core.refused = ""
+    core.staged.clear()
+    core.updates.clear()
+
+
+def marks_of(core: Core) -> dict[str, str]:
+    """Return what each leaf of the states is to other ranks, as `fn.roles.kinds` says, by path."""
+    return tree.by_path(roles.kinds(core.states), "state.")
+
+
+def place_of(core: Core, axes: Sequence[str] | None = None) -> tuple[int, int]:
     """Return this rank's number among those of some axes, and how many these are.
 
     Args: axes: None: those of the optimizer. Ranks of an axis that tensors are divided over count where they have
         residual errors of their own.
     """
-    rank, size = 0, 1
     if axes is None:
-        divided = tree.leaves([state.errors for state in tree.instances(training.states, OwnedState)])
-        axes = training.all_axes if divided else training.axes
+        shards = [axis for unit in core.units for axis in facts_of(unit.transform).shards if axis in core.binding.axes]
+        own = [x for x in roles.find([unit.state for unit in core.units], "errors") if tree.leaves(x)]
+        axes = [*dict.fromkeys([*core.axes, *(shards if own else [])])]
+    rank, size = 0, 1
     for axis in axes:
-        bound = training.binding.axes[axis]
+        bound = core.binding.axes[axis]
         rank, size = rank * bound.size + int(bound.rank), size * bound.size
     return rank, size
 
 
-def restore_flat(training: Training, saved: Mapping[str, Any]) -> None:
-    """Copy a `flat_state` into an optimizer's buffers. What another rank saved continues with errors of zero.
+def owned_elsewhere(core: Core) -> set[str]:
+    """Return the paths of what other ranks own. It has no elements here; an error in codes has an age beside them."""
+    errors = {id(x) for x in roles.find(core.states, "errors")}  # of these a rank has a tuple with one for each tensor
+    owned = roles.find(core.states, "owned")
+    entries = [tree.leaves(entry) for x in owned for entry in (x if id(x) in errors else tree.leaves(x))]
+    without = {id(x) for entry in entries if not all(x.numel() for x in entry) for x in entry}
+    return {path for path, x in tree.by_path(core.states, "state.").items() if id(x) in without}
 
-    Raises: ValueError that names the first path that is missing, unexpected or of another shape or dtype, or for what
-        another rank saved if it holds shards, or errors on the way back within a node; nothing is copied then.
+
+def divided(core: Core) -> dict[str, DTensor]:
+    """Return {path: the DTensor that it is divided like} of what is in the state as a parameter is, of momenta say.
+
+    Which leaf belongs to which parameter an init tells of stand-ins, no two of which have the same shape.
     """
+    found, marks = dict[str, DTensor](), marks_of(core)
+    one = Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)
+    alone = Binding(dict.fromkeys(core.binding.axes, one))  # nothing is sent
+    for u, unit in enumerate(core.units):
+        params = [p for group in unit.groups for p in group["params"]]
+        if not any(isinstance(p, DTensor) for p in params):
+            continue
+        shapes = [(1000 + i, *(1 for _ in p.shape[1:])) if p.ndim else () for i, p in enumerate(params)]
+        members = iter([x.new_zeros(shape) for x, shape in zip(pieces(params), shapes, strict=True)])
+        stand_ins = unit.of([[next(members) for _ in group["params"]] for group in unit.groups])
+        like = {shape: p for shape, p in zip(shapes, params, strict=True) if p.ndim and isinstance(p, DTensor)}
+        with alone:
+            state = tree.by_path(unit.transform.init(stand_ins), f"state.{u}.")
+        for path, x in tree.by_path(unit.state, f"state.{u}.").items():
+            p = like.get(tuple(state[path].shape)) if path in state and marks[path] in (SAME, OWN) else None
+            if p is not None and x.shape == p.to_local().shape:
+                found[path] = p
+    return found
+
+
+def check_format(saved: Mapping[str, Any], argument: str = "state_dict") -> None:
+    """Refuse what this version has not saved with a ValueError that says so."""
     if {"state", "param_groups"} <= saved.keys():
+        cure = "start anew, with a warm-up in which the moments build up again, or take them over by from_adamw"
         wanted, got = "what fn.Optimizer.state_dict returned", "that of an optimizer of torch"
-        cure = "start anew, with a warm-up in which the moments build up again"
-        raise ValueError(expected("state_dict", wanted, got, cure))
-    live = flat_state(training)
-    saved = {**saved, **roles.added(training.states, saved, "state.")}
-    saved = _own_part(training, live, saved)
-    saved, texts = _without_foreign_errors(training, live, saved)
-    check_fits(live, saved)
-    _check_states(training, live, saved)
-    numbers = [_numbers_of(training, i, saved) for i in range(len(training.groups))]
-    carried = [x.double() for path, x in saved.items() if path.startswith(CARRIED)]
-    if carried:
-        norm = float(torch.stack([x.norm().cpu() for x in carried]).norm())
-        texts.append(f"state_dict: gradients of norm {norm:.3g} that 8-bit errors had rounded off are not carried on")
-    if unsaved := _unsaved_numbers(training, live, saved):
-        cure = "give what it was saved with, such as None, to go on as before"
-        texts.append(f"state_dict: was saved without {unsaved}, with which it goes on; {cure}")
-    for text in texts:
-        warnings.warn(text, stacklevel=4)
-    with defer_signals():
-        _write(training, saved, numbers)
-
-
-def _own_part(training: Training, live: Mapping[str, Tensor], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was saved without what other ranks own now; owners stay as they are here.
-
-    Raises: ValueError for a state dict without a tensor that this rank owns.
-    """
-    marks = by_path(kinds(training.states))
-    own = {path: x for path, x in saved.items() if marks.get(path) != OWNED or path in live}
-    missing = next((path for path, mark in marks.items() if mark == OWNED and path in live and path not in own), None)
-    if missing is not None and any(marks.get(path) == OWNED for path in saved):
-        wanted = f"{missing!r}, which this rank owns"
-        cure = "save with fn.adapters.checkpoint, whose save and gather have the tensors of all ranks"
-        raise ValueError(expected("state_dict", wanted, "the tensors of another rank", cure))
-    return own | {path: live[path] for path, mark in marks.items() if mark == PLAN and path in own}
-
-
-def _unsaved_numbers(training: Training, live: Mapping[str, Tensor], saved: Mapping[str, Any]) -> str:
-    """Return the hyper-parameters that a saved group had not, or as None: `max_step` has a default since 0.3."""
-    new = dict[str, None]()  # in the order in which they come, each once
-    for i, hypers in enumerate(training.hypers):
-        prefix = f"groups.{i}."
-        if sum(path.startswith(prefix) for path in saved) > 1:  # else only its learning rate was saved
-            missing = [name for name in hypers if prefix + name in live and prefix + name not in saved]
-            new.update({f"{name}={hypers[name]:g}": None for name in missing})
-    return ", ".join(new)
+        raise ValueError(expected(argument, wanted, got, cure))
+    found = saved.get(FORMAT)
+    if (found.tolist() if isinstance(found, Tensor) else found) != VERSION:
+        got = "none, as fn 0.3 and before saved it" if found is None else f"{found}"
+        cure = "go on with the version that saved it, or start anew from the model's parameters"
+        raise ValueError(expected(argument, f"the format {VERSION}", got, cure))
 
 
 def check_keys(saved: object, saver: str) -> None:
@@ -194,183 +226,136 @@ def check_keys(saved: object, saver: str) -> None:
             raise TypeError(expected("state_dict", "keys to be strings, such as 'steps'", got, cure))
 
 
-def _numbers_of(training: Training, index: int, saved: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Return the entries that a flat state brings into a param group.
-
-    Raises: ValueError that names the group if its transform cannot be made of them.
-    """
-    prefix, group = f"groups.{index}.", training.groups[index]
-    of_group = {path.removeprefix(prefix): x for path, x in saved.items() if path.startswith(prefix)}
-    entries = restored_numbers(group, of_group)
-    try:
-        training.check_group(index, {**group, **entries})
-    except Exception as error:
-        text = f"state_dict: expected numbers of param group {index} that its transform takes, but got {error}"
-        raise ValueError(text) from error
-    return entries
-
-
-def check_late_means(training: Training, saved: Collection[str], own: Collection[str], argument: str) -> None:
-    """Refuse a state of `fn.outer` that was saved with another `in_flight` or `eager`.
-
-    Eager steps leave in the same tensors what is not yet in the anchor, where others leave whole means. Their anchors
-    are each rank's own, by which they are told apart.
-
-    Args: saved: the paths of what was saved. own: those of what was one rank's own. argument: that it was given as.
-    Raises: ValueError that names both settings.
-    """
-    live, marks = by_path(training.states), by_path(kinds(training.states))
-    own_here = {path for path, mark in marks.items() if mark in OF_EACH_RANK}
-    for state in tree.instances(training.states, OuterState):
-        prefix = next(path for path, x in live.items() if x is state.alone).removesuffix("alone")
-        here, there = _late_means(prefix, live, own_here), _late_means(prefix, saved, own)
-        if f"{prefix}alone" in saved and here != there:
-            wanted = f"one that was saved with {here}, as this optimizer has"
-            raise ValueError(expected(argument, wanted, f"one with {there}", "make the optimizer as the saved one was"))
-
-
-def _late_means(prefix: str, paths: Collection[str], own: Collection[str]) -> str:
-    """Return how means come late in a state of `fn.outer`, by its paths and those of each rank's own."""
-    more = f"{prefix}more."
-    lanes = 1 + len({path.removeprefix(more).partition(".")[0] for path in paths if path.startswith(more)})
-    if not any(path.startswith(f"{prefix}anchor") for path in own):
-        return f"in_flight={lanes}"
-    return "eager=True" if lanes > 1 else "anchors of each rank's own"
+def check_foreign(core: Core, who: str) -> None:
+    """Refuse what another rank saved where it cannot go on without errors, or is a shard, with a ValueError."""
+    if SHARD in marks_of(core).values():
+        raise ValueError(f"{who}, and it holds shards of that rank only; {KEEP_ALL}")
+    # Errors of servers of several axes are tuples with one for each hop.
+    every = tree.instances(core.states, ErrorFeedbackState)
+    hops = [x for errors in every for x in errors.server if type(x) is tuple]
+    if any(tree.leaves(hop[:-1]) for hop in hops):
+        raise ValueError(
+            f"{who}, and the ranks of different nodes stay together only while their errors of the hop within a node, "
+            f"which has codes on the way back, are equal; {KEEP_ALL}, or make the optimizer without them, "
+            f"feedback=(fn.off(), fn.classic())"
+        )
 
 
 def check_fits(live: Mapping[str, Tensor], saved: Mapping[str, Any]) -> None:
     """Compare a flat state with one to be loaded.
 
-    Raises: ValueError that names the first path that is missing, unexpected, or of another shape or dtype.
+    Raises: ValueError that names the first path that is missing, unexpected, or of another shape or dtype, or names of
+        parameters in another order.
     """
-    optional = {path for path in {*live, *saved} if is_optional(path)}
-    for path in sorted((set(live) ^ set(saved)) - optional):
-        hint = about_servers(path, live, saved)
+    check_paths(live.keys(), saved.keys(), "state_dict")
+    for path, x in saved.items():
+        check_tensor(path, x)
+    for path, mine in live.items():
+        x = saved.get(path, mine)
+        if path.startswith("groups."):
+            if path.endswith(".names"):
+                check_names(path, mine, x)
+            continue
+        fits = x.ndim == 1 if path == "schedule.norms" else x.shape == mine.shape
+        if not fits or x.dtype != mine.dtype:
+            hint = SPLIT if path.startswith("params.") else "; errors belong to the world size they were made for"
+            theirs, ours = f"{x.dtype} {tuple(x.shape)}", f"{mine.dtype} {tuple(mine.shape)}"
+            raise ValueError(f"state_dict: {path!r} is {theirs}, but this has {ours}{hint}")
+
+
+def check_paths(live: Set[str], saved: Set[str], argument: str) -> None:
+    """Refuse a state with other paths than this one's, with a ValueError that names the first.
+
+    A group's numbers and names may be missing, but for its learning rate.
+    """
+    for path in sorted(live ^ saved):
+        group, _, number = path.rpartition(".")
+        if path.startswith("groups.") and number != "lr" and f"{group}.lr" in live:
+            continue
+        hint = SPLIT if path.startswith(("groups.", "params.")) else ""
         if path.startswith("schedule."):
             what = "opt.state_dict() has it" if path in live else "leave it out"
             hint = f"; only fn.freeze_when_stable has it, so the schedules differ; if that is meant, {what}"
-        if path.startswith("groups."):
-            hint = SPLIT
-        raise ValueError(f"state_dict: {path!r} is {'missing' if path in live else 'unexpected'}{hint}")
-    for path, theirs in saved.items():
-        check_tensor(path, theirs)
-        if path.startswith("groups.") and f"{path.rpartition('.')[0]}.lr" not in live:
-            raise ValueError(f"state_dict: {path!r} is unexpected{SPLIT}")
-    for path, mine in live.items():
-        theirs = saved.get(path, mine)
-        fits = theirs.ndim == 1 if path == "schedule.norms" else theirs.shape == mine.shape
-        if not fits or (theirs.dtype != mine.dtype and not path.startswith("groups.")):
-            raise ValueError(
-                f"state_dict: {path!r} is {theirs.dtype} {tuple(theirs.shape)}, but this has {mine.dtype} "
-                f"{tuple(mine.shape)}; errors belong to the world size they were made for"
-            )
+        raise ValueError(f"{argument}: {path!r} is {'missing' if path in live else 'unexpected'}{hint}")
 
 
-def _check_states(training: Training, live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Refuse the shards of another rank, and counts of skipped steps below 0, with a ValueError that names the path."""
-    for path in paths_of(training.states, "shard"):
-        mine, theirs = live[path].tolist(), saved[path].tolist()
-        if theirs != mine:
-            raise ValueError(
-                f"state_dict: {path!r} says shard {theirs[0]} of {theirs[1]}, but this rank has shard {mine[0]} of "
-                f"{mine[1]}; shards belong to the ranks and the order of axes they were made for"
-            )
-    for path in paths_of(training.states, "skips"):
-        if saved[path] < 0:
-            raise ValueError(_negative(path, saved[path]))
+def check_names(path: str, live: Tensor, saved: Tensor) -> None:
+    """Refuse parameters of a group with other names than were saved, or in another order, with a ValueError.
+
+    What is saved of a parameter lies at its number, so it would go to another one.
+    """
+    here, there = (bytes(x.tolist()).decode(errors="replace").split("\n") for x in (live, saved))
+    for i, (own, other) in enumerate(zip_longest(here, there, fillvalue="nothing")):
+        if own != other:
+            wanted = f"{other} as parameter {i} of group {path.split('.')[1]}, as it was saved"
+            cure = "give the parameters by the names, and in the order, in which they were saved"
+            raise ValueError(expected("state_dict", wanted, own, cure))
 
 
 def check_tensor(path: str, x: Any) -> None:
-    """Refuse what cannot be copied into a state, numbers of a group that are no numbers, and counts below 0."""
+    """Refuse what cannot be copied into a state, and numbers of a group that are no numbers."""
     if not isinstance(x, Tensor):
         raise ValueError(f"state_dict: {path!r} is {type(x).__name__}, not a tensor")
     if x.layout != torch.strided or x.is_nested or x.is_meta:
         kind = "nested" if x.is_nested else "on the meta device" if x.is_meta else f"of layout {x.layout}"
         raise ValueError(f"state_dict: expected {path!r} to be a dense tensor with numbers, but got one that is {kind}")
-    if path.startswith("groups.") and (x.ndim or x.is_complex() or x.isnan()):
+    if path.startswith("groups.") and not path.endswith(".names") and (x.ndim or x.is_complex() or x.isnan()):
         form = f"{x.dtype} {tuple(x.shape)}" if x.ndim or x.is_complex() else "nan"
         raise ValueError(f"state_dict: expected {path!r} to be a real number, a 0-d tensor, but got {form}")
-    if path in ("steps", "skipped") and not x.ndim and x < 0:
-        raise ValueError(_negative(path, x))
 
 
-def _negative(path: str, x: Tensor) -> str:
-    return f"state_dict: expected {path!r} to be at least 0, but got {x.item()}"
+def check_shards(core: Core, live: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Refuse the shard of another rank with a ValueError."""
+    for path in _with_role(core, "shard"):
+        (mine, count), (theirs, of) = live[path].tolist(), saved[path].tolist()
+        if (theirs, of) != (mine, count):
+            said = f"says shard {theirs} of {of}, but this rank has shard {mine} of {count}"
+            raise ValueError(f"state_dict: {path!r} {said}; shards belong to the ranks and the order of axes they had")
 
 
-def is_optional(path: str) -> bool:
-    """Tell whether a path may be missing: numbers of a group but its learning rate, and what version 0.2.0 saved."""
-    return path.startswith((CARRIED, ORDER)) or (path.startswith("groups.") and not path.endswith(".lr"))
+def numbers_of(group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the numbers of a group that a restart takes back, in float64, `betas` as b1 and b2; no flags."""
+    betas = {f"b{i}": x for i, x in enumerate(group.get("betas") or (), 1)}
+    found = {}
+    for name, x in {**group, **betas}.items():
+        is_real = not x.ndim and not x.is_complex() if isinstance(x, Tensor) else isinstance(x, numbers.Real)
+        if is_real and not isinstance(x, bool) and getattr(x, "dtype", None) != torch.bool:
+            found[name] = torch.tensor(float(x), dtype=torch.float64, device="cpu")
+    return found
 
 
-SPLIT = "; it was saved with other param groups: those of ddp.optimizer and bucketed belong to their `elements`"
-"""What to say of a path that belongs to a param group."""
+def entries_of(core: Core, g: int, saved: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the entries that a flat state changes in a param group; whole numbers stay whole.
 
-
-def about_servers(path: str, live: Collection[str], saved: Collection[str]) -> str:
-    """Return what to say of a path of one of two states whose other has no errors of servers beside those of workers.
-
-    Empty if that is not so.
+    Raises: ValueError that names the group if its transform cannot be made of them.
     """
-    before, errors, _ = path.partition(".server.")
-    lacks = live if path in saved else saved
-    halves = [any(p.startswith(f"{before}.{half}.") for p in lacks) for half in ("worker", "server")]
-    if not errors or halves != [True, False]:
-        return ""
-    return f"; saved with servers={path in saved}, but this has servers={path in live}: make it as the saved one was"
+    group, unit = _of_groups(core)[g]
+    now, prefix = numbers_of(group), f"groups.{g}."
+    theirs = {k.removeprefix(prefix): float(x) for k, x in saved.items() if k.startswith(prefix) and x.ndim == 0}
+    new: dict[str, Any] = {
+        name: int(x) if isinstance(group.get(name), int) and x.is_integer() else x
+        for name, x in theirs.items()
+        if name not in now or now[name] != x
+    }
+    if betas := group.get("betas"):
+        new["betas"] = tuple(new.pop(f"b{i}", x) for i, x in enumerate(betas, 1))
+    try:
+        groups.checked_rate(theirs["lr"])
+        core.check_group(unit, {**group, **new})
+    except Exception as error:
+        text = f"state_dict: expected numbers of param group {g} that its transform takes, but got {error}"
+        raise ValueError(text) from error
+    return new
 
 
-def _without_foreign_errors(
-    training: Training, live: Mapping[str, Tensor], saved: dict[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return what was saved, with zeros for errors if another rank saved it, and what there is to say about that.
-
-    Likewise for errors in the order of memory, as version 0.2.0 saved them: pieces of servers lie on all ranks then.
-    """
-    theirs, mine = saved[SAVED_BY], live[SAVED_BY]
-    in_memory_order = any(path.startswith(ORDER) for path in saved)
-    if torch.equal(theirs, mine) and not in_memory_order:
-        return saved, []
-    marks = by_path(kinds(training.states))
-    who = "rank {} of {}".format(*theirs.tolist()), "rank {} of {}".format(*mine.tolist())
-    how = "save with fn.adapters.checkpoint, or on every rank a state_dict of its own"
-    if in_memory_order:
-        who = f"{who[0]}, with elements in the order of memory", f"{who[1]}, with elements in the order of shapes"
-        how = "load a folder that fn.adapters.checkpoint saved"
-    if SHARD in marks.values():
-        raise ValueError(f"state_dict: is of {who[0]} and holds its shards only, but this is {who[1]}; {how}")
-    if any(_between_nodes(errors.server) for errors in tree.instances(training.states, ErrorFeedbackState)):
-        raise ValueError(
-            f"state_dict: is of {who[0]}, but this is {who[1]}, and the ranks of different nodes stay together only "
-            f"while their errors of the hop within a node, which has codes on the way back, are equal; {how}, or make "
-            f"the optimizer without them, feedback=(fn.off(), fn.classic())"
-        )
-    zeros = {path: torch.zeros_like(live[path]) for path, mark in marks.items() if mark == ERROR}
-    text = (
-        f"state_dict: is of {who[0]}, but this is {who[1]}: its own errors, what compression had not delivered yet, "
-        f"are lost and start from zero; to keep them {how}"
-    )
-    return {**saved, **zeros, SAVED_BY: mine}, [text] if zeros else []
+def _int64(value: int) -> Tensor:
+    return torch.tensor(value, dtype=torch.int64, device="cpu")
 
 
-def _between_nodes(servers: Tree) -> bool:
-    """Tell whether servers of several axes have errors at another hop than the last: (one per hop) for each vector."""
-    by_hop = [s for s in servers if isinstance(s, tuple) and not hasattr(s, "_fields")]
-    return any(bool(tree.leaves(s[:-1])) for s in by_hop)
+def _with_role(core: Core, role: str) -> set[str]:
+    chosen = {id(leaf) for leaf in tree.leaves(roles.find(core.states, role))}
+    return {path for path, leaf in tree.by_path(core.states, "state.").items() if id(leaf) in chosen}
 
 
-def _write(training: Training, saved: Mapping[str, Any], numbers: list[dict[str, Any]]) -> None:
-    """Write what was found to fit: numbers into the param groups."""
-    state = {path: x for path, x in by_path(training.states).items() if path in saved}
-    write_state = written_into([*state.values()], [saved[path] for path in state])
-    with writing(training), torch.no_grad():
-        write_state()
-        for group, entries in zip(training.groups, numbers, strict=True):
-            write_numbers(group, entries)
-    training.torn = False
-    training.steps = int(saved["steps"])
-    training.unseen_local_steps, training.seen_dropped = 0, training.dropped
-    if isinstance(training.schedule, FreezeWhenStable):
-        training.schedule.norms = saved["schedule.norms"].tolist()
-        frozen_at = int(saved["schedule.frozen_at"])
-        training.schedule.frozen_at = None if frozen_at < 0 else frozen_at
+def _of_groups(core: Core) -> list[tuple[dict[str, Any], Unit]]:
+    return [(group, unit) for unit in core.units for group in unit.groups]

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllToAllOptions
 
-from fn import tree
-from fn.adapters.optim.consistency import ERROR, by_path, device_among, kinds
-from fn.adapters.optim.local_shards import as_local
+from fn import roles, tree
+from fn.adapters.optim.core import device_of
 from fn.adapters.optim.optimizer import Optimizer
+from fn.adapters.optim.shards import pieces
 from fn.collectives.agreement import describe, describe_numbers, gather_values
 from fn.errors import expected
-from fn.transforms.outer import OuterState
 from fn.version import __version__
 
 CHUNK = 1 << 22
@@ -30,7 +29,7 @@ CHUNK = 1 << 22
 
 def state_of(optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the state dict of an optimizer with this rank's shard in the place of each DTensor."""
-    return {path: as_local(x) for path, x in optimizer.state_dict().items()}
+    return {path: pieces([x])[0] for path, x in optimizer.state_dict().items()}
 
 
 def made_of(optimizer: Optimizer) -> dict[str, str]:
@@ -50,15 +49,13 @@ def check_made(ours: Mapping[str, str], theirs: Mapping[str, str]) -> None:
 @torch.no_grad()
 def become(optimizer: Optimizer, state: Mapping[str, Tensor]) -> None:
     """Become a copy of another island at its anchor, with nothing undelivered. Args: state: its state dict."""
-    training = optimizer.training
     optimizer.load_state_dict(state)
-    marks = by_path(kinds(training.states))
-    for path, x in by_path(training.states).items():
-        if marks[path] == ERROR:
-            x.zero_()
-    for params, of_params in zip(training.params, training.states, strict=True):
-        (outer,) = tree.instances(of_params, OuterState)
-        for p, x in zip(params, tree.leaves(outer.anchor), strict=True):
+    for unit in optimizer.units:
+        for x, mark in zip(tree.leaves(unit.state), tree.leaves(roles.kinds(unit.state)), strict=True):
+            if mark == roles.ERROR:
+                x.zero_()
+        anchor = roles.find(unit.state, "copies")[0]
+        for p, x in zip(tree.leaves(unit.params), tree.leaves(anchor), strict=True):
             p.copy_(x)
 
 
@@ -70,7 +67,7 @@ def takers_of(optimizer: Optimizer, axis: str, source: int, behind: Sequence[int
     Args: source, behind: numbers of islands. rank: this island's.
     Raises: ValueError on an island that is behind, if it was made otherwise than the source.
     """
-    made, device = made_of(optimizer), device_among(optimizer.training.groups)
+    made, device = made_of(optimizer), device_of(optimizer)
     numbers = describe_numbers(state_of(optimizer))
     told = gather_values([_digest(made), _digest(numbers)], axis, device)
     if len({of_made for of_made, _ in told}) > 1:
@@ -95,15 +92,15 @@ def hand_over(
     """
     size, nothing = group.size(), [0] * group.size()
     taken = {path: x.new_empty(x.shape) for path, x in state.items()} if rank in takers else dict(state)
-    for pieces in _messages([_bytes_of(x) for x in taken.values()] if takers else []):
-        lengths = [piece.numel() for piece in pieces]
+    for parts in _messages([_bytes_of(x) for x in taken.values()] if takers else []):
+        lengths = [piece.numel() for piece in parts]
         sends = [sum(lengths) if i in takers else 0 for i in range(size)] if rank == source else nothing
         gets = [sum(lengths) if i == source else 0 for i in range(size)] if rank in takers else nothing
-        message = torch.cat([piece.to(device) for piece in pieces]) if rank == source else pieces[0][:0].to(device)
+        message = torch.cat([piece.to(device) for piece in parts]) if rank == source else parts[0][:0].to(device)
         received = message.new_empty(sum(gets))
         group.alltoall_base(received, message.repeat(len(takers)), gets, sends, AllToAllOptions()).wait()
         if rank in takers:
-            for piece, x in zip(pieces, received.split(lengths), strict=True):
+            for piece, x in zip(parts, received.split(lengths), strict=True):
                 piece.copy_(x)
     return taken
 

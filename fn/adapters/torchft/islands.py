@@ -19,7 +19,6 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -28,21 +27,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions  # type: ignore[attr-defined]
 
-from fn import tree
-from fn.adapters.optim.consistency import device_among
-from fn.adapters.optim.exchange import stage_exchange, weight_of
+from fn import roles, tree
+from fn.adapters.optim.core import Flight, Unit, device_of, stage_exchange
 from fn.adapters.optim.optimizer import Optimizer
+from fn.adapters.optim.shards import pieces
 from fn.adapters.torchft.handing_over import become, hand_over, state_of, takers_of
 from fn.base import Phase, Round, Transform
 from fn.collectives.agreement import gather_values
-from fn.collectives.axis import ALONE, Axis, Binding, bind, current_binding, ranks_around
-from fn.collectives.compressed import ErrorFeedbackState
+from fn.collectives.axis import ALONE, SIMULATED, Axis, Binding, bind, current_binding, ranks_around
 from fn.collectives.primitives import all_gather, mean_in_place
 from fn.collectives.transports.registry import Transport, register
-from fn.errors import PeerLost, RanksDisagree, expected
+from fn.errors import PeerLost, expected
 from fn.inplace.protocol import Staged
 from fn.schedules import Every, Schedule
-from fn.transforms.outer import OuterState
 
 logger = logging.getLogger("fn")
 
@@ -101,17 +98,14 @@ def optimizer(
     """
     if tokens is not None and not callable(tokens):
         raise TypeError(expected("tokens", "a function that returns a number", f"{tokens!r}"))
-    alone = Axis(1, torch.tensor(0, dtype=torch.int64, device="cpu"), ALONE)
-    ranks = Binding({_INSIDE: _ranks_of(inside, alone)})
-    with Binding({**current_binding().axes, axis: alone}):
-        opt = Optimizer(params, partial(make, axis=axis), schedule=schedule, **more)
-    _check_method(opt)
-    _check_schedule(opt)
-    islands = _Islands(opt, manager, axis, ranks, tokens)
+    ranks = Binding({_INSIDE: _ranks_of(inside)})
+    with Binding({**current_binding().axes, axis: _axis(1, 0, ALONE)}):
+        opt = Islands(params, partial(make, axis=axis), schedule=schedule, **more)
+    _check(opt, axis)
+    opt.manager, opt.islands, opt.ranks, opt.tokens = manager, axis, ranks, tokens
     # What torchft itself sends to an island that is behind says no more than that it is.
-    manager.register_state_dict_fn(f"fn.{axis}", islands.fall_behind, dict)
-    opt.training.meet = islands.meet
-    opt.register_step_pre_hook(islands.before_step)
+    manager.register_state_dict_fn(f"fn.{axis}", opt.fall_behind, dict)
+    opt.register_step_pre_hook(lambda _, args, kwargs: opt.before_step([*args[1:], *kwargs.values()]))
     return opt
 
 
@@ -134,61 +128,64 @@ class _Word(NamedTuple):
     warm: float
 
 
-@dataclass
-class _Flight:
-    """A mean on its way. before: what it replaced in the state, with what that was. failure: why it did not come."""
-
-    group: Any
-    binding: Binding
-    before: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    failure: RuntimeError | None = None
-
-
 class _OtherRanks(ValueError):
     """Islands have other numbers of ranks."""
 
 
-class _Islands:
-    """What an island remembers between exchanges.
+class Islands(Optimizer):
+    """An optimizer of one rank of an island, made by `optimizer`.
 
-    ranks: the binding of the axis within the island. joined: whether it was in a quorum. behind: whether it needs the
-    state of another island, as all do at the start. healed: whether the last quorum gave it one. averaged: whether it
-    made the gradients those of a warm-up step. unsent: tokens of this rank to count. flight: of a mean on its way.
-    greeted: the process group of torch whose islands are known to have as many ranks.
+    manager: torchft's. islands: the name of their axis. ranks: the binding of the axis within the island. tokens: since
+    the last call. joined: whether it was in a quorum. behind: whether it needs the state of another island, as all do
+    at the start. healed: whether the last quorum gave it one. averaged: whether it made the gradients those of a
+    warm-up step. unsent: tokens of this rank to count. flying: a mean on its way, and its process group, kept apart
+    from `flights`: who reads the states must not write what may still be dropped. greeted: the process group of torch
+    whose islands are known to have as many ranks.
     """
 
-    def __init__(
-        self, optimizer: Optimizer, manager: Any, axis: str, ranks: Binding, tokens: Callable[[], float] | None
-    ):
-        self.optimizer, self.manager, self.axis, self.ranks, self.tokens = optimizer, manager, axis, ranks, tokens
-        self.joined, self.behind, self.healed, self.averaged, self.unsent = False, True, False, False, 0.0
-        self.flight: _Flight | None = None
-        self.greeted: Any = None
-
-    @property
-    def device(self) -> torch.device:
-        """Where messages are."""
-        return device_among(self.optimizer.training.groups)
+    manager: Any
+    islands: str
+    ranks: Binding
+    tokens: Callable[[], float] | None
+    joined = healed = averaged = False
+    behind = True
+    unsent = 0.0
+    flying: tuple[Flight, Any] | None = None
+    greeted: Any = None
 
     def fall_behind(self, saved: Any) -> None:
         """Hear from torchft that others wrote an exchange which this island did not."""
         self.behind = True
 
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Join the others before the first step, and average the gradients of a warm-up step with them."""
-        healed, self.averaged = False, False
-        if self.is_warm():
-            _check_warmup(self.optimizer, [*args[1:], *kwargs.values()])
+    def before_step(self, arguments: Sequence[Any]) -> None:
+        """Join the others before the first step, and average the gradients of a warm-up step with them.
+
+        Who is healed there may be in another phase than before, so it comes before the step looks at its phase.
+
+        Args: arguments: of `step`.
+        """
+        healed = self.averaged = False
+        if self.phase is Phase.WARMUP:
+            _check_warmup(self, arguments)
             self.count()
-        while not self.averaged and (not self.joined or self.is_warm()):
+        while not self.averaged and (not self.joined or self.phase is Phase.WARMUP):
             came = self.take(trained=self.joined and not healed)  # gradients of other params say nothing
             self.joined, healed = self.joined or came, healed or self.healed
         if healed and not self.averaged:
-            self.optimizer.zero_grad()
+            self.zero_grad()
 
-    def is_warm(self) -> bool:
-        """Return whether the next step is one of a warm-up."""
-        return self.optimizer.phase is Phase.WARMUP
+    def exchange(self, round_: Round) -> None:
+        """Take the exchange of a round among the islands that are there, or drop it."""
+        if round_.begin is not None:
+            self.count()
+            self.take(trained=True, late=round_.end is None)
+        else:
+            self.land(round_)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load what `state_dict` returned. A mean that is on its way, of what was before, is dropped."""
+        super().load_state_dict(state_dict)
+        self.flying = None
 
     def count(self) -> None:
         """Ask for the tokens of this rank since the last call."""
@@ -197,21 +194,13 @@ class _Islands:
             raise ValueError(expected("tokens", "to return a number of at least 0", f"{counted}"))
         self.unsent = 1.0 if self.tokens is None else self.unsent + counted
 
-    def meet(self, round_: Round) -> None:
-        """Take the exchange of a round, or drop it."""
-        if round_.begin is not None:
-            self.count()
-            self.take(trained=True, late=round_.end is None)
-        if round_.end is not None and round_.end != round_.begin:
-            self.land(round_)
-
     @torch.no_grad()
     def take(self, *, trained: bool, late: bool = False) -> bool:
         """Take an exchange among those that are there; return whether it was written, or is on its way.
 
         Args: trained: whether this island has something to say. late: whether the mean is taken over some steps later.
         """
-        manager, staged, problem, self.healed = self.manager, None, None, False
+        manager, staged, problem, came, self.healed = self.manager, None, None, False, False
         group: Any = None
         try:
             manager.start_quorum()  # calls `fall_behind`, if this island is
@@ -223,11 +212,11 @@ class _Islands:
             raise
         except Exception as error:  # told to the other ranks of this island, which would wait for this one
             problem = error
-        came = False
         try:
             word = self.agreed(problem, trained)
             if word is not None:
-                staged, late_there = self.stage(group, word)
+                with self.among(group):
+                    staged, late_there = self.stage(group, word)
                 came, late = True, late or late_there
             elif group is not None:
                 group.abort()
@@ -237,25 +226,42 @@ class _Islands:
             lost_within = isinstance(error, PeerLost) and error.axis == _INSIDE
             if lost_within or problem is not None or not isinstance(error, RuntimeError):
                 raise
-            logger.warning("an exchange between islands failed and is dropped: %s", error)
-            manager.report_error(error)
-        if trained and not late:
-            # Nothing is written before all islands say that theirs succeeded: one that wrote alone would move its
-            # anchor.
-            return self.voted(staged, trained)
+            self.drop(error)
         # A rank that votes now while another of its island votes at the end of the round would wait for it in vain.
         told = self.within([came, late])
-        all_came = all(of_rank for of_rank, _ in told)
+        all_came, late = all(of_rank for of_rank, _ in told), any(of_rank for _, of_rank in told)
         if came and not all_came:
-            manager.report_error(RuntimeError("another rank of this island lost the exchange"))
             group.abort()
-        if late and (all_came or trained):
-            self.flight = None
-            if all_came and staged is not None:
-                staged.commit()
-                self.flight = self.note_changes(group, self.binding)
-            return True
-        return self.voted(staged if all_came else None, trained)
+            self.drop(RuntimeError("another rank of this island lost it"))
+        if not late:
+            return self.voted(staged if all_came else None, trained)
+        if all_came and staged is not None:
+            staged.commit()
+            self.flying = self.flights.pop(), group
+        return all_came or trained or self.voted(None, trained)
+
+    @torch.no_grad()
+    def land(self, round_: Round) -> None:
+        """Take over a mean that was on its way, or drop it on all ranks of this island."""
+        flying, self.flying, staged = self.flying, None, None
+        if flying is not None:
+            flight, group = flying
+            self.flights.append(flight)
+            try:
+                flight.wait()
+                with self.among(group):
+                    self.meet()
+                    staged = stage_exchange(self, round_)
+            except RuntimeError as error:
+                group.abort()
+                self.drop(error)
+        self.voted(staged, trained=True)
+        self.flights.clear()
+
+    def drop(self, error: RuntimeError) -> None:
+        """Let torchft know that an exchange failed: then this island votes against it."""
+        logger.warning("an exchange between islands failed and is dropped: %s", error)
+        self.manager.report_error(error)
 
     def voted(self, staged: Staged | None, trained: bool) -> bool:
         """Let the ranks of this island say that theirs has come, and write it if all have; return whether it was."""
@@ -265,46 +271,6 @@ class _Islands:
             staged.commit()
         self.unsent = 0.0 if trained else self.unsent
         return True
-
-    def note_changes(self, group: Any, binding: Binding) -> _Flight:
-        """Let whoever waits for the mean note what it replaces, and why it does not come: it may still be dropped."""
-        training, flight = self.optimizer.training, _Flight(group, binding)
-        (sent,) = training.sending
-        wait = sent.wait
-
-        def states() -> Any:
-            try:
-                after = wait()
-            except RuntimeError as error:
-                flight.failure = error
-                return training.states
-            pairs = zip(tree.leaves(training.states), tree.leaves(after), strict=True)
-            flight.before = [(x, x.clone()) for x, new in pairs if new is not x]
-            return after
-
-        sent.wait = states
-        return flight
-
-    @torch.no_grad()
-    def land(self, round_: Round) -> None:
-        """Take over a mean that was on its way, or drop it on all ranks of this island."""
-        training, flight, staged = self.optimizer.training, self.flight, None
-        self.flight = None
-        if flight is not None:
-            try:
-                training.settle()
-                if flight.failure is not None:
-                    raise flight.failure
-                with flight.binding:  # raises, so that nobody writes, where an island was lost meanwhile
-                    all_gather(torch.zeros(1, dtype=torch.int64, device=self.device), self.axis)
-                staged = stage_exchange(training, round_._replace(begin=None))
-            except RuntimeError as error:
-                flight.group.abort()
-                logger.warning("an exchange between islands failed and is dropped: %s", error)
-                self.manager.report_error(error)
-        if not self.voted(staged, trained=True) and flight is not None:
-            for x, before in flight.before:
-                x.copy_(before)
 
     def group(self) -> Any:
         """Return the process group of this quorum. Raises: ValueError if it is not of this quorum's islands only."""
@@ -316,6 +282,12 @@ class _Islands:
             raise ValueError(expected("manager", "use_async_quorum=False, and no spares", got))
         return group
 
+    def among(self, group: Any) -> Binding:
+        """Return the binding of the islands of a quorum."""
+        name = register(f"torchft {id(self.manager)}", _transport(group))
+        axis = _axis(group.size(), self.manager.participating_rank(), name)
+        return Binding({**self.binding.axes, self.islands: axis})
+
     def greet(self, group: Any) -> None:
         """Compare how many ranks islands have, in a new process group: a rank without a partner would wait for one.
 
@@ -323,28 +295,27 @@ class _Islands:
         """
         size = self.ranks.axes[_INSIDE].size
         with self.among(group):
-            mine = torch.tensor([size, self.joined], dtype=torch.int64, device=self.device)
             try:
-                told = all_gather(mine, self.axis).tolist()
+                told = self.meet(size, self.joined)
             except RuntimeError as error:  # an island is lost
                 self.manager.report_error(error)
                 return
         wanted = next((ranks for ranks, joined in told if joined), told[0][0])
         if size != wanted:
-            raise _OtherRanks(expected("island", f"{wanted} ranks, as the others have", f"{size}"))
+            raise _OtherRanks(expected("island", f"{wanted:.0f} ranks, as the others have", f"{size}"))
         self.greeted = group.parent
 
-    def among(self, group: Any) -> Binding:
-        """Return the binding of the islands of a quorum."""
-        size, rank = group.size(), torch.tensor(self.manager.participating_rank(), dtype=torch.int64, device="cpu")
-        name = register(f"torchft {id(self.manager)}", _transport(group, size))
-        return Binding({**self.optimizer.training.binding.axes, self.axis: Axis(size, rank, name)})
+    def meet(self, *numbers: float) -> list[list[float]]:
+        """Return what each island tells. Raises: RuntimeError where an island was lost, so that nobody writes."""
+        mine = torch.tensor(numbers or (0,), dtype=torch.float64, device=device_of(self))
+        told: list[list[float]] = all_gather(mine, self.islands).tolist()
+        return told
 
     def within(self, value: Any) -> list[Any]:
         """Return the values of all ranks of this island. Raises: `PeerLost` if one of them is lost."""
         try:
             with self.ranks:
-                return gather_values(value, _INSIDE, self.device)
+                return gather_values(value, _INSIDE, device_of(self))
         except PeerLost as error:
             error.axis = _INSIDE  # whatever else the group is bound as
             raise
@@ -358,8 +329,7 @@ class _Islands:
         errored = self.manager.errored()
         fault = problem or getattr(errored, "original_exception", errored)  # without its traceback
         text = None if fault is None else f"{type(fault).__name__}: {fault}"
-        steps = self.optimizer.steps
-        told = self.within([steps, int(self.behind), self.unsent, int(problem is not None), text])
+        told = self.within([self.steps, self.behind, self.unsent, problem is not None, text])
         if problem is not None:
             raise problem
         rank, fault_there = next(((r, row[4]) for r, row in enumerate(told) if row[4] is not None), (0, None))
@@ -369,75 +339,62 @@ class _Islands:
         if fault_there is not None:
             logger.warning("an exchange between islands is dropped: rank %d of this one: %s", rank, fault_there)
             return None  # torchft knows it from that rank
-        if any(row[0] != steps for row in told):
+        if any(row[0] != self.steps for row in told):
             counts = ", ".join(str(row[0]) for row in told)
             raise ValueError(expected("step", "as many steps on all ranks of an island", f"{counts}, by rank"))
         self.behind = any(row[1] for row in told)
         speaks, tokens = trained and not self.behind, sum(row[2] for row in told)
-        return _Word(speaks, tokens, steps, self.behind, self.joined, self.is_warm())
+        return _Word(speaks, tokens, self.steps, self.behind, self.joined, self.phase is Phase.WARMUP)
 
     def stage(self, group: Any, word: _Word) -> tuple[Staged | None, bool]:
-        """Take an exchange up to where it is written; None if nobody has anything to say.
+        """Take an exchange up to where it is written; None if nobody has anything to say. The islands must be bound.
 
         Returns: also whether it is taken over some steps later.
         Raises: RuntimeError if communication fails, here or, as far as it can be known, on another island.
         """
-        training, rank = self.optimizer.training, self.manager.participating_rank()
-        self.binding = self.among(group)
-        with self.binding:
-            mine = torch.tensor(word, dtype=torch.float64, device=self.device)
-            words = [_Word(*row) for row in all_gather(mine, self.axis).tolist()]
-            if any(of.behind for of in words):
-                self.heal(group, words, rank)
-            current = [of for of in words if of.joined and not of.behind]
-            if len({of.warm for of in current}) > 1:
-                raise RuntimeError("some islands are in their warm-up, and others are not")
-            tokens = [of.speaks * of.tokens for of in words]
-            weights = tokens if any(tokens) else [of.speaks for of in words]
-            if current and current[0].warm:
-                staged, late = self.average(weights, rank), False
-            elif any(of.speaks for of in words):
-                # An island that missed a quorum may have taken fewer steps, and goes on from where the others are.
-                latest = int(max(of.steps for of in words if of.speaks))
-                training.steps = latest - 1  # the schedule is asked for the step that they have taken
-                round_, training.steps = training.phase, latest
-                assert isinstance(round_, Round)
-                staged, late = stage_exchange(training, round_, weight_of(weights, rank)), round_.end is None
-            else:
-                return None, False
-            if not late:
-                all_gather(mine, self.axis)  # raises, so that nobody writes, where an island was lost meanwhile
+        rank = self.manager.participating_rank()
+        words = [_Word(*row) for row in self.meet(*word)]
+        if any(of.behind for of in words):
+            self.heal(group, words, rank)
+        current = [of for of in words if of.joined and not of.behind]
+        if len({of.warm for of in current}) > 1:
+            raise RuntimeError("some islands are in their warm-up, and others are not")
+        tokens = [of.speaks * of.tokens for of in words]
+        weights = tokens if any(tokens) else [of.speaks for of in words]
+        if current and current[0].warm:
+            staged, late = self.average(weight_of(weights, rank) if weights[rank] else 0.0), False
+        elif any(of.speaks for of in words):
+            # An island that missed a quorum may have taken fewer steps, and goes on from where the others are.
+            latest = int(max(of.steps for of in words if of.speaks))
+            self.steps = latest - 1  # the schedule is asked for the step that they have taken
+            round_, self.steps = self.next_phase, latest
+            assert isinstance(round_, Round)
+            staged, late = stage_exchange(self, round_, weight_of(weights, rank)), round_.end is None
+        else:
+            return None, False
+        if not late:
+            self.meet()
         return staged, late
 
-    def average(self, weights: list[float], rank: int) -> Staged:
-        """Average the gradients of a warm-up step, up to where they are written. Islands of weight 0 have none.
+    def average(self, weight: float) -> Staged:
+        """Average the gradients of a warm-up step, up to where they are written; one that is missing counts as zero.
 
-        Raises: `RanksDisagree` if some islands have a gradient where others have none.
+        Args: weight: of this island's. 0: it has none of these params.
         """
-        training = self.optimizer.training
-        training.shards.take_gradients()
-        params = [p for group in training.params for p in group]
-        here = torch.tensor([p.grad is not None for p in params], dtype=torch.uint8, device=self.device)
-        for other, row in enumerate(all_gather(here, self.axis).tolist()):
-            for i, (theirs, ours) in enumerate(zip(row, here.tolist(), strict=True)):
-                if theirs != ours:
-                    text = f"parameter {i} has a gradient on some islands only; in a warm-up all have the same ones"
-                    raise RanksDisagree(text, rank=other, field=f"gradient of parameter {i}")
-        grads = [p.grad for p in params if p.grad is not None] if any(weights) else []
-        kinds = {(g.dtype, g.device) for g in grads}
+        params = [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+        for p in params:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad  # or it would rest here, and move elsewhere
+        grads = pieces([p.grad for p in params])
         means = list[tuple[Tensor, Tensor]]()
-        for kind in sorted(kinds, key=str):
+        for kind in sorted({(g.dtype, g.device) for g in grads}, key=str):
             alike = [g for g in grads if (g.dtype, g.device) == kind]
             message = torch.cat([g.reshape(-1) for g in alike])
-            message = message.mul_(weight_of(weights, rank)) if weights[rank] else torch.zeros_like(message)
-            mean = mean_in_place(message, self.axis)
+            mean = mean_in_place(message.mul_(weight) if weight else torch.zeros_like(message), self.islands)
             means += zip(alike, mean.split([g.numel() for g in alike]), strict=True)
 
         def commit() -> None:
             for g, mean in means:
                 g.copy_(mean.view(g.shape))
-            if not any(weights):  # nobody has gradients of these params
-                self.optimizer.zero_grad()
             self.averaged = True
 
         return Staged(True, commit)
@@ -450,11 +407,10 @@ class _Islands:
         behind = [i for i, of in enumerate(words) if of.behind]
         current = [i for i in range(len(words)) if i not in behind] or behind
         source = max(current, key=lambda i: (words[i].steps, -i))
-        optimizer = self.optimizer
-        failure, state, takers = None, state_of(optimizer), list[int]()
+        failure, state, takers = None, state_of(self), list[int]()
         try:
-            takers = takers_of(optimizer, self.axis, source, behind, rank)
-            state = hand_over(state, group, rank, source, takers, self.device)
+            takers = takers_of(self, self.islands, source, behind, rank)
+            state = hand_over(state, group, rank, source, takers, device_of(self))
         except RuntimeError as error:
             failure = error
         if rank in behind and rank != source:  # all of its ranks become copies, or none does
@@ -462,15 +418,29 @@ class _Islands:
             if failure is None and not all(came for came, _ in told):
                 failure = RuntimeError("another rank of this island did not get the state")
             if failure is None and any(needed for _, needed in told):
-                become(optimizer, state)
+                become(self, state)
                 self.healed, self.unsent = True, 0.0
         if failure is not None:
             raise failure
         self.behind = False
 
 
-def _transport(group: Any, size: int) -> Transport:
+def weight_of(tokens: Sequence[float], rank: int) -> float:
+    """Return the weight of a rank's difference: its tokens over the mean of all ranks' tokens.
+
+    The mean of what the ranks send is then weighed by tokens. It is the plain mean where nobody has any.
+    """
+    total = sum(tokens)
+    return len(tokens) * tokens[rank] / total if total else 1.0
+
+
+def _axis(size: int, rank: int, transport: str) -> Axis:
+    return Axis(size, torch.tensor(rank, dtype=torch.int64, device="cpu"), transport)
+
+
+def _transport(group: Any) -> Transport:
     """Return the exchanges of a process group of torchft, which torch.distributed does not know."""
+    size = group.size()
 
     def all_to_all(x: Tensor) -> Tensor:
         received = torch.empty_like(x)
@@ -489,7 +459,7 @@ def _transport(group: Any, size: int) -> Transport:
     return Transport(all_to_all, gather, psum, own_thread=True)
 
 
-def _ranks_of(inside: dist.ProcessGroup | None, alone: Axis) -> Axis:
+def _ranks_of(inside: dist.ProcessGroup | None) -> Axis:
     """Return the ranks of this island as an axis. Raises: ValueError if there are others that are not reached."""
     if inside is None and dist.is_initialized():
         inside = dist.group.WORLD
@@ -499,39 +469,44 @@ def _ranks_of(inside: dist.ProcessGroup | None, alone: Axis) -> Axis:
         got = f"one of {ranks_around()} processes without it"
         cure = "call torch.distributed.init_process_group first"
         raise ValueError(expected("inside", "the process group of this island's ranks", got, cure))
-    return alone
+    return _axis(1, 0, ALONE)
 
 
-def _check_warmup(optimizer: Optimizer, arguments: Sequence[Any]) -> None:
+def _check_warmup(opt: Optimizer, arguments: Sequence[Any]) -> None:
     """Refuse a warm-up step whose gradients are not there yet, or not the ones that are averaged.
 
     Args: arguments: of `step`. Raises: ValueError with the cure.
     """
     found = {
         "a closure": any(x is not None for x in arguments),
-        "torch.amp.GradScaler": getattr(optimizer, "grad_scale", None) is not None,
-        "fn.adapters.ddp.overlap": optimizer.training.ahead is not None,
+        "torch.amp.GradScaler": getattr(opt, "grad_scale", None) is not None,
+        "fn.adapters.ddp.overlap": opt.ahead is not None,
     }
     for got in (name for name, there in found.items() if there):
         wanted = "gradients in p.grad, which islands average before each step of a warm-up"
         raise ValueError(expected("step", wanted, got, "leave it out, or use a schedule without a warm-up"))
 
 
-def _check_schedule(optimizer: Optimizer) -> None:
-    schedule = optimizer.schedule
+def _check(opt: Optimizer, axis: str) -> None:
+    """Refuse a schedule or a method that does not fit islands that come and go, with a ValueError."""
+    schedule = opt.schedule
     if isinstance(schedule, Every) and schedule.delay >= schedule.h // schedule.fragments:
         wanted = "one mean on its way at a time between islands"
         got = f"fn.every.delay={schedule.delay}, h={schedule.h}, fragments={schedule.fragments}"
         raise ValueError(expected("schedule", wanted, got, "use a delay below h / fragments"))
-
-
-def _check_method(optimizer: Optimizer) -> None:
-    for params, state in zip(optimizer.training.params, optimizer.training.states, strict=True):
-        shapes = [[x.shape for x in tree.leaves(outer.anchor)] for outer in tree.instances(state, OuterState)]
-        if shapes != [[p.shape for p in params]]:
+    for unit in opt.units:
+        copies = [x.shape for x in tree.leaves(roles.find(unit.state, "copies")[:1])]
+        if unit.transform.exchange is None or copies != [p.shape for p in tree.leaves(unit.params)]:
             wanted = "fn.outer around all parameters of a group, such as fn.diloco"
-            raise ValueError(expected("make", wanted, f"{len(shapes)} anchors that are not like them"))
-        across = tree.replace(state, OuterState, lambda outer: outer._replace(inner=()))  # what is sent to islands
-        if tree.leaves([errors.server for errors in tree.instances(across, ErrorFeedbackState)]):
-            cure = "give it servers=False: without them errors do not depend on the number of islands"
-            raise ValueError(expected("make", "a method without errors of servers", "one with them", cure))
+            raise ValueError(expected("make", wanted, "a state without a copy of each"))
+        if _shapes(opt, unit, {axis: _axis(2, 0, SIMULATED)}) != _shapes(opt, unit, {}):
+            wanted = "a method whose state does not depend on the number of islands"
+            cure = "give it servers=False: without errors of servers it does not"
+            raise ValueError(expected("make", wanted, "another state for two than for one", cure))
+
+
+def _shapes(opt: Optimizer, unit: Unit, axes: dict[str, Axis]) -> dict[str, torch.Size]:
+    """Return the shapes of what the state of a unit would be with other axes."""
+    with Binding({**opt.binding.axes, **axes}):
+        state = unit.transform.init(tree.map(Tensor.detach, unit.params)) if axes else unit.state
+    return {path: x.shape for path, x in tree.by_path(state).items()}

@@ -40,8 +40,6 @@ class Fused(NamedTuple):
     serve: (payload of W rows, error) -> payload of their mean, one row, and the next error. None: in two steps.
     averages: (mu, grads, decay, error=, rows=R) -> payload, next error: encode of the moving averages
         decay * mu + (1 - decay) * grad of the tensors that are the segments. None: they are formed first.
-    recode: (bits, seen, scales, grads, decay, error=, rows=R) -> the same for a momentum that is kept as codes, see
-        `kernels.reference.codes.momentum_of_codes`. None, as averages.
     """
 
     init: Callable[[Tensor], Tree]
@@ -51,7 +49,6 @@ class Fused(NamedTuple):
     serve: Callable[[Tree, Tree], tuple[Tree, Tree]] | None = None
     averages: Callable[..., tuple[Tree, Tree]] | None = None
     encode_over: Callable[[Tensor, Tree], tuple[Tree, Tree]] | None = None
-    recode: Callable[..., tuple[Tree, Tree]] | None = None
 
 
 @invalidates({"encode", "decode"}, {"decode_mean", "segmented", "fused", "make"})

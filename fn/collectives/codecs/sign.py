@@ -14,8 +14,7 @@ from fn.collectives.codecs.codec import Codec, Fused, Segments, segments_of, til
 from fn.collectives.feedback import Classic, LazyError
 from fn.errors import expected
 from fn.kernels import ops
-from fn.kernels.layout import scale_dtype, tensors_of
-from fn.kernels.reference.codes import momentum_of_codes
+from fn.kernels.layout import scale_dtype
 from fn.kernels.tracing import cached_plan, is_concrete
 
 Tree = Any
@@ -200,18 +199,6 @@ def _sign_with_feedback(
         args = mu, grads, decay, *sent(error, layout), layout.valid, layout.runs
         return finish_both(rows, layout, error, *ops.direct("momentum_encode", *args))
 
-    def recode(
-        bits: Tensor, seen: Tensor, scales: Tensor, grads: list[Tensor], decay: float, *, error: Tree, rows: int
-    ) -> tuple[SignPayload, Tree]:
-        assert by_tensor is not None
-        layout = lay_out(rows, by_tensor.row_length, bits.device)
-        if layout.rows != rows:  # the rows of a single tensor are one vector here, but each has a scale of its own
-            place = lay_out(rows, by_tensor.row_length, bits.device, merge=False)
-            mean = momentum_of_codes(bits, seen, scales, place.valid, place.runs)
-            return averages(tensors_of(mean, grads, place.runs), grads, decay, error=error, rows=rows)
-        args = bits, seen, scales, grads, decay, *sent(error, layout), layout.valid, layout.runs
-        return finish_both(rows, layout, error, *ops.direct("momentum_recode", *args))
-
     def serve(received: SignPayload, error: Tree) -> tuple[SignPayload, Tree]:
         layout = lay_out(1, received.bits.shape[1] * 8, received.bits.device)
         args = received.bits[None], received.scales.contiguous()[None], *sent(error, layout), layout.valid, layout.runs
@@ -226,5 +213,4 @@ def _sign_with_feedback(
         residual: Tensor = torch.ops.fn.sign_residual(*sent(error, layout), layout.valid, layout.runs)
         return residual.reshape(-1)
 
-    on_tensors = (averages, recode) if by_tensor is not None else (None, None)
-    return Fused(init, accepts, encode, settle, serve, on_tensors[0], encode_over, on_tensors[1])
+    return Fused(init, accepts, encode, settle, serve, averages if by_tensor is not None else None, encode_over)

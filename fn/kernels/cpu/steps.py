@@ -15,11 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fn.kernels.cpu.blocks import BlockTable, block_table, run, runs_of_tensors
-from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, octets, of_magnitude, prefetch, put_signed
+from fn.kernels.cpu.intrinsics import doubles, floats, ints, magnitude, of_magnitude, prefetch
 from fn.kernels.cpu.loops import (
     INFINITY,
     LINE,
-    ONE,
     PREFETCH_FAR,
     SMALLEST,
     STEP,
@@ -32,7 +31,7 @@ from fn.kernels.cpu.loops import (
     write,
 )
 from fn.kernels.cpu.signs import SCRATCH, compensate, divided, messages, outputs, pack, sums_of, unpack_mean
-from fn.kernels.layout import contiguous, plain
+from fn.kernels.layout import plain
 from fn.kernels.memory_pool import empty
 from fn.kernels.rules import adamw, held, kept_at_zero, lerp, second_moment
 
@@ -82,41 +81,6 @@ def encode_averages(
         doubles(squares)[k] = total
 
 
-@compiled()
-def decode_seen(bits, seen, scale, scratch, out, count):
-    """Write scale * sign, zero where the bit of `seen` is 0; both have whole bytes of room."""
-    signs, above, to = octets(bits), octets(seen), floats(out)
-    ones = floats(scratch)
-    for k in range((count + 7) // 8):
-        put_signed(to, 8 * k, signs, k, scale)
-        put_signed(ones, 8 * k, above, k, ONE)
-    for j in range(count):
-        to[j] = kept_at_zero(to[j], ones[j], ZERO, ZERO)
-
-
-@compiled()
-def recode_averages(
-    low, high, grid, codes, seen, scales, gs, widths, sizes, decay, buffer, sent, out, bits, squares, scratch
-):
-    """Do what `encode_averages` does for a momentum that is kept as codes."""
-    b, mu = scratch + 4 * STEP, scratch + 8 * STEP
-    for k in range(low, high):
-        r, first, length, s, offset = block_of(grid, k)
-        here, start, total = r * grid.segments + s, r * ints(widths)[s] + offset, 0.0
-        real, scale, have = ints(grid.valid)[here] - offset, floats(sent)[here], ints(sizes)[s] - start
-        g, row, byte = ints(gs)[s] + 4 * start, 4 * (r * grid.n + first), r * ((grid.n + 7) // 8) + first // 8
-        nontemporal = streams(grid, out + row)
-        for i in range(0, length, STEP):
-            at, count = 4 * i, min(STEP, length - i)
-            inside, some = within(real - i, count), within(have - i, count)
-            decode_seen(codes + byte + i // 8, seen + byte + i // 8, floats(scales)[here], scratch, mu, some)
-            average(mu, g + at, decay, scratch, some, count)
-            compensate(scratch, buffer + row + at, scale, b, inside, count)
-            write(out + row + at, b, count, nontemporal)
-            total += pack(b, bits + byte + i // 8, inside, count, buffer + row + at, g + at)
-        doubles(squares)[k] = total
-
-
 @compiled("contract")
 def onebit_piece(mean, p, nu, descent, limit, keep_zeros, count):
     """Take AdamW's step with a momentum, which is masked in place."""
@@ -134,21 +98,20 @@ def onebit_blocks(
     low, high, grid, ps, mus, nus, widths, sizes, copies, received, row_stride, stride, ranks, scales, descent,
     limit, keep_zeros, scratch,
 ):  # fmt: skip
-    """Decode the mean momentum of W messages and take 1-bit Adam's step with it. mus and copies can be 0."""
+    """Decode the mean momentum of W messages and take 1-bit Adam's step with it. copies can be 0."""
     for k in range(low, high):
         r, first, length, s, offset = block_of(grid, k)
         start = r * ints(widths)[s] + offset
         have = within(ints(sizes)[s] - start, length)
         p, nu = ints(ps)[s] + 4 * start, ints(nus)[s] + 4 * start
-        mu = ints(mus)[s] + 4 * start if mus else 0
+        mu = ints(mus)[s] + 4 * start
         theirs, factors = received + r * row_stride, scales + 4 * (r * ranks * grid.segments + s)
         too = ints(copies)[s] + 4 * start if copies else 0
         for i in range(0, have, STEP):
             at, count = 4 * i, min(STEP, have - i)
             unpack_mean(theirs + (first + i) // 8, stride, ranks, factors, grid.segments, scratch, count, count)
             onebit_piece(scratch, p + at, nu + at, descent, limit, keep_zeros, count)
-            if mu:
-                write(mu + at, scratch, count, streams(grid, mu))
+            write(mu + at, scratch, count, streams(grid, mu))
             if too:
                 write(too + at, p + at, count, streams(grid, too))
 
@@ -308,22 +271,6 @@ def momentum_encode(
     return b, bits, sums_of(squares, runs)
 
 
-def momentum_recode(
-    bits: Tensor, seen: Tensor, scales: Tensor, grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor,
-    valid: Tensor, runs: Sequence[int],
-) -> Any:  # fmt: skip
-    """See `reference.steps.momentum_recode`."""
-    at = block_table(runs)
-    codes = bits, seen, scales
-    if not at.aligned or not plain(grads, (scales, buffer, sent)) or not contiguous(codes):
-        return NotImplemented
-    rows = buffer.shape[0]
-    b, (new, squares) = empty((rows, at.n), torch.float32, buffer.device), outputs(rows, at)
-    run(recode_averages, at, valid, *codes, [*grads], *extents(grads, at), float(decay), buffer, sent, b, new, squares,
-        scratch=12 * STEP)  # fmt: skip
-    return b, new, sums_of(squares, runs)
-
-
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
@@ -334,8 +281,7 @@ def onebit_adam_(
     if not at.aligned or not plain(params, mu, nu, copies, (scales,)):
         return NotImplemented
     descent = descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step)
-    optional = [[*tensors] if tensors else None for tensors in (mu, copies)]
-    run(onebit_blocks, at, valid, [*params], optional[0], [*nu], *extents(params, at), optional[1],
+    run(onebit_blocks, at, valid, [*params], [*mu], [*nu], *extents(params, at), [*copies] or None,
         *messages(bits, divided(scales)), descent, float(max_momentum), keep_zeros, scratch=4 * STEP)  # fmt: skip
     return None
 
@@ -379,5 +325,5 @@ def largest_magnitude(grads: Sequence[Tensor]) -> Any:
     return peaks.amax()
 
 
-_CELLS = (momentum_encode, momentum_recode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
+_CELLS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
 KERNELS = {f.__name__: f for f in _CELLS}

@@ -153,17 +153,6 @@ def sign_decode_mean(bits: Tensor, scales: Tensor, valid: Tensor, runs: Sequence
     return total
 
 
-def momentum_of_codes(bits: Tensor, seen: Tensor, scales: Tensor, valid: Tensor, runs: Sequence[int]) -> Tensor:
-    """Return scale * sign where a second bit is 1, and zero elsewhere, as rows (R, n).
-
-    Args: bits, seen (R, ceil(n / 8)) uint8: signs, and whether the second moment is above zero; scales (R, S); valid,
-        runs: as for `sign_decode`.
-    """
-    above = torch.ops.fn.sign_decode(seen, torch.ones_like(scales), valid, runs)
-    rows: Tensor = rules.kept_at_zero(torch.ops.fn.sign_decode(bits, scales, valid, runs), above, 0.0, 0.0)
-    return rows
-
-
 # integers
 
 

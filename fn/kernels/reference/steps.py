@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fn.kernels import rules
 from fn.kernels.layout import rows_of, tensors_of
-from fn.kernels.reference.codes import momentum_of_codes, sign_decode_mean, sign_encode_feedback
+from fn.kernels.reference.codes import sign_decode_mean, sign_encode_feedback
 
 # Adam and 1-bit Adam
 
@@ -41,7 +41,7 @@ def over_root(x: Tensor, nu: Tensor, eps: float) -> Tensor:
 
 
 def clamped(u: Tensor, max_step: float) -> Tensor:
-    """Return a direction within +-max_step, NaN where it is not finite; as it is if max_step is infinite."""
+    """Return a direction within +-max_step; as it is if max_step is infinite."""
     if max_step == math.inf:
         return u
     within: Tensor = rules.clamped(u, max_step)
@@ -68,25 +68,6 @@ def momentum_encode(
     """
     averages = momentum_rows(mu, grads, decay, None, buffer.shape[0], runs)
     return sign_encode_feedback(averages, buffer, sent, valid, runs)
-
-
-def momentum_recode(
-    bits: Tensor,
-    seen: Tensor,
-    scales: Tensor,
-    grads: Sequence[Tensor],
-    decay: float,
-    buffer: Tensor,
-    sent: Tensor,
-    valid: Tensor,
-    runs: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Do what `momentum_encode` does for a momentum that is kept as codes, see `momentum_of_codes`.
-
-    Args: bits, seen, scales: as there; grads: S tensors; the rest, and the results, as for `momentum_encode`.
-    """
-    mu = tensors_of(momentum_of_codes(bits, seen, scales, valid, runs), grads, runs)
-    return momentum_encode(mu, grads, decay, buffer, sent, valid, runs)
 
 
 def momentum_rows(
@@ -155,15 +136,14 @@ def onebit_adam_(
         mu <- held(mean_r D(codes_r)), 0 where nu = 0
         p <- p - lr (clamp((mu / w_mu) / (sqrt(nu / w_nu) + eps)) + weight_decay p)
 
-    Args: params, mu, nu: S tensors each; params and mu are written. mu may be (), where it is kept as codes.
-        bits (R, W, ceil(n / 8)), scales (R, W, S), valid, runs: as for `codes.sign_decode_mean`; W is 1 for codes
-        of the mean. mu_weight, nu_weight: w_mu, w_nu, 1 for no bias correction. max_step: the direction is `clamped` to
-        it. max_momentum: the momentum is `held` where its direction, without bias correction, is within it. Infinity
-        for none of each. keep_zeros: without it, mu is not masked. copies: S tensors into which the new params are
-        copied, or none.
+    Args: params, mu, nu: S tensors each; params and mu are written. bits (R, W, ceil(n / 8)), scales (R, W, S), valid,
+        runs: as for `codes.sign_decode_mean`; W is 1 for codes of the mean. mu_weight, nu_weight: w_mu, w_nu, 1 for no
+        bias correction. max_step: the direction is `clamped` to it. max_momentum: the momentum is `held` where its
+        direction, without bias correction, is within it. Infinity for none of each. keep_zeros: without it, mu is not
+        masked. copies: S tensors into which the new params are copied, or none.
     """
     means = tensors_of(sign_decode_mean(bits, scales, valid, runs), params, runs)
-    for p, m, v, x in zip(params, mu or [*map(torch.empty_like, nu)], nu, means, strict=True):
+    for p, m, v, x in zip(params, mu, nu, means, strict=True):
         m.copy_(rules.held(rules.kept_at_zero(x, v, 0.0, 0.0) if keep_zeros else x, v, eps, max_momentum))
         _descend(p, m, v, eps, weight_decay, lr, mu_weight, nu_weight, max_step)
     for copy, p in zip(copies, params, strict=bool(copies)):

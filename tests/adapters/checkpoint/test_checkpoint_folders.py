@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -122,3 +123,18 @@ def test_what_a_save_or_a_removal_left_unfinished_goes_with_the_next_save(owner,
     train(params, opt, 1)
     last = checkpoint.save(tmp_path, opt, keep=1)
     assert sorted(os.listdir(tmp_path)) == ["latest", last.name]
+
+
+def test_a_checkpoint_of_an_older_version_is_refused_with_what_to_do_and_stays_where_it_is(tmp_path):
+    params, opt = alone(1)
+    old = checkpoint.save(tmp_path, opt)
+    digests = old / "digests-0"
+    listed = json.loads(files.read_sealed(digests))
+    files.write_sealed(digests, json.dumps({name: x for name, x in listed.items() if name != "format"}))
+    text = "checkpoint: expected the format 4, but got none, as fn 0.3 and before saved it; go on with the version that"
+    with pytest.raises(ValueError, match=text):
+        checkpoint.load(tmp_path, opt)
+    for _ in range(2):
+        train(params, opt, 1)
+        checkpoint.save(tmp_path, opt, keep=1)
+    assert steps_in(tmp_path) == [old.name, "step-000000000003-0"]

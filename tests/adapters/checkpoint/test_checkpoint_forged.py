@@ -188,33 +188,6 @@ def test_what_is_no_metadata_is_refused(data, saved):
     refused(folder, opt, "is not the metadata of tensors", ".metadata")
 
 
-def chunk(offset: int, size: int) -> metadata.ChunkStorageMetadata:
-    return metadata.ChunkStorageMetadata(torch.Size([offset]), torch.Size([size]))
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [[], [chunk(0, 1)], [chunk(1, 1)], [chunk(0, 1), chunk(0, 1)], [chunk(0, 2), chunk(2, 2)], [chunk(0, -2)]],
-)
-def test_chunks_that_do_not_cover_their_tensor_are_refused_instead_of_loaded_as_zeros(chunks, saved):
-    folder, found, opt = saved
-    forge(found, lambda read: setattr(read.state_dict_metadata["extra.m"], "chunks", chunks))
-    refused(folder, opt, r"'extra\.m' has chunks that are not the rows of a tensor of shape \(2,\)", ".metadata")
-
-
-@pytest.mark.parametrize("size", [[10**15], [2**62, 2**62], [0, 2**62, 2**62], [-1], [2**61]])
-def test_absurd_sizes_are_refused_before_anything_is_allocated(size, saved):
-    folder, found, opt = saved
-
-    def change(read: Any) -> None:
-        leaf = read.state_dict_metadata["extra.m"]
-        leaf.size = torch.Size(size)
-        leaf.chunks = [metadata.ChunkStorageMetadata(torch.Size([0] * len(size)), leaf.size)]
-
-    forge(found, change)
-    refused(folder, opt, "is not the metadata of tensors: (RuntimeError|ValueError): ", ".metadata")
-
-
 def shifted(read: Any) -> None:
     read.storage_data[LEAF].offset += 1
 

@@ -18,7 +18,7 @@ SAVED, STEPS = 10, 14  # steps: a mean is on its way at step 10, and errors wait
 MAKE = partial(fn.diloco, axis="data", codec=fn.int8(), fragments=2, alpha=0.5)
 METHODS: dict[str, tuple[Any, Any]] = {
     "late": (MAKE, fn.every(6, fragments=2, delay=2, start=2)),
-    "a round late": (partial(MAKE, in_flight=2), fn.every(6, fragments=2, delay=7, start=2)),
+    "as late as may be": (MAKE, fn.every(6, fragments=2, delay=5, start=2)),
 }
 
 

@@ -13,11 +13,9 @@ from torch import nn
 
 import fn
 from fn.adapters import ddp
-from fn.adapters.checkpoint import resharding as checkpoint_state
 from fn.adapters.ddp import data_parallel
 from fn.adapters.fsdp import comms as fsdp_comms
 from fn.collectives import comm_thread as communication_thread
-from fn.transforms.resharding import Rows
 
 
 @pytest.fixture
@@ -106,22 +104,3 @@ def test_a_group_for_another_thread_is_made_without_the_ranks_that_are_not_in_it
     assert split == []
     with twin:
         assert fn.pmean(torch.ones(3), "data").tolist() == [1.0] * 3
-
-
-def test_what_was_read_from_a_checkpoint_is_added_up_on_the_device_of_the_parameters(monkeypatch):
-    """A group of NCCL has no backend for the CPU, where torch.distributed.checkpoint reads."""
-    summed: list[torch.device] = []
-
-    def psum(x: torch.Tensor, axis: str) -> torch.Tensor:
-        summed.append(x.device)
-        return torch.full(x.shape, 6.0, dtype=x.dtype)  # of both ranks
-
-    monkeypatch.setattr(checkpoint_state, "psum", psum)
-    monkeypatch.setattr(checkpoint_state, "device_among", lambda groups: torch.device("meta"), raising=False)
-    opt = fn.Optimizer([torch.nn.Parameter(torch.zeros(3))], fn.adamw)
-    states = {path: leaf for path, leaf in opt.state_dict().items() if path.startswith("state.")}
-    opt.training.axes, opt.training.binding = ["data"], fn.collectives.axis.Binding({})
-    rows = Rows(torch.ones(1, 3), 0, 2)
-    found = checkpoint_state.moved(opt.training, {**states, "params.0.0": rows})
-    assert found["params.0.0"].tolist() == [3.0] * 3
-    assert summed == [torch.device("meta")]

@@ -12,27 +12,27 @@ import torch.distributed as dist
 from ddp_cases import arrays, backward, build, same, train, wrapped
 
 import fn
-from fn.adapters.ddp import overlap
+from fn.adapters.ddp import overlap, overlapped
 
 
-def failed(how: str, bucket: int, at: int) -> tuple[str, Any, bool]:
-    """Let rank 1 die, or only give up and stay, when it is to take the step `at` of a bucket."""
+def failed(how: str, at: int) -> tuple[str, Any, bool]:
+    """Let rank 1 die, or only give up and stay, when it is to take the step `at` of the second unit."""
     model = wrapped()
     opt = build(model)
     overlap(model, opt, least_wire_seconds=0.0)
     train(model, opt, range(at))
     before = arrays([*model.parameters()], opt.states)
-    stage = opt.stage_group
+    stage = overlapped.stage_group
 
-    def fail(group: int, *args: Any) -> Any:
-        if group != bucket:
-            return stage(group, *args)
+    def fail(core: Any, unit: int, *args: Any) -> Any:
+        if unit != 1:
+            return stage(core, unit, *args)
         if how == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         raise fn.PeerLost("made up", rank=1, axis="data", lost=())
 
     if dist.get_rank() == 1:
-        opt.stage_group = fail
+        overlapped.stage_group = fail
     dist.barrier()
     try:
         backward(model, at)
@@ -46,10 +46,9 @@ def failed(how: str, bucket: int, at: int) -> tuple[str, Any, bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", [0, 4])  # while connections open; in the compressed phase
-@pytest.mark.parametrize("bucket", [0, 1])
 @pytest.mark.parametrize("how", ["dies", "stays"])
-def test_all_others_hear_of_it_and_nothing_moves(how, bucket, at):
-    found = ranks.outcomes(3, failed, how, bucket, at)
+def test_all_others_hear_of_it_and_nothing_moves(how, at):
+    found = ranks.outcomes(3, failed, how, at)
     if how == "dies":
         assert found.pop(1) == ranks.Died(-signal.SIGKILL)
     for outcome in found:

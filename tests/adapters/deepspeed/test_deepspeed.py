@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 import fn
 from fn import tree
 from fn.adapters.deepspeed.optimizers import NAMES, DeepSpeedOptimizer, OnebitAdam, OnebitLamb, ZeroOneAdam, from_config
+from fn.base import Phase
 
 WORLDS = sorted({case.world for case in load_cases(*KINDS)})
 EXTRA = {
@@ -186,10 +188,82 @@ def test_lamb_tells_its_coefficients_and_refuses_groups_that_come_late() -> None
 def test_a_group_can_be_added_to_one_bit_adam() -> None:
     p, optimizer = quadratic(OnebitAdam, lr=0.1)
     take(p, optimizer, 2)
-    before = optimizer.states[0].inner[1].mu[0].clone()
-    optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)], "lr": 0.5})
-    assert torch.equal(optimizer.states[0].inner[1].mu[0], before)
-    assert len(optimizer.states) == 2
+    before = [leaf.clone() for leaf in tree.leaves(optimizer.states)]
+    q = torch.zeros(2, requires_grad=True)
+    optimizer.add_param_group({"params": [q], "lr": 0.5})
+    assert all(torch.equal(a, b) for a, b in zip(before, tree.leaves(optimizer.states), strict=False))
+    q.grad = torch.ones(2)
+    take(p, optimizer, 1)
+    assert float(q[0].detach()) == pytest.approx(-0.5 * 0.1 / 0.001**0.5, rel=1e-3)  # no bias correction
+
+
+@pytest.mark.parametrize("kind", NAMES.values())
+def test_numbers_that_are_written_into_a_group_are_those_of_the_next_step(kind: type[DeepSpeedOptimizer]) -> None:
+    ends = []
+    for given, written in ((0.3, 0.3), (0.0, 0.3), (0.0, 0.0)):
+        params = [torch.full((4,), 2.0, requires_grad=True) for _ in range(2)]
+        optimizer = kind([{"params": params[:1]}, {"params": params[1:], "weight_decay": given}], lr=0.1)
+        optimizer.param_groups[1]["weight_decay"] = written
+        for p in params:
+            p.grad = torch.arange(4.0)
+        optimizer.step()
+        ends.append(torch.stack([p.detach() for p in params]))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0][0], ends[2][0])
+    assert not torch.equal(ends[0][1], ends[2][1])
+
+
+@pytest.mark.parametrize("kind", NAMES.values())
+def test_a_copy_goes_on_by_itself(kind: type[DeepSpeedOptimizer]) -> None:
+    p, optimizer = quadratic(kind, lr=0.05, **({"var_freeze_step": 3} if kind is ZeroOneAdam else {"freeze_step": 4}))
+    take(p, optimizer, 2)
+    twin = copy.deepcopy(optimizer)
+    (q,) = twin.param_groups[0]["params"]
+    take(p, optimizer, 5)
+    assert not torch.equal(p, q)
+    take(q, twin, 5)
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("kind", NAMES.values())
+def test_hooks_run_once_in_a_step(kind: type[DeepSpeedOptimizer]) -> None:
+    """Torch wraps `step` of each class of which there is an optimizer."""
+    fn.Optimizer([torch.zeros(1, requires_grad=True)], fn.adamw)
+    p, optimizer = quadratic(kind)
+    ran = []
+    optimizer.register_step_pre_hook(lambda *_: ran.append("before"))
+    optimizer.register_step_post_hook(lambda *_: ran.append("after"))
+    take(p, optimizer, 1)
+    assert ran == ["before", "after"]
+
+
+@pytest.mark.filterwarnings("ignore:schedule. has no warm-up")
+@pytest.mark.parametrize(("kind", "frozen"), [(OnebitAdam, {"freeze_step": 0}), (ZeroOneAdam, {"var_freeze_step": 0})])
+def test_they_begin_with_a_warm_up_step_and_warn_of_a_group_that_comes_after(
+    kind: type[DeepSpeedOptimizer], frozen: dict[str, int]
+) -> None:
+    p, optimizer = quadratic(kind, **frozen)
+    seen = []
+    for _ in range(3):
+        seen.append(optimizer.phase)
+        take(p, optimizer, 1)
+    assert seen == [Phase.WARMUP, Phase.COMPRESSED, Phase.COMPRESSED]
+    with pytest.warns(UserWarning, match="params: come after the warm-up"):
+        optimizer.add_param_group({"params": [torch.ones(3, requires_grad=True)]})
+
+
+@pytest.mark.parametrize("kind", NAMES.values())
+def test_numbers_that_a_drop_in_refuses_are_not_loaded(kind: type[DeepSpeedOptimizer]) -> None:
+    _, optimizer = quadratic(kind, lr=0.1)
+    saved = optimizer.state_dict()
+    for name, value in (("lr", float("inf")), ("eps", -1.0), ("b2", 1.5)):
+        bad = {**saved, f"groups.0.{name}": torch.tensor(value, dtype=torch.float64), "steps": torch.tensor(7)}
+        with pytest.raises(ValueError, match=r"^state_dict: .*param group 0 .*transform"):
+            optimizer.load_state_dict(bad)
+    assert optimizer.steps == 0
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    optimizer.load_state_dict({**saved, "steps": torch.tensor(7)})
+    assert optimizer.steps == 7
 
 
 @pytest.mark.parametrize("name", NAMES)

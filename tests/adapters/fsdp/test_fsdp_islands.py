@@ -57,7 +57,7 @@ def across_islands() -> dict[str, Any]:
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     found["far"] = max(float((p.full_tensor() - q).abs().max()) for p, q in pairs)
     found["cleared"] = all(p.grad is None for p in model.parameters())
-    found["elements"] = sum(p.numel() for p in opt.param_groups[0]["params"])
+    found["elements"] = sum(p.to_local().numel() for p in opt.param_groups[0]["params"])
     found["refused"] = refusals(mesh, model)
     return found
 

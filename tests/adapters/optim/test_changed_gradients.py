@@ -1,27 +1,21 @@
-"""Gradients that somebody changes between backward and an overlapped step: seen on the rank, and ranks stay alike."""
+"""Gradients that somebody changes between backward and step, where `overlap` has sent them already."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from ddp_cases import Net, arrays, backward, build, same, train, wrapped
-from ranks import Cases
 
 import fn
-from fn.adapters.ddp import keep_local, overlap
-
-pytestmark = pytest.mark.slow
-
-case = Cases(2)
+from fn.adapters.ddp import overlap
 
 MODELS: dict[str, Callable[[], Any]] = {
     "a plain module": Net,
-    "DDP": wrapped,
     "DDP, buckets apart": lambda: wrapped(gradient_as_bucket_view=False),
     "DDP, views of buckets": lambda: wrapped(gradient_as_bucket_view=True),
 }
@@ -47,105 +41,81 @@ def of_data(model: Any) -> None:
     weight(model).grad.data.mul_(0.5)
 
 
+def break_it(model: Any) -> None:
+    weight(model).grad.fill_(float("nan"))
+
+
 def read(model: Any) -> None:
     """As transformers' Trainer reads the norm: by clipping to infinity, which writes what was there."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
 
 
-def break_it(model: Any) -> None:
-    weight(model).grad.fill_(float("nan"))
-
-
 CHANGES = {f.__name__: f for f in (mask, clip, of_data, break_it)}
 
 
-def said(step: Callable[[], Any]) -> str:
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def prepared(model: Any, least: float) -> fn.Optimizer:
+    opt = build(model)
+    overlap(model, opt, least_wire_seconds=least)
+    train(model, opt, range(4))
+    backward(model, 4)
+    return opt
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("least", [0.0, 3600.0], ids=["overlapped", "not overlapped"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("what", CHANGES)
+def test_a_change_is_refused_and_nothing_moves(what, name, least):
+    model = MODELS[name]()
+    opt = prepared(model, least)
+    before = arrays(list(model.parameters()), opt.states)
+    CHANGES[what](model)
+    with pytest.raises(ValueError, match=r"gradients of param group .* changed between backward and step; leave out"):
+        opt.step()
+    assert same(before, arrays(list(model.parameters()), opt.states))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_that_are_only_read_are_not(name):
+    model = MODELS[name]()
+    opt = prepared(model, 0.0)
+    read(model)
+    opt.step()
+    assert opt.steps == 5
+
+
+def on_one_rank(name: str, least: float) -> str:
+    """Rank 1 changes its gradients; both go on until they cannot."""
+    model = MODELS[name]()
+    opt = prepared(model, least)
+    if dist.get_rank() == 1:
+        clip(model)
     try:
-        step()
-    except ValueError as error:
+        opt.step()
+        train(model, opt, range(5, 8))
+    except (ValueError, fn.PeerLost) as error:
+        ranks.stay(2)  # or the other one would notice only that this one has ended
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
 
-@case
-def on_one_rank() -> dict[tuple[str, str], tuple[str, bool, list]]:
-    """Rank 1 changes gradients; return what was said, whether that step is the serial one, and where training ends."""
-    found = {}
-    for name, make in MODELS.items():
-        for what, change in {**CHANGES, "read": read}.items():
-            serial, ahead = make(), make()
-            first, second = build(serial if name == "a plain module" else keep_local(serial)), build(ahead)
-            overlap(ahead, second, least_wire_seconds=0.0)
-            train(serial, first, range(5))
-            train(ahead, second, range(4))
-            backward(ahead, 4)
-            if dist.get_rank() == 1:
-                change(ahead)
-            text = said(second.step)
-            alike = same(*(arrays(list(m.parameters())) for m in (serial, ahead)))
-            second.zero_grad()
-            train(ahead, second, range(5, 8))
-            found[name, what] = text, alike, [*arrays(list(ahead.parameters())), np.array(second.skipped)]
-    return found
+@pytest.mark.parametrize("least", [0.0, 3600.0], ids=["overlapped", "not overlapped"])
+@pytest.mark.parametrize("name", ["a plain module", "DDP, buckets apart"])
+def test_the_others_do_not_wait_for_a_rank_that_refuses_its_own(name, least):
+    other, own = ranks.outcomes(2, on_one_rank, name, least)
+    assert other.startswith("PeerLost: ")
+    assert "changed between backward and step" in own
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("what", [*CHANGES, "read"])
-def test_a_change_behind_backward_is_named_and_the_step_is_that_of_all_ranks(name, what):
-    """The others have written theirs: the step is taken without the change, and the rank hears of it.
-
-    Backward passes of a plain module do not wait for the wire. There the last codes may be of changed gradients; if
-    these are not finite, all ranks refuse the step.
-    """
-    answers = [answer[name, what] for answer in case.answer("on_one_rank")]
-    (others, own), ends = [text for text, _, _ in answers], [end for _, _, end in answers]
-    assert same(*ends)
-    assert all(np.isfinite(x).all() for x in ends[0])
-    if what == "read":
-        assert others == own == "nothing"
-    else:
-        assert "changed between backward and step" in own
-        assert others == "nothing" or own.startswith("RanksDisagree: ")
-    if name != "a plain module":
-        assert all(alike for _, alike, _ in answers)
-        assert others == "nothing"
-
-
-@case
-def where_overlap_is_off() -> dict[tuple[str, str], tuple[str, bool, list]]:
-    found = {}
-    for name, make in MODELS.items():
-        for what in ("mask", "clip"):
-            model = make()
-            opt = build(model)
-            running = overlap(model, opt, least_wire_seconds=3600.0)
-            train(model, opt, range(4))
-            before = arrays(list(model.parameters()), opt.states)
-            backward(model, 4)
-            if dist.get_rank() == 1:
-                CHANGES[what](model)
-            text = said(opt.step)
-            after = arrays(list(model.parameters()), opt.states)
-            opt.zero_grad()
-            train(model, opt, range(5, 7))
-            off = not running.is_on(fn.Phase.WARMUP) and opt.steps == 6
-            found[name, what] = text, same(before, after) and off, arrays(list(model.parameters()))
-    return found
-
-
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("what", ["mask", "clip"])
-def test_where_overlap_is_off_all_ranks_refuse_what_one_changed_and_go_on(name, what):
-    answers = [answer[name, what] for answer in case.answer("where_overlap_is_off")]
-    for text, unchanged, _ in answers:
-        assert text.startswith("RanksDisagree: ")
-        assert "changed between backward and step" in text
-        assert unchanged
-    assert same(answers[0][2], answers[1][2])
-
-
-@case
-def a_group_in_between() -> tuple[str, list]:
+def a_group_in_between() -> tuple[int, list]:
     model, late = Net(), torch.nn.Parameter(torch.ones(3))
     optimizer = build(model)
     overlap(model, optimizer, least_wire_seconds=0.0)
@@ -153,11 +123,12 @@ def a_group_in_between() -> tuple[str, list]:
     backward(model, 1)
     late.grad = torch.full((3,), 1.0 + dist.get_rank())
     optimizer.add_param_group({"params": [late]})
-    return said(optimizer.step), arrays([*model.parameters(), late])
+    optimizer.step()
+    return optimizer.steps, arrays([*model.parameters(), late])
 
 
-def test_a_group_that_comes_behind_backward_is_in_the_step_which_is_then_sent_as_a_whole():
-    answers = case.answer("a_group_in_between")
-    assert [text for text, _ in answers] == ["nothing", "nothing"]
+def test_a_group_that_comes_behind_backward_is_in_the_step():
+    answers = ranks.run(2, a_group_in_between)
+    assert [steps for steps, _ in answers] == [2, 2]
     assert same(*(numbers for _, numbers in answers))
     assert all((numbers[-1] < 1.0).all() for _, numbers in answers)

@@ -110,7 +110,7 @@ def forked() -> tuple[str, bool]:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_told_that_a_mean_travels_in_its_parent():
     text = (
-        "states: expected to be read in the process that sends the mean on its way, but got a child of it, process "
-        "CHILD of PARENT; call opt.state_dict() before the fork"
+        "states: expected to be read in the process that sends the mean on its way, but got a child of it; "
+        "call opt.state_dict() before the fork"
     )
     assert ranks.run(2, forked) == [(text, True)] * 2

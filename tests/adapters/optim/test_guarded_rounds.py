@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import fn
 from fn import Round, tree
-from fn.adapters.optim.exchange import stage_exchange, weight_of
+from fn.adapters.optim.core import stage_exchange
+from fn.adapters.torchft.islands import weight_of
 
 two = ranks.Cases(2)
 
@@ -80,9 +81,9 @@ def by_tokens() -> list[list[float]]:
     for guard, other in (({}, -3.0), ({"temperature": 2.0}, -3.0), ({}, float("nan"))):
         opt, param = build(**guard)
         rank = dist.get_rank()
-        with torch.no_grad(), opt.training.binding:
+        with torch.no_grad(), opt.binding:
             param.fill_(-1.0 if rank == 0 else other)
-            stage_exchange(opt.training, Round(0, 0), weight_of([1.0, 3.0], rank)).commit()
+            stage_exchange(opt, Round(0, 0), weight_of([1.0, 3.0], rank)).commit()
         (anchor,) = tree.fields(opt.states, "anchor")
         found.append(anchor[0].tolist())
     return found

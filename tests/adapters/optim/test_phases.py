@@ -13,7 +13,6 @@ import torch.distributed as dist
 
 import fn
 from fn import Phase
-from fn.adapters.deepspeed import OnebitAdam, ZeroOneAdam
 
 
 class LocalState(NamedTuple):
@@ -133,37 +132,3 @@ def test_loco_may_begin_in_codes_since_nothing_of_it_is_frozen():
     p.grad = torch.ones(3)
     opt.step()
     assert float((1 - p.detach()).min()) == pytest.approx(0.1, rel=0.05)
-
-
-@pytest.mark.parametrize(("make", "frozen"), [(OnebitAdam, {"freeze_step": 0}), (ZeroOneAdam, {"var_freeze_step": 0})])
-@pytest.mark.filterwarnings("ignore:schedule. has no warm-up")
-def test_the_drop_ins_of_deepspeed_begin_with_a_warm_up_step_and_warn_of_what_comes_late(make, frozen):
-    """Their param groups are one transform, which says it for all of them."""
-    params, seen = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)], []
-    opt = make(params[:2], lr=0.1, **frozen)
-    for step in range(4):
-        for p in params[: 1 if step < 2 else 3]:
-            p.grad = torch.ones(3)
-        if step == 3:
-            with pytest.warns(UserWarning, match="params: come after the warm-up"):
-                opt.add_param_group({"params": params[2:]})
-        seen.append(opt.phase)
-        if step == 2:
-            with pytest.warns(UserWarning, match=r"^params: 1 of group 0: .*after the warm-up"):
-                opt.step()
-        else:
-            opt.step()
-    assert seen == [Phase.WARMUP, *[Phase.COMPRESSED] * 3]
-
-
-@pytest.mark.parametrize("make", [OnebitAdam, ZeroOneAdam])
-def test_numbers_that_a_drop_in_of_deepspeed_refuses_are_not_loaded(make):
-    opt = make([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    saved = opt.state_dict()
-    bad = {**saved, "groups.0.lr": torch.tensor(float("inf"), dtype=torch.float64), "steps": torch.tensor(7)}
-    with pytest.raises(ValueError, match=r"^state_dict: .*param group 0 .*transform"):
-        opt.load_state_dict(bad)
-    assert opt.steps == 0
-    assert opt.param_groups[0]["lr"] == 0.1
-    opt.load_state_dict({**saved, "steps": torch.tensor(7)})
-    assert opt.steps == 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -131,34 +131,3 @@ def test_optimizers_of_one_rank_have_no_group_to_share():
             go_on.set()
         job.result()
     assert (opt.steps, other.steps) == (1, 1)
-
-
-def test_a_state_that_another_thread_reads_while_a_mean_travels_changes_nothing():
-    def train(read: bool) -> torch.Tensor:
-        p, inside, go_on = torch.nn.Parameter(torch.ones(3)), threading.Event(), threading.Event()
-        opt = fn.Optimizer([p], partial(fn.diloco, axis="data"), schedule=fn.every(2, delay=1), lr=0.1)
-        with ThreadPoolExecutor(2) as pool:
-            for step in range(4):
-                p.grad = torch.full((3,), 1.0 + step)
-                if read and step == 1:  # the mean ends in this step
-                    (sent,) = opt.training.sending
-                    arrives = sent.wait
-
-                    def late(arrives: Any = arrives) -> Any:
-                        inside.set()
-                        assert go_on.wait(60)
-                        return arrives()
-
-                    sent.wait = late
-                    reader = pool.submit(opt.state_dict)
-                    assert inside.wait(60)
-                    trainer = pool.submit(opt.step)
-                    wait([trainer], 1)  # has long ended if it does not wait for the mean
-                    go_on.set()
-                    trainer.result()
-                    reader.result()
-                else:
-                    opt.step()
-        return p.detach()
-
-    assert torch.equal(train(read=True), train(read=False))

@@ -14,7 +14,6 @@ import torch
 import fn
 from fn import kernels
 from fn.adapters import checkpoint
-from fn.base import Part
 from fn.kernels.reference import REFERENCES
 
 OPS = "adamw_", "onebit_adam_", "lamb_step_"
@@ -64,9 +63,8 @@ def test_a_kernel_that_raises_between_two_groups_tears_the_training_until_it_is_
     checkpoint.save(tmp_path, opt)
     saved, kept = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in params]
     break_after(1)
-    with pytest.raises(RuntimeError, match=r"Broken while parameters and state were written.*load both") as raised:
+    with pytest.raises(Broken):
         step(params, opt)
-    assert isinstance(raised.value.__cause__, Broken)
     assert [torch.equal(p, old) for p, old in zip(params, kept, strict=True)] == [False, True, True]
     break_after(100)
     refused: dict[str, Callable[[], Any]] = {
@@ -76,7 +74,7 @@ def test_a_kernel_that_raises_between_two_groups_tears_the_training_until_it_is_
         "agreed_params": lambda: fn.adapters.agreed_params(opt).__enter__(),
     }
     for what, call in refused.items():
-        with pytest.raises(RuntimeError, match=f"{what}: refused, .*load both from a checkpoint"):
+        with pytest.raises(RuntimeError, match=f"{what}: refused, for an exception came .*load both from a checkpoint"):
             call()
     with pytest.raises(RuntimeError, match="state_dict: refused"):
         checkpoint.gather(opt)
@@ -96,7 +94,7 @@ def test_what_is_loaded_by_hand_mends_it_too(break_after, first: bool):
     params, opt = trained()
     saved, kept = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in params]
     break_after(0 if first else 2)
-    with pytest.raises(RuntimeError, match="Broken while parameters and state were written"):
+    with pytest.raises(Broken):
         step(params, opt)
     break_after(100)
     with torch.no_grad():
@@ -116,16 +114,11 @@ def test_an_exchange_whose_state_cannot_be_written_is_refused_before_anything_is
     def make(lr: Any) -> fn.Transform:
         tx = fn.diloco(lr, axis="data")
 
-        def wrong(part: Any) -> Any:
-            update = tx.rounds(part)
+        def wrong(number: int, state: Any, params: Any) -> tuple[Any, Any]:
+            params, after = tx.exchange.outer(number, state, params)
+            return params, fn.tree.map(torch.Tensor.double, after)
 
-            def run(updates: Any, state: Any, params: Any, /) -> tuple[Any, Any]:
-                moves, after = update(updates, state, params)
-                return moves, fn.tree.map(torch.Tensor.double, after) if part == Part("outer") else after
-
-            return run
-
-        return tx._replace(rounds=wrong)
+        return tx._replace(exchange=tx.exchange._replace(outer=wrong))
 
     p = torch.nn.Parameter(torch.ones(9))
     opt = fn.Optimizer([p], make, schedule=fn.every(2), lr=0.1)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 import fn
 from fn import Round, tree
-from fn.adapters.optim.exchange import stage_exchange, weight_of
+from fn.adapters.optim.core import stage_exchange
+from fn.adapters.torchft.islands import weight_of
 
 H = 3
 
@@ -42,9 +43,9 @@ def weighed(make: Any, tokens: tuple[float, float]) -> tuple[list[Any], list[Any
     before = [x.clone() for x in anchor]
     went = [x - p.detach() for x, p in zip(anchor, params, strict=True)]
     rank = dist.get_rank()
-    with torch.no_grad(), opt.training.binding:
+    with torch.no_grad(), opt.binding:
         for fragment in range(len(tree.fields(opt.states, "outer")[0])):
-            stage_exchange(opt.training, Round(fragment, fragment), weight_of(tokens, rank)).commit()
+            stage_exchange(opt, Round(fragment, fragment), weight_of(tokens, rank)).commit()
     (after,) = tree.fields(opt.states, "anchor")
     return [w.tolist() for w in went], [x.tolist() for x in before], [x.tolist() for x in after]
 

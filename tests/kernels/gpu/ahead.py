@@ -25,7 +25,7 @@ POINTERS = {
 NUMBERS = ("n", "blocks", "segments", "width", "ranks", "total", "rows", "down", "right")
 CONSTANTS = {
     "BLOCK": 4096, "COUNT": 1, "FEEDBACK": True, "ALIGNED": True, "WIDTH": 8, "PEAKS": True, "KEEP_ZEROS": True,
-    "FROZEN": False, "COPIES": True, "MOMENTUM": True, "FACTORS": True,
+    "FROZEN": False, "COPIES": True, "FACTORS": True,
     "RULE": rules.RULES["lion"], "RESULTS": (tl.float32, tl.float32), "OPERANDS": (tl.float32, tl.float32),
     "KINDS": ("number", "one"), "BARRIER": False, "P": tl.float32, "G": tl.float32, "C": tl.bfloat16, "A": tl.float32,
 }  # fmt: skip
@@ -47,7 +47,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "means of e4m3": ("dequantize", {"WIDTH": 43, "BLOCK": 256, "COUNT": 8}),
     "means of e5m2": ("dequantize", {"WIDTH": 52}),
     "signs of averages": ("encode_averages", {"G": tl.bfloat16}),
-    "momentum as codes": ("onebit", {"MOMENTUM": False, "COPIES": False}),
     "half precision": ("adamw", {"P": tl.bfloat16, "G": tl.float16, "FROZEN": True}),
     "anywhere": ("adamw", {"ALIGNED": False}),
     "a rule of half precision, in place": (

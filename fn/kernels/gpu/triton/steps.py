@@ -37,8 +37,8 @@ from fn.kernels.gpu.triton.blocks import (
     store,
 )
 from fn.kernels.gpu.triton.launches import launch_of
-from fn.kernels.gpu.triton.rules import adamw, held, kept_at_zero, lerp, second_moment, signed
-from fn.kernels.layout import contiguous, plain
+from fn.kernels.gpu.triton.rules import adamw, held, kept_at_zero, lerp, second_moment
+from fn.kernels.layout import plain
 
 
 @jit
@@ -68,47 +68,16 @@ def encode_averages_kernel(addresses, table, valid, buffer, sent, out, bits, squ
 
 
 @jit
-def recode_block(codes, seen, scale, g, inside, decay, buffer, sent, out, bits, squares, length, real,
-                 FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Encode a moving average, whose momentum is kept as codes, plus the residual error."""
-    i, j, k = octets(BLOCK), tl.arange(0, BLOCK // 8), tl.arange(0, 8)
-    signs = tl.load(codes + j, mask=8 * j < length, other=0).to(tl.int32)
-    above = tl.load(seen + j, mask=8 * j < length, other=0).to(tl.int32)
-    m = signed(((signs[:, None] >> k[None, :]) & 1) - 1, tl.load(scale), 0)
-    m = kept_at_zero(m, (above[:, None] >> k[None, :]) & 1, 0.0, 0)
-    x = lerp(load(g, i, inside, FULL), tl.where(i < inside, m, 0.0), decay)
-    encode_compensated(x, buffer, sent, out, bits, squares, i, length, real, FULL, BLOCK)
-
-
-@kernel
-def recode_averages_kernel(addresses, table, valid, codes, seen, scales, buffer, sent, out, bits, squares, decay, n,
-                           blocks, segments, G: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Do what `encode_averages_kernel` does for a momentum that is kept as codes."""
-    r, first, position, length, s, offset = block_of(table, n, blocks, ALIGNED)
-    rs, tensor = r * segments + s, addresses + s * 3
-    start, inside = piece_of(tensor + 1, r, offset, length, ALIGNED)
-    g, byte = pointer(tensor, start, G, ALIGNED), r * ((n + 7) // 8) + first // 8
-    real = tl.load(valid + rs) - offset
-    momentum = codes + byte, seen + byte, scales + rs
-    block = g, inside, decay, buffer + position, sent + rs, out + position, bits + byte, squares, length, real
-    if inside == BLOCK:
-        recode_block(*momentum, *block, True, BLOCK)
-    else:
-        recode_block(*momentum, *block, False, BLOCK)
-
-
-@jit
 def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, share, descent, max_momentum, length,
-                 real, KEEP_ZEROS: tl.constexpr, MOMENTUM: tl.constexpr, COPIES: tl.constexpr,
-                 FULL: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+                 real, KEEP_ZEROS: tl.constexpr, COPIES: tl.constexpr, FULL: tl.constexpr,
+                 BLOCK: tl.constexpr):  # fmt: skip
     """Take the step with the mean momentum."""
     i = octets(BLOCK)
     m, v = mean_of(bits, scales, width, ranks, segments, share, i, length, real, BLOCK), load(nu, i, inside, FULL)
     if KEEP_ZEROS:
         m = kept_at_zero(m, v, 0.0, 0.0)
     m = held(m, v, descent[0], max_momentum)
-    if MOMENTUM:
-        store(mu, i, m, inside, FULL)
+    store(mu, i, m, inside, FULL)
     new = adamw(load(p, i, inside, FULL), m, v, *descent).to(p.dtype.element_ty)
     store(p, i, new, inside, FULL)
     if COPIES:
@@ -118,9 +87,8 @@ def onebit_block(p, mu, nu, copy, inside, bits, scales, width, ranks, segments, 
 @kernel
 def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, c1, c2, max_step, max_momentum, n,
                   blocks, segments, width, ranks, share, P: tl.constexpr, C: tl.constexpr, KEEP_ZEROS: tl.constexpr,
-                  MOMENTUM: tl.constexpr, COPIES: tl.constexpr, ALIGNED: tl.constexpr,
-                  BLOCK: tl.constexpr):  # fmt: skip
-    """Take 1-bit Adam's step from the mean momentum of W messages; write it and copies of params, if so wanted.
+                  COPIES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Take 1-bit Adam's step from the mean momentum of W messages; write copies of params, if so wanted.
 
     addresses: of params, mu, nu, copies.
     """
@@ -134,9 +102,9 @@ def onebit_kernel(addresses, table, valid, bits, scales, eps, weight_decay, lr, 
     scales += r * ranks * segments + s
     tensors, mean = (p, mu, nu, copy, inside), (bits, scales, width, ranks, segments, share)
     if inside == BLOCK:
-        onebit_block(*tensors, *mean, descent, max_momentum, length, real, KEEP_ZEROS, MOMENTUM, COPIES, True, BLOCK)
+        onebit_block(*tensors, *mean, descent, max_momentum, length, real, KEEP_ZEROS, COPIES, True, BLOCK)
     else:
-        onebit_block(*tensors, *mean, descent, max_momentum, length, real, KEEP_ZEROS, MOMENTUM, COPIES, False, BLOCK)
+        onebit_block(*tensors, *mean, descent, max_momentum, length, real, KEEP_ZEROS, COPIES, False, BLOCK)
 
 
 @jit
@@ -296,24 +264,6 @@ def momentum_encode(
     return b, bits, add_up(squares, lists.row)
 
 
-def momentum_recode(
-    bits: Tensor, seen: Tensor, scales: Tensor, grads: Sequence[Tensor], decay: float, buffer: Tensor, sent: Tensor,
-    valid: Tensor, runs: Sequence[int],
-) -> Any:  # fmt: skip
-    """See `reference.steps.momentum_recode`."""
-    codes = bits, seen, scales
-    if not cut(runs, buffer.device).host.aligned or not plain((scales, buffer, sent)) or not contiguous(codes):
-        return NotImplemented
-    lists = lists_of(grads, runs=runs, G=grads)
-    if lists is None:
-        return NotImplemented
-    b, (new, squares) = torch.empty_like(buffer), outputs(buffer.shape[0], lists.row)
-    table, valid, *sizes = lists.row.segments(valid)
-    args = lists.addresses, table, valid, *codes, buffer, sent, b, new, squares, float(decay), *sizes
-    launch(recode_averages_kernel, buffer, squares.numel(), *args, **lists.constants)
-    return b, new, add_up(squares, lists.row)
-
-
 def onebit_adam_(
     params: Sequence[Tensor], mu: Sequence[Tensor], nu: Sequence[Tensor], bits: Tensor, scales: Tensor, valid: Tensor,
     runs: Sequence[int], eps: float, weight_decay: float, lr: float, mu_weight: float, nu_weight: float,
@@ -323,16 +273,16 @@ def onebit_adam_(
     if not cut(runs, bits.device).host.aligned or scales.dtype != torch.float32:
         return NotImplemented
     block = launch_of(onebit_kernel).block
-    lists = lists_of(params, mu or params, nu, copies or params, runs=runs, block=block, P=params, C=copies)
+    lists = lists_of(params, mu, nu, copies or params, runs=runs, block=block, P=params, C=copies)
     if lists is None:
         return NotImplemented
     bits = evenly(bits)
     table, valid, *sizes = lists.row.segments(valid)
     numbers = *descent_of(eps, weight_decay, lr, mu_weight, nu_weight, max_step), float(max_momentum)
     args = lists.addresses, table, valid, bits, scales.contiguous(), *numbers, *sizes, *messages(bits)
-    constants = {"KEEP_ZEROS": keep_zeros, "MOMENTUM": bool(mu), "COPIES": bool(copies)}
+    constants = {"KEEP_ZEROS": keep_zeros, "COPIES": bool(copies)}
     launch(onebit_kernel, bits, bits.shape[0] * lists.row.blocks, *args, **lists.constants, **constants)
     return None
 
 
-KERNELS = (momentum_encode, momentum_recode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)
+KERNELS = (momentum_encode, onebit_adam_, adamw_, adamw_into_, largest_magnitude)

@@ -1,0 +1,132 @@
+"""Take over what a `torch.optim.AdamW` has gathered, so that a run can change its optimizer in the middle.
+
+    opt = fn.Optimizer(model.parameters(), partial(fn.onebit_adam, axis="data", bias_correction=True),
+                       schedule=fn.freeze_after(1000), lr=1e-3, weight_decay=0.01)
+    fn.adapters.from_adamw(adamw, opt)          # the next step is AdamW's next, or the first in codes
+
+A state has one weight of its moments where torch counts the steps of each parameter. A moment of fewer steps is scaled
+to the weight of the most, so that bias correction, which divides by that, gives what it gives in torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import roles, tree
+from fn.adapters.optim.optimizer import Optimizer
+
+Tree = Any
+
+
+class _Moments(NamedTuple):
+    """What AdamW has of a parameter: steps, first and second moment, and the decay rates of its group."""
+
+    step: float
+    mu: Tensor
+    nu: Tensor
+    b1: float
+    b2: float
+
+    def weights(self, step: float) -> tuple[float, float]:
+        """Return what both moments have gathered after some steps, 1 - b**t."""
+        return 1 - self.b1**step, 1 - self.b2**step
+
+
+def from_adamw(adamw: torch.optim.Optimizer, optimizer: Optimizer) -> None:
+    """Copy moments and step counts of a `torch.optim.AdamW` into an optimizer over the same parameters.
+
+    `steps`, which schedules count, become AdamW's, and the state is what it would be after as many warm-up steps with
+    the same averaged gradients. Learning rates and other hyper-parameters stay the optimizer's own. On several ranks
+    all call it, each with its AdamW of the same numbers, as under DDP.
+
+    Args: adamw: `torch.optim.AdamW` or `Adam`; parameters are found by identity, whatever their groups. A parameter
+        without state there, one that never had a gradient, has moments of zero. optimizer: between two steps; of
+        `fn.adamw`, `fn.lamb` or `fn.onebit_adam`, or a chain with one such link.
+    Raises: TypeError if `adamw` is another optimizer; ValueError if it was made with `amsgrad` or `maximize`, has taken
+        no step, has parameters that the optimizer does not have, or several `betas` where that has one, or if the
+        optimizer's state keeps its moments otherwise, as shards do; nothing is changed then.
+
+    >>> import torch, fn
+    >>> p = torch.nn.Parameter(torch.zeros(2))
+    >>> adamw = torch.optim.AdamW([p], lr=0.1)
+    >>> for _ in range(2):
+    ...     p.grad = torch.tensor([1.0, -2.0])
+    ...     adamw.step()
+    >>> opt = fn.Optimizer([p], fn.adamw, lr=0.1)
+    >>> fn.adapters.from_adamw(adamw, opt)
+    >>> opt.steps, fn.roles.find(opt.states, "first_moment")[0][0].tolist() == adamw.state[p]["exp_avg"].tolist()
+    (2, True)
+    """
+    moments_of = _moments_of(adamw)
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    missing = sum(1 for key in moments_of if key not in known)
+    if missing:
+        raise ValueError(
+            f"expected adamw to have the parameters of the optimizer, but {missing} of its {len(moments_of)} with "
+            f"moments are no parameters of it; make both over the same model"
+        )
+    steps = max(moments.step for moments in moments_of.values())
+    writes: list[tuple[Tensor, Tensor]] = []
+    for g, (group, state) in enumerate(zip(optimizer.param_groups, optimizer.states, strict=True)):
+        writes += _writes(g, group["params"], state, moments_of, steps)
+    with torch.no_grad():
+        for into, value in writes:
+            into.copy_(value)
+    optimizer.steps = int(steps)
+
+
+def _moments_of(adamw: Any) -> dict[int, _Moments]:
+    """Return what AdamW has gathered by the identity of parameters. Raises: as `from_adamw`."""
+    if not isinstance(adamw, torch.optim.AdamW | torch.optim.Adam):
+        raise TypeError(f"expected adamw to be a torch.optim.AdamW, but got {type(adamw).__name__}")
+    moments = {}
+    for group in adamw.param_groups:
+        for flag in ("amsgrad", "maximize"):
+            if group.get(flag):
+                raise ValueError(f"expected adamw without {flag}, which no optimizer of fn has, but got {flag}=True")
+        b1, b2 = (float(b) for b in group["betas"])
+        for p in group["params"]:
+            if (kept := adamw.state.get(p)) and float(kept["step"]):
+                moments[id(p)] = _Moments(float(kept["step"]), kept["exp_avg"], kept["exp_avg_sq"], b1, b2)
+    if not moments:
+        raise ValueError("expected adamw to have taken a step, but its state is empty; there is nothing to take over")
+    return moments
+
+
+def _writes(
+    g: int, params: list[Tensor], state: Tree, moments_of: Mapping[int, _Moments], steps: float
+) -> list[tuple[Tensor, Tensor]]:
+    """Return what to copy into which tensor of a param group's state. Raises: as `from_adamw`."""
+    firsts, seconds = (roles.find(state, f"{which}_moment") for which in ("first", "second"))
+    counts, weights = roles.find(state, "counts"), roles.find(state, "weights")
+    fits = [len(firsts), len(seconds), len(counts), len(weights)] == [1, 1, 1, 2]
+    pairs = [tree.leaves(moments) for moments in (*firsts, *seconds)] if fits else []
+    if not fits or any([x.shape for x in leaves] != [p.shape for p in params] for leaves in pairs):
+        raise ValueError(
+            f"expected the state of param group {g} to hold one mu, nu and weight of each over all parameters, as that "
+            f"of fn.adamw, fn.lamb and fn.onebit_adam do, but it holds {len(firsts)} first moments and {len(weights)} "
+            f"weights, or parts of tensors; run a warm-up instead, in which its moments build up"
+        )
+    some = [moments_of[id(p)] for p in params if id(p) in moments_of]
+    if not some:
+        return []
+    if len({(of_param.b1, of_param.b2) for of_param in some}) > 1:
+        raise ValueError(f"expected adamw to have the same betas for all of param group {g}, but got several")
+    goals = some[0].weights(steps)
+    writes = [(counts[0], torch.tensor(int(steps), dtype=torch.int64, device="cpu"))]
+    writes += [
+        (weight, torch.tensor(goal, dtype=torch.float64, device="cpu"))
+        for weight, goal in zip(weights, goals, strict=True)
+    ]
+    for p, mu, nu in zip(params, *pairs, strict=True):
+        of_param = moments_of.get(id(p))
+        if of_param is None:
+            writes += [(x, torch.zeros_like(x)) for x in (mu, nu)]
+            continue
+        for into, x, goal, weight in zip((mu, nu), of_param[1:3], goals, of_param.weights(of_param.step), strict=True):
+            writes.append((into, x if of_param.step == steps else x.to(into.dtype) * (goal / weight)))
+    return writes

@@ -1,0 +1,525 @@
+"""A torch optimizer around pure updates: all of a step, in the order in which things happen.
+
+    gradients -> take       every unit is staged: all that can fail; then all are written, or none
+    exchange                behind the local step of a round: difference, mean, outer step
+    land                    a mean that travelled while local steps went on is written
+
+Who adds to a step overrides `gradients` (unscaling, clipping) or `exchange` (a quorum), or watches it through torch's
+own hooks, `register_step_pre_hook` and `register_step_post_hook`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fn import roles, tree
+from fn.adapters.optim.shards import pieces
+from fn.base import Exchange, Guarded, Phase, Round, Transform, UpdateFn, facts_of
+from fn.collectives.agreement import true_on_all
+from fn.collectives.axis import Binding, in_turn
+from fn.collectives.background import Background
+from fn.collectives.profiling import step_range
+from fn.collectives.transports.failure_detection import abort_connections, raising_peer_lost
+from fn.compiling import original
+from fn.errors import RanksDisagree, RefusedByAll, expected
+from fn.inplace.match import in_place
+from fn.inplace.memory import among, check_apart, copy_into, move, written_into
+from fn.inplace.own_memory import in_own_memory
+from fn.inplace.protocol import InPlace, Staged, on_host, settled
+from fn.kernels import flags
+from fn.schedules import Schedule, phase_of
+
+Tree = Any
+Grads = list[list[Tensor]]
+"""The gradients of each param group."""
+
+logger = logging.getLogger("fn")
+
+
+@dataclass(eq=False)
+class Unit:
+    """What is staged as one.
+
+    transform: guarded, so that its state counts skipped steps. groups: the param groups that it steps. rates: their
+    learning rates, 0-d, which are filled in place. hyper: what else it was made of. spans: whether its trees are tuples
+    of lists, one for each group, or the list of a single one. state: live buffers.
+    """
+
+    transform: Transform
+    groups: list[dict[str, Any]]
+    rates: list[Tensor]
+    hyper: dict[str, Any] = field(default_factory=dict)
+    spans: bool = False
+    state: Tree = ()
+
+    @property
+    def params(self) -> Tree:
+        """Return what the transform steps: of a DTensor this rank's piece."""
+        return self.of([pieces(group["params"]) for group in self.groups])
+
+    def of(self, lists: Sequence[list[Tensor]]) -> Tree:
+        """Return lists, one for each of its groups, as the tree that its transform takes."""
+        return tuple(lists) if self.spans else lists[0]
+
+
+class Flight(NamedTuple):
+    """A mean on its way.
+
+    number: of its exchange. changed: what it changes, {place among the leaves of all states: tensor}, once `wait` has
+    waited for it.
+    """
+
+    number: int
+    changed: dict[int, Tensor]
+    wait: Callable[[], None]
+
+
+class Core(torch.optim.Optimizer):
+    """Step units by their transforms: `fn.Optimizer` without what watches it.
+
+    Args:
+        params, defaults: as `torch.optim.Optimizer` takes them.
+        schedule: step -> Phase or Round.
+        binding, axes: what is bound in a step, and over which of these axes the transforms communicate.
+        max_norm: what `gradients` clips by.
+    """
+
+    _step_supports_amp_scaling = True  # a GradScaler then always calls step, also on the rank that saw an Inf
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        schedule: Schedule,
+        binding: Binding,
+        axes: list[str],
+        max_norm: float | None = None,
+    ):
+        self.schedule, self.binding, self.axes, self.max_norm = schedule, binding, axes, max_norm
+        self.steps = 0
+        self.now: Phase | Round = Phase.WARMUP  # of the step that is taken, or was taken last
+        self.moved = False  # whether that moved anything
+        self.units: list[Unit] = []
+        self.updates: dict[tuple[bool, Phase], list[UpdateFn]] = {}  # what `updates_of` made
+        self.staged: dict[int, Staged] = {}  # by unit; an overlap fills it behind the backward pass
+        self.ahead: Callable[[Phase | Round], None] | None = None  # lets an overlap fill it, see `fn.adapters.ddp`
+        self.flights: list[Flight] = []
+        self.background = Background()  # what means travel on
+        self.refused = ""  # why nothing may be stepped or saved
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step from the gradients in `p.grad`.
+
+        Args: closure: recomputes the loss and the gradients, as for torch. Returns: what it returned.
+        Raises: `PeerLost` if a rank ends or stops answering, `RanksDisagree` if ranks meet in different exchanges, and
+            ValueError or TypeError for gradients or a phase that cannot be stepped. Params and state are then as before
+            the step; where the exchange of a round fails, as after its local step, which counts.
+        """
+        return self._step(closure)
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        """Take a step without the hooks that torch puts around `step` of every class, each of which would run them."""
+        self.check_free("step")
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        with self.communicating("parameters and state are as before the step"):
+            self.follow_groups()
+            phase = self.now = self.next_phase
+            self.moved = take(self, phase)
+        self.steps += 1
+        if isinstance(phase, Round) and phase != Round():
+            with self.communicating(LOCAL_STEP_TAKEN):
+                self.exchange(phase)
+        return loss
+
+    def follow_groups(self) -> None:
+        """Take over what was written into the param groups since the last step."""
+
+    def check_group(self, unit: Unit, group: dict[str, Any]) -> None:
+        """Raise what a step would raise if a param group of a unit held these entries."""
+
+    def gradients(self, phase: Phase | Round) -> Grads:
+        """Return the gradients of a step, per param group: zeros where there is none."""
+        lists = [group["params"] for group in self.param_groups]
+        pairs = [zip(pieces(params), params, strict=True) for params in lists]
+        return [pieces([torch.zeros_like(x) if p.grad is None else p.grad for x, p in pair]) for pair in pairs]
+
+    def staging(self, phase: Phase | Round) -> Binding:
+        """Return the axes that are bound while units are staged: without those that `gradients` has averaged over."""
+        return self.binding
+
+    def exchange(self, round_: Round) -> None:
+        """Take what follows the local step of a round, among the ranks that are bound."""
+        stage_exchange(self, round_).commit()
+
+    def announce(self, number: int, steps: int) -> Callable[[], None]:
+        """Tell the other ranks which exchange follows; return what raises if they are in another one."""
+        return nothing
+
+    def held(self) -> list[tuple[Tensor, Tensor]]:
+        """Return what a step leaves as it is, each with a copy of its numbers."""
+        return []
+
+    @property
+    def next_phase(self) -> Phase | Round:
+        """Return the phase of the next step, a round where there is an exchange behind the warm-up.
+
+        The first step that moves anything is a warm-up, where the scheduled phase needs one.
+        """
+        phase = phase_of(self.schedule, self.steps)
+        if any(phase.phase in unit.transform.needs_warmup for unit in self.units) and self.steps == skipped(self):
+            return Phase.WARMUP
+        if any(unit.transform.exchange is not None for unit in self.units):
+            rounds: dict[Any, Round] = {Phase.COMPRESSED: Round(0, 0), Phase.LOCAL: Round()}
+            return rounds.get(phase, phase)
+        return phase.phase
+
+    @property
+    def states(self) -> tuple[Tree, ...]:
+        """Return the state of each unit, live buffers, when the means that are on their way have come."""
+        land(self)
+        return tuple(unit.state for unit in self.units)
+
+    @property
+    def wires(self) -> dict[str, str]:
+        """Return the axes of several ranks, each with what its messages travel over."""
+        shards = (axis for unit in self.units for axis in facts_of(unit.transform).shards)
+        bound = {axis: self.binding.axes[axis] for axis in (*self.axes, *shards) if axis in self.binding.axes}
+        return {axis: of.transport for axis, of in bound.items() if of.size > 1}
+
+    def check_free(self, what: str) -> None:
+        """Refuse to go on where that is not possible, with a RuntimeError. Args: what: the function that is called."""
+        if self.refused:
+            raise RuntimeError(f"{what}: refused, for {self.refused}")
+
+    @contextmanager
+    def communicating(self, left: str) -> Iterator[None]:
+        """Bind the axes; where this rank fails alone, fall silent, so that the others raise `PeerLost` and do not wait.
+
+        Args: left: how parameters and state are then.
+        """
+        wires = self.wires
+        with in_turn(wires):
+            try:
+                with self.binding, raising_peer_lost(wires, left=left):
+                    yield
+            except (RanksDisagree, RefusedByAll):
+                raise  # on all ranks alike
+            except BaseException:  # Ctrl-C, too
+                for wire in wires.values():
+                    abort_connections(wire)
+                raise
+            finally:
+                self.staged.clear()
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Refuse everything behind an exception that comes while parameters and state are written, such as Ctrl-C."""
+        before, self.refused = self.refused, TORN
+        yield
+        self.refused = before
+
+
+LOCAL_STEP_TAKEN = "the exchange is left out; parameters and state are as after the local step, which counts"
+"""What an exchange leaves that fails."""
+
+TORN = (
+    "an exception came while parameters and state were written, so that they may be half of one step and half of the "
+    "next; load both from a checkpoint, with fn.adapters.checkpoint.load, or load_state_dict of model and optimizer"
+)
+
+
+def take(core: Core, phase: Phase | Round) -> bool:
+    """Take a step, or the local step of a round; return whether it moved. The axes must be bound."""
+    if core.ahead is not None:
+        core.ahead(phase)
+    units = range(len(core.units))
+    if len(core.staged) < len(units):
+        lists = iter(core.gradients(phase))
+        grads = [unit.of([next(lists) for _ in unit.groups]) for unit in core.units]
+        with core.staging(phase):
+            for i in units:
+                if i not in core.staged:
+                    core.staged[i] = stage_group(core, i, phase, grads[i])
+    steps = settled([core.staged.pop(i) for i in units])
+    moves = together(core, all(step.ok for step in steps), phase)
+    held = core.held() if moves else []
+    with core.writing(), step_range("apply"):
+        for step in steps if moves else ():
+            step.commit()
+        for x, numbers in held:
+            x.copy_(numbers)
+        for unit in () if moves else core.units:
+            unit.state.skipped.add_(1)
+    return moves
+
+
+def together(core: Core, ok: bool, phase: Phase | Round) -> bool:
+    """Return whether a step is taken: where ranks hold pieces of one model, or an island's steps, only if all agree."""
+    facts = [facts_of(unit.transform) for unit in core.units]
+    axes = dict.fromkeys(
+        axis for said in facts for axis in (*said.shards, *(said.inside if phase != phase.phase else ()))
+    )
+    if len(core.units) < 2 or not axes:  # a unit's own guard asks the ranks that have the rest of its tensors
+        return ok
+    flag, device = torch.tensor(ok, dtype=torch.bool, device="cpu"), device_of(core)
+    return bool(true_on_all(flag, tuple(axes), device))
+
+
+@torch.no_grad()
+def stage_group(core: Core, index: int, phase: Phase | Round, grads: Tree) -> Staged:
+    """Take the step of a unit up to where it is written, in place where the device has kernels for it.
+
+    Args: grads: like its params. The axes must be bound. Raises: whatever may fail; nothing has changed then.
+    """
+    unit, update = core.units[index], updates_of(core, phase)[index]
+    params = unit.params
+    staged = update.stage(grads, unit.state, params) if isinstance(update, InPlace) else None
+    return stage_purely(update, grads, unit.state, params) if staged is None else staged
+
+
+def stage_purely(update: UpdateFn, grads: Tree, state: Tree, params: Tree) -> Staged:
+    """Compute a step that waits to be written, as if all flags of a device were true: then nobody waits for them.
+
+    Where one is false, a step that the guard looks at is skipped. A local one, of which no other rank hears, is
+    computed once more.
+    """
+    pure = original(update.pure if isinstance(update, InPlace) else update)
+    params = tree.map(Tensor.detach, params)
+    check_apart(state, params)
+
+    def computed(run: UpdateFn, late: Sequence[Callable[[], None]]) -> tuple[bool | Tensor, Callable[[], None]]:
+        moves, after = run(grads, state, params)
+        check_shapes(moves, params)
+        is_old = among(tree.leaves(state))
+        moves = tree.map(lambda u: u.clone() if is_old(u) else u, moves)
+        # The count of a step that is taken is not written, so that nobody waits for a device to read it.
+        write_state = written_into(state, after._replace(skipped=state.skipped))
+
+        def commit() -> None:
+            for write in (*late, write_state):
+                write()
+            move(params, moves)
+
+        return after.skipped is state.skipped or after.skipped == state.skipped, commit
+
+    late: list[Callable[[], None]] = []  # what links in their own memory write behind the step
+    with flags.assumed() as assumed:
+        taken, commit = computed(in_own_memory(pure, late), late)
+    holds = flags.all_of(assumed)
+    if isinstance(pure, Guarded) and pure.looks:
+        return Staged(taken if holds is True else holds & taken, commit)
+    return Staged(holds, commit, lambda: computed(pure, ())[1]())
+
+
+def updates_of(core: Core, phase: Phase | Round) -> list[UpdateFn]:
+    """Return the update of each unit, `InPlace` where the device has kernels, made once for each phase.
+
+    In a round, a unit with an exchange takes a local step; one without takes the round's phase.
+    """
+    key = isinstance(phase, Round), phase.phase
+    if key not in core.updates:
+        phases = [Phase.LOCAL if key[0] and unit.transform.exchange else phase.phase for unit in core.units]
+        updates = [unit.transform.composed(own) for unit, own in zip(core.units, phases, strict=True)]
+        ways = [in_place(update) for update in updates]
+        if reason := next((way for way in ways if isinstance(way, str)), ""):
+            level = logging.INFO if device_of(core).type == "cpu" else logging.WARNING
+            text = "the %s step is taken link by link: %s; see `python -m fn explain`"
+            logger.log(level, text, phase.phase.value, reason)
+        core.updates[key] = [u if isinstance(way, str) else way for u, way in zip(updates, ways, strict=True)]
+    return core.updates[key]
+
+
+def stage_exchange(core: Core, round_: Round, weight: float = 1.0) -> Staged:
+    """Take what follows the local step of a round up to where it is written. The axes must be bound.
+
+    Where an exchange begins and ends: difference, mean, outer step. Else the difference of what begins and the outer
+    step of what ends, with the mean that has come; the mean of what begins flies while local steps go on.
+
+    Args: weight: what this rank's difference is multiplied by.
+    """
+    begin, end = round_
+    at_once = begin == end
+    live, params = [unit.state for unit in core.units], [unit.params for unit in core.units]
+    landed = live if at_once or end is None else with_leaves(live, arrived(core, end))
+    states, new, flight, carried = landed, params, None, dict[int, Tensor]()
+    compare, heard = nothing, list[Tensor]()
+    if begin is not None:
+        states, new = each(core, "difference", begin, states, new)
+        states = weighed(landed, states, weight)
+    if begin is not None and at_once:
+        compare = core.announce(begin, core.steps)
+        with flags.assumed() as heard:  # what an accelerator has heard is read with the flags of the outer step
+            compare()
+        states, new = each(core, "mean", begin, states, new)
+    noted = [] if at_once else leaves(states)
+    if end is not None:
+        with flags.assumed() as assumed:
+            taken = each(core, "outer", end, states, new)
+        if not flags.all_of([*heard, *assumed]):
+            compare()
+            # Nothing is sent in this part, so a rank may take it again alone.
+            taken = each(core, "outer", end, states, new)
+        states, new = taken
+    before, after = leaves(live), leaves(states)
+    if begin is not None and not at_once:  # what the difference wrote travels with the mean, and lands with it
+        changed = (i for i, x in enumerate(leaves(landed)) if noted[i] is not x and after[i] is noted[i])
+        carried = {i: noted[i] for i in changed}
+        flight = fly(core, begin, states, carried)
+    kept = [x if i in carried else y for i, (x, y) in enumerate(zip(before, after, strict=True))]
+    write_state, write_params = written_into(before, kept), rounded_into(params, new, before)
+    held = core.held()
+
+    def commit() -> None:
+        with core.writing():
+            write_state()
+            write_params()
+            for x, numbers in held:
+                x.copy_(numbers)
+        if end is not None and not at_once:
+            core.flights[:] = [other for other in core.flights if other.number != end]
+        core.flights += [flight] if flight else []
+
+    return Staged(True, commit)
+
+
+def nothing() -> None:
+    """Do nothing, where there is nothing to compare."""
+
+
+def each(core: Core, part: str, number: int, states: list[Tree], params: list[Tree]) -> tuple[list[Tree], list[Tree]]:
+    """Take one of the three functions of an exchange, unit by unit; return the states and the params."""
+    exchanges: list[Exchange | None] = [unit.transform.exchange for unit in core.units]
+    after = [
+        (p, state) if exchange is None else getattr(exchange, part)(number, state, p)
+        for exchange, state, p in zip(exchanges, states, params, strict=True)
+    ]
+    return [state for _, state in after], [p for p, _ in after]
+
+
+def fly(core: Core, number: int, states: list[Tree], carried: dict[int, Tensor]) -> Flight:
+    """Begin a mean that travels while local steps go on. It is shown no params, which these steps write meanwhile.
+
+    It is made from the states of now and from what the means before it change, such as residual errors.
+    """
+    earlier, steps, device = [*core.flights], core.steps, device_of(core)
+    given, live = leaves(states), leaves([unit.state for unit in core.units])
+    unread = [tree.map(lambda p: p.new_full((), torch.nan).expand_as(p), unit.params) for unit in core.units]
+    changed: dict[int, Tensor] = {}
+
+    def job() -> Callable[[], None]:
+        base = {i: x for flight in earlier for i, x in flight.changed.items() if given[i] is live[i]}
+        from_states = with_leaves(states, base)
+        compare = core.announce(number, steps)
+        if device.type == "cpu":
+            compare()  # on an accelerator whoever queues the job would wait here for the other ranks
+        averaged, returned = each(core, "mean", number, from_states, unread)
+        if any(x is not p for x, p in zip(leaves(returned), leaves(unread), strict=True)):
+            wanted = "`mean` to return the params that it got, for local steps move them while it travels"
+            cure = "return params in `outer`, or use a schedule without a delay"
+            raise ValueError(expected("exchange", wanted, "others", cure))
+        pairs = enumerate(zip(leaves(from_states), leaves(averaged), strict=True))
+        changed.update(carried | {i: x for i, (was, x) in pairs if x is not was})
+        return compare
+
+    landed = core.background.begin(core.binding, device, job)
+    return Flight(number, changed, lambda: landed()())
+
+
+def arrived(core: Core, number: int) -> dict[int, Tensor]:
+    """Return what the mean of an exchange has changed, when it has come; nothing if none of that number flies.
+
+    Raises: what was raised while it travelled; it and the means behind it are left out then.
+    """
+    for flight in (flight for flight in core.flights if flight.number == number):
+        try:
+            flight.wait()
+        except Exception:
+            core.flights.clear()
+            raise
+        return flight.changed
+    return {}
+
+
+def land(core: Core) -> None:
+    """Wait for the means that are on their way, and write what they changed: who reads states needs it. Raises: as
+    `arrived`.
+    """
+    while core.flights:
+        changed = arrived(core, core.flights[0].number)
+        before = leaves([unit.state for unit in core.units])
+        write = written_into([before[i] for i in changed], [*changed.values()])
+        with core.writing(), torch.no_grad():
+            write()
+        del core.flights[0]
+
+
+def weighed(before: list[Tree], noted: list[Tree], weight: float) -> list[Tree]:
+    """Return states in which a difference was noted, times a weight; a guard, if there is one, weighs it by that."""
+    if weight == 1.0:
+        return noted
+    own = {id(x) for x, was in zip(leaves(noted), leaves(before), strict=True) if x is not was}
+    scaled = partial(tree.map, lambda x: weight * x if id(x) in own else x)
+    has_guard = bool(roles.find(noted, "weight"))
+    found: list[Tree] = (
+        roles.replace(noted, "weight", lambda x: torch.full_like(x, weight))
+        if has_guard
+        else roles.replace(noted, "difference", scaled)
+    )
+    return found
+
+
+def rounded_into(params: list[Tree], new: list[Tree], state: list[Tensor]) -> Callable[[], None]:
+    """Return what writes new params into the params, rounded to their dtype. state: is written before."""
+    olds, news = leaves(params), leaves(new)
+    if [x.shape for x in news] != [p.shape for p in olds]:
+        wanted = f"params of the shapes {[tuple(p.shape) for p in olds]}"
+        raise ValueError(expected("exchange", wanted, f"{[tuple(x.shape) for x in news]}"))
+    pairs = [(p, x.to(p.dtype)) for p, x in zip(olds, news, strict=True) if x is not p]
+    lies_in_old = among([*state, *olds])
+    pairs = [(p, x.clone() if lies_in_old(x) else x) for p, x in pairs]
+    return lambda: copy_into([p for p, _ in pairs], [x for _, x in pairs])
+
+
+def check_shapes(moves: Tree, params: Tree) -> None:
+    """Refuse what adding to the params would broadcast, with a ValueError that names the first."""
+    shapes, wanted = [x.shape for x in tree.leaves(moves)], [p.shape for p in tree.leaves(params)]
+    if len(shapes) != len(wanted):
+        raise ValueError(expected("updates", f"{len(wanted)}, one for each parameter", f"{len(shapes)}"))
+    for path, shape, right in zip(tree.paths(moves), shapes, wanted, strict=True) if shapes != wanted else ():
+        if shape != right:
+            text = f"leaf {path!r} to have the shape of its parameter, {tuple(right)}"
+            raise ValueError(expected("updates", text, f"{tuple(shape)}"))
+
+
+def skipped(core: Core) -> int:
+    """Return how many steps all ranks have skipped; a device is waited for only where one was."""
+    return max((int(on_host(unit.state.skipped)) for unit in core.units), default=0)
+
+
+def device_of(core: Core) -> torch.device:
+    """Return the device of the first param; the CPU if there is none."""
+    return next((p.device for group in core.param_groups for p in group["params"]), torch.device("cpu"))
+
+
+def leaves(trees: list[Tree]) -> list[Tensor]:
+    """Return the leaves of several trees, one after the other."""
+    return [leaf for each_tree in trees for leaf in tree.leaves(each_tree)]
+
+
+def with_leaves(trees: list[Tree], new: dict[int, Tensor]) -> list[Tree]:
+    """Return trees with other leaves at some places. Args: new: by their places among `leaves`."""
+    if not new:
+        return trees
+    flat = iter([new.get(i, x) for i, x in enumerate(leaves(trees))])
+    return [tree.map(lambda _: next(flat), each_tree) for each_tree in trees]

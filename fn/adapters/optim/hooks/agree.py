@@ -1,0 +1,204 @@
+"""What ranks compare: what an optimizer is made of and starts from, and which exchange they are in."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import roles, tree
+from fn.adapters.optim.core import LOCAL_STEP_TAKEN, Core, Unit
+from fn.adapters.optim.groups import groups_of, names_of
+from fn.adapters.optim.shards import pieces
+from fn.base import facts_of
+from fn.collectives.agreement import check_agreement, describe_numbers, differences, gather_values
+from fn.collectives.axis import axis_size
+from fn.collectives.primitives import all_gather
+from fn.collectives.profiling import Watchers, watched_by
+from fn.errors import RanksDisagree, expected
+from fn.kernels import flags
+from fn.roles import SAME
+
+Tree = Any
+
+
+def compare_on_axes(
+    axes: Sequence[str],
+    compare: Callable[[str], None],
+    device: torch.device,
+    error_of: Callable[..., RanksDisagree] = RanksDisagree,
+) -> None:
+    """Compare on one axis after the other; raise a `RanksDisagree` of some ranks on all of them.
+
+    A rank that raised alone would leave those waiting that meet it on the next axis, and those that never meet it would
+    not hear of it. Args: error_of: (message, rank=, field=) -> what is raised on ranks that only heard.
+    """
+    problem: RanksDisagree | None = None
+    for axis in axes:
+        try:
+            compare(axis)
+        except RanksDisagree as error:
+            problem = problem or error
+    for axis in axes if len(axes) > 1 else ():
+        told = gather_values(None if problem is None else [str(problem), problem.rank, problem.field], axis, device)
+        first = next((of_rank for of_rank in told if of_rank is not None), None)
+        if problem is None and first is not None:
+            text, rank, field = first
+            problem = error_of(text, rank=rank, field=field)
+    if problem is not None:
+        raise problem
+
+
+def check_listed(axes: Sequence[str], params: list[Any], others: Mapping[str, object]) -> None:
+    """Compare what transforms do not know: ranks with other phases, groups or names would wait for one another.
+
+    Args: params: what a `torch.optim.Optimizer` was given, as a list. others: more that must agree.
+    Raises: `RanksDisagree`, on every rank.
+    """
+    groups = groups_of(params)
+    fields: dict[str, object] = {"number of param groups": len(groups)}
+    for g, group in enumerate(groups):
+        named = [p if isinstance(p, tuple) else (None, p) for p in group["params"]]
+        fields[f"number of parameters in group {g}"] = len(named)
+        for i, (name, p) in enumerate(named):
+            if name is not None:
+                fields[f"name of parameter {i} in group {g}"] = name
+            if not getattr(p, "requires_grad", True):
+                fields[f"requires_grad of parameter {i if name is None else name} in group {g}"] = False
+    device = device_among(params)
+    compare_on_axes(axes, lambda axis: check_agreement(axis, {**fields, **others}, device), device)
+
+
+def check_accepted(
+    axes: Sequence[str], group: int, problem: BaseException | None, groups: Sequence[Mapping[str, Any]]
+) -> None:
+    """Tell the other ranks whether a param group was accepted here, and hear it from them.
+
+    Compared is also which parameters are not contiguous. Kernels of whole steps do not take these, and a sharded step
+    sends other messages without them, so ranks that differ would mix up updates and params.
+
+    Raises: `problem` if there is one and the ranks agree on it; else `RanksDisagree`, on every rank.
+    """
+    verdict = "accepted" if problem is None else f"refused ({type(problem).__name__}: {problem})"
+    fields: dict[str, object] = {f"param group {group}": verdict}
+    members = pieces(groups[group]["params"]) if problem is None else []
+    for name, p in zip(names_of(groups[group]), members, strict=True) if members else ():
+        if not p.is_contiguous():
+            fields[f"layout of parameter {name} in group {group}"] = "not contiguous"
+    device = device_among(list(groups))
+    compare_on_axes(axes, lambda axis: check_agreement(axis, fields, device), device)
+    if problem is not None:
+        raise problem
+
+
+def check_start(axes: Sequence[str], unit: Unit, place: int) -> None:
+    """Refuse a unit whose numbers differ between ranks that are to train one model.
+
+    Updates are the same on all ranks, so parameters that start apart stay apart, and nothing would say so; likewise
+    what no class of the state names in `rank_local`. Not looked at are axes that the transform does not communicate
+    over. All ranks must call it; one pass over parameters and state, and a digest of them on the wire.
+
+    Args: place: the unit's number. Raises: `RanksDisagree`, on every rank.
+    """
+    facts = facts_of(unit.transform)
+    axes = [axis for axis in axes if facts.silent or axis in facts.axes]
+    marks = tree.by_path(roles.kinds(unit.state))
+    same = {path: leaf for path, leaf in tree.by_path(unit.state).items() if marks[path] == SAME}
+    fields = {f"{p} of the state, which rank_local does not name,": text for p, text in describe_numbers(same).items()}
+    device = device_among(unit.groups)
+    compare_on_axes(axes, lambda axis: check_agreement(axis, fields, device), device)
+    cure = (
+        "start from the same ones: the same seed before the model is made, torch.distributed.broadcast, or "
+        "DistributedDataParallel, which does that"
+    )
+    _compare_params(axes, {place: unit.groups[0]} if len(unit.groups) == 1 else dict(enumerate(unit.groups)), cure)
+
+
+def check_islands(core: Core) -> None:
+    """Refuse an exchange of islands whose ranks have gone apart: each would exchange with its partners elsewhere.
+
+    Raises: `RanksDisagree`, on all ranks of the island.
+    """
+    inside = {axis for unit in core.units for axis in facts_of(unit.transform).inside}
+    cure = (
+        f"these are an island, whose ranks take local steps together; does the inner optimizer average in the phase "
+        f"of local steps, as fn.average does in the warm-up only; {LOCAL_STEP_TAKEN}"
+    )
+    with watched_by(Watchers()):  # which no ledger counts
+        _compare_params([axis for axis in core.axes if axis in inside], dict(enumerate(core.param_groups)), cure)
+
+
+def _compare_params(axes: Sequence[str], groups: Mapping[int, Mapping[str, Any]], cure: str) -> None:
+    """Compare the numbers of parameters over some axes. Args: groups: by their places. cure: what to do."""
+    if not axes:
+        return
+    device = device_among([*groups.values()])
+    numbers = describe_numbers({
+        f"parameter {name} in group {place}": p.detach()
+        for place, group in groups.items()
+        for name, p in zip(names_of(group), pieces(group["params"]), strict=True)
+    })  # fmt: skip
+
+    def compare(axis: str) -> None:
+        for difference in differences(numbers, partial(gather_values, axis=axis, device=device)):
+            raise difference.error(
+                f"the numbers of {difference.name} are others on rank {difference.rank} of axis {axis!r} than on rank "
+                f"0; {cure}"
+            )
+
+    compare_on_axes(axes, compare, device)
+
+
+def check_paths(tree_: Tree, name: str = "state", of: str = "let init return dicts") -> None:
+    """Refuse a tree of which two leaves have one path with a ValueError: one would be saved for both.
+
+    Args: name: of the argument. of: how its cure begins.
+    """
+    for path in [path for path, count in Counter(tree.paths(tree_)).items() if count > 1]:
+        cure = f"{of} with strings without dots as keys"
+        raise ValueError(expected(name, "a path of its own for every leaf", f"two leaves at {path!r}", cure))
+
+
+def announced(axes: tuple[str, ...], number: int, steps: int, device: torch.device) -> Callable[[], None]:
+    """Tell the other ranks which exchange follows; return what waits for what they say, and compares.
+
+    What travels says nothing of what it is: if a rank's schedule ran a fragment ahead, or one had left out an exchange,
+    a mean of two fragments of one size would be taken for one of each.
+
+    Inside of `fn.kernels.flags.assumed` an accelerator is not waited for: whether all say the same is one of these
+    flags.
+
+    Args: number: of the exchange. steps: taken on this rank.
+    """
+    if not axes or axis_size(axes) == 1:
+        return lambda: None
+    # Numbers that are filled in are queued; a copy from the host would wait for what was queued before it.
+    mine = torch.stack([torch.full((), n, dtype=torch.int64, device=device) for n in (number, steps)])
+    with watched_by(Watchers()):  # a header, which no ledger counts
+        rows = all_gather(mine, axes)
+
+    def compare() -> None:
+        if flags.known((rows == rows[:1]).all()):
+            return
+        first, *others = rows.cpu().tolist()
+        for rank, row in enumerate(others, 1):
+            if row != first:
+                raise RanksDisagree(
+                    f"ranks disagree: an exchange is of fragment {row[0]} after {row[1]} steps on rank {rank} of "
+                    f"{' x '.join(map(repr, axes))}, and of fragment {first[0]} after {first[1]} steps on rank 0; "
+                    f"a schedule may depend on the step only, and a checkpoint is loaded on all ranks; "
+                    f"{LOCAL_STEP_TAKEN}",
+                    rank=rank,
+                    field="step" if row[0] == first[0] else "fragment",
+                )
+
+    return compare
+
+
+def device_among(params: Any) -> torch.device:
+    """Return the device of the first tensor in a tree of params or param groups; the CPU if there is none."""
+    return next((p.device for p in tree.leaves(params) if isinstance(p, Tensor)), torch.device("cpu"))

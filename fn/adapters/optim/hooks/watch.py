@@ -1,0 +1,369 @@
+"""Warn about what runs but does not do what was meant: configurations, missing gradients, jumps, skips in a row.
+
+The ranks skip together and know how many times, so that they can tell each other what they see when it is time for a
+warning. Steps that are taken, and the first that are skipped, send nothing for it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fn import roles, tree
+from fn.adapters.optim.core import Core, Unit, updates_of
+from fn.adapters.optim.groups import names_of
+from fn.adapters.optim.shards import pieces
+from fn.adapters.optim.state_dict import place_of
+from fn.base import Phase, Round, facts_of
+from fn.collectives.agreement import gather_values
+from fn.collectives.axis import rank_dims
+from fn.errors import expected
+from fn.inplace.match import slow_tensors
+from fn.inplace.protocol import InPlace, on_host
+from fn.kernels.reference.steps import over_root
+from fn.kernels.table import cells
+from fn.schedules import FreezeAfter, FreezeWhenStable, ZeroOneSchedule, phase_of
+from fn.transforms.skip_nonfinite import all_finite
+
+Tree = Any
+
+logger = logging.getLogger("fn")
+
+LARGE = 1 << 20
+"""Elements from which it matters whether kernels are fused."""
+
+FAR = 1000.0
+"""Learning rates that an element moves in a step; Adam's own steps are of one to ten."""
+
+ORDINARY = 100.0
+"""Learning rates that the step had been at most with the `eps` that is named; later ones are a little more."""
+
+FIRST = 5
+"""Skipped steps in a row after which a warning comes. The next ones come at powers of two from 16 on."""
+
+LOOK = 16
+"""Local steps between two looks at how many of them were left out, at most."""
+
+SHRINKS = "weight decay, if there is any, shrinks them all the same"
+"""What becomes of parameters whose second moment is 0 and frozen."""
+
+NAMED = 4
+"""Ranks, or parameters, that a warning names."""
+
+
+def at_start(core: Any, given: bool) -> None:
+    """Warn of what does not compress, send or warm up, and watch from now on.
+
+    Args: given: whether there is a schedule.
+    """
+    states = [unit.state for unit in core.units]
+    has_errors = bool(tree.leaves(roles.find(states, "errors")))
+    if core.wires:
+        _warn_of_no_axis(core)
+        if has_errors:
+            _warn_of_plain_torch([p for group in core.param_groups for p in group["params"]])
+    in_rounds = any(unit.transform.exchange is not None for unit in core.units)
+    no_rounds = not given or isinstance(core.schedule, FreezeAfter | FreezeWhenStable | ZeroOneSchedule)
+    if core.wires and in_rounds and no_rounds:
+        got = type(core.schedule).__name__ if given else "None, so every step averages whole gradients"
+        text = f"schedule: is {got}, but this optimizer takes local steps; pass fn.every(h) to exchange every h steps"
+        warnings.warn(text, stacklevel=3)
+    elif not given and core.wires and has_errors:
+        text = "schedule: is None, so every step is a warm-up step; pass fn.freeze_after(n) for the compressed phase"
+        warnings.warn(text, stacklevel=3)
+    phase = phase_of(core.schedule, 0).phase
+    if any(phase in unit.transform.needs_warmup for unit in core.units):
+        text = f"schedule: has no warm-up; the first step is one, for {phase} of this optimizer needs one before it"
+        warnings.warn(text, stacklevel=3)
+    if isinstance(core.schedule, FreezeWhenStable):
+        second_moment_norm(core)
+    register(core)
+
+
+def register(core: Core) -> None:
+    """Hang what watches on a step; a copy of an optimizer gets its own."""
+    watch = _Watch()
+    core.register_step_post_hook(lambda opt, args, kwargs: watch.after(opt))
+    core.register_load_state_dict_post_hook(lambda opt: watch.start_anew(core))
+
+
+class _Watch:
+    """What is remembered from step to step of what there is to warn of."""
+
+    def __init__(self) -> None:
+        self.is_first, self.has_jumped = True, False
+        self.without: list[tuple[int, int]] = []  # (unit, parameter) that had no gradient up to now
+        self.looked_at: set[Phase] = set()  # phases whose tensors fit their kernels, or it was said that they do not
+        self.skipped_in_a_row = 0
+        self.left_out_in_a_row: dict[int, int] = {}
+        self.outliers_in_a_row: dict[tuple[int, int], int] = {}
+        self.left_out = self.unseen = self.dropped = self.dropped_in_a_row = 0
+
+    def after(self, core: Core) -> None:
+        """Look at what a step has left."""
+        phase, moved = core.now, core.moved
+        if self.is_first or self.without:
+            self.watch_missing(core)
+        if phase.phase not in self.looked_at:
+            self.looked_at.add(phase.phase)
+            _say_slow(core, phase)
+        if phase is Phase.COMPRESSED and not self.has_jumped and _was_warm(core):
+            self.has_jumped = _warn_of_jumps(core)
+        if phase.phase is not Phase.LOCAL:
+            self.skipped_in_a_row = 0 if moved else self.skipped_in_a_row + 1
+            if is_due(self.skipped_in_a_row):
+                _warn(core, f"steps: the last {self.skipped_in_a_row} were skipped, and nothing moves until one is not")
+        if isinstance(phase, Round) and phase.end is not None:
+            self.count_exchange(core, phase.end)
+        if phase is Phase.LOCAL or isinstance(phase, Round):
+            self.count_local_step(core, phase)
+        if phase is Phase.WARMUP and isinstance(core.schedule, FreezeWhenStable):
+            core.schedule.observe(core.steps - 1, second_moment_norm(core) if moved else None)
+
+    def start_anew(self, core: Core) -> None:
+        """Go on from a state that was loaded."""
+        self.unseen, self.dropped, self.left_out = 0, _count(core, "dropped"), _count(core, "left_out")
+
+    def watch_missing(self, core: Core) -> None:
+        """Name the parameters that have no gradient in the first step, and those whose first one comes too late."""
+        if self.is_first:
+            members = [(u, i, p) for u, unit in enumerate(core.units) for i, p in enumerate(_members(unit))]
+            self.without = [(u, i) for u, i, p in members if p.grad is None]
+            missing = [_name(core, u, i) for u, i, p in members if p.requires_grad and p.grad is None]
+            if missing and core.wires:
+                more = f" and {len(missing) - NAMED} more" if len(missing) > NAMED else ""
+                text = f"params: {', '.join(missing[:NAMED])}{more} had no gradient in the first step: it counts as 0"
+                why = "methods that normalise, such as Muon, votes and 1-bit codes, go on moving them at full speed"
+                cure = "call requires_grad_(False) on all ranks while they are not used"
+                warnings.warn(f"{text}; {why}; {cure}", stacklevel=5)
+            self.is_first = False
+            return
+        came = [(u, i) for u, i in self.without if _members(core.units[u])[i].grad is not None]
+        self.without = [place for place in self.without if place not in came]
+        if stuck := [_name(core, u, i) for u, i in came if _is_stuck(core.units[u], i, core.now.phase)]:
+            text = f"params: {', '.join(stuck)}: get first gradients after the warm-up"
+            why = "their second moment is 0 and frozen, so no gradient moves them until the schedule returns to one"
+            warnings.warn(f"{text}; {why}; {SHRINKS}", stacklevel=5)
+
+    def count_exchange(self, core: Core, fragment: int) -> None:
+        """Count an exchange that was left out, and warn if many were in a row; rank 0 says so."""
+        before, self.left_out = self.left_out, _count(core, "left_out")
+        is_left_out = self.left_out > before
+        count = self.left_out_in_a_row[fragment] = self.left_out_in_a_row.get(fragment, 0) + 1 if is_left_out else 0
+        if is_due(count):
+            which = f"the last {count} of fragment {fragment}"
+            _warn(core, f"exchanges: {which} were left out, and its anchor rests until one is not")
+        self.name_outliers(core, fragment)
+
+    def name_outliers(self, core: Core, fragment: int) -> None:
+        """Name, on rank 0, the ranks whose differences were left out of a mean: the first time, and many in a row."""
+        for u, unit in enumerate(core.units):
+            found = [int(on_host(x)) for x in roles.find(unit.state, "outliers")]
+            for i, (number, first) in enumerate(zip(found[::2], found[1::2], strict=True)):
+                count = self.outliers_in_a_row[u, i] = self.outliers_in_a_row.get((u, i), 0) + 1 if number else 0
+                if (count == 1 or is_due(count)) and place_of(core)[0] == 0:
+                    more = f" and of {number - 1} more" if number > 1 else ""
+                    times = f" the last {count} times" if count > 1 else ""
+                    text = f"the difference of rank {first}{more} was left out of fragment {fragment}'s mean{times}"
+                    why = "its norm is an outlier of its history, or far above the others', or not finite"
+                    warnings.warn(f"exchanges: {text}: {why}; the rank goes on from the anchor", stacklevel=5)
+
+    def count_local_step(self, core: Core, phase: Phase | Round) -> None:
+        """Count a local step, and warn if many in a row were left out; this rank does so alone, for no other knows.
+
+        How many were is a number on the device, which the host would wait for. So it is looked at where something is
+        exchanged, and after `LOOK` steps.
+        """
+        self.unseen += 1
+        if phase.phase is Phase.LOCAL and self.unseen < LOOK:
+            return
+        taken, self.unseen = self.unseen, 0
+        before, self.dropped = self.dropped, _count(core, "dropped")
+        row = self.dropped_in_a_row
+        self.dropped_in_a_row = row + taken if self.dropped - before == taken else 0
+        if any(map(is_due, range(row + 1, self.dropped_in_a_row + 1))):
+            rank, _ = place_of(core)
+            what = next(_not_finite(core), "an update")
+            text = f"local steps: the last {self.dropped_in_a_row} were left out by rank {rank}"
+            warnings.warn(f"{text}, which moves in exchanges only; not finite: {what}", stacklevel=5)
+
+
+def _members(unit: Unit) -> list[Tensor]:
+    return [p for group in unit.groups for p in group["params"]]
+
+
+def _name(core: Core, u: int, i: int) -> str:
+    """Return the name of a parameter of a unit, with its param group."""
+    groups = {id(group): g for g, group in enumerate(core.param_groups)}
+    named = [(name, groups[id(group)]) for group in core.units[u].groups for name in names_of(group)]
+    return "{} of group {}".format(*named[i])
+
+
+def _is_stuck(unit: Unit, i: int, phase: Phase) -> bool:
+    """Tell whether the second moment of a parameter is zero in a phase that leaves it so; of shards it is not known."""
+    members = _members(unit)
+    moments = [tree.leaves(nu) for nu in roles.find(unit.state, "second_moment")]
+    alike = [nus[i] for nus in moments if len(nus) == len(members) and nus[i].shape == pieces(members)[i].shape]
+    return phase in unit.transform.needs_warmup and bool(alike) and not any(bool(nu.any()) for nu in alike)
+
+
+def _say_slow(core: Core, phase: Phase | Round) -> None:
+    """Say in the log why steps that could be in place are taken link by link."""
+    for unit, update in zip(core.units, updates_of(core, phase), strict=True):
+        members = _members(unit)
+        grads = [p if p.grad is None else p.grad for p in members]
+        if isinstance(update, InPlace) and (reason := slow_tensors(pieces(members), pieces(grads)) if members else ""):
+            text = "the %s step is taken link by link, in several times the memory traffic: in a param group %s"
+            logger.warning(text, phase.phase.value, reason)
+
+
+def _was_warm(core: Core) -> bool:
+    """Tell whether the step before the last one was a warm-up."""
+    return phase_of(core.schedule, max(core.steps - 2, 0)) is Phase.WARMUP
+
+
+def _warn_of_jumps(core: Core) -> bool:
+    """Warn if the first compressed step moved elements by more than `FAR` learning rates; tell whether it did.
+
+    A code gives every element of a tensor a momentum of plus or minus its scale, and the frozen second moment divides
+    it. Where that comes from rounding alone, the quotient is thousands of steps of Adam. The biases of keys are such
+    elements, because a softmax does not see them: a third of in_proj_bias in torch's attention, and of GPT-2's
+    c_attn.bias. Where steps are clamped to a `max_step` no element jumps.
+
+    Rank 0 says so; of shards each rank that holds such elements.
+    """
+    units = [unit for unit in core.units if facts_of(unit.transform).unclamped]
+    jumps = [(*jump, name) for unit in units for name, jump in _jumps(core, unit) if jump[0] > FAR]
+    if not jumps:
+        return False
+    most, count, size, _, name = max(jumps)
+    eps = max(jump[3] for jump in jumps)
+    others = f", and {len(jumps) - 1} other parameters" if len(jumps) > 1 else ""
+    what = f"{count} of {size} elements of {name}{others}, moved by up to {most:.0f} times lr"
+    why = "their gradients are next to zero, as those of a key's bias are, but a code gives them their tensor's scale"
+    hint = f"pass max_step=1.0; or eps={eps:.0e}, from the start or written into the param groups now"
+    warnings.warn(f"eps: too small for the second moment of {what}: {why}; {hint}", stacklevel=5)
+    return True
+
+
+def _jumps(core: Core, unit: Any) -> Iterator[tuple[str, tuple[float, int, int, float]]]:
+    """Yield by name for each parameter: the largest step, how many are far, of how many, and the eps they would need.
+
+    The moments of shards are vectors of this rank's. What all ranks hold is for the first one to look at.
+    """
+    firsts, seconds = (roles.find(unit.state, f"{which}_moment") for which in ("first", "second"))
+    is_first = not any(int(bound.rank) for bound in core.binding.axes.values())
+    members = [p for group in unit.groups for p in pieces(group["params"])]
+    names = [f"parameter {name}" for group in unit.groups for name in names_of(group)]
+    eps, corrected = float(unit.hyper.get("eps") or 0.0), bool(unit.hyper.get("bias_correction"))
+    weights = [1.0, 1.0]
+    if corrected and (found := roles.find(unit.state, "weights")):
+        weights = [float(on_host(x)) for x in found[:2]]
+    for mu_tree, nu_tree in zip(firsts, seconds, strict=False):
+        mus, nus = tree.leaves(mu_tree), tree.leaves(nu_tree)
+        of_params = [mu.shape for mu in mus] == [p.shape for p in members]
+        if of_params and not is_first:
+            continue
+        named = names if of_params else [f"shard {i} of this rank" for i in range(len(mus))]
+        for name, mu, nu in zip(named, mus, nus, strict=True):
+            if mu.numel() and mu.shape == nu.shape:
+                size = (mu / weights[0]).abs()
+                steps = over_root(size, nu / weights[1], eps).nan_to_num_(0.0)
+                far = steps > FAR
+                yield name, (float(steps.max()), int(far.sum()), mu.numel(), float((size * far).max()) / ORDINARY)
+
+
+def second_moment_norm(core: Core) -> float:
+    """Return the 1-norm of the second moment, for `fn.freeze_when_stable`.
+
+    Raises: ValueError if there is none, or each rank has a piece of it.
+    """
+    states = [unit.state for unit in core.units]
+    moments = roles.find(states, "second_moment")
+    if not moments:
+        text = "needs a transform whose state has a second moment; a state of your own names it in its `roles`"
+        raise ValueError(f"schedule: freeze_when_stable {text}")
+    if any(dim == 0 for dims in roles.find(rank_dims(states), "second_moment") for dim in tree.leaves(dims)):
+        wanted = "a second moment that all ranks hold, since freeze_when_stable compares its norm"
+        got = "one of which each rank has a part, of its shards or of the tensors that it owns"
+        raise ValueError(expected("schedule", wanted, got, "use fn.freeze_after(step)"))
+    leaves = [leaf for nu in moments for leaf in tree.leaves(nu)]
+    norms = torch._foreach_norm(leaves, 1, dtype=torch.float64) if leaves else []
+    return float(torch.stack([norm.to(norms[0].device) for norm in norms]).sum()) if norms else 0.0
+
+
+def late_group(core: Core) -> None:
+    """Warn of a param group, the last one, that comes after the warm-up."""
+    if core.steps and core.next_phase.phase in core.units[-1].transform.needs_warmup:
+        text = "come after the warm-up; where it freezes the second moment, theirs is 0 and no gradient moves them"
+        warnings.warn(f"params: {text}; {SHRINKS}", stacklevel=3)
+
+
+def is_due(count: int) -> bool:
+    """Return whether a warning is due after this many skipped steps in a row."""
+    return count == FIRST or (count >= 16 and count & (count - 1) == 0)
+
+
+def _count(core: Core, role: str) -> int:
+    counts = [count for unit in core.units for count in roles.find(unit.state, role)]
+    return max((int(on_host(count)) for count in counts), default=0)
+
+
+def _warn_of_no_axis(core: Any) -> None:
+    argument = inspect.signature(core.make).parameters.get("axis")
+    is_open = argument is not None and argument.default is None
+    if is_open and any(group.get("axis") is None for group in core.param_groups):
+        bound = " or ".join(repr(axis) for axis in core.axes)
+        text = f"axis: is None, so gradients are not averaged; pass partial(make, axis=...) with {bound}"
+        hint = "or build the optimizer outside of fn.bind if something else averages them, such as DDP"
+        warnings.warn(f"{text}, {hint}", stacklevel=4)
+
+
+def _warn_of_plain_torch(params: list[Tensor]) -> None:
+    for device in sorted({p.device.type for p in params}):
+        count = sum(p.numel() for p in params if p.device.type == device)
+        fused = [cell for op in ("sign_encode_feedback", "quantize_feedback") for cell in cells(op, device)]
+        if count >= LARGE and all(cell.provider == "torch" for cell in fused):
+            text = "are fused, so codes are made in plain torch, which takes several times as long and more memory"
+            hint = "`python -m fn` says what can be installed"
+            warnings.warn(f"kernels: none for {device!r} {text}; {hint}", stacklevel=4)
+
+
+def _warn(core: Core, text: str) -> None:
+    """Warn on rank 0, with what is not finite on which ranks. All ranks call it together."""
+    axes = [*core.wires]
+    rank, _ = place_of(core, axes)
+    leaf = next(_not_finite(core), None)
+    texts = [] if leaf is None else [f"{leaf}, on rank {rank}"]
+    with core.communicating(""):
+        for axis in axes:
+            gathered = gather_values(texts, axis, next(iter(core.param_groups))["params"][0].device)
+            texts = [text for of_rank in gathered for text in of_rank]
+    if rank:
+        return
+    more = f"; and something on {len(texts) - NAMED} more ranks" if len(texts) > NAMED else ""
+    what = f"not finite: {'; '.join(texts[:NAMED])}{more}"
+    if not texts:
+        what = "gradients, parameters and state are finite, but what follows from them is not: lower lr or weight_decay"
+    warnings.warn(f"{text}; {what}", stacklevel=5)
+
+
+def _not_finite(core: Core) -> Iterator[str]:
+    """Yield what is not finite on this rank: gradients, else parameters, else leaves of the state."""
+    params = [
+        (f"parameter {name} of group {g}", p.detach(), p.grad)
+        for g, group in enumerate(core.param_groups)
+        for name, p in zip(names_of(group), group["params"], strict=True)
+    ]
+    leaves = tree.by_path([unit.state for unit in core.units], "state.").items()
+    named = [(f"the gradient of {name}", grad) for name, _, grad in params]
+    named += [(name, p) for name, p, _ in params] + [*leaves]
+    for name, x in named:
+        if isinstance(x, Tensor) and x.is_floating_point() and not all_finite(pieces([x])):
+            yield name

@@ -1,0 +1,135 @@
+"""Parameters that FSDP2 has divided among the ranks of an island: an optimizer steps on this rank's pieces.
+
+    mesh = init_device_mesh("cuda", (islands, ranks), mesh_dim_names=("island", "shard"))
+    fully_shard(model, mesh=mesh["shard"])                  # averages gradients within an island
+    with fn.bind(mesh["island"]):               # across islands, local steps
+        opt = fn.Optimizer(model.parameters(), partial(fn.diloco, axis="island"), schedule=fn.every(100))
+
+FSDP2's parameters are DTensors. What is stepped is the piece of each that lies on this rank. The ranks that hold the
+same pieces, one of each island, communicate with each other.
+
+Optimizers whose `make` takes `shards`, as `fn.muon` and `fn.muloco` do, are told how the DTensors are divided. They
+bring whole matrices together over that axis, which is bound for them:
+
+    opt = fn.Optimizer(model.parameters(), fn.muon, labels=fn.labels_of(model), lr=0.02)
+
+Their state is divided as the parameters are: a state dict has DTensors of it, which `torch.distributed.checkpoint`
+saves once and loads on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fn.base import Transform, facts_of
+from fn.collectives.axis import ALONE, Binding, bind
+from fn.collectives.primitives import group_of
+from fn.collectives.transports.registry import registered
+from fn.errors import expected
+from fn.transforms.unsharded import Shards
+
+
+def pieces(tensors: list[Tensor]) -> list[Tensor]:
+    """Return this rank's piece of each DTensor, in its memory, and others as they are; the very list without any."""
+    if not any(isinstance(x, DTensor) for x in tensors):
+        return tensors
+    with torch.no_grad():  # then it is the same object in each step, by which kernels know that nothing has changed
+        return [x.to_local() if isinstance(x, DTensor) else x for x in tensors]
+
+
+def as_dtensor(piece: Tensor, like: DTensor) -> Tensor:
+    """Return a tensor of this rank as its piece of a DTensor that is divided as another one; in the same memory."""
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(piece, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
+
+
+class Division(NamedTuple):
+    """How the DTensors of a param group are divided. group: the ranks that have their pieces."""
+
+    shards: Shards
+    group: dist.ProcessGroup
+
+    def bound(self, binding: Binding) -> Binding:
+        """Return a binding of the axis, too. Raises: ValueError if other ranks are bound to its name."""
+        name, there = self.shards.axis, binding.axes.get(self.shards.axis)
+        if there is None:
+            return Binding({**binding.axes, **bind({name: self.group}).axes})
+        ranks = None
+        if there.transport != ALONE and there.transport not in registered:
+            ranks = dist.get_process_group_ranks(group_of(there.transport))
+        if ranks != dist.get_process_group_ranks(self.group):
+            cure = "give one of the two another name, in mesh_dim_names or in fn.bind"
+            got = f"other ranks than those of the mesh axis {name!r}, over which the DTensors are divided"
+            raise ValueError(expected("params", f"no other ranks to be bound to {name!r}", got, cure))
+        return binding
+
+
+def division_of(params: Sequence[Tensor]) -> Division | None:
+    """Return how the DTensors of a param group are divided; None without any.
+
+    Raises: ValueError if a DTensor is cut along several mesh axes, or two of them over different ranks.
+    """
+    dims, axes = list[int | None](), dict[tuple[str, str], dist.ProcessGroup]()
+    for i, p in enumerate(params):
+        cuts = [j for j, q in enumerate(p.placements) if not q.is_replicate()] if isinstance(p, DTensor) else []
+        dims.append(None)
+        for mesh_dim in cuts:
+            placement, mesh = p.placements[mesh_dim], p.device_mesh  # type: ignore[attr-defined]
+            if len(cuts) > 1 or not placement.is_shard() or hasattr(placement, "split_factor"):  # interleaved
+                wanted = f"parameter {i} to be divided over one mesh axis for an optimizer of whole matrices"
+                raise ValueError(expected("params", wanted, f"the placements {p.placements}"))  # type: ignore[attr-defined]
+            dims[-1] = placement.dim
+            group, names = mesh.get_group(mesh_dim), mesh.mesh_dim_names
+            axes[names[mesh_dim] if names else "shard", group.group_name] = group
+    if len(axes) > 1:
+        wanted = "the DTensors of a param group to be divided over the same ranks"
+        raise ValueError(expected("params", wanted, f"{len(axes)} groups of ranks", "give each a group of its own"))
+    shapes = tuple(tuple(p.shape) for p in params)
+    return next((Division(Shards(name, shapes, tuple(dims)), group) for (name, _), group in axes.items()), None)
+
+
+def check_divided(transform: Transform, max_norm: float | None, params: Sequence[Tensor]) -> None:
+    """Refuse what needs whole tensors where a param group is divided, with a ValueError that names link or max_norm."""
+    if not any(not q.is_replicate() for p in params if isinstance(p, DTensor) for q in p.placements):
+        return
+    if max_norm is not None:
+        cure = "call torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm) before the step"
+        raise ValueError(expected("max_norm", "None for DTensors, of which a rank has shards", f"{max_norm}", cure))
+    facts = facts_of(transform)
+    if facts.whole:
+        wanted = "links that go element by element, for a rank has shards of its DTensors"
+        cure = "write mask and partition with a tree; a link of your own says so, fn.lift(..., elementwise=True); "
+        cure += "put fn.unsharded(link, shards) around one that needs whole tensors, in a make that takes shards"
+        raise ValueError(expected("make's result", wanted, ", ".join(facts.whole), cure))
+    division = division_of(params) if facts.shards else None
+    if division and (other := [axis for axis in facts.shards if axis != division.shards.axis]):
+        wanted = f"shards over {division.shards.axis!r}, over which the DTensors are divided"
+        cure = "let make take shards, which are given to it"
+        raise ValueError(expected("make's result", wanted, f"over {', '.join(map(repr, other))}", cure))
+
+
+def check_placed(params: Sequence[Tensor], axes: Sequence[str], binding: Binding) -> None:
+    """Refuse DTensors that are partial sums, or divided among ranks of an axis that the optimizer communicates over.
+
+    Raises: ValueError that names the parameter.
+    """
+    for i, p in ((i, p) for i, p in enumerate(params) if isinstance(p, DTensor)):
+        if any(placement.is_partial() for placement in p.placements):
+            raise ValueError(expected("params", f"parameter {i} to be sharded or replicated", f"{p.placements}"))
+        mesh = p.device_mesh
+        for axis, bound in ((axis, binding.axes[axis]) for axis in axes):
+            if bound.size == 1 or bound.transport == ALONE or bound.transport in registered:
+                continue
+            ranks = {*dist.get_process_group_ranks(group_of(bound.transport))}
+            for dim in range(mesh.ndim):
+                if len(ranks & {*dist.get_process_group_ranks(mesh.get_group(dim))}) > 1:
+                    wanted = f"parameter {i}, a DTensor, on mesh axes apart from {axis!r}, the axis of the optimizer"
+                    cure = "leave the axis out, for FSDP2 averages over it; or bind one across the islands; or "
+                    cure += "compress FSDP2's own exchange: fn.adapters.fsdp.compress"
+                    raise ValueError(expected("params", wanted, f"one on the mesh {mesh}", cure))
