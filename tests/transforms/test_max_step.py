@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -110,18 +109,3 @@ def test_a_clamp_hides_no_step_that_is_skipped_without_one(name: str, size: floa
 def test_a_max_step_that_is_no_number_above_zero_is_refused(make: Any, limit: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="max_step: expected a number"):
         make(axis="data", max_step=limit)
-
-
-@pytest.mark.parametrize(("limit", "warned"), [(1.0, True), (None, False)])
-def test_a_run_that_was_saved_without_a_clamp_goes_on_as_its_script_says_and_warns(limit: Any, warned: bool) -> None:
-    """As version 0.2.0 saved it, and as max_step=None is saved now."""
-    p = torch.nn.Parameter(torch.ones(3))
-    saved = fn.Optimizer([p], partial(fn.onebit_adam, axis="data"), max_step=None).state_dict()
-    assert not any("max_step" in path for path in saved)
-    opt = fn.Optimizer([p], partial(fn.onebit_adam, axis="data"), max_step=limit)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        opt.load_state_dict(saved)
-    texts = [str(w.message) for w in said if "was saved without" in str(w.message)]
-    assert ["max_step=1" in text for text in texts] == [True] * warned
-    assert opt.param_groups[0]["max_step"] == limit
