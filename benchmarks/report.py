@@ -77,7 +77,7 @@ FSDP = "fsdp2,identity,qgz,loco"
 TRAIN_LESS = "--layers 1 --width 32 --steps 12"
 MEASUREMENTS: Mapping[str, Measurement] = {
     "step": Measurement("step.py --rounds 9", step.table, "--parameters 200000 --rounds 1 --no-compile"),
-    "against": Measurement("against.py 7af5ced", against.table, "--pairs 1 --rounds 1"),
+    "against": Measurement("against.py 61da050", against.table, "--pairs 1 --rounds 1"),
     "ranks_step": Measurement("ranks_step.py", ranks_step.table, "--parameters 200000 --tensors 10 --repeat 1"),
     "sharded": Measurement("sharded.py", sharded.table, "--parameters 65536 --tensors 10 --rounds 1"),
     "kernels": Measurement("kernels.py", kernels.table, "--n 65536 --rounds 1 --no-inductor"),
