@@ -286,14 +286,14 @@ METHODS = {
         "dion, rank 1/4",
     ),
     "demo": Method(
-        "sparse", partial(fn.demo, weight_decay=0.1), first(0), 1e-2, "32 cosines of a tile", "demo", tasks=LONG
+        "sparse", partial(fn.contrib.demo, weight_decay=0.1), first(0), 1e-2, "32 cosines of a tile", "demo", tasks=LONG
     ),
-    "ef21_sgdm": Method("sparse", partial(fn.ef21_sgdm, k=0.01), first(1), 1.0, "k = 1/100", "ef21_sgdm"),
+    "ef21_sgdm": Method("sparse", partial(fn.contrib.ef21_sgdm, k=0.01), first(1), 1.0, "k = 1/100", "ef21_sgdm"),
     "lion_vote": Method(
         "votes", partial(fn.lion_vote, **LION), first(0), LION_RATE, "majority", "lion_vote"
     ),
     "signum_vote": Method(
-        "votes", partial(fn.signum_vote, weight_decay=0.1), first(0), 1e-3, "majority", "lion_vote"
+        "votes", partial(fn.contrib.signum_vote, weight_decay=0.1), first(0), 1e-3, "majority", "lion_vote"
     ),
 }  # fmt: skip
 """In the order in which tables show them."""

@@ -46,10 +46,10 @@ METHODS = {
     "sparse_loco, exchange": Method(fn.sparse_loco, EXCHANGE, 5000, 2),
     "powersgd_adamw": Method(fn.powersgd_adamw, C, 300, 1),
     "dion": Method(fn.dion, C, 600, 1),
-    "demo": Method(fn.demo, C, 800, 1),
-    "ef21_sgdm": Method(fn.ef21_sgdm, C, 800, 1),
+    "demo": Method(fn.contrib.demo, C, 800, 1),
+    "ef21_sgdm": Method(fn.contrib.ef21_sgdm, C, 800, 1),
     "lion_vote": Method(fn.lion_vote, C, 300, 1),
-    "signum_vote": Method(fn.signum_vote, C, 300, 1),
+    "signum_vote": Method(fn.contrib.signum_vote, C, 300, 1),
     "lamb": Method(fn.lamb, Phase.WARMUP, 300, 1),
 }
 QUICK = ("diloco, exchange", "powersgd_adamw")

@@ -1,5 +1,8 @@
 """Communication-efficient optimizers for PyTorch, as pure functions."""
 
+from importlib import import_module
+from typing import Any
+
 from fn import kernels
 from fn.adapters.donate import donate
 from fn.adapters.flatten import flatten_parameters
@@ -57,7 +60,7 @@ from fn.transforms.testing import check_transform
 from fn.transforms.unsharded import Shards, unsharded
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 from fn.version import __version__ as __version__
-from fn.vote_optimizers import demo, ef21_sgdm, lion_vote, signum_vote
+from fn.vote_optimizers import lion_vote
 
 __all__ = [
     "CheckpointDamaged",
@@ -105,7 +108,6 @@ __all__ = [
     "damped",
     "dct",
     "decayed",
-    "demo",
     "des_loc",
     "differences",
     "diloco",
@@ -114,7 +116,6 @@ __all__ = [
     "donate",
     "e3m0",
     "ef21_muon",
-    "ef21_sgdm",
     "every",
     "flatten_parameters",
     "fp8",
@@ -179,7 +180,6 @@ __all__ = [
     "sharded_onebit_adam",
     "sign",
     "sign_muon",
-    "signum_vote",
     "simulate",
     "skip_nonfinite",
     "sparse_average",
@@ -194,3 +194,13 @@ __all__ = [
     "zero_one_adam",
     "zero_one_schedule",
 ]
+
+_FOUND_WHEN_USED = ("contrib",)
+"""Packages that `import fn` leaves alone."""
+
+
+def __getattr__(name: str) -> Any:
+    """Import a package when it is first used."""
+    if name in _FOUND_WHEN_USED:
+        return import_module(f"fn.{name}")
+    raise AttributeError(f"module 'fn' has no attribute {name!r}")

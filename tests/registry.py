@@ -1,8 +1,9 @@
 """Every named optimizer, and what may be asked of it.
 
 `test_contract.py` holds each of `OPTIMIZERS` to the same contract. `OTHERS` promise less, or something else, in tests
-of their own. What is asked of `EVERY` one of them: steps that are the same under any default device and dtype, and that
-stay on the device of their tensors. `test_optimizers.py` refuses a named optimizer that is in neither.
+of their own; so do `CONTRIB`, of which those that send codes are held to `test_contract_of_codes.py`. What is asked of
+`EVERY` one of them: steps that are the same under any default device and dtype, and that stay on the device of their
+tensors. `test_optimizers.py` refuses a named optimizer that is in none.
 """
 
 from __future__ import annotations
@@ -123,13 +124,24 @@ OTHERS = (
     Named("onebit_adam, fp8", partial(fn.onebit_adam, codec=fn.fp8()), CODED, fn.freeze_after(2)),
     Named("powersgd_adamw", fn.powersgd_adamw, CODED, fn.freeze_after(2)),
     Named("dion", fn.dion, CODED, fn.freeze_after(2)),
-    Named("demo", partial(fn.demo, k=3, tile=4), CODED, fn.freeze_after(2)),
-    Named("ef21_sgdm", partial(fn.ef21_sgdm, k=0.2), CODED, fn.freeze_after(2)),
     Named("lion_vote", fn.lion_vote, CODED, fn.freeze_after(2)),
-    Named("signum_vote", fn.signum_vote, CODED, fn.freeze_after(2)),
 )
 
-EVERY = (*OPTIMIZERS, *OTHERS)
+CONTRIB = (
+    Named("demo", partial(fn.contrib.demo, k=3, tile=4), CODED, fn.freeze_after(2)),
+    Named("ef21_sgdm", partial(fn.contrib.ef21_sgdm, k=0.2), CODED, fn.freeze_after(2)),
+    Named("signum_vote", fn.contrib.signum_vote, CODED, fn.freeze_after(2)),
+)
+"""The methods of `fn.contrib`: whoever deletes one deletes its line here."""
+
+EVERY = (*OPTIMIZERS, *OTHERS, *CONTRIB)
+
+CODES = (
+    *(optimizer for optimizer in OTHERS if optimizer.name in ("sign_muon", "lion_vote")),
+    Named("sign_muon, directions", partial(fn.sign_muon, votes="directions"), CODED, fn.freeze_after(2)),
+    *(optimizer for optimizer in CONTRIB if optimizer.phases == CODED),
+)
+"""What `test_contract_of_codes.py` holds to its contract: all ranks have the same params behind codes of any kind."""
 
 each_of_all = pytest.mark.parametrize("optimizer", EVERY, ids=[optimizer.name for optimizer in EVERY])
 

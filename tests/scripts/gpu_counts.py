@@ -138,8 +138,8 @@ CASES = [  # two param groups; so two of each collective
     Case("sparse_loco", fn.sparse_loco, EXCHANGE, Limits(2450, 2, 6, 23.1)),
     Case("powersgd_adamw", fn.powersgd_adamw, C, Limits(300, 1, 2, 8.1), groups=1),
     Case("dion", fn.dion, C, Limits(600, 1, 2, 12), groups=1),
-    Case("demo", fn.demo, C, Limits(1080, 1, 5, 18.6)),
-    Case("ef21_sgdm", fn.ef21_sgdm, C, Limits(560, 1, 2, 16.1)),
+    Case("demo", fn.contrib.demo, C, Limits(1080, 1, 5, 18.6)),
+    Case("ef21_sgdm", fn.contrib.ef21_sgdm, C, Limits(560, 1, 2, 16.1)),
     Case("muon", fn.muon, W, Limits(160, 1, 2, 5.5), groups=1),
     Case("muon in int8", partial(fn.muon, **INT8), C, Limits(210, 1, 2, 11.4), groups=1),
     Case("muon, replicated", partial(fn.muon, owned=False), W, Limits(450, 1, 1, 8.9), groups=1),
@@ -150,7 +150,7 @@ CASES = [  # two param groups; so two of each collective
     Case("dion2", fn.dion2, C, Limits(780, 1, 3, 19.2), groups=1),
     Case("muon_bp", fn.muon_bp, C, Limits(600, 1, 1, 16.1), groups=1),
     Case("lion_vote", fn.lion_vote, C, Limits(170, 1, 4, 20)),
-    Case("signum_vote", fn.signum_vote, C, Limits(170, 1, 4, 20)),
+    Case("signum_vote", fn.contrib.signum_vote, C, Limits(170, 1, 4, 20)),
 ]
 
 
