@@ -181,7 +181,7 @@ METHODS = {
         tasks=TEXT,
     ),
     "lion_muon": Method(
-        "votes", partial(fn.lion_muon, labels=labels), often, 3e-2, "Muon one step in 5, votes between",
+        "votes", partial(fn.contrib.lion_muon, labels=labels), often, 3e-2, "Muon one step in 5, votes between",
         "lion_muon", tasks=TEXT,
     ),
     "sign_muon": Method(
@@ -189,16 +189,20 @@ METHODS = {
         "sign_muon", tasks=TEXT,
     ),
     "ef21_muon": Method(
-        "sparse", partial(fn.ef21_muon, labels=labels, weight_decay=0.1), first(1), 3e-2, "k = 1/20", "ef21_muon",
-        tasks=TEXT,
+        "sparse", partial(fn.contrib.ef21_muon, labels=labels, weight_decay=0.1), first(1), 3e-2, "k = 1/20",
+        "ef21_muon", tasks=TEXT,
     ),
     "dion2": Method(
-        "low rank", partial(fn.dion2, labels=labels, scale="rms_norm", **ADAM), first(0), ADAM_RATE, "1/4 of the rows",
-        "dion2, rows 1/4", tasks=TEXT,
+        "low rank",
+        partial(
+            fn.contrib.dion2, labels=labels, scale="rms_norm", weight_decay=0.1, other=fn.scale_by_adam(0.9, 0.98, 1e-5)
+        ),
+        first(0), ADAM_RATE, "1/4 of the rows", "dion2, rows 1/4", tasks=TEXT,
     ),
     "muon_bp": Method(
-        "exact", partial(fn.muon_bp, labels=labels, b2=0.98, weight_decay=0.1), often, ADAM_RATE,
-        "float32, blocks between", "muon_bp", tasks=TEXT,
+        "exact",
+        partial(fn.contrib.muon_bp, labels=labels, weight_decay=0.1, other=fn.scale_by_adam(0.9, 0.98, 1e-7)), often,
+        ADAM_RATE, "float32, blocks between", "muon_bp", tasks=TEXT,
     ),
     "lion": Method("exact", lion, never, LION_RATE, "float32", "adamw"),
     "lamb": Method("exact", partial(fn.lamb, **LAMB), never, LAMB_RATE, "float32", "adamw"),

@@ -1,4 +1,4 @@
-"""Other methods on a GPU: exchanges of local steps, low rank, cosines and votes, at two sizes of a GPT.
+"""Other methods on a GPU: exchanges of local steps, low rank and votes, at two sizes of a GPT.
 
 As in `gpu_step`, the axis has two ranks, of which the other one says what this one says. Limits are those that
 `tests/scripts/gpu_counts.py` holds for 8 ranks; time and memory are shown.
@@ -37,19 +37,13 @@ class Method(NamedTuple):
 
 METHODS = {
     "diloco, exchange": Method(fn.diloco, EXCHANGE, 1500, 2),
-    "diloco, guarded, exchange": Method(partial(fn.diloco, guard=fn.norm_guard()), EXCHANGE, 1500, 3),
-    "sparta, exchange": Method(fn.sparta, EXCHANGE, 10000, 3),
-    "des_loc, exchange of all": Method(fn.des_loc, Round(6, 6), 1500, 5),
     "local_sgd, exchange": Method(fn.local_sgd, EXCHANGE, 1500, 2),
     "muloco, exchange": Method(fn.muloco, EXCHANGE, 1500, 2),
     "muloco, local step": Method(fn.muloco, LOCAL_STEP, 600, 1),
     "sparse_loco, exchange": Method(fn.sparse_loco, EXCHANGE, 5000, 2),
     "powersgd_adamw": Method(fn.powersgd_adamw, C, 300, 1),
     "dion": Method(fn.dion, C, 600, 1),
-    "demo": Method(fn.contrib.demo, C, 800, 1),
-    "ef21_sgdm": Method(fn.contrib.ef21_sgdm, C, 800, 1),
     "lion_vote": Method(fn.lion_vote, C, 300, 1),
-    "signum_vote": Method(fn.contrib.signum_vote, C, 300, 1),
     "lamb": Method(fn.lamb, Phase.WARMUP, 300, 1),
 }
 QUICK = ("diloco, exchange", "powersgd_adamw")

@@ -29,7 +29,7 @@ from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon
-from fn.muon_variant_optimizers import dion2, ef21_muon, lion_muon, muon_bp, sign_muon
+from fn.muon_variant_optimizers import sign_muon
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule
@@ -37,10 +37,8 @@ from fn.transforms.adam import scale_by_adam, scale_by_onebit_adam
 from fn.transforms.average import average, compressed_average
 from fn.transforms.average_params import average_params
 from fn.transforms.bases import dct, in_basis, tiles
-from fn.transforms.blocks import in_blocks
 from fn.transforms.clip import clip_by_global_norm
 from fn.transforms.decay_and_lr import add_decayed_weights, scale_by_learning_rate
-from fn.transforms.dion2 import scale_by_dion2
 from fn.transforms.lamb import scale_by_onebit_lamb, scale_by_trust_ratio
 from fn.transforms.lion import scale_by_lion
 from fn.transforms.low_rank import LowRankState, low_rank_average
@@ -112,10 +110,8 @@ __all__ = [
     "differences",
     "diloco",
     "dion",
-    "dion2",
     "donate",
     "e3m0",
-    "ef21_muon",
     "every",
     "flatten_parameters",
     "fp8",
@@ -123,7 +119,6 @@ __all__ = [
     "freeze_when_stable",
     "identity",
     "in_basis",
-    "in_blocks",
     "int4",
     "int8",
     "kernels",
@@ -131,7 +126,6 @@ __all__ = [
     "lamb",
     "ledger",
     "lift",
-    "lion_muon",
     "lion_vote",
     "local_momentum",
     "local_sgd",
@@ -140,7 +134,6 @@ __all__ = [
     "mask",
     "muloco",
     "muon",
-    "muon_bp",
     "no_loco",
     "norm_guard",
     "off",
@@ -166,7 +159,6 @@ __all__ = [
     "running_sum",
     "scale",
     "scale_by_adam",
-    "scale_by_dion2",
     "scale_by_learning_rate",
     "scale_by_lion",
     "scale_by_muon",

@@ -248,7 +248,7 @@ class Periods:
 def periodic(period: int) -> Schedule:
     """Take one step in so many in the warm-up, which is exact, and those between in the compressed phase.
 
-    Of methods with two rules over one momentum, such as `fn.lion_muon`: a costly one now and then, a cheap one between.
+    Of methods with two rules over one momentum: a costly one now and then, a cheap one between.
 
         >>> import fn
         >>> "".join(fn.periodic(3)(step).name[0] for step in range(8))          # Warm-up, Compressed

@@ -107,11 +107,7 @@ OTHERS = (
     Named("muon", fn.muon, CODED, fn.freeze_after(2)),
     Named("muon, of shards", muon_of_shards, CODED, fn.freeze_after(2), replicated=False, divided=True),
     Named("muon, replicated", partial(fn.muon, owned=False), (Phase.WARMUP,), lambda step: Phase.WARMUP),
-    Named("lion_muon", fn.lion_muon, CODED, fn.periodic(3)),
     Named("sign_muon", fn.sign_muon, CODED, fn.freeze_after(2)),
-    Named("ef21_muon", fn.ef21_muon, CODED, fn.freeze_after(2)),
-    Named("dion2", fn.dion2, CODED, fn.freeze_after(2)),
-    Named("muon_bp", fn.muon_bp, CODED, fn.periodic(3)),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("diloco, int8", partial(fn.diloco, codec=fn.int8()), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("diloco, guarded", partial(fn.diloco, guard=fn.norm_guard()), ROUNDS, fn.every(3, start=2), replicated=False),
@@ -129,10 +125,22 @@ OTHERS = (
 
 CONTRIB = (
     Named("demo", partial(fn.contrib.demo, k=3, tile=4), CODED, fn.freeze_after(2)),
+    Named("dion2", fn.contrib.dion2, CODED, fn.freeze_after(2)),
+    Named("ef21_muon", partial(fn.contrib.ef21_muon, codec=fn.top_k(0.2)), CODED, fn.freeze_after(2)),
     Named("ef21_sgdm", partial(fn.contrib.ef21_sgdm, k=0.2), CODED, fn.freeze_after(2)),
+    Named("lion_muon", fn.contrib.lion_muon, CODED, fn.periodic(3)),
+    Named("muon_bp", fn.contrib.muon_bp, CODED, fn.periodic(3)),
     Named("signum_vote", fn.contrib.signum_vote, CODED, fn.freeze_after(2)),
 )
 """The methods of `fn.contrib`: whoever deletes one deletes its line here."""
+
+CONTRIB_LINKS: Mapping[str, Callable[[str], fn.Transform]] = {
+    "in_blocks": lambda axis: fn.contrib.in_blocks(fn.trace(0.9), 2),
+    "scale_by_dion2": lambda axis: fn.mask(
+        fn.contrib.scale_by_dion2(axis), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)
+    ),
+}
+"""The links of `fn.contrib`, over an axis, for `test_facts.py`."""
 
 EVERY = (*OPTIMIZERS, *OTHERS, *CONTRIB)
 

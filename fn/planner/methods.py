@@ -40,9 +40,6 @@ momentum and anchor are read and written, params written."""
 SHARE = 16.0
 """Bytes per parameter of an average of a share: params are read and written, and once more where that is committed."""
 
-PERIOD = 5
-"""Steps from one whole step of `fn.lion_muon` to the next."""
-
 TILE = 64
 """The side of the tiles of `fn.sparse_loco`."""
 
@@ -224,14 +221,13 @@ def _core_rows(options: Options) -> list[Row]:
     signs, direct = partial(codes, codec=SIGN), partial(codes, codec=SIGN, servers=False)
     in_bytes = partial(codes, codec=INT8)
     thin, thick = (default if rank is None else rank for default in (4, 0.25))
-    more, some = (default if density is None else density for default in (0.05, 0.005))
+    some = 0.005 if density is None else density
     of_squares = partial(kept_of_sparse_loco, kept=128 if density is None else max(1, round(density * TILE**2)))
     largest = partial(traffic.in_tiles, tile=TILE, codec_of=of_squares, squares=True)
-    largest_rows = partial(traffic.largest_rows, fraction=0.25)
     rare = partial(Row, interval=interval)
     round_ = partial(Row, interval=local_steps, local=True, passes=EXCHANGE)
     without = passes_without_servers
-    exactly, votes = traffic.exact, partial(codes, codec=BALLOTS)
+    votes = partial(codes, codec=BALLOTS)
     return [
         Row("adamw", traffic.exact, cut="bucket", compressed=False, alike=("lamb",)),
         Row("bf16 gradients", partial(traffic.exact, width=2), 12, cut="bucket", compressed=False, fits=_is_wide),
@@ -254,14 +250,7 @@ def _core_rows(options: Options) -> list[Row]:
         Row(f"dion, rank {show_part(thick)}", partial(low_rank, rank=thick, orthonormal=True), 100),
         Row("muon", traffic.owned, 16, compressed=False, two_level=False),
         Row("muon, int8", partial(traffic.owned, codec=INT8, gather=INT8), 16, coded=36, two_level=False),
-        Row(
-            "lion_muon", partial(traffic.apart, hidden=votes, other=votes), 16, coded=24,
-            exact=partial(traffic.apart, hidden=exactly, other=exactly), period=PERIOD,
-        ),
         Row("sign_muon", votes, 16, coded=24),
-        Row("ef21_muon", partial(traffic.largest, fraction=more), 96, two_level=False, fits=can_be_searched),
-        Row("dion2, rows 1/4", partial(traffic.apart, hidden=largest_rows, other=exactly), 48),
-        Row("muon_bp", traffic.exact, 16, compressed=False),
         Row("lion_vote", votes, coded=24),
         round_("diloco", partial(codes, codec=traffic.EXACTLY), alike=("local_sgd", "muloco")),
         round_("diloco, int8", in_bytes, coded=36),

@@ -228,16 +228,6 @@ def largest(shapes: Model, ranks: int, fraction: float) -> list[Message]:
     return _rows("data", "all_gather", ranks, row)
 
 
-def largest_rows(shapes: Model, ranks: Ranks, fraction: float) -> list[Message]:
-    """Return what `fn.scale_by_dion2` sends of matrices: the sizes of all rows of the smaller side, and some rows."""
-    sizes, chosen = 0, 0
-    for shape, times in shapes.runs:
-        rows, length = sorted(shape)
-        sizes, chosen = sizes + rows * times, chosen + math.ceil(round(fraction * rows, 6)) * length * times
-    width = max(4, shapes.width)  # momenta of half precision are float32
-    return [m for n in (sizes, chosen) if n for m in exact(Model(((n,),), width), ranks)]
-
-
 def sharded_momentum(shapes: Model, ranks: Ranks, codec: Codec) -> list[Message]:
     """Return a compressed all-reduce of the momentum, in float32, and an exact all-gather of the updates' shards."""
     wide = shapes._replace(width=max(4, shapes.width))
