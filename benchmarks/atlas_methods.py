@@ -269,17 +269,17 @@ METHODS = {
         alike=False,
     ),
     "des_loc": Method(
-        "local steps", partial(fn.des_loc, **ADAM), of_moments, ADAM_RATE,
+        "local steps", partial(fn.contrib.des_loc, **ADAM), of_moments, ADAM_RATE,
         f"params, moments every {H}, {3 * H}, {11 * H} steps, a warm-up of 8 %", "des_loc, without its moments",
         alike=False,
     ),
     "no_loco": Method(
-        "local steps", partial(fn.no_loco, **ADAM), rounds(), ADAM_RATE, f"pairs, {_round}", "no_loco", alike=False,
-        ends_apart=True,
+        "local steps", partial(fn.contrib.no_loco, **ADAM), rounds(), ADAM_RATE, f"pairs, {_round}", "no_loco",
+        alike=False, ends_apart=True,
     ),
     "sparta": Method(
-        "local steps", partial(fn.sparta, **ADAM), always, ADAM_RATE, "1/200 in a step, a warm-up of 8 %", "sparta",
-        alike=False, ends_apart=True,
+        "local steps", partial(fn.contrib.sparta, **ADAM), always, ADAM_RATE, "1/200 in a step, a warm-up of 8 %",
+        "sparta", alike=False, ends_apart=True,
     ),
     "powersgd_adamw": Method(
         "low rank", partial(fn.powersgd_adamw, rank=4, **ADAM), first(10), ADAM_RATE, "rank 4",

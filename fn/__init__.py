@@ -25,7 +25,7 @@ from fn.collectives.ledger import Ledger, ledger
 from fn.collectives.primitives import all_gather, all_to_all, permute, pmean, psum
 from fn.collectives.simulation import simulate
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
-from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
+from fn.local_optimizers import diloco, local_sgd, muloco, sparse_loco
 from fn.low_rank_optimizers import dion, powersgd_adamw
 from fn.muon_optimizers import muon
 from fn.muon_variant_optimizers import sign_muon
@@ -47,12 +47,9 @@ from fn.transforms.muon import orthogonalize, scale_by_muon
 from fn.transforms.norm_guard import Guard, norm_guard
 from fn.transforms.outer import OuterState, outer
 from fn.transforms.owned import OwnedState, owned
-from fn.transforms.pair_average import own_anchors, pair_average
-from fn.transforms.primal_average import primal_average, primal_params
 from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
 from fn.transforms.sharded import ShardedState, sharded
 from fn.transforms.skip_nonfinite import skip_nonfinite
-from fn.transforms.sparse_average import sparse_average
 from fn.transforms.unsharded import Shards, unsharded
 from fn.transforms.zero_one_adam import scale_by_zero_one_adam
 from fn.version import __version__ as __version__
@@ -107,7 +104,6 @@ __all__ = [
     "damped",
     "dct",
     "decayed",
-    "des_loc",
     "differences",
     "diloco",
     "dion",
@@ -135,24 +131,19 @@ __all__ = [
     "mask",
     "muloco",
     "muon",
-    "no_loco",
     "norm_guard",
     "off",
     "onebit_adam",
     "onebit_lamb",
     "orthogonalize",
     "outer",
-    "own_anchors",
     "owned",
-    "pair_average",
     "partition",
     "periodic",
     "periods",
     "permute",
     "pmean",
     "powersgd_adamw",
-    "primal_average",
-    "primal_params",
     "psum",
     "rank_dims",
     "reduce_scatter_mean",
@@ -175,9 +166,7 @@ __all__ = [
     "sign_muon",
     "simulate",
     "skip_nonfinite",
-    "sparse_average",
     "sparse_loco",
-    "sparta",
     "stateless",
     "tiles",
     "top_k",

@@ -17,6 +17,7 @@ import pytest
 
 import fn
 from fn import Phase, Round
+from fn.base import facts_of
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -114,9 +115,6 @@ OTHERS = (
     Named("local_sgd", partial(fn.local_sgd, momentum=0.9), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("sparse_loco", partial(fn.sparse_loco, k=4, tile=4), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("muloco", partial(fn.muloco, codec=fn.bins(4, 6)), ROUNDS, fn.every(3, start=2), replicated=False),
-    Named("des_loc", fn.des_loc, (*ROUNDS, Round(6, 6)), fn.periods(3, 3, 6, start=2), replicated=False),
-    Named("no_loco", fn.no_loco, ROUNDS, fn.every(3, start=2), replicated=False),
-    Named("sparta", partial(fn.sparta, density=0.2), ROUNDS, fn.every(1, start=2), replicated=False),
     Named("onebit_adam, fp8", partial(fn.onebit_adam, codec=fn.fp8()), CODED, fn.freeze_after(2)),
     Named("powersgd_adamw", fn.powersgd_adamw, CODED, fn.freeze_after(2)),
     Named("dion", fn.dion, CODED, fn.freeze_after(2)),
@@ -125,20 +123,34 @@ OTHERS = (
 
 CONTRIB = (
     Named("demo", partial(fn.contrib.demo, k=3, tile=4), CODED, fn.freeze_after(2)),
+    Named("des_loc", fn.contrib.des_loc, (*ROUNDS, Round(6, 6)), fn.periods(3, 3, 6, start=2), replicated=False),
     Named("dion2", fn.contrib.dion2, CODED, fn.freeze_after(2)),
     Named("ef21_muon", partial(fn.contrib.ef21_muon, codec=fn.top_k(0.2)), CODED, fn.freeze_after(2)),
     Named("ef21_sgdm", partial(fn.contrib.ef21_sgdm, k=0.2), CODED, fn.freeze_after(2)),
     Named("lion_muon", fn.contrib.lion_muon, CODED, fn.periodic(3)),
     Named("muon_bp", fn.contrib.muon_bp, CODED, fn.periodic(3)),
+    Named("no_loco", fn.contrib.no_loco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("signum_vote", fn.contrib.signum_vote, CODED, fn.freeze_after(2)),
+    Named("sparta", partial(fn.contrib.sparta, density=0.5), ROUNDS, fn.every(3, start=2), replicated=False),
 )
 """The methods of `fn.contrib`: whoever deletes one deletes its line here."""
 
+CONTRIB_ROUNDS = tuple(method for method in CONTRIB if Round() in method.phases)
+
+APART = tuple(method for method in CONTRIB_ROUNDS if facts_of(method.make(axis="data")).unequal)
+"""Methods whose ranks agree on nothing."""
+
 CONTRIB_LINKS: Mapping[str, Callable[[str], fn.Transform]] = {
     "in_blocks": lambda axis: fn.contrib.in_blocks(fn.trace(0.9), 2),
+    "own_anchors": lambda axis: fn.contrib.own_anchors(
+        fn.average(axis), fn.scale_by_learning_rate(0.1), fn.scale_by_learning_rate(0.1), fn.contrib.pair_average(axis)
+    ),
+    "pair_average": lambda axis: fn.contrib.pair_average(axis),
+    "primal_average": lambda axis: fn.contrib.primal_average(fn.scale_by_learning_rate(0.1)),
     "scale_by_dion2": lambda axis: fn.mask(
         fn.contrib.scale_by_dion2(axis), lambda params: fn.tree.map(lambda p: p.ndim > 1, params)
     ),
+    "sparse_average": lambda axis: fn.contrib.sparse_average(axis, 1 / 3),
 }
 """The links of `fn.contrib`, over an axis, for `test_facts.py`."""
 

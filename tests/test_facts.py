@@ -44,7 +44,7 @@ LINKS: dict[str, Make] = {
     "add_decayed_weights": lambda axis: fn.add_decayed_weights(0.1),
     "apply_mask": lambda axis: fn.apply_mask([torch.tensor([[1.0], [0.0], [1.0]]), None]),
     "average": fn.average,
-    "average_params": lambda axis: fn.average_params(sgd(axis), fn.sparse_average(axis, 1.0)),
+    "average_params": lambda axis: fn.average_params(sgd(axis), mean(axis)),
     "clip_by_global_norm": lambda axis: fn.clip_by_global_norm(0.1),
     "compressed_average": mean,
     "in_basis": lambda axis: fn.in_basis(fn.tiles(2), fn.chain()),
@@ -53,11 +53,8 @@ LINKS: dict[str, Make] = {
     "mask": lambda axis: fn.mask(fn.trace(0.9), matrices),
     "orthogonalize": lambda axis: fn.mask(fn.orthogonalize(), [True, False]),
     "outer": lambda axis: fn.outer(sgd(axis), sgd(axis), mean(axis)),
-    "own_anchors": lambda axis: fn.own_anchors(fn.average(axis), sgd(axis), sgd(axis), fn.pair_average(axis)),
     "owned": lambda axis: fn.owned(fn.adamw(0.1), axis),
-    "pair_average": fn.pair_average,
     "partition": lambda axis: fn.partition({"matrix": fn.trace(0.9), "vector": fn.scale(2.0)}, labels),
-    "primal_average": lambda axis: fn.primal_average(sgd(axis)),
     "running_sum": lambda axis: fn.running_sum(),
     "scale": lambda axis: fn.scale(0.5),
     "scale_by_adam": lambda axis: fn.scale_by_adam(),
@@ -73,7 +70,6 @@ LINKS: dict[str, Make] = {
     "scale_by_zero_one_adam": lambda axis: fn.scale_by_zero_one_adam(0.1, sync=fn.chain()),
     "sharded": lambda axis: fn.sharded(fn.adamw(0.1), axis),
     "skip_nonfinite": lambda axis: fn.skip_nonfinite(fn.trace(0.9)),
-    "sparse_average": lambda axis: fn.sparse_average(axis, 1 / 3),
     "trace": lambda axis: fn.trace(0.9),
     "unfrozen": lambda axis: fn.unfrozen(fn.scale_by_adam()),
     "unsharded": lambda axis: fn.unsharded(fn.scale(2.0), axis),
@@ -91,11 +87,11 @@ WHOLE = {
 """Those that need whole tensors."""
 
 OVER_THE_AXIS = {
-    "average", "average_params", "compressed_average", "low_rank_average", "outer", "own_anchors", "owned",
-    "pair_average", "sharded", "sparse_average",
+    "average", "average_params", "compressed_average", "low_rank_average", "outer", "owned",
+    "sharded",
 }  # fmt: skip
 
-ROUNDS = {"average_params", "outer", "own_anchors"}
+ROUNDS = {"average_params", "outer"}
 """Those that take rounds."""
 
 each_link = pytest.mark.parametrize("name", LINKS)

@@ -37,9 +37,6 @@ EXCHANGE = 44.0
 """Bytes per parameter of an exchange: anchor and params are read for the difference, which is written, then mean,
 momentum and anchor are read and written, params written."""
 
-SHARE = 16.0
-"""Bytes per parameter of an average of a share: params are read and written, and once more where that is committed."""
-
 TILE = 64
 """The side of the tiles of `fn.sparse_loco`."""
 
@@ -221,7 +218,6 @@ def _core_rows(options: Options) -> list[Row]:
     signs, direct = partial(codes, codec=SIGN), partial(codes, codec=SIGN, servers=False)
     in_bytes = partial(codes, codec=INT8)
     thin, thick = (default if rank is None else rank for default in (4, 0.25))
-    some = 0.005 if density is None else density
     of_squares = partial(kept_of_sparse_loco, kept=128 if density is None else max(1, round(density * TILE**2)))
     largest = partial(traffic.in_tiles, tile=TILE, codec_of=of_squares, squares=True)
     rare = partial(Row, interval=interval)
@@ -260,9 +256,6 @@ def _core_rows(options: Options) -> list[Row]:
         round_("diloco, 2 bits", partial(codes, codec=BINS), coded=60),
         round_("diloco, 1 bit", signs, coded=32),
         round_("sparse_loco", largest, passes=EXCHANGE + 100),
-        round_("des_loc, without its moments", partial(traffic.share, density=1.0)),
-        round_("no_loco", traffic.pairs, passes=EXCHANGE + 32, two_level=False),
-        Row("sparta", partial(traffic.share, density=some), SHARE, local=True),
     ]
 
 

@@ -143,19 +143,6 @@ def exact(shapes: Model, ranks: Ranks, width: int | None = None) -> list[Message
     return [*_rows("local", "all_to_all", local, shard), *between, *_rows("local", "all_gather", local, shard)]
 
 
-def share(shapes: Model, ranks: Ranks, density: float) -> list[Message]:
-    """Return an average of one number of each 1/density, as `fn.sparse_average` sends it, in float32 at least."""
-    piece = max(1, round(1 / density))
-    sent = sum(-(-n // piece) * times for n, times in shapes.lengths.items())
-    return exact(Model(((sent,),), max(4, shapes.width)), ranks)
-
-
-def pairs(shapes: Model, ranks: int) -> list[Message]:
-    """Return what `fn.pair_average` sends to one other rank: differences and anchors."""
-    size = 2 * shapes.params * max(4, shapes.width)
-    return [Message("data", "permute", size)] if ranks > 1 else []
-
-
 def codes(
     shapes: Model, ranks: Ranks, codec: Codec, *, layout: str = "flat", servers: bool = True
 ) -> list[Message]:

@@ -40,8 +40,7 @@ def check_outer(
     check_outer_tx(outer_tx)
     check_sync(sync)
     if facts_of(sync).unequal:  # the anchor is taken to be the same on all ranks, and they would drift apart in silence
-        cure = "with an average of pairs write fn.own_anchors(average, inner, outer_tx, sync)"
-        raise ValueError(expected("sync", "an average that is the same on all ranks", "one that differs", cure))
+        raise ValueError(expected("sync", "an average that is the same on all ranks", "one that differs"))
     check_fragments(fragments)
     check_interval("alpha", alpha, "[0, 1]")
     check_store(store)

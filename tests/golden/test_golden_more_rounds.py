@@ -27,8 +27,8 @@ from torch import Tensor
 import fn
 from fn import Round, tree
 from fn.collectives.codecs.codec import unpack
+from fn.contrib._no_loco import OwnAnchorState
 from fn.transforms.average_params import AverageParamsState
-from fn.transforms.pair_average import OwnAnchorState
 
 
 class Method(NamedTuple):
@@ -102,7 +102,7 @@ def coded(case: Case) -> Method:
 
 def desloc(case: Case) -> Method:
     periods = [case.hyper[name] for name in ("Kx", "Ku", "Kv")]
-    return Method(fn.average_params(adamw(case), fn.sparse_average("data", 1.0)), fn.periods(*periods))
+    return Method(fn.average_params(adamw(case), fn.contrib.sparse_average("data", 1.0)), fn.periods(*periods))
 
 
 def noloco(case: Case, *, over_rate: bool = True) -> Method:
@@ -115,8 +115,8 @@ def noloco(case: Case, *, over_rate: bool = True) -> Method:
         return [next(p for group in groups for p in group if rank in group and p != rank) for rank in range(ranks)]
 
     pull = outer["gamma"] / outer["lr"] if over_rate else outer["gamma"]
-    mean = fn.pair_average("data", pull=pull, pairs=partners)
-    tx = fn.own_anchors(fn.average("data"), adamw(case), rule, mean)
+    mean = fn.contrib.pair_average("data", pull=pull, pairs=partners)
+    tx = fn.contrib.own_anchors(fn.average("data"), adamw(case), rule, mean)
     return Method(tx, fn.every(case.hyper["H"]), momentum=outer["lr"])
 
 
@@ -260,7 +260,7 @@ def of_noloco() -> pytest.MarkDecorator:
 def test_the_recorded_gamma_is_pull_times_the_outer_rate(case: Case) -> None:
     """With gamma itself as `pull` the params leave the recorded ones; with gamma / lr the run is replayed above.
 
-    Differs: fn.local_optimizers.no_loco: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
+    Differs: fn.contrib._no_loco.no_loco: `pull` is gamma / lr, as the outer rate stands behind the momentum here.
     """
     method = noloco(case, over_rate=False)
     with pytest.raises(AssertionError, match=r"p0\.param row \d+: off by"):

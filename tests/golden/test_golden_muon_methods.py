@@ -202,7 +202,7 @@ def test_muon_bp_follows_the_equations_of_its_paper(row: dict[str, Any]) -> None
 def test_averages_along_the_way_are_the_recorded_ones(row: dict[str, Any]) -> None:
     case = loaded(row)
     hyper, rate = case.hyper, fn.scale_by_learning_rate(case.hyper["lr"])
-    average = fn.primal_average(
+    average = fn.contrib.primal_average(
         fn.chain(fn.scale_by_adam(*hyper["betas"], hyper["eps"]), rate),
         interpolation=hyper["mu_y"],
         averaging=hyper["mu_x"],
@@ -211,7 +211,7 @@ def test_averages_along_the_way_are_the_recorded_ones(row: dict[str, Any]) -> No
     )
     tx = fn.skip_nonfinite(fn.chain(fn.average("data"), average))
     for t, params, state in replayed(case, tx, lambda step: Phase.WARMUP):
-        found = {"param": params, "x": fn.primal_params(state, params), "z": tree.fields(state, "fast")[0]}
+        found = {"param": params, "x": fn.contrib.primal_params(state, params), "z": tree.fields(state, "fast")[0]}
         found |= {"momentum": tree.fields(state, "mu")[0], "variance": tree.fields(state, "nu")[0]}
         for name, leaves in found.items():
             for i, x in enumerate(leaves):

@@ -221,12 +221,12 @@ def replay_on_rank(case: Case, rank: int) -> float:
 def test_averages_along_the_way_are_the_recorded_ones(case: Case) -> None:
     """Where the rate is constant, as here, its square cancels.
 
-    Differs: fn.transforms.primal_average.primal_average: averaging=None weighs all steps alike; the authors' code
+    Differs: fn.contrib._primal_average.primal_average: averaging=None weighs all steps alike; the authors' code
         weighs them by the square of the largest learning rate so far, which is the same where the rate is constant.
     """
     hyper, start, gradients = case.hyper["gpa"], case.each("init"), case.gradients(None)
     rate, free = fn.scale_by_learning_rate(hyper["lr"]), hyper["type"] == "schedule_free"
-    average = fn.primal_average(
+    average = fn.contrib.primal_average(
         fn.chain(fn.scale_by_adam(hyper["beta1"], hyper["beta2"]), rate),
         interpolation=hyper["train_interp_coeff"],
         averaging=None if free else hyper["eval_interp_coeff"],
@@ -244,7 +244,7 @@ def test_averages_along_the_way_are_the_recorded_ones(case: Case) -> None:
     run, worst = fn.simulate(step, "data", case.world, in_dims=(0, dims, None), out_dims=(None, dims)), [0.0]
     for t in range(int(case.hyper["steps"])):
         params, state = run(gradients(t, params), state, params)
-        found = {"param": params, "average": fn.primal_params(state, params)}
+        found = {"param": params, "average": fn.contrib.primal_params(state, params)}
         found |= {"z": tree.fields(state, "fast")[0], "exp_avg": tree.fields(state, "mu")[0]}
         for name, leaves in {**found, "exp_avg_sq": tree.fields(state, "nu")[0]}.items():
             worst += [case.off(x, f"p{i}.{name}", t, 0) for i, x in enumerate(leaves)]

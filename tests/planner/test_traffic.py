@@ -119,9 +119,6 @@ MAKES = {
     "diloco, 2 bits": [partial(fn.diloco, codec=fn.bins(4, 6))],
     "diloco, 1 bit": [partial(fn.diloco, codec=fn.sign())],
     "sparse_loco": [fn.sparse_loco],
-    "des_loc, without its moments": [fn.des_loc],
-    "no_loco": [fn.no_loco],
-    "sparta": [fn.sparta],
 }
 CONTRIB = rows(contrib=True)[len(rows()) :]
 MAKES |= {row.name: [getattr(fn.contrib, row.name.partition(",")[0])] for row in CONTRIB}
