@@ -1,8 +1,8 @@
 """Methods of one paper each, one a file: whoever needs one reads that file, and whoever breaks it may delete it.
 
-`fn.contrib.NAME` is the optimizer of `_NAME.py`; further links of a method are found by the `__all__` of its file. A
-file imports `fn` and nobody imports it, so that nothing else notices where it is gone: names are found when they are
-used. docs/adding.md says how a method is added.
+A method has the name of its file; further links of it are found by the file's `__all__`. A file imports `fn` and
+nobody imports it, so that nothing else notices where it is gone: names are found when they are used. docs/adding.md
+says how a method is added.
 
     >>> import fn
     >>> fn.contrib.signum_vote(1e-4, axis="data").facts.axes
