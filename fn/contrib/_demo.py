@@ -78,7 +78,7 @@ def demo(
 
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
-    """Return the row of `python -m fn plan --contrib`. planner, options: `fn.planner.methods`, and its named options."""
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
     kept = 32 if options.density is None else max(1, round(options.density * 64**2))
     cosines = partial(planner.traffic.in_tiles, tile=64, codec_of=partial(_kept, kept=kept))
     return [planner.Row("demo", cosines, 120)]

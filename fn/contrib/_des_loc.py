@@ -57,7 +57,7 @@ def des_loc(
 
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
-    """Return the row of `python -m fn plan --contrib`. planner, options: `fn.planner.methods`, and its named options."""
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
     send = partial(planner.traffic.codes, codec=planner.traffic.EXACTLY)
     name, h = "des_loc, without its moments", options.local_steps
     return [planner.Row(name, send, planner.EXCHANGE, interval=h, local=True)]

@@ -209,7 +209,7 @@ def dion2(
 
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
-    """Return the row of `python -m fn plan --contrib`. planner, options: `fn.planner.methods`, and its named options."""
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
 
     def quarter(model: Any, ranks: Any) -> list[Any]:
         """Return the sizes of all rows of the smaller side, and a quarter of the rows."""

@@ -58,6 +58,6 @@ def ef21_sgdm(
 
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
-    """Return the row of `python -m fn plan --contrib`. planner, options: `fn.planner.methods`, and its named options."""
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
     largest = partial(planner.traffic.largest, fraction=0.01 if options.density is None else options.density)
     return [planner.Row("ef21_sgdm", largest, 80, two_level=False, fits=planner.can_be_searched)]

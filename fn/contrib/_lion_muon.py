@@ -112,7 +112,7 @@ PERIOD = 5
 
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
-    """Return the row of `python -m fn plan --contrib`. planner, options: `fn.planner.methods`, and its named options."""
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
     votes = partial(planner.traffic.codes, codec=planner.BALLOTS)
     send = partial(planner.traffic.apart, hidden=votes, other=votes)
     exact = partial(planner.traffic.apart, hidden=planner.traffic.exact, other=planner.traffic.exact)

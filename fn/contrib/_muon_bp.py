@@ -159,5 +159,5 @@ def muon_bp(
 
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
-    """Return the row of `python -m fn plan --contrib`. planner, options: `fn.planner.methods`, and its named options."""
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
     return [planner.Row("muon_bp", planner.traffic.exact, 16, compressed=False)]

@@ -274,7 +274,7 @@ def no_loco(
 
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
-    """Return the row of `python -m fn plan --contrib`. planner, options: `fn.planner.methods`, and its named options."""
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
 
     def pairs(model: Any, ranks: int) -> list[Any]:
         """Return what goes to one other rank: differences and anchors, in float32 at least."""

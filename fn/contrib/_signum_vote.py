@@ -58,5 +58,5 @@ def signum_vote(
 
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
-    """Return the row of `python -m fn plan --contrib`. planner, options: `fn.planner.methods`, and its named options."""
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
     return [planner.Row("signum_vote", partial(planner.traffic.codes, codec=planner.BALLOTS), coded=24)]

@@ -180,7 +180,7 @@ def sparta(
 
 
 def plan_rows(planner: Any, options: Any) -> list[Any]:
-    """Return the row of `python -m fn plan --contrib`. planner, options: `fn.planner.methods`, and its named options."""
+    """Return the row of `python -m fn plan --contrib`. planner: `fn.planner.methods`. options: of its tables."""
     density = 0.005 if options.density is None else options.density
 
     def share(model: Any, ranks: Any) -> list[Any]:
