@@ -44,7 +44,6 @@ from fn.transforms.low_rank import LowRankState, low_rank_average
 from fn.transforms.masking import apply_mask, mask, partition, unfrozen
 from fn.transforms.momentum import local_momentum, running_sum, trace
 from fn.transforms.muon import orthogonalize, scale_by_muon
-from fn.transforms.norm_guard import Guard, norm_guard
 from fn.transforms.outer import OuterState, outer
 from fn.transforms.owned import OwnedState, owned
 from fn.transforms.scaling import scale, scale_by_shape, scale_by_sign
@@ -67,7 +66,6 @@ __all__ = [
     "Exchange",
     "Facts",
     "Feedback",
-    "Guard",
     "Ledger",
     "LowRankState",
     "Optimizer",
@@ -131,7 +129,6 @@ __all__ = [
     "mask",
     "muloco",
     "muon",
-    "norm_guard",
     "off",
     "onebit_adam",
     "onebit_lamb",

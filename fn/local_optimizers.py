@@ -23,7 +23,6 @@ from fn.transforms.fragments import Fragments
 from fn.transforms.masking import Labels, hidden_and_other, partition
 from fn.transforms.momentum import trace
 from fn.transforms.muon import orthogonalize, scale_by_muon
-from fn.transforms.norm_guard import Guard
 from fn.transforms.outer import Store, outer
 from fn.transforms.skip_nonfinite import skip_nonfinite
 from fn.transforms.unsharded import Shards, labelled, unsharded
@@ -49,7 +48,6 @@ def diloco(
     alpha: float = 0.0,
     store: Store = None,
     on_skip: Literal["keep", "anchor"] = "keep",
-    guard: Guard | None = None,
 ) -> Transform:
     """DiLoCo: hundreds of local AdamW steps, then one Nesterov step along the ranks' mean pseudo-gradient.
 
@@ -73,10 +71,9 @@ def diloco(
         codec: how the pseudo-gradients (differences to the anchor) are quantized; None is full precision. feedback:
             what becomes of the residual errors; None is `classic()` where there is a codec. servers: as for
             `compressed_average`.
-        fragments, alpha, store, on_skip, guard: as for `outer`.
+        fragments, alpha, store, on_skip: as for `outer`.
     Returns: a transform with a warm-up, exact, and rounds; `every(500)` is its schedule. Streaming DiLoCo is
-        `fragments=P, alpha=0.5` and `every(h, fragments=P, delay=d)`; EDiT's penalty
-        `guard=norm_guard(temperature=1.0)`.
+        `fragments=P, alpha=0.5` and `every(h, fragments=P, delay=d)`.
 
     Paper: Douillard et al., DiLoCo (arXiv 2311.08105), algorithm 1.
     Differs: if an exchange is not finite, the ranks keep their params; torchft takes all of them back to the anchor, as
@@ -85,9 +82,7 @@ def diloco(
     adamw = chain(scale_by_adam(b1, b2, eps), add_decayed_weights(weight_decay), scale_by_learning_rate(lr))
     outer_tx = _outer_sgd(outer_lr, outer_momentum, nesterov)
     sync = _mean(axis, codec, feedback, servers)
-    tx = outer(
-        adamw, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip, guard=guard
-    )
+    tx = outer(adamw, outer_tx, sync, fragments=fragments, alpha=alpha, store=store, on_skip=on_skip)
     return agreed(skip_nonfinite(chain(average(axis), tx)), axis)
 
 

@@ -130,7 +130,7 @@ class WindowHistory(NamedTuple):
 
 def window_guard(
     threshold: float, alpha: float, warmup: int, temperature: float | None, clip: float | None, *, leaves_out: bool
-) -> fn.Guard:
+) -> Any:
     """Guard as the authors of EDiT do in their code: by a threshold that widens with the deviation of recent scores.
 
     An outlier's norm is told to its history with a million added. Without a temperature norms themselves are weights.
@@ -159,7 +159,19 @@ def window_guard(
         new = WindowHistory(history.count + 1, mean, variance, history.recent)
         return new._replace(recent=torch.cat([history.recent[1:], score(norm, new).view(1)]))
 
-    return fn.Guard(init, is_outlier, weights, told, clip)
+    return fn.contrib.Guard(init, is_outlier, weights, told, clip)
+
+
+def guarded_diloco(
+    lr: float | Tensor = 4e-4, *, axis: str, guard: dict[str, Any] | None = None, outer_lr: float = 0.7,
+    outer_momentum: float = 0.9, weight_decay: float = 0.1, **settings: Any,
+) -> fn.Transform:  # fmt: skip
+    """Return DiLoCo's chain with a guard around its average. guard: of `norm_guard`. settings: of `outer`."""
+    mean = fn.compressed_average(axis, fn.identity(), fn.off())
+    adamw = fn.chain(fn.scale_by_adam(), fn.add_decayed_weights(weight_decay), fn.scale_by_learning_rate(lr))
+    outer_tx = fn.chain(fn.trace(outer_momentum, nesterov=True), fn.scale_by_learning_rate(outer_lr))
+    tx = fn.outer(adamw, outer_tx, fn.contrib.norm_guard(mean, **(guard or {})), **settings)
+    return fn.skip_nonfinite(fn.chain(fn.average(axis), tx))
 
 
 class MetState(NamedTuple):

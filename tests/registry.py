@@ -13,6 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import own_pieces
 import pytest
 
 import fn
@@ -111,7 +112,6 @@ OTHERS = (
     Named("sign_muon", fn.sign_muon, CODED, fn.freeze_after(2)),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("diloco, int8", partial(fn.diloco, codec=fn.int8()), ROUNDS, fn.every(3, start=2), replicated=False),
-    Named("diloco, guarded", partial(fn.diloco, guard=fn.norm_guard()), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("local_sgd", partial(fn.local_sgd, momentum=0.9), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("sparse_loco", partial(fn.sparse_loco, k=4, tile=4), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("muloco", partial(fn.muloco, codec=fn.bins(4, 6)), ROUNDS, fn.every(3, start=2), replicated=False),
@@ -130,6 +130,7 @@ CONTRIB = (
     Named("lion_muon", fn.contrib.lion_muon, CODED, fn.periodic(3)),
     Named("muon_bp", fn.contrib.muon_bp, CODED, fn.periodic(3)),
     Named("no_loco", fn.contrib.no_loco, ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("norm_guard", own_pieces.guarded_diloco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("signum_vote", fn.contrib.signum_vote, CODED, fn.freeze_after(2)),
     Named("sparta", partial(fn.contrib.sparta, density=0.5), ROUNDS, fn.every(3, start=2), replicated=False),
 )

@@ -62,7 +62,7 @@ def random_pairs(turn: int, ranks: int, seed: int) -> list[int]:
     return partners
 
 
-@declare(rank_local=("left_out",), left_out=("left_out",))
+@declare(rank_local=("left_out",), left_out=("left_out",), lasting=("turn",))
 class PairAverageState(NamedTuple):
     """State of `pair_average`.
 
@@ -159,16 +159,11 @@ def _swapped(mine: list[Tensor], axis: str, partners: list[int]) -> list[Tensor]
     return found
 
 
-@declare(rank_local=("inner", "anchor", "pending", "outer", "dropped", "left_out"))
+@declare(rank_local=("inner", "anchor", "pending", "outer", "dropped", "left_out", "sound"))
 class OwnAnchorState(fn.OuterState):
     """State of `own_anchors`: anchors and outer states are each rank's own."""
 
     agreed = None  # there is nothing that all ranks agree on
-
-
-def _counted(state: PairAverageState, old: PairAverageState) -> PairAverageState:
-    """Let an average count as a turn also where this rank leaves it out, or its pairs would be others than theirs."""
-    return state if state.turn is old.turn else state._replace(turn=old.turn + 1)
 
 
 def own_anchors(
@@ -204,20 +199,13 @@ def own_anchors(
     def around(update: fn.UpdateFn) -> fn.UpdateFn:
         def run(updates: Tree, state: SkipState, params: Tree, /) -> tuple[Tree, SkipState]:
             check_state(state, SkipState)
-            moves, after = update(updates, state.inner, params)
-            olds = iter(tree.instances(state.inner, PairAverageState))
-            return moves, state._replace(inner=tree.replace(after, PairAverageState, lambda s: _counted(s, next(olds))))
+            moves, inner_state = update(updates, state.inner, params)
+            return moves, state._replace(inner=inner_state)
 
         return Guarded(update, False, run, around)
 
-    def met(number: int, state: Tree, params: Tree) -> tuple[Tree, Tree]:
-        olds = iter(tree.instances(state, PairAverageState))
-        params, after = exchange.mean(number, state, params)
-        return params, tree.replace(after, PairAverageState, lambda s: _counted(s, next(olds)))
-
     assert whole.exchange is not None
-    exchange = whole.exchange
-    unguarded = exchange._replace(mean=met).within(lambda s: s.inner, lambda s, own: s._replace(inner=own))
+    unguarded = whole.exchange.within(lambda s: s.inner, lambda s, own: s._replace(inner=own))
     facts = facts_of(guarded)._replace(unequal=True)
     return guarded._replace(compressed_update=around(whole.compressed_update), exchange=unguarded, facts=facts)
 

@@ -400,8 +400,9 @@ def test_the_axis_of_an_inner_is_another_one_or_it_is_refused_by_name() -> None:
     ]:
         with pytest.raises(ValueError, match=f"^inner: expected .*{text}"):
             fn.outer(inner, rate, mean("islands"))
-    with pytest.raises(ValueError, match=r"guard: expected None, but got one beside an inner .* over 'data'"):
-        fn.outer(fn.muon(axis="data"), rate, mean("islands"), guard=fn.norm_guard())
+    of_all = mean("islands")._replace(facts=fn.Facts(("islands",), tree=("norms",)))
+    with pytest.raises(ValueError, match=r"sync: expected .* but got 'norms' beside an inner .* over 'data'"):
+        fn.outer(fn.muon(axis="data"), rate, of_all)
     facts = fn.outer(fn.muon(axis="data"), rate, mean("islands")).facts
     assert facts is not None
     assert (facts.axes, facts.inside) == (("data", "islands"), ("data",))
