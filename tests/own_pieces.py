@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 import fn
 from fn import Round, tree
+from fn.base import missing
 from fn.collectives.codecs.codec import Segments, pack, segmented, unpack
 from fn.transforms.bases import Basis
 
@@ -172,6 +173,13 @@ def guarded_diloco(
     outer_tx = fn.chain(fn.trace(outer_momentum, nesterov=True), fn.scale_by_learning_rate(outer_lr))
     tx = fn.outer(adamw, outer_tx, fn.contrib.norm_guard(mean, **(guard or {})), **settings)
     return fn.skip_nonfinite(fn.chain(fn.average(axis), tx))
+
+
+def averaged_along_the_way(lr: float | Tensor = 1e-3, *, axis: str) -> fn.Transform:
+    """Return AdamW's chain with the average of its params along the way."""
+    inner = fn.chain(fn.scale_by_adam(), fn.scale_by_learning_rate(lr))
+    tx = fn.chain(fn.average(axis), fn.contrib.primal_average(inner))
+    return fn.skip_nonfinite(tx._replace(compressed_update=missing(fn.Phase.COMPRESSED, "an exact average")))
 
 
 class MetState(NamedTuple):

@@ -131,6 +131,7 @@ CONTRIB = (
     Named("muon_bp", fn.contrib.muon_bp, CODED, fn.periodic(3)),
     Named("no_loco", fn.contrib.no_loco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("norm_guard", own_pieces.guarded_diloco, ROUNDS, fn.every(3, start=2), replicated=False),
+    Named("primal_average", own_pieces.averaged_along_the_way, (Phase.WARMUP,), lambda step: Phase.WARMUP),
     Named("signum_vote", fn.contrib.signum_vote, CODED, fn.freeze_after(2)),
     Named("sparta", partial(fn.contrib.sparta, density=0.5), ROUNDS, fn.every(3, start=2), replicated=False),
 )

@@ -48,6 +48,7 @@ def ef21_sgdm(
         axis: the ranks that train together, one name. All send to all others.
         k, block, values: as for `top_k`; by default a hundredth of each tensor is sent.
     Returns: a transform with a warm-up, exact, and a compressed phase; `freeze_after(1)` starts at the gradient.
+    Raises: TypeError or ValueError that names the argument.
 
     Paper: Fatkhullin, Tyurin and Richtarik, Momentum provably improves error feedback (arXiv 2305.15155), algorithm 1.
     Differs: the step is made with the new gradient; in the paper it is made before that.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 from importlib import import_module
 from pathlib import Path
 
@@ -31,6 +32,18 @@ def test_every_file_is_a_method_of_its_name_that_the_registry_lists() -> None:
     assert {path.stem[1:] for path in FILES} <= {named.name.partition(",")[0] for named in registry.CONTRIB}
     lists = [name for path in FILES for name in import_module(f"fn.contrib.{path.stem}").__all__]
     assert sorted(lists) == dir(fn.contrib), "two files list one name"
+
+
+@pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
+def test_a_method_is_one_file_whose_docstring_says_what_it_is_in_one_order(path: Path) -> None:
+    """And its named optimizer, or link, takes at most 12 arguments."""
+    made = getattr(fn.contrib, path.stem[1:])
+    assert len(inspect.signature(made).parameters) <= 12
+    words = ("Take it ", ">>> ", "Args:", "Returns:", "Raises:", "Paper:")
+    places = [made.__doc__.find(word) for word in words]
+    assert min(places) > 0, [word for word, place in zip(words, places, strict=True) if place < 0]
+    assert places == sorted(places)
+    assert len(path.read_text().splitlines()) <= 600
 
 
 def test_an_unknown_name_is_refused_with_the_names_that_there_are() -> None:

@@ -27,7 +27,6 @@ from torch import Tensor
 import fn
 from fn import Round, tree
 from fn.collectives.codecs.codec import unpack
-from fn.contrib._no_loco import OwnAnchorState
 from fn.transforms.average_params import AverageParamsState
 
 
@@ -156,7 +155,7 @@ def replay(case: Case, method: Method, step: Any, state: Any, params: list[Tenso
         assert (sent.total > 0) == (when.begin is not None)
         assert (-1 if when.end is None else when.end % len(parts)) == case.arrays["applied"][t]
         own = outer_state(state)
-        whose = rank if isinstance(own, OwnAnchorState) else (rank or 0)
+        whose = rank if "anchor" in fn.roles.rank_local(own) else (rank or 0)
         (mu,), (nu,) = tree.fields(own.inner, "mu"), tree.fields(own.inner, "nu")
         for name, found in (("param", params), ("exp_avg", mu), ("exp_avg_sq", nu)):
             worst += [case.off(x, f"p{i}.{name}", t, rank) for i, x in enumerate(found)]
