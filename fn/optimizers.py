@@ -15,8 +15,6 @@ These are pure functions. `fn.Optimizer` takes the same steps by kernels that wr
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
 
 from fn.base import Transform, chain
@@ -100,7 +98,6 @@ def onebit_adam(
     layout: str = "flat",
     servers: bool = True,
     bias_correction: bool = False,
-    keep_zeros: bool = True,
     max_step: float | None = 1.0,
 ) -> Transform:
     """1-bit Adam: Adam in the warm-up; then the second moment is frozen, and the momentum is averaged as signs.
@@ -126,7 +123,7 @@ def onebit_adam(
         warmup: how gradients are quantized in the warm-up, with `damped()` feedback; None is full precision. See
             `average`.
         layout, servers: as for `compressed_average`; servers=False is faster for two ranks.
-        bias_correction, keep_zeros, max_step: as for `scale_by_onebit_adam`; max_step=None is the paper's step.
+        bias_correction, max_step: as for `scale_by_onebit_adam`; max_step=None is the paper's step.
     Returns: a transform with a warm-up and a compressed phase; `freeze_after(n)` is its schedule.
 
     Paper: Tang et al., 1-bit Adam (arXiv 2102.02888), algorithm 1.
@@ -136,9 +133,7 @@ def onebit_adam(
     sync = _average_in_codes(axis, codec, feedback, layout, servers)
     tx = chain(
         _warm_up(axis, warmup),
-        scale_by_onebit_adam(
-            b1, b2, eps, sync=sync, bias_correction=bias_correction, keep_zeros=keep_zeros, max_step=max_step
-        ),
+        scale_by_onebit_adam(b1, b2, eps, sync=sync, bias_correction=bias_correction, max_step=max_step),
         add_decayed_weights(weight_decay),
         scale_by_learning_rate(lr),
     )
@@ -205,7 +200,6 @@ def onebit_lamb(
     factor_max: float = 4.0,
     factor_min: float = 0.5,
     factor_threshold: float = 0.1,
-    keep_zeros: bool = True,
     max_step: float | None = None,
 ) -> Transform:
     """1-bit LAMB: LAMB in the warm-up; then trust ratios are frozen up to a bounded factor, and momentum is signs.
@@ -237,7 +231,7 @@ def onebit_lamb(
         b1, b2, eps, weight_decay, max_coeff, min_coeff, coeff_beta, factor_max, factor_min, factor_threshold
     )
     sync = _average_in_codes(axis, codec, feedback, layout, servers)
-    link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, keep_zeros=keep_zeros, max_step=max_step)
+    link = scale_by_onebit_lamb(**hyper._asdict(), sync=sync, max_step=max_step)
     return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link, scale_by_learning_rate(lr))), axis)
 
 
@@ -254,8 +248,6 @@ def zero_one_adam(
     warmup: Codecs | None = None,
     layout: str = "flat",
     servers: bool = True,
-    compress: Literal["steps", "gradients"] = "steps",
-    keep_zeros: bool = True,
     max_step: float | None = 10.0,
 ) -> Transform:
     """0/1 Adam: steps that update the variance, steps that synchronise in codes, and local steps that send nothing.
@@ -277,19 +269,15 @@ def zero_one_adam(
             decoupled.
         axis: the ranks that train together. codec, feedback: as for `onebit_adam`. warmup: as there, for the variance
             steps. layout, servers: as for `compressed_average`.
-        compress, keep_zeros, max_step: as for `scale_by_zero_one_adam`; max_step=None is the paper's step. The default
-            is larger than 1-bit Adam's, because a synchronising step consists of codes alone: with 1.0 it trained more
-            slowly.
-    Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule. With compress="gradients" it
-        has no local phase, which that schedule asks for once the variance is frozen.
+        max_step: as for `scale_by_zero_one_adam`; None is the paper's step. The default is larger than 1-bit Adam's,
+            because a synchronising step consists of codes alone: with 1.0 it trained more slowly.
+    Returns: a transform with all three phases; `zero_one_schedule(...)` is its schedule.
 
     Paper: Lu et al., 0/1 Adam (arXiv 2202.06009), algorithm 1.
     Differs: a synchronising step is clamped to `max_step`, and the momentum is rebuilt from the clamped step.
     """
     sync = _average_in_codes(axis, codec, feedback, layout, servers)
-    link = scale_by_zero_one_adam(
-        lr, b1, b2, eps, weight_decay, sync=sync, compress=compress, keep_zeros=keep_zeros, max_step=max_step
-    )
+    link = scale_by_zero_one_adam(lr, b1, b2, eps, weight_decay, sync=sync, max_step=max_step)
     return agreed(skip_nonfinite(chain(_warm_up(axis, warmup), link)), axis)
 
 

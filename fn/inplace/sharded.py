@@ -52,7 +52,7 @@ def stage_shards(rule: Sharded, chain: MatchedChain) -> InPlace | str:
     h = inner[0].update.rule if inner and isinstance(inner[0].update, Step) else None
     rests = isinstance(h, OnebitAdam) and h.keep_zeros and not links_of(h.average)
     if not isinstance(h, Adam | OnebitAdam) or (isinstance(h, OnebitAdam) and not rests):
-        adams = "scale_by_adam, or with scale_by_onebit_adam with keep_zeros and a sync that does nothing"
+        adams = "scale_by_adam, or with scale_by_onebit_adam whose sync does nothing"
         return f"fn.sharded has kernels for a chain that begins with {adams}"
     if not is_normal(h.eps, torch.float32):
         return NO_EPS

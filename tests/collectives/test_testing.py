@@ -9,13 +9,14 @@ import torch
 
 import fn
 from fn import check_codec
+from fn.adapters.deepspeed import transforms as deepspeed
 from fn.collectives import testing as conformance
 from fn.collectives.feedback import Classic, Damped, classic
 
 OURS = {
     "sign": fn.sign(),
     "sign(block=64)": fn.sign(block=64),
-    "sign(padding_counts)": fn.sign(padding_counts=True),
+    "sign, DeepSpeed's": deepspeed.codec(2),
     "int4": fn.int4(),
     "int8(block=64)": fn.int8(block=64),
     "fp8": fn.fp8(),

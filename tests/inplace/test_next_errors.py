@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fn
 from fn import Phase, tree
+from fn.adapters.deepspeed import transforms as deepspeed
 from fn.collectives.profiling import Observer
 from fn.inplace.match import in_place
 
@@ -26,8 +27,7 @@ SHAPES = [(37, 5), (7,), (), (0,), (4097,), (8, 16), (130, 130)]
 CASES = [
     {},
     {"layout": "per_tensor", "bias_correction": True},
-    {"codec": fn.sign(padding_counts=True), "b1": 0.3, "weight_decay": 0.1},
-    {"keep_zeros": False},
+    {"codec": deepspeed.codec(2), "b1": 0.3, "weight_decay": 0.1},
     {"servers": False, "weight_decay": 0.1},
 ]
 

@@ -39,7 +39,7 @@ HYPERS: dict[str, list[dict[str, Any]]] = {
         {},
         {"feedback": fn.classic(lazy=True), "weight_decay": 0.1, "bias_correction": True},
         {"layout": "fused"},
-        {"layout": "per_tensor", "keep_zeros": False},
+        {"layout": "per_tensor"},
         {"codec": fn.int8(), "feedback": fn.damped()},
     ],
     "loco_adamw": [{}, {"gather": fn.int8()}],

@@ -19,7 +19,6 @@ MAKES: dict[str, Callable[..., fn.Transform]] = {
     "sharded_onebit_adam": fn.sharded_onebit_adam,
     "onebit_lamb": fn.onebit_lamb,
     "zero_one_adam": fn.zero_one_adam,
-    "zero_one_adam of gradients": partial(fn.zero_one_adam, compress="gradients"),
 }
 
 
