@@ -35,9 +35,19 @@ class Method(NamedTuple):
     waits: float
 
 
+
+
+def guarded(lr: float = 4e-4, *, axis: str) -> fn.Transform:
+    """Return DiLoCo whose exchanges are guarded."""
+    inner = fn.chain(fn.scale_by_adam(), fn.add_decayed_weights(0.1), fn.scale_by_learning_rate(lr))
+    outer_tx = fn.chain(fn.trace(0.9, nesterov=True), fn.scale_by_learning_rate(0.7))
+    mean = fn.compressed_average(axis, fn.identity(), fn.off())
+    return fn.chain(fn.average(axis), fn.outer(inner, outer_tx, mean, guard=fn.norm_guard()))
+
+
 METHODS = {
     "diloco, exchange": Method(fn.diloco, EXCHANGE, 1500, 2),
-    "diloco, guarded, exchange": Method(partial(fn.diloco, guard=fn.norm_guard()), EXCHANGE, 1500, 3),
+    "diloco, guarded, exchange": Method(guarded, EXCHANGE, 1500, 3),
     "sparta, exchange": Method(fn.sparta, EXCHANGE, 10000, 3),
     "des_loc, exchange of all": Method(fn.des_loc, Round(6, 6), 1500, 5),
     "local_sgd, exchange": Method(fn.local_sgd, EXCHANGE, 1500, 2),

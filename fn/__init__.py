@@ -25,8 +25,8 @@ from fn.collectives.testing import check_codec
 from fn.errors import CheckpointDamaged, PeerLost, RanksDisagree, RanksDrifted
 from fn.local_optimizers import des_loc, diloco, local_sgd, muloco, no_loco, sparse_loco, sparta
 from fn.low_rank_optimizers import dion, powersgd_adamw
-from fn.muon_optimizers import muon
-from fn.muon_variant_optimizers import dion2, ef21_muon, lion_muon, muon_bp, sign_muon
+from fn.muon_optimizers import muon, sign_muon
+from fn.muon_variant_optimizers import dion2, ef21_muon, lion_muon, muon_bp
 from fn.optimizers import adamw, lamb, loco_adamw, onebit_adam, onebit_lamb, sharded_onebit_adam, zero_one_adam
 from fn.roles import Roles
 from fn.schedules import every, freeze_after, freeze_when_stable, periodic, periods, zero_one_schedule

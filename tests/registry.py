@@ -12,6 +12,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import chains
 import pytest
 
 import fn
@@ -70,7 +71,7 @@ OPTIMIZERS = (
     ),
     Named(
         "muon, int8",
-        partial(fn.muon, codec=fn.int8(), gather=fn.int8()),
+        partial(fn.muon, codec=fn.int8()),
         (Phase.WARMUP, Phase.COMPRESSED),
         fn.freeze_after(20),
     ),
@@ -96,7 +97,7 @@ OPTIMIZERS = (
 
 def muon_of_shards(lr: Any = 0.02, *, axis: str, **hyper: Any) -> fn.Transform:
     """Return Muon for params that are divided over the axis."""
-    return fn.muon(lr, shards=axis, codec=fn.int8(), gather=fn.int8(), **hyper)
+    return fn.muon(lr, shards=axis, codec=fn.int8(), **hyper)
 
 
 CODED = Phase.WARMUP, Phase.COMPRESSED
@@ -113,7 +114,9 @@ OTHERS = (
     Named("muon_bp", fn.muon_bp, CODED, fn.periodic(3)),
     Named("diloco", fn.diloco, ROUNDS, fn.every(3, start=2), replicated=False),
     Named("diloco, int8", partial(fn.diloco, codec=fn.int8()), ROUNDS, fn.every(3, start=2), replicated=False),
-    Named("diloco, guarded", partial(fn.diloco, guard=fn.norm_guard()), ROUNDS, fn.every(3, start=2), replicated=False),
+    Named(
+        "diloco, guarded", partial(chains.diloco, guard=fn.norm_guard()), ROUNDS, fn.every(3, start=2), replicated=False
+    ),
     Named("local_sgd", partial(fn.local_sgd, momentum=0.9), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("sparse_loco", partial(fn.sparse_loco, k=4, tile=4), ROUNDS, fn.every(3, start=2), replicated=False),
     Named("muloco", partial(fn.muloco, codec=fn.bins(4, 6)), ROUNDS, fn.every(3, start=2), replicated=False),

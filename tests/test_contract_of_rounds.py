@@ -12,6 +12,7 @@ import weakref
 from functools import partial
 from typing import Any
 
+import chains
 import pytest
 import ranks
 import torch
@@ -27,15 +28,15 @@ from fn.transforms.average_params import AverageParamsState
 SHAPES = {"matrix": (6, 5), "vector": (7,), "scalar": (), "empty": (0,), "hollow": (3, 0), "kernel": (2, 3, 4)}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 METHODS: dict[str, tuple[Any, Any]] = {
-    "diloco": (fn.diloco, fn.every(3, start=2)),
-    "diloco in signs": (partial(fn.diloco, codec=fn.sign(), store="cpu"), fn.every(3, start=2)),
+    "diloco": (chains.diloco, fn.every(3, start=2)),
+    "diloco in signs": (partial(chains.diloco, codec=fn.sign(), store="cpu"), fn.every(3, start=2)),
     "streaming": (
-        partial(fn.diloco, codec=fn.int8(), fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=1, start=2)
+        partial(chains.diloco, codec=fn.int8(), fragments=2, alpha=0.5), fn.every(6, fragments=2, delay=1, start=2)
     ),
     "local_sgd": (partial(fn.local_sgd, momentum=0.9), fn.every(3, start=2)),
-    "sparse_loco": (partial(fn.sparse_loco, k=4, tile=4), fn.every(3, start=2)),
-    "muloco": (partial(fn.muloco, codec=fn.bins(4, 6)), fn.every(3, start=2)),
-    "guarded": (partial(fn.diloco, guard=fn.norm_guard(temperature=1.0, clip=1.0)), fn.every(3, start=2)),
+    "sparse_loco": (partial(chains.sparse_loco, k=4, tile=4), fn.every(3, start=2)),
+    "muloco": (partial(chains.muloco, codec=fn.bins(4, 6)), fn.every(3, start=2)),
+    "guarded": (partial(chains.diloco, guard=fn.norm_guard(temperature=1.0, clip=1.0)), fn.every(3, start=2)),
     "sparta": (partial(fn.sparta, density=0.5), fn.every(3, start=2)),
     "des_loc": (fn.des_loc, fn.periods(3, 3, 6, start=2)),
     "no_loco": (fn.no_loco, fn.every(3, start=2)),

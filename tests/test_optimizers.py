@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from inspect import signature
 
 import pytest
 import torch
@@ -17,6 +18,17 @@ def test_every_named_optimizer_is_registered():
     """What is not in `registry` is left out of the tests of default devices and dtypes, and of other devices."""
     made = {name for name in fn.__all__ if getattr(getattr(fn, name), "__module__", "").endswith("optimizers")}
     assert made == {optimizer.name.split(",")[0] for optimizer in EVERY}
+
+
+def test_a_named_optimizer_takes_at_most_twelve_arguments():
+    """Whoever wants another one writes the chain, which the docstring shows."""
+    functions = {name: getattr(fn, name) for name in {optimizer.name.split(",")[0] for optimizer in EVERY}}
+    counts = {
+        name: len(signature(make).parameters)
+        for name, make in functions.items()
+        if make.__module__ != "fn.muon_variant_optimizers"
+    }
+    assert {name: count for name, count in counts.items() if count > 12} == {}
 
 
 def test_weight_decay_of_one_bit_adam_is_decoupled():

@@ -275,7 +275,7 @@ def disagree(field: str) -> str:
         "eps": {"eps": 1e-6},
         "weight_decay": {"weight_decay": 0.1},
         "codec": {"codec": fn.sign(block=64)},
-        "layout": {"layout": "per_tensor"},
+        "servers": {"servers": False},
         "max_step": {"max_step": 2.0},
     }
     hyper = changes.get(field, {}) if second else {}
@@ -302,7 +302,7 @@ NAMED = {
     "weight_decay": "weight_decay",
     "lr": "lr",
     "codec": "block",
-    "layout": "layout",
+    "servers": "servers",
     "max_step": "max_step",
     "optimizer": "onebit_lamb",
     "schedule": "steps is 20 on rank 1 and 10 on rank 0",

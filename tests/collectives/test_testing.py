@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import chains
 import pytest
 import torch
 
@@ -160,7 +161,7 @@ def test_a_broken_codec_is_seen(complaint):
     assert complaint in repr(report), report
 
 
-@pytest.mark.parametrize("make", [fn.onebit_adam, partial(fn.onebit_lamb, layout="per_tensor"), fn.loco_adamw])
+@pytest.mark.parametrize("make", [fn.onebit_adam, partial(chains.onebit_lamb, layout="per_tensor"), fn.loco_adamw])
 def test_a_payload_of_every_second_element_travels(make):
     """A piece of one or none of them is contiguous with a stride of 2, which cannot be viewed as bytes."""
 

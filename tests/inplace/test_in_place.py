@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import chains
 import in_place_steps
 import pytest
 import ranks
@@ -92,7 +93,7 @@ def against_the_pure_chain(name: str, rows: str = "numba") -> list[dict[str, Any
     for hyper in BY_NAME[name]:
         schedule = fn.freeze_after(3)
         given = dict(hyper)
-        make = partial(given.pop("make", getattr(fn, name)), axis="data", **given)
+        make = partial(given.pop("make", getattr(chains, name)), axis="data", **given)
         params = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES]
         with fn.bind(mesh):
             opt, tx = fn.Optimizer(params, make, schedule=schedule, lr=1e-2), make(lr=1e-2)
@@ -196,7 +197,7 @@ ZERO_ONE_CASES = [
 
 def zero_one_against_the_pure_chain(hyper: dict[str, Any]) -> list[float]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
-    make = partial(fn.zero_one_adam, axis="data", weight_decay=0.1, **hyper)
+    make = partial(chains.zero_one_adam, axis="data", weight_decay=0.1, **hyper)
     phases = [Phase.WARMUP] * 3 + [Phase.LOCAL, Phase.LOCAL, Phase.COMPRESSED, Phase.LOCAL, Phase.COMPRESSED]
     phases += [Phase.COMPRESSED, Phase.WARMUP]
     params = [torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES]

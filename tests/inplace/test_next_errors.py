@@ -8,6 +8,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import chains
 import pytest
 import ranks
 import torch
@@ -52,7 +53,7 @@ def beside_the_pure_chain() -> None:
     """Train with an observer and without one, and by the pure chain."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("data",))
     for hyper in CASES:
-        make, schedule = partial(fn.onebit_adam, axis="data", **hyper), fn.freeze_after(2)
+        make, schedule = partial(chains.onebit_adam, axis="data", **hyper), fn.freeze_after(2)
         ours, watched = ([torch.nn.Parameter(torch.full(shape, 0.5)) for shape in SHAPES] for _ in range(2))
         with fn.bind(mesh):
             opt, other = (fn.Optimizer(p, make, schedule=schedule, lr=1e-2) for p in (ours, watched))

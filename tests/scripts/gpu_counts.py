@@ -26,8 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parent))
 
+import chains
 import gpu_table
 from other_device import NAME, echo
 
@@ -97,7 +99,7 @@ PARTS_OF_A_ROUND = {LOCAL_STEP: "local step", EXCHANGE: "exchange", ALL: "exchan
 BOTH = ("local", "node")
 W, C, L = fn.Phase.WARMUP, fn.Phase.COMPRESSED, fn.Phase.LOCAL
 BF16, FP16 = torch.bfloat16, torch.float16
-INT8 = {"codec": fn.int8(), "gather": fn.int8()}
+INT8 = {"codec": fn.int8()}
 CASES = [  # two param groups; so two of each collective
     Case("adamw", fn.adamw, W, Limits(100, 1, 2, 4)),
     Case("adamw", fn.adamw, W, Limits(40, 1, 1, 8), kind="clipped"),
@@ -127,7 +129,7 @@ CASES = [  # two param groups; so two of each collective
     # What follows goes tensor by tensor today: the limits are what is counted, so that they are noticed if they grow.
     Case("diloco", fn.diloco, LOCAL_STEP, Limits(50, 1, 0, 1)),
     Case("diloco", fn.diloco, EXCHANGE, Limits(500, 2, 5, 12.5)),
-    Case("diloco, guarded", partial(fn.diloco, guard=fn.norm_guard()), EXCHANGE, Limits(650, 2, 7, 16.5)),
+    Case("diloco, guarded", partial(chains.diloco, guard=fn.norm_guard()), EXCHANGE, Limits(650, 2, 7, 16.5)),
     Case("sparta", fn.sparta, EXCHANGE, Limits(10000, 2, 3, 4.1)),
     Case("des_loc", fn.des_loc, ALL, Limits(1400, 2, 7, 16)),
     Case("local_sgd", fn.local_sgd, LOCAL_STEP, Limits(200, 1, 0, 4.1)),

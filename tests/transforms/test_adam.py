@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import chains
 import numpy as np
 import oracle
 import pytest
@@ -73,7 +74,7 @@ def test_adamw_follows_the_papers_loop(world):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_errors_too_follow_the_papers_loop(world):
-    tx = fn.onebit_adam(LR, **HYPER, axis="data", layout="per_tensor")
+    tx = chains.onebit_adam(LR, **HYPER, axis="data", layout="per_tensor")
     loop = oracle.OnebitAdam([p.reshape(-1).numpy() for p in params()], world, LR, **HYPER)
     p = [torch.from_numpy(x.reshape(shape)) for x, shape in zip(loop.params, SHAPES, strict=True)]
     schedule, gs = fn.freeze_after(2), [gradients(world) for _ in range(6)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import chains
 import numpy as np
 import pytest
 import torch
@@ -43,7 +44,7 @@ def advance(tx: fn.Transform, phase: fn.Phase, params: Any, state: Any, grads: A
 def test_one_bit_lamb_is_the_papers(world: int, weight_decay: float, max_step: float | None) -> None:
     hyper = {"lr": 0.02, "b1": 0.8, "b2": 0.9, "eps": 1e-6, "weight_decay": weight_decay}
     bounds = {"max_coeff": 2.0, "min_coeff": 0.1, "factor_threshold": 0.3}
-    tx = fn.onebit_lamb(axis="data", max_step=max_step, **bounds, **hyper)
+    tx = chains.onebit_lamb(axis="data", max_step=max_step, **bounds, **hyper)
     params = start()
     oracle = OnebitLamb(
         [p.numpy().ravel() for p in params], world, max_step=max_step or np.inf, **bounds, **hyper
@@ -147,7 +148,7 @@ def test_deepspeeds_padding_counts_and_returns_while_ours_does_not() -> None:
 )
 def test_a_hyper_parameter_out_of_range_is_named(argument: str, value: float) -> None:
     with pytest.raises(ValueError, match=argument):
-        fn.onebit_lamb(axis="data", **{argument: value})
+        fn.scale_by_onebit_lamb(sync=fn.chain(), **{argument: value})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

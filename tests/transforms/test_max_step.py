@@ -53,8 +53,6 @@ def test_no_element_moves_further_than_max_step(name: str) -> None:
     Differs: fn.transforms.adam.scale_by_onebit_adam: The step of the compressed phase is clamped to `max_step`.
     Differs: fn.optimizers.onebit_adam: The step of the compressed phase is clamped to `max_step`.
     Differs: fn.optimizers.sharded_onebit_adam: The step of the compressed phase is clamped to `max_step`.
-    Differs: fn.optimizers.onebit_lamb: with a `max_step` the direction of the compressed phase is clamped, before decay
-        and norms.
     """
     moves = {}
     for limit in (None, 1.0, 0.25):

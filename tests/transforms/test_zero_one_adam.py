@@ -196,7 +196,7 @@ def test_deepspeeds_compresses_gradients_before_the_freeze_and_steps_behind_it()
         params, state = steps[fn.Phase.WARMUP](params, state, gradients(world, 0, torch.float32))
         params, state = steps[fn.Phase.COMPRESSED](params, state, gradients(world, 1, torch.float32))
         results.append(params)
-        assert spread(params) <= 1e-7
+        assert spread(params) <= 1e-6
     assert not torch.equal(results[0][0], results[1][0])
 
 

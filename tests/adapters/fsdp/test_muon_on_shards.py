@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import chains
 import pytest
 import torch
 import torch.distributed as dist
@@ -270,7 +271,7 @@ def test_its_checkpoints_are_loaded_on_any_number_of_ranks(old: int, new: int, t
 def in_codes(folder: str) -> dict[str, Any]:
     """Save what codes left out, each rank its own, and go on from it: by state dicts and by files."""
     mesh, found = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",)), {}
-    make, schedule = partial(fn.muon, codec=fn.int4(), gather=fn.int8(), feedback=fn.damped()), fn.freeze_after(1)
+    make, schedule = partial(chains.muon, codec=fn.int4(), gather=fn.int8(), feedback=fn.damped()), fn.freeze_after(1)
 
     def build() -> tuple[Net, fn.Optimizer]:
         model = sharded(mesh)
@@ -335,9 +336,9 @@ def awkward() -> dict[str, Any]:
     for flatten in (False, True):
         model, twin = Awkward(), Awkward()
         fully_shard(model, mesh=mesh)
-        opts = [optimizer(model, partial(fn.muon, flatten=flatten))]
+        opts = [optimizer(model, partial(chains.muon, flatten=flatten))]
         with fn.bind({"data": dist.group.WORLD}):
-            opts.append(optimizer(twin, partial(fn.muon, axis="data", owned=False, flatten=flatten)))
+            opts.append(optimizer(twin, partial(chains.muon, axis="data", owned=False, flatten=flatten)))
         for m, opt in zip((model, twin), opts, strict=True):
             for step in range(STEPS):
                 loss(m, step, dist.get_rank()).backward()
