@@ -162,7 +162,7 @@ def compressed_all_reduce(
     worker, server = (split_errors(half, axis) for half in errors)
     cuts, dtype, size = levels(segments, axis, servers=servers), x.dtype, axis_size(last.axis) if servers else 1
     inner_is_exact, inner_axes = all(hop.exact for hop in inner), [hop.axis for hop in inner]
-    if inner:  # to this rank's part of x, averaged over the inner axes
+    if inner:  # (n,) -> (n / L,): this rank's part of x, averaged over the inner axes
         x = _exact_shard(x, inner_axes, segments) if inner_is_exact else _reduce(x, worker, inner, cuts)
 
     # The last hop: codes go to the servers and come back as codes of the mean, or go from each rank to all others.
@@ -172,19 +172,19 @@ def compressed_all_reduce(
         check_vector(shard, server[-1], last.codec.align, "shard")
     else:
         check_no_server(server[-1])
-    rows = x.view(size, -1)
+    rows = x.view(size, -1)  # (W, n / W), a row for each server; (1, n) without servers
     payload, worker[-1] = encode(last.for_rows(cuts[-1]), last.feedback, rows, worker[-1], consume=consume)
     if servers:
         payload, server[-1] = servers_of(last, cuts[-1]).pass_on(payload, server[-1], shard.view(1, -1))
     else:
-        payload = messages.gather(payload, last.axis)
+        payload = messages.gather(payload, last.axis)  # codes of (1, n) -> codes of (W, n)
 
     if inner_is_exact:  # the codes are gathered within the node, too: they are fewer bytes than what they stand for
         payload = gather_codes(payload, inner_axes)
         mean = _decode_mean(payload, last, segments, x.dtype, servers=servers)
     else:
-        mean = _decode_mean(payload, last, cuts[-1], x.dtype, servers=servers)
-        mean = _gather(mean, server, plan, cuts, len(inner))
+        mean = _decode_mean(payload, last, cuts[-1], x.dtype, servers=servers)  # (n / L,)
+        mean = _gather(mean, server, plan, cuts, len(inner))  # (n,)
     return mean.to(dtype), (join_errors(worker, axis), join_errors(server, axis))
 
 
@@ -202,6 +202,7 @@ class Servers(NamedTuple):
         Args: payload: W rows. server: the server's error. shard: what a server's mean (1, n / W) is like.
         Returns: the payload of the mean, W rows, the same on every rank, and the next error.
         """
+        # W rows, one for each server -> W rows of this server's piece, one of each rank
         fused, received = self.fused, messages.exchange(payload, self.axis)
         # A kernel does not round the mean to half precision before it encodes it; the two halves in a row do.
         if fused is not None and fused.serve and shard.element_size() >= 4 and fused.accepts(shard, server):
@@ -211,10 +212,10 @@ class Servers(NamedTuple):
                 observe_kept(fused.settle(server, 1))
         else:
             with step_range("decode"):
-                mean = mean_of_rows(self.codec, received).to(shard.dtype)
+                mean = mean_of_rows(self.codec, received).to(shard.dtype)  # (n / W,)
             payload, server = encode(self.codec, self.feedback, mean.view(1, -1), server, worker=False)
         del received  # as large as what is gathered
-        return messages.gather(payload, self.axis), server
+        return messages.gather(payload, self.axis), server  # one row -> W rows
 
 
 def servers_of(hop: Hop, segments: Segments | None) -> Servers:
@@ -228,11 +229,11 @@ def _reduce(x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[S
     for i, hop in enumerate(plan):
         size = axis_size(hop.axis)
         check_vector(x, errors[i], size * hop.codec.align, "x")
-        payload, errors[i] = encode(hop.for_rows(cuts[i]), hop.feedback, x.view(size, -1), errors[i])
+        payload, errors[i] = encode(hop.for_rows(cuts[i]), hop.feedback, x.view(size, -1), errors[i])  # (W_i, n / W_i)
         received = messages.exchange(payload, hop.axis)
         with step_range("decode"):
-            x = mean_of_rows(hop.for_own_row(cuts[i]), received)
-        x = x.float() if x.element_size() < 4 else x
+            x = mean_of_rows(hop.for_own_row(cuts[i]), received)  # (n / W_i,)
+        x = x.float() if x.element_size() < 4 else x  # rounding between the hops would be in no error
     return x
 
 
@@ -245,7 +246,7 @@ def _gather(
         check_vector(x, errors[i], hop.codec.align, "shard")
         codec = hop.for_own_row(cuts[i])
         payload, errors[i] = encode(codec, hop.feedback, x.view(1, -1), errors[i], worker=False)
-        x = _decode(hop.for_rows(cuts[i]), messages.gather(payload, hop.axis), x.dtype)
+        x = _decode(hop.for_rows(cuts[i]), messages.gather(payload, hop.axis), x.dtype)  # (m,) -> (W_i m,)
         # Ranks of the outer axes gather the same numbers only because their servers' errors have the same history. vmap
         # cannot know that, so where outer axes are simulated, x is compared, and leaves their levels if it is the same.
         x = found_alike(x, tuple(outer.axis for outer in plan[i + 1 :])) if plan[i + 1 :] else x
@@ -283,6 +284,7 @@ def _exact_shard(x: Tensor, axes: Sequence[str], segments: Segments | None) -> T
 def reduce_exactly(parts: Iterable[Tensor], axes: Sequence[str], rows: int) -> Tensor:
     """Average vectors over axes exactly, one after the other, and lay this rank's rows of them side by side: (n,)."""
     plan = [Hop(axis, identity(), off()) for axis in axes]
+    # each (n_i,) -> (n_i / L,), as rows of it; rows of all parts lie side by side, as those of one vector would
     shards = [_reduce(part, [()] * len(plan), plan, [None] * len(plan)).view(rows, -1) for part in parts]
     return (shards[0] if len(shards) == 1 else torch.cat(shards, dim=1)).reshape(-1)
 
@@ -290,8 +292,8 @@ def reduce_exactly(parts: Iterable[Tensor], axes: Sequence[str], rows: int) -> T
 def gather_codes(payload: Tree, axes: Sequence[str]) -> Tree:
     """Gather the rows of a payload over axes, the last one first; all rows lie one after the other then."""
     for axis in reversed(axes):
-        gathered = messages.gather(tree.map(lambda leaf: leaf[None], payload), axis)
-        payload = tree.map(lambda leaf: leaf.flatten(0, 1), gathered)
+        gathered = messages.gather(tree.map(lambda leaf: leaf[None], payload), axis)  # (R, ...) -> (L, R, ...)
+        payload = tree.map(lambda leaf: leaf.flatten(0, 1), gathered)  # (L R, ...)
     return payload
 
 

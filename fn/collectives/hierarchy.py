@@ -113,7 +113,7 @@ def initial_errors(
     for i, (hop, cut) in enumerate(zip(plan, levels(segments, axis, servers=servers), strict=True)):
         serves = servers or i + 1 < len(plan)
         size = axis_size(hop.axis) if serves else 1
-        shard = x[: x.shape[0] // size]
+        shard = x[: x.shape[0] // size]  # (n_i,) -> (n_i / W_i,), which is what the next hop divides
         worker.append(_initial_error(hop.for_rows(cut), hop.feedback, x.view(size, -1)))
         server.append(_initial_error(hop.for_own_row(cut), hop.feedback, shard.view(1, -1)) if serves else ())
         x = shard if shard.element_size() >= 4 else shard.float()  # between the hops nothing is rounded
@@ -169,10 +169,10 @@ def _cut(rows: Segments, sizes: tuple[int, ...], ranks: tuple[Tensor | int, ...]
     """Yield the segments of hops with so many rows each; ranks: which of them is this rank's, but at the last hop."""
     tensors = len(rows.widths)
     for size, rank in zip_longest(sizes, ranks):
-        parts = rows.valid.shape[0] // size
-        hop = Segments(rows.widths * parts, rows.valid.reshape(size, parts * tensors))
+        parts = rows.valid.shape[0] // size  # rows of the last hop that lie side by side in one row of this hop
+        hop = Segments(rows.widths * parts, rows.valid.reshape(size, parts * tensors))  # (W, S) -> (W_i, parts S)
         yield hop
-        if rank is not None:
+        if rank is not None:  # the row that this rank serves is what the next hop divides: (1, parts S) -> (parts, S)
             rows = Segments(rows.widths, hop.row(rank).valid.reshape(parts, tensors))
 
 

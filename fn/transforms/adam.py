@@ -35,7 +35,7 @@ from fn.kernels import reference, rules
 from fn.kernels.tracing import is_concrete, is_recorded
 from fn.roles import declare
 from fn.transforms.leafwise import apply
-from fn.transforms.skip_nonfinite import shown
+from fn.transforms.skip_nonfinite import nan_unless_finite
 
 Tree = Any
 
@@ -214,7 +214,7 @@ def scale_by_onebit_adam(
         else:  # the same in one pass over memory
             mu, out = kept_direction(state.mu, state.nu, eps, limit)
             state = state._replace(mu=mu)
-        return (shown(out, state.mu) if limit < math.inf else out), state
+        return (nan_unless_finite(out, state.mu) if limit < math.inf else out), state
 
     rule = OnebitAdam(b1, eps, bias_correction, True, sync.compressed_update, limit)
     # a sync that also communicates in the warm-up has no kernels: the rule Adam knows of no average

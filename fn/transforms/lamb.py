@@ -42,7 +42,7 @@ from fn.transforms.adam import (
 )
 from fn.transforms.decay_and_lr import check_decay
 from fn.transforms.leafwise import apply
-from fn.transforms.skip_nonfinite import shown
+from fn.transforms.skip_nonfinite import nan_unless_finite
 
 Tree = Any
 
@@ -215,7 +215,7 @@ def scale_by_onebit_lamb(
         mean, sync_state = sync.compressed_update(sent, state.sync, params)
         mu = keep_unseen_at_zero(tree.map(lambda m, s: m / s, mean, state.scaling), state.nu)
         out, state = frozen_step(hypers_of(updates), limit, mu, state, params)
-        return (shown(out, mu) if limit < math.inf else out), state._replace(sync=sync_state)
+        return (nan_unless_finite(out, mu) if limit < math.inf else out), state._replace(sync=sync_state)
 
     rule = OnebitLamb(hyper, sync.compressed_update, limit)
     local, frozen = missing(Phase.LOCAL, "1-bit LAMB"), frozenset({Phase.COMPRESSED})  # nu is frozen

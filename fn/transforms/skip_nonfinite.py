@@ -188,8 +188,8 @@ def _by_kernel(leaves: list[Tensor]) -> Tensor:
     return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 
-def shown(updates: Tree, momentum: Tree) -> Tree:
-    """Return updates that are clamped; NaN where the momentum is not finite, so that a guard skips the step."""
+def nan_unless_finite(updates: Tree, momentum: Tree) -> Tree:
+    """Return updates, NaN if the momentum is not finite: a clamp would hide that from the guard, which is to skip."""
     ok = all_finite(tree.leaves(momentum))
     return updates if known(ok) else tree.map(lambda u: torch.where(ok.to(u.device), u, torch.nan), updates)
 
