@@ -162,7 +162,7 @@ def compressed_all_reduce(
     worker, server = (split_errors(half, axis) for half in errors)
     cuts, dtype, size = levels(segments, axis, servers=servers), x.dtype, axis_size(last.axis) if servers else 1
     inner_is_exact, inner_axes = all(hop.exact for hop in inner), [hop.axis for hop in inner]
-    if inner:  # (n,) -> (n / L,): this rank's part of x, averaged over the inner axes
+    if inner:  # to this rank's part of x, averaged over the inner axes
         x = _exact_shard(x, inner_axes, segments) if inner_is_exact else _reduce(x, worker, inner, cuts)
 
     # The last hop: codes go to the servers and come back as codes of the mean, or go from each rank to all others.
@@ -172,19 +172,19 @@ def compressed_all_reduce(
         check_vector(shard, server[-1], last.codec.align, "shard")
     else:
         check_no_server(server[-1])
-    rows = x.view(size, -1)  # (W, n / W), a row for each server; (1, n) without servers
+    rows = x.view(size, -1)  # (n,) -> (W, n / W): row r goes to server r
     payload, worker[-1] = encode(last.for_rows(cuts[-1]), last.feedback, rows, worker[-1], consume=consume)
     if servers:
         payload, server[-1] = servers_of(last, cuts[-1]).pass_on(payload, server[-1], shard.view(1, -1))
     else:
-        payload = messages.gather(payload, last.axis)  # codes of (1, n) -> codes of (W, n)
+        payload = messages.gather(payload, last.axis)
 
     if inner_is_exact:  # the codes are gathered within the node, too: they are fewer bytes than what they stand for
         payload = gather_codes(payload, inner_axes)
         mean = _decode_mean(payload, last, segments, x.dtype, servers=servers)
     else:
-        mean = _decode_mean(payload, last, cuts[-1], x.dtype, servers=servers)  # (n / L,)
-        mean = _gather(mean, server, plan, cuts, len(inner))  # (n,)
+        mean = _decode_mean(payload, last, cuts[-1], x.dtype, servers=servers)
+        mean = _gather(mean, server, plan, cuts, len(inner))
     return mean.to(dtype), (join_errors(worker, axis), join_errors(server, axis))
 
 
@@ -202,7 +202,6 @@ class Servers(NamedTuple):
         Args: payload: W rows. server: the server's error. shard: what a server's mean (1, n / W) is like.
         Returns: the payload of the mean, W rows, the same on every rank, and the next error.
         """
-        # W rows, one for each server -> W rows of this server's piece, one of each rank
         fused, received = self.fused, messages.exchange(payload, self.axis)
         # A kernel does not round the mean to half precision before it encodes it; the two halves in a row do.
         if fused is not None and fused.serve and shard.element_size() >= 4 and fused.accepts(shard, server):
@@ -212,10 +211,10 @@ class Servers(NamedTuple):
                 observe_kept(fused.settle(server, 1))
         else:
             with step_range("decode"):
-                mean = mean_of_rows(self.codec, received).to(shard.dtype)  # (n / W,)
+                mean = mean_of_rows(self.codec, received).to(shard.dtype)  # (W, n / W) -> (n / W,)
             payload, server = encode(self.codec, self.feedback, mean.view(1, -1), server, worker=False)
         del received  # as large as what is gathered
-        return messages.gather(payload, self.axis), server  # one row -> W rows
+        return messages.gather(payload, self.axis), server
 
 
 def servers_of(hop: Hop, segments: Segments | None) -> Servers:
@@ -229,11 +228,12 @@ def _reduce(x: Tensor, errors: list[Tree], plan: Sequence[Hop], cuts: Sequence[S
     for i, hop in enumerate(plan):
         size = axis_size(hop.axis)
         check_vector(x, errors[i], size * hop.codec.align, "x")
-        payload, errors[i] = encode(hop.for_rows(cuts[i]), hop.feedback, x.view(size, -1), errors[i])  # (W_i, n / W_i)
+        payload, errors[i] = encode(hop.for_rows(cuts[i]), hop.feedback, x.view(size, -1), errors[i])
         received = messages.exchange(payload, hop.axis)
         with step_range("decode"):
-            x = mean_of_rows(hop.for_own_row(cuts[i]), received)  # (n / W_i,)
-        x = x.float() if x.element_size() < 4 else x  # rounding between the hops would be in no error
+            x = mean_of_rows(hop.for_own_row(cuts[i]), received)  # (size, n / size) -> (n / size,)
+        # The next hop adds up means of this one: rounded to half precision in between, their errors would grow.
+        x = x.float() if x.element_size() < 4 else x
     return x
 
 
@@ -246,7 +246,7 @@ def _gather(
         check_vector(x, errors[i], hop.codec.align, "shard")
         codec = hop.for_own_row(cuts[i])
         payload, errors[i] = encode(codec, hop.feedback, x.view(1, -1), errors[i], worker=False)
-        x = _decode(hop.for_rows(cuts[i]), messages.gather(payload, hop.axis), x.dtype)  # (m,) -> (W_i m,)
+        x = _decode(hop.for_rows(cuts[i]), messages.gather(payload, hop.axis), x.dtype)  # (n / size,) -> (n,)
         # Ranks of the outer axes gather the same numbers only because their servers' errors have the same history. vmap
         # cannot know that, so where outer axes are simulated, x is compared, and leaves their levels if it is the same.
         x = found_alike(x, tuple(outer.axis for outer in plan[i + 1 :])) if plan[i + 1 :] else x
@@ -277,6 +277,7 @@ def _exact_shard(x: Tensor, axes: Sequence[str], segments: Segments | None) -> T
     if segments is None or len(cuts) == 1:
         return reduce_exactly([x], axes, 1)
     rows, ends = x.view(segments.valid.shape[0], -1), [0, *accumulate(segments.widths)]
+    # of each piece (rows, width) -> (rows width,)
     parts = (rows[:, ends[first] : ends[end]].reshape(-1) for first, end in cuts)
     return reduce_exactly(parts, axes, rows.shape[0] // axis_size(tuple(axes)))
 
@@ -284,7 +285,7 @@ def _exact_shard(x: Tensor, axes: Sequence[str], segments: Segments | None) -> T
 def reduce_exactly(parts: Iterable[Tensor], axes: Sequence[str], rows: int) -> Tensor:
     """Average vectors over axes exactly, one after the other, and lay this rank's rows of them side by side: (n,)."""
     plan = [Hop(axis, identity(), off()) for axis in axes]
-    # each (n_i,) -> (n_i / L,), as rows of it; rows of all parts lie side by side, as those of one vector would
+    # each (n_i,) -> (n_i / W,) -> (rows, width): a row of the last hop is cut out of every piece
     shards = [_reduce(part, [()] * len(plan), plan, [None] * len(plan)).view(rows, -1) for part in parts]
     return (shards[0] if len(shards) == 1 else torch.cat(shards, dim=1)).reshape(-1)
 
@@ -292,8 +293,8 @@ def reduce_exactly(parts: Iterable[Tensor], axes: Sequence[str], rows: int) -> T
 def gather_codes(payload: Tree, axes: Sequence[str]) -> Tree:
     """Gather the rows of a payload over axes, the last one first; all rows lie one after the other then."""
     for axis in reversed(axes):
-        gathered = messages.gather(tree.map(lambda leaf: leaf[None], payload), axis)  # (R, ...) -> (L, R, ...)
-        payload = tree.map(lambda leaf: leaf.flatten(0, 1), gathered)  # (L R, ...)
+        gathered = messages.gather(tree.map(lambda leaf: leaf[None], payload), axis)  # (size, rows, ...)
+        payload = tree.map(lambda leaf: leaf.flatten(0, 1), gathered)  # (size rows, ...)
     return payload
 
 
@@ -308,7 +309,8 @@ def encode(
     if not observed() or codec.bits >= 32:
         with step_range("encode"):
             return _encode(codec, feedback, x, error, consume)
-    compensated = x.reshape(-1) + settle(codec, feedback, error, x) if worker else x  # before x is consumed
+    # Before the kernel consumes x: afterwards its memory holds the error.
+    compensated = x.reshape(-1) + settle(codec, feedback, error, x) if worker else x  # (R, n) -> (R n,)
     with step_range("encode"):
         payload, after = _encode(codec, feedback, x, error, consume)
     if worker:
@@ -325,7 +327,7 @@ def _encode(codec: Codec, feedback: Feedback, x: Tensor, error: Tree, consume: b
         return (fused.encode_over if consume and fused.encode_over is not None else fused.encode)(x, error)
     if isinstance(error, tuple) and not error and feedback.rule is not None and not isinstance(feedback.rule, Off):
         raise ValueError("error: is empty, but this feedback keeps one; a state belongs to what it was made for")
-    compensated = feedback.compensate(x.reshape(-1), error)
+    compensated = feedback.compensate(x.reshape(-1), error)  # (R, n) -> (R n,), as the error lies
     payload = codec.encode(compensated.view_as(x))
     if isinstance(feedback.rule, Off):  # nothing is kept, so nothing needs decoding
         return payload, ()
@@ -348,7 +350,7 @@ def _decode_mean(payload: Tree, hop: Hop, segments: Segments | None, dtype: torc
     ranks = axis_size(hop.axis)
     means = []
     for row in range(tree.leaves(payload)[0].shape[0] // ranks):
-        codes = tree.map(lambda leaf, row=row: leaf[row * ranks : (row + 1) * ranks], payload)
+        codes = tree.map(lambda leaf, row=row: leaf[row * ranks : (row + 1) * ranks], payload)  # (W, ...), of one row
         codec = hop.for_rows(None if segments is None else segments.row(row))
         with step_range("decode"):
             means.append(mean_of_rows(codec, codes).to(dtype))
