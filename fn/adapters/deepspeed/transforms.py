@@ -165,7 +165,7 @@ def scale_by_zero_one_adam(
     frozen: bool,
     alone: bool,
 ) -> Transform:
-    """Do as `fn.scale_by_zero_one_adam`, with these differences in the compressed and the local phase:
+    """Do as `fn.scale_by_zero_one_adam` in the warm-up, and as DeepSpeed in the compressed and the local phase.
 
         before the freeze:   mu <- b1 mu + (1 - b1) C(g_r);   p <- p - lr (mu / (sqrt(nu) + eps) + wd p)
         local step:          mu <- b1 mu + (1 - b1) g_r;      d = -lr (mu / (sqrt(nu) + eps) + wd p);   p <- p + d
@@ -177,7 +177,7 @@ def scale_by_zero_one_adam(
 
     Args: frozen: whether the variance is; the state is the same before and behind that. alone: whether there is a
         single rank, whose momentum rests in a compressed step before the freeze.
-    """  # noqa: D400
+    """
     check_betas(b1, b2, eps)
     check_decay(weight_decay)
     check_rate(lr)
