@@ -219,7 +219,7 @@ def scale_by_onebit_adam(
     rule = OnebitAdam(b1, eps, bias_correction, True, sync.compressed_update, limit)
     # a sync that also communicates in the warm-up has no kernels: the rule Adam knows of no average
     exact = warmup if links_of(sync.warmup_update) else Step(Adam(b1, b2, eps, bias_correction), warmup)
-    facts = facts_of(sync)._replace(unclamped=limit == math.inf)
+    facts = facts_of(sync)._replace(unclamped=limit == math.inf)  # adapters warn of jumps where there is no clamp
     local, frozen = missing(Phase.LOCAL, "1-bit Adam"), frozenset({Phase.COMPRESSED})  # where nu is frozen
     return Transform(init, exact, Step(rule, compressed), local, needs_warmup=frozen, facts=facts)
 
@@ -248,6 +248,7 @@ def start_moments(params: Tree) -> tuple[Tensor, Tree, Tree, Tensor, Tensor]:
     mu, nu = zero_moments(params), zero_moments(params)
     leaves = tree.leaves(params)
     device = leaves[0].device if leaves else torch.device("cpu")
+    # The weights divide the moments: in float32, 1 - 0.999^t of the first steps is off by more than such moments are.
     wide = torch.float64 if any(p.dtype == torch.float64 for p in leaves) else torch.float32
     weights = [torch.zeros((), dtype=wide, device=device) for _ in range(2)]
     return torch.zeros((), dtype=torch.int64, device=device), mu, nu, *weights

@@ -209,6 +209,7 @@ def scale_by_onebit_lamb(
 
     def compressed(updates: Tree, state: OnebitLambState, params: Tree, /) -> tuple[Tree, OnebitLambState]:
         updates, params = check_arguments(updates, state, params, OnebitLambState, "mu")
+        # All tensors at one scale: the codes have a single one for the whole model, in which small momenta would drown.
         sent = tree.map(
             lambda g, m, s: torch.lerp(g.to(m.dtype), m, hyper.b1) * s, updates, state.mu, state.scaling
         )
@@ -298,7 +299,7 @@ def frozen_ratio(coefficient: Tensor, factor: Tensor) -> Tensor:
 
 
 def _bounded_factor(h: LambHyper, last: Tensor, nu: Tensor, fresh: Tensor, q: Tensor, u: Tensor) -> Tensor:
-    if not nu.numel():
+    if not nu.numel():  # there is no largest element
         return last
     f = reference.steps.over_root(rules.denominator(nu, h.eps), fresh, h.eps).max().to(last.dtype)
     return bounded_factor(h, last, f, _norm(q), _norm(u)) if h.weight_decay > 0 else bounded_factor(h, last, f, f, f)
@@ -356,6 +357,7 @@ def common_scale(mu: Tree) -> Tree:
     leaves, structure = tree.flatten(mu)
     if not leaves:
         return mu
+    # (S,), in float64: a quotient of two of them is a factor of every number that travels
     rms = torch.stack([(_norm(m).double() / max(m.numel(), 1) ** 0.5).to(leaves[0].device) for m in leaves])
     scaling = common_scale_of(rms)
     parts = [s.to(m.device, layout.scale_dtype(m)) for s, m in zip(scaling.unbind(), leaves, strict=True)]

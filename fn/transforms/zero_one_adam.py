@@ -202,6 +202,7 @@ def scale_by_zero_one_adam(
         moves, _ = step_alone(updates, state)
         elapsed = later(state.elapsed)
         drift = tree.map(lambda p, u, x: p.to(u.dtype) + u - x, params, moves, state.anchor)
+        # Codes of steps themselves would move elements with a large second moment as far as those with a small one.
         scaled = tree.map(lambda d, v: d * rules.denominator(v, eps), drift, state.nu)
         mean, sync_state = sync.compressed_update(scaled, state.sync, params)
         peak = largest(mean)
