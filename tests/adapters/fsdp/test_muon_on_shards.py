@@ -92,7 +92,7 @@ def far(a: list[Tensor], b: list[Tensor]) -> float:
 def on_shards() -> dict[str, Any]:
     world = dist.get_world_size()
     mesh, found = init_device_mesh("cpu", (world,), mesh_dim_names=("shard",)), {}
-    for name, hyper in {"plain": {}, "jordan": {"scale": "max", "other": "lion", "nesterov": False}}.items():
+    for name, hyper in {"plain": {}, "lion": {"scale": "max", "other": "lion"}}.items():
         model = sharded(mesh)
         opt = optimizer(model, partial(fn.muon, **hyper))
         with fn.ledger() as sent:
@@ -119,7 +119,7 @@ def on_shards() -> dict[str, Any]:
     found["a NaN"] = opt.skipped - skipped, far(whole(model), before)
     opt.zero_grad()
     model, twin = (sharded(mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)) for _ in range(2))
-    coded = {"codec": fn.int8(), "gather": fn.int8()}
+    coded = {"codec": fn.int8()}
     opt = optimizer(model, partial(fn.muon, **coded), schedule=fn.freeze_after(1))
     with fn.ledger() as sent:
         train(model, opt, range(STEPS))
@@ -135,7 +135,7 @@ def test_it_has_the_params_of_replicated_muon(world: int) -> None:
     """Of uneven rows, of a matrix with fewer rows than ranks, of columns, and of vectors and embeddings by AdamW."""
     answers = run(world, on_shards)
     for found in answers:
-        for name in ("plain", "jordan", "columns", "groups"):
+        for name in ("plain", "lion", "columns", "groups"):
             assert found[name] <= 1e-10, (name, found[name])
         assert found["plain is divided"]
         assert found["a NaN"] == (1, 0.0)
