@@ -136,6 +136,9 @@ EVERY = (*OPTIMIZERS, *OTHERS)
 
 each_of_all = pytest.mark.parametrize("optimizer", EVERY, ids=[optimizer.name for optimizer in EVERY])
 
+ADAMS = tuple(optimizer for optimizer in OPTIMIZERS if not optimizer.name.startswith("muon"))
+"""Those that take Adam's hyper-parameters."""
+
 NAMES = [optimizer.name for optimizer in OPTIMIZERS]
 
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=NAMES)

@@ -183,7 +183,7 @@ def test_a_row_of_the_plan_is_what_the_ledger_counts(name, ranks):
 
 @pytest.mark.parametrize("fragments", [1, 2])
 def test_a_guard_sends_a_message_of_eight_bytes_to_each_which_is_no_row_of_its_own(fragments):
-    make = partial(fn.diloco, axis="data", codec=fn.int8(), fragments=fragments)
+    make = partial(chains.diloco, axis="data", codec=fn.int8(), fragments=fragments)
     for k in range(fragments):
         plain, guarded = (step(make(guard=guard), fn.Round(k, k), 3) for guard in (None, fn.norm_guard()))
         assert Counter(guarded.sent) - Counter(plain.sent) == {("data", "all_gather"): 2 * 8}

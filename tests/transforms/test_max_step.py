@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import chains
 import pytest
 import torch
 
@@ -17,7 +18,7 @@ MAKES: dict[str, Callable[..., fn.Transform]] = {
     "onebit_adam": fn.onebit_adam,
     "corrected": partial(fn.onebit_adam, bias_correction=True),
     "sharded_onebit_adam": fn.sharded_onebit_adam,
-    "onebit_lamb": fn.onebit_lamb,
+    "onebit_lamb": chains.onebit_lamb,
     "zero_one_adam": fn.zero_one_adam,
 }
 
@@ -102,7 +103,7 @@ def test_a_clamp_hides_no_step_that_is_skipped_without_one(name: str, size: floa
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan"), "1"])
-@pytest.mark.parametrize("make", [fn.onebit_adam, fn.onebit_lamb, fn.zero_one_adam, fn.sharded_onebit_adam])
+@pytest.mark.parametrize("make", [fn.onebit_adam, chains.onebit_lamb, fn.zero_one_adam, fn.sharded_onebit_adam])
 def test_a_max_step_that_is_no_number_above_zero_is_refused(make: Any, limit: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="max_step: expected a number"):
         make(axis="data", max_step=limit)
